@@ -1,0 +1,96 @@
+"""The one table of environment variables that epee reads.
+
+Every variable has a name, a type, a default and a sentence; `get` parses and checks it, and names it when its
+value is bad. Nothing else in the package reads the environment (a test compares the table with the sources).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table: `parse` turns the text into the value or raises `ValueError` with the rule."""
+
+    name: str
+    default: object
+    parse: Callable[[str], object]
+    doc: str
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("must be 0 or 1")
+    return text == "1"
+
+
+def _positive_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise ValueError("must be a number of seconds above 0")
+    return value
+
+
+def _positive_bytes(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError("must be a number of bytes above 0")
+    return value
+
+
+TABLE: tuple[Variable, ...] = (
+    Variable(
+        "EPEE_TIMEOUT_S",
+        300.0,
+        _positive_seconds,
+        "How long a call waits for a silent peer when it names no timeout.",
+    ),
+    Variable(
+        "EPEE_POISON",
+        False,
+        _flag,
+        "1 fills receive memory with 0xFF before each use, so that stale rows show as NaN.",
+    ),
+)
+
+_BY_NAME = {variable.name: variable for variable in TABLE}
+
+
+def get(name: str) -> object:
+    """Return the parsed value of `name`, or its default when it is unset or empty.
+
+    Raises:
+        InvalidArgument: the value breaks the variable's rule; the message names the variable.
+    """
+    variable = _BY_NAME[name]
+    text = os.environ.get(name, "")
+    if not text:
+        return variable.default
+    try:
+        return variable.parse(text)
+    except ValueError as exc:
+        raise InvalidArgument(f"{name}: {exc}, got {text!r}; {variable.doc}") from exc
+
+
+def get_float(name: str) -> float:
+    """Return the variable as a float (see `get`)."""
+    value = get(name)
+    assert isinstance(value, float)
+    return value
+
+
+def get_int(name: str) -> int:
+    """Return the variable as an int (see `get`)."""
+    value = get(name)
+    assert isinstance(value, int)
+    return value
+
+
+def get_bool(name: str) -> bool:
+    """Return the variable as a bool (see `get`)."""
+    return bool(get(name))

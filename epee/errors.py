@@ -1,0 +1,126 @@
+"""Every exception that epee raises, in one tree.
+
+A message says name, rule, value and remedy; a run-time failure adds op, rank, peer, seq and elapsed time
+(`context` below writes them, so that they always look the same). The classes also derive from the built-in
+exception that a caller would expect (`ValueError`, `TimeoutError`, `PermissionError`), and from `RuntimeError`
+so that code written for torch's own backends catches them.
+
+Names and fields are API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class EpeeError(RuntimeError):
+    """Base of everything that epee raises on purpose."""
+
+
+class InvalidArgument(EpeeError, ValueError):
+    """An argument breaks a rule; nothing was sent and the object works as before."""
+
+
+class InvalidState(EpeeError):
+    """The call does not fit the object's state: closed, re-entered, used twice."""
+
+
+class StaleHandleError(EpeeError):
+    """A handle of another buffer, of an earlier epoch or of a closed buffer."""
+
+
+class MismatchError(EpeeError):
+    """The ranks of one collective call disagree; raised on every one of them, all live on."""
+
+
+class UnsupportedError(EpeeError):
+    """What was asked for does not exist here; the message says what does."""
+
+
+class CompileError(EpeeError):
+    """A kernel did not compile; carries the command and the log."""
+
+
+class ResourceError(EpeeError):
+    """The system refused memory, a file descriptor or a permission."""
+
+
+class ProtocolError(EpeeError):
+    """A peer or a file sent something that cannot be right; it was not used."""
+
+
+class AuthError(EpeeError, PermissionError):
+    """A peer could not prove that it belongs to the job."""
+
+
+class CommTimeoutError(EpeeError, TimeoutError):
+    """A peer that is not known to be dead stayed silent for too long.
+
+    Attributes:
+        ranks: the silent ranks, ascending.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class AbortedError(EpeeError):
+    """The call was ended by `abort()`, `close()` or `destroy_process_group()` in another thread."""
+
+
+class ForkError(EpeeError):
+    """The object was made before a fork and is used in the child."""
+
+
+class PeerError(EpeeError):
+    """Another rank cannot take part.
+
+    Attributes:
+        ranks: the ranks concerned, ascending.
+        op: the operation that met the failure.
+        seq: its sequence number in the group.
+        epoch: the epoch of the view in which it ran.
+        cause: what was seen, in words.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: Sequence[int] = (),
+        op: str = "",
+        seq: int = -1,
+        epoch: int = 0,
+        cause: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.op = op
+        self.seq = seq
+        self.epoch = epoch
+        self.cause = cause
+
+
+class RankFailedError(PeerError):
+    """A rank is proved dead."""
+
+
+class EvictedError(PeerError):
+    """This process was voted out of the group; it may only come back by joining again."""
+
+
+class NoQuorumError(PeerError):
+    """This process cannot reach enough members to agree on a view."""
+
+
+def context(op: str, **facts: object) -> str:
+    """Format the facts of a run-time failure: `dispatch (rank=0, peer=2, seq=17, waited 10.0 s)`.
+
+    A float named `elapsed` is written as `waited ... s`; `None` values are left out.
+    """
+    parts = []
+    for name, value in facts.items():
+        if value is None:
+            continue
+        parts.append(f"waited {value:.1f} s" if name == "elapsed" else f"{name}={value}")
+    return f"{op} ({', '.join(parts)})" if parts else op

@@ -1,0 +1,1 @@
+"""What a rank lends to others: layouts, host regions, signals, slots. Nothing here knows about MoE."""

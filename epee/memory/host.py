@@ -1,0 +1,235 @@
+"""Host memory that one process lends to others on the same machine: a sealed memfd, mapped by whoever gets its blob.
+
+Data path: the owner creates a memfd, seals its size, maps it and writes a random cookie into the first cache line. It
+gives away a `blob` of fixed size (pid, start time, fd, size, cookie). A peer opens `/proc/PID/fd/FD`, which needs the
+same user and no extra permission, and maps the same pages.
+
+What is checked before the mapping is used: the process that has this pid now is the one that made the blob (start
+time), the file has the stated size, its size is sealed (so no peer can shrink it under us and cause SIGBUS), and the
+cookie matches (so the fd was not closed and reused).
+
+Lifetime: pages live as long as any mapping or fd. A killed owner leaves nothing behind: there is no name in /dev/shm,
+and peers keep what they mapped. The mapping itself is reference-counted by Python: it goes when the region object and
+the last tensor made from it have gone. `close` drops the region's own references and its fd.
+
+Memory model: x86-64 keeps stores in order (TSO), so "write data, then write a flag" needs no fence. aarch64 does not;
+until there are fences, `require_shared_memory` refuses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import math
+import mmap
+import os
+import platform
+import secrets
+import struct
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import InvalidState, ProtocolError, ResourceError, UnsupportedError
+from .layout import CACHE_LINE_BYTES, align_up
+
+_BLOB = struct.Struct("<8sqqqq16s")
+_MAGIC = b"epeehst1"
+_COOKIE_BYTES = 16
+BLOB_BYTES = _BLOB.size
+HEADER_BYTES = CACHE_LINE_BYTES  # holds the cookie; user offsets start behind it
+_F_ADD_SEALS = 1033  # linux/fcntl.h; Python 3.10's fcntl module has the names only on some builds
+_F_GET_SEALS = 1034
+_SEAL_SIZE = 0x2 | 0x4 | 0x1  # F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
+
+
+def require_shared_memory() -> None:
+    """Raise `UnsupportedError` where the shared-memory path is not known to be right."""
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(f"epee's shared memory needs Linux, this is {sys.platform}; use a Linux machine")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise UnsupportedError(
+            f"epee's shared memory needs x86-64, this is {platform.machine()}: its plain stores are not ordered and "
+            "the fences are not written yet; use an x86-64 machine"
+        )
+
+
+def process_start_time(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot, or -1 when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return -1
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+class _Blob(NamedTuple):
+    magic: bytes
+    pid: int
+    start_time: int
+    fd: int
+    nbytes: int
+    cookie: bytes
+
+
+class HostRegion:
+    """A shared mapping. Make one with `create` or `attach`.
+
+    Attributes:
+        nbytes: size that users may address, without the header.
+        mapped_bytes: size of the mapping.
+        owner_pid: the process that made it.
+    """
+
+    def __init__(self, fd: int, mapped_bytes: int, owner_pid: int, blob: bytes) -> None:
+        self.nbytes = mapped_bytes - HEADER_BYTES
+        self.mapped_bytes = mapped_bytes
+        self.owner_pid = owner_pid
+        self._fd = fd
+        self._blob = blob
+        self._map: mmap.mmap | None = mmap.mmap(fd, mapped_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + HEADER_BYTES
+
+    @classmethod
+    def create(cls, nbytes: int, name: str) -> HostRegion:
+        """Make and map a new region of at least `nbytes` bytes, all zero; `name` shows in /proc/PID/maps.
+
+        Raises:
+            UnsupportedError: this machine cannot share memory safely.
+            ResourceError: the system has no memory or file descriptor left.
+        """
+        require_shared_memory()
+        mapped_bytes = align_up(nbytes + HEADER_BYTES, mmap.PAGESIZE)
+        cookie = secrets.token_bytes(_COOKIE_BYTES)
+        try:
+            fd = os.memfd_create(f"epee-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as exc:
+            raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; free memory or descriptors") from exc
+        try:
+            os.ftruncate(fd, mapped_bytes)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
+            pid = os.getpid()
+            blob = _BLOB.pack(_MAGIC, pid, process_start_time(pid), fd, mapped_bytes, cookie)
+            region = cls(fd, mapped_bytes, pid, blob)
+        except (OSError, ValueError) as exc:
+            os.close(fd)
+            raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; make the buffer smaller") from exc
+        region.mapping[:_COOKIE_BYTES] = cookie
+        return region
+
+    @classmethod
+    def attach(cls, data: bytes) -> HostRegion:
+        """Map the region that `data` (a peer's `blob`) describes, after checking every claim in it.
+
+        Raises:
+            ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
+            ResourceError: the owner is gone, or the system forbids opening its descriptor.
+        """
+        blob = _parse(data)
+        fd = _open_peer_fd(blob)
+        try:
+            _check_file(fd, blob)
+            region = cls(fd, blob.nbytes, blob.pid, bytes(data))
+        except (OSError, ValueError) as exc:
+            os.close(fd)
+            raise ResourceError(f"cannot map the region of process {blob.pid}: {exc}") from exc
+        except ProtocolError:
+            os.close(fd)
+            raise
+        if region.mapping[:_COOKIE_BYTES] != blob.cookie:
+            region.close()
+            raise ProtocolError(f"region of process {blob.pid}: cookie differs; descriptor {blob.fd} was reused")
+        os.close(fd)  # the mapping stays; only the owner's descriptor must stay open, for other peers
+        region._fd = -1
+        return region
+
+    @property
+    def blob(self) -> bytes:
+        """`BLOB_BYTES` bytes that let another process of this user and machine attach."""
+        return self._blob
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The mapping; `InvalidState` after `close`."""
+        if self._map is None:
+            raise InvalidState("the region is closed")
+        return self._map
+
+    def tensor(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor over the region's memory at byte `offset`; it keeps the mapping alive."""
+        count = math.prod(shape)
+        self._check_range(offset, count * dtype.itemsize)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.mapping, dtype=dtype, count=count, offset=HEADER_BYTES + offset).view(shape)
+
+    def words(self, offset: int, count: int) -> memoryview:
+        """Return `count` unsigned 64-bit words at byte `offset`; each load and store is one machine access."""
+        self._check_range(offset, 8 * count)
+        start = HEADER_BYTES + offset
+        return memoryview(self.mapping)[start : start + 8 * count].cast("Q")
+
+    def lease(self, offset: int, nbytes: int) -> ctypes.Array[Any]:
+        """Return an object over the bytes that supports the buffer protocol and weak references.
+
+        A tensor made from it by `torch.frombuffer` keeps it alive, so a weak-reference callback tells when the last
+        tensor has gone.
+        """
+        self._check_range(offset, nbytes)
+        return (ctypes.c_ubyte * nbytes).from_buffer(self.mapping, HEADER_BYTES + offset)
+
+    def close(self) -> None:
+        """Drop this object's descriptor and reference to the mapping; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._map = None
+
+    def _check_range(self, offset: int, nbytes: int) -> None:
+        assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
+
+
+def _parse(data: bytes) -> _Blob:
+    if len(data) != BLOB_BYTES:
+        raise ProtocolError(f"a region blob has {BLOB_BYTES} bytes, got {len(data)}")
+    blob = _Blob(*_BLOB.unpack(data))
+    if blob.magic != _MAGIC:
+        raise ProtocolError(f"a region blob starts with {_MAGIC!r}, got {blob.magic!r}; do the ranks run one version?")
+    if blob.pid <= 0 or blob.fd < 0 or blob.nbytes <= HEADER_BYTES or blob.nbytes % mmap.PAGESIZE:
+        raise ProtocolError(f"region blob out of range: pid={blob.pid}, fd={blob.fd}, nbytes={blob.nbytes}")
+    return blob
+
+
+def _open_peer_fd(blob: _Blob) -> int:
+    path = f"/proc/{blob.pid}/fd/{blob.fd}"
+    if process_start_time(blob.pid) != blob.start_time:
+        raise ResourceError(
+            f"process {blob.pid} has ended, or runs in another PID namespace; its memory is out of reach"
+        )
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError as exc:
+        raise ResourceError(
+            f"opening {path} is forbidden; the ranks must run as one user, dumpable, in one PID namespace"
+        ) from exc
+    except OSError as exc:
+        if exc.errno == errno.ENOENT:
+            raise ProtocolError(f"process {blob.pid} has no descriptor {blob.fd}; it closed the region") from exc
+        raise ResourceError(f"cannot open {path}: {exc}") from exc
+
+
+def _check_file(fd: int, blob: _Blob) -> None:
+    if process_start_time(blob.pid) != blob.start_time:  # again: the pid may have changed hands before the open
+        raise ProtocolError(f"process {blob.pid} changed while its region was being opened")
+    nbytes = os.fstat(fd).st_size
+    if nbytes != blob.nbytes:
+        raise ProtocolError(f"region of process {blob.pid}: {blob.nbytes} bytes promised, {nbytes} there")
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as exc:
+        raise ProtocolError(f"descriptor {blob.fd} of process {blob.pid} is no memfd: {exc}") from exc
+    if seals & _SEAL_SIZE != _SEAL_SIZE:
+        raise ProtocolError(f"region of process {blob.pid} is not sealed (seals {seals:#x})")

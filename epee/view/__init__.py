@@ -1,0 +1,1 @@
+"""Who is in the group, and who is known to be dead."""

@@ -1,1 +1,29 @@
-"""epee."""
+"""epee: communication for Mixture-of-Experts models in PyTorch.
+
+`Buffer` sends each token to the ranks that own its experts and brings the results back. `epee.nn` has the same as
+differentiable functions and a whole MoE layer. Importing epee creates no CUDA context, starts no thread and opens no
+socket.
+"""
+
+from __future__ import annotations
+
+from . import errors
+from .ep.buffer import Buffer
+from .ep.handle import Combined, Dispatched, Handle
+from .errors import CommTimeoutError, EpeeError, InvalidArgument, MismatchError, RankFailedError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Buffer",
+    "Combined",
+    "CommTimeoutError",
+    "Dispatched",
+    "EpeeError",
+    "Handle",
+    "InvalidArgument",
+    "MismatchError",
+    "RankFailedError",
+    "__version__",
+    "errors",
+]

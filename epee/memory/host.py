@@ -66,6 +66,11 @@ def process_start_time(pid: int) -> int:
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
+def mapped_size(nbytes: int) -> int:
+    """Return how many bytes a region of `nbytes` usable bytes maps."""
+    return align_up(nbytes + HEADER_BYTES, mmap.PAGESIZE)
+
+
 class _Blob(NamedTuple):
     magic: bytes
     pid: int
@@ -82,12 +87,15 @@ class HostRegion:
         nbytes: size that users may address, without the header.
         mapped_bytes: size of the mapping.
         owner_pid: the process that made it.
+        owner_start_time: when that process started, in clock ticks since boot.
+        address: of the first usable byte in this process.
     """
 
     def __init__(self, fd: int, mapped_bytes: int, owner_pid: int, blob: bytes) -> None:
         self.nbytes = mapped_bytes - HEADER_BYTES
         self.mapped_bytes = mapped_bytes
         self.owner_pid = owner_pid
+        self.owner_start_time = _BLOB.unpack(blob)[2]
         self._fd = fd
         self._blob = blob
         self._map: mmap.mmap | None = mmap.mmap(fd, mapped_bytes)
@@ -102,7 +110,7 @@ class HostRegion:
             ResourceError: the system has no memory or file descriptor left.
         """
         require_shared_memory()
-        mapped_bytes = align_up(nbytes + HEADER_BYTES, mmap.PAGESIZE)
+        mapped_bytes = mapped_size(nbytes)
         cookie = secrets.token_bytes(_COOKIE_BYTES)
         try:
             fd = os.memfd_create(f"epee-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -1,0 +1,279 @@
+"""Arguments in, checked calls out. Nothing has been sent yet when a rule here is broken.
+
+Every message says name, rule, value and remedy. Cheap checks only: shapes, dtypes and devices cost no pass over the
+data; expert ids are looked at once (`aminmax`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import InvalidArgument, StaleHandleError
+from .config import FP8, LAYOUTS, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, SCALE_BLOCK, BufferConfig
+from .handle import Handle
+from .layout import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
+
+
+@dataclass(frozen=True)
+class PayloadRows:
+    """A payload as bytes.
+
+    Attributes:
+        rows: `[num_tokens, row_words]` int64.
+        dtype: of the elements.
+        scales: `[num_tokens, scale_words]` int32, or None.
+        scale_dtype: float32 or int32, None without scales.
+    """
+
+    rows: torch.Tensor
+    dtype: torch.dtype
+    scales: torch.Tensor | None = None
+    scale_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class DispatchCall:
+    """A checked dispatch: fresh routing (`plan`) or a cached one (`handle`), never both.
+
+    Attributes:
+        topk_idx: `[num_tokens, num_topk]` int64; None when cached or without top-k routing.
+        topk_weights: `[num_tokens, num_topk]` float32 or float64, contiguous, or None.
+    """
+
+    payload: PayloadRows
+    layout: str
+    expert_alignment: int
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    plan: SendPlan | None
+    handle: Handle | None
+
+
+@dataclass(frozen=True)
+class CombineCall:
+    """A checked combine.
+
+    Attributes:
+        y: `[num_recv, hidden]`, contiguous.
+        topk_weights: `[num_recv, num_topk]` (rank layout) or `[num_recv]` (expert layout), contiguous, or None.
+        bias: up to two tensors `[num_tokens, hidden]`.
+        out: `[num_tokens, hidden]` or None.
+    """
+
+    y: torch.Tensor
+    handle: Handle
+    topk_weights: torch.Tensor | None
+    bias: tuple[torch.Tensor, ...]
+    out: torch.Tensor | None
+
+
+def check_timeout(timeout: float | None, default: float) -> float:
+    """Return the time-out in seconds; `InvalidArgument` unless it is a finite number above 0."""
+    if timeout is None:
+        return default
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise InvalidArgument(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if not math.isfinite(timeout) or timeout <= 0:
+        raise InvalidArgument(f"timeout must be above 0 and finite, got {timeout}; leave it out for the default")
+    return float(timeout)
+
+
+def check_handle(handle: object, buffer_id: int, epoch: int) -> Handle:
+    """Return `handle` if it belongs to this buffer and epoch."""
+    if not isinstance(handle, Handle):
+        raise InvalidArgument(f"handle must be the .handle of a dispatch, got {type(handle).__name__}")
+    if handle.buffer_id != buffer_id:
+        raise StaleHandleError(
+            "handle was made by another buffer (or before it was closed); dispatch again with this one"
+        )
+    if handle.epoch != epoch:
+        raise StaleHandleError(f"handle is of epoch {handle.epoch}, the buffer is in epoch {epoch}; dispatch again")
+    return handle
+
+
+def check_tensor(
+    name: str, value: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+) -> torch.Tensor:
+    """Return `value` detached.
+
+    Raises:
+        InvalidArgument: it is no dense CPU tensor of one of `dtypes` and of `shape` (None: any extent).
+    """
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{name} must be a tensor {_wanted(shape, dtypes)}, got {type(value).__name__}")
+    if value.device.type != "cpu":
+        raise InvalidArgument(f"{name} must be on the CPU like this buffer, got {value.device}; call .cpu()")
+    if value.layout != torch.strided or value.is_conj() or value.is_neg():
+        raise InvalidArgument(f"{name} must be a plain dense tensor, got {value.layout}; call .to_dense() first")
+    if value.dtype not in dtypes:
+        raise InvalidArgument(
+            f"{name} must be {_wanted(shape, dtypes)}, got {value.dtype} {list(value.shape)}; call .to({dtypes[0]})"
+        )
+    got = value.shape
+    if len(got) != len(shape) or any(want is not None and want != got[at] for at, want in enumerate(shape)):
+        raise InvalidArgument(f"{name} must be {_wanted(shape, dtypes)}, got {value.dtype} {list(got)}")
+    return value.detach()
+
+
+def _wanted(shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> str:
+    extents = ", ".join("*" if extent is None else str(extent) for extent in shape)
+    return f"{' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} [{extents}]"
+
+
+def check_payload(x: object, config: BufferConfig) -> PayloadRows:
+    """Return the payload's bytes in rows; a tensor or an FP8 pair (values, scales)."""
+    if isinstance(x, (tuple, list)):
+        return _check_fp8(x, config)
+    value = check_tensor("x", x, (None, config.hidden), PAYLOAD_DTYPES)
+    if value.dtype.itemsize > config.dtype.itemsize:
+        raise InvalidArgument(
+            f"x must be no wider than the buffer's dtype {config.dtype}, got {value.dtype}; make the buffer with it"
+        )
+    _check_num_tokens("x", value.shape[0], config)
+    return PayloadRows(_rows(value), value.dtype)
+
+
+def _rows(values: torch.Tensor) -> torch.Tensor:
+    """Return a 2-D tensor's bytes as rows of 8-byte words; a copy when it has gaps or starts off an 8-byte border."""
+    dense = values.contiguous()
+    if dense.storage_offset() * dense.itemsize % 8:
+        dense = dense.clone()
+    return dense.view(torch.int64)
+
+
+def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) -> PayloadRows:
+    if len(pair) != 2:
+        raise InvalidArgument(f"x must be a tensor or a pair (float8_e4m3fn values, scales), got {len(pair)} items")
+    if config.hidden % SCALE_BLOCK:
+        raise InvalidArgument(
+            f"an FP8 pair needs hidden to be a multiple of {SCALE_BLOCK}, got {config.hidden}; pad rows"
+        )
+    values = check_tensor("x[0]", pair[0], (None, config.hidden), (FP8,))
+    num_tokens = values.shape[0]
+    _check_num_tokens("x[0]", num_tokens, config)
+    scales = check_tensor("x[1]", pair[1], (num_tokens, None), (torch.float32, torch.int32))
+    blocks = config.hidden // SCALE_BLOCK
+    columns = blocks if scales.dtype == torch.float32 else -(-blocks // 4)
+    if scales.shape[1] != columns:
+        raise InvalidArgument(
+            f"x[1] must be float32 [{num_tokens}, {blocks}] or packed int32 [{num_tokens}, {-(-blocks // 4)}], "
+            f"got {scales.dtype} {list(scales.shape)}"
+        )
+    rows = _rows(values)
+    return PayloadRows(rows, FP8, scales.contiguous().view(torch.int32), scales.dtype)
+
+
+def _check_num_tokens(name: str, num_tokens: int, config: BufferConfig) -> None:
+    if num_tokens > config.max_tokens_per_rank:
+        raise InvalidArgument(
+            f"{name} must have at most max_tokens_per_rank={config.max_tokens_per_rank} rows, got {num_tokens}; "
+            "split the batch or make a larger buffer"
+        )
+
+
+def check_dispatch(
+    config: BufferConfig,
+    payload: PayloadRows,
+    topk_idx: object,
+    topk_weights: object,
+    is_token_in_rank: object,
+    handle: Handle | None,
+    layout: str,
+    expert_alignment: int,
+) -> DispatchCall:
+    """Check the routing of a dispatch and plan it."""
+    num_tokens = payload.rows.shape[0]
+    given = [name for name, value in _routings(topk_idx, is_token_in_rank, handle) if value is not None]
+    if len(given) != 1:
+        raise InvalidArgument(
+            f"dispatch needs exactly one of topk_idx, is_token_in_rank and handle, got {', '.join(given) or 'none'}"
+        )
+    if layout not in LAYOUTS:
+        raise InvalidArgument(f"layout must be 'rank' or 'expert', got {layout!r}")
+    _check_alignment(expert_alignment)
+    if handle is not None:
+        return _check_cached(config, payload, topk_weights, handle)
+    if is_token_in_rank is not None:
+        return _check_mask(config, payload, is_token_in_rank, topk_weights, layout)
+    idx = check_tensor("topk_idx", topk_idx, (num_tokens, config.num_topk), (torch.int64,)).contiguous()
+    check_topk_idx(idx, config.num_experts)
+    weights = _check_weights(topk_weights, (num_tokens, config.num_topk), payload.dtype)
+    plan = plan_by_rank(idx, config) if layout == "rank" else plan_by_expert(idx, config)
+    return DispatchCall(payload, layout, expert_alignment, idx, weights, plan, None)
+
+
+def _routings(topk_idx: object, mask: object, handle: object) -> list[tuple[str, object]]:
+    return [("topk_idx", topk_idx), ("is_token_in_rank", mask), ("handle", handle)]
+
+
+def _check_alignment(expert_alignment: object) -> None:
+    is_int = isinstance(expert_alignment, int) and not isinstance(expert_alignment, bool)
+    if not is_int or not 1 <= expert_alignment <= MAX_EXPERT_ALIGNMENT:  # type: ignore[operator]
+        raise InvalidArgument(f"expert_alignment must be an int 1 ... {MAX_EXPERT_ALIGNMENT}, got {expert_alignment!r}")
+
+
+def _check_cached(config: BufferConfig, payload: PayloadRows, topk_weights: object, handle: Handle) -> DispatchCall:
+    num_tokens = payload.rows.shape[0]
+    if num_tokens != handle.num_tokens:
+        raise InvalidArgument(f"x must have the {handle.num_tokens} rows of the handle's dispatch, got {num_tokens}")
+    if topk_weights is not None and not handle.with_topk:
+        raise InvalidArgument("topk_weights need a handle that was routed by topk_idx, got one by is_token_in_rank")
+    weights = _check_weights(topk_weights, (num_tokens, config.num_topk), payload.dtype)
+    return DispatchCall(payload, handle.layout, handle.expert_alignment, None, weights, None, handle)
+
+
+def _check_mask(
+    config: BufferConfig, payload: PayloadRows, mask: object, topk_weights: object, layout: str
+) -> DispatchCall:
+    if layout != "rank":
+        raise InvalidArgument("is_token_in_rank routes the rank layout only; give topk_idx for layout='expert'")
+    if topk_weights is not None:
+        raise InvalidArgument("topk_weights need topk_idx; is_token_in_rank does not say which expert a weight is for")
+    shape = (payload.rows.shape[0], config.num_ranks)
+    plan = plan_by_mask(check_tensor("is_token_in_rank", mask, shape, (torch.bool,)), config)
+    return DispatchCall(payload, layout, 1, None, None, plan, None)
+
+
+def _check_weights(weights: object, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    if weights is None:
+        return None
+    dtypes = (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
+    return check_tensor("topk_weights", weights, shape, dtypes).contiguous()
+
+
+def check_combine(
+    config: BufferConfig, y: object, handle: Handle, topk_weights: object, bias: object, out: object
+) -> CombineCall:
+    """Check the arguments of a combine."""
+    rows = check_tensor("y", y, (handle.num_recv, config.hidden), PAYLOAD_DTYPES)
+    if rows.dtype.itemsize > config.dtype.itemsize:
+        raise InvalidArgument(f"y must be no wider than the buffer's dtype {config.dtype}, got {rows.dtype}")
+    if topk_weights is not None and not handle.with_topk:
+        raise InvalidArgument("topk_weights need a handle that was routed by topk_idx, got one by is_token_in_rank")
+    per_row = (config.num_topk,) if handle.layout == "rank" else ()
+    weights = _check_weights(topk_weights, (handle.num_recv, *per_row), rows.dtype)
+    shape = (handle.num_tokens, config.hidden)
+    biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
+    if len(biases) > 2:
+        raise InvalidArgument(f"bias must be one tensor or a pair, got {len(biases)} tensors; add them first")
+    checked = tuple(check_tensor("bias", item, shape, (rows.dtype, torch.float32, torch.float64)) for item in biases)
+    target = None if out is None else check_tensor("out", out, shape, (rows.dtype,))
+    if target is not None and _overlaps_itself(target):
+        raise InvalidArgument("out must not overlap itself (expanded?), got strides that do; give a .clone()")
+    return CombineCall(rows.contiguous(), handle, weights, checked, target)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether two elements may share memory: sufficient for rows and columns of a 2-D tensor."""
+    steps = sorted(
+        (abs(step), extent) for step, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1
+    )
+    reach = 1
+    for step, extent in steps:
+        if step < reach:
+            return True
+        reach = step * (extent - 1) + reach
+    return False

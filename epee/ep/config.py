@@ -1,0 +1,153 @@
+"""What a buffer is made for: the numbers that all ranks must agree on, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import InvalidArgument
+from ..memory.layout import Field, Layout, align_up
+
+LAYOUTS = ("rank", "expert")
+SCALE_BLOCK = 128  # channels that share one FP8 scale
+MAX_TOPK = 32
+MAX_EXPERT_ALIGNMENT = 4096
+FP8 = torch.float8_e4m3fn
+PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# The exchange names a payload by its place here; the order is part of the protocol.
+DTYPE_CODES = (*PAYLOAD_DTYPES, FP8)
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    """The arguments of a `Buffer` that size its memory; equal on all ranks.
+
+    Attributes:
+        num_ranks: ranks of the group.
+        num_experts: over all ranks; rank r owns experts `r * num_local_experts` and the following ones.
+        hidden: elements of a row.
+        num_topk: experts per token at most.
+        max_tokens_per_rank: tokens that one rank may dispatch in a call.
+        dtype: widest payload.
+        num_slots: results (and combine inputs) of a layout that may live in the arena at once.
+        max_recv_rows: capacity of a layout in rows, 0 for the default.
+    """
+
+    num_ranks: int
+    num_experts: int
+    hidden: int
+    num_topk: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype
+    num_slots: int = 2
+    max_recv_rows: int = 0
+
+    def check(self) -> None:
+        """Raise `InvalidArgument` for the first rule that is broken."""
+        for name in ("num_experts", "hidden", "num_topk", "max_tokens_per_rank", "num_slots"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidArgument(f"{name} must be an int of at least 1, got {value!r}")
+        if not isinstance(self.max_recv_rows, int) or self.max_recv_rows < 0:
+            raise InvalidArgument(f"max_recv_rows must be None or an int of at least 1, got {self.max_recv_rows!r}")
+        if self.num_experts % self.num_ranks:
+            raise InvalidArgument(
+                f"num_experts must be a multiple of the number of ranks, got {self.num_experts} experts for "
+                f"{self.num_ranks} ranks; add experts that no token chooses"
+            )
+        if self.hidden % 8:
+            raise InvalidArgument(f"hidden must be a multiple of 8, got {self.hidden}; pad the rows")
+        if self.num_topk > MAX_TOPK:
+            raise InvalidArgument(f"num_topk must be 1 ... {MAX_TOPK}, got {self.num_topk}")
+        if self.dtype not in PAYLOAD_DTYPES:
+            names = ", ".join(str(dtype) for dtype in PAYLOAD_DTYPES)
+            raise InvalidArgument(
+                f"dtype must be one of {names}, got {self.dtype}; FP8 pairs travel in a buffer of a wider dtype"
+            )
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts that one rank owns."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def row_words(self) -> int:
+        """8-byte words of the widest row."""
+        return self.hidden * self.dtype.itemsize // _WORD_BYTES
+
+    @property
+    def scale_words(self) -> int:
+        """4-byte words of a row's FP8 scales; 0 when this hidden size cannot carry FP8."""
+        return self.hidden // SCALE_BLOCK if self.hidden % SCALE_BLOCK == 0 else 0
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Widest dtype of top-k weights: float64 only beside float64 rows."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def capacity(self, layout: str, expert_alignment: int = 1) -> int:
+        """Rows that one call of `layout` can receive, padding included.
+
+        Rank layout: the worst case, `num_ranks * max_tokens_per_rank`. Expert layout:
+        `1.5 * max_tokens_per_rank * num_topk` rows plus `num_local_experts * (expert_alignment - 1)` for padding.
+        `max_recv_rows` replaces the first term of either.
+        """
+        if layout == "rank":
+            return self.max_recv_rows or self.num_ranks * self.max_tokens_per_rank
+        rows = self.max_recv_rows or math.ceil(1.5 * self.max_tokens_per_rank * self.num_topk)
+        return rows + self.num_local_experts * (expert_alignment - 1)
+
+    def slot_layout(self, layout: str, expert_alignment: int) -> Layout:
+        """Return the fields of one arena slot; "payload" and "scales" hold rows, the others what travels with them."""
+        rows = self.capacity(layout, expert_alignment)
+        per_row = self.num_topk if layout == "rank" else 1
+        return Layout(
+            Field("payload", torch.int64, (rows * self.row_words,)),
+            Field("scales", torch.int32, (rows * self.scale_words,)),
+            Field("topk_idx", torch.int64, (rows * per_row if layout == "rank" else 0,)),
+            Field("topk_weights", self.weight_dtype, (rows * per_row,)),
+            Field("src_token", torch.int64, (rows,)),
+        )
+
+    def words(self) -> tuple[int, ...]:
+        """Return the fields as integers, in order, for the comparison between ranks."""
+        return (
+            self.num_ranks,
+            self.num_experts,
+            self.hidden,
+            self.num_topk,
+            self.max_tokens_per_rank,
+            DTYPE_CODES.index(self.dtype),
+            self.num_slots,
+            self.max_recv_rows,
+        )
+
+
+# Names of `BufferConfig.words`, for messages.
+CONFIG_NAMES = (
+    "num_ranks",
+    "num_experts",
+    "hidden",
+    "num_topk",
+    "max_tokens_per_rank",
+    "dtype",
+    "num_slots",
+    "max_recv_rows",
+)
+
+
+def describe_word(name: str, value: int) -> str:
+    """Return a config or header word as a user would write it."""
+    if name == "dtype":
+        return str(DTYPE_CODES[value]) if 0 <= value < len(DTYPE_CODES) else f"unknown dtype {value}"
+    if name == "layout":
+        return repr(LAYOUTS[value]) if 0 <= value < len(LAYOUTS) else f"unknown layout {value}"
+    return str(value)
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return `count` rounded up to `multiple` (the padding of an expert's block)."""
+    return align_up(count, multiple)

@@ -1,0 +1,422 @@
+"""Dispatch and combine for CPU tensors: rows are copied once, straight into their final place in shared memory.
+
+Dispatch: every rank publishes its counts and a slot of its arena; from the counts of all ranks each one computes
+where its rows go (`layout.py`), copies each row there with one `index_select` per segment, and signals each peer when
+its rows are complete. Who writes: the source rank, into segments that no other rank's segments overlap. What orders
+it: the row exchange comes before the first store into a peer's slot, the `data` tag after the last one.
+
+Combine pulls: a rank puts its expert outputs into a slot of its own arena (or finds them there already, see
+`combine_input`), publishes the slot, and reads the rows of its own tokens out of everybody's slot. It sums in float32
+in ascending rank order and rounds once. A slot stays untouched until all peers have passed the call.
+
+What a crash between two steps leaves: half-written rows in a slot whose `data` tag never comes. The receiver raises
+and lets the slot cool; nothing half-written is ever returned.
+
+Arguments come checked (`checks.py`); what comes from peers is checked here and in `exchange.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from ..errors import InvalidArgument, InvalidState, ProtocolError, context
+from ..memory.arena import Arena, Slots, num_pool_slots
+from ..memory.host import BLOB_BYTES
+from ..memory.layout import Field
+from .checks import CombineCall, DispatchCall, PayloadRows
+from .config import DTYPE_CODES, LAYOUTS, BufferConfig
+from .exchange import OP_COMBINE, OP_DISPATCH, REASON_BYTES, Exchange, Header, Rows
+from .handle import Combined, Dispatched, Handle, Payload
+from .layout import Segment, num_rows_needed, place
+from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
+
+_SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
+
+
+class CpuPath:
+    """The arenas of one buffer and what moves rows through them.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        exchange: its row exchange.
+        buffer_id: goes into handles.
+        poison: fill slots with 0xFF before each use.
+
+    Attributes:
+        num_copied: results that were copied out because no slot was free.
+    """
+
+    def __init__(self, config: BufferConfig, rank: int, exchange: Exchange, buffer_id: int, poison: bool) -> None:
+        self.config = config
+        self.rank = rank
+        self.exchange = exchange
+        self.num_copied = 0
+        self._buffer_id = buffer_id
+        self._poison = poison
+        self._arenas: dict[str, Arena] = {}
+        self._alignment = dict.fromkeys(LAYOUTS, 0)  # that the arena of each layout was made for
+        self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
+        self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank's arenas map; pages never touched cost nothing."""
+        return sum(arena.region.mapped_bytes for arena in self._arenas.values())
+
+    def dispatch(self, call: DispatchCall, deadline: float) -> Dispatched:
+        """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
+        arena = self._arena(call.layout, call.expert_alignment)
+        slot = self._take(arena)
+        counts = call.plan.counts if call.plan is not None else None
+        last_seq = self.exchange.seq
+        try:
+            self.exchange.publish(self._dispatch_header(call, slot), counts, arena.region.blob, deadline)
+            rows = self.exchange.gather(deadline)
+            arena.pool.passed(self.exchange.seq)
+            handle = call.handle if call.handle is not None else self._new_handle(call, rows)
+            slots = self._attach(call.layout, rows)
+            self._send(call, handle, rows, slots)
+            self.exchange.wait_data(deadline)
+        except BaseException:
+            # peers may still write into the slot, and some may wait for rows that will not come
+            arena.pool.cool(slot, self.exchange.seq)
+            if self.exchange.seq > last_seq:
+                self.exchange.abandon()
+            raise
+        return self._receive(call, handle, arena, slot)
+
+    def combine(self, call: CombineCall, deadline: float) -> Combined:
+        """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
+        layout = call.handle.layout
+        arena = self._arena(layout, call.handle.expert_alignment)
+        slot = self._stage(call, arena)
+        try:
+            self.exchange.publish(self._combine_header(call, slot), None, arena.region.blob, deadline)
+            rows = self.exchange.gather(deadline)
+            arena.pool.passed(self.exchange.seq)
+            return self._pull(call, self._attach(layout, rows), rows)
+        finally:
+            arena.pool.cool(slot, self.exchange.seq)
+
+    def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
+        shape = (handle.num_recv, self.config.hidden)
+        arena = self._arena(handle.layout, handle.expert_alignment)
+        if handle.num_recv == 0 or not arena.pool.can_lease("input"):
+            return torch.empty(shape, dtype=dtype)
+        slot = self._take(arena)
+        return arena.lease(slot, [Field("payload", dtype, shape)], "input")[0]
+
+    def refuse(self, op: int, error: BaseException, deadline: float) -> None:
+        """Take part in a call as the rank whose arguments were refused, so that the peers learn it at once."""
+        reason = f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]
+        header = self._header(op, "rank", torch.bfloat16)._replace(refused=1)
+        self.exchange.publish(header, None, reason, deadline)
+
+    def close(self) -> None:
+        """Drop all memory; tensors that the user still holds keep theirs. Idempotent."""
+        for peers in self._peers.values():
+            for slots in peers.values():
+                slots.close()
+            peers.clear()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+    def _header(self, op: int, layout: str, dtype: torch.dtype) -> Header:
+        return Header(
+            op=op,
+            layout=LAYOUTS.index(layout),
+            dtype=DTYPE_CODES.index(dtype),
+            handle=0,
+            with_topk=0,
+            with_weights=0,
+            scale_words=0,
+            scale_kind=0,
+            expert_alignment=1,
+            arena_alignment=self._alignment[layout],
+            refused=0,
+            num_tokens=0,
+            slot=0,
+            rank=self.rank,
+        )
+
+    def _dispatch_header(self, call: DispatchCall, slot: int) -> Header:
+        payload = call.payload
+        return self._header(OP_DISPATCH, call.layout, payload.dtype)._replace(
+            handle=call.handle.seq if call.handle is not None else 0,
+            with_topk=int(call.topk_idx is not None),
+            with_weights=call.topk_weights.element_size() if call.topk_weights is not None else 0,
+            scale_words=payload.scales.shape[1] if payload.scales is not None else 0,
+            scale_kind=_SCALE_KINDS[payload.scale_dtype],
+            expert_alignment=call.expert_alignment,
+            num_tokens=payload.rows.shape[0],
+            slot=slot,
+        )
+
+    def _combine_header(self, call: CombineCall, slot: int) -> Header:
+        return self._header(OP_COMBINE, call.handle.layout, call.y.dtype)._replace(
+            handle=call.handle.seq,
+            with_weights=call.topk_weights.element_size() if call.topk_weights is not None else 0,
+            expert_alignment=call.handle.expert_alignment,
+            num_tokens=call.handle.num_tokens,
+            slot=slot,
+        )
+
+    # -- memory
+
+    def _arena(self, layout: str, alignment: int) -> Arena:
+        """Return the arena of a layout, made at its first use and again when a larger alignment needs more room."""
+        arena = self._arenas.get(layout)
+        needed = alignment if layout == "expert" else 1
+        if arena is not None and self._alignment[layout] >= needed:
+            return arena
+        slot_layout = self.config.slot_layout(layout, needed)
+        new = Arena(slot_layout, self.config.num_slots, f"{layout}-{self.rank}-{os.getpid()}")
+        if arena is not None:
+            arena.close()
+        self._arenas[layout] = new
+        self._alignment[layout] = needed
+        return new
+
+    def _take(self, arena: Arena) -> int:
+        slot = arena.pool.take()
+        if self._poison:
+            arena.poison(slot)
+        return slot
+
+    def _attach(self, layout: str, rows: Rows) -> dict[int, Slots]:
+        """Return everybody's slots; map what is new: a peer's first arena, or one that it has made larger."""
+        peers, blobs = self._peers[layout], self._blobs[layout]
+        for src, text in enumerate(rows.texts):
+            if src == self.rank:
+                peers[src] = self._arenas[layout]
+            elif blobs.get(src) != text:
+                alignment = max(1, rows.headers[src].arena_alignment)
+                slot_layout = self.config.slot_layout(layout, alignment)
+                new = Slots.attach(text[:BLOB_BYTES], slot_layout, num_pool_slots(self.config.num_slots))
+                if src in peers:
+                    peers[src].close()
+                peers[src], blobs[src] = new, text
+        return peers
+
+    # -- dispatch
+
+    def _new_handle(self, call: DispatchCall, rows: Rows) -> Handle:
+        assert call.plan is not None
+        self._check_counts(rows, call.layout, call.expert_alignment)
+        return Handle(
+            buffer_id=self._buffer_id,
+            seq=self.exchange.seq,
+            epoch=self.exchange.epoch,
+            layout=call.layout,
+            expert_alignment=call.expert_alignment,
+            num_tokens=call.payload.rows.shape[0],
+            num_topk=self.config.num_topk,
+            with_topk=call.topk_idx is not None,
+            plan=call.plan,
+            placement=place(rows.counts, self.rank, call.layout, call.expert_alignment, self.config),
+        )
+
+    def _check_counts(self, rows: Rows, layout: str, alignment: int) -> None:
+        """Raise unless the counts are possible and everybody has room; the same verdict on every rank."""
+        counts = rows.counts
+        most = max(header.num_tokens for header in rows.headers) * self.config.num_topk
+        low, high = counts.aminmax()
+        if low < 0 or high > most:
+            where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
+            raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
+        needed = num_rows_needed(counts, layout, alignment, self.config)
+        capacity = self.config.capacity(layout, alignment)
+        worst = max(range(self.config.num_ranks), key=needed.__getitem__)
+        if needed[worst] > capacity:
+            where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
+            raise InvalidArgument(
+                f"{where}: rank {worst} would receive {needed[worst]} rows, its {layout} layout holds {capacity}; "
+                f"make the buffer with max_recv_rows={needed[worst]} or more, or dispatch fewer tokens"
+            )
+
+    def _send(self, call: DispatchCall, handle: Handle, rows: Rows, slots: dict[int, Slots]) -> None:
+        """Write this rank's rows at their destinations, the next rank first and this one last."""
+        by_rank: dict[int, list[Segment]] = {}
+        for segment in handle.placement.segments:
+            by_rank.setdefault(segment.dst_rank, []).append(segment)
+        meta = {segment.dst_rank: segment for segment in handle.placement.meta_segments}
+        for step in range(1, self.config.num_ranks + 1):
+            dst_rank = (self.rank + step) % self.config.num_ranks
+            target, slot = slots[dst_rank], rows.headers[dst_rank].slot
+            for segment in by_rank.get(dst_rank, ()):
+                _write_rows(call.payload, handle, segment, target, slot)
+            if dst_rank in meta:
+                _write_meta(call, handle, meta[dst_rank], target, slot)
+            if dst_rank != self.rank:
+                self.exchange.signal_data(dst_rank)
+
+    def _receive(self, call: DispatchCall, handle: Handle, arena: Arena, slot: int) -> Dispatched:
+        if call.handle is None or call.topk_weights is not None:
+            handle = self._received_meta(call, handle, arena, slot)
+        for first, end in handle.placement.padding:
+            _rows_of(arena, slot, "payload", first, end - first, call.payload.rows.shape[1]).zero_()
+            if call.payload.scales is not None:
+                _rows_of(arena, slot, "scales", first, end - first, call.payload.scales.shape[1]).zero_()
+        weights = handle.recv_weights
+        if call.handle is not None and call.topk_weights is None and handle.layout == "rank":
+            weights = None
+        return Dispatched(
+            x=self._result(call.payload, handle.num_recv, arena, slot),
+            topk_idx=handle.recv_topk_idx,
+            topk_weights=weights,
+            num_tokens_per_expert=handle.num_tokens_per_expert,
+            handle=handle,
+            event=None,
+            got=torch.ones(self.config.num_ranks, dtype=torch.bool),
+        )
+
+    def _received_meta(self, call: DispatchCall, handle: Handle, arena: Arena, slot: int) -> Handle:
+        """Copy what travelled beside the rows out of the slot, and return the handle that knows it."""
+        total = sum(handle.num_received)
+        sent = call.topk_weights
+        src_token = handle.recv_src_token
+        if call.handle is None:
+            src_token = arena.field(slot, "src_token")[:total].clone()
+        weights = None
+        if handle.layout == "expert":
+            weights = self._expert_weights(call, handle, arena.field(slot, "topk_weights")[:total])
+            sent = None if sent is None else sent.clone()
+            return replace(handle, recv_src_token=src_token, recv_weights=weights, sent_weights=sent)
+        local = handle.recv_topk_idx
+        width = self.config.num_topk
+        if call.topk_idx is not None:
+            local = _rows_of(arena, slot, "topk_idx", 0, total, width) - self.rank * self.config.num_local_experts
+            local.masked_fill_((local < 0) | (local >= self.config.num_local_experts), -1)
+        if sent is not None:
+            assert local is not None
+            weights = _rows_of(arena, slot, "topk_weights", 0, total, width).to(sent.dtype, copy=True)
+            weights.masked_fill_(local < 0, 0)
+        return replace(handle, recv_src_token=src_token, recv_topk_idx=local, recv_weights=weights)
+
+    def _expert_weights(self, call: DispatchCall, handle: Handle, received: torch.Tensor) -> torch.Tensor:
+        rows = handle.placement.recv_rows
+        assert rows is not None
+        sent = call.topk_weights
+        weights = torch.zeros(handle.num_recv, dtype=torch.float32 if sent is None else sent.dtype)
+        if sent is None:
+            return weights.index_fill_(0, rows, 1)
+        return weights.index_copy_(0, rows, received.to(sent.dtype))
+
+    def _result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
+        """Return the received rows: a lease on the slot, or a copy when as many are out as may be."""
+        fields = [Field("payload", payload.dtype, (num_recv, self.config.hidden))]
+        if payload.scales is not None:
+            assert payload.scale_dtype is not None
+            fields.append(Field("scales", payload.scale_dtype, (num_recv, payload.scales.shape[1])))
+        if num_recv == 0:
+            arena.pool.give_back(slot)
+            tensors = [torch.empty(field.shape, dtype=field.dtype) for field in fields]
+        elif arena.pool.can_lease("result"):
+            tensors = arena.lease(slot, fields, "result")
+        else:
+            tensors = [_typed(arena, slot, field).clone() for field in fields]
+            arena.pool.give_back(slot)
+            self.num_copied += 1
+        return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
+
+    # -- combine
+
+    def _stage(self, call: CombineCall, arena: Arena) -> int:
+        """Bring y (and weights) into a slot that peers may read; nothing to copy for `combine_input` memory."""
+        slot = arena.leased_input(call.y) if call.y.numel() else None
+        if slot is not None and arena.pool.is_cooling(slot):
+            raise InvalidState(
+                "y is combine_input memory that an earlier combine has used; ask for a new one each time"
+            )
+        if slot is None:
+            slot = self._take(arena)
+            if call.y.numel():
+                _typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape))).copy_(call.y)
+        if call.topk_weights is not None:
+            flat = call.topk_weights.reshape(-1)
+            arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
+        return slot
+
+    def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
+        handle, hidden = call.handle, self.config.hidden
+        dtype = call.y.dtype
+        out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype)
+        granted = [header.slot for header in rows.headers]
+        if handle.layout == "rank":
+            words = hidden * dtype.itemsize // 8
+            parts = [
+                _rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "payload", seg.dst_row, seg.num_rows, words).view(
+                    dtype
+                )
+                for seg in handle.placement.segments
+            ]
+            combine_rank_rows(handle, parts, call.bias, out)
+        else:
+            whole = [slots[src].field(granted[src], "payload").view(dtype) for src in range(self.config.num_ranks)]
+            views = [flat[: flat.numel() // hidden * hidden].view(-1, hidden) for flat in whole]
+            combine_expert_rows(handle, views, call.bias, out)
+        return Combined(out, self._returned_weights(call, slots, granted), None)
+
+    def _returned_weights(self, call: CombineCall, slots: dict[int, Slots], granted: list[int]) -> torch.Tensor | None:
+        if call.topk_weights is None:
+            return None
+        handle, num_topk = call.handle, self.config.num_topk
+        width = num_topk if handle.layout == "rank" else 1
+        parts = [
+            _rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "topk_weights", seg.dst_row, seg.num_rows, width)
+            for seg in handle.placement.segments
+        ]
+        dtype = self.config.weight_dtype
+        if handle.layout == "rank":
+            return return_rank_weights(handle, parts, num_topk, dtype).to(call.topk_weights.dtype)
+        parts = [part.view(-1) for part in parts]
+        return return_expert_weights(handle, parts, num_topk, dtype).to(call.topk_weights.dtype)
+
+
+def _rows_of(slots: Slots, slot: int, name: str, first: int, count: int, width: int) -> torch.Tensor:
+    """Return rows `first ... first + count - 1` of a slot field that is cut into rows of `width` elements."""
+    return slots.field(slot, name)[first * width : (first + count) * width].view(count, width)
+
+
+def _typed(arena: Arena, slot: int, field: Field) -> torch.Tensor:
+    """Return a slot field, read with another dtype and shape."""
+    raw = arena.field(slot, field.name).view(torch.uint8)
+    return raw[: field.nbytes].view(field.dtype).view(field.shape)
+
+
+def _write_rows(payload: PayloadRows, handle: Handle, segment: Segment, target: Slots, slot: int) -> None:
+    tokens = handle.plan.tokens[segment.first : segment.first + segment.num_rows]
+    for name, source in (("payload", payload.rows), ("scales", payload.scales)):
+        if source is not None:
+            width = source.shape[1]
+            place = _rows_of(target, slot, name, segment.dst_row, segment.num_rows, width)
+            torch.index_select(source, 0, tokens, out=place)
+
+
+def _write_meta(call: DispatchCall, handle: Handle, segment: Segment, target: Slots, slot: int) -> None:
+    """Write what travels beside the rows of one destination, in the plan's order."""
+    part = slice(segment.first, segment.first + segment.num_rows)
+    tokens = handle.plan.tokens[part]
+    end = segment.dst_row + segment.num_rows
+    if call.handle is None:
+        target.field(slot, "src_token")[segment.dst_row : end].copy_(tokens)
+        if call.layout == "rank" and call.topk_idx is not None:
+            width = call.topk_idx.shape[1]
+            place = _rows_of(target, slot, "topk_idx", segment.dst_row, segment.num_rows, width)
+            torch.index_select(call.topk_idx, 0, tokens, out=place)
+    if call.topk_weights is None:
+        return
+    if call.layout == "rank":
+        width = call.topk_weights.shape[1]
+        place = _rows_of(target, slot, "topk_weights", segment.dst_row, segment.num_rows, width)
+        place.copy_(call.topk_weights.index_select(0, tokens))
+    else:
+        assert handle.plan.slots is not None
+        values = call.topk_weights.view(-1).index_select(0, handle.plan.slots[part])
+        target.field(slot, "topk_weights")[segment.dst_row : end].copy_(values)

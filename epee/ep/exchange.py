@@ -1,0 +1,342 @@
+"""The exchange of rows: how every rank learns in one step what all ranks are about to do.
+
+Each rank lends an inbox. A call starts when a rank writes its **row** (what it calls, with what, how many rows for
+whom, which slot of its arena the peers may touch) into every inbox, its own included, and ends its announcement by
+storing the row's tag. It then waits until its own inbox holds all rows of this call. Since everybody has the same
+rows, everybody reaches the same verdict: go on, or raise the same error.
+
+    inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
+                      data  [num_ranks][8]                       tag of the call whose payload has arrived whole
+
+Order: a rank publishes row s only after it has seen all rows s-1. So when row s of a peer is seen, that peer has
+finished every call before s, its stores included, and row s+1 of anybody cannot overwrite a row s-1 that is still
+needed: two parities suffice. A call that was refused or timed out leaves its rows unread; `settle` reads them before
+the next row is published. The same argument lets one `data` word per source serve for ever: it is compared for
+equality with the tag of the call. A rank that cannot finish a call whose row it has published stores the tag with
+`ABANDONED` set, so that its peers need not wait for the time-out.
+
+What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
+in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer.
+
+Everything in a row is a peer's word. It is copied out of shared memory first and checked then, so that it cannot
+change between the check and its use.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..errors import CommTimeoutError, MismatchError, ProtocolError, RankFailedError, context
+from ..memory.arena import num_pool_slots
+from ..memory.host import BLOB_BYTES, HostRegion
+from ..memory.layout import Field, Layout
+from ..memory.signals import SEQ_BITS, futex_wake, tag, wait_equal
+from ..view.detector import DeathWatch
+from .config import DTYPE_CODES, LAYOUTS, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
+
+OP_NAMES = ("none", "dispatch", "combine")
+OP_DISPATCH, OP_COMBINE = 1, 2
+REASON_BYTES = 248
+
+
+class Header(NamedTuple):
+    """The fixed words of a row, in order, behind the tag. The first `NUM_AGREED` must be equal on all ranks.
+
+    Attributes:
+        op: `OP_DISPATCH` or `OP_COMBINE`.
+        layout: index into `LAYOUTS`.
+        dtype: index into `DTYPE_CODES`.
+        handle: call that made the handle in use, 0 without one.
+        with_topk: 1 when routed by topk_idx, 0 by is_token_in_rank.
+        with_weights: bytes of one weight that travels, 0 without weights.
+        scale_words: 4-byte words of scales per row.
+        scale_kind: 0 none, 1 float32, 2 packed int32.
+        expert_alignment: rows.
+        arena_alignment: alignment that this rank's arena of the layout was made for, at least `expert_alignment`.
+        refused: 1 when this rank's call was refused; the row then holds the reason.
+        num_tokens: tokens of this rank.
+        slot: of this rank's arena, that peers may write (dispatch) or read (combine).
+        rank: the writer.
+        reserved: 0.
+    """
+
+    op: int
+    layout: int
+    dtype: int
+    handle: int
+    with_topk: int
+    with_weights: int
+    scale_words: int
+    scale_kind: int
+    expert_alignment: int
+    arena_alignment: int
+    refused: int
+    num_tokens: int
+    slot: int
+    rank: int
+    reserved: int = 0
+
+
+NUM_AGREED = 9
+_NUM_HEADER = len(Header._fields)
+_HEADER = struct.Struct(f"{_NUM_HEADER}Q")
+_TEXT_AT = 1 + _NUM_HEADER
+_COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
+ABANDONED = 1 << 63  # beside a tag, whose epoch never sets this bit in practice (2^23 view changes)
+_DATA_STRIDE = 8  # words: one cache line per writer
+Limits: TypeAlias = tuple[tuple[int, int], ...]
+assert BLOB_BYTES <= REASON_BYTES
+
+
+class Rows(NamedTuple):
+    """What one exchange brought, copied and checked.
+
+    Attributes:
+        headers: one per rank.
+        counts: `[num_ranks, num_ranks + num_experts]` int64; rows each rank sends to each rank, slots to each expert.
+        texts: the free bytes of each row: the blob of the rank's arena.
+    """
+
+    headers: list[Header]
+    counts: torch.Tensor
+    texts: list[bytes]
+
+
+def inbox_layout(config: BufferConfig) -> Layout:
+    """Return the layout of a rank's inbox."""
+    row_words = _COUNTS_AT + config.num_ranks + config.num_experts
+    row_words += -row_words % _DATA_STRIDE
+    return Layout(
+        Field("rows", torch.int64, (2, config.num_ranks, row_words)),
+        Field("data", torch.int64, (config.num_ranks, _DATA_STRIDE)),
+    )
+
+
+class Exchange:
+    """Row exchange over attached inboxes.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        inboxes: one region per rank, the own one included.
+        watch: knows which ranks are dead.
+        interrupt: called while waiting; raises to end the wait.
+
+    Attributes:
+        seq: number of the last published call, from 1.
+        epoch: of the view; 0 while membership cannot change.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        inboxes: Sequence[HostRegion],
+        watch: DeathWatch,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.seq = 0
+        self.epoch = 0
+        self._settled = 0  # all rows up to this call have been seen
+        self._watch = watch
+        self._interrupt = interrupt
+        layout = inbox_layout(config)
+        self._row_words = layout["rows"].shape[2]
+        self._rows_at = layout.offset("rows") // 8
+        self._data_at = layout.offset("data") // 8
+        num_words = layout.nbytes // 8
+        self._words = [inbox.words(0, num_words) for inbox in inboxes]
+        self._addresses = [inbox.address for inbox in inboxes]
+        self._rows = layout.tensor(inboxes[rank], "rows")
+        self._limits = _limits(config)
+        self._op = "none"
+
+    def publish(self, header: Header, counts: torch.Tensor | None, text: bytes, deadline: float) -> None:
+        """Start the next call: write this rank's row into every inbox.
+
+        Args:
+            header: `rank` must be this rank.
+            counts: `[num_ranks + num_experts]` int64, or None when the receivers know them from a handle.
+            text: at most `REASON_BYTES` bytes.
+            deadline: `time.monotonic()` value; peers that have not passed the last call by then end it.
+        """
+        self.settle(deadline)
+        self._op = OP_NAMES[header.op]
+        self.seq += 1
+        parity = self.seq & 1
+        own = self._words[self.rank]
+        start = self._row_at(parity, self.rank)
+        own[start + 1 : start + 1 + _NUM_HEADER] = _as_words(header)
+        own[start + _TEXT_AT : start + _COUNTS_AT] = memoryview(text.ljust(REASON_BYTES, b"\0")).cast("Q")
+        if counts is not None:
+            self._rows[parity, self.rank, _COUNTS_AT : _COUNTS_AT + counts.numel()] = counts
+        row = own[start + 1 : start + self._row_words]
+        mark = tag(self.epoch, self.seq)
+        for peer, words in enumerate(self._words):
+            if peer != self.rank:
+                words[start + 1 : start + self._row_words] = row
+            words[start] = mark
+            futex_wake(self._addresses[peer] + 8 * start)
+
+    def gather(self, deadline: float) -> Rows:
+        """Wait for all rows of the current call; return them once they are complete, checked and agreed on.
+
+        Raises:
+            MismatchError: the ranks disagree, or a peer's call was refused; the same on every rank that was not.
+            CommTimeoutError, RankFailedError: a peer did not come.
+            ProtocolError: a row cannot be right.
+        """
+        self._wait_rows(deadline)
+        parity = self.seq & 1
+        copy = self._rows[parity].clone()
+        headers = [_parse(words, src, self._limits) for src, words in enumerate(copy[:, 1:_TEXT_AT].tolist())]
+        raw = copy[:, _TEXT_AT:_COUNTS_AT].contiguous().numpy().tobytes()
+        texts = [raw[src * REASON_BYTES : (src + 1) * REASON_BYTES] for src in range(self.config.num_ranks)]
+        self._agree(headers, texts)
+        counts = copy[:, _COUNTS_AT : _COUNTS_AT + self.config.num_ranks + self.config.num_experts]
+        return Rows(headers, counts, texts)
+
+    def signal_data(self, dst_rank: int) -> None:
+        """Tell `dst_rank` that this rank's payload of the current call lies whole in its arena."""
+        index = self._data_at + self.rank * _DATA_STRIDE
+        self._words[dst_rank][index] = tag(self.epoch, self.seq)
+        futex_wake(self._addresses[dst_rank] + 8 * index)
+
+    def abandon(self) -> None:
+        """Tell all peers that this rank's payload of the current call will not come."""
+        index = self._data_at + self.rank * _DATA_STRIDE
+        for peer, words in enumerate(self._words):
+            if peer != self.rank:
+                words[index] = tag(self.epoch, self.seq) | ABANDONED
+                futex_wake(self._addresses[peer] + 8 * index)
+
+    def wait_data(self, deadline: float) -> None:
+        """Wait until the payload of every peer has arrived whole."""
+        want = tag(self.epoch, self.seq)
+        for src in range(self.config.num_ranks):
+            if src != self.rank:
+                self._wait(self._data_at + src * _DATA_STRIDE, want, src, "its rows", deadline)
+
+    def release(self) -> None:
+        """Let go of all views of the inboxes, so that their mappings can end."""
+        self._words.clear()
+        self._rows = torch.empty(0)
+
+    def settle(self, deadline: float) -> None:
+        """Wait until all peers have announced the last call, so that none can be behind it."""
+        if self._settled < self.seq:
+            self._wait_rows(deadline)
+
+    def _wait_rows(self, deadline: float) -> None:
+        want = tag(self.epoch, self.seq)
+        for src in range(self.config.num_ranks):
+            if src != self.rank:
+                self._wait(self._row_at(self.seq & 1, src), want, src, "its call", deadline)
+        self._settled = self.seq
+
+    def _wait(self, index: int, want: int, src: int, what: str, deadline: float) -> None:
+        words = self._words[self.rank]
+        if words[index] == want:
+            return
+        started = time.monotonic()
+
+        def check() -> None:
+            self._interrupt()
+            got = words[index]
+            dead = self._watch.dead()
+            # a peer may have met the death first and given up: the death is the cause, so it is looked at first
+            if src in dead or (dead and got == want | ABANDONED):
+                if got != want:
+                    raise self._death(dead, started)
+            elif got == want | ABANDONED:
+                facts = context(self._op, rank=self.rank, peer=src, seq=self.seq, epoch=self.epoch)
+                raise MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
+
+        if not wait_equal(words, index, want, self._addresses[self.rank], deadline, check):
+            elapsed = time.monotonic() - started
+            facts = context(self._op, rank=self.rank, peer=src, seq=self.seq, epoch=self.epoch, elapsed=elapsed)
+            raise CommTimeoutError(
+                f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {words[index]:#x}); "
+                "the buffer can be used again, raise timeout= if the peer is only slow",
+                [src],
+            )
+
+    def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
+        elapsed = time.monotonic() - started
+        facts = context(self._op, rank=self.rank, peer=dead[0], seq=self.seq, epoch=self.epoch, elapsed=elapsed)
+        names = ", ".join(str(rank) for rank in dead)
+        return RankFailedError(
+            f"{facts}: rank {names} is dead (its process ended); this buffer cannot go on, make a new one without it",
+            dead,
+            self._op,
+            self.seq,
+            self.epoch,
+            "process ended",
+        )
+
+    def _agree(self, headers: list[Header], texts: list[bytes]) -> None:
+        for src, header in enumerate(headers):
+            if header.refused:
+                where = context(self._op, seq=self.seq, epoch=self.epoch)
+                reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
+                raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
+        first = headers[0]
+        for src, header in enumerate(headers):
+            if header[:NUM_AGREED] == first[:NUM_AGREED]:
+                continue
+            where = context(self._op, seq=self.seq, epoch=self.epoch)
+            for name, mine, other in zip(Header._fields[:NUM_AGREED], first, header, strict=False):
+                if mine != other:
+                    raise MismatchError(
+                        f"{where}: ranks disagree about {name}: rank 0 has {_describe(name, mine)}, "
+                        f"rank {src} has {_describe(name, other)}; all ranks must make the same calls in the same order"
+                    )
+
+    def _row_at(self, parity: int, src: int) -> int:
+        return self._rows_at + (parity * self.config.num_ranks + src) * self._row_words
+
+
+def _as_words(header: Header) -> memoryview:
+    return memoryview(_HEADER.pack(*header)).cast("Q")
+
+
+def _parse(words: list[int], src: int, limits: Limits) -> Header:
+    header = Header(*words)
+    for name, value, (low, high) in zip(Header._fields, header, limits, strict=True):
+        if not low <= value <= high:
+            raise ProtocolError(f"row of rank {src}: {name} must be {low} ... {high}, got {value}; memory is corrupt")
+    if header.rank != src:
+        raise ProtocolError(f"row of rank {src} says it is of rank {header.rank}; memory is corrupt")
+    return header
+
+
+def _limits(config: BufferConfig) -> Limits:
+    """Return lowest and highest value of each header field."""
+    return (
+        (1, len(OP_NAMES) - 1),
+        (0, len(LAYOUTS) - 1),
+        (0, len(DTYPE_CODES) - 1),
+        (0, 1 << SEQ_BITS),
+        (0, 1),
+        (0, 8),
+        (0, config.scale_words),
+        (0, 2),
+        (1, MAX_EXPERT_ALIGNMENT),
+        (0, MAX_EXPERT_ALIGNMENT),
+        (0, 1),
+        (0, config.max_tokens_per_rank),
+        (0, num_pool_slots(config.num_slots) - 1),
+        (0, config.num_ranks - 1),
+        (0, 0),
+    )
+
+
+def _describe(name: str, value: int) -> str:
+    return OP_NAMES[value] if name == "op" else describe_word(name, value)

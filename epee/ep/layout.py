@@ -1,0 +1,187 @@
+"""Where every row goes: counts and prefix sums, no sorting of payload and no communication of places.
+
+`C[s, d]` is the number of rows that rank s sends to rank d. Once all ranks know C, row i of s for d has the final
+place `sum of C[s', d] over s' < s, plus i`. The expert layout is the same with blocks of experts: an expert's block
+holds its rows in (source rank, token, k) order and is padded to the alignment.
+
+A `SendPlan` lists this rank's rows by destination; `Segment`s say which run of them lies where at whom. Both layouts
+look alike from then on: a dispatch copies segments, a combine reads the same segments back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import InvalidArgument
+from .config import BufferConfig, round_up
+
+
+class Segment(NamedTuple):
+    """A run of rows that lies in one piece at its destination.
+
+    Attributes:
+        dst_rank: where it goes.
+        first: index of its first row in `SendPlan.tokens`.
+        num_rows: at least 1.
+        dst_row: its first row in the destination's slot.
+    """
+
+    dst_rank: int
+    first: int
+    num_rows: int
+    dst_row: int
+
+
+class SendPlan(NamedTuple):
+    """This rank's rows, sorted by where they go.
+
+    Attributes:
+        tokens: `[num_sent]` int64, the token of each row: by (dst rank, token), or by (expert, token, k).
+        slots: expert layout only: `[num_sent]` int64, `token * num_topk + k` of each row.
+        counts: `[num_ranks + num_experts]` int64: rows for each rank, then (token, k) slots for each expert.
+    """
+
+    tokens: torch.Tensor
+    slots: torch.Tensor | None
+    counts: torch.Tensor
+
+
+def check_topk_idx(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Raise `InvalidArgument` naming the first expert id outside -1 ... num_experts - 1."""
+    if topk_idx.numel() == 0:
+        return
+    low, high = topk_idx.aminmax()
+    if low >= -1 and high < num_experts:
+        return
+    bad = (topk_idx < -1) | (topk_idx >= num_experts)
+    token, k = bad.nonzero()[0].tolist()
+    raise InvalidArgument(
+        f"topk_idx must hold expert ids 0 ... {num_experts - 1} or -1 for none, "
+        f"got {int(topk_idx[token, k])} at token {token}, k {k} ({int(bad.sum())} bad in all)"
+    )
+
+
+def plan_by_rank(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
+    """Plan the rank layout: a token goes once to each rank that owns one of its experts."""
+    num_tokens = topk_idx.shape[0]
+    dst = topk_idx.div(config.num_local_experts, rounding_mode="floor").add_(1)  # -1 becomes column 0
+    member = torch.zeros(num_tokens, config.num_ranks + 1, dtype=torch.bool)
+    member.scatter_(1, dst, True)
+    per_expert = torch.bincount(topk_idx.reshape(-1) + 1, minlength=config.num_experts + 1)[1:]
+    return _plan_members(member[:, 1:], per_expert)
+
+
+def plan_by_mask(is_token_in_rank: torch.Tensor, config: BufferConfig) -> SendPlan:
+    """Plan the rank layout from `[num_tokens, num_ranks]` bool; experts are not known and count 0."""
+    return _plan_members(is_token_in_rank, torch.zeros(config.num_experts, dtype=torch.int64))
+
+
+def _plan_members(member: torch.Tensor, per_expert: torch.Tensor) -> SendPlan:
+    tokens = member.t().nonzero()[:, 1].contiguous()
+    return SendPlan(tokens, None, torch.cat([member.sum(0), per_expert]))
+
+
+def plan_by_expert(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
+    """Plan the expert layout: a row for each (token, k) with an expert."""
+    flat = topk_idx.reshape(-1)
+    per_expert = torch.bincount(flat + 1, minlength=config.num_experts + 1)[1:]
+    slots = torch.argsort(flat, stable=True)[flat.numel() - int(per_expert.sum()) :]
+    per_rank = per_expert.view(config.num_ranks, config.num_local_experts).sum(1)
+    return SendPlan(slots.div(config.num_topk, rounding_mode="floor"), slots, torch.cat([per_rank, per_expert]))
+
+
+class Placement(NamedTuple):
+    """What the counts of all ranks say about one call, seen from one rank.
+
+    Attributes:
+        segments: this rank's rows at their destinations, by destination rank ascending.
+        meta_segments: the same rows in (source rank, order of the plan) order, one run per destination.
+        num_received: rows that come from each rank, padding not counted.
+        num_recv: rows of the result, padding included.
+        num_tokens_per_expert: per local expert, rounded up to the alignment.
+        recv_rows: expert layout only: `[sum(num_received)]` int64, final row of each row in (source, plan) order.
+        padding: expert layout only: (first, end) of each run of padding rows.
+    """
+
+    segments: list[Segment]
+    meta_segments: list[Segment]
+    num_received: list[int]
+    num_recv: int
+    num_tokens_per_expert: list[int]
+    recv_rows: torch.Tensor | None
+    padding: list[tuple[int, int]]
+
+
+def num_rows_needed(counts: torch.Tensor, layout: str, alignment: int, config: BufferConfig) -> list[int]:
+    """Return how many rows each rank will hold, padding included; `counts` is `Rows.counts`."""
+    if layout == "rank":
+        return counts[:, : config.num_ranks].sum(0).tolist()
+    per_expert = counts[:, config.num_ranks :].sum(0)
+    padded = per_expert.add(alignment - 1).div_(alignment, rounding_mode="floor").mul_(alignment)
+    return padded.view(config.num_ranks, config.num_local_experts).sum(1).tolist()
+
+
+def place(counts: torch.Tensor, rank: int, layout: str, alignment: int, config: BufferConfig) -> Placement:
+    """Turn the counts of all ranks (`Rows.counts`, checked) into places for `rank`."""
+    num_ranks = config.num_ranks
+    per_rank = counts[:, :num_ranks]
+    base = per_rank[:rank].sum(0).tolist()
+    num_sent = per_rank[rank].tolist()
+    meta = _segments_by_rank(num_sent, base)
+    num_received = per_rank[:, rank].tolist()
+    first = rank * config.num_local_experts
+    mine = counts[:, num_ranks + first : num_ranks + first + config.num_local_experts]
+    per_expert = mine.sum(0).tolist()
+    if alignment > 1:
+        per_expert = [round_up(count, alignment) for count in per_expert]
+    if layout == "rank":
+        return Placement(meta, meta, num_received, sum(num_received), per_expert, None, [])
+    segments = _segments_by_expert(counts[:, num_ranks:], rank, alignment, config)
+    recv_rows, padding = _receive_by_expert(mine, per_expert)
+    return Placement(segments, meta, num_received, sum(per_expert), per_expert, recv_rows, padding)
+
+
+def _segments_by_rank(num_sent: list[int], base: list[int]) -> list[Segment]:
+    segments = []
+    first = 0
+    for dst_rank, count in enumerate(num_sent):
+        if count:
+            segments.append(Segment(dst_rank, first, count, base[dst_rank]))
+        first += count
+    return segments
+
+
+def _segments_by_expert(per_expert: torch.Tensor, rank: int, alignment: int, config: BufferConfig) -> list[Segment]:
+    totals = per_expert.sum(0).tolist()
+    before = per_expert[:rank].sum(0).tolist()
+    num_sent = per_expert[rank].tolist()
+    segments = []
+    first = block = 0
+    for expert, total in enumerate(totals):
+        if expert % config.num_local_experts == 0:
+            block = 0
+        if num_sent[expert]:
+            dst_rank = expert // config.num_local_experts
+            segments.append(Segment(dst_rank, first, num_sent[expert], block + before[expert]))
+        first += num_sent[expert]
+        block += round_up(total, alignment)
+    return segments
+
+
+def _receive_by_expert(mine: torch.Tensor, padded: list[int]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    ends = torch.tensor(padded, dtype=torch.int64).cumsum(0)
+    block = ends - torch.tensor(padded, dtype=torch.int64)
+    start = block + mine.cumsum(0) - mine  # [num_ranks, num_local_experts], first row of each (source, expert) run
+    recv_rows = runs(start.reshape(-1), mine.reshape(-1))
+    filled = (block + mine.sum(0)).tolist()
+    padding = [(first, end) for first, end in zip(filled, ends.tolist(), strict=True) if first < end]
+    return recv_rows, padding
+
+
+def runs(start: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Return `start[0], start[0] + 1, ...` (`count[0]` of them), then the run of `start[1]`, and so on (int64)."""
+    ends = count.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    return torch.repeat_interleave(start - (ends - count), count, output_size=total) + torch.arange(total)

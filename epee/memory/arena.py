@@ -1,0 +1,207 @@
+"""An arena: the memory of one layout, cut into equal slots, that a rank lends to its peers for payloads.
+
+Who writes, who reads: a slot is either a landing place (peers write rows into it, the owner reads) or a staging place
+(the owner writes, peers read). Which slot a peer may touch is the owner's word: it travels in every call's exchange
+row. A slot is used by at most one call at a time.
+
+States of a slot, seen by its owner:
+
+    free -> taken (a call uses it) -> leased (its rows were returned to the user as a view)
+                                   -> cooling (peers may still touch it until they have passed the call)
+    leased -> free when the last tensor that views it has died; cooling -> free when all peers have passed the call
+    leased -> cooling, when a leased staging slot was handed to a combine: free when both have happened
+
+`num_slots` results and as many combine inputs may be leased; beyond them the caller gets ordinary memory. Two more
+slots always serve the call in progress and the one before it: a call takes one slot, and when it starts, all peers
+have passed every call but the last. So `take` never fails.
+
+A crash between two steps leaves nothing to repair: the pool is private to its process, and a peer's late store can
+only hit a slot that is still cooling.
+
+Releases come from weak-reference callbacks, at any moment and from any thread, so a callback only appends to a deque;
+the owner's thread drains it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError
+from .host import HostRegion, mapped_size
+from .layout import Field, Layout
+
+SPARE_SLOTS = 2  # for the call in progress and for the one that peers may not have passed yet
+
+
+class SlotPool:
+    """Which slots are free. Pure bookkeeping: no memory, no clock; `passed` is told from outside.
+
+    Args:
+        num_slots: how many results, and how many combine inputs, may be leased at once.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.total = num_pool_slots(num_slots)
+        self._free = set(range(self.total))
+        self._cooling: dict[int, int] = {}  # slot -> call that all peers must have passed
+        self._leased: dict[int, str] = {}  # slot -> "result" | "input"
+        self._released: deque[int] = deque()
+
+    def take(self) -> int:
+        """Take a free slot for the call in progress; the lowest one, so that few pages are ever touched."""
+        self._drain()
+        slot = min(self._free)
+        self._free.discard(slot)
+        return slot
+
+    def can_lease(self, purpose: str) -> bool:
+        """Tell whether one more slot may be leased for "result" or "input"."""
+        self._drain()
+        return sum(used == purpose for used in self._leased.values()) < self.num_slots
+
+    def lease(self, slot: int, purpose: str) -> Callable[[object], None]:
+        """Lease a taken slot; returns the weak-reference callback that gives it back."""
+        self._leased[slot] = purpose
+        return partial(_release, self._released, slot)
+
+    def leased(self, purpose: str) -> list[int]:
+        """Return the slots that tensors of the user hold for `purpose`."""
+        self._drain()
+        return [slot for slot, used in self._leased.items() if used == purpose]
+
+    def is_cooling(self, slot: int) -> bool:
+        """Tell whether peers may still touch the slot because of an earlier call."""
+        return slot in self._cooling
+
+    def cool(self, slot: int, seq: int) -> None:
+        """Let go of a taken or leased slot that peers may touch until all have passed call `seq`."""
+        self._cooling[slot] = seq
+
+    def give_back(self, slot: int) -> None:
+        """Let go of a taken slot that no peer can touch any more."""
+        self._free.add(slot)
+
+    def passed(self, seq: int) -> None:
+        """Note that every peer has finished all calls before `seq`."""
+        self._drain()
+        for slot in [slot for slot, used in self._cooling.items() if used < seq]:
+            del self._cooling[slot]
+            if slot not in self._leased:
+                self._free.add(slot)
+
+    def _drain(self) -> None:
+        while self._released:
+            slot = self._released.popleft()
+            del self._leased[slot]
+            if slot not in self._cooling:
+                self._free.add(slot)
+
+
+def num_pool_slots(num_slots: int) -> int:
+    """Return the slots of an arena: `num_slots` results, as many combine inputs, and the spare ones."""
+    return 2 * num_slots + SPARE_SLOTS
+
+
+def _release(released: deque[int], slot: int, _: object) -> None:
+    released.append(slot)
+
+
+class Slots:
+    """Typed views of the slots in one region, made once and kept.
+
+    Args:
+        region: of this rank or, attached, of a peer.
+        slot_layout: the fields of one slot.
+        total: number of slots.
+    """
+
+    def __init__(self, region: HostRegion, slot_layout: Layout, total: int) -> None:
+        self.region = region
+        self.slot_layout = slot_layout
+        self.total = total
+        self._views: dict[str, list[torch.Tensor]] = {}
+
+    @classmethod
+    def attach(cls, blob: bytes, slot_layout: Layout, total: int) -> Slots:
+        """Map a peer's arena.
+
+        Raises:
+            ProtocolError, ResourceError: as `HostRegion.attach`, or the arena's size is not what the layout needs.
+        """
+        region = HostRegion.attach(blob)
+        want = mapped_size(slot_layout.nbytes * total)
+        if region.mapped_bytes != want:
+            got = region.mapped_bytes
+            region.close()
+            raise ProtocolError(f"the arena of process {region.owner_pid} maps {got} bytes, its layout needs {want}")
+        return cls(region, slot_layout, total)
+
+    def field(self, slot: int, name: str) -> torch.Tensor:
+        """Return a field of a slot as a flat tensor."""
+        views = self._views.get(name)
+        if views is None:
+            base = self.slot_layout.nbytes
+            views = [self.slot_layout.tensor(self.region, name, base=base * index) for index in range(self.total)]
+            self._views[name] = views
+        return views[slot]
+
+    def close(self) -> None:
+        """Drop the mapping; tensors of the user keep theirs. Idempotent."""
+        self._views.clear()
+        self.region.close()
+
+
+class Arena(Slots):
+    """This rank's slots of one layout.
+
+    Args:
+        slot_layout: the fields of one slot; the first is "payload".
+        num_slots: see `SlotPool`.
+        name: shows in /proc/PID/maps.
+
+    Raises:
+        ResourceError: no memory or descriptor left.
+    """
+
+    def __init__(self, slot_layout: Layout, num_slots: int, name: str) -> None:
+        self.pool = SlotPool(num_slots)
+        super().__init__(HostRegion.create(slot_layout.nbytes * self.pool.total, name), slot_layout, self.pool.total)
+        self._watched: dict[int, weakref.ref[Any]] = {}
+
+    def lease(self, slot: int, fields: Sequence[Field], purpose: str) -> list[torch.Tensor]:
+        """Return tensors over a taken slot; it stays leased until the last of them, and of their views, has died.
+
+        Args:
+            slot: of this rank.
+            fields: name of a slot field, dtype and shape of each tensor wanted; none may be empty.
+            purpose: "result" or "input".
+        """
+        nbytes = self.slot_layout.nbytes
+        memory = self.region.lease(slot * nbytes, nbytes)
+        tensors = []
+        for field in fields:
+            start = self.slot_layout.offset(field.name)
+            raw = torch.frombuffer(memory, dtype=torch.uint8, count=field.nbytes, offset=start)
+            tensors.append(raw.view(field.dtype).view(field.shape))
+        # a weak reference fires only while it lives itself, so it is kept until the slot is leased again
+        self._watched[slot] = weakref.ref(memory, self.pool.lease(slot, purpose))
+        return tensors
+
+    def leased_input(self, tensor: torch.Tensor) -> int | None:
+        """Return the slot that was leased as combine input and starts where `tensor` starts, else None."""
+        for slot in self.pool.leased("input"):
+            if self.field(slot, "payload").data_ptr() == tensor.data_ptr():
+                return slot
+        return None
+
+    def poison(self, slot: int) -> None:
+        """Fill a slot with 0xFF, so that rows nobody wrote read as NaN."""
+        nbytes = self.slot_layout.nbytes
+        self.region.tensor(torch.uint8, slot * nbytes, (nbytes,)).fill_(0xFF)

@@ -56,6 +56,30 @@ TABLE: tuple[Variable, ...] = (
         _flag,
         "1 fills receive memory with 0xFF before each use, so that stale rows show as NaN.",
     ),
+    Variable(
+        "EPEE_JIT_CACHE_DIR",
+        "",
+        str,
+        "Folder of compiled kernels; by default `epee` in the user's cache folder.",
+    ),
+    Variable(
+        "XDG_CACHE_HOME",
+        "~/.cache",
+        str,
+        "The user's cache folder.",
+    ),
+    Variable(
+        "EPEE_JIT_CACHE_BYTES",
+        256 << 20,
+        _positive_bytes,
+        "The kernels used least recently go when their folder grows beyond this.",
+    ),
+    Variable(
+        "EPEE_JIT_COMPILE",
+        True,
+        _flag,
+        "0 refuses to compile: a kernel that is not cached is an error.",
+    ),
 )
 
 _BY_NAME = {variable.name: variable for variable in TABLE}

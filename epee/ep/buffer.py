@@ -162,7 +162,7 @@ class Buffer:
                     layout,
                     expert_alignment,
                 )
-            except EpeeError as error:
+            except Exception as error:
                 self._refuse(OP_DISPATCH, error, deadline)
                 raise
             return self._path.dispatch(call, deadline)
@@ -202,7 +202,7 @@ class Buffer:
                 deadline = time.monotonic() + check_timeout(timeout, self._timeout)
                 known = check_handle(handle, self._id, self._exchange.epoch)
                 call = check_combine(self.config, y, known, topk_weights, bias, out)
-            except EpeeError as error:
+            except Exception as error:
                 self._refuse(OP_COMBINE, error, deadline)
                 raise
             return self._path.combine(call, deadline)
@@ -261,7 +261,7 @@ class Buffer:
     ) -> None:
         self.close()
 
-    def _refuse(self, op: int, error: EpeeError, deadline: float) -> None:
+    def _refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Tell the peers that this call was refused; when even that fails, the refusal is still what is raised."""
         try:
             self._path.refuse(op, error, deadline)

@@ -18,7 +18,6 @@ Arguments come checked (`checks.py`); what comes from peers is checked here and 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import torch
 
@@ -32,6 +31,7 @@ from .exchange import OP_COMBINE, OP_DISPATCH, REASON_BYTES, Exchange, Header, R
 from .handle import Combined, Dispatched, Handle, Payload
 from .layout import Segment, num_rows_needed, place
 from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
+from .slot_io import received_meta, rows_of, typed, write_meta, write_rows
 
 _SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 
@@ -82,10 +82,9 @@ class CpuPath:
             self._send(call, handle, rows, slots)
             self.exchange.wait_data(deadline)
         except BaseException:
-            # peers may still write into the slot, and some may wait for rows that will not come
-            arena.pool.cool(slot, self.exchange.seq)
+            self._let_go(arena, slot, last_seq)
             if self.exchange.seq > last_seq:
-                self.exchange.abandon()
+                self.exchange.abandon()  # some may wait for rows that will not come
             raise
         return self._receive(call, handle, arena, slot)
 
@@ -94,13 +93,14 @@ class CpuPath:
         layout = call.handle.layout
         arena = self._arena(layout, call.handle.expert_alignment)
         slot = self._stage(call, arena)
+        last_seq = self.exchange.seq
         try:
             self.exchange.publish(self._combine_header(call, slot), None, arena.region.blob, deadline)
             rows = self.exchange.gather(deadline)
             arena.pool.passed(self.exchange.seq)
             return self._pull(call, self._attach(layout, rows), rows)
         finally:
-            arena.pool.cool(slot, self.exchange.seq)
+            self._let_go(arena, slot, last_seq)
 
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
@@ -189,6 +189,13 @@ class CpuPath:
             arena.poison(slot)
         return slot
 
+    def _let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
+        """Give a slot up. Once the call was announced, peers may touch it until they have passed the call."""
+        if self.exchange.seq > last_seq:
+            arena.pool.cool(slot, self.exchange.seq)
+        else:
+            arena.pool.give_back(slot)
+
     def _attach(self, layout: str, rows: Rows) -> dict[int, Slots]:
         """Return everybody's slots; map what is new: a peer's first arena, or one that it has made larger."""
         peers, blobs = self._peers[layout], self._blobs[layout]
@@ -250,19 +257,19 @@ class CpuPath:
             dst_rank = (self.rank + step) % self.config.num_ranks
             target, slot = slots[dst_rank], rows.headers[dst_rank].slot
             for segment in by_rank.get(dst_rank, ()):
-                _write_rows(call.payload, handle, segment, target, slot)
+                write_rows(call.payload, handle, segment, target, slot)
             if dst_rank in meta:
-                _write_meta(call, handle, meta[dst_rank], target, slot)
+                write_meta(call, handle, meta[dst_rank], target, slot)
             if dst_rank != self.rank:
                 self.exchange.signal_data(dst_rank)
 
     def _receive(self, call: DispatchCall, handle: Handle, arena: Arena, slot: int) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
-            handle = self._received_meta(call, handle, arena, slot)
+            handle = received_meta(call, handle, arena, slot, self.rank * self.config.num_local_experts)
         for first, end in handle.placement.padding:
-            _rows_of(arena, slot, "payload", first, end - first, call.payload.rows.shape[1]).zero_()
+            rows_of(arena, slot, "payload", first, end - first, call.payload.rows.shape[1]).zero_()
             if call.payload.scales is not None:
-                _rows_of(arena, slot, "scales", first, end - first, call.payload.scales.shape[1]).zero_()
+                rows_of(arena, slot, "scales", first, end - first, call.payload.scales.shape[1]).zero_()
         weights = handle.recv_weights
         if call.handle is not None and call.topk_weights is None and handle.layout == "rank":
             weights = None
@@ -276,38 +283,6 @@ class CpuPath:
             got=torch.ones(self.config.num_ranks, dtype=torch.bool),
         )
 
-    def _received_meta(self, call: DispatchCall, handle: Handle, arena: Arena, slot: int) -> Handle:
-        """Copy what travelled beside the rows out of the slot, and return the handle that knows it."""
-        total = sum(handle.num_received)
-        sent = call.topk_weights
-        src_token = handle.recv_src_token
-        if call.handle is None:
-            src_token = arena.field(slot, "src_token")[:total].clone()
-        weights = None
-        if handle.layout == "expert":
-            weights = self._expert_weights(call, handle, arena.field(slot, "topk_weights")[:total])
-            sent = None if sent is None else sent.clone()
-            return replace(handle, recv_src_token=src_token, recv_weights=weights, sent_weights=sent)
-        local = handle.recv_topk_idx
-        width = self.config.num_topk
-        if call.topk_idx is not None:
-            local = _rows_of(arena, slot, "topk_idx", 0, total, width) - self.rank * self.config.num_local_experts
-            local.masked_fill_((local < 0) | (local >= self.config.num_local_experts), -1)
-        if sent is not None:
-            assert local is not None
-            weights = _rows_of(arena, slot, "topk_weights", 0, total, width).to(sent.dtype, copy=True)
-            weights.masked_fill_(local < 0, 0)
-        return replace(handle, recv_src_token=src_token, recv_topk_idx=local, recv_weights=weights)
-
-    def _expert_weights(self, call: DispatchCall, handle: Handle, received: torch.Tensor) -> torch.Tensor:
-        rows = handle.placement.recv_rows
-        assert rows is not None
-        sent = call.topk_weights
-        weights = torch.zeros(handle.num_recv, dtype=torch.float32 if sent is None else sent.dtype)
-        if sent is None:
-            return weights.index_fill_(0, rows, 1)
-        return weights.index_copy_(0, rows, received.to(sent.dtype))
-
     def _result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
         """Return the received rows: a lease on the slot, or a copy when as many are out as may be."""
         fields = [Field("payload", payload.dtype, (num_recv, self.config.hidden))]
@@ -320,7 +295,7 @@ class CpuPath:
         elif arena.pool.can_lease("result"):
             tensors = arena.lease(slot, fields, "result")
         else:
-            tensors = [_typed(arena, slot, field).clone() for field in fields]
+            tensors = [typed(arena, slot, field).clone() for field in fields]
             arena.pool.give_back(slot)
             self.num_copied += 1
         return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
@@ -337,7 +312,7 @@ class CpuPath:
         if slot is None:
             slot = self._take(arena)
             if call.y.numel():
-                _typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape))).copy_(call.y)
+                typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape))).copy_(call.y)
         if call.topk_weights is not None:
             flat = call.topk_weights.reshape(-1)
             arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
@@ -351,7 +326,7 @@ class CpuPath:
         if handle.layout == "rank":
             words = hidden * dtype.itemsize // 8
             parts = [
-                _rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "payload", seg.dst_row, seg.num_rows, words).view(
+                rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "payload", seg.dst_row, seg.num_rows, words).view(
                     dtype
                 )
                 for seg in handle.placement.segments
@@ -369,7 +344,7 @@ class CpuPath:
         handle, num_topk = call.handle, self.config.num_topk
         width = num_topk if handle.layout == "rank" else 1
         parts = [
-            _rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "topk_weights", seg.dst_row, seg.num_rows, width)
+            rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "topk_weights", seg.dst_row, seg.num_rows, width)
             for seg in handle.placement.segments
         ]
         dtype = self.config.weight_dtype
@@ -377,46 +352,3 @@ class CpuPath:
             return return_rank_weights(handle, parts, num_topk, dtype).to(call.topk_weights.dtype)
         parts = [part.view(-1) for part in parts]
         return return_expert_weights(handle, parts, num_topk, dtype).to(call.topk_weights.dtype)
-
-
-def _rows_of(slots: Slots, slot: int, name: str, first: int, count: int, width: int) -> torch.Tensor:
-    """Return rows `first ... first + count - 1` of a slot field that is cut into rows of `width` elements."""
-    return slots.field(slot, name)[first * width : (first + count) * width].view(count, width)
-
-
-def _typed(arena: Arena, slot: int, field: Field) -> torch.Tensor:
-    """Return a slot field, read with another dtype and shape."""
-    raw = arena.field(slot, field.name).view(torch.uint8)
-    return raw[: field.nbytes].view(field.dtype).view(field.shape)
-
-
-def _write_rows(payload: PayloadRows, handle: Handle, segment: Segment, target: Slots, slot: int) -> None:
-    tokens = handle.plan.tokens[segment.first : segment.first + segment.num_rows]
-    for name, source in (("payload", payload.rows), ("scales", payload.scales)):
-        if source is not None:
-            width = source.shape[1]
-            place = _rows_of(target, slot, name, segment.dst_row, segment.num_rows, width)
-            torch.index_select(source, 0, tokens, out=place)
-
-
-def _write_meta(call: DispatchCall, handle: Handle, segment: Segment, target: Slots, slot: int) -> None:
-    """Write what travels beside the rows of one destination, in the plan's order."""
-    part = slice(segment.first, segment.first + segment.num_rows)
-    tokens = handle.plan.tokens[part]
-    end = segment.dst_row + segment.num_rows
-    if call.handle is None:
-        target.field(slot, "src_token")[segment.dst_row : end].copy_(tokens)
-        if call.layout == "rank" and call.topk_idx is not None:
-            width = call.topk_idx.shape[1]
-            place = _rows_of(target, slot, "topk_idx", segment.dst_row, segment.num_rows, width)
-            torch.index_select(call.topk_idx, 0, tokens, out=place)
-    if call.topk_weights is None:
-        return
-    if call.layout == "rank":
-        width = call.topk_weights.shape[1]
-        place = _rows_of(target, slot, "topk_weights", segment.dst_row, segment.num_rows, width)
-        place.copy_(call.topk_weights.index_select(0, tokens))
-    else:
-        assert handle.plan.slots is not None
-        values = call.topk_weights.view(-1).index_select(0, handle.plan.slots[part])
-        target.field(slot, "topk_weights")[segment.dst_row : end].copy_(values)

@@ -85,8 +85,9 @@ class SlotPool:
         self._cooling[slot] = seq
 
     def give_back(self, slot: int) -> None:
-        """Let go of a taken slot that no peer can touch any more."""
-        self._free.add(slot)
+        """Let go of a slot that no peer can touch; one that is leased stays so until its tensors have died."""
+        if slot not in self._leased:
+            self._free.add(slot)
 
     def passed(self, seq: int) -> None:
         """Note that every peer has finished all calls before `seq`."""

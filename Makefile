@@ -1,0 +1,42 @@
+# The commands to know: make demo, make test, make check, make bench. All of them make .venv first if it is missing.
+# Needs Python >= 3.10 and make; no compiler.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test check bench install clean
+
+help:  ## list the commands
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
+
+install: $(STAMP)  ## make .venv and install epee into it
+
+$(STAMP): pyproject.toml Makefile
+	@echo "==> making $(VENV) with $(PYTHON) and installing $(TORCH), then epee with its tools"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "epee needs Python 3.10 or later, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## train a small MoE language model over two processes, about a minute
+	@echo "==> training; plots and numbers go to demo-out/"
+	$(BIN)/epee demo --out demo-out
+
+test: $(STAMP)  ## run everything that CI runs
+	@echo "==> running the tests"
+	scripts/test
+
+check: $(STAMP)  ## format, lint and types
+	@echo "==> checking format, lint and types"
+	scripts/check
+
+bench: $(STAMP)  ## measure epee against gloo on this machine
+	@echo "==> measuring; numbers go to bench-out/"
+	$(BIN)/epee bench all --out bench-out
+
+clean:  ## remove .venv and everything that was generated
+	rm -rf $(VENV) demo-out bench-out build dist *.egg-info

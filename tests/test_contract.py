@@ -1,0 +1,143 @@
+"""Promises about the package as a whole: names, environment, layering, what an import does, what the README shows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import epee
+from epee import env, errors
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "epee").rglob("*.py"))
+
+# Higher layers import lower ones, never the reverse (docs/design.md, "Parts").
+LAYER = {"env": 0, "errors": 0, "memory": 1, "jit": 1, "transfer": 1, "view": 2, "ep": 3, "backend": 3}
+LAYER |= dict.fromkeys(("nn", "compat"), 4) | dict.fromkeys(("demo", "cli"), 5)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the parts of epee that a module imports (`ep`, `memory` ...)."""
+    package = path.relative_to(ROOT).with_suffix("").parts
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level] if node.level else ()
+            full = (*base, *(node.module or "").split("."))
+            if full[0] == "epee":
+                names = [part for part in full[1:2] if part] or [alias.name for alias in node.names]
+                found.update(names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("epee."))
+    return found
+
+
+def test_the_public_names_are_the_ones_exported_and_few() -> None:
+    assert len(epee.__all__) == len(set(epee.__all__)) <= 25
+    assert all(hasattr(epee, name) for name in epee.__all__)
+    public = {name for name in vars(epee) if not name.startswith("_")}
+    packages = {path.name.removesuffix(".py") for path in (ROOT / "epee").iterdir()}
+    assert public - packages - {"annotations"} <= set(epee.__all__)
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in epee.__all__:
+        if name != "__version__":
+            assert getattr(epee, name).__doc__, name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_downwards_only(path: Path) -> None:
+    part = path.relative_to(ROOT).parts[1].removesuffix(".py")
+    assert ast.get_docstring(ast.parse(path.read_text())), "a module opens with a docstring"
+    if part == "reference":
+        assert imports_of(path) <= {"reference"}, "the oracle imports nothing of what it checks"
+    elif part in LAYER:
+        above = {name for name in imports_of(path) if LAYER.get(name, 0) > LAYER[part]}
+        assert not above
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    readers = [path for path in SOURCES if re.search(r"\bos\.(environ|getenv)", path.read_text())]
+    assert readers == [ROOT / "epee" / "env.py"]
+
+
+def test_the_table_of_variables_is_what_the_sources_use() -> None:
+    used = set()
+    for path in SOURCES:
+        if path.name != "env.py":
+            used.update(re.findall(r"""\bget\w*\(\s*["']([A-Z_]+)["']|["'](EPEE_[A-Z_]+)["']""", path.read_text()))
+    used = {name for pair in used for name in pair if name}
+    assert used == {variable.name for variable in env.TABLE}
+
+
+@pytest.mark.parametrize("variable", env.TABLE, ids=lambda variable: variable.name)
+def test_a_bad_variable_is_named(variable: env.Variable, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert env.get(variable.name) == variable.default
+    if isinstance(variable.default, str):
+        return  # any text will do
+    monkeypatch.setenv(variable.name, "nonsense!")
+    with pytest.raises(errors.InvalidArgument, match=variable.name):
+        env.get(variable.name)
+
+
+def test_no_untrusted_bytes_become_objects() -> None:
+    forbidden = re.compile(r"\b(import pickle|import marshal|pickle\.|marshal\.|torch\.load\(|[^.\w]eval\()")
+    offenders = [str(path) for path in SOURCES if forbidden.search(path.read_text())]
+    assert not offenders
+
+
+def test_only_the_command_line_prints() -> None:
+    offenders = [
+        str(path)
+        for path in SOURCES
+        if "cli" not in path.parts and "demo" not in path.parts and re.search(r"^\s*print\(", path.read_text(), re.M)
+    ]
+    assert not offenders
+
+
+IMPORT_PROBE = """
+import os, threading, torch, torch.distributed
+def state():
+    fds = ["/proc/self/fd/" + fd for fd in os.listdir("/proc/self/fd")]
+    sockets = [fd for fd in fds if os.path.lexists(fd) and os.readlink(fd).startswith("socket")]
+    return len(os.listdir("/proc/self/task")), threading.active_count(), len(sockets)
+before = state()
+import epee
+after = state()
+assert before == after, (before, after)
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_an_import_starts_no_thread_opens_no_socket_and_touches_no_gpu() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT_PROBE], check=True, timeout=50)
+
+
+def test_the_example_of_the_readme_is_the_one_that_is_tested() -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = re.findall(r"<!-- example: (\S+) -->\n```python\n(.*?)```", readme, re.S)
+    assert shown
+    for name, code in shown:
+        assert (ROOT / name).read_text().split('"""\n\n', 1)[1] == code
+        assert len(code.strip().splitlines()) <= 26
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_the_examples_run(path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0" in done.stdout
+    assert "rank 1" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]), ids=lambda p: p.name)
+def test_links_between_pages_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        assert (path.parent / target).exists(), target

@@ -311,12 +311,20 @@ class CpuPath:
             )
         if slot is None:
             slot = self._take(arena)
-            if call.y.numel():
-                typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape))).copy_(call.y)
+            staged = typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape)))
+            for part in self._rows_for_others(call.handle):
+                staged[part].copy_(call.y[part])
         if call.topk_weights is not None:
             flat = call.topk_weights.reshape(-1)
             arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
         return slot
+
+    def _rows_for_others(self, handle: Handle) -> tuple[slice, ...]:
+        """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""
+        if handle.layout == "expert":
+            return (slice(None),)
+        first = sum(handle.num_received[: self.rank])
+        return slice(0, first), slice(first + handle.num_received[self.rank], None)
 
     def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
         handle, hidden = call.handle, self.config.hidden
@@ -324,19 +332,22 @@ class CpuPath:
         out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype)
         granted = [header.slot for header in rows.headers]
         if handle.layout == "rank":
-            words = hidden * dtype.itemsize // 8
-            parts = [
-                rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "payload", seg.dst_row, seg.num_rows, words).view(
-                    dtype
-                )
-                for seg in handle.placement.segments
-            ]
+            parts = [self._segment_rows(call, segment, slots, granted) for segment in handle.placement.segments]
             combine_rank_rows(handle, parts, call.bias, out)
         else:
             whole = [slots[src].field(granted[src], "payload").view(dtype) for src in range(self.config.num_ranks)]
             views = [flat[: flat.numel() // hidden * hidden].view(-1, hidden) for flat in whole]
             combine_expert_rows(handle, views, call.bias, out)
         return Combined(out, self._returned_weights(call, slots, granted), None)
+
+    def _segment_rows(
+        self, call: CombineCall, segment: Segment, slots: dict[int, Slots], granted: list[int]
+    ) -> torch.Tensor:
+        if segment.dst_rank == self.rank:
+            return call.y[segment.dst_row : segment.dst_row + segment.num_rows]
+        words = call.y.shape[1] * call.y.element_size() // 8
+        target, slot = slots[segment.dst_rank], granted[segment.dst_rank]
+        return rows_of(target, slot, "payload", segment.dst_row, segment.num_rows, words).view(call.y.dtype)
 
     def _returned_weights(self, call: CombineCall, slots: dict[int, Slots], granted: list[int]) -> torch.Tensor | None:
         if call.topk_weights is None:

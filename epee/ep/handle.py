@@ -99,6 +99,12 @@ class Handle:
         return self._in_row_order(self.recv_src_token)
 
     @cached_property
+    def empty_tokens(self) -> torch.Tensor:
+        """`[n]` int64: this rank's tokens that were sent nowhere, ascending."""
+        has_row = torch.zeros(self.num_tokens, dtype=torch.bool).index_fill_(0, self.plan.tokens, True)
+        return has_row.logical_not_().nonzero().view(-1)
+
+    @cached_property
     def pulls(self) -> list[Pull]:
         """Expert layout: what a combine reads from each rank, ranks ascending, k ascending within a rank."""
         assert self.plan.slots is not None

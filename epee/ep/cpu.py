@@ -29,7 +29,7 @@ from .checks import CombineCall, DispatchCall, PayloadRows
 from .config import DTYPE_CODES, LAYOUTS, BufferConfig
 from .exchange import OP_COMBINE, OP_DISPATCH, REASON_BYTES, Exchange, Header, Rows
 from .handle import Combined, Dispatched, Handle, Payload
-from .layout import Segment, num_rows_needed, place
+from .layout import Counts, Segment, num_rows_needed, place
 from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
 from .slot_io import received_meta, rows_of, typed, write_meta, write_rows
 
@@ -215,7 +215,7 @@ class CpuPath:
 
     def _new_handle(self, call: DispatchCall, rows: Rows) -> Handle:
         assert call.plan is not None
-        self._check_counts(rows, call.layout, call.expert_alignment)
+        counts = self._check_counts(rows, call.layout, call.expert_alignment)
         return Handle(
             buffer_id=self._buffer_id,
             seq=self.exchange.seq,
@@ -226,26 +226,28 @@ class CpuPath:
             num_topk=self.config.num_topk,
             with_topk=call.topk_idx is not None,
             plan=call.plan,
-            placement=place(rows.counts, self.rank, call.layout, call.expert_alignment, self.config),
+            placement=place(counts, self.rank, call.layout, call.expert_alignment, self.config),
         )
 
-    def _check_counts(self, rows: Rows, layout: str, alignment: int) -> None:
+    def _check_counts(self, rows: Rows, layout: str, alignment: int) -> Counts:
         """Raise unless the counts are possible and everybody has room; the same verdict on every rank."""
-        counts = rows.counts
         most = max(header.num_tokens for header in rows.headers) * self.config.num_topk
-        low, high = counts.aminmax()
+        low, high = rows.counts.aminmax()
         if low < 0 or high > most:
             where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
             raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
+        num_ranks = self.config.num_ranks
+        counts = Counts(rows.counts[:, :num_ranks].tolist(), rows.counts[:, num_ranks:])
         needed = num_rows_needed(counts, layout, alignment, self.config)
         capacity = self.config.capacity(layout, alignment)
-        worst = max(range(self.config.num_ranks), key=needed.__getitem__)
+        worst = max(range(num_ranks), key=needed.__getitem__)
         if needed[worst] > capacity:
             where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
             raise InvalidArgument(
                 f"{where}: rank {worst} would receive {needed[worst]} rows, its {layout} layout holds {capacity}; "
                 f"make the buffer with max_recv_rows={needed[worst]} or more, or dispatch fewer tokens"
             )
+        return counts
 
     def _send(self, call: DispatchCall, handle: Handle, rows: Rows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""
@@ -354,12 +356,13 @@ class CpuPath:
             return None
         handle, num_topk = call.handle, self.config.num_topk
         width = num_topk if handle.layout == "rank" else 1
+        dtype = call.topk_weights.dtype  # a float64 buffer carries float32 weights widened: narrowing them is exact
         parts = [
-            rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "topk_weights", seg.dst_row, seg.num_rows, width)
+            rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "topk_weights", seg.dst_row, seg.num_rows, width).to(
+                dtype
+            )
             for seg in handle.placement.segments
         ]
-        dtype = self.config.weight_dtype
         if handle.layout == "rank":
-            return return_rank_weights(handle, parts, num_topk, dtype).to(call.topk_weights.dtype)
-        parts = [part.view(-1) for part in parts]
-        return return_expert_weights(handle, parts, num_topk, dtype).to(call.topk_weights.dtype)
+            return return_rank_weights(handle, parts, num_topk, dtype)
+        return return_expert_weights(handle, [part.view(-1) for part in parts], num_topk, dtype)

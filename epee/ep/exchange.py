@@ -6,14 +6,17 @@ storing the row's tag. It then waits until its own inbox holds all rows of this 
 rows, everybody reaches the same verdict: go on, or raise the same error.
 
     inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
-                      data  [num_ranks][8]                       tag of the call whose payload has arrived whole
+                      data  [num_ranks][8]                       word 0: tag of the call whose payload has arrived
+                                                                 whole; word 1: tag of the last call given up
 
 Order: a rank publishes row s only after it has seen all rows s-1. So when row s of a peer is seen, that peer has
 finished every call before s, its stores included, and row s+1 of anybody cannot overwrite a row s-1 that is still
 needed: two parities suffice. A call that was refused or timed out leaves its rows unread; `settle` reads them before
 the next row is published. The same argument lets one `data` word per source serve for ever: it is compared for
-equality with the tag of the call. A rank that cannot finish a call whose row it has published stores the tag with
-`ABANDONED` set, so that its peers need not wait for the time-out.
+equality with the tag of the call. A rank that cannot finish a call whose row it has published stores the call's tag in
+another word of its own, so that its peers need not wait for the time-out. (Not in the `data` word: a slow peer may
+still have to read the call before in it. A reader looks at `data` again after it has seen a call given up: the data of that
+or of an earlier call was stored before.)
 
 What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
 in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer.
@@ -87,7 +90,6 @@ _NUM_HEADER = len(Header._fields)
 _HEADER = struct.Struct(f"{_NUM_HEADER}Q")
 _TEXT_AT = 1 + _NUM_HEADER
 _COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
-ABANDONED = 1 << 63  # beside a tag, whose epoch never sets this bit in practice (2^23 view changes)
 _DATA_STRIDE = 8  # words: one cache line per writer
 Limits: TypeAlias = tuple[tuple[int, int], ...]
 assert BLOB_BYTES <= REASON_BYTES
@@ -98,7 +100,8 @@ class Rows(NamedTuple):
 
     Attributes:
         headers: one per rank.
-        counts: `[num_ranks, num_ranks + num_experts]` int64; rows each rank sends to each rank, slots to each expert.
+        counts: `[num_ranks, num_ranks + num_experts]` int64; rows that each rank sends to each rank, then (token, k)
+            slots that it gives each expert.
         texts: the free bytes of each row: the blob of the rank's arena.
     """
 
@@ -214,15 +217,15 @@ class Exchange:
         index = self._data_at + self.rank * _DATA_STRIDE
         for peer, words in enumerate(self._words):
             if peer != self.rank:
-                words[index] = tag(self.epoch, self.seq) | ABANDONED
-                futex_wake(self._addresses[peer] + 8 * index)
+                words[index + 1] = tag(self.epoch, self.seq)
+                futex_wake(self._addresses[peer] + 8 * index)  # a reader of `data` sleeps on word 0
 
     def wait_data(self, deadline: float) -> None:
         """Wait until the payload of every peer has arrived whole."""
         want = tag(self.epoch, self.seq)
         for src in range(self.config.num_ranks):
             if src != self.rank:
-                self._wait(self._data_at + src * _DATA_STRIDE, want, src, "its rows", deadline)
+                self._wait(self._data_at + src * _DATA_STRIDE, want, src, deadline, is_data=True)
 
     def release(self) -> None:
         """Let go of all views of the inboxes, so that their mappings can end."""
@@ -238,10 +241,10 @@ class Exchange:
         want = tag(self.epoch, self.seq)
         for src in range(self.config.num_ranks):
             if src != self.rank:
-                self._wait(self._row_at(self.seq & 1, src), want, src, "its call", deadline)
+                self._wait(self._row_at(self.seq & 1, src), want, src, deadline)
         self._settled = self.seq
 
-    def _wait(self, index: int, want: int, src: int, what: str, deadline: float) -> None:
+    def _wait(self, index: int, want: int, src: int, deadline: float, is_data: bool = False) -> None:
         words = self._words[self.rank]
         if words[index] == want:
             return
@@ -249,19 +252,21 @@ class Exchange:
 
         def check() -> None:
             self._interrupt()
-            got = words[index]
+            gave_up = is_data and words[index + 1] >= want
             dead = self._watch.dead()
-            # a peer may have met the death first and given up: the death is the cause, so it is looked at first
-            if src in dead or (dead and got == want | ABANDONED):
-                if got != want:
-                    raise self._death(dead, started)
-            elif got == want | ABANDONED:
+            if words[index] == want:
+                return
+            # a peer may have met a death first and given up: the death is the cause, so it comes first
+            if src in dead or (dead and gave_up):
+                raise self._death(dead, started)
+            if gave_up:
                 facts = context(self._op, rank=self.rank, peer=src, seq=self.seq, epoch=self.epoch)
                 raise MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
 
         if not wait_equal(words, index, want, self._addresses[self.rank], deadline, check):
             elapsed = time.monotonic() - started
             facts = context(self._op, rank=self.rank, peer=src, seq=self.seq, epoch=self.epoch, elapsed=elapsed)
+            what = "its rows" if is_data else "its call"
             raise CommTimeoutError(
                 f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {words[index]:#x}); "
                 "the buffer can be used again, raise timeout= if the peer is only slow",

@@ -114,31 +114,39 @@ class Placement(NamedTuple):
     padding: list[tuple[int, int]]
 
 
-def num_rows_needed(counts: torch.Tensor, layout: str, alignment: int, config: BufferConfig) -> list[int]:
-    """Return how many rows each rank will hold, padding included; `counts` is `Rows.counts`."""
+class Counts(NamedTuple):
+    """What all ranks are about to send.
+
+    Attributes:
+        per_rank: `per_rank[s][d]` rows go from rank s to rank d.
+        per_expert: `[num_ranks, num_experts]` int64, (token, k) slots that each rank gives each expert.
+    """
+
+    per_rank: list[list[int]]
+    per_expert: torch.Tensor
+
+
+def num_rows_needed(counts: Counts, layout: str, alignment: int, config: BufferConfig) -> list[int]:
+    """Return how many rows each rank will hold, padding included."""
     if layout == "rank":
-        return counts[:, : config.num_ranks].sum(0).tolist()
-    per_expert = counts[:, config.num_ranks :].sum(0)
-    padded = per_expert.add(alignment - 1).div_(alignment, rounding_mode="floor").mul_(alignment)
+        return [sum(column) for column in zip(*counts.per_rank, strict=True)]
+    padded = counts.per_expert.sum(0).add_(alignment - 1).div_(alignment, rounding_mode="floor").mul_(alignment)
     return padded.view(config.num_ranks, config.num_local_experts).sum(1).tolist()
 
 
-def place(counts: torch.Tensor, rank: int, layout: str, alignment: int, config: BufferConfig) -> Placement:
-    """Turn the counts of all ranks (`Rows.counts`, checked) into places for `rank`."""
-    num_ranks = config.num_ranks
-    per_rank = counts[:, :num_ranks]
-    base = per_rank[:rank].sum(0).tolist()
-    num_sent = per_rank[rank].tolist()
-    meta = _segments_by_rank(num_sent, base)
-    num_received = per_rank[:, rank].tolist()
+def place(counts: Counts, rank: int, layout: str, alignment: int, config: BufferConfig) -> Placement:
+    """Turn the counts of all ranks, checked, into places for `rank`."""
+    base = [sum(column[:rank]) for column in zip(*counts.per_rank, strict=True)]
+    meta = _segments_by_rank(counts.per_rank[rank], base)
+    num_received = [row[rank] for row in counts.per_rank]
     first = rank * config.num_local_experts
-    mine = counts[:, num_ranks + first : num_ranks + first + config.num_local_experts]
+    mine = counts.per_expert[:, first : first + config.num_local_experts]
     per_expert = mine.sum(0).tolist()
     if alignment > 1:
         per_expert = [round_up(count, alignment) for count in per_expert]
     if layout == "rank":
         return Placement(meta, meta, num_received, sum(num_received), per_expert, None, [])
-    segments = _segments_by_expert(counts[:, num_ranks:], rank, alignment, config)
+    segments = _segments_by_expert(counts.per_expert, rank, alignment, config)
     recv_rows, padding = _receive_by_expert(mine, per_expert)
     return Placement(segments, meta, num_received, sum(per_expert), per_expert, recv_rows, padding)
 

@@ -73,16 +73,13 @@ def received_meta(call: DispatchCall, handle: Handle, arena: Arena, slot: int, f
         return replace(handle, recv_src_token=src_token, recv_weights=weights, sent_weights=sent)
     local = handle.recv_topk_idx
     if call.topk_idx is not None:
-        num_local = len(handle.num_tokens_per_expert)
         local = rows_of(arena, slot, "topk_idx", 0, total, handle.num_topk) - first_expert
-        local.masked_fill_((local < 0) | (local >= num_local), -1)
+        local.masked_fill_((local < 0).logical_or_(local >= len(handle.num_tokens_per_expert)), -1)
     received = None
     if call.topk_weights is not None:
         assert local is not None
-        received = rows_of(arena, slot, "topk_weights", 0, total, handle.num_topk).to(
-            call.topk_weights.dtype, copy=True
-        )
-        received.masked_fill_(local < 0, 0)
+        weights = rows_of(arena, slot, "topk_weights", 0, total, handle.num_topk).to(call.topk_weights.dtype)
+        received = torch.where(local < 0, 0.0, weights)
     return replace(handle, recv_src_token=src_token, recv_topk_idx=local, recv_weights=received)
 
 

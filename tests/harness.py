@@ -107,8 +107,9 @@ def _rank_main(
 def _portable(value: Any) -> Any:
     """Replace tensors by copies that travel by value: shared ones would need the sender to stay alive."""
     if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous()
-        return _Tensor(raw.view(-1).view(torch.uint8).numpy().tobytes(), raw.dtype, tuple(raw.shape))
+        raw = value.detach().cpu()
+        flat = torch.empty(raw.numel(), dtype=raw.dtype).copy_(raw.reshape(-1))
+        return _Tensor(flat.view(torch.uint8).numpy().tobytes(), raw.dtype, tuple(raw.shape))
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_portable(item) for item in value)
     if isinstance(value, dict):

@@ -27,12 +27,21 @@ from .exchange import inbox_layout
 
 PROTOCOL_VERSION = 1
 _TEXT_BYTES = 400
-_RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q16s{BLOB_BYTES}s{_TEXT_BYTES}s")
+_HOST_BYTES = 16
+_RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{_HOST_BYTES}s{BLOB_BYTES}s{_TEXT_BYTES}s")
 
 
 def host_id() -> bytes:
-    """Return 16 bytes that are equal for two processes exactly when they run under the same kernel."""
-    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    """Return 16 bytes that are equal for two processes exactly when they run under the same kernel.
+
+    Raises:
+        ResourceError: /proc cannot be read, or no descriptor is left.
+    """
+    path = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return uuid.UUID(path.read_text().strip()).bytes
+    except (OSError, ValueError) as exc:
+        raise ResourceError(f"cannot tell this host from others: {path}: {exc}") from exc
 
 
 def all_gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
@@ -80,13 +89,15 @@ def meet(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError | No
         ResourceError: memory or permission is missing on some rank.
     """
     inbox: HostRegion | None = None
+    host = bytes(_HOST_BYTES)
     if refusal is None:
         try:
+            host = host_id()
             inbox = HostRegion.create(inbox_layout(config).nbytes, f"inbox-{group.rank()}")
         except EpeeError as exc:
             refusal = exc
     try:
-        record = _pack(config, inbox, refusal)
+        record = _pack(config, host, inbox, refusal)
         records = [_Record(data) for data in all_gather_bytes(group, record)]
         if refusal is not None:
             raise refusal
@@ -98,12 +109,12 @@ def meet(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError | No
         raise
 
 
-def _pack(config: BufferConfig, inbox: HostRegion | None, refusal: EpeeError | None) -> bytes:
+def _pack(config: BufferConfig, host: bytes, inbox: HostRegion | None, refusal: EpeeError | None) -> bytes:
     text = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
     words = config.words() if refusal is None else [0] * len(CONFIG_NAMES)
     blob = inbox.blob if inbox is not None else bytes(BLOB_BYTES)
     status = int(refusal is not None)
-    return _RECORD.pack(PROTOCOL_VERSION, status, *words, host_id(), blob, text.encode()[:_TEXT_BYTES])
+    return _RECORD.pack(PROTOCOL_VERSION, status, *words, host, blob, text.encode()[:_TEXT_BYTES])
 
 
 class _Record:

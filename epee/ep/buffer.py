@@ -20,7 +20,16 @@ import torch
 import torch.distributed as dist
 
 from .. import env
-from ..errors import AbortedError, EpeeError, ForkError, InvalidArgument, InvalidState, UnsupportedError
+from ..errors import (
+    AbortedError,
+    CommTimeoutError,
+    EpeeError,
+    ForkError,
+    InvalidArgument,
+    InvalidState,
+    PeerError,
+    UnsupportedError,
+)
 from .bootstrap import Born, group_of, meet
 from .checks import (
     check_combine,
@@ -31,8 +40,9 @@ from .checks import (
 )
 from .config import PAYLOAD_DTYPES, BufferConfig
 from .cpu import CpuPath
-from .exchange import OP_COMBINE, OP_DISPATCH, Exchange
+from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
 from .handle import Combined, Dispatched, Handle, Payload
+from .order import CombineOrder
 
 _log = logging.getLogger(__name__)
 _buffer_ids = itertools.count(1)
@@ -147,24 +157,18 @@ class Buffer:
             RankFailedError: a peer's process has ended; the buffer cannot be used any more.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
-        with self._call():
-            deadline = time.monotonic() + self._timeout
-            try:
-                deadline = time.monotonic() + check_timeout(timeout, self._timeout)
-                known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
-                call = check_dispatch(
-                    self.config,
-                    check_payload(x, self.config),
-                    topk_idx,
-                    topk_weights,
-                    is_token_in_rank,
-                    known,
-                    layout,
-                    expert_alignment,
-                )
-            except Exception as error:
-                self._refuse(OP_DISPATCH, error, deadline)
-                raise
+        with self._call(OP_DISPATCH, timeout) as deadline:
+            known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
+            call = check_dispatch(
+                self.config,
+                check_payload(x, self.config),
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                known,
+                layout,
+                expert_alignment,
+            )
             return self._path.dispatch(call, deadline)
 
     def combine(
@@ -175,6 +179,7 @@ class Buffer:
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
+        order: CombineOrder | None = None,
         timeout: float | None = None,
     ) -> Combined:
         """Bring expert outputs back to the tokens' ranks and sum them. Collective.
@@ -187,6 +192,7 @@ class Buffer:
             topk_weights: to be sent back: `[num_recv, num_topk]` (rank layout), `[num_recv]` (expert layout).
             bias: one or two `[num_tokens, hidden]`, of y's dtype or float32, added before the rounding.
             out: `[num_tokens, hidden]` of y's dtype, written instead of new memory.
+            order: of the additions; None for epee's own, which is the fastest.
             timeout: seconds to wait for a silent peer.
 
         Returns:
@@ -196,16 +202,42 @@ class Buffer:
         Raises:
             As `dispatch`; `out` is not written when an error is raised.
         """
-        with self._call():
-            deadline = time.monotonic() + self._timeout
-            try:
-                deadline = time.monotonic() + check_timeout(timeout, self._timeout)
-                known = check_handle(handle, self._id, self._exchange.epoch)
-                call = check_combine(self.config, y, known, topk_weights, bias, out)
-            except Exception as error:
-                self._refuse(OP_COMBINE, error, deadline)
-                raise
+        with self._call(OP_COMBINE, timeout) as deadline:
+            known = check_handle(handle, self._id, self._exchange.epoch)
+            call = check_combine(self.config, y, known, topk_weights, bias, out, order)
             return self._path.combine(call, deadline)
+
+    def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
+        """Give every rank the bytes of all ranks. Collective; also a barrier of the ranks' host threads.
+
+        For what callers of this buffer must agree on between two calls, without the process group.
+
+        Args:
+            data: equally long on all ranks.
+            timeout: seconds to wait for a silent peer.
+
+        Returns:
+            One byte string per rank, in rank order.
+
+        Raises:
+            As `dispatch`.
+        """
+        with self._call(OP_GATHER, timeout) as deadline:
+            if not isinstance(data, bytes):
+                raise InvalidArgument(f"data must be bytes, got {type(data).__name__}")
+            return self._path.all_gather_bytes(data, deadline)
+
+    def refuse(self, error: Exception, timeout: float | None = None) -> None:
+        """Take part in the peers' next call only to tell them that this rank cannot make it; they raise at once.
+
+        For callers of this buffer that find something wrong with their own arguments, before they raise `error`.
+
+        Args:
+            error: its text becomes part of the peers' `MismatchError`.
+            timeout: seconds to wait for peers that are still in an earlier call.
+        """
+        with self._exclusive():
+            self._refuse(OP_GATHER, error, time.monotonic() + check_timeout(timeout, self._timeout))
 
     def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.
@@ -218,7 +250,7 @@ class Buffer:
             `[num_recv, hidden]`, uninitialised, good for one combine; do not write into it afterwards (peers may
             still read). Ordinary memory when all slots are in use.
         """
-        with self._call():
+        with self._exclusive():
             kind = self.config.dtype if dtype is None else dtype
             if kind not in PAYLOAD_DTYPES or kind.itemsize > self.config.dtype.itemsize:
                 raise InvalidArgument(f"dtype must be a payload no wider than {self.config.dtype}, got {kind}")
@@ -261,6 +293,29 @@ class Buffer:
     ) -> None:
         self.close()
 
+    def _interrupt(self) -> None:
+        if self._closing:
+            raise AbortedError("the buffer was closed by another thread while a call was waiting")
+
+    @contextmanager
+    def _call(self, op: int, timeout: float | None) -> Iterator[float]:
+        """Run one collective call; yields its deadline.
+
+        An error before the call was announced to the peers (a bad argument, no memory) is announced to them here.
+        """
+        with self._exclusive():
+            last_seq = self._exchange.seq
+            deadline = time.monotonic() + self._timeout
+            try:
+                deadline = time.monotonic() + check_timeout(timeout, self._timeout)
+                yield deadline
+            except (CommTimeoutError, PeerError, AbortedError):
+                raise  # the peers are the cause
+            except Exception as error:
+                if self._exchange.seq == last_seq:
+                    self._refuse(op, error, deadline)
+                raise
+
     def _refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Tell the peers that this call was refused; when even that fails, the refusal is still what is raised."""
         try:
@@ -268,12 +323,8 @@ class Buffer:
         except EpeeError as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)
 
-    def _interrupt(self) -> None:
-        if self._closing:
-            raise AbortedError("the buffer was closed by another thread while a call was waiting")
-
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Let one call in at a time; threads queue, a call from within a call is refused."""
         if os.getpid() != self._pid:
             raise ForkError(f"this buffer was made by process {self._pid} before a fork; make a new one in the child")

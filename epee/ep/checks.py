@@ -15,6 +15,7 @@ from ..errors import InvalidArgument, StaleHandleError
 from .config import FP8, LAYOUTS, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, SCALE_BLOCK, BufferConfig
 from .handle import Handle
 from .layout import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
+from .order import RANKS_THEN_BIAS, CombineOrder, check_order, last_k
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class CombineCall:
         topk_weights: `[num_recv, num_topk]` (rank layout) or `[num_recv]` (expert layout), contiguous, or None.
         bias: up to two tensors `[num_tokens, hidden]`.
         out: `[num_tokens, hidden]` or None.
+        order: of the additions.
+        last_k: `[num_tokens, num_ranks]` int64, see `order.last_k`; rank layout by "last_k" only.
     """
 
     y: torch.Tensor
@@ -68,6 +71,8 @@ class CombineCall:
     topk_weights: torch.Tensor | None
     bias: tuple[torch.Tensor, ...]
     out: torch.Tensor | None
+    order: CombineOrder = RANKS_THEN_BIAS
+    last_k: torch.Tensor | None = None
 
 
 def check_timeout(timeout: float | None, default: float) -> float:
@@ -245,7 +250,13 @@ def _check_weights(weights: object, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def check_combine(
-    config: BufferConfig, y: object, handle: Handle, topk_weights: object, bias: object, out: object
+    config: BufferConfig,
+    y: object,
+    handle: Handle,
+    topk_weights: object,
+    bias: object,
+    out: object,
+    order: object = None,
 ) -> CombineCall:
     """Check the arguments of a combine."""
     rows = check_tensor("y", y, (handle.num_recv, config.hidden), PAYLOAD_DTYPES)
@@ -263,7 +274,28 @@ def check_combine(
     target = None if out is None else check_tensor("out", out, shape, (rows.dtype,))
     if target is not None and _overlaps_itself(target):
         raise InvalidArgument("out must not overlap itself (expanded?), got strides that do; give a .clone()")
-    return CombineCall(rows.contiguous(), handle, weights, checked, target)
+    wanted = check_order(order, handle.layout)
+    lanes = _check_lanes(config, handle, wanted) if handle.layout == "rank" and wanted.by == "last_k" else None
+    return CombineCall(rows.contiguous(), handle, weights, checked, target, wanted, lanes)
+
+
+def _check_lanes(config: BufferConfig, handle: Handle, order: CombineOrder) -> torch.Tensor:
+    """Return `last_k` of the order's routing, which must name the ranks that the handle's rows went to."""
+    if order.topk_idx is None:
+        raise InvalidArgument('an order by "last_k" needs topk_idx in the rank layout: give that of the dispatch')
+    shape = (handle.num_tokens, config.num_topk)
+    topk_idx = check_tensor("order.topk_idx", order.topk_idx, shape, (torch.int64,))
+    check_topk_idx(topk_idx, config.num_experts)
+    lanes = last_k(topk_idx, config.num_ranks, config.num_local_experts)
+    sent = torch.zeros(lanes.shape, dtype=torch.bool)
+    for segment in handle.placement.segments:
+        sent[handle.plan.tokens[segment.first : segment.first + segment.num_rows], segment.dst_rank] = True
+    if not torch.equal(sent, lanes >= 0):
+        token = int((sent != (lanes >= 0)).any(1).nonzero()[0])
+        raise InvalidArgument(
+            f"order.topk_idx must be the routing of the handle's dispatch, but token {token} went to other ranks"
+        )
+    return lanes
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

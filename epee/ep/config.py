@@ -101,16 +101,21 @@ class BufferConfig:
         return rows + self.num_local_experts * (expert_alignment - 1)
 
     def slot_layout(self, layout: str, expert_alignment: int) -> Layout:
-        """Return the fields of one arena slot; "payload" and "scales" hold rows, the others what travels with them."""
+        """Return the fields of one arena slot; "meta" travels beside a dispatch, "topk_weights" beside a combine."""
         rows = self.capacity(layout, expert_alignment)
         per_row = self.num_topk if layout == "rank" else 1
         return Layout(
             Field("payload", torch.int64, (rows * self.row_words,)),
             Field("scales", torch.int32, (rows * self.scale_words,)),
-            Field("topk_idx", torch.int64, (rows * per_row if layout == "rank" else 0,)),
+            Field("meta", torch.int64, (rows * self.meta_words(layout),)),
             Field("topk_weights", self.weight_dtype, (rows * per_row,)),
-            Field("src_token", torch.int64, (rows,)),
         )
+
+    def meta_words(self, layout: str) -> int:
+        """Return how many 8-byte words travel beside a row (`slot_io.py` says which)."""
+        if layout == "expert":
+            return 2
+        return 1 + self.num_topk + -(-self.num_topk * self.weight_dtype.itemsize // _WORD_BYTES)
 
     def words(self) -> tuple[int, ...]:
         """Return the fields as integers, in order, for the comparison between ranks."""

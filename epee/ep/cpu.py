@@ -27,11 +27,13 @@ from ..memory.host import BLOB_BYTES
 from ..memory.layout import Field
 from .checks import CombineCall, DispatchCall, PayloadRows
 from .config import DTYPE_CODES, LAYOUTS, BufferConfig
-from .exchange import OP_COMBINE, OP_DISPATCH, REASON_BYTES, Exchange, Header, Rows
+from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, REASON_BYTES, Exchange, Header, Rows
 from .handle import Combined, Dispatched, Handle, Payload
 from .layout import Counts, Segment, num_rows_needed, place
+from .order import RANKS_THEN_BIAS
 from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
-from .slot_io import received_meta, rows_of, typed, write_meta, write_rows
+from .reduce_ordered import combine_expert_rows_in_order, combine_rank_rows_in_order
+from .slot_io import pack_meta, received_meta, rows_of, typed, write_meta, write_rows
 
 _SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 
@@ -70,13 +72,13 @@ class CpuPath:
     def dispatch(self, call: DispatchCall, deadline: float) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
         arena = self._arena(call.layout, call.expert_alignment)
+        self._settle(deadline)
         slot = self._take(arena)
         counts = call.plan.counts if call.plan is not None else None
         last_seq = self.exchange.seq
         try:
             self.exchange.publish(self._dispatch_header(call, slot), counts, arena.region.blob, deadline)
             rows = self.exchange.gather(deadline)
-            arena.pool.passed(self.exchange.seq)
             handle = call.handle if call.handle is not None else self._new_handle(call, rows)
             slots = self._attach(call.layout, rows)
             self._send(call, handle, rows, slots)
@@ -92,12 +94,12 @@ class CpuPath:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
         layout = call.handle.layout
         arena = self._arena(layout, call.handle.expert_alignment)
+        self._settle(deadline)
         slot = self._stage(call, arena)
         last_seq = self.exchange.seq
         try:
             self.exchange.publish(self._combine_header(call, slot), None, arena.region.blob, deadline)
             rows = self.exchange.gather(deadline)
-            arena.pool.passed(self.exchange.seq)
             return self._pull(call, self._attach(layout, rows), rows)
         finally:
             self._let_go(arena, slot, last_seq)
@@ -106,10 +108,22 @@ class CpuPath:
         """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
         shape = (handle.num_recv, self.config.hidden)
         arena = self._arena(handle.layout, handle.expert_alignment)
+        arena.pool.passed(self.exchange.settled)
         if handle.num_recv == 0 or not arena.pool.can_lease("input"):
             return torch.empty(shape, dtype=dtype)
         slot = self._take(arena)
         return arena.lease(slot, [Field("payload", dtype, shape)], "input")[0]
+
+    def all_gather_bytes(self, data: bytes, deadline: float) -> list[bytes]:
+        """Return everybody's `data`, in rank order; one exchange for each `REASON_BYTES` bytes."""
+        parts: list[bytes] = [b""] * self.config.num_ranks
+        for first in range(0, max(1, len(data)), REASON_BYTES):
+            piece = data[first : first + REASON_BYTES]
+            header = self._header(OP_GATHER, "rank", torch.bfloat16)._replace(handle=len(data))
+            self.exchange.publish(header, None, piece, deadline)
+            texts = self.exchange.gather(deadline).texts
+            parts = [got + text[: len(piece)] for got, text in zip(parts, texts, strict=True)]
+        return parts
 
     def refuse(self, op: int, error: BaseException, deadline: float) -> None:
         """Take part in a call as the rank whose arguments were refused, so that the peers learn it at once."""
@@ -189,6 +203,12 @@ class CpuPath:
             arena.poison(slot)
         return slot
 
+    def _settle(self, deadline: float) -> None:
+        """Wait until the peers have passed every call but the last, and free the slots that were cooling for them."""
+        self.exchange.settle(deadline)
+        for arena in self._arenas.values():
+            arena.pool.passed(self.exchange.settled)
+
     def _let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
         """Give a slot up. Once the call was announced, peers may touch it until they have passed the call."""
         if self.exchange.seq > last_seq:
@@ -232,8 +252,7 @@ class CpuPath:
     def _check_counts(self, rows: Rows, layout: str, alignment: int) -> Counts:
         """Raise unless the counts are possible and everybody has room; the same verdict on every rank."""
         most = max(header.num_tokens for header in rows.headers) * self.config.num_topk
-        low, high = rows.counts.aminmax()
-        if low < 0 or high > most:
+        if rows.counts.min() < 0 or rows.counts.max() > most:
             where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
             raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
         num_ranks = self.config.num_ranks
@@ -255,19 +274,22 @@ class CpuPath:
         for segment in handle.placement.segments:
             by_rank.setdefault(segment.dst_rank, []).append(segment)
         meta = {segment.dst_rank: segment for segment in handle.placement.meta_segments}
+        packed = pack_meta(call, handle, self.config.meta_words(handle.layout))
         for step in range(1, self.config.num_ranks + 1):
             dst_rank = (self.rank + step) % self.config.num_ranks
             target, slot = slots[dst_rank], rows.headers[dst_rank].slot
             for segment in by_rank.get(dst_rank, ()):
                 write_rows(call.payload, handle, segment, target, slot)
-            if dst_rank in meta:
-                write_meta(call, handle, meta[dst_rank], target, slot)
+            if packed is not None and dst_rank in meta:
+                write_meta(packed, handle, meta[dst_rank], target, slot)
             if dst_rank != self.rank:
                 self.exchange.signal_data(dst_rank)
 
     def _receive(self, call: DispatchCall, handle: Handle, arena: Arena, slot: int) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
-            handle = received_meta(call, handle, arena, slot, self.rank * self.config.num_local_experts)
+            words = self.config.meta_words(handle.layout)
+            meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
+            handle = received_meta(call, handle, meta, self.rank * self.config.num_local_experts)
         for first, end in handle.placement.padding:
             rows_of(arena, slot, "payload", first, end - first, call.payload.rows.shape[1]).zero_()
             if call.payload.scales is not None:
@@ -335,11 +357,17 @@ class CpuPath:
         granted = [header.slot for header in rows.headers]
         if handle.layout == "rank":
             parts = [self._segment_rows(call, segment, slots, granted) for segment in handle.placement.segments]
-            combine_rank_rows(handle, parts, call.bias, out)
+            if call.order is RANKS_THEN_BIAS:
+                combine_rank_rows(handle, parts, call.bias, out)
+            else:
+                combine_rank_rows_in_order(handle, parts, call.bias, out, call.order, call.last_k)
         else:
             whole = [slots[src].field(granted[src], "payload").view(dtype) for src in range(self.config.num_ranks)]
             views = [flat[: flat.numel() // hidden * hidden].view(-1, hidden) for flat in whole]
-            combine_expert_rows(handle, views, call.bias, out)
+            if call.order is RANKS_THEN_BIAS:
+                combine_expert_rows(handle, views, call.bias, out)
+            else:
+                combine_expert_rows_in_order(handle, views, call.bias, out, call.order)
         return Combined(out, self._returned_weights(call, slots, granted), None)
 
     def _segment_rows(

@@ -15,8 +15,8 @@ needed: two parities suffice. A call that was refused or timed out leaves its ro
 the next row is published. The same argument lets one `data` word per source serve for ever: it is compared for
 equality with the tag of the call. A rank that cannot finish a call whose row it has published stores the call's tag in
 another word of its own, so that its peers need not wait for the time-out. (Not in the `data` word: a slow peer may
-still have to read the call before in it. A reader looks at `data` again after it has seen a call given up: the data of that
-or of an earlier call was stored before.)
+still have to read the call before in it. A reader looks at `data` again after it has seen a call given up: the data of
+that or of an earlier call was stored before.)
 
 What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
 in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer.
@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from ..errors import CommTimeoutError, MismatchError, ProtocolError, RankFailedError, context
@@ -41,9 +42,10 @@ from ..memory.layout import Field, Layout
 from ..memory.signals import SEQ_BITS, futex_wake, tag, wait_equal
 from ..view.detector import DeathWatch
 from .config import DTYPE_CODES, LAYOUTS, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
+from .layout import Ints
 
-OP_NAMES = ("none", "dispatch", "combine")
-OP_DISPATCH, OP_COMBINE = 1, 2
+OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
+OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
 REASON_BYTES = 248
 
 
@@ -51,10 +53,10 @@ class Header(NamedTuple):
     """The fixed words of a row, in order, behind the tag. The first `NUM_AGREED` must be equal on all ranks.
 
     Attributes:
-        op: `OP_DISPATCH` or `OP_COMBINE`.
+        op: `OP_DISPATCH`, `OP_COMBINE` or `OP_GATHER`.
         layout: index into `LAYOUTS`.
         dtype: index into `DTYPE_CODES`.
-        handle: call that made the handle in use, 0 without one.
+        handle: call that made the handle in use, 0 without one; the number of bytes of an `OP_GATHER`.
         with_topk: 1 when routed by topk_idx, 0 by is_token_in_rank.
         with_weights: bytes of one weight that travels, 0 without weights.
         scale_words: 4-byte words of scales per row.
@@ -106,7 +108,7 @@ class Rows(NamedTuple):
     """
 
     headers: list[Header]
-    counts: torch.Tensor
+    counts: Ints
     texts: list[bytes]
 
 
@@ -133,6 +135,7 @@ class Exchange:
     Attributes:
         seq: number of the last published call, from 1.
         epoch: of the view; 0 while membership cannot change.
+        settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
     """
 
     def __init__(
@@ -147,7 +150,8 @@ class Exchange:
         self.rank = rank
         self.seq = 0
         self.epoch = 0
-        self._settled = 0  # all rows up to this call have been seen
+        self.settled = 0
+        self._published = b""  # this rank's row as it was written
         self._watch = watch
         self._interrupt = interrupt
         layout = inbox_layout(config)
@@ -157,11 +161,10 @@ class Exchange:
         num_words = layout.nbytes // 8
         self._words = [inbox.words(0, num_words) for inbox in inboxes]
         self._addresses = [inbox.address for inbox in inboxes]
-        self._rows = layout.tensor(inboxes[rank], "rows")
         self._limits = _limits(config)
         self._op = "none"
 
-    def publish(self, header: Header, counts: torch.Tensor | None, text: bytes, deadline: float) -> None:
+    def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Start the next call: write this rank's row into every inbox.
 
         Args:
@@ -179,8 +182,10 @@ class Exchange:
         own[start + 1 : start + 1 + _NUM_HEADER] = _as_words(header)
         own[start + _TEXT_AT : start + _COUNTS_AT] = memoryview(text.ljust(REASON_BYTES, b"\0")).cast("Q")
         if counts is not None:
-            self._rows[parity, self.rank, _COUNTS_AT : _COUNTS_AT + counts.numel()] = counts
+            at = start + _COUNTS_AT
+            own[at : at + len(counts)] = memoryview(counts.tobytes()).cast("Q")
         row = own[start + 1 : start + self._row_words]
+        self._published = bytes(row)
         mark = tag(self.epoch, self.seq)
         for peer, words in enumerate(self._words):
             if peer != self.rank:
@@ -197,13 +202,17 @@ class Exchange:
             ProtocolError: a row cannot be right.
         """
         self._wait_rows(deadline)
-        parity = self.seq & 1
-        copy = self._rows[parity].clone()
-        headers = [_parse(words, src, self._limits) for src, words in enumerate(copy[:, 1:_TEXT_AT].tolist())]
-        raw = copy[:, _TEXT_AT:_COUNTS_AT].contiguous().numpy().tobytes()
-        texts = [raw[src * REASON_BYTES : (src + 1) * REASON_BYTES] for src in range(self.config.num_ranks)]
+        first = self._row_at(self.seq & 1, 0)
+        num_ranks, width = self.config.num_ranks, 8 * self._row_words
+        copy = bytes(self._words[self.rank][first : first + num_ranks * self._row_words])
+        own = copy[self.rank * width + 8 : (self.rank + 1) * width]
+        if own != self._published:
+            raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
+        headers = [_parse(_HEADER.unpack_from(copy, src * width + 8), src, self._limits) for src in range(num_ranks)]
+        texts = [copy[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in range(num_ranks)]
         self._agree(headers, texts)
-        counts = copy[:, _COUNTS_AT : _COUNTS_AT + self.config.num_ranks + self.config.num_experts]
+        words = np.frombuffer(copy, dtype=np.int64).reshape(num_ranks, self._row_words)
+        counts = words[:, _COUNTS_AT : _COUNTS_AT + num_ranks + self.config.num_experts]
         return Rows(headers, counts, texts)
 
     def signal_data(self, dst_rank: int) -> None:
@@ -230,11 +239,10 @@ class Exchange:
     def release(self) -> None:
         """Let go of all views of the inboxes, so that their mappings can end."""
         self._words.clear()
-        self._rows = torch.empty(0)
 
     def settle(self, deadline: float) -> None:
         """Wait until all peers have announced the last call, so that none can be behind it."""
-        if self._settled < self.seq:
+        if self.settled < self.seq:
             self._wait_rows(deadline)
 
     def _wait_rows(self, deadline: float) -> None:
@@ -242,7 +250,7 @@ class Exchange:
         for src in range(self.config.num_ranks):
             if src != self.rank:
                 self._wait(self._row_at(self.seq & 1, src), want, src, deadline)
-        self._settled = self.seq
+        self.settled = self.seq
 
     def _wait(self, index: int, want: int, src: int, deadline: float, is_data: bool = False) -> None:
         words = self._words[self.rank]
@@ -312,7 +320,7 @@ def _as_words(header: Header) -> memoryview:
     return memoryview(_HEADER.pack(*header)).cast("Q")
 
 
-def _parse(words: list[int], src: int, limits: Limits) -> Header:
+def _parse(words: tuple[int, ...], src: int, limits: Limits) -> Header:
     header = Header(*words)
     for name, value, (low, high) in zip(Header._fields, header, limits, strict=True):
         if not low <= value <= high:

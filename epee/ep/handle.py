@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from .layout import Placement, SendPlan, runs
@@ -61,6 +62,7 @@ class Handle:
     recv_topk_idx: torch.Tensor | None = None
     recv_weights: torch.Tensor | None = None
     recv_src_token: torch.Tensor | None = None
+    recv_src_k: torch.Tensor | None = None
 
     @property
     def num_recv(self) -> int:
@@ -101,8 +103,14 @@ class Handle:
     @cached_property
     def empty_tokens(self) -> torch.Tensor:
         """`[n]` int64: this rank's tokens that were sent nowhere, ascending."""
-        has_row = torch.zeros(self.num_tokens, dtype=torch.bool).index_fill_(0, self.plan.tokens, True)
-        return has_row.logical_not_().nonzero().view(-1)
+        is_empty = np.ones(self.num_tokens, dtype=np.bool_)
+        is_empty[self.plan.tokens.numpy()] = False
+        return torch.from_numpy(is_empty.nonzero()[0])
+
+    @cached_property
+    def src_k(self) -> torch.Tensor | None:
+        """`[num_recv]` int64: which of its token's k a row stands for, -1 in padding; None in the rank layout."""
+        return None if self.recv_src_k is None else self._in_row_order(self.recv_src_k)
 
     @cached_property
     def pulls(self) -> list[Pull]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from .handle import Handle
@@ -71,12 +72,15 @@ def _put(out: torch.Tensor, part: torch.Tensor, tokens: torch.Tensor | None) -> 
     if tokens is None:
         out.copy_(part)
         return
-    source = torch.full((out.shape[0],), -1, dtype=torch.int64).index_copy_(0, tokens, torch.arange(len(tokens)))
+    source = np.full(out.shape[0], -1)
+    source[tokens.numpy()] = np.arange(len(tokens))
+    missing = torch.from_numpy((source < 0).nonzero()[0])
+    gather = torch.from_numpy(np.maximum(source, 0, out=source))
     if out.is_contiguous():
-        torch.index_select(part, 0, source.clamp(min=0), out=out)
+        torch.index_select(part, 0, gather, out=out)
     else:
-        out.copy_(part.index_select(0, source.clamp(min=0)))
-    out.index_fill_(0, (source < 0).nonzero().view(-1), -0.0)
+        out.copy_(part.index_select(0, gather))
+    out.index_fill_(0, missing, -0.0)
 
 
 def _clear_empty(handle: Handle, out: torch.Tensor) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..memory.arena import Arena, Slots
 from ..memory.layout import Field
 from .checks import DispatchCall, PayloadRows
 from .handle import Handle
-from .layout import Segment
+from .layout import Ints, Segment
 
 
 def rows_of(slots: Slots, slot: int, name: str, first: int, count: int, width: int) -> torch.Tensor:
@@ -34,59 +37,80 @@ def write_rows(payload: PayloadRows, handle: Handle, segment: Segment, target: S
             torch.index_select(source, 0, tokens, out=place)
 
 
-def write_meta(call: DispatchCall, handle: Handle, segment: Segment, target: Slots, slot: int) -> None:
-    """Write what travels beside the rows of one destination, in the plan's order."""
-    part = slice(segment.first, segment.first + segment.num_rows)
-    tokens = handle.plan.tokens[part]
-    end = segment.dst_row + segment.num_rows
-    if call.handle is None:
-        target.field(slot, "src_token")[segment.dst_row : end].copy_(tokens)
-        if call.layout == "rank" and call.topk_idx is not None:
-            width = call.topk_idx.shape[1]
-            place = rows_of(target, slot, "topk_idx", segment.dst_row, segment.num_rows, width)
-            torch.index_select(call.topk_idx, 0, tokens, out=place)
-    if call.topk_weights is None:
-        return
-    if call.layout == "rank":
-        width = call.topk_weights.shape[1]
-        place = rows_of(target, slot, "topk_weights", segment.dst_row, segment.num_rows, width)
-        place.copy_(call.topk_weights.index_select(0, tokens))
-    else:
+def pack_meta(call: DispatchCall, handle: Handle, words: int) -> Ints | None:
+    """Return what travels beside the rows, `[n, words]` int64, or None when nothing does.
+
+    Rank layout, a row per token: token, expert ids, weights. Expert layout, a row per row of the plan:
+    `token * num_topk + k`, weight. Weights keep their dtype and fill their words from the left.
+    """
+    weights = None if call.topk_weights is None else call.topk_weights.numpy()
+    if handle.layout == "expert":
         assert handle.plan.slots is not None
-        values = call.topk_weights.view(-1).index_select(0, handle.plan.slots[part])
-        target.field(slot, "topk_weights")[segment.dst_row : end].copy_(values)
+        slots = handle.plan.slots.numpy()
+        packed = np.zeros((len(slots), words), dtype=np.int64)
+        packed[:, 0] = slots
+        if weights is not None:
+            packed[:, 1:].view(weights.dtype)[:, 0] = weights.reshape(-1)[slots]
+        return packed
+    if call.handle is not None and weights is None:
+        return None
+    packed = np.zeros((call.payload.rows.shape[0], words), dtype=np.int64)
+    packed[:, 0] = np.arange(len(packed))
+    if call.topk_idx is not None:
+        packed[:, 1 : 1 + handle.num_topk] = call.topk_idx.numpy()
+    if weights is not None:
+        packed[:, 1 + handle.num_topk :].view(weights.dtype)[:, : handle.num_topk] = weights
+    return packed
 
 
-def received_meta(call: DispatchCall, handle: Handle, arena: Arena, slot: int, first_expert: int) -> Handle:
+def write_meta(packed: Ints, handle: Handle, segment: Segment, target: Slots, slot: int) -> None:
+    """Copy what travels beside the rows of one destination, in the plan's order."""
+    part = slice(segment.first, segment.first + segment.num_rows)
+    words = packed.shape[1]
+    place = target.array(slot, "meta")[segment.dst_row * words : (segment.dst_row + segment.num_rows) * words]
+    if handle.layout == "expert":
+        place.reshape(-1, words)[:] = packed[part]
+    else:
+        # "clip" cannot clip here, tokens are in range; the default mode would go through a temporary copy
+        np.take(packed, handle.plan.tokens.numpy()[part], axis=0, out=place.reshape(-1, words), mode="clip")
+
+
+def received_meta(call: DispatchCall, handle: Handle, meta: Ints, first_expert: int) -> Handle:
     """Copy what travelled beside the rows out of the slot, and return the handle that knows it.
 
     Expert ids become ids among this rank's experts (the first one is `first_expert`), -1 where not local. Ids and
     source tokens are a peer's word: the former cannot leave the local range, the latter are only handed on.
+
+    Args:
+        meta: `[rows, words]`, the received rows of `pack_meta`, in (source rank, plan) order.
     """
-    total = sum(handle.num_received)
-    src_token = handle.recv_src_token
-    if call.handle is None:
-        src_token = arena.field(slot, "src_token")[:total].clone()
+    num_topk = handle.num_topk
+    dtype = None if call.topk_weights is None else call.topk_weights.numpy().dtype
     if handle.layout == "expert":
-        weights = _expert_weights(call.topk_weights, handle, arena.field(slot, "topk_weights")[:total])
+        if call.handle is None:
+            token, k = np.divmod(meta[:, 0], num_topk)
+            handle = replace(handle, recv_src_token=torch.from_numpy(token), recv_src_k=torch.from_numpy(k))
+        weights = _expert_weights(handle, None if dtype is None else meta[:, 1:].view(dtype)[:, 0])
         sent = None if call.topk_weights is None else call.topk_weights.clone()
-        return replace(handle, recv_src_token=src_token, recv_weights=weights, sent_weights=sent)
-    local = handle.recv_topk_idx
-    if call.topk_idx is not None:
-        local = rows_of(arena, slot, "topk_idx", 0, total, handle.num_topk) - first_expert
-        local.masked_fill_((local < 0).logical_or_(local >= len(handle.num_tokens_per_expert)), -1)
-    received = None
-    if call.topk_weights is not None:
-        assert local is not None
-        weights = rows_of(arena, slot, "topk_weights", 0, total, handle.num_topk).to(call.topk_weights.dtype)
-        received = torch.where(local < 0, 0.0, weights)
-    return replace(handle, recv_src_token=src_token, recv_topk_idx=local, recv_weights=received)
+        return replace(handle, recv_weights=weights, sent_weights=sent)
+    if call.handle is None:
+        handle = replace(handle, recv_src_token=torch.from_numpy(meta[:, 0].copy()))
+        if call.topk_idx is not None:
+            local = meta[:, 1 : 1 + num_topk] - first_expert
+            # as unsigned numbers, ids below 0 are too large as well
+            np.putmask(local, local.view(np.uint64) >= len(handle.num_tokens_per_expert), -1)
+            handle = replace(handle, recv_topk_idx=torch.from_numpy(local))
+    if dtype is None:
+        return replace(handle, recv_weights=None)
+    assert handle.recv_topk_idx is not None
+    received = meta[:, 1 + num_topk :].view(dtype)[:, :num_topk]
+    masked = np.where(handle.recv_topk_idx.numpy() < 0, dtype.type(0), received)
+    return replace(handle, recv_weights=torch.from_numpy(masked))
 
 
-def _expert_weights(sent: torch.Tensor | None, handle: Handle, received: torch.Tensor) -> torch.Tensor:
+def _expert_weights(handle: Handle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:
     rows = handle.placement.recv_rows
     assert rows is not None
-    weights = torch.zeros(handle.num_recv, dtype=torch.float32 if sent is None else sent.dtype)
-    if sent is None:
-        return weights.index_fill_(0, rows, 1)
-    return weights.index_copy_(0, rows, received.to(sent.dtype))
+    weights = np.zeros(handle.num_recv, dtype=np.float32 if received is None else received.dtype)
+    weights[rows.numpy()] = 1 if received is None else received
+    return torch.from_numpy(weights)

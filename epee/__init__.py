@@ -7,7 +7,7 @@ socket.
 
 from __future__ import annotations
 
-from . import errors
+from . import errors, nn
 from .ep.buffer import Buffer
 from .ep.handle import Combined, Dispatched, Handle
 from .errors import CommTimeoutError, EpeeError, InvalidArgument, MismatchError, RankFailedError
@@ -26,4 +26,5 @@ __all__ = [
     "RankFailedError",
     "__version__",
     "errors",
+    "nn",
 ]

@@ -143,7 +143,7 @@ def check_payload(x: object, config: BufferConfig) -> PayloadRows:
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
     """Return a 2-D tensor's bytes as rows of 8-byte words; a copy when it has gaps or starts off an 8-byte border."""
-    dense = values.contiguous()
+    dense = values.contiguous() if values.numel() else values.new_empty(values.shape)  # may have strides of 0
     if dense.storage_offset() * dense.itemsize % 8:
         dense = dense.clone()
     return dense.view(torch.int64)

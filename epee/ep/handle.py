@@ -131,7 +131,11 @@ class Handle:
 
     def unweighted(self) -> Handle:
         """Return a handle of the same rows whose weights are all one (what the gradient of a dispatch needs)."""
-        return replace(self, sent_weights=None, recv_weights=None)
+        other = replace(self, sent_weights=None, recv_weights=None)
+        for name in ("pulls", "empty_tokens", "num_sent"):  # depend on the rows only: not to be worked out again
+            if name in self.__dict__:
+                other.__dict__[name] = self.__dict__[name]
+        return other
 
     def _in_row_order(self, values: torch.Tensor) -> torch.Tensor:
         rows = self.placement.recv_rows

@@ -82,7 +82,8 @@ def plan_by_mask(is_token_in_rank: torch.Tensor, config: BufferConfig) -> SendPl
 def _plan_members(member: npt.NDArray[np.bool_], per_expert: Ints) -> SendPlan:
     dst, tokens = member.nonzero()
     per_rank = np.bincount(dst, minlength=len(member))
-    return SendPlan(torch.from_numpy(tokens), None, np.concatenate([per_rank, per_expert]))
+    # numpy returns the columns of one array: made dense, since every use of them reads all
+    return SendPlan(torch.from_numpy(np.ascontiguousarray(tokens)), None, np.concatenate([per_rank, per_expert]))
 
 
 def _slots_per_expert(ids: Ints, config: BufferConfig) -> Ints:

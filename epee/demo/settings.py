@@ -1,0 +1,87 @@
+"""What a run of the demo is told: sizes, times, paths. Checked once, in the parent; ranks trust it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of the demo's transformer; the defaults learn most per second on two CPU cores.
+
+    Attributes:
+        hidden: elements per token; `num_heads` divides it.
+        ffn_hidden: inner width of each expert.
+        num_layers: transformer blocks, each with attention and a Mixture-of-Experts layer.
+        context: bytes that the model sees at once.
+    """
+
+    hidden: int = 128
+    num_heads: int = 4
+    num_layers: int = 3
+    ffn_hidden: int = 128
+    num_experts: int = 8
+    num_topk: int = 2
+    context: int = 128
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of the demo.
+
+    Attributes:
+        num_ranks: processes to train on.
+        seconds: how long to train, unless `num_steps` is given.
+        num_steps: train exactly this many steps instead.
+        out: folder for pictures and numbers.
+        text: file to learn from; None takes the sources of Python's standard library.
+        seed: of weights, batches and the text sample.
+        backend: c10d backend that sums the gradients of what is not an expert.
+        batch: sequences per rank and step.
+        valid_windows: sequences per rank that the validation loss is a mean of, always the same ones.
+        sample_bytes: how much the trained model writes.
+    """
+
+    num_ranks: int = 2
+    seconds: float = 55.0
+    num_steps: int | None = None
+    out: str = "epee-demo"
+    text: str | None = None
+    seed: int = 0
+    backend: str = "gloo"
+    batch: int = 8
+    valid_windows: int = 64
+    sample_bytes: int = 200
+    learning_rate: float = 4e-3
+    aux_coefficient: float = 0.01
+    size: ModelSize = field(default_factory=ModelSize)
+
+    def check(self) -> None:
+        """Raise `InvalidArgument` when the settings cannot run."""
+        num_experts = self.size.num_experts
+        if self.num_ranks < 1 or num_experts % self.num_ranks:
+            fits = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise InvalidArgument(
+                f"--ranks must divide the {num_experts} experts, got {self.num_ranks}; use one of {', '.join(fits)}"
+            )
+        if self.num_steps is not None and self.num_steps < 1:
+            raise InvalidArgument(f"--steps must be 1 or more, got {self.num_steps}; leave it out to train by time")
+        if not 1 <= self.seconds <= 86400:
+            raise InvalidArgument(f"--seconds must be 1 to 86400, got {self.seconds:g}")
+        if self.text is not None and not Path(self.text).is_file():
+            raise InvalidArgument(f"--text must be a file, got {self.text}; leave it out for Python's own sources")
+        if not 0 <= self.seed < 2**31:
+            raise InvalidArgument(f"--seed must be 0 to {2**31 - 1}, got {self.seed}")
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens (bytes) that a rank trains on in one step; no forward has more."""
+        return self.batch * self.size.context
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the settings as plain values, for JSON."""
+        return dataclasses.asdict(self)

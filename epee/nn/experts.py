@@ -1,0 +1,64 @@
+"""SwiGLU experts: their parameters and the function that runs one of them. Local, no communication.
+
+Each expert is initialised from its own seed, so expert 5 has the same weights on whatever rank it lives, and a dense
+layer in one process can be built with the very same weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: nearby seeds give unrelated streams
+
+
+def generator_for(seed: int, position: int) -> torch.Generator:
+    """Return a CPU generator that depends on `seed` and `position` only; `position` -1 is the router."""
+    word = (seed * 0x100000001B3 + (position + 2) * _GOLDEN) & (2**64 - 1)
+    word ^= word >> 31
+    return torch.Generator().manual_seed(word & (2**63 - 1))
+
+
+class Experts(nn.Module):
+    """The weights of experts `first_expert` to `first_expert + num_experts - 1` of a layer.
+
+    Attributes:
+        gate_up: `[num_experts, 2 * ffn_hidden, hidden]`, gate rows first.
+        down: `[num_experts, hidden, ffn_hidden]`.
+    """
+
+    def __init__(
+        self, hidden: int, ffn_hidden: int, first_expert: int, num_experts: int, *, seed: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.first_expert = first_expert
+        gate_up, down = [], []
+        for expert in range(first_expert, first_expert + num_experts):
+            generator = generator_for(seed, expert)
+            # Drawn in float64 and rounded, so that layers of all dtypes start from the same numbers.
+            gate_up.append(torch.randn(2 * ffn_hidden, hidden, generator=generator, dtype=torch.float64))
+            down.append(torch.randn(hidden, ffn_hidden, generator=generator, dtype=torch.float64))
+        self.gate_up = nn.Parameter((torch.stack(gate_up) * hidden**-0.5).to(dtype))
+        self.down = nn.Parameter((torch.stack(down) * ffn_hidden**-0.5).to(dtype))
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts are here."""
+        return self.gate_up.shape[0]
+
+    def run(self, position: int, x: Tensor) -> Tensor:
+        """Run the expert at `position` (0 is `first_expert`) on `x` `[n, hidden]`, n may be 0; same shape back."""
+        gate, up = functional.linear(x, self.gate_up[position]).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * up, self.down[position])
+
+
+def router_weight(hidden: int, num_experts: int, *, seed: int, dtype: torch.dtype) -> nn.Parameter:
+    """Return the router's initial weight `[num_experts, hidden]` in `dtype` (float32 or float64)."""
+    weight = torch.randn(num_experts, hidden, generator=generator_for(seed, -1), dtype=torch.float64)
+    return nn.Parameter((weight * hidden**-0.5).to(dtype))
+
+
+def router_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The router computes in float32, or in float64 for float64 tokens."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,130 @@
+"""`MoELayer`: router, dispatch to the experts' ranks, SwiGLU experts, combine.
+
+Data path: tokens `[.., hidden]` -> router (local) -> dispatch -> each local expert runs its rows -> combine -> tokens.
+Each rank holds the router and its own experts only (`num_experts / num_ranks`, in order). The router's parameters are
+the same on all ranks and stay so only if the caller sums their gradients over the ranks; an expert's gradient is
+complete where it lives, because every rank's tokens reach it. With a loss that is a mean over the ranks, scale each
+rank's loss by `1 / num_ranks` before `backward()`.
+
+Protocol: forward and backward are collective calls on the buffer's group; every rank makes them in the same order,
+also a rank without tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import InvalidArgument
+from .experts import Experts, router_dtype, router_weight
+from .functional import combine, dispatch
+from .router import Routing, route
+
+if TYPE_CHECKING:
+    from ..ep.buffer import Buffer
+    from ..ep.handle import Dispatched
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts feed-forward layer whose experts live on the ranks of a buffer.
+
+    Args:
+        hidden: elements per token; the buffer's.
+        ffn_hidden: inner width of each expert.
+        num_experts: over all ranks; the buffer's.
+        num_topk: experts per token; the buffer's.
+        buffer: this rank's buffer. It is not owned: close it yourself.
+        layout: "expert" (default) or "rank"; the results agree up to rounding.
+        seed: expert e of two layers with one seed starts with the same weights, on whatever rank it lives.
+        dtype: of experts and tokens; the router computes in float32 (float64 for float64).
+
+    Attributes:
+        aux_loss: load-balance loss of the last forward (scalar, differentiable), over this rank's tokens.
+        expert_load: `[num_experts]` int64, (token, k) slots that this rank's tokens gave each expert, last forward.
+        num_sent: rows that this rank sent to each rank in the last forward, one int per rank.
+
+    Raises:
+        InvalidArgument: a size differs from the buffer's, or the layout has no such name.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn_hidden: int,
+        num_experts: int,
+        num_topk: int,
+        buffer: Buffer,
+        *,
+        layout: str = "expert",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        _check_sizes(buffer, hidden=hidden, num_experts=num_experts, num_topk=num_topk)
+        if layout not in ("expert", "rank"):
+            raise InvalidArgument(f'layout must be "expert" or "rank", got {layout!r}')
+        self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
+        self.layout = layout
+        self._buffer = buffer
+        num_local_experts = num_experts // buffer.num_ranks
+        self.router = router_weight(hidden, num_experts, seed=seed, dtype=router_dtype(dtype))
+        self.experts = Experts(
+            hidden, ffn_hidden, buffer.rank * num_local_experts, num_local_experts, seed=seed, dtype=dtype
+        )
+        self.aux_loss = torch.zeros(())
+        self.expert_load = torch.zeros(num_experts, dtype=torch.int64)
+        self.num_sent: list[int] = [0] * buffer.num_ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output for `x` `[.., hidden]`, in the same shape and dtype.
+
+        Raises:
+            InvalidArgument: the last dimension is not `hidden`.
+            Whatever the buffer's dispatch and combine raise.
+        """
+        if x.shape[-1:] != (self.hidden,):
+            raise InvalidArgument(f"x must be [.., {self.hidden}], got {list(x.shape)}; its rows are the tokens")
+        tokens = x.reshape(-1, self.hidden)
+        routing = self._route(tokens)
+        dispatched = dispatch(self._buffer, tokens, routing.topk_idx, routing.topk_weights, layout=self.layout)
+        y = self._run_blocks(dispatched) if self.layout == "expert" else self._run_rows(dispatched)
+        self.num_sent = list(dispatched.handle.num_sent)
+        return combine(self._buffer, y, dispatched).view(x.shape)
+
+    def _route(self, tokens: Tensor) -> Routing:
+        routing = route(functional.linear(tokens.to(self.router.dtype), self.router), self.num_topk)
+        self.aux_loss, self.expert_load = routing.aux_loss, routing.expert_load
+        return routing
+
+    def _run_blocks(self, dispatched: Dispatched) -> Tensor:
+        """Expert layout: block e of the rows belongs to local expert e."""
+        assert isinstance(dispatched.x, Tensor)  # a tensor went in
+        blocks = dispatched.x.split(dispatched.num_tokens_per_expert)
+        # Experts without rows run too, on zero rows: then all parameters have gradients on every rank.
+        return torch.cat([self.experts.run(position, block) for position, block in enumerate(blocks)])
+
+    def _run_rows(self, dispatched: Dispatched) -> Tensor:
+        """Rank layout: a row belongs to one or more local experts; weight and sum them here, as combine expects."""
+        topk_idx, topk_weights = dispatched.topk_idx, dispatched.topk_weights
+        assert topk_idx is not None  # the rank layout always has them
+        assert topk_weights is not None
+        x = dispatched.x
+        assert isinstance(x, Tensor)  # a tensor went in
+        y = torch.zeros_like(x, dtype=topk_weights.dtype)
+        for position in range(self.experts.num_experts):
+            row, k = (topk_idx == position).nonzero(as_tuple=True)
+            out = self.experts.run(position, x[row])
+            y = y.index_add(0, row, out.to(y.dtype) * topk_weights[row, k, None])
+        return y.to(x.dtype)
+
+
+def _check_sizes(buffer: Buffer, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if value != getattr(buffer.config, name):
+            raise InvalidArgument(
+                f"{name} must be the buffer's, {getattr(buffer.config, name)}, got {value}; "
+                f"make the buffer with {name}={value}"
+            )

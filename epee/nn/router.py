@@ -1,0 +1,43 @@
+"""The softmax top-k router: which experts a token goes to, with what weight, and how even the load is.
+
+Local: no communication. Logits, softmax and weights are float32 (float64 for float64 tokens) whatever the tokens are,
+because a router in bfloat16 changes its mind from one rounding to the next.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """What the router says about a batch of tokens.
+
+    Attributes:
+        topk_idx: `[num_tokens, num_topk]` int64, global expert ids, the most probable first.
+        topk_weights: `[num_tokens, num_topk]` float32 (or float64), the chosen probabilities scaled to a sum of one.
+        aux_loss: scalar, 1.0 for an even load and `num_experts / num_topk` at worst; 0 for a batch of no tokens.
+        expert_load: `[num_experts]` int64, how many (token, k) slots each expert was given.
+    """
+
+    topk_idx: Tensor
+    topk_weights: Tensor
+    aux_loss: Tensor
+    expert_load: Tensor
+
+
+def route(logits: Tensor, num_topk: int) -> Routing:
+    """Choose `num_topk` experts per token from `logits` `[num_tokens, num_experts]` (float32 or float64).
+
+    The auxiliary loss is `num_experts * sum over experts of (share of the slots) * (mean probability)`, after Switch
+    Transformer; its gradient flows through the probabilities.
+    """
+    num_tokens, num_experts = logits.shape
+    probabilities = logits.softmax(-1)
+    chosen, topk_idx = probabilities.topk(num_topk, dim=-1)
+    expert_load = torch.bincount(topk_idx.flatten(), minlength=num_experts)
+    share = expert_load.to(logits.dtype) / max(1, num_tokens * num_topk)
+    aux_loss = num_experts * (share * (probabilities.sum(0) / max(1, num_tokens))).sum()
+    return Routing(topk_idx, chosen / chosen.sum(-1, keepdim=True), aux_loss, expert_load)

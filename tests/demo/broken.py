@@ -1,0 +1,23 @@
+"""A rank whose combine is slightly wrong: the demo's check must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from epee.demo import rank
+from epee.demo.launch import Send
+from epee.nn import layer
+
+_right = layer.combine
+
+
+def _wrong(*args: Any, **kwargs: Any) -> Tensor:
+    return _right(*args, **kwargs) * (1 + 1e-6)
+
+
+def run_rank(index: int, job: rank.Job, send: Send) -> None:
+    """As `epee.demo.rank.run_rank`, with one part in a million lost in each combine."""
+    layer.combine = _wrong
+    rank.run_rank(index, job, send)

@@ -1,0 +1,115 @@
+"""Ranks end, whatever happens: normally, by an error, by a signal, by the end of their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epee.demo.launch import Message, Send, run_ranks
+from epee.errors import RankFailedError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def _hello(rank: int, argument: Any, send: Send) -> None:
+    send({"kind": "hello", "rank": rank, "argument": argument, "pid": os.getpid()})
+
+
+def _one_raises(rank: int, argument: Any, send: Send) -> None:
+    send({"kind": "pid", "pid": os.getpid()})
+    if rank == argument:
+        raise ValueError("the reason")
+    time.sleep(600)
+
+
+def _one_dies(rank: int, argument: Any, send: Send) -> None:
+    """The victim kills itself; another rank reports the loss before the parent has seen it."""
+    if rank == argument:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        raise RuntimeError("my peer is gone")
+    time.sleep(600)
+
+
+def _sleep(rank: int, argument: Any, send: Send) -> None:
+    send({"kind": "pid", "pid": os.getpid()})
+    time.sleep(600)
+
+
+def is_alive(pid: int) -> bool:
+    """True when the process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: list[int], limit_s: float = 10.0) -> None:
+    """Fail when one of the processes is still there after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_alive(pid)]}"
+        time.sleep(0.02)
+
+
+def test_messages_of_all_ranks_arrive() -> None:
+    seen: dict[int, Message] = {}
+    run_ranks(_hello, 3, {"x": 1}, lambda rank, message: seen.setdefault(rank, message) and None)
+    assert {rank: (message["rank"], message["argument"]) for rank, message in seen.items()} == {
+        rank: (rank, {"x": 1}) for rank in range(3)
+    }
+    wait_until_gone([message["pid"] for message in seen.values()])
+
+
+def test_a_failing_rank_is_named_with_its_traceback_and_the_others_end() -> None:
+    pids: list[int] = []
+    with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: the reason") as caught:
+        run_ranks(_one_raises, 3, 1, lambda _, message: pids.append(message["pid"]))
+    assert caught.value.ranks == (1,)
+    assert caught.value.cause.count("Traceback") == 1
+    assert "_one_raises" in caught.value.cause
+    assert pids
+    wait_until_gone(pids)
+
+
+def test_a_rank_that_dies_silently_is_blamed_before_the_peer_that_noticed() -> None:
+    with pytest.raises(RankFailedError, match=r"rank 2 failed: it died without a word \(ended by SIGKILL\)"):
+        run_ranks(_one_dies, 3, 2, lambda rank, message: None)
+
+
+def test_an_exception_in_the_parent_ends_the_ranks() -> None:
+    pids: list[int] = []
+
+    def collect(_: int, message: Message) -> None:
+        pids.append(message["pid"])
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(_sleep, 2, None, collect)
+    wait_until_gone(pids)
+
+
+def test_ranks_do_not_outlive_a_killed_parent() -> None:
+    code = """
+        from epee.demo.launch import run_ranks
+        from tests.demo.test_launch import _sleep
+        run_ranks(_sleep, 2, None, lambda rank, message: print(message["pid"], flush=True))
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        assert all(is_alive(pid) for pid in pids)
+        parent.kill()
+        wait_until_gone(pids)

@@ -1,0 +1,171 @@
+"""`MoELayer` over ranks computes what one dense layer computes: outputs and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import epee
+from epee.nn import DenseMoELayer, MoELayer
+from tests.harness import run_ranks
+from tests.nn.cases import Case, buffer_for, seeded, tokens_of
+
+FFN_HIDDEN = 24
+AUX = 0.1
+
+
+def _layer_step(rank: int, num_ranks: int, case: Case) -> dict[str, Any]:
+    """Forward and backward of this rank's tokens; returns outputs and gradients."""
+    del num_ranks
+    x = tokens_of(case, rank).requires_grad_()
+    with buffer_for(case) as buffer:
+        layer = MoELayer(
+            case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, buffer,
+            layout=case.layout, seed=7, dtype=case.dtype,
+        )  # fmt: skip
+        out = layer(x[None])[0]
+        (_loss(case, rank, out) + AUX * layer.aux_loss).backward()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {
+        "out": out,
+        "x": x.grad,
+        "aux_loss": layer.aux_loss,
+        "expert_load": layer.expert_load,
+        "num_sent": layer.num_sent,
+        "grads": grads,
+    }
+
+
+def _loss(case: Case, rank: int, out: Tensor) -> Tensor:
+    return (out.to(torch.float64) * seeded(*out.shape, seed=900 + rank)).sum()
+
+
+def _dense_step(case: Case) -> tuple[list[dict[str, Any]], DenseMoELayer]:
+    """The same for all ranks' tokens in one process; gradients of the layer add up over the ranks."""
+    layer = DenseMoELayer(case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, seed=7, dtype=case.dtype)
+    results = []
+    for rank in range(case.num_ranks):
+        x = tokens_of(case, rank).requires_grad_()
+        out = layer(x)
+        (_loss(case, rank, out) + AUX * layer.aux_loss).backward()
+        results.append(
+            {"out": out.detach(), "x": x.grad, "aux_loss": layer.aux_loss.detach(), "expert_load": layer.expert_load}
+        )
+    return results, layer
+
+
+def _check_against_dense(case: Case, tolerance: float) -> None:
+    got = run_ranks(_layer_step, case.num_ranks, case)
+    expected, dense = _dense_step(case)
+    for rank, result in enumerate(got):
+        for name, value in expected[rank].items():
+            assert torch.allclose(result[name], value, rtol=tolerance, atol=tolerance), (
+                rank,
+                name,
+                result[name],
+                value,
+            )
+    router = sum(result["grads"]["router"] for result in got)
+    torch.testing.assert_close(router, dense.router.grad, rtol=tolerance, atol=tolerance)
+    for name in ("experts.gate_up", "experts.down"):
+        whole = torch.cat([result["grads"][name] for result in got])
+        torch.testing.assert_close(whole, dense.get_parameter(name).grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("num_tokens", [(9,), (13, 8), (6, 0, 11), (0, 0)], ids=str)
+def test_layer_equals_the_dense_layer(num_tokens: tuple[int, ...], layout: str) -> None:
+    # Both sum at most a few dozen products of size about 1 in float64, in different orders.
+    _check_against_dense(Case(num_tokens, hidden=16, layout=layout, num_local_experts=3), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_float32_layer_equals_the_dense_layer(layout: str) -> None:
+    case = Case((40, 25), hidden=32, layout=layout, num_local_experts=4, num_topk=3, dtype=torch.float32)
+    # Values up to about 10, sums of up to 65 products: 65 * 10 * 2**-24 at the very worst.
+    _check_against_dense(case, tolerance=1e-4)
+
+
+def test_bfloat16_layer_is_near_the_float64_layer() -> None:
+    case = Case((64, 48), hidden=32, num_local_experts=4, dtype=torch.bfloat16)
+    got = run_ranks(_layer_step, 2, case)
+    layer = DenseMoELayer(case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, seed=7, dtype=torch.bfloat16)
+    layer.double()  # the rounded weights, computed with exactly
+    for rank, result in enumerate(got):
+        assert result["out"].dtype == torch.bfloat16
+        x = tokens_of(case, rank)
+        # Router logits are float32 of the same bfloat16 tokens, so both choose the same experts.
+        out = layer(x.double())
+        assert torch.equal(result["expert_load"], layer.expert_load)
+        assert (result["out"].double() - out).abs().max() < 0.05 * out.abs().max()
+
+
+def _counters(rank: int, num_ranks: int, case: Case) -> dict[str, Any]:
+    return _layer_step(rank, num_ranks, case)
+
+
+def test_counters_tell_where_the_tokens_went() -> None:
+    case = Case((10, 6), num_local_experts=2, num_topk=2)
+    for rank, result in enumerate(run_ranks(_counters, 2, case)):
+        load = result["expert_load"]
+        assert load.sum() == case.num_tokens[rank] * case.num_topk
+        # The expert layout sends one row per (token, expert).
+        assert result["num_sent"] == load.view(2, case.num_local_experts).sum(1).tolist()
+
+
+def test_experts_start_the_same_on_any_rank() -> None:
+    whole = DenseMoELayer(8, 4, 6, 2, seed=3)
+    other = DenseMoELayer(8, 4, 6, 2, seed=4)
+    assert not torch.equal(whole.experts.gate_up, other.experts.gate_up)
+    assert not torch.equal(whole.experts.gate_up[0], whole.experts.gate_up[1])
+    for num_ranks in (2, 3):
+        parts = run_ranks(_initial_weights, num_ranks, 6)
+        assert torch.equal(torch.cat(parts), whole.experts.gate_up)
+
+
+def _initial_weights(rank: int, num_ranks: int, num_experts: int) -> Tensor:
+    del rank
+    case = Case((1,) * num_ranks, num_local_experts=num_experts // num_ranks, dtype=torch.float32)
+    with buffer_for(case) as buffer:
+        return MoELayer(8, 4, num_experts, 2, buffer, seed=3).experts.gate_up.detach()
+
+
+def _bad_arguments(rank: int, num_ranks: int, case: Case) -> list[str]:
+    del rank, num_ranks
+    messages = []
+    with buffer_for(case) as buffer:
+        for change in ({"hidden": 24}, {"num_experts": 8}, {"num_topk": 3}, {"layout": "token"}):
+            arguments = {"hidden": case.hidden, "num_experts": case.num_experts, "num_topk": case.num_topk, **change}
+            try:
+                MoELayer(ffn_hidden=4, buffer=buffer, **arguments)
+            except epee.InvalidArgument as exc:
+                messages.append(str(exc))
+        layer = MoELayer(case.hidden, 4, case.num_experts, case.num_topk, buffer)
+        try:
+            layer(torch.zeros(2, 2 * case.hidden))
+        except epee.InvalidArgument as exc:
+            messages.append(str(exc))
+    return messages
+
+
+def test_sizes_that_differ_from_the_buffers_are_refused() -> None:
+    (messages,) = run_ranks(_bad_arguments, 1, Case((4,)))
+    assert [message.split()[0] for message in messages] == ["hidden", "num_experts", "num_topk", "layout", "x"]
+    assert messages[-1] == "x must be [.., 8], got [2, 16]; its rows are the tokens"
+
+
+def _inference(rank: int, num_ranks: int, case: Case) -> bool:
+    """Many forwards without gradients give the same result and keep no slot."""
+    del num_ranks
+    x = tokens_of(case, rank)
+    with buffer_for(case) as buffer, torch.no_grad():
+        layer = MoELayer(case.hidden, FFN_HIDDEN, case.num_experts, case.num_topk, buffer, dtype=case.dtype)
+        results = [layer(x) for _ in range(8)]
+        return all(torch.equal(results[0], result) for result in results) and buffer.num_copied_results == 0
+
+
+def test_inference_is_repeatable_and_keeps_no_slot() -> None:
+    assert run_ranks(_inference, 2, Case((5, 7))) == [True, True]

@@ -1,0 +1,9 @@
+"""The oracle: what dispatch and combine must return, in plain torch from all ranks' inputs, without communication.
+
+It is written apart from `epee/ep` and imports nothing of epee, so that an error in one cannot hide in the other.
+Clear, slow, and exact: `dispatch` gives the rows bit for bit, `combine` follows the defined order of additions.
+"""
+
+from .exchange import Received, Routed, combine, combine_weights, dispatch, tokens_per_expert
+
+__all__ = ["Received", "Routed", "combine", "combine_weights", "dispatch", "tokens_per_expert"]

@@ -12,6 +12,7 @@ the times are taken.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -32,11 +33,14 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+NUM_BACK_TO_BACK = 50
+BACK_TO_BACK = "dispatch, back to back"
 FORMULAS = {
     "time": "per round: the slowest rank's time from a common barrier to the return of its call; then median, p10, p99",
     "logical_gbps": "mean received rows per rank (own rows included) x hidden x element size / median time, 10^9 bytes",
     "wire_gbps": "the same with only the rows that come from another rank",
     "speedup": "gloo median / epee median of the same rounds",
+    "back to back": f"per round: the time of {NUM_BACK_TO_BACK} calls without a barrier between them, per call",
     "combine": "y is in ordinary memory; 'combine in place': y was written into combine_input() before the clock "
     "started, the time of the combine_input() call itself is included",
 }
@@ -202,11 +206,28 @@ def _measure_shape(rank: int, barrier: common.SpinBarrier, shape: Shape, num_rep
         handles = _check(buffer, gloo, mine, y, expected[rank], sums[rank])
         sides = _sides(buffer, gloo, mine, y, *handles)
         seconds = {operation: common.interleave(barrier, pair, num_repeats) for operation, pair in sides.items()}
+        if shape.num_tokens == 1:
+            seconds[BACK_TO_BACK] = _back_to_back(barrier, sides["dispatch"], num_repeats)
     return {
         "num_recv": len(expected[rank].src_rank),
         "num_remote": int((expected[rank].src_rank != rank).sum()),
         "seconds": seconds,
     }
+
+
+def _back_to_back(barrier: common.SpinBarrier, sides: list[common.Side], num_repeats: int) -> dict[str, list[float]]:
+    """Time runs of `NUM_BACK_TO_BACK` calls and return seconds per call: what a call costs a host that only calls."""
+
+    def repeated(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            for _ in range(NUM_BACK_TO_BACK):
+                call()
+
+        return run
+
+    runs = [common.Side(side.name, repeated(side.call)) for side in sides]
+    times = common.interleave(barrier, runs, max(50, num_repeats // 4))
+    return {name: [seconds / NUM_BACK_TO_BACK for seconds in each] for name, each in times.items()}
 
 
 def _check(

@@ -119,7 +119,7 @@ class CpuPath:
         parts: list[bytes] = [b""] * self.config.num_ranks
         for first in range(0, max(1, len(data)), REASON_BYTES):
             piece = data[first : first + REASON_BYTES]
-            header = self._header(OP_GATHER, "rank", torch.bfloat16)._replace(handle=len(data))
+            header = self._bare_header(OP_GATHER)._replace(handle=len(data))
             self.exchange.publish(header, None, piece, deadline)
             texts = self.exchange.gather(deadline).texts
             parts = [got + text[: len(piece)] for got, text in zip(parts, texts, strict=True)]
@@ -128,7 +128,7 @@ class CpuPath:
     def refuse(self, op: int, error: BaseException, deadline: float) -> None:
         """Take part in a call as the rank whose arguments were refused, so that the peers learn it at once."""
         reason = f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]
-        header = self._header(op, "rank", torch.bfloat16)._replace(refused=1)
+        header = self._bare_header(op)._replace(refused=1)
         self.exchange.publish(header, None, reason, deadline)
 
     def close(self) -> None:
@@ -141,45 +141,48 @@ class CpuPath:
             arena.close()
         self._arenas.clear()
 
-    def _header(self, op: int, layout: str, dtype: torch.dtype) -> Header:
-        return Header(
-            op=op,
-            layout=LAYOUTS.index(layout),
-            dtype=DTYPE_CODES.index(dtype),
-            handle=0,
-            with_topk=0,
-            with_weights=0,
-            scale_words=0,
-            scale_kind=0,
-            expert_alignment=1,
-            arena_alignment=self._alignment[layout],
-            refused=0,
-            num_tokens=0,
-            slot=0,
-            rank=self.rank,
-        )
-
     def _dispatch_header(self, call: DispatchCall, slot: int) -> Header:
         payload = call.payload
-        return self._header(OP_DISPATCH, call.layout, payload.dtype)._replace(
+        return Header(
+            op=OP_DISPATCH,
+            layout=LAYOUTS.index(call.layout),
+            dtype=DTYPE_CODES.index(payload.dtype),
             handle=call.handle.seq if call.handle is not None else 0,
             with_topk=int(call.topk_idx is not None),
             with_weights=call.topk_weights.element_size() if call.topk_weights is not None else 0,
             scale_words=payload.scales.shape[1] if payload.scales is not None else 0,
             scale_kind=_SCALE_KINDS[payload.scale_dtype],
             expert_alignment=call.expert_alignment,
+            arena_alignment=self._alignment[call.layout],
+            refused=0,
             num_tokens=payload.rows.shape[0],
             slot=slot,
+            rank=self.rank,
         )
 
     def _combine_header(self, call: CombineCall, slot: int) -> Header:
-        return self._header(OP_COMBINE, call.handle.layout, call.y.dtype)._replace(
-            handle=call.handle.seq,
+        handle = call.handle
+        return Header(
+            op=OP_COMBINE,
+            layout=LAYOUTS.index(handle.layout),
+            dtype=DTYPE_CODES.index(call.y.dtype),
+            handle=handle.seq,
+            with_topk=0,
             with_weights=call.topk_weights.element_size() if call.topk_weights is not None else 0,
-            expert_alignment=call.handle.expert_alignment,
-            num_tokens=call.handle.num_tokens,
+            scale_words=0,
+            scale_kind=0,
+            expert_alignment=handle.expert_alignment,
+            arena_alignment=self._alignment[handle.layout],
+            refused=0,
+            num_tokens=handle.num_tokens,
             slot=slot,
+            rank=self.rank,
         )
+
+    def _bare_header(self, op: int) -> Header:
+        """Return the header of a call that moves no rows."""
+        dtype = DTYPE_CODES.index(torch.bfloat16)
+        return Header(op, 0, dtype, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, self.rank)
 
     # -- memory
 

@@ -84,28 +84,30 @@ def received_meta(call: DispatchCall, handle: Handle, meta: Ints, first_expert: 
     Args:
         meta: `[rows, words]`, the received rows of `pack_meta`, in (source rank, plan) order.
     """
-    num_topk = handle.num_topk
-    dtype = None if call.topk_weights is None else call.topk_weights.numpy().dtype
+    news: dict[str, torch.Tensor | None] = {}
+    weights = call.topk_weights
+    dtype = None if weights is None else weights.numpy().dtype
     if handle.layout == "expert":
         if call.handle is None:
-            token, k = np.divmod(meta[:, 0], num_topk)
-            handle = replace(handle, recv_src_token=torch.from_numpy(token), recv_src_k=torch.from_numpy(k))
-        weights = _expert_weights(handle, None if dtype is None else meta[:, 1:].view(dtype)[:, 0])
-        sent = None if call.topk_weights is None else call.topk_weights.clone()
-        return replace(handle, recv_weights=weights, sent_weights=sent)
+            token, k = np.divmod(meta[:, 0], handle.num_topk)
+            news.update(recv_src_token=torch.from_numpy(token), recv_src_k=torch.from_numpy(k))
+        news["recv_weights"] = _expert_weights(handle, None if dtype is None else meta[:, 1:].view(dtype)[:, 0])
+        news["sent_weights"] = None if weights is None else weights.clone()
+        return replace(handle, **news)  # type: ignore[arg-type]
+    local = None if handle.recv_topk_idx is None else handle.recv_topk_idx.numpy()
     if call.handle is None:
-        handle = replace(handle, recv_src_token=torch.from_numpy(meta[:, 0].copy()))
+        news["recv_src_token"] = torch.from_numpy(meta[:, 0].copy())
         if call.topk_idx is not None:
-            local = meta[:, 1 : 1 + num_topk] - first_expert
+            local = meta[:, 1 : 1 + handle.num_topk] - first_expert
             # as unsigned numbers, ids below 0 are too large as well
             np.putmask(local, local.view(np.uint64) >= len(handle.num_tokens_per_expert), -1)
-            handle = replace(handle, recv_topk_idx=torch.from_numpy(local))
-    if dtype is None:
-        return replace(handle, recv_weights=None)
-    assert handle.recv_topk_idx is not None
-    received = meta[:, 1 + num_topk :].view(dtype)[:, :num_topk]
-    masked = np.where(handle.recv_topk_idx.numpy() < 0, dtype.type(0), received)
-    return replace(handle, recv_weights=torch.from_numpy(masked))
+            news["recv_topk_idx"] = torch.from_numpy(local)
+    news["recv_weights"] = None
+    if dtype is not None:
+        assert local is not None
+        received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk]
+        news["recv_weights"] = torch.from_numpy(np.where(local < 0, dtype.type(0), received))
+    return replace(handle, **news)  # type: ignore[arg-type]
 
 
 def _expert_weights(handle: Handle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:

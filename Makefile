@@ -36,7 +36,9 @@ check: $(STAMP)  ## format, lint and types
 
 bench: $(STAMP)  ## measure epee against gloo on this machine
 	@echo "==> measuring; numbers go to bench-out/"
-	$(BIN)/epee bench all --out bench-out
+	mkdir -p bench-out
+	$(BIN)/epee bench ep --json bench-out/ep.json
+	$(BIN)/epee bench collectives --json bench-out/collectives.json --plot bench-out/collectives.png
 
 clean:  ## remove .venv and everything that was generated
 	rm -rf $(VENV) demo-out bench-out build dist *.egg-info

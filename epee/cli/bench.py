@@ -9,7 +9,6 @@ their threads as they like. All arguments behind the name go to the script, `--h
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import typer
 
+from .. import env
 from ..errors import InvalidArgument, UnsupportedError
 
 PASS_ON = {
@@ -81,10 +81,8 @@ def bench(
 
 
 def _run(root: Path, module: str, arguments: list[str]) -> int:
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH", "")]))
     try:
-        return subprocess.call([sys.executable, "-m", module, *arguments], env=environment)
+        return subprocess.call([sys.executable, "-m", module, *arguments], env=env.for_child(root))
     except KeyboardInterrupt:  # the benchmark got the signal too; subprocess.call has waited and ended it
         return _INTERRUPTED
 

@@ -15,7 +15,7 @@ from ..errors import InvalidArgument, StaleHandleError
 from .config import FP8, LAYOUTS, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, SCALE_BLOCK, BufferConfig
 from .handle import Handle
 from .layout import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
-from .order import RANKS_THEN_BIAS, CombineOrder, check_order, last_k
+from .order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
 
 
 @dataclass(frozen=True)
@@ -276,6 +276,8 @@ def check_combine(
         raise InvalidArgument("out must not overlap itself (expanded?), got strides that do; give a .clone()")
     wanted = check_order(order, handle.layout)
     lanes = _check_lanes(config, handle, wanted) if handle.layout == "rank" and wanted.by == "last_k" else None
+    if is_own_order(wanted, config.num_ranks, len(checked)):
+        wanted = RANKS_THEN_BIAS
     return CombineCall(rows.contiguous(), handle, weights, checked, target, wanted, lanes)
 
 

@@ -1,0 +1,57 @@
+"""DeepEP's Python interface on epee: import this package under the name `deep_ep` and scripts written for it run.
+
+    import epee.compat.deep_ep as deep_ep          # in the script itself
+    epee.compat.deep_ep.install_as_deep_ep()       # or before code that says `import deep_ep`
+
+Names, signatures, tuples and their order are those of DeepEP 2.1 (V1 `Buffer`, V2 `ElasticBuffer`); docs/deep_ep.md
+says name by name what works, what is ignored and what is not there. Modules in here import each other by their full
+name, so that classes are the same whichever name the package was imported under.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from epee.compat.deep_ep import utils
+from epee.compat.deep_ep.buffer import Buffer
+from epee.compat.deep_ep.config import Config
+from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_domain_size
+from epee.compat.deep_ep.elastic import ElasticBuffer
+from epee.compat.deep_ep.ep_handle import EPHandle
+from epee.compat.deep_ep.event import EventHandle, EventOverlap
+from epee.errors import InvalidState
+
+__version__ = "2.1.0"  # of the interface
+
+topk_idx_t = torch.int64
+
+
+def install_as_deep_ep() -> None:
+    """Let `import deep_ep` (and its submodules) find this package in this process.
+
+    Raises:
+        InvalidState: another `deep_ep` has been imported already.
+    """
+    here = sys.modules[__name__]
+    if sys.modules.get("deep_ep", here) is not here:
+        raise InvalidState("another deep_ep has been imported already; install this one before it")
+    for name, module in list(sys.modules.items()):
+        if name == __name__ or name.startswith(__name__ + "."):
+            sys.modules["deep_ep" + name[len(__name__) :]] = module
+
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "install_as_deep_ep",
+    "topk_idx_t",
+    "utils",
+]

@@ -1,0 +1,82 @@
+"""DeepEP V1's tuning numbers. epee has no rings to tune: they are checked, kept, and give the number of channels."""
+
+from __future__ import annotations
+
+from epee.errors import InvalidArgument
+from epee.memory.layout import align_up
+
+_RECORD_BYTES = 2048  # what travels beside a row in DeepEP's rings: 128 ids, weights and scales at most
+_ALIGN = 128
+# (nvl send, nvl recv, rdma send, rdma recv); other numbers of ranks take those of 8
+_DISPATCH = {2: (24, 256, 6, 128), 4: (6, 256, 6, 128), 8: (6, 256, 6, 128)}
+_COMBINE = {2: (10, 256, 6, 128), 4: (9, 256, 6, 128), 8: (4, 256, 6, 128)}
+
+
+class Config:
+    """SMs and chunk sizes of a call.
+
+    Args:
+        num_sms: SMs; a channel of the V1 handle is two of them.
+        num_max_nvl_chunked_send_tokens: rows that DeepEP sends at once; unused here, as are the other three.
+        num_max_nvl_chunked_recv_tokens: cells of DeepEP's rings.
+        num_max_rdma_chunked_send_tokens: likewise between hosts.
+        num_max_rdma_chunked_recv_tokens: likewise; rounded up to a multiple of the former.
+
+    Raises:
+        InvalidArgument: the numbers break DeepEP's rules.
+    """
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+    ) -> None:
+        self.num_sms = num_sms
+        self.num_max_nvl_chunked_send_tokens = num_max_nvl_chunked_send_tokens
+        self.num_max_nvl_chunked_recv_tokens = num_max_nvl_chunked_recv_tokens
+        self.num_max_rdma_chunked_send_tokens = num_max_rdma_chunked_send_tokens
+        for name, value in vars(self).items():
+            if value < 1:
+                raise InvalidArgument(f"{name} must be at least 1, got {value}")
+        if num_max_nvl_chunked_send_tokens >= num_max_nvl_chunked_recv_tokens:
+            raise InvalidArgument(
+                "num_max_nvl_chunked_send_tokens must be below num_max_nvl_chunked_recv_tokens, got "
+                f"{num_max_nvl_chunked_send_tokens} and {num_max_nvl_chunked_recv_tokens}"
+            )
+        recv = align_up(num_max_rdma_chunked_recv_tokens, num_max_rdma_chunked_send_tokens)
+        if num_max_rdma_chunked_send_tokens > recv // 2:
+            raise InvalidArgument(
+                "num_max_rdma_chunked_send_tokens must be at most half of num_max_rdma_chunked_recv_tokens, got "
+                f"{num_max_rdma_chunked_send_tokens} and {num_max_rdma_chunked_recv_tokens}"
+            )
+        self.num_max_rdma_chunked_recv_tokens = recv
+
+    @property
+    def num_channels(self) -> int:
+        """Columns of the handle's channel matrices."""
+        return max(1, self.num_sms // 2)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return the bytes of DeepEP's rings, near enough for scripts that compare or print them.
+
+        A `Buffer` here is not bounded by its bytes: it sizes itself by the calls it sees.
+        """
+        cells = self.num_channels * num_ranks * self.num_max_nvl_chunked_recv_tokens
+        return align_up(cells * (hidden_bytes + _RECORD_BYTES), _ALIGN)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Return 0: all ranks are on one host, nothing goes by RDMA."""
+        return 0
+
+
+def dispatch_config(num_ranks: int, num_sms: int) -> Config:
+    """Return DeepEP's numbers for dispatch; any number of ranks."""
+    return Config(num_sms, *_DISPATCH.get(num_ranks, _DISPATCH[8]))
+
+
+def combine_config(num_ranks: int, num_sms: int) -> Config:
+    """Return DeepEP's numbers for combine; any number of ranks."""
+    return Config(num_sms, *_COMBINE.get(num_ranks, _COMBINE[8]))

@@ -1,0 +1,378 @@
+"""DeepEP V2's `ElasticBuffer` on epee `Buffer`s: same calls, same tuples, V2's order of additions.
+
+Data path: `rooms.py` finds or makes an epee buffer of the call's shape (one for plain, one for expanded dispatches),
+that buffer moves and sums the rows. All ranks must give the same `num_max_tokens_per_rank`, as in DeepEP, so no
+exchange is needed to agree on the room.
+
+Without CPU sync results have the worst case of rows: zeros, and ids of -1, behind those that arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from epee.compat.deep_ep import sizing
+from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_domain_size
+from epee.compat.deep_ep.ep_handle import EPHandle
+from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, wait_for
+from epee.compat.deep_ep.experimental import NotHere
+from epee.compat.deep_ep.rooms import Need, Rooms
+from epee.compat.deep_ep.rows import as_bias, column_major, cut, filled_up, int64_routing, payload_filled_up, values_of
+from epee.ep.bootstrap import group_of
+from epee.ep.handle import Dispatched, Payload
+from epee.ep.order import CombineOrder
+from epee.errors import InvalidArgument, InvalidState
+
+_DEFAULT_SMS = 24
+_EXPANDED_ORDER = CombineOrder(by="last_k", bias_first=True, round_partials=True)
+_SINGLE_ORDER = CombineOrder(by="k", bias_first=True)
+Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
+Results: TypeAlias = "tuple[Payload, torch.Tensor | None, torch.Tensor | None]"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a fresh dispatch is asked for beside its tensors."""
+
+    num_experts: int | None
+    num_max_tokens_per_rank: int | None
+    expert_alignment: int | None
+    num_sms: int
+    do_handle_copy: bool
+    do_cpu_sync: bool | None
+    do_expand: bool
+
+
+class ElasticBuffer(NotHere):
+    """DeepEP V2's buffer on the ranks of one host.
+
+    Args:
+        group: of the ranks, any backend.
+        num_bytes: kept as attribute; it bounds nothing, the buffer makes room as calls need it.
+        num_max_tokens_per_rank, hidden, num_topk: of the calls to come; a call may say otherwise.
+        deterministic: True or not, rows and sums always are.
+        allow_multiple_reduction: whether an expanded combine rounds each rank's partial sum to the payload's dtype.
+        prefer_overlap_with_compute: only changes `get_theoretical_num_sms`.
+        num_cpu_timeout_secs: how long a call waits for a silent peer.
+        explicitly_destroy: `destroy` may be called; else the memory goes with the object.
+        num_cpu_bytes, use_fp8_dispatch, allow_hybrid_mode, sl_idx, num_allocated_qps, num_gpu_timeout_secs: accepted
+            and ignored.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        self.group = group_of(group)
+        self.rank_idx = self.group.rank()
+        self.num_ranks = self.group.size()
+        self.allow_hybrid_mode = allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.deterministic = deterministic
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_allocated_qps = num_allocated_qps
+        self.num_rdma_ranks, self.num_nvlink_ranks = get_physical_domain_size(self.group)
+        self.num_scaleout_ranks, self.num_scaleup_ranks = get_logical_domain_size(self.group, allow_hybrid_mode)
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.explicitly_destroy = explicitly_destroy
+        self.nccl_comm_handle = None
+        if num_bytes is None:
+            num_bytes = 0
+            if num_max_tokens_per_rank and hidden:
+                num_bytes = sizing.buffer_bytes(self.num_ranks, num_max_tokens_per_rank, hidden, num_topk)
+        self.num_bytes = num_bytes
+        self.runtime: Rooms | None = Rooms(self.group, float(num_cpu_timeout_secs))
+
+    def destroy(self) -> None:
+        """Give back all memory. Local; results stay valid, handles do not.
+
+        Raises:
+            InvalidState: the buffer was not made with `explicitly_destroy=True`, or is destroyed already.
+        """
+        if not self.explicitly_destroy:
+            raise InvalidState("destroy needs a buffer made with explicitly_destroy=True; or just drop the buffer")
+        self._rooms().close()
+        self.runtime = None
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup | None,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return the bytes of the receive memory that such calls make a rank map, a multiple of 2 MiB."""
+        return sizing.buffer_bytes(group_of(group).size(), num_max_tokens_per_rank, hidden, num_topk)
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Return when all ranks have called it and the work on their current streams is done. Collective."""
+        EventHandle().synchronize()
+        self._rooms().share(b"b")
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Return an event of what is on the current stream now."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """Return the stream that work runs on: the current one."""
+        return torch.cuda.current_stream() if torch.cuda.is_initialized() else torch.cpu.current_stream()
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return (RDMA ranks, NVLink ranks)."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return (scale-out ranks, scale-up ranks)."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Return the SMs that DeepEP's model gives such a dispatch; `num_scaleout_topk` and `rdma_gbs` are ignored."""
+        return sizing.theoretical_num_sms(
+            self.num_ranks,
+            num_experts,
+            num_topk,
+            nvlink_gbs,
+            (sm_read_gbs, sm_write_gbs),
+            self.prefer_overlap_with_compute,
+        )
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return 0: there are no queue pairs."""
+        return 0
+
+    def dispatch(
+        self,
+        x: Payload,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event | None = None,
+        previous_event_before_epilogue: Event | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Send each token to the ranks of its experts. Collective.
+
+        Args:
+            x: `[num_tokens, hidden]`, or a pair (values, scales).
+            topk_idx: `[num_tokens, num_topk]` int64, -1 for none; left out with `handle`.
+            topk_weights: `[num_tokens, num_topk]` float32.
+            cumulative_local_expert_recv_stats: `[num_local_experts]` int32; the received counts are added to it.
+            num_experts: over all ranks; needed unless `handle` knows it.
+            num_max_tokens_per_rank: equal on all ranks; the constructor's by default.
+            expert_alignment: counts (and, expanded, blocks of rows) are rounded up to it; 1 by default.
+            previous_event, previous_event_before_epilogue: waited for first.
+            async_with_compute_stream: return an event.
+            handle: go the same way again.
+            do_handle_copy: keep a copy of `topk_idx`; else the tensor itself, which must then stay as it is.
+            do_cpu_sync: False gives results of the worst-case size.
+            do_expand: a row for each (local expert, token), grouped by expert.
+            use_tma_aligned_col_major_sf: scales with strides `(1, rows rounded up to 4)`.
+            num_sms: kept in the handle.
+            num_qps, allocate_on_comm_stream, do_zero_padding: ignored; padding is always zero.
+
+        Returns:
+            `recv_x`, `recv_topk_idx` (None when expanded), `recv_topk_weights`, handle, event.
+        """
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
+        options = _Options(
+            num_experts, num_max_tokens_per_rank, expert_alignment, num_sms, do_handle_copy, do_cpu_sync, do_expand
+        )
+        if handle is not None:
+            got = self._dispatch_again(
+                x, topk_idx, topk_weights, handle, cumulative_local_expert_recv_stats is not None, options
+            )
+        else:
+            got, handle = self._dispatch_fresh(x, topk_idx, topk_weights, options)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
+        recv_x, recv_idx, recv_weights = self._results(got, handle, use_tma_aligned_col_major_sf)
+        if topk_weights is None:
+            recv_weights = None
+        return recv_x, recv_idx, recv_weights, handle, after(async_with_compute_stream)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: Bias = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event | None = None,
+        previous_event_before_epilogue: Event | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring rows back to their tokens and sum them, unweighted, in V2's order. Collective.
+
+        Args:
+            x: a row for each row of the dispatch.
+            handle: of the dispatch.
+            topk_weights: `[num_recv, num_topk]` float32 (only those of local experts count) or, expanded, `[rows]`.
+            bias: one or two `[num_tokens, hidden]`; the sum starts from them.
+            previous_event, previous_event_before_epilogue: waited for first.
+            async_with_compute_stream: return an event.
+            num_sms, num_qps, allocate_on_comm_stream: ignored.
+
+        Returns:
+            `combined_x [num_tokens, hidden]`, `combined_topk_weights [num_tokens, num_topk]` or None, event.
+        """
+        wait_for(previous_event)
+        wait_for(previous_event_before_epilogue)
+        known = self._check_handle(handle)
+        num_recv = known.core.num_recv
+        rows: Any = cut(x, num_recv, known.num_rows)
+        weights: Any = cut(topk_weights, num_recv, known.num_rows)
+        if known.do_expand:
+            order = _EXPANDED_ORDER if self.allow_multiple_reduction else _SINGLE_ORDER
+        else:
+            order = CombineOrder(by="last_k", bias_first=True, topk_idx=known.topk_idx)
+            local = known.core.recv_topk_idx
+            if isinstance(weights, torch.Tensor) and local is not None and weights.shape == local.shape:
+                weights = weights.masked_fill(local < 0, 0)
+        core = known.room.core
+        got = core.combine(rows, known.core, topk_weights=weights, bias=as_bias(bias), order=order)
+        return got.x, got.topk_weights, after(async_with_compute_stream)
+
+    def _rooms(self) -> Rooms:
+        if self.runtime is None:
+            raise InvalidState("the buffer is destroyed; make a new one")
+        return self.runtime
+
+    def _check_handle(self, handle: object) -> EPHandle:
+        rooms = self._rooms()
+        if isinstance(handle, EPHandle):
+            return handle
+        error = InvalidArgument(f"handle must be the EPHandle of a dispatch, got {type(handle).__name__}")
+        rooms.refuse(error)
+        raise error
+
+    def _dispatch_fresh(
+        self, x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, options: _Options
+    ) -> tuple[Dispatched, EPHandle]:
+        rooms = self._rooms()
+        try:
+            values, routing = values_of(x), int64_routing(topk_idx)
+            num_max, num_experts = self._sizes(options)
+            alignment = 1 if options.expert_alignment is None else options.expert_alignment
+            if len(values) > num_max:
+                raise InvalidArgument(
+                    f"x must have at most num_max_tokens_per_rank={num_max} rows, got {len(values)}; "
+                    "raise it on all ranks"
+                )
+        except Exception as error:
+            rooms.refuse(error)
+            raise
+        layout = "expert" if options.do_expand else "rank"
+        itemsize = max(2, values.dtype.itemsize)
+        need = Need(layout, num_experts, values.shape[1], routing.shape[1], num_max, itemsize, values.device)
+        room = rooms.room(need)
+        got = room.core.dispatch(x, routing, topk_weights, layout=layout, expert_alignment=alignment)
+        do_cpu_sync = options.do_cpu_sync is not False
+        handle = EPHandle(
+            do_expand=options.do_expand,
+            num_experts=num_experts,
+            expert_alignment=alignment,
+            num_max_tokens_per_rank=num_max,
+            num_sms=options.num_sms or _DEFAULT_SMS,
+            topk_idx=routing.clone() if options.do_handle_copy and routing is topk_idx else routing,
+            num_recv_tokens_per_expert_list=got.num_tokens_per_expert if do_cpu_sync else [],
+            do_cpu_sync=do_cpu_sync,
+            room=room,
+            core=got.handle.unweighted(),
+        )
+        return got, handle
+
+    def _sizes(self, options: _Options) -> tuple[int, int]:
+        """Return num_max_tokens_per_rank and num_experts."""
+        num_max = options.num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        if num_max < 1:
+            raise InvalidArgument("num_max_tokens_per_rank must be given, to the buffer or to dispatch, got 0")
+        if options.num_experts is None or options.num_experts < 1 or options.num_experts % self.num_ranks:
+            raise InvalidArgument(
+                f"num_experts must be given and a multiple of {self.num_ranks} ranks, got {options.num_experts}"
+            )
+        return num_max, options.num_experts
+
+    def _dispatch_again(
+        self,
+        x: Payload,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        handle: EPHandle,
+        has_stats: bool,
+        options: _Options,
+    ) -> Dispatched:
+        known = self._check_handle(handle)
+        wrong = [
+            f"{name} must be left out or {getattr(known, name)} as in the handle's dispatch"
+            for name in ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
+            if getattr(options, name) not in (None, getattr(known, name))
+        ]
+        if topk_idx is not None or has_stats:
+            wrong.append("topk_idx and cumulative_local_expert_recv_stats must be None, the handle has the routing")
+        if options.do_cpu_sync:
+            wrong.append("do_cpu_sync must not be True, there are no counts to wait for")
+        if options.do_expand and not known.do_expand:
+            wrong.append("do_expand must be that of the handle's dispatch")
+        if wrong:
+            error = InvalidArgument("dispatch with a handle: " + "; ".join(wrong))
+            known.room.core.refuse(error)
+            raise error
+        return known.room.core.dispatch(x, topk_weights=topk_weights, handle=known.core)
+
+    def _results(self, got: Dispatched, handle: EPHandle, is_col_major: bool) -> Results:
+        """Return rows, ids and weights as V2 returns them."""
+        num_rows = handle.num_rows
+        recv_x = payload_filled_up(got.x, num_rows)
+        if is_col_major and isinstance(recv_x, tuple):
+            recv_x = recv_x[0], column_major(recv_x[1])
+        recv_idx = None if got.topk_idx is None else filled_up(got.topk_idx, num_rows, -1)
+        recv_weights = None if got.topk_weights is None else filled_up(got.topk_weights, num_rows, 0)
+        return recv_x, recv_idx, recv_weights

@@ -1,0 +1,170 @@
+"""V2's handle: what `ElasticBuffer.dispatch` returns and `combine` takes back.
+
+It keeps the epee handle and the routing; every matrix that DeepEP keeps as a field is worked out when it is first read,
+from numbers that this rank has already (nothing here communicates). Rows are in (source rank, token) order, or in
+(expert, source rank, token, k) order when expanded, so every field is deterministic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from epee.compat.deep_ep.layout import dispatch_layout
+from epee.compat.deep_ep.rooms import Room
+from epee.compat.deep_ep.rows import filled_up
+from epee.ep.handle import Handle
+from epee.errors import UnsupportedError
+
+
+@dataclass(eq=False)
+class EPHandle:
+    """Remembers one dispatch.
+
+    Attributes:
+        do_expand: whether rows are per (expert, token), or per token.
+        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        topk_idx: `[num_tokens, num_topk]` int64, this rank's routing.
+        num_recv_tokens_per_expert_list: per local expert, rounded up to the alignment; empty without CPU sync.
+        do_cpu_sync: whether results have as many rows as were received, or the worst case.
+        room, core: epee's own.
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+    num_recv_tokens_per_expert_list: list[int]
+    do_cpu_sync: bool
+    room: Room
+    core: Handle
+
+    token_metadata_at_forward: None = None  # DeepEP's, between hosts only
+    channel_linked_list: None = None  # likewise
+    cached_recv_src_metadata_before_sort: None = None  # nothing needs sorting here
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the buffer."""
+        return len(self.core.num_received)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the results."""
+        return self.num_expanded_tokens if self.do_expand else self.num_recv_tokens
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """Tokens that arrived, each counted once; the worst case without CPU sync."""
+        if not self.do_cpu_sync:
+            return self.num_max_tokens_per_rank * self.num_ranks
+        return len(self._token_ids) if self.do_expand else self.core.num_recv
+
+    @property
+    def num_expanded_tokens(self) -> int:
+        """Rows of the expanded results, padding included (the worst case without CPU sync); 0 when not expanded."""
+        if not self.do_expand:
+            return 0
+        if self.do_cpu_sync:
+            return self.core.num_recv
+        num_local, alignment = self.num_experts // self.num_ranks, self.expert_alignment
+        per_token = min(self.topk_idx.shape[1], num_local)
+        rows = self.num_ranks * self.num_max_tokens_per_rank * per_token + (alignment - 1) * num_local
+        return -(-rows // alignment) * alignment
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        """`[num_ranks]` int32: tokens from ranks 0 ... r, each counted once."""
+        per_rank = torch.bincount(self._token_ids // self.num_max_tokens_per_rank, minlength=self.num_ranks)
+        return per_rank.cumsum(0).to(torch.int32)
+
+    @cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
+        """`[num_local_experts]` int32: (token, k) pairs of each local expert."""
+        num_local = self.num_experts // self.num_ranks
+        if self.do_expand:
+            ends = self._aligned.cumsum(0).to(self.core.src_rank.device)
+            expert = torch.searchsorted(ends, self._real_rows, right=True)
+        else:
+            expert = self._local_idx[self._local_idx >= 0]
+        return torch.bincount(expert, minlength=num_local).to(torch.int32)
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        """`[num_local_experts]` int32: the end of each expert's rows.
+
+        Not expanded: the sum of the aligned counts of experts 0 ... i. Expanded: the first row of expert i (a multiple
+        of the alignment) plus its real rows, so that `align(psum[i])` is the first row of expert i + 1.
+        """
+        ends = self._aligned.cumsum(0).to(self.core.src_token.device)
+        if self.do_expand:
+            ends = ends - self._aligned.to(ends.device) + self.num_unaligned_recv_tokens_per_expert
+        return ends.to(torch.int32)
+
+    @cached_property
+    def recv_src_metadata(self) -> torch.Tensor:
+        """`[num_recv_tokens, num_topk + 2]` int32, a row for each token that arrived, in (source rank, token) order.
+
+        Column 0: `src_rank * num_max_tokens_per_rank + src_token`. Column 1: `src_rank * num_topk + k` with the last k
+        whose expert is local. Column 2 + k: expanded, the row of that k in the result; -1 elsewhere. Rows beyond those
+        that arrived are -1.
+        """
+        num_topk = self.topk_idx.shape[1]
+        rows = self._expanded_row_of
+        chosen = rows >= 0 if rows is not None else self._local_idx >= 0
+        lanes = torch.arange(num_topk, device=chosen.device)
+        master = torch.where(chosen, lanes, -1).amax(1)
+        ids = self._token_ids
+        columns = [ids[:, None], (ids // self.num_max_tokens_per_rank * num_topk + master)[:, None]]
+        columns.append(torch.full_like(chosen, -1, dtype=torch.int64) if rows is None else rows)
+        return filled_up(torch.cat(columns, 1).to(torch.int32), self.num_recv_tokens, -1)
+
+    @cached_property
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        """`[num_tokens, num_topk]` int32: the token's place among those that this rank sends there, -1 for none."""
+        there = dispatch_layout(self.topk_idx, self.num_ranks, self.num_experts).is_token_in_rank
+        place = torch.where(there, there.cumsum(0) - 1, -1)
+        rank = self.topk_idx.div(self.num_experts // self.num_ranks, rounding_mode="floor")
+        return torch.where(self.topk_idx >= 0, place.gather(1, rank.clamp(min=0)), -1).to(torch.int32)
+
+    @property
+    def _local_idx(self) -> torch.Tensor:
+        assert self.core.recv_topk_idx is not None
+        return self.core.recv_topk_idx
+
+    @property
+    def _aligned(self) -> torch.Tensor:
+        return torch.tensor(self.core.num_tokens_per_expert, dtype=torch.int64)
+
+    @cached_property
+    def _real_rows(self) -> torch.Tensor:
+        """Indices of the rows that are no padding."""
+        return (self.core.src_rank >= 0).nonzero()[:, 0]
+
+    @cached_property
+    def _ids_of_rows(self) -> torch.Tensor:
+        """`src_rank * num_max_tokens_per_rank + src_token` of each row that is no padding."""
+        real = self._real_rows
+        return self.core.src_rank[real] * self.num_max_tokens_per_rank + self.core.src_token[real]
+
+    @cached_property
+    def _token_ids(self) -> torch.Tensor:
+        """The same of each token, ascending."""
+        return torch.unique(self._ids_of_rows) if self.do_expand else self._ids_of_rows
+
+    @cached_property
+    def _expanded_row_of(self) -> torch.Tensor | None:
+        """`[tokens, num_topk]` int64: the row of each k of each token, -1 for none; None when not expanded."""
+        if not self.do_expand:
+            return None
+        src_k = self.core.src_k
+        if src_k is None:
+            raise UnsupportedError("recv_src_metadata of an expanded dispatch is not known on this device")
+        token = torch.searchsorted(self._token_ids, self._ids_of_rows)
+        rows = torch.full((len(self._token_ids), self.topk_idx.shape[1]), -1, device=token.device)
+        rows[token, src_k[self._real_rows]] = self._real_rows
+        return rows

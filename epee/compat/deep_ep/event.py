@@ -1,0 +1,111 @@
+"""Events as DeepEP hands them out.
+
+Work runs on the caller's current stream, so an event is recorded there after the call and everything a waiter needs is
+behind it. Without CUDA (or before it is first used) calls return when their work is done, and an event is a token
+that nobody has to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+
+from epee.errors import InvalidState
+
+
+class EventHandle:
+    """The work that is on the current stream now."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        if torch.cuda.is_initialized():
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream())
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for the event; the host does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class EventOverlap:
+    """An event, tensors that must live until it has been waited for, and a hook to run then.
+
+    Args:
+        event: None when the call that made it was not asynchronous.
+        extra_tensors: kept alive until the wait.
+
+    As a context manager it waits at the end of the block, if it has an event.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._hook: Callable[[], Any] | None = None
+
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Let the current stream wait; return what the hook returns, if there is one.
+
+        Args:
+            release_handle: drop the event and the tensors afterwards.
+
+        Raises:
+            InvalidState: the call was not asynchronous, so there is no event.
+        """
+        if self.event is None:
+            raise InvalidState("there is no event to wait for; make the call with async_finish=True")
+        self.event.current_stream_wait()
+        if release_handle:
+            self.event = None
+            self.extra_tensors = None
+        hook, self._hook = self._hook, None
+        return None if hook is None else hook()
+
+    def wait(self) -> Any:
+        """Same as `current_stream_wait()`."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, fn: Callable[[], Any]) -> None:
+        """Run `fn` once, after the next wait."""
+        self._hook = fn
+
+    def __call__(self, release_handle: bool = False) -> Any:
+        return self.current_stream_wait(release_handle)
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.event is not None:
+            self.current_stream_wait()
+
+
+Event: TypeAlias = "EventHandle | EventOverlap"
+
+
+def wait_for(event: Event | None) -> None:
+    """Let the current stream wait for a `previous_event`, whichever of the two classes it is."""
+    if isinstance(event, EventOverlap):
+        event = event.event
+    if event is not None:
+        event.current_stream_wait()
+
+
+def after(is_async: bool) -> EventOverlap:
+    """Return the event of a call that has just put its work on the current stream."""
+    return EventOverlap(EventHandle() if is_async else None)
+
+
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph is being recorded on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,90 @@
+"""Small helpers about tensors that both DeepEP buffers need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from epee.ep.config import DTYPE_CODES
+from epee.ep.handle import Payload
+from epee.errors import InvalidArgument
+
+
+def values_of(x: object) -> torch.Tensor:
+    """Return the rows of a payload: a tensor, or the first of an FP8 pair.
+
+    Raises:
+        InvalidArgument: it is neither, or the rows are not a matrix of a dtype that travels.
+    """
+    values = x[0] if isinstance(x, (tuple, list)) and x else x
+    if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.dtype not in DTYPE_CODES:
+        got = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+        raise InvalidArgument(
+            f"x must be [num_tokens, hidden] or a pair (float8_e4m3fn values, scales), of {_names()}, got {got}"
+        )
+    return values
+
+
+def _names() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
+
+
+def int64_routing(topk_idx: object) -> torch.Tensor:
+    """Return `topk_idx` as int64; int32 is widened.
+
+    Raises:
+        InvalidArgument: it is no integer matrix.
+    """
+    if (
+        not isinstance(topk_idx, torch.Tensor)
+        or topk_idx.dim() != 2
+        or topk_idx.dtype not in (torch.int64, torch.int32)
+    ):
+        got = (
+            f"{topk_idx.dtype} {list(topk_idx.shape)}"
+            if isinstance(topk_idx, torch.Tensor)
+            else type(topk_idx).__name__
+        )
+        raise InvalidArgument(f"topk_idx must be int64 (or int32) [num_tokens, num_topk], got {got}")
+    return topk_idx.to(torch.int64)
+
+
+def filled_up(rows: torch.Tensor, num_rows: int, fill: float) -> torch.Tensor:
+    """Return `rows` with rows of `fill` behind them, `num_rows` in all; the tensor itself when it has as many."""
+    if len(rows) == num_rows:
+        return rows
+    tail = rows.new_zeros((num_rows - len(rows), *rows.shape[1:]))
+    if fill:
+        tail.fill_(fill)
+    return torch.cat([rows, tail])
+
+
+def payload_filled_up(x: Payload, num_rows: int) -> Payload:
+    """Return a payload with zero rows behind it, `num_rows` in all."""
+    if isinstance(x, tuple):
+        return filled_up(x[0], num_rows, 0), filled_up(x[1], num_rows, 0)
+    return filled_up(x, num_rows, 0)
+
+
+def cut(rows: object, num_rows: int, num_given: int) -> object:
+    """Return the first `num_rows` rows of a tensor that has `num_given`; anything else as it is, others will judge."""
+    if num_given != num_rows and isinstance(rows, torch.Tensor) and rows.dim() and len(rows) == num_given:
+        return rows[:num_rows]
+    return rows
+
+
+def column_major(scales: torch.Tensor) -> torch.Tensor:
+    """Return equal scales with strides `(1, rows rounded up to 4)`, as TMA reads them."""
+    num_rows, num_scales = scales.shape
+    place = scales.new_zeros((num_scales, -(-num_rows // 4) * 4))
+    place[:, :num_rows].copy_(scales.t())
+    return place.t()[:num_rows]
+
+
+def as_bias(bias: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a bias as the core takes it: nothing, a tensor or a pair; a list is a pair as well."""
+    if isinstance(bias, Sequence):
+        return cast("tuple[torch.Tensor, torch.Tensor]", tuple(bias))
+    return cast("torch.Tensor | None", bias)

@@ -1,0 +1,58 @@
+"""V2's two size questions: how many bytes a buffer takes, and how many SMs a dispatch should use."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from epee.compat.deep_ep.rooms import num_tokens_made_for
+from epee.ep.config import BufferConfig
+from epee.memory.arena import num_pool_slots
+from epee.memory.layout import align_up
+
+_ALIGN = 2 << 20
+NVLINK_GBS = 430.0  # of one H200, as DeepEP counts it (0.9 of the nominal rate)
+_LEAST_SMS = 4
+_SMS_WITHOUT_OVERLAP = 64
+_MARGIN = 1.25
+
+
+def buffer_bytes(num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> int:
+    """Return the bytes of the receive memory of a rank for bfloat16 rows in the rank layout, a multiple of 2 MiB."""
+    config = BufferConfig(
+        num_ranks, num_ranks, hidden, max(1, num_topk), num_tokens_made_for(num_max_tokens_per_rank), torch.bfloat16
+    )
+    config.check()
+    return align_up(config.slot_layout("rank", 1).nbytes * num_pool_slots(config.num_slots), _ALIGN)
+
+
+def theoretical_num_sms(
+    num_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    nvlink_gbs: float,
+    sm_gbs: tuple[float, float],
+    is_overlapped: bool,
+) -> int:
+    """Return the SMs that keep the links busy, by DeepEP's model of a balanced routing on one host.
+
+    A token goes to `R * (1 - C(E - E/R, K) / C(E, K))` of R ranks on average. For each byte received, an SM reads
+    the inverse of that and writes one; (R - 1) / R of it crosses a link. 25 % margin, even, at least 4.
+
+    Args:
+        num_ranks, num_experts, num_topk: R, E, K.
+        nvlink_gbs: GB/s of a GPU's links, 0 for an H200's.
+        sm_gbs: GB/s that one SM reads and writes.
+        is_overlapped: whether other kernels want SMs meanwhile.
+    """
+    traffic = 1 - 1 / num_ranks
+    if traffic == 0:
+        return _LEAST_SMS
+    elsewhere = math.comb(num_experts - num_experts // num_ranks, num_topk) / math.comb(num_experts, num_topk)
+    ranks_per_token = num_ranks * (1 - elsewhere)
+    received_gbs = (nvlink_gbs or NVLINK_GBS) / traffic
+    read_gbs, write_gbs = sm_gbs
+    sms = max(received_gbs / ranks_per_token / read_gbs, received_gbs / write_gbs) * _MARGIN
+    even = align_up(max(_LEAST_SMS, math.ceil(sms)), 2)
+    return even if is_overlapped else max(_SMS_WITHOUT_OVERLAP, even)

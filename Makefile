@@ -26,7 +26,7 @@ demo: $(STAMP)  ## train a small MoE language model over two processes, about a 
 	@echo "==> training; plots and numbers go to demo-out/"
 	$(BIN)/epee demo --out demo-out
 
-test: $(STAMP)  ## run everything that CI runs
+test: $(STAMP)  ## run the whole test suite
 	@echo "==> running the tests"
 	scripts/test
 

@@ -161,12 +161,15 @@ def _attach_all(group: dist.ProcessGroup, inbox: HostRegion | None, blobs: list[
             born.watch.watch(rank, region.owner_pid, region.owner_start_time)
     except EpeeError as exc:
         problem = f"{type(exc).__name__}: {exc}"
-    texts = all_gather_bytes(group, problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
-    for rank, data in enumerate(texts):
-        text = data.rstrip(b"\0").decode("utf-8", "replace")
-        if text:
-            born.close()
-            raise ResourceError(f"Buffer: rank {rank} could not map its peers' memory: {text}")
+    try:
+        texts = all_gather_bytes(group, problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
+        for rank, data in enumerate(texts):
+            text = data.rstrip(b"\0").decode("utf-8", "replace")
+            if text:
+                raise ResourceError(f"Buffer: rank {rank} could not map its peers' memory: {text}")
+    except BaseException:
+        born.close()
+        raise
     return born
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -69,9 +70,8 @@ class Buffer:
             layout, `num_local_experts * (expert_alignment - 1)` rows, is always added.
         timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
 
-    Memory: each layout gets an arena at its first use, `2 * num_slots + 2` slots of
-    `rows * (row bytes + scale bytes + 8 + num_topk * 12)` bytes. That is address space: pages are taken when they are
-    first written, and slots are reused lowest first.
+    Memory: each layout gets an arena at its first use, `2 * num_slots + 2` slots of `rows` rows; docs/buffer.md has the
+    formula. That is address space: pages are taken when they are first written, and slots are reused lowest first.
 
     After an error the buffer works, except after `RankFailedError`: a dead rank cannot come back into this buffer.
 
@@ -98,7 +98,7 @@ class Buffer:
     ) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self._closing = False
+        self._closing = _Closing()
         self._closed = True  # until everything is made
         self._pid = os.getpid()
         self._id = next(_buffer_ids)
@@ -108,12 +108,19 @@ class Buffer:
         self.config = BufferConfig(
             self.num_ranks, num_experts, hidden, num_topk, max_tokens_per_rank, dtype, num_slots, max_recv_rows or 0
         )
-        refusal = _refusal(self.config, device, max_recv_rows, timeout)
-        self._born: Born = meet(members, self.config, refusal)
-        self._timeout = check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S"))
-        exchange = Exchange(self.config, self.rank, self._born.inboxes, self._born.watch, self._interrupt)
-        self._path = CpuPath(self.config, self.rank, exchange, self._id, env.get_bool("EPEE_POISON"))
-        self._exchange = exchange
+        refusal: EpeeError | None = None
+        self._timeout, poison = 0.0, False
+        try:
+            self._timeout, poison = _settings(self.config, device, max_recv_rows, timeout)
+        except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
+            refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
+        born = meet(members, self.config, refusal)
+        self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
+        self._path = CpuPath(self.config, self.rank, self._exchange, self._id, poison)
+        self._inbox_bytes = born.inboxes[self.rank].mapped_bytes
+        # a buffer that is dropped without close() returns its memory as well
+        self._finalizer = weakref.finalize(self, _return_all, self._path, born, self._exchange)
+        self._finalizer.atexit = False
         self._closed = False
 
     def dispatch(
@@ -139,6 +146,7 @@ class Buffer:
             topk_weights: `[num_tokens, num_topk]` float32 (or float64 beside a float64 x).
             is_token_in_rank: `[num_tokens, num_ranks]` bool, routing without experts (rank layout only).
             handle: of an earlier dispatch: the same rows travel again, no counts are exchanged; give no routing.
+                Layout and alignment are the handle's.
             layout: "rank": one row per (source rank, token), in this order. "expert": one row per (local expert,
                 source rank, token, k), each expert's block padded with zero rows to `expert_alignment`.
             expert_alignment: 1 ... 4096 rows.
@@ -191,7 +199,8 @@ class Buffer:
             handle: of the dispatch.
             topk_weights: to be sent back: `[num_recv, num_topk]` (rank layout), `[num_recv]` (expert layout).
             bias: one or two `[num_tokens, hidden]`, of y's dtype or float32, added before the rounding.
-            out: `[num_tokens, hidden]` of y's dtype, written instead of new memory.
+            out: `[num_tokens, hidden]` of y's dtype, written instead of new memory; may be a bias, must not share
+                memory with y.
             order: of the additions; None for epee's own, which is the fastest.
             timeout: seconds to wait for a silent peer.
 
@@ -247,8 +256,8 @@ class Buffer:
             dtype: of y, the buffer's by default.
 
         Returns:
-            `[num_recv, hidden]`, uninitialised, good for one combine; do not write into it afterwards (peers may
-            still read). Ordinary memory when all slots are in use.
+            `[num_recv, hidden]`, uninitialised. Do not write into it after the combine: peers may still read it.
+            Ordinary memory when all slots are in use.
         """
         with self._exclusive():
             kind = self.config.dtype if dtype is None else dtype
@@ -261,7 +270,7 @@ class Buffer:
         """Bytes of shared memory that this rank maps for others: its inbox and the arenas made so far."""
         if self._closed:
             return 0
-        return self._born.inboxes[self.rank].mapped_bytes + self._path.nbytes
+        return self._inbox_bytes + self._path.nbytes
 
     @property
     def num_copied_results(self) -> int:
@@ -274,16 +283,15 @@ class Buffer:
         A call in progress in another thread ends with `AbortedError`. Tensors that the user still holds stay valid;
         handles do not.
         """
-        self._closing = True
+        self._closing.asked = True
         if self._pid != os.getpid():
             return  # a forked child: the mappings are the parent's business
+        if self._owner == threading.get_ident():
+            return  # called from a signal handler inside a call: that call ends and closes on its way out
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._path.close()
-            self._born.close()
-            self._exchange.release()
+            if not self._closed:
+                self._closed = True
+                self._finalizer()
 
     def __enter__(self) -> Buffer:
         return self
@@ -292,10 +300,6 @@ class Buffer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _interrupt(self) -> None:
-        if self._closing:
-            raise AbortedError("the buffer was closed by another thread while a call was waiting")
 
     @contextmanager
     def _call(self, op: int, timeout: float | None) -> Iterator[float]:
@@ -331,27 +335,44 @@ class Buffer:
         me = threading.get_ident()
         if self._owner == me:
             raise InvalidState("a call on this buffer is in progress in this thread (signal handler or callback?)")
-        with self._lock:
-            if self._closed:
-                raise InvalidState("the buffer is closed; make a new one")
-            self._owner = me
-            try:
-                yield
-            finally:
-                self._owner = None
+        try:
+            with self._lock:
+                if self._closed or self._closing.asked:
+                    raise InvalidState("the buffer is closed; make a new one")
+                self._owner = me
+                try:
+                    yield
+                finally:
+                    self._owner = None
+        finally:
+            if self._closing.asked:
+                self.close()
 
 
-def _refusal(
+class _Closing:
+    """Whether somebody asked to close; apart from the buffer, so that nothing keeps a dropped buffer alive."""
+
+    asked = False
+
+    def check(self) -> None:
+        """End a waiting call once the buffer is to be closed."""
+        if self.asked:
+            raise AbortedError("the buffer was closed while this call was waiting")
+
+
+def _return_all(path: CpuPath, born: Born, exchange: Exchange) -> None:
+    path.close()
+    born.close()
+    exchange.release()
+
+
+def _settings(
     config: BufferConfig, device: torch.device | str | None, max_recv_rows: int | None, timeout: float | None
-) -> EpeeError | None:
-    """Return what is wrong with this rank's arguments, for the peers to hear before it is raised."""
-    try:
-        config.check()
-        if max_recv_rows == 0:
-            raise InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
-        check_timeout(timeout, 1.0)
-        if device is not None and torch.device(device).type != "cpu":
-            raise UnsupportedError(f"device must be the CPU, got {device}; GPUs are not served yet")
-    except EpeeError as error:
-        return error
-    return None
+) -> tuple[float, bool]:
+    """Check this rank's arguments and environment; return (default time-out in seconds, whether to poison)."""
+    if max_recv_rows == 0:
+        raise InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
+    config.check()
+    if device is not None and torch.device(device).type != "cpu":
+        raise UnsupportedError(f"device must be the CPU, got {device}; GPUs are not served yet")
+    return check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S")), env.get_bool("EPEE_POISON")

@@ -142,10 +142,13 @@ def check_payload(x: object, config: BufferConfig) -> PayloadRows:
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
-    """Return a 2-D tensor's bytes as rows of 8-byte words; a copy when it has gaps or starts off an 8-byte border."""
-    dense = values.contiguous() if values.numel() else values.new_empty(values.shape)  # may have strides of 0
-    if dense.storage_offset() * dense.itemsize % 8:
-        dense = dense.clone()
+    """Return a 2-D tensor's bytes as rows of 8-byte words; a copy where torch could not view it so.
+
+    That is: with gaps, off an 8-byte border, or with odd strides that torch calls contiguous (empty or one row).
+    """
+    num_tokens, hidden = values.shape
+    is_plain = values.stride() == (hidden, 1) and values.storage_offset() * values.itemsize % 8 == 0
+    dense = values if is_plain else torch.empty(num_tokens, hidden, dtype=values.dtype).copy_(values)
     return dense.view(torch.int64)
 
 
@@ -270,10 +273,13 @@ def check_combine(
     biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
     if len(biases) > 2:
         raise InvalidArgument(f"bias must be one tensor or a pair, got {len(biases)} tensors; add them first")
-    checked = tuple(check_tensor("bias", item, shape, (rows.dtype, torch.float32, torch.float64)) for item in biases)
+    kinds = tuple(dict.fromkeys((rows.dtype, torch.float32)))
+    checked = tuple(check_tensor("bias", item, shape, kinds) for item in biases)
     target = None if out is None else check_tensor("out", out, shape, (rows.dtype,))
-    if target is not None and _overlaps_itself(target):
-        raise InvalidArgument("out must not overlap itself (expanded?), got strides that do; give a .clone()")
+    if target is not None:
+        _check_out(target, rows, weights)
+        # out is written while biases are still to be read
+        checked = tuple(item.clone() if _overlap(target, item) else item for item in checked)
     wanted = check_order(order, handle.layout)
     lanes = _check_lanes(config, handle, wanted) if handle.layout == "rank" and wanted.by == "last_k" else None
     if is_own_order(wanted, config.num_ranks, len(checked)):
@@ -298,6 +304,25 @@ def _check_lanes(config: BufferConfig, handle: Handle, order: CombineOrder) -> t
             f"order.topk_idx must be the routing of the handle's dispatch, but token {token} went to other ranks"
         )
     return lanes
+
+
+def _check_out(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> None:
+    if _overlaps_itself(out):
+        raise InvalidArgument("out must not overlap itself (expanded?), got strides that do; give a .clone()")
+    for name, other in (("y", y), ("topk_weights", weights)):
+        if other is not None and _overlap(out, other):
+            raise InvalidArgument(f"out must not share memory with {name}, which is read while out is written")
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether the spans of memory of two tensors meet."""
+    spans = []
+    for tensor in (first, second):
+        if tensor.numel() == 0:
+            return False
+        reach = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize))
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

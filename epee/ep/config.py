@@ -19,6 +19,15 @@ PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The exchange names a payload by its place here; the order is part of the protocol.
 DTYPE_CODES = (*PAYLOAD_DTYPES, FP8)
 _WORD_BYTES = 8
+# Lowest and highest value of each number; far above use, so that sizes made of them cannot overflow.
+_BOUNDS = {
+    "num_experts": (1, 1 << 20),
+    "hidden": (1, 1 << 20),
+    "num_topk": (1, MAX_TOPK),
+    "max_tokens_per_rank": (1, 1 << 24),
+    "num_slots": (1, 64),
+    "max_recv_rows": (0, 1 << 32),  # 0 stands for None
+}
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,10 @@ class BufferConfig:
 
     def check(self) -> None:
         """Raise `InvalidArgument` for the first rule that is broken."""
-        for name in ("num_experts", "hidden", "num_topk", "max_tokens_per_rank", "num_slots"):
+        for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidArgument(f"{name} must be an int of at least 1, got {value!r}")
-        if not isinstance(self.max_recv_rows, int) or self.max_recv_rows < 0:
-            raise InvalidArgument(f"max_recv_rows must be None or an int of at least 1, got {self.max_recv_rows!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise InvalidArgument(f"{name} must be an int {low} ... {high}, got {value!r}")
         if self.num_experts % self.num_ranks:
             raise InvalidArgument(
                 f"num_experts must be a multiple of the number of ranks, got {self.num_experts} experts for "
@@ -60,8 +67,6 @@ class BufferConfig:
             )
         if self.hidden % 8:
             raise InvalidArgument(f"hidden must be a multiple of 8, got {self.hidden}; pad the rows")
-        if self.num_topk > MAX_TOPK:
-            raise InvalidArgument(f"num_topk must be 1 ... {MAX_TOPK}, got {self.num_topk}")
         if self.dtype not in PAYLOAD_DTYPES:
             names = ", ".join(str(dtype) for dtype in PAYLOAD_DTYPES)
             raise InvalidArgument(

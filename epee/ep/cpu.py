@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
-from ..errors import InvalidArgument, InvalidState, ProtocolError, context
+from ..errors import InvalidArgument, ProtocolError, context
 from ..memory.arena import Arena, Slots, num_pool_slots
 from ..memory.host import BLOB_BYTES
 from ..memory.layout import Field
@@ -83,21 +84,24 @@ class CpuPath:
             slots = self._attach(call.layout, rows)
             self._send(call, handle, rows, slots)
             self.exchange.wait_data(deadline)
+            return self._receive(call, handle, arena, slot)
         except BaseException:
             self._let_go(arena, slot, last_seq)
             if self.exchange.seq > last_seq:
                 self.exchange.abandon()  # some may wait for rows that will not come
             raise
-        return self._receive(call, handle, arena, slot)
 
     def combine(self, call: CombineCall, deadline: float) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
         layout = call.handle.layout
         arena = self._arena(layout, call.handle.expert_alignment)
         self._settle(deadline)
-        slot = self._stage(call, arena)
+        slot = arena.leased_input(call.y) if call.y.numel() else None
+        is_staged = slot is not None
+        slot = self._take(arena) if slot is None else slot
         last_seq = self.exchange.seq
         try:
+            self._stage(call, arena, slot, is_staged)
             self.exchange.publish(self._combine_header(call, slot), None, arena.region.blob, deadline)
             rows = self.exchange.gather(deadline)
             return self._pull(call, self._attach(layout, rows), rows)
@@ -108,6 +112,7 @@ class CpuPath:
         """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
         shape = (handle.num_recv, self.config.hidden)
         arena = self._arena(handle.layout, handle.expert_alignment)
+        arena.pool.reclaim(self.exchange.seq)
         arena.pool.passed(self.exchange.settled)
         if handle.num_recv == 0 or not arena.pool.can_lease("input"):
             return torch.empty(shape, dtype=dtype)
@@ -210,6 +215,7 @@ class CpuPath:
         """Wait until the peers have passed every call but the last, and free the slots that were cooling for them."""
         self.exchange.settle(deadline)
         for arena in self._arenas.values():
+            arena.pool.reclaim(self.exchange.seq)
             arena.pool.passed(self.exchange.settled)
 
     def _let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
@@ -226,9 +232,17 @@ class CpuPath:
             if src == self.rank:
                 peers[src] = self._arenas[layout]
             elif blobs.get(src) != text:
-                alignment = max(1, rows.headers[src].arena_alignment)
+                header = rows.headers[src]
+                alignment = max(1, header.arena_alignment)
+                if layout == "expert" and alignment < header.expert_alignment:
+                    raise ProtocolError(
+                        f"rank {src}: its arena is aligned to {alignment}, its call to {header.expert_alignment} rows"
+                    )
                 slot_layout = self.config.slot_layout(layout, alignment)
                 new = Slots.attach(text[:BLOB_BYTES], slot_layout, num_pool_slots(self.config.num_slots))
+                if new.region.owner_pid != self.exchange.pids[src]:
+                    new.close()
+                    raise ProtocolError(f"the arena that rank {src} names belongs to process {new.region.owner_pid}")
                 if src in peers:
                     peers[src].close()
                 peers[src], blobs[src] = new, text
@@ -254,12 +268,18 @@ class CpuPath:
 
     def _check_counts(self, rows: Rows, layout: str, alignment: int) -> Counts:
         """Raise unless the counts are possible and everybody has room; the same verdict on every rank."""
-        most = max(header.num_tokens for header in rows.headers) * self.config.num_topk
-        if rows.counts.min() < 0 or rows.counts.max() > most:
+        num_ranks, num_topk = self.config.num_ranks, self.config.num_topk
+        per_rank, per_expert = rows.counts[:, :num_ranks], rows.counts[:, num_ranks:]
+        limit = np.array([header.num_tokens for header in rows.headers])[:, None]
+        possible = rows.counts.min() >= 0 and not (per_expert > limit * num_topk).any()
+        if layout == "rank":
+            possible = possible and not (per_rank > limit).any()
+        else:
+            possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
+        if not possible:
             where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
             raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
-        num_ranks = self.config.num_ranks
-        counts = Counts(rows.counts[:, :num_ranks].tolist(), rows.counts[:, num_ranks:])
+        counts = Counts(per_rank.tolist(), per_expert)
         needed = num_rows_needed(counts, layout, alignment, self.config)
         capacity = self.config.capacity(layout, alignment)
         worst = max(range(num_ranks), key=needed.__getitem__)
@@ -302,8 +322,9 @@ class CpuPath:
             weights = None
         return Dispatched(
             x=self._result(call.payload, handle.num_recv, arena, slot),
-            topk_idx=handle.recv_topk_idx,
-            topk_weights=weights,
+            # copies: the handle's own must not change with what the user does to these
+            topk_idx=None if handle.recv_topk_idx is None else handle.recv_topk_idx.clone(),
+            topk_weights=None if weights is None else weights.clone(),
             num_tokens_per_expert=handle.num_tokens_per_expert,
             handle=handle,
             event=None,
@@ -329,22 +350,15 @@ class CpuPath:
 
     # -- combine
 
-    def _stage(self, call: CombineCall, arena: Arena) -> int:
-        """Bring y (and weights) into a slot that peers may read; nothing to copy for `combine_input` memory."""
-        slot = arena.leased_input(call.y) if call.y.numel() else None
-        if slot is not None and arena.pool.is_cooling(slot):
-            raise InvalidState(
-                "y is combine_input memory that an earlier combine has used; ask for a new one each time"
-            )
-        if slot is None:
-            slot = self._take(arena)
+    def _stage(self, call: CombineCall, arena: Arena, slot: int, is_staged: bool) -> None:
+        """Bring y, unless it lies in the slot already, and the weights to where peers may read them."""
+        if not is_staged:
             staged = typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape)))
             for part in self._rows_for_others(call.handle):
                 staged[part].copy_(call.y[part])
         if call.topk_weights is not None:
             flat = call.topk_weights.reshape(-1)
             arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
-        return slot
 
     def _rows_for_others(self, handle: Handle) -> tuple[slice, ...]:
         """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""

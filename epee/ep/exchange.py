@@ -133,8 +133,8 @@ class Exchange:
         interrupt: called while waiting; raises to end the wait.
 
     Attributes:
-        seq: number of the last published call, from 1.
         epoch: of the view; 0 while membership cannot change.
+        pids: the ranks' processes.
         settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
     """
 
@@ -148,10 +148,10 @@ class Exchange:
     ) -> None:
         self.config = config
         self.rank = rank
-        self.seq = 0
         self.epoch = 0
         self.settled = 0
-        self._published = b""  # this rank's row as it was written
+        self._row = (0, b"")  # number and bytes of the last call's row
+        self._stored = 0  # the last call whose row has been stored into every inbox
         self._watch = watch
         self._interrupt = interrupt
         layout = inbox_layout(config)
@@ -161,6 +161,7 @@ class Exchange:
         num_words = layout.nbytes // 8
         self._words = [inbox.words(0, num_words) for inbox in inboxes]
         self._addresses = [inbox.address for inbox in inboxes]
+        self.pids = [inbox.owner_pid for inbox in inboxes]
         self._limits = _limits(config)
         self._op = "none"
 
@@ -175,23 +176,28 @@ class Exchange:
         """
         self.settle(deadline)
         self._op = OP_NAMES[header.op]
-        self.seq += 1
-        parity = self.seq & 1
-        own = self._words[self.rank]
-        start = self._row_at(parity, self.rank)
-        own[start + 1 : start + 1 + _NUM_HEADER] = _as_words(header)
-        own[start + _TEXT_AT : start + _COUNTS_AT] = memoryview(text.ljust(REASON_BYTES, b"\0")).cast("Q")
-        if counts is not None:
-            at = start + _COUNTS_AT
-            own[at : at + len(counts)] = memoryview(counts.tobytes()).cast("Q")
-        row = own[start + 1 : start + self._row_words]
-        self._published = bytes(row)
-        mark = tag(self.epoch, self.seq)
+        numbers = bytes(8 * (self._row_words - _COUNTS_AT)) if counts is None else counts.tobytes()
+        row = _HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
+        # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
+        self._row = (self.seq + 1, row.ljust(8 * (self._row_words - 1), b"\0"))
+        self._store_row()
+
+    @property
+    def seq(self) -> int:
+        """Number of the last published call, from 1."""
+        return self._row[0]
+
+    def _store_row(self) -> None:
+        """Write the current row into every inbox; storing it again changes nothing."""
+        seq, row = self._row
+        start = self._row_at(seq & 1, self.rank)
+        mark = tag(self.epoch, seq)
+        data = memoryview(row).cast("Q")
         for peer, words in enumerate(self._words):
-            if peer != self.rank:
-                words[start + 1 : start + self._row_words] = row
+            words[start + 1 : start + self._row_words] = data
             words[start] = mark
             futex_wake(self._addresses[peer] + 8 * start)
+        self._stored = seq
 
     def gather(self, deadline: float) -> Rows:
         """Wait for all rows of the current call; return them once they are complete, checked and agreed on.
@@ -206,7 +212,7 @@ class Exchange:
         num_ranks, width = self.config.num_ranks, 8 * self._row_words
         copy = bytes(self._words[self.rank][first : first + num_ranks * self._row_words])
         own = copy[self.rank * width + 8 : (self.rank + 1) * width]
-        if own != self._published:
+        if own != self._row[1]:
             raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
         headers = [_parse(_HEADER.unpack_from(copy, src * width + 8), src, self._limits) for src in range(num_ranks)]
         texts = [copy[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in range(num_ranks)]
@@ -242,6 +248,8 @@ class Exchange:
 
     def settle(self, deadline: float) -> None:
         """Wait until all peers have announced the last call, so that none can be behind it."""
+        if self._stored < self.seq:
+            self._store_row()
         if self.settled < self.seq:
             self._wait_rows(deadline)
 
@@ -295,29 +303,26 @@ class Exchange:
         )
 
     def _agree(self, headers: list[Header], texts: list[bytes]) -> None:
+        """Raise `MismatchError` unless all ranks made the same call; its text is the same on all of them."""
+        first = headers[0]
         for src, header in enumerate(headers):
             if header.refused:
-                where = context(self._op, seq=self.seq, epoch=self.epoch)
+                where = context(OP_NAMES[header.op], seq=self.seq, epoch=self.epoch)
                 reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
                 raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
-        first = headers[0]
         for src, header in enumerate(headers):
             if header[:NUM_AGREED] == first[:NUM_AGREED]:
                 continue
-            where = context(self._op, seq=self.seq, epoch=self.epoch)
+            where = context(OP_NAMES[first.op], seq=self.seq, epoch=self.epoch)
             for name, mine, other in zip(Header._fields[:NUM_AGREED], first, header, strict=False):
                 if mine != other:
                     raise MismatchError(
-                        f"{where}: ranks disagree about {name}: rank 0 has {_describe(name, mine)}, "
+                        f"{where}: ranks disagree about {_LABELS.get(name, name)}: rank 0 has {_describe(name, mine)}, "
                         f"rank {src} has {_describe(name, other)}; all ranks must make the same calls in the same order"
                     )
 
     def _row_at(self, parity: int, src: int) -> int:
         return self._rows_at + (parity * self.config.num_ranks + src) * self._row_words
-
-
-def _as_words(header: Header) -> memoryview:
-    return memoryview(_HEADER.pack(*header)).cast("Q")
 
 
 def _parse(words: tuple[int, ...], src: int, limits: Limits) -> Header:
@@ -349,6 +354,16 @@ def _limits(config: BufferConfig) -> Limits:
         (0, config.num_ranks - 1),
         (0, 0),
     )
+
+
+# How a user would call a header field; the others have the user's own words.
+_LABELS = {
+    "handle": "the handle in use (number of the call that made it; for all_gather_bytes the number of bytes)",
+    "with_topk": "routing by topk_idx (1) or otherwise (0)",
+    "with_weights": "topk_weights (bytes of a weight, 0 without)",
+    "scale_words": "the width of the FP8 scales",
+    "scale_kind": "the dtype of the FP8 scales (0 none, 1 float32, 2 packed int32)",
+}
 
 
 def _describe(name: str, value: int) -> str:

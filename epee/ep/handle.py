@@ -72,7 +72,7 @@ class Handle:
     @property
     def num_tokens_per_expert(self) -> list[int]:
         """(token, k) slots per local expert, rounded up to `expert_alignment`; empty without top-k routing."""
-        return self.placement.num_tokens_per_expert if self.with_topk else []
+        return list(self.placement.num_tokens_per_expert) if self.with_topk else []
 
     @property
     def num_received(self) -> list[int]:

@@ -29,7 +29,7 @@ class CombineOrder:
 
     Attributes:
         by: see above.
-        bias_first: start from the sum of the biases instead of +0.0, and add none at the end.
+        bias_first: start from the sum of the biases instead of nothing, and add none at the end.
         round_partials: expert layout: round each rank's sum to the payload's dtype before it is added.
         topk_idx: `[num_tokens, num_topk]` int64, the routing of the dispatch; the rank layout needs it for "last_k",
             because its handles do not keep it.

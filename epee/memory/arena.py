@@ -51,6 +51,7 @@ class SlotPool:
         self.num_slots = num_slots
         self.total = num_pool_slots(num_slots)
         self._free = set(range(self.total))
+        self._taken: set[int] = set()
         self._cooling: dict[int, int] = {}  # slot -> call that all peers must have passed
         self._leased: dict[int, str] = {}  # slot -> "result" | "input"
         self._released: deque[int] = deque()
@@ -59,8 +60,14 @@ class SlotPool:
         """Take a free slot for the call in progress; the lowest one, so that few pages are ever touched."""
         self._drain()
         slot = min(self._free)
+        self._taken.add(slot)
         self._free.discard(slot)
         return slot
+
+    def reclaim(self, seq: int) -> None:
+        """Cool slots that a call took and lost track of (an interrupt in the wrong place); call between two calls."""
+        for slot in list(self._taken):
+            self.cool(slot, seq)
 
     def can_lease(self, purpose: str) -> bool:
         """Tell whether one more slot may be leased for "result" or "input"."""
@@ -70,6 +77,7 @@ class SlotPool:
     def lease(self, slot: int, purpose: str) -> Callable[[object], None]:
         """Lease a taken slot; returns the weak-reference callback that gives it back."""
         self._leased[slot] = purpose
+        self._taken.discard(slot)
         return partial(_release, self._released, slot)
 
     def leased(self, purpose: str) -> list[int]:
@@ -84,9 +92,12 @@ class SlotPool:
     def cool(self, slot: int, seq: int) -> None:
         """Let go of a taken or leased slot that peers may touch until all have passed call `seq`."""
         self._cooling[slot] = seq
+        self._taken.discard(slot)
+        self._free.discard(slot)
 
     def give_back(self, slot: int) -> None:
         """Let go of a slot that no peer can touch; one that is leased stays so until its tensors have died."""
+        self._taken.discard(slot)
         if slot not in self._leased:
             self._free.add(slot)
 
@@ -206,9 +217,12 @@ class Arena(Slots):
         return tensors
 
     def leased_input(self, tensor: torch.Tensor) -> int | None:
-        """Return the slot that was leased as combine input and starts where `tensor` starts, else None."""
+        """Return the slot that was leased as combine input and starts where `tensor` starts, else None.
+
+        A slot that peers may still read because of an earlier combine does not count: its rows are to be copied.
+        """
         for slot in self.pool.leased("input"):
-            if self.field(slot, "payload").data_ptr() == tensor.data_ptr():
+            if not self.pool.is_cooling(slot) and self.field(slot, "payload").data_ptr() == tensor.data_ptr():
                 return slot
         return None
 

@@ -122,7 +122,7 @@ class HostRegion:
             pid = os.getpid()
             blob = _BLOB.pack(_MAGIC, pid, process_start_time(pid), fd, mapped_bytes, cookie)
             region = cls(fd, mapped_bytes, pid, blob)
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, OverflowError) as exc:
             os.close(fd)
             raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; make the buffer smaller") from exc
         region.mapping[:_COOKIE_BYTES] = cookie

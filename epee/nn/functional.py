@@ -116,7 +116,7 @@ class _Dispatch(torch.autograd.Function):
             x, topk_idx, topk_weights, layout=layout, expert_alignment=expert_alignment, timeout=timeout
         )
         ctx.buffer, ctx.handle, ctx.timeout = buffer, dispatched.handle, timeout
-        ctx.local_idx = dispatched.topk_idx  # rank layout only: which of a row's k are experts of this rank
+        ctx.local_idx = dispatched.handle.recv_topk_idx  # rank layout only: which of a row's k are experts of this rank
         ctx.has_weights = topk_weights is not None
         if not ctx.has_weights and dispatched.topk_weights is not None:
             ctx.mark_non_differentiable(dispatched.topk_weights)

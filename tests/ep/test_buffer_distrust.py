@@ -87,7 +87,7 @@ class Liar:
     def __init__(self, buffer: epee.Buffer) -> None:
         self._exchange = buffer._exchange
         self._publish = buffer._exchange.publish
-        self._as_words = exchange._as_words
+        self._store_row = buffer._exchange._store_row
 
     def tell(
         self,
@@ -97,8 +97,12 @@ class Liar:
     ) -> None:
         """Lie from now on."""
 
-        def as_words(header: Any) -> memoryview:
-            return self._as_words(header._replace(**(change(header) if change is not None else {})))
+        def store_row() -> None:
+            seq, row = self._exchange._row
+            header = exchange.Header(*exchange._HEADER.unpack_from(row))
+            lie = header._replace(**(change(header) if change is not None else {}))
+            self._exchange._row = (seq, exchange._HEADER.pack(*lie) + row[exchange._HEADER.size :])
+            self._store_row()
 
         def publish(header: Any, counts: Any, text: bytes, *rest: Any, **options: Any) -> None:
             if count is not None and counts is not None:
@@ -110,12 +114,12 @@ class Liar:
                 text = bytes(damaged)
             self._publish(header, counts, text, *rest, **options)
 
-        exchange._as_words = as_words
+        self._exchange._store_row = store_row  # type: ignore[method-assign]
         self._exchange.publish = publish  # type: ignore[method-assign]
 
     def stop(self) -> None:
         """Be honest again."""
-        exchange._as_words = self._as_words
+        self._exchange._store_row = self._store_row  # type: ignore[method-assign]
         self._exchange.publish = self._publish  # type: ignore[method-assign]
 
 
@@ -157,7 +161,7 @@ def _corrupt_counts(rank: int, num_ranks: int) -> list[str]:
         liar = Liar(buffer)
         for layout in ("rank", "expert"):
             for index in (0, 1, num_ranks, num_ranks + 3):
-                for value in (-1, 10**6, 2**62, -(2**63)):
+                for value in (-1, NUM_TOKENS * NUM_TOPK + 1, 10**6, 2**62, -(2**63)):
                     if rank == 1:
                         liar.tell(count=(index, value))
                     seen.append(_attempt(lambda at=layout: buffer.dispatch(x, idx, layout=at, timeout=2)))  # type: ignore[misc]

@@ -393,26 +393,19 @@ def test_overflow_is_the_same_error_on_every_rank(layout: str) -> None:
 # --- leases ---
 
 
-def _double_use(rank: int, num_ranks: int) -> tuple[str, str]:
+def _double_use(rank: int, num_ranks: int) -> None:
     setup = setup_of(num_ranks=2)
     with make_buffer(setup, max_tokens_per_rank=8, max_recv_rows=64) as buffer:
         x = torch.ones(4, setup.hidden, dtype=torch.bfloat16)
         handle = buffer.dispatch(x, torch.tensor([[0, 2]] * 4)).handle
         place = buffer.combine_input(handle)
         place.fill_(1.0)
-        first = buffer.combine(place, handle).x
-        assert torch.equal(first, x * 2)
-        try:
-            buffer.combine(place, handle)
-        except epee.EpeeError as exc:
-            return type(exc).__name__, str(exc)
-        return "nothing", ""
+        for _ in range(4):  # the first is read in place; peers may still read it during the next, which copies it
+            assert torch.equal(buffer.combine(place, handle).x, x * 2)
 
 
-def test_leased_memory_serves_one_combine() -> None:
-    for kind, message in run_ranks(_double_use, 2):
-        assert kind == "InvalidState", message
-        assert "combine_input" in message
+def test_leased_memory_may_be_combined_again() -> None:
+    run_ranks(_double_use, 2)
 
 
 # --- odd but right ---

@@ -8,6 +8,8 @@ socket.
 from __future__ import annotations
 
 from . import errors, nn
+from .backend import BackendOptions
+from .backend import register as _register
 from .ep.buffer import Buffer
 from .ep.handle import Combined, Dispatched, Handle
 from .errors import CommTimeoutError, EpeeError, InvalidArgument, MismatchError, RankFailedError
@@ -15,6 +17,7 @@ from .errors import CommTimeoutError, EpeeError, InvalidArgument, MismatchError,
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackendOptions",
     "Buffer",
     "Combined",
     "CommTimeoutError",
@@ -28,3 +31,5 @@ __all__ = [
     "errors",
     "nn",
 ]
+
+_register()

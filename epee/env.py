@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import InvalidArgument
 
@@ -80,6 +81,12 @@ TABLE: tuple[Variable, ...] = (
         _flag,
         "0 refuses to compile: a kernel that is not cached is an error.",
     ),
+    Variable(
+        "EPEE_STAGING_BYTES",
+        16 << 20,
+        _positive_bytes,
+        "Size of one staging buffer of a process group (it has four): what a call moves without a private copy.",
+    ),
 )
 
 _BY_NAME = {variable.name: variable for variable in TABLE}
@@ -118,3 +125,9 @@ def get_int(name: str) -> int:
 def get_bool(name: str) -> bool:
     """Return the variable as a bool (see `get`)."""
     return bool(get(name))
+
+
+def for_child(python_path: Path) -> dict[str, str]:
+    """Return this process's environment for a child, with `python_path` in front of its PYTHONPATH."""
+    rest = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(python_path), rest]))}

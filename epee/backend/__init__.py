@@ -1,0 +1,30 @@
+"""A `torch.distributed` backend for CPU tensors of ranks on one host.
+
+The job in four files: `group.py` (what torch calls), `calls.py` (arguments to plans), `engine.py` (order, waiting),
+`operation.py` (the protocol of a call). Memory is in `outbox.py`, point-to-point in `p2p.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from .network import get_preferred_hca, set_device_filter, set_host_ip
+from .options import BackendOptions
+
+__all__ = ["BackendOptions", "create", "get_preferred_hca", "register", "set_device_filter", "set_host_ip"]
+
+
+def register(name: str = "epee", creator: Any = None) -> None:
+    """Make `init_process_group(name)` known to torch; idempotent, starts no thread and opens nothing."""
+    if not dist.is_available() or name.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(name, creator or create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def create(dist_opts: Any, options: Any) -> Any:
+    """Make a group: what torch calls with its own description of it and the user's `BackendOptions` or None."""
+    from .group import ProcessGroup  # the data path is imported when a group is made, not at `import epee`
+
+    return ProcessGroup(dist_opts, options)

@@ -1,0 +1,198 @@
+"""How a group comes into being, and how it goes when the process does.
+
+Each rank makes its outbox and puts one record into the group's store: version, size of the group, staging size, who and
+where it is, and the blob of its outbox. It reads everybody's record, checks it and maps the outbox. The last step needs
+no store: a rank sets its LIFE word when it has mapped all outboxes and waits for everybody's, so after birth nobody
+depends on anybody's file descriptor or on the store, which is never used again.
+
+Records are JSON of a fixed set of fields, checked before use; nothing is unpickled. The key holds how often this rank
+was born in this store, so a group that is destroyed and made again with the same store does not meet old records.
+
+A rank that dies on the way leaves a key that nobody misses or a time-out that names it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import torch.distributed as dist
+
+from ..errors import CommTimeoutError, ProtocolError, RankFailedError, UnsupportedError
+from ..memory.host import BLOB_BYTES, HostRegion, process_start_time
+from ..view.detector import DeathWatch
+from .engine import Engine
+from .outbox import LIFE, LIFE_BORN, LIFE_READY, Outboxes, outbox_layout
+from .wake import publish_word
+
+PROTOCOL = 1
+MAX_RECORD_BYTES = 4096
+
+
+class Record(NamedTuple):
+    """What a rank tells about itself."""
+
+    protocol: int
+    num_ranks: int
+    staging_bytes: int
+    host: str
+    boot_id: str
+    namespace: str
+    pid: int
+    start_time: int
+    blob: str  # hexadecimal
+
+
+def create_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, staging_bytes: int) -> Engine:
+    """Make this rank's part of a group; returns when all ranks have made theirs.
+
+    Raises:
+        CommTimeoutError: a rank did not come within `timeout_s`.
+        RankFailedError: a rank died on the way.
+        UnsupportedError: the ranks run on several hosts, or this machine cannot share memory.
+        ProtocolError: a record is damaged, or of another version or group.
+    """
+    deadline = time.monotonic() + timeout_s
+    region = HostRegion.create(outbox_layout(num_ranks, staging_bytes).nbytes, f"outbox{rank}")
+    mine = _own_record(num_ranks, staging_bytes, region)
+    watch = DeathWatch()
+    regions: list[HostRegion] = []
+    try:
+        records = _exchange(store, rank, num_ranks, mine, deadline)
+        _check_host(records)
+        for peer, record in enumerate(records):
+            if peer != rank:
+                watch.watch(peer, record.pid, record.start_time)
+            regions.append(region if peer == rank else HostRegion.attach(bytes.fromhex(record.blob)))
+        box = Outboxes(rank, regions, staging_bytes, epoch=1)
+    except BaseException:
+        watch.close()
+        for mapped in [region, *regions]:
+            mapped.close()
+        raise
+    engine = Engine(box, watch, timeout_s)
+    try:
+        _await_all(box, watch, deadline)
+    except BaseException:
+        engine.close()
+        raise
+    _engines.add(engine)
+    return engine
+
+
+def _own_record(num_ranks: int, staging_bytes: int, region: HostRegion) -> Record:
+    pid = os.getpid()
+    return Record(
+        PROTOCOL,
+        num_ranks,
+        staging_bytes,
+        os.uname().nodename,
+        Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        os.readlink("/proc/self/ns/pid"),
+        pid,
+        process_start_time(pid),
+        region.blob.hex(),
+    )
+
+
+def _exchange(store: Any, rank: int, num_ranks: int, mine: Record, deadline: float) -> list[Record]:
+    birth = store.add(f"epee/births/{rank}", 1)
+    store.set(f"epee/{birth}/{rank}", json.dumps(mine._asdict()))
+    records = []
+    for peer in range(num_ranks):
+        key = f"epee/{birth}/{peer}"
+        try:
+            store.wait([key], _left(deadline))
+            raw = bytes(store.get(key))
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
+            raise CommTimeoutError(
+                f"init (rank={rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
+                "start all ranks with the same rendezvous, and rank numbers that differ",
+                [peer],
+            ) from exc
+        records.append(_parse(raw, peer, mine))
+    return records
+
+
+def _left(deadline: float) -> Any:
+    return timedelta(seconds=max(0.1, deadline - time.monotonic()))
+
+
+def _parse(raw: bytes, peer: int, mine: Record) -> Record:
+    """Turn a peer's record into a checked `Record`."""
+    try:
+        if len(raw) > MAX_RECORD_BYTES:
+            raise ValueError(f"{len(raw)} bytes")
+        fields = json.loads(raw)
+        record = Record(**fields)
+        for name, kind in get_type_hints(Record).items():
+            if type(fields[name]) is not kind:
+                raise TypeError(f"{name} is {fields[name]!r}")
+        if len(bytes.fromhex(record.blob)) != BLOB_BYTES:
+            raise ValueError("blob has another size")
+    except (ValueError, TypeError, KeyError) as exc:
+        raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
+    if record.protocol != PROTOCOL:
+        raise ProtocolError(
+            f"rank {peer} speaks version {record.protocol} of the backend's protocol, this rank {PROTOCOL}; "
+            "install one version of epee everywhere"
+        )
+    for name in ("num_ranks", "staging_bytes"):
+        here, there = getattr(mine, name), getattr(record, name)
+        if here != there:
+            raise ProtocolError(f"{name} must be equal on all ranks: {here} here, {there} on rank {peer}")
+    return record
+
+
+def _check_host(records: list[Record]) -> None:
+    """Refuse groups whose ranks cannot share memory; every rank sees the same records and says the same."""
+    first = records[0]
+    for rank, record in enumerate(records):
+        if record.boot_id != first.boot_id:
+            raise UnsupportedError(
+                f"a group of the backend epee lives on one host so far; rank 0 runs on {first.host}, rank {rank} on "
+                f"{record.host}; use gloo or nccl for groups that span hosts, epee inside each host"
+            )
+        if record.namespace != first.namespace:
+            raise UnsupportedError(
+                f"ranks 0 and {rank} run on host {first.host} in different PID namespaces (containers); "
+                "run them in one, or share it (--pid=host)"
+            )
+
+
+def _await_all(box: Outboxes, watch: DeathWatch, deadline: float) -> None:
+    """Say that this rank has mapped all outboxes; wait until all have."""
+    publish_word(box, LIFE, LIFE_READY)
+    pause = 0.0001
+    for peer in box.peers:
+        while box.words[peer][LIFE] == LIFE_BORN:
+            if peer in watch.dead():
+                raise RankFailedError(f"init (rank={box.rank}): rank {peer} died while the group was made", [peer])
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(f"init (rank={box.rank}): rank {peer} did not get ready in time", [peer])
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """At exit: end the threads while Python is whole. Groups that were destroyed before are closed already."""
+    for engine in list(_engines):
+        engine.close()
+
+
+def _mark_forked() -> None:
+    for engine in list(_engines):
+        engine.forked()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_mark_forked)

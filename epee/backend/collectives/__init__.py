@@ -1,0 +1,1 @@
+"""What each collective moves: plans for `operation.py`. They know layouts and arithmetic, nothing about waiting."""

@@ -1,0 +1,129 @@
+"""all_to_all with even and uneven splits.
+
+Every rank puts, before its data, how many elements it sends to and expects from each rank. All ranks read all of these
+lists, so a pair that disagrees is a `MismatchError` everywhere, and everybody knows how many rounds it takes.
+
+A rank whose data fits into two staging buffers lays its segments one behind the other. Otherwise each segment gets an
+equal part of each half and rounds follow (a rank that has sent everything has empty rounds).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import MismatchError, ProtocolError
+from ..operation import Operation, Plan
+from ..outbox import PREAMBLE, Outboxes
+from ..tensors import Array
+from .rounds import CHUNK_BYTES
+
+
+class AllToAll(Plan):
+    """Segment j of `segments` goes to rank j; what rank i sends here goes to `sinks[i].array`."""
+
+    def __init__(self, signature: int, segments: Sequence[Array], sinks: Sequence[Any], box: Outboxes) -> None:
+        super().__init__("all_to_all", signature)
+        num_ranks = box.num_ranks
+        self._segments = segments
+        self._sinks = sinks
+        self._rank = box.rank
+        self._dtype = dtype = sinks[0].array.dtype
+        self._chunk_bytes = min(CHUNK_BYTES, box.staging_bytes)
+        self._compact_bytes = 2 * box.staging_bytes
+        self._length = self._chunk_bytes // (dtype.itemsize * num_ranks)  # elements of a segment per round
+        self._sent = [len(segment) for segment in segments]
+        self.preamble = array("Q", self._sent + [len(sink.array) for sink in sinks])
+        self._agreed = False
+        self._places = [-1] * num_ranks
+        self._privates: list[Array] = []
+        self.num_halves = 2
+        self._total = total = sum(self._sent) * dtype.itemsize
+        if num_ranks > 1:
+            self.put_bytes = total if total <= self._compact_bytes else 2 * self._chunk_bytes
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Write round `k` of every segment."""
+        itemsize, sent = self._dtype.itemsize, self._sent
+        view = box.views(self._dtype)[self._rank]
+        start = offset // itemsize
+        if self._total <= self._compact_bytes:
+            if k == 0:
+                for rank, segment in enumerate(self._segments):
+                    if rank != self._rank and sent[rank]:
+                        view[start : start + sent[rank]] = segment
+                    start += sent[rank]
+            return
+        start += k % 2 * (self._chunk_bytes // itemsize)
+        for rank, segment in enumerate(self._segments):
+            part = segment[k * self._length : (k + 1) * self._length]
+            if rank != self._rank and len(part):
+                place = start + rank * self._length
+                view[place : place + len(part)] = part
+
+    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
+        """Compare everybody's lists and derive the rounds and the places."""
+        if self._agreed:
+            return
+        num_ranks, itemsize, me = box.num_ranks, self._dtype.itemsize, self._rank
+        first = op.cell + PREAMBLE
+        lists = [words[first : first + 2 * num_ranks].tolist() for words in box.words]
+        sent = [counts[:num_ranks] for counts in lists]
+        expected = [tuple(counts[num_ranks:]) for counts in lists]
+        if list(zip(*sent, strict=True)) != expected:
+            raise MismatchError(self._tell(box, op, sent, expected))
+        for rank in box.peers:
+            counts = sent[rank]
+            total = sum(counts) * itemsize
+            compact = total <= self._compact_bytes
+            if total and offsets[rank] + (total if compact else 2 * self._chunk_bytes) > box.payload_bytes:
+                raise ProtocolError(f"{op.describe(box)}: the block of rank {rank} passes the end of its outbox")
+            self._places[rank] = offsets[rank] + sum(counts[:me]) * itemsize if compact else -1
+            if not compact:
+                self.rounds = max(self.rounds, -(-max(counts) // self._length))
+        if self._total > self._compact_bytes:
+            self.rounds = max(self.rounds, -(-max(self._sent) // self._length))
+        if self.rounds > 2:
+            self._privates = [np.empty(len(sink.array), self._dtype) for sink in self._sinks]
+        self.num_halves = min(2, self.rounds)
+        self._agreed = True
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Copy round `k` of what every rank sends here."""
+        itemsize, length = self._dtype.itemsize, self._length
+        views = box.views(self._dtype)
+        for rank, sink in enumerate(self._sinks):
+            out: Array = self._privates[rank] if self._privates else sink.array
+            if rank == self._rank:
+                if k == 0:
+                    out[...] = self._segments[rank]
+                continue
+            if self._places[rank] >= 0:
+                if k == 0 and len(out):
+                    place = self._places[rank] // itemsize
+                    out[...] = views[rank][place : place + len(out)]
+                continue
+            first, last = k * length, min((k + 1) * length, len(out))
+            if first < last:
+                place = (offsets[rank] + k % 2 * self._chunk_bytes) // itemsize + self._rank * length
+                out[first:last] = views[rank][place : place + last - first]
+
+    def commit(self) -> None:
+        """Move private results into the tensors."""
+        for sink, private in zip(self._sinks, self._privates, strict=False):
+            sink.array[...] = private
+        self._privates = []
+        for sink in self._sinks:
+            sink.finish()
+
+    def _tell(self, box: Outboxes, op: Operation, sent: list[list[int]], expected: list[tuple[int, ...]]) -> str:
+        pairs = ((i, j) for i in range(box.num_ranks) for j in range(box.num_ranks) if sent[i][j] != expected[j][i])
+        src_rank, dst_rank = next(pairs)
+        return (
+            f"{op.describe(box)}: the ranks disagree: rank {src_rank} sends {sent[src_rank][dst_rank]} elements to "
+            f"rank {dst_rank}, which expects {expected[dst_rank][src_rank]}; no result was written, the group works "
+            "on; make the split sizes agree"
+        )

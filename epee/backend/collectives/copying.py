@@ -1,0 +1,127 @@
+"""broadcast, all_gather, gather, scatter and barrier: bytes from one place to others, no arithmetic.
+
+A rank that sends puts its block (scatter: one segment per destination), the others copy out of it. A rank that has
+nothing to send puts only its header; everybody still waits for everybody's header, which is what finds mismatches and
+makes each of these calls a barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...memory.layout import align_up
+from ..operation import Plan
+from ..outbox import ALIGN_BYTES, Outboxes
+from ..tensors import Array
+from .rounds import cut, lay_out
+
+
+class Barrier(Plan):
+    """Only headers."""
+
+
+class Spread(Plan):
+    """Every rank in `roots` puts `source`; this rank copies the block of each root into `sinks[root]`.
+
+    broadcast: one root, and only the others have a sink. all_gather: all are roots. gather: all are roots, and only the
+    destination has sinks. The ranks without sinks give `sinks={}`.
+    """
+
+    def __init__(
+        self, name: str, signature: int, source: Array, puts: bool, sinks: dict[int, Any], box: Outboxes
+    ) -> None:
+        super().__init__(name, signature)
+        self._source = source
+        self._sinks = sinks
+        self._rank = box.rank
+        self._dtype = source.dtype
+        self._count = len(source)
+        rounds = cut(len(source), source.itemsize, box.staging_bytes)
+        self._length = rounds.length
+        self._privates: dict[int, Array] = {}
+        if rounds.private:
+            self._privates = {rank: np.empty(len(source), source.dtype) for rank in sinks}
+        if rounds.num_rounds == 1:
+            self.read_bytes = len(source) * source.itemsize
+            self.put_bytes = self.read_bytes if puts else 0
+        else:
+            lay_out(self, rounds, rounds.length * source.itemsize, 0, puts)
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Write round `k` of the block."""
+        place = offset // self._dtype.itemsize
+        part = self._source if self.rounds == 1 else self._source[k * self._length : (k + 1) * self._length]
+        box.views(self._dtype)[self._rank][place : place + len(part)] = part
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Copy round `k` of every wanted block."""
+        if not self._count:
+            return
+        first = k * self._length
+        length = min(self._length, self._count - first)
+        views = box.views(self._dtype)
+        for rank, sink in self._sinks.items():
+            place = offsets[rank] // self._dtype.itemsize
+            out: Array = self._privates[rank] if self._privates else sink.array
+            out[first : first + length] = views[rank][place : place + length]
+
+    def commit(self) -> None:
+        """Move private results into the tensors."""
+        for rank, private in self._privates.items():
+            self._sinks[rank].array[...] = private
+        self._privates = {}
+        for sink in self._sinks.values():
+            sink.finish()
+
+
+class Scatter(Plan):
+    """`root` puts one segment per rank; rank r copies segment r into `sink.array`."""
+
+    def __init__(
+        self, name: str, signature: int, segments: Sequence[Array], root: int, sink: Any, box: Outboxes
+    ) -> None:
+        super().__init__(name, signature)
+        self._segments = segments
+        self._root = root
+        self._sink = sink
+        self._rank = box.rank
+        out: Array = sink.array
+        rounds = cut(len(out), out.itemsize * box.num_ranks, box.staging_bytes)
+        self._length = rounds.length
+        if rounds.num_rounds == 1:
+            self._length = align_up(rounds.length * out.itemsize, ALIGN_BYTES) // out.itemsize
+        self._private = np.empty(len(out), out.dtype) if rounds.private else None
+        lay_out(self, rounds, self._length * out.itemsize * box.num_ranks, 0, puts=root == box.rank)
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Write round `k` of every other rank's segment, `_length` elements apart."""
+        dtype = self._sink.array.dtype
+        view = box.views(dtype)[self._rank]
+        place = offset // dtype.itemsize
+        for rank, segment in enumerate(self._segments):
+            part = segment[k * self._length : (k + 1) * self._length]
+            if rank != self._rank and len(part):
+                start = place + rank * self._length
+                view[start : start + len(part)] = part
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Copy round `k` of this rank's segment."""
+        out: Array = self._sink.array if self._private is None else self._private
+        first, last = k * self._length, min((k + 1) * self._length, len(out))
+        if first >= last:
+            return
+        if self._rank == self._root:
+            out[first:last] = self._segments[self._rank][first:last]
+            return
+        place = offsets[self._root] // out.itemsize + self._rank * self._length
+        out[first:last] = box.views(out.dtype)[self._root][place : place + last - first]
+
+    def commit(self) -> None:
+        """Move private results into the tensor."""
+        if self._private is not None:
+            self._sink.array[...] = self._private
+            self._private = None
+        self._sink.finish()

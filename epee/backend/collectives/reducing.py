@@ -1,0 +1,184 @@
+"""all_reduce, reduce and reduce_scatter.
+
+all_reduce of little data is one step: every rank puts its values and every rank reduces all of them. Of more data it is
+two: rank r reduces the r-th share of each round (MERGED) and everybody fetches the shares. A rank does not put its own
+share, it reads it from the tensor. reduce is the same call in which only the root fetches. reduce_scatter is one step:
+a rank puts the segments of the others and reduces its own.
+
+All sums run in rank order (`reduce.py`), whatever the split into rounds and shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...memory.layout import align_up
+from ..operation import Plan
+from ..outbox import ALIGN_BYTES, Outboxes
+from ..reduce import Reducer
+from ..tensors import Array
+from .rounds import cut, lay_out
+
+ONE_STEP_BYTES = 256 << 10
+
+
+class Sink:
+    """Where results go: `array`, and what `finish` does once they are there. `tensors.Target` is one."""
+
+    array: Array
+
+    def finish(self) -> None:
+        """Move the results from `array` to the user's tensors."""
+
+
+class AllReduce(Plan):
+    """all_reduce in place on `sink.array`; with `root` >= 0 only that rank gets the result."""
+
+    _private: Array | None = None
+    _share = 0  # elements of a rank's share of a round; 0 in one step
+
+    def __init__(self, name: str, signature: int, sink: Any, reducer: Reducer, box: Outboxes, root: int = -1) -> None:
+        super().__init__(name, signature)
+        array = sink.array
+        self._sink = sink
+        self._array = array
+        self._reducer = reducer
+        self._rank = box.rank
+        self._takes = root in (-1, box.rank)
+        self._count = count = len(array)
+        self._itemsize = itemsize = array.itemsize
+        nbytes = count * itemsize
+        if nbytes <= ONE_STEP_BYTES and nbytes <= box.staging_bytes:
+            self.put_bytes = self.read_bytes = nbytes
+        else:
+            self._plan_two_steps(box, count, itemsize)
+
+    def _plan_two_steps(self, box: Outboxes, count: int, itemsize: int) -> None:
+        rounds = cut(count, itemsize, box.staging_bytes)
+        self._length = length = min(rounds.length, count)
+        self._share = align_up(-(-length // box.num_ranks), ALIGN_BYTES)
+        lay_out(self, rounds, length * itemsize, self._share * itemsize, puts=True)
+        if rounds.private and self._takes:
+            self._private = np.empty(count, self._array.dtype)
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Write the values of round `k`; in two steps without this rank's own share."""
+        view = box.views(self._array.dtype)[self._rank]
+        place = offset // self._itemsize
+        if not self._share:
+            view[place : place + self._count] = self._array
+            return
+        first, last = k * self._length, min((k + 1) * self._length, self._count)
+        length = last - first
+        low = min(length, self._rank * self._share)
+        high = min(length, low + self._share)
+        if low:
+            view[place : place + low] = self._array[first : first + low]
+        if high < length:
+            view[place + high : place + length] = self._array[first + high : last]
+
+    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
+        """Reduce this rank's share of round `k`."""
+        first, last = k * self._length, min((k + 1) * self._length, self._count)
+        low = min(last - first, self._rank * self._share)
+        high = min(last - first, low + self._share)
+        if low == high:
+            return
+        parts = []
+        for rank, view in enumerate(box.views(self._array.dtype)):
+            if rank == self._rank:
+                parts.append(self._array[first + low : first + high])
+            else:
+                place = offsets[rank] // self._itemsize
+                parts.append(view[place + low : place + high])
+        place = offset // self._itemsize
+        self._reducer.reduce(parts, box.views(self._array.dtype)[self._rank][place : place + high - low])
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Reduce everything (one step) or fetch the shares (two)."""
+        views = box.views(self._array.dtype)
+        itemsize = self._itemsize
+        if not self._share:
+            count = self._count
+            if self._takes and count:
+                parts = []  # a loop costs half of a comprehension here
+                for rank, view in enumerate(views):
+                    place = offsets[rank] // itemsize
+                    parts.append(view[place : place + count])
+                self._reducer.reduce(parts, self._array)
+            return
+        if not self._takes:
+            return
+        out = self._array if self._private is None else self._private
+        first, last = k * self._length, min((k + 1) * self._length, self._count)
+        for rank, view in enumerate(views):
+            low = first + min(last - first, rank * self._share)
+            high = min(last, low + self._share)
+            if low < high:
+                place = offsets[rank] // itemsize
+                out[low:high] = view[place : place + high - low]
+
+    def commit(self) -> None:
+        """Move private results into the tensor."""
+        if self._private is not None:
+            self._array[...] = self._private
+            self._private = None
+        if self._takes:
+            self._sink.finish()
+
+
+class ReduceScatter(Plan):
+    """Reduce segment r of all ranks into `sink.array` of rank r. `segments` are this rank's, one per rank."""
+
+    def __init__(
+        self, name: str, signature: int, segments: Sequence[Array], sink: Any, reducer: Reducer, box: Outboxes
+    ) -> None:
+        super().__init__(name, signature)
+        self._segments = segments
+        self._sink = sink
+        self._reducer = reducer
+        self._rank = box.rank
+        out: Array = sink.array
+        rounds = cut(len(out), out.itemsize * box.num_ranks, box.staging_bytes)
+        self._length = align_up(min(rounds.length, max(len(out), 1)) * out.itemsize, ALIGN_BYTES) // out.itemsize
+        self._private = np.empty(len(out), out.dtype) if rounds.private else None
+        if rounds.num_rounds > 1:
+            self._length = rounds.length
+        lay_out(self, rounds, self._length * out.itemsize * box.num_ranks, 0, puts=box.num_ranks > 1)
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Write round `k` of every other rank's segment, `_length` elements apart."""
+        dtype = self._sink.array.dtype
+        view = box.views(dtype)[self._rank]
+        place = offset // dtype.itemsize
+        first = k * self._length
+        for rank, segment in enumerate(self._segments):
+            part = segment[first : first + self._length]
+            if rank != self._rank and len(part):
+                start = place + rank * self._length
+                view[start : start + len(part)] = part
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Reduce round `k` of this rank's segment."""
+        out: Array = self._sink.array if self._private is None else self._private
+        first, last = k * self._length, min((k + 1) * self._length, len(out))
+        if first >= last:
+            return
+        parts = []
+        for rank, view in enumerate(box.views(out.dtype)):
+            if rank == self._rank:
+                parts.append(self._segments[rank][first:last])
+            else:
+                place = offsets[rank] // out.itemsize + self._rank * self._length
+                parts.append(view[place : place + last - first])
+        self._reducer.reduce(parts, out[first:last])
+
+    def commit(self) -> None:
+        """Move private results into the tensor."""
+        if self._private is not None:
+            self._sink.array[...] = self._private
+            self._private = None
+        self._sink.finish()

@@ -1,0 +1,425 @@
+"""The process group that torch sees: a thin front that checks arguments, makes plans and hands them to the engine.
+
+torch calls these methods from Python (`dist.*`) and from C++ (functional collectives, DDP). Names: torch up to 2.11
+calls `_allgather_base`, `_reduce_scatter_base`, `alltoall_base` and the `*_into_tensor_coalesced` forms, later versions
+`all_gather_single` and its kin; both sets are here, one implementation each. Every method returns a Work, never None:
+a C++ caller would crash on it.
+
+Device dispatch is in one place: `tensors.carrier_of` refuses what is not on the CPU, and `_box` hands out the CPU data
+path; a CUDA data path will be chosen there.
+
+A call whose arguments are refused raises `InvalidArgument` here; its sequence number is used up all the same and the
+peers get a `MismatchError` with the reason, so nobody waits for a call that does not come.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidArgument, UnsupportedError
+from . import calls
+from .birth import create_engine
+from .engine import Engine
+from .message import ANY, Message
+from .operation import Plan
+from .options import BackendOptions
+from .signature import OP_CODE
+from .signature import pack as pack_signature
+from .tensors import carrier_of, source, target
+from .work import DONE, Work
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_MAX_TAG = (1 << 63) - 1
+_alive: set[ProcessGroup] = set()
+
+
+def _collective(name: str) -> Callable[[_Method], _Method]:
+    """Tell the peers when the arguments of a collective are refused."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except (InvalidArgument, UnsupportedError) as exc:
+                self._engine.refuse(name, exc)
+                raise
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+_Base: Any = dist.ProcessGroup  # its annotations differ from version to version of torch
+
+
+class ProcessGroup(_Base):  # type: ignore[misc]
+    """A group of the backend "epee". Made by `init_process_group("epee")` and `new_group`, not by users.
+
+    Attributes:
+        options: the `BackendOptions` in force.
+    """
+
+    def __init__(self, dist_opts: Any, options: BackendOptions | None) -> None:
+        rank, num_ranks = dist_opts.group_rank, dist_opts.group_size
+        super().__init__(rank, num_ranks)
+        if options is not None and not isinstance(options, BackendOptions):
+            raise InvalidArgument(f"pg_options must be epee.BackendOptions, got {type(options).__name__}")
+        self.options = options or BackendOptions()
+        self.options.check_group(num_ranks)
+        if self.options.is_extension:
+            raise UnsupportedError("is_extension=True: joining a running group does not exist yet; start all ranks")
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._store = dist_opts.store
+        self._group_name = ""
+        self._group_desc = ""
+        timeout_s = self.options.op_timeout_s or dist_opts.timeout.total_seconds()
+        self._engine: Engine = create_engine(dist_opts.store, rank, num_ranks, timeout_s, self.options.staging_bytes)
+        if self.options.active_ranks is not None:
+            self.options.active_ranks[:num_ranks] = 1
+            self.options.active_ranks[num_ranks:] = 0
+        self._box = self._engine.box
+        weakref.finalize(self, self._engine.close)
+        _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
+
+    # ---- what torch asks about a group
+
+    def getRank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def getSize(self) -> int:
+        """Return the number of ranks."""
+        return self._num_ranks
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._num_ranks
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return "epee"
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return "epee"
+
+    def getGroupName(self) -> str:
+        """Return the name that torch gave the group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Keep the name that torch gives the group."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """Return the description that torch gave the group."""
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Keep the description that torch gives the group."""
+        self._group_desc = desc
+
+    def get_group_store(self) -> Any:
+        """Return the store through which the group was made."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: Any) -> ProcessGroup:
+        return self
+
+    supports_splitting = False
+    supports_coalescing = False
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("a process group cannot be copied or pickled; make a new one with new_group")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long calls issued from now on wait for a silent peer."""
+        seconds = timeout.total_seconds()
+        if seconds <= 0:
+            raise InvalidArgument(f"timeout must be above 0, got {timeout}")
+        self._engine.timeout_s = seconds
+
+    _set_default_timeout = set_timeout
+
+    # ---- running plans
+
+    def _go(self, plan: Plan, opts: Any, outputs: Any) -> Any:
+        if opts is not None and not opts.asyncOp:
+            self._engine.run(plan, opts)
+            return DONE
+        return Work(self._engine, [self._engine.start(plan, opts)], outputs)
+
+    def _go_all(self, plans: list[Plan], opts: Any, outputs: Any) -> Any:
+        work = Work(self._engine, [self._engine.start(plan, opts) for plan in plans], outputs)
+        if opts is not None and not opts.asyncOp:
+            work.wait()
+        return work
+
+    # ---- collectives
+
+    @_collective("broadcast")
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """`opts.rootRank`'s tensor goes to all ranks."""
+        root = opts.rootRank if opts is not None else 0
+        return self._go(calls.broadcast(self._box, calls.one(tensors, "broadcast"), root), opts, tensors)
+
+    @_collective("all_reduce")
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce in place on all ranks."""
+        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        return self._go(calls.all_reduce(self._box, calls.one(tensors, "all_reduce"), code), opts, tensors)
+
+    @_collective("all_reduce_coalesced")
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce several tensors in place; those of one dtype as one call, all or none."""
+        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        plans = [
+            calls.all_reduce_coalesced(self._box, [tensors[i] for i in group], code) for group in _by_dtype(tensors)
+        ]
+        return self._go_all(plans, opts, tensors)
+
+    @_collective("reduce")
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
+        """Reduce into `opts.rootRank`'s tensor; the others keep theirs."""
+        root = calls.check_root(opts.rootRank, self._num_ranks, "reduce")
+        code = calls.reduce_code(opts.reduceOp)
+        return self._go(calls.all_reduce(self._box, calls.one(tensors, "reduce"), code, root), opts, tensors)
+
+    @_collective("all_gather")
+    def allgather(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Everybody's tensor goes to everybody, one output tensor per rank."""
+        tensor = calls.one(tensors, "all_gather")
+        outputs = output_lists[0] if len(output_lists) == 1 else []
+        return self._go(calls.all_gather(self._box, outputs, tensor), opts, output_lists)
+
+    @_collective("all_gather")
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Everybody's tensor goes to everybody, one output tensor in rank order."""
+        return self._go(calls.all_gather_single(self._box, output, tensor), opts, [output])
+
+    _allgather_base = all_gather_single
+
+    @_collective("all_gather_coalesced")
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Several `all_gather_single` calls; those of one dtype as one, all or none."""
+        plans = [
+            calls.all_gather_coalesced(
+                self._box, [outputs[i] for i in group if i < len(outputs)], [inputs[i] for i in group]
+            )
+            for group in _by_dtype(inputs)
+        ]
+        return self._go_all(plans, opts, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Several `all_gather` calls: `output_lists[r][i]` gets rank r's `inputs[i]`."""
+        if len(output_lists) != self._num_ranks or any(len(outs) != len(inputs) for outs in output_lists):
+            exc = InvalidArgument(
+                f"all_gather_coalesced: outputs must be {self._num_ranks} lists of {len(inputs)} tensors"
+            )
+            self._engine.refuse("all_gather_coalesced", exc)
+            raise exc
+        works = [
+            self.allgather([[outs[i] for outs in output_lists]], [tensor], opts) for i, tensor in enumerate(inputs)
+        ]
+        if opts is not None and not opts.asyncOp:
+            return DONE
+        return Work(self._engine, [op for work in works for op in work._ops], output_lists)
+
+    @_collective("gather")
+    def gather(self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
+        """Everybody's tensor goes to `opts.rootRank`."""
+        outputs = output_lists[0] if output_lists else []
+        plan = calls.gather(self._box, outputs, calls.one(tensors, "gather"), opts.rootRank)
+        return self._go(plan, opts, output_lists)
+
+    @_collective("scatter")
+    def scatter(self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
+        """Tensor r of `opts.rootRank`'s list goes to rank r."""
+        inputs = input_lists[0] if input_lists else []
+        plan = calls.scatter(self._box, calls.one(outputs, "scatter"), inputs, opts.rootRank)
+        return self._go(plan, opts, outputs)
+
+    @_collective("reduce_scatter")
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> Any:
+        """The reduction of everybody's tensor r goes to rank r."""
+        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        inputs = input_lists[0] if len(input_lists) == 1 else []
+        plan = calls.reduce_scatter(self._box, calls.one(outputs, "reduce_scatter"), inputs, code)
+        return self._go(plan, opts, outputs)
+
+    @_collective("reduce_scatter")
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """`reduce_scatter` with one input that holds the segments in rank order."""
+        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        return self._go(calls.reduce_scatter_single(self._box, output, tensor, code), opts, [output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @_collective("reduce_scatter_coalesced")
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Several `reduce_scatter_single` calls; those of one dtype as one, all or none."""
+        code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
+        plans = [
+            calls.reduce_scatter_coalesced(
+                self._box, [outputs[i] for i in group if i < len(outputs)], [inputs[i] for i in group], code
+            )
+            for group in _by_dtype(inputs)
+        ]
+        return self._go_all(plans, opts, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    @_collective("all_to_all")
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Tensor j of rank i goes to rank j's output i; sizes may differ."""
+        return self._go(calls.all_to_all(self._box, outputs, inputs), opts, outputs)
+
+    @_collective("all_to_all")
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:
+        """`all_to_all` with one tensor each way, split along dimension 0, evenly or by the given sizes."""
+        plan = calls.all_to_all_single(self._box, output, tensor, output_splits, input_splits)
+        return self._go(plan, opts, [output])
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Everybody waits for everybody."""
+        return self._go(calls.barrier(self._box), opts, [])
+
+    # ---- point to point
+
+    def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
+        """Send a tensor; done when the receiver has matched it."""
+        tensor = calls.one(tensors, "send")
+        carrier = carrier_of(tensor, "send: tensor")
+        self._check_peer(dst_rank, tag, "send")
+        message = Message(True, dst_rank, tag, _p2p_signature(carrier.code, tensor.numel()), source(tensor, carrier))
+        self._engine.post(message)
+        return Work(self._engine, [message], tensors)
+
+    def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
+        """Receive the oldest message of `src_rank` with this tag."""
+        self._check_peer(src_rank, tag, "recv")
+        return self._recv(tensors, src_rank, tag)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
+        """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
+        self._check_peer(None, tag, "recv")
+        return self._recv(tensors, ANY, tag)
+
+    def _recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Work:
+        tensor = calls.one(tensors, "recv")
+        carrier = carrier_of(tensor, "recv: tensor")
+        place = target(tensor, carrier, "recv: tensor")
+        message = Message(False, src_rank, tag, _p2p_signature(carrier.code, tensor.numel()), place.array, place)
+        self._engine.post(message)
+        return Work(self._engine, [message], tensors)
+
+    def _check_peer(self, peer: int | None, tag: int, name: str) -> None:
+        if peer is not None and (peer == self._rank or not 0 <= peer < self._num_ranks):
+            raise InvalidArgument(
+                f"{name}: the peer must be another rank of the group (size {self._num_ranks}, this is rank "
+                f"{self._rank}), got {peer}"
+            )
+        if not 0 <= tag <= _MAX_TAG:
+            raise InvalidArgument(f"{name}: tag must be a number >= 0, got {tag}")
+
+    # ---- what torch makes impossible, and ends
+
+    def _start_coalescing(self, device: Any) -> None:
+        raise UnsupportedError(
+            "coalescing by device does not exist for Python process groups; use _coalescing_manager without a device, "
+            "or batch_isend_irecv"
+        )
+
+    def _end_coalescing(self, device: Any) -> None:
+        self._start_coalescing(device)
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Not available: torch offers it for gloo only. Every barrier of this backend names the missing ranks."""
+        raise UnsupportedError("monitored_barrier is gloo's; barrier() of this backend names the silent ranks itself")
+
+    def split_group(self, *args: Any, **kwargs: Any) -> None:
+        """Not available: use `dist.new_group`."""
+        raise UnsupportedError("split_group needs a backend written in C++; use dist.new_group(ranks)")
+
+    splitGroup = split_group
+
+    def shutdown(self) -> None:
+        """Leave the group; waiters in other threads get `AbortedError`. Idempotent."""
+        self._engine.close()
+        _alive.discard(self)
+
+    def abort(self) -> None:
+        """Like `shutdown`, and tells the peers that it was not planned. Idempotent."""
+        self._engine.close(aborted=True)
+        _alive.discard(self)
+
+    # ---- epee's own
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the view in which the group runs."""
+        return self._engine.box.epoch
+
+    def active_ranks(self) -> torch.Tensor:
+        """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part."""
+        mask = torch.ones(self._num_ranks, dtype=torch.int32)
+        for peer in self._engine.lost():
+            mask[peer] = 0
+        return mask
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Group positions by dtype, in the order of first appearance."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(position)
+    if not groups:
+        raise InvalidArgument("a coalesced call needs at least one tensor, got an empty list")
+    return list(groups.values())
+
+
+@functools.cache
+def _p2p_prefix(dtype_code: int) -> int:
+    return pack_signature(OP_CODE["point_to_point"], dtype_code)
+
+
+def _p2p_signature(dtype_code: int, count: int) -> int:
+    return _p2p_prefix(dtype_code) | count << 23

@@ -1,0 +1,372 @@
+"""One collective call on its way: publish, wait for every header, exchange rounds, commit.
+
+Data path of a call with one round (everything small): `put` writes this rank's contribution into its outbox, the header
+follows, the tag last. When the headers of all peers have arrived and agree, `take` reads their contributions and
+writes the results. Nothing else is exchanged: a peer that has our header needs nothing more from us.
+
+Large calls have several rounds. Counters in the cell say how far a rank is: FILLED (contribution of round k is there),
+MERGED (this rank's share of round k is reduced and may be fetched; two-phase calls only), DRAINED (this rank has read
+round k). With room for all rounds nothing is taken before everything has arrived (`late`), so results appear at once
+or not at all. Without, rounds alternate between two halves of the staging block and results go to a private copy that
+is committed at the end.
+
+Errors leave the results untouched. A call that fails after it was published marks its cell (GAVE_UP), so peers that
+would wait for its next round learn it; a peer that already has what it needs completes. The call's sequence number is
+used up on every rank either way, so the next call pairs up again.
+
+A crash between two stores leaves a counter or tag at its old value: the readers see a shorter prefix, never half a
+round.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import MismatchError, ProtocolError, context
+from ..memory.layout import align_up
+from .outbox import (
+    CELL_PAYLOAD_BYTES,
+    CELL_WORDS,
+    DETAIL,
+    DRAINED,
+    FILLED,
+    GAVE_UP,
+    MERGED,
+    NUM_CELLS,
+    OFFSET,
+    PREAMBLE,
+    SIGNATURE,
+    Outboxes,
+)
+from .signature import OP_CODE, REFUSED, pack, unpack
+from .wake import publish_word
+
+
+class Block(NamedTuple):
+    """What a call waits for: `words[rank][word] >= value`. Rank -1: room in this rank's own outbox."""
+
+    rank: int
+    word: int
+    value: int
+
+
+NO_ROOM = Block(-1, 0, 0)
+
+
+class Plan:
+    """What a collective moves; subclasses live in `collectives/`.
+
+    Attributes:
+        name: for messages.
+        signature: see `signature.py`.
+        detail: further word that must agree (shapes of a list); 0 when the signature says all.
+        rounds: how many; the same on all ranks.
+        round_bytes: distance of two rounds in every rank's staging block.
+        merge_bytes: size of a rank's reduced share per round; 0 for calls without a second phase.
+        put_bytes: size of this rank's block in its outbox; 0 when it only reads.
+        read_bytes: size of the part of a peer's block that may be read, for the bounds check of its offset.
+        num_halves: rounds that have room at the same time.
+        preamble: words that follow the header in the cell, for `agree`; None when the signature says all.
+    """
+
+    detail = 0
+    rounds = 1
+    round_bytes = 0
+    merge_bytes = 0
+    put_bytes = 0
+    read_bytes = 0
+    num_halves = 1
+    preamble: array[int] | None = None
+
+    def __init__(self, name: str, signature: int) -> None:
+        self.name = name
+        self.signature = signature
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Write this rank's contribution of round `k` at byte `offset` of its outbox."""
+
+    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
+        """Reduce this rank's share of round `k`, found at `offsets[rank]` of each outbox, into `offset` of its own."""
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Read round `k` from `offsets[rank]` of each outbox (of the merged shares in two-phase calls)."""
+
+    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
+        """Look at what the peers put beside their header; may set the number of rounds, raises `MismatchError`."""
+
+    def commit(self) -> None:
+        """Finish: write-backs to strided tensors, private copies to their places."""
+
+
+class RefusedPlan(Plan):
+    """Stands for a call that this rank refused: tells the peers, which are in it or will be, why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, pack(REFUSED, root=OP_CODE.get(name, 0)))
+        self.reason = reason.encode()[: CELL_PAYLOAD_BYTES - 8]
+        self.put_bytes = CELL_PAYLOAD_BYTES
+        self.detail = len(self.reason)
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Write the reason as text."""
+        view = box.views(np.dtype(np.uint8))[box.rank]
+        view[offset : offset + len(self.reason)] = np.frombuffer(self.reason, np.uint8)
+
+
+class Operation:
+    """A call with its sequence number. `step` moves it as far as it goes and says what it waits for."""
+
+    done = False
+    published = False
+    mismatch = False
+    error: BaseException | None = None
+    on_done: Any = None
+    started = 0.0
+    deadline = 0.0  # 0: set at the first wait that leaves the fast path
+    patience = 0
+    seen = 0
+    base = 0
+    filled = merged = drained = 0
+
+    def __init__(self, plan: Plan, seq: int, box: Outboxes, timeout_s: float, opts: Any = None) -> None:
+        self.plan = plan
+        self.seq = seq
+        self.tag = box.epoch_bits | seq
+        self.cell = box.first_cell + seq % NUM_CELLS * CELL_WORDS
+        self.offsets = [0] * box.num_ranks
+        self._timeout_s = timeout_s
+        self._opts = opts
+
+    # ---- publish
+
+    def publish(self, box: Outboxes) -> bool:
+        """Write the first contribution and the header; False when the outbox has no room yet."""
+        plan = self.plan
+        cell = self.cell
+        if self.seq > box.cells_free_until:
+            box.cells_free_until = box.least_consumed() + NUM_CELLS
+            if self.seq > box.cells_free_until:
+                return False
+        if plan.put_bytes and not self._place(box, plan, cell):
+            return False
+        own = box.own
+        own[cell + SIGNATURE] = plan.signature
+        own[cell + DETAIL] = plan.detail
+        own[cell + OFFSET] = self.base
+        own[cell + FILLED] = self.filled = 1
+        own[cell + MERGED] = 0
+        own[cell + DRAINED] = 0
+        own[cell + GAVE_UP] = 0
+        if plan.preamble is not None:
+            own[cell + PREAMBLE : cell + PREAMBLE + len(plan.preamble)] = memoryview(plan.preamble)
+        self.offsets[box.rank] = self.base
+        self.published = True
+        publish_word(box, cell, self.tag)
+        if plan.rounds > 1:
+            while self.filled < plan.num_halves:
+                self._fill(box)
+        return True
+
+    def _place(self, box: Outboxes, plan: Plan, cell: int) -> bool:
+        room = CELL_PAYLOAD_BYTES
+        place = 8 * cell + 64
+        if plan.preamble is not None:
+            used = align_up(8 * len(plan.preamble), 64)
+            room -= used
+            place += used
+        if plan.put_bytes <= room:
+            self.base = place
+        else:
+            box.ring.free(box.least_consumed())
+            self.base = box.ring.take(self.seq, plan.put_bytes)
+            if self.base < 0:
+                return False
+        plan.put(box, 0, self.base)
+        return True
+
+    def _fill(self, box: Outboxes) -> None:
+        plan = self.plan
+        if plan.put_bytes:
+            plan.put(box, self.filled, self.base + self.filled % plan.num_halves * plan.round_bytes)
+        self.filled += 1
+        publish_word(box, self.cell + FILLED, self.filled)
+
+    # ---- step
+
+    def step(self, box: Outboxes) -> Block | None:
+        """Go as far as possible; None when the call is done (`error` says how it ended)."""
+        if self.done:
+            return None
+        if not self.published and not self.publish(box):
+            return NO_ROOM
+        cell, tag, peers, plan = self.cell, self.tag, box.peers, self.plan
+        for position in range(self.seen, len(peers)):
+            peer = peers[position]
+            words = box.words[peer]
+            if words[cell] < tag:
+                self.seen = position
+                return Block(peer, cell, tag)
+            if words[cell + SIGNATURE] != plan.signature or words[cell + DETAIL] != plan.detail:
+                self.mismatch = True
+            self.offsets[peer] = words[cell + OFFSET]
+        self.seen = len(peers)
+        if self.mismatch:
+            self.fail(self._mismatch(box))
+            return None
+        if plan.read_bytes and not self.drained:
+            self._check_offsets(box, plan.read_bytes)
+        if plan.preamble is not None:
+            plan.agree(box, self.offsets, self)
+        if plan.rounds > 1 or plan.merge_bytes:
+            block = self._rounds(box)
+            if block is not None:
+                return block
+        else:
+            plan.take(box, 0, self.offsets)
+        plan.commit()
+        self.done = True
+        return None
+
+    def _check_offsets(self, box: Outboxes, nbytes: int) -> None:
+        limit = box.payload_bytes - nbytes
+        for peer in box.peers:
+            if self.offsets[peer] > limit or self.offsets[peer] & 63:
+                raise ProtocolError(
+                    f"{self.describe(box)}: rank {peer} put {nbytes} bytes at offset {self.offsets[peer]} of its "
+                    f"outbox of {box.payload_bytes} bytes; is its memory damaged?"
+                )
+
+    # ---- rounds
+
+    def _rounds(self, box: Outboxes) -> Block | None:
+        plan = self.plan
+        late = plan.num_halves == plan.rounds
+        arrived = MERGED if plan.merge_bytes else FILLED
+        while True:
+            moved = False
+            block = None
+            if self.filled < plan.rounds:
+                block = self._behind(box, DRAINED, self.filled - plan.num_halves + 1)
+                if block is None and self.drained > self.filled - plan.num_halves:
+                    self._fill(box)
+                    moved = True
+            if plan.merge_bytes and self.merged < plan.rounds and self.merged < self.filled:
+                waits = self._behind(box, FILLED, self.merged + 1)
+                if waits is None:
+                    self._merge(box)
+                    moved = True
+                else:
+                    block = waits
+            if late:
+                if self.filled == plan.rounds and (not plan.merge_bytes or self.merged == plan.rounds):
+                    waits = self._behind(box, arrived, plan.rounds)
+                    if waits is None:
+                        for k in range(plan.rounds):
+                            plan.take(box, k, self._round_offsets(k))
+                        return None
+                    block = waits
+            elif self.drained < (self.merged if plan.merge_bytes else self.filled):
+                waits = self._behind(box, arrived, self.drained + 1)
+                if waits is None:
+                    plan.take(box, self.drained, self._round_offsets(self.drained))
+                    self.drained += 1
+                    publish_word(box, self.cell + DRAINED, self.drained)
+                    if self.drained == plan.rounds:
+                        return None
+                    moved = True
+                else:
+                    block = waits
+            if not moved:
+                assert block is not None, "a call that cannot move waits for somebody"
+                return block
+
+    def _behind(self, box: Outboxes, word: int, value: int) -> Block | None:
+        index = self.cell + word
+        for peer in box.peers:
+            if box.words[peer][index] < value:
+                return Block(peer, index, value)
+        return None
+
+    def _merge(self, box: Outboxes) -> None:
+        plan, k = self.plan, self.merged
+        half = k % plan.num_halves
+        offsets = [offset + half * plan.round_bytes for offset in self.offsets]
+        own = self.base + plan.num_halves * plan.round_bytes + half * plan.merge_bytes
+        plan.merge(box, k, offsets, own)
+        self.merged += 1
+        publish_word(box, self.cell + MERGED, self.merged)
+
+    def _round_offsets(self, k: int) -> list[int]:
+        plan = self.plan
+        half = k % plan.num_halves
+        shift = half * plan.round_bytes
+        if plan.merge_bytes:
+            shift = plan.num_halves * plan.round_bytes + half * plan.merge_bytes
+        return [offset + shift for offset in self.offsets]
+
+    # ---- ends
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with `error`; results stay untouched. Peers in later rounds see GAVE_UP."""
+        if not self.done:
+            self.error = error
+            self.done = True
+
+    @property
+    def name(self) -> str:
+        """The collective's name."""
+        return self.plan.name
+
+    def start_clock(self) -> float:
+        """Note when the call began to wait; returns the present time."""
+        now = time.monotonic()
+        if not self.deadline:
+            own = self._opts.timeout.total_seconds() if self._opts is not None else 0.0  # below 0: not set
+            self.started = now
+            self.deadline = now + (own if own > 0 else self._timeout_s)
+        return now
+
+    def describe(self, box: Outboxes, **facts: object) -> str:
+        """Name the call and its place for a message."""
+        return context(self.plan.name, rank=box.rank, seq=self.seq, epoch=box.epoch, **facts)
+
+    def missing(self, box: Outboxes) -> list[int]:
+        """Return the peers whose header has not arrived."""
+        return [peer for peer in box.peers if box.words[peer][self.cell] < self.tag]
+
+    def _mismatch(self, box: Outboxes) -> MismatchError:
+        plan, cell = self.plan, self.cell
+        groups: dict[str, list[int]] = {}
+        for rank in range(box.num_ranks):
+            words = box.words[rank]
+            groups.setdefault(self._words_of(box, rank, words[cell + SIGNATURE], words[cell + DETAIL]), []).append(rank)
+        told = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in groups.items())
+        if len(groups) == 1:
+            told += " with different lists of shapes"
+        if plan.signature & 63 == REFUSED:
+            return MismatchError(f"{self.describe(box)}: refused here, so it failed everywhere: {told}")
+        return MismatchError(
+            f"{self.describe(box)}: the ranks disagree: {told}; no result was written, the group works on; "
+            "make the calls agree"
+        )
+
+    def _words_of(self, box: Outboxes, rank: int, signature: int, detail: int) -> str:
+        if signature & 63 != REFUSED:
+            return f"called {unpack(signature)}"
+        offset = box.words[rank][self.cell + OFFSET]
+        length = min(detail, CELL_PAYLOAD_BYTES)
+        text = box.bytes_at(rank, offset, length).decode(errors="replace")
+        return f"refused its arguments: {text}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def refused(name: str, exc: Exception) -> RefusedPlan:
+    """Return the plan that tells peers about a refused call."""
+    return RefusedPlan(name, str(exc))

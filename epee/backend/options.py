@@ -1,0 +1,128 @@
+"""`BackendOptions`: what a user may set when a group is made."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend as _CBackend
+
+from .. import env
+from ..errors import InvalidArgument
+
+MAX_RANKS = 64
+MIN_STAGING_BYTES = 64 << 10
+MAX_STAGING_BYTES = 4 << 30
+FAULT_MODES = ("raise", "mask")
+
+
+class BackendOptions(_CBackend.Options):
+    """Options of a group of the backend "epee"; pass it as `pg_options`.
+
+    Args:
+        active_ranks: int32 tensor `[max_group_size]` of ones and zeros that the backend keeps up to date: 1 = the rank
+            takes part. It must be contiguous and on the CPU. None: the backend keeps the mask for itself.
+        is_extension: this process joins a running group in the place of a lost rank.
+        max_group_size: ranks that the group may grow to, 1 ... 64. None: the size at birth.
+        fault_mode: "raise": a call that loses a rank raises `RankFailedError` everywhere. "mask": it goes on without.
+        op_timeout: `timedelta` or seconds that a call waits for a silent peer. None: the group's time-out.
+        staging_bytes: size of one staging buffer (two send, two hold reduced data), a multiple of 4096, at least
+            64 KiB. None: `EPEE_STAGING_BYTES`, 16 MiB.
+    Raises:
+        InvalidArgument: a value breaks its rule; the message names it.
+    """
+
+    def __init__(
+        self,
+        active_ranks: torch.Tensor | None = None,
+        is_extension: bool = False,
+        max_group_size: int | None = None,
+        fault_mode: str = "raise",
+        op_timeout: timedelta | float | None = None,
+        staging_bytes: int | None = None,
+    ) -> None:
+        seconds = _seconds(op_timeout)
+        super().__init__("epee", timedelta(seconds=seconds) if seconds else timedelta(minutes=30))
+        self.active_ranks = _mask(active_ranks)
+        self.is_extension = _flag(is_extension, "is_extension")
+        self.max_group_size = _size(max_group_size)
+        if fault_mode not in FAULT_MODES:
+            raise InvalidArgument(f"fault_mode must be one of {FAULT_MODES}, got {fault_mode!r}")
+        self.fault_mode = fault_mode
+        self.op_timeout_s = seconds
+        self.staging_bytes = _staging(staging_bytes)
+        if active_ranks is not None and max_group_size is not None and active_ranks.numel() != max_group_size:
+            raise InvalidArgument(
+                f"active_ranks must have max_group_size={max_group_size} elements, got {active_ranks.numel()}"
+            )
+
+    def check_group(self, num_ranks: int) -> None:
+        """Check what depends on the group's size.
+
+        Raises:
+            InvalidArgument: the group is larger than it may be, or the mask has another length.
+        """
+        if num_ranks > MAX_RANKS:
+            raise InvalidArgument(f"a group of the backend epee has at most {MAX_RANKS} ranks, got {num_ranks}")
+        if self.max_group_size is not None and num_ranks > self.max_group_size:
+            raise InvalidArgument(f"max_group_size is {self.max_group_size}, the group has {num_ranks} ranks; raise it")
+        limit = self.max_group_size or num_ranks
+        if self.active_ranks is not None and self.active_ranks.numel() != limit:
+            raise InvalidArgument(
+                f"active_ranks must have one element per rank ({limit}), got {self.active_ranks.numel()}"
+            )
+
+
+def _seconds(value: timedelta | float | None) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise InvalidArgument(f"op_timeout must be a timedelta or seconds above 0, got {value!r}")
+    return float(value)
+
+
+def _mask(value: Any) -> torch.Tensor | None:
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.int32 or value.dim() != 1:
+        told = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise InvalidArgument(f"active_ranks must be an int32 tensor [max_group_size], got {told}")
+    if not value.is_cpu or not value.is_contiguous():
+        raise InvalidArgument("active_ranks must be contiguous and on the CPU; the backend writes to it")
+    if not bool(((value == 0) | (value == 1)).all()):
+        raise InvalidArgument(f"active_ranks must hold zeros and ones, got {value.tolist()}")
+    return value
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _size(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
+        raise InvalidArgument(f"max_group_size must be a number from 1 to {MAX_RANKS}, got {value!r}")
+    return value
+
+
+def _staging(value: Any) -> int:
+    name = "staging_bytes"
+    if value is None:
+        name, value = "EPEE_STAGING_BYTES", env.get_int("EPEE_STAGING_BYTES")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value % 4096
+        or not (MIN_STAGING_BYTES <= value <= MAX_STAGING_BYTES)
+    ):
+        raise InvalidArgument(
+            f"{name} must be a multiple of 4096 from {MIN_STAGING_BYTES} to {MAX_STAGING_BYTES}, got {value!r}"
+        )
+    return value

@@ -1,0 +1,197 @@
+"""What a rank lends to the others for one epoch: its outbox.
+
+Who writes, who reads: a rank writes **only its own outbox** and reads the others'. Nobody can therefore overwrite a
+survivor's memory, whatever an evicted or stopped process still does; leaving a rank out means not reading its outbox
+any more. A new epoch gets new outboxes, so a late reader of the old ones still finds what belonged there.
+
+    state      words that describe the rank: progress, sleepers, life
+    cells      NUM_CELLS headers of collective calls, seq modulo NUM_CELLS, each with room for a small payload
+    verdicts   per source rank: what became of its point-to-point messages (a ring, and a count of freed slots)
+    lanes      per destination rank: headers of NUM_LANE_SLOTS point-to-point slots
+    staging    payload of collective calls, handed out by `StagingRing`
+    lane_data  payload of the point-to-point slots, LANE_SLOT_BYTES each
+
+Order: a writer stores the payload, then the header's words, then the tag (x86-64 keeps that order), then wakes whoever
+sleeps. A crash before the tag leaves an old tag, so half a contribution is never read. A cell or slot is written again
+only when every reader has said, in its own outbox, that it is through with it.
+
+Memory is lazy: the file is sparse, only pages that were used exist (a rank with 64 peers maps 1.1 GiB per outbox and
+touches 300 KiB of it before the first call).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ProtocolError
+from ..memory.host import HEADER_BYTES, HostRegion
+from ..memory.layout import Field, Layout, align_up
+from ..memory.signals import SEQ_BITS
+
+NUM_CELLS = 128
+CELL_BYTES = 2048
+CELL_WORDS = CELL_BYTES // 8
+CELL_PAYLOAD_BYTES = CELL_BYTES - 64
+
+# words of a cell
+TAG, SIGNATURE, DETAIL, OFFSET, FILLED, MERGED, DRAINED, GAVE_UP = range(8)
+PREAMBLE = 8  # first word of the payload, where some calls put lists that must agree
+
+# words of the state field, one cache line apart
+CONSUMED, SLEEPERS, LIFE = 0, 8, 16
+STATE_WORDS = 32
+LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED = 0, 1, 2, 3
+
+NUM_LANE_SLOTS = 256
+LANE_SLOT_BYTES = 64 << 10
+LANE_BYTES = NUM_LANE_SLOTS * LANE_SLOT_BYTES
+LANE_SLOT_WORDS = 8
+LANE_WORDS = NUM_LANE_SLOTS * LANE_SLOT_WORDS
+# words of a lane slot
+SLOT_TAG, SLOT_MESSAGE, SLOT_USER_TAG, SLOT_SIGNATURE, SLOT_TOTAL_BYTES, SLOT_BYTES, SLOT_KIND = range(7)
+
+NUM_VERDICTS = 256
+VERDICT_WORDS = 2  # message number << 1 | refused, signature that the receiver expected
+SOURCE_WORDS = 8 + NUM_VERDICTS * VERDICT_WORDS  # word 0: slots freed so far
+
+ALIGN_BYTES = 64
+_BYTE = np.dtype(np.uint8)
+
+
+def outbox_layout(num_ranks: int, staging_bytes: int) -> Layout:
+    """Return the layout of an outbox in a group of `num_ranks`; `staging_bytes` is the size of one staging buffer.
+
+    Four such buffers are laid out: two that send and two that hold what a rank has reduced for others.
+    """
+    return Layout(
+        Field("state", torch.uint64, (STATE_WORDS,)),
+        Field("cells", torch.uint64, (NUM_CELLS, CELL_WORDS)),
+        Field("verdicts", torch.uint64, (num_ranks, SOURCE_WORDS)),
+        Field("lanes", torch.uint64, (num_ranks, LANE_WORDS)),
+        Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
+        Field("lane_data", torch.uint8, (num_ranks, LANE_BYTES), align_bytes=4096),
+    )
+
+
+class Outboxes:
+    """All outboxes of one epoch, mapped: this rank's own and every peer's.
+
+    Attributes:
+        words: per rank, its header words (state, cells, verdicts, lanes) as unsigned 64-bit.
+        address: per rank, the address of its word 0.
+        own: `words[rank]`.
+        peers: the other ranks, ascending; `peer_words` are their words in that order.
+        cells_free_until: calls up to this sequence number find their cell free (refreshed when reached).
+        epoch_bits: the upper part of every tag of this epoch.
+        first_cell: word index of the cells; a call with sequence number s has cell s modulo NUM_CELLS.
+        staging_bytes: size of one staging buffer.
+        payload_bytes: offsets handed out by peers must end at or below this.
+    """
+
+    def __init__(self, rank: int, regions: list[HostRegion], staging_bytes: int, epoch: int) -> None:
+        num_ranks = len(regions)
+        layout = outbox_layout(num_ranks, staging_bytes)
+        for peer, region in enumerate(regions):
+            if region.nbytes < layout.nbytes:
+                raise ProtocolError(f"outbox of rank {peer} has {region.nbytes} bytes, {layout.nbytes} expected")
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.epoch = epoch
+        self.epoch_bits = epoch << SEQ_BITS
+        self.regions = regions
+        self.peers = tuple(peer for peer in range(num_ranks) if peer != rank)
+        num_words = layout.offset("staging") // 8
+        self.words = [region.words(0, num_words) for region in regions]
+        self.address = [region.address for region in regions]
+        self.own = self.words[rank]
+        self.own_address = self.address[rank]
+        self.peer_words = [self.words[peer] for peer in self.peers]
+        self.cells_free_until = NUM_CELLS
+        self.first_cell = layout.offset("cells") // 8
+        self.verdict_base = [layout.offset("verdicts") // 8 + SOURCE_WORDS * peer for peer in range(num_ranks)]
+        self.lane_base = [layout.offset("lanes") // 8 + LANE_WORDS * peer for peer in range(num_ranks)]
+        self.lane_data = [layout.offset("lane_data") + LANE_BYTES * peer for peer in range(num_ranks)]
+        self.payload_bytes = layout.nbytes
+        self.staging_bytes = staging_bytes
+        self.ring = StagingRing(layout.offset("staging"), 4 * staging_bytes)
+        self._views: dict[Any, list[np.ndarray[Any, Any]]] = {}
+
+    def views(self, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
+        """Return every rank's outbox as a flat array of `dtype`; index = byte offset / item size."""
+        arrays = self._views.get(dtype)
+        if arrays is None:
+            count = self.payload_bytes // dtype.itemsize
+            arrays = [
+                np.frombuffer(region.mapping, dtype=dtype, count=count, offset=HEADER_BYTES) for region in self.regions
+            ]
+            self._views[dtype] = arrays
+        return arrays
+
+    def bytes_at(self, rank: int, offset: int, nbytes: int) -> bytes:
+        """Return a copy of bytes of an outbox; short when the range passes its end."""
+        view = self.views(_BYTE)[rank]
+        return view[offset : offset + nbytes].tobytes()
+
+    def least_consumed(self) -> int:
+        """Return the last call that every rank, this one too, is through with; who has left is through with all."""
+        least: int = self.own[CONSUMED]
+        for words in self.peer_words:
+            consumed = words[CONSUMED]
+            if consumed < least and words[LIFE] <= LIFE_READY:
+                least = consumed
+        return least
+
+    def close(self) -> None:
+        """Drop every reference to the mappings; the pages go with the last one."""
+        self._views.clear()
+        for view in self.words:
+            view.release()
+        self.words = self.peer_words = []
+        for region in self.regions:
+            region.close()
+        self.regions = []
+
+
+class StagingRing:
+    """Hands out parts of the staging area; what the oldest call holds is freed first.
+
+    Low addresses are preferred, so a program that waits for each call alternates between two places, which stay in
+    the cache, while one with many calls in flight spreads out.
+    """
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self._live: deque[tuple[int, int, int]] = deque()  # (seq, first byte, end), oldest first
+
+    def free(self, consumed: int) -> None:
+        """Take back what calls up to `consumed` held."""
+        live = self._live
+        while live and live[0][0] <= consumed:
+            live.popleft()
+
+    def take(self, seq: int, nbytes: int) -> int:
+        """Return the offset of `nbytes` for call `seq`, or -1 when there is no room yet."""
+        nbytes = align_up(nbytes, ALIGN_BYTES)
+        live = self._live
+        if not live:
+            place = 0
+        else:
+            oldest, newest_end = live[0][1], live[-1][2]
+            wrapped = live[-1][1] < oldest
+            if wrapped:
+                place = newest_end
+                if newest_end + nbytes > oldest:
+                    return -1
+            elif nbytes <= oldest:
+                place = 0
+            else:
+                place = newest_end
+        if place + nbytes > self.nbytes:
+            return -1
+        live.append((seq, place, place + nbytes))
+        return self.start + place

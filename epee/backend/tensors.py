@@ -1,0 +1,221 @@
+"""Tensors as the data path sees them: flat numpy arrays of a carrier dtype.
+
+numpy is used for what moves bytes because one call costs a fifth of torch's, and because a background thread that is
+inside numpy when the interpreter exits does no harm (inside torch it ends the process with SIGABRT). Dtypes that numpy
+lacks travel as integers of the same size; the reductions know what they stand for (`reduce.py`).
+
+Inputs may have any strides. Outputs may have any strides that do not overlap: they are filled through a contiguous
+copy when the call commits. Everything that cannot be right is refused by name, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import InvalidArgument, UnsupportedError
+from .signature import DTYPE_CODE
+
+Array = np.ndarray[Any, Any]
+
+
+class Carrier(NamedTuple):
+    """How a torch dtype travels: `direct` says that numpy has the type itself."""
+
+    code: int
+    dtype: np.dtype[Any]
+    direct: bool
+
+
+_DIRECT = {
+    "bool": np.bool_,
+    "uint8": np.uint8,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "float32": np.float32,
+    "float64": np.float64,
+    "complex64": np.complex64,
+    "complex128": np.complex128,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+}
+_BY_SIZE = {1: np.int8, 2: np.int16, 4: np.int32}
+_TORCH_BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def _carriers() -> dict[torch.dtype, Carrier]:
+    table = {}
+    for name, code in DTYPE_CODE.items():
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            continue  # "none", and dtypes that this torch does not have
+        carrier = _DIRECT.get(name) or _BY_SIZE[dtype.itemsize]
+        table[dtype] = Carrier(code, np.dtype(carrier), name in _DIRECT)
+    return table
+
+
+CARRIERS = _carriers()
+
+
+def carrier_of(tensor: torch.Tensor, name: str) -> Carrier:
+    """Check that `tensor` can be communicated at all and return its carrier.
+
+    Raises:
+        InvalidArgument: not a strided tensor of a supported dtype with storage.
+        UnsupportedError: a device that this build does not serve.
+    """
+    carrier = CARRIERS.get(tensor.dtype)
+    if carrier is not None and tensor.is_cpu and tensor.layout is torch.strided:
+        return carrier
+    if tensor.layout is not torch.strided:
+        raise InvalidArgument(f"{name} must be a strided tensor, got {tensor.layout}; call .to_dense()")
+    if tensor.device.type == "meta":
+        raise InvalidArgument(f"{name} must have data, got a meta tensor")
+    if not tensor.is_cpu:
+        raise UnsupportedError(
+            f"{name} lies on {tensor.device}; epee's backend serves CPU tensors so far; move it with .cpu() "
+            "or use another backend for that device"
+        )
+    raise InvalidArgument(f"{name} has dtype {tensor.dtype}, which cannot be communicated; convert it first")
+
+
+def _flat(tensor: torch.Tensor, carrier: Carrier) -> Array:
+    """Return a contiguous tensor as a flat array over the same memory."""
+    try:
+        array = tensor.numpy() if carrier.direct else tensor.view(_TORCH_BY_SIZE[tensor.itemsize]).numpy()
+    except RuntimeError:
+        # needs grad (a leaf parameter is a fine argument), or one element with an odd stride, which cannot be viewed as
+        # another dtype; a lazy conjugate or negative bit fails again, and `source` and `target` resolve it
+        plain = tensor.detach().as_strided((tensor.numel(),), (1,))
+        array = plain.numpy() if carrier.direct else plain.view(_TORCH_BY_SIZE[tensor.itemsize]).numpy()
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def source(tensor: torch.Tensor, carrier: Carrier) -> Array:
+    """Return the values of an input as a flat array: a view when it is contiguous, else a copy."""
+    if tensor.is_contiguous():
+        try:
+            return _flat(tensor, carrier)
+        except (RuntimeError, TypeError):  # a lazy conjugate or negation
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+            return _flat(tensor, carrier)
+    return _flat(tensor.detach().contiguous().resolve_conj().resolve_neg(), carrier)
+
+
+class Target:
+    """Where results go: `array` is what a call writes at commit, `write_back` the tensor it is then copied to."""
+
+    __slots__ = ("array", "scratch", "write_back")
+
+    def __init__(
+        self, array: Array, write_back: torch.Tensor | None = None, scratch: torch.Tensor | None = None
+    ) -> None:
+        self.array = array
+        self.write_back = write_back
+        self.scratch = scratch
+
+    def finish(self) -> None:
+        """Copy a contiguous scratch result into the strided tensor that the user gave."""
+        if self.write_back is not None:
+            assert self.scratch is not None
+            self.write_back.copy_(self.scratch)
+
+
+def target(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
+    """Return a place for results that belong into `tensor`.
+
+    Raises:
+        InvalidArgument: elements of `tensor` share memory (an expanded or overlapping view).
+    """
+    if tensor.is_contiguous() and not _is_lazy(tensor):
+        return Target(_flat(tensor, carrier))
+    refuse_overlap(tensor, name)
+    plain = tensor.detach()
+    scratch = torch.empty(plain.shape, dtype=plain.dtype)
+    return Target(_flat(scratch, carrier), plain, scratch)
+
+
+def in_place(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
+    """Like `target`, for a tensor that is input and output: the scratch holds the present values."""
+    if tensor.is_contiguous():
+        try:
+            return Target(_flat(tensor, carrier))
+        except (RuntimeError, TypeError):
+            pass
+    refuse_overlap(tensor, name)
+    plain = tensor.detach()
+    scratch = torch.empty(plain.shape, dtype=plain.dtype)
+    scratch.copy_(plain)
+    return Target(_flat(scratch, carrier), plain, scratch)
+
+
+def refuse_overlap(tensor: torch.Tensor, name: str) -> None:
+    """Raise `InvalidArgument` when two elements of `tensor` may share memory."""
+    reach = 0
+    for stride, extent in sorted((s, e) for s, e in zip(tensor.stride(), tensor.shape, strict=True) if e > 1):
+        if stride <= reach:
+            raise InvalidArgument(
+                f"{name} must not overlap itself, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+                "call .contiguous() and use the copy"
+            )
+        reach += stride * (extent - 1)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte that `tensor` covers and the end; (0, 0) when it is empty."""
+    if tensor.numel() == 0:
+        return 0, 0
+    extent = 1 + sum((e - 1) * s for e, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + extent * tensor.itemsize
+
+
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """True when the memory ranges of two tensors meet (strided ones may meet without sharing an element)."""
+    if first.is_contiguous() and second.is_contiguous():
+        start, other = first.data_ptr(), second.data_ptr()
+        return start < other + second.nbytes and other < start + first.nbytes
+    start_a, end_a = _span(first)
+    start_b, end_b = _span(second)
+    return start_a < end_b and start_b < end_a
+
+
+def refuse_shared(outputs: Sequence[torch.Tensor], name: str) -> None:
+    """Raise `InvalidArgument` when two of the outputs share an element."""
+    spans = sorted((*_span(tensor), position) for position, tensor in enumerate(outputs) if tensor.numel())
+    for (_, end, position), (start, _, other) in itertools.pairwise(spans):
+        if start >= end:
+            continue
+        if all(outputs[i].is_contiguous() for i in (position, other)) or _share_element(outputs, spans):
+            raise InvalidArgument(f"{name}: entries {position} and {other} share memory; give each its own tensor")
+        return  # interleaved views: the exact check looked at all of them
+
+
+def _share_element(outputs: Sequence[torch.Tensor], spans: list[tuple[int, int, int]]) -> bool:
+    """Mark every byte that each output covers; exact, and only reached for interleaved strided outputs."""
+    first, end = spans[0][0], max(span[1] for span in spans)
+    seen = np.zeros(end - first, dtype=np.bool_)
+    for tensor in outputs:
+        if tensor.numel() == 0:
+            continue
+        size = tensor.itemsize
+        window = np.lib.stride_tricks.as_strided(
+            seen[tensor.data_ptr() - first :],
+            shape=(*tensor.shape, size),
+            strides=(*(stride * size for stride in tensor.stride()), 1),
+        )
+        if window.any():
+            return True
+        window[...] = True
+    return False

@@ -1,0 +1,89 @@
+"""Why nothing comes: what a wait looks at when it has lasted for long, and how a call ends because of it.
+
+Evidence, strongest first: the peer's process has ended (pidfd), it has left the group (its LIFE word), it has given the
+same call up (GAVE_UP), the deadline has passed. Before a call is failed for a peer's sake, the word that it waits for
+is read once more: what a peer stored before it died counts. Everything runs under the engine's lock.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import CommTimeoutError, PeerError, RankFailedError
+from .message import Message
+from .operation import Block, Operation
+from .outbox import GAVE_UP, LIFE, LIFE_LEFT, Outboxes
+
+if TYPE_CHECKING:
+    from .engine import Driven, Engine
+
+
+def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
+    """Look why nothing comes: peers that are dead or have left end the head; so does its deadline."""
+    now = head.start_clock()
+    if not _lost_peer(engine, block, head, now) and now > head.deadline:
+        silent = [block.rank] if block is not None and block.rank >= 0 else []
+        if isinstance(head, Operation):
+            silent = head.missing(engine.box) or silent
+        told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else "no room: peers are behind"
+        head.fail(
+            CommTimeoutError(
+                f"{head.describe(engine.box, elapsed=now - head.started)}: {told}; the call is given up here, a "
+                "late peer may still complete it; the group can be used: the next call pairs by its number",
+                silent,
+            )
+        )
+    if head.done:
+        if isinstance(head, Message):
+            engine.mail.cancel(head)
+            engine.retire(head)
+        else:
+            engine.retire_heads()
+    if until is not None and now > until and not op.done:
+        raise CommTimeoutError(
+            f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); "
+            "the call goes on and may be waited for again"
+        )
+
+
+def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) -> bool:
+    """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
+    dead = engine.watch.dead()
+    gone = [peer for peer in engine.box.peers if engine.box.words[peer][LIFE] >= LIFE_LEFT]
+    if isinstance(head, Operation):
+        concerned = set(head.missing(engine.box))
+        if block is not None and block.rank >= 0 and engine.box.words[block.rank][block.word] < block.value:
+            concerned.add(block.rank)
+            if block.word != head.cell and engine.box.words[block.rank][head.cell + GAVE_UP]:
+                head.fail(_peer_error(engine.box, PeerError, [block.rank], head, now, "gave the call up"))
+                return True
+    else:
+        concerned = head.depends_on(engine.box)
+        if block is None or block.rank < 0:
+            concerned = set() if engine.mail.step(head) is None else concerned
+        elif engine.box.words[block.rank][block.word] >= block.value:
+            concerned = set()
+    lost = sorted(concerned.intersection(dead))
+    if lost:
+        head.fail(_peer_error(engine.box, RankFailedError, lost, head, now, "its process has ended"))
+        return True
+    left = sorted(concerned.intersection(gone))
+    if left and (isinstance(head, Operation) or len(left) == len(concerned)):
+        head.fail(_peer_error(engine.box, PeerError, left, head, now, "has left the group (destroyed or aborted it)"))
+        return True
+    return head.done
+
+
+def _peer_error(
+    box: Outboxes, kind: type[PeerError], ranks: list[int], head: Driven, now: float, cause: str
+) -> PeerError:
+    seq = head.seq
+    told = head.describe(box, peer=", ".join(map(str, ranks)), elapsed=now - head.started)
+    return kind(
+        f"{told}: {cause}; results are untouched; make a new group without the rank",
+        ranks,
+        head.name,
+        seq,
+        box.epoch,
+        cause,
+    )

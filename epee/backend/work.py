@@ -1,0 +1,129 @@
+"""What an asynchronous call returns: a `dist.Work` over one or more calls of the engine.
+
+torch's C++ side forwards only `wait` and `get_future`. Futures never get `set_exception`: torch's DDP completes with a
+value whatever the future holds and crashes on an empty one, so an error is raised by a chained callback instead.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .message import ANY, Message
+
+if TYPE_CHECKING:
+    from .engine import Driven, Engine
+
+_WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
+
+
+class Done(_WorkBase):  # type: ignore[misc]
+    """Stands for a call that has completed before it returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return True."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """Return None."""
+        return None
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Return an empty list: the tensors are those of the call."""
+        return []
+
+    def get_future(self) -> Any:
+        """Return a completed future."""
+        future: Any = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+class Work(_WorkBase):  # type: ignore[misc]
+    """A call on its way (several for a coalesced call with several dtypes).
+
+    After an error the tensors are as they were; the group can be used again unless the error says otherwise.
+
+    Attributes:
+        num_ranks: size of the group.
+    """
+
+    def __init__(self, engine: Engine, ops: list[Driven], outputs: Any) -> None:
+        super().__init__()
+        self.num_ranks = engine.box.num_ranks
+        self._engine = engine
+        self._ops = ops
+        self._outputs = outputs
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Drive the call to its end; may be called again, also after it raised.
+
+        Args:
+            timeout: give up waiting (not the call) after this time; None or 0 leaves only the call's own time-out.
+        Raises:
+            CommTimeoutError: the time has passed. Any other `EpeeError` ended the call itself.
+        """
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        for op in self._ops:
+            self._engine.wait(op, seconds if seconds > 0 else None)
+        return True
+
+    def is_completed(self) -> bool:
+        """True when the call has ended, well or not."""
+        return all(op.done for op in self._ops)
+
+    def is_success(self) -> bool:
+        """True when it has ended well."""
+        return all(op.done and op.error is None for op in self._ops)
+
+    def exception(self) -> BaseException | None:
+        """Return what it ended with, if that was an error."""
+        return next((op.error for op in self._ops if op.error is not None), None)
+
+    def synchronize(self) -> None:
+        """Same as `wait()`: CPU tensors have no streams."""
+        self.wait()
+
+    def result(self) -> Any:
+        """Return the tensors that the call writes."""
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Return the group rank that a receive got its message from (-1 before that, and for other calls)."""
+        op = self._ops[0]
+        return op.peer if isinstance(op, Message) and op.peer != ANY else -1
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future of the output tensors; the background thread completes it if nobody waits."""
+        if self._future is None:
+            ended: Any = torch.futures.Future()
+            self._future = ended.then(self._value)
+            last = self._ops[-1]
+            self._engine.listen(last, lambda op: ended.set_result(None))
+        return self._future
+
+    def _value(self, _: Any) -> Any:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._outputs
+
+
+DONE = Done()

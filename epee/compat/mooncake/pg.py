@@ -1,0 +1,232 @@
+"""`mooncake.pg`: options, membership calls and settings, each a few lines over the group's own methods.
+
+A `backend` argument is the process group itself (`dist.group.WORLD` or what `new_group` returned).
+
+Membership cannot change yet: with every rank healthy the calls answer as Mooncake's do, a change that would be needed
+is rejected with a reason (never pretended).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...backend import BackendOptions, create, register
+from ...backend import network as _network
+from ...errors import InvalidArgument
+from .responses import ProposalStatus, ProposeViewUpdateResponse, SyncAfterFailureResponse, SyncStatus
+
+__all__ = [
+    "MooncakeBackendOptions",
+    "ProposalStatus",
+    "ProposeViewUpdateResponse",
+    "SyncAfterFailureResponse",
+    "SyncStatus",
+    "activate_ranks",
+    "deactivate_ranks",
+    "extend_group_size_to",
+    "get_active_ranks",
+    "get_current_epoch",
+    "get_failed_ranks_hint",
+    "get_local_success",
+    "get_num_synced_ranks",
+    "get_peer_state",
+    "get_preferred_hca",
+    "join_group",
+    "recover_ranks",
+    "set_collective_timeout_us",
+    "set_device_filter",
+    "set_fault_reconciliation_window_us",
+    "set_host_ip",
+    "set_p2p_timeout_us",
+    "sync_after_failure",
+]
+
+set_host_ip = _network.set_host_ip
+set_device_filter = _network.set_device_filter
+get_preferred_hca = _network.get_preferred_hca
+
+
+class MooncakeBackendOptions(BackendOptions):
+    """Mooncake's options in every form that it takes.
+
+    `(active_ranks)`, `(active_ranks, is_extension)`, `(active_ranks, is_extension, max_group_size)` with an int32 mask
+    tensor, or `(max_group_size)`, `(max_group_size, is_extension)`,
+    `(max_group_size, is_extension, auto_deactivate_on_failure, auto_sync_on_failure)` with numbers.
+
+    Raises:
+        InvalidArgument: another form, or `auto_sync_on_failure` without `auto_deactivate_on_failure`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        fields = _fields(args, kwargs)
+        self_deactivate = fields.pop("auto_deactivate_on_failure", True)
+        self_sync = fields.pop("auto_sync_on_failure", bool(self_deactivate))
+        if self_sync and not self_deactivate:
+            raise InvalidArgument("auto_sync_on_failure=True needs auto_deactivate_on_failure=True; set both")
+        super().__init__(fault_mode="mask", **fields)
+        self.auto_deactivate_on_failure = bool(self_deactivate)
+        self.auto_sync_on_failure = bool(self_sync)
+
+
+def _fields(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Sort the positional forms into fields."""
+    by_mask = ("active_ranks", "is_extension", "max_group_size")
+    by_size = ("max_group_size", "is_extension", "auto_deactivate_on_failure", "auto_sync_on_failure")
+    with_mask = isinstance(args[0], torch.Tensor) if args else "active_ranks" in kwargs
+    names = by_mask if with_mask else by_size
+    if len(args) > len(names) or (not with_mask and len(args) == 3):
+        raise InvalidArgument(
+            f"MooncakeBackendOptions takes (active_ranks[, is_extension[, max_group_size]]) or (max_group_size[, "
+            f"is_extension[, auto_deactivate_on_failure, auto_sync_on_failure]]), got {len(args)} positional arguments"
+        )
+    fields = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name in fields or name not in {*by_mask, *by_size}:
+            raise InvalidArgument(f"MooncakeBackendOptions: {name!r} is unknown or given twice")
+        fields[name] = value
+    return fields
+
+
+# ---- membership
+
+
+def _checked(backend: Any, ranks: Sequence[int]) -> list[int]:
+    size = backend.size()
+    bad = [rank for rank in ranks if not 0 <= rank < size]
+    if bad:
+        raise InvalidArgument(f"ranks must lie in 0 ... {size - 1}, got {bad}")
+    return list(ranks)
+
+
+def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
+    """Return for each rank whether it takes part, as seen from here; no communication."""
+    mask = backend.active_ranks()
+    return [bool(mask[rank]) for rank in _checked(backend, ranks)]
+
+
+def get_active_ranks(backend: Any) -> torch.Tensor:
+    """Return the int32 mask `[max_group_size]`: 1 = takes part."""
+    mask: torch.Tensor = backend.active_ranks()
+    limit = backend.options.max_group_size or len(mask)
+    return torch.cat([mask, torch.zeros(limit - len(mask), dtype=torch.int32)])
+
+
+def get_num_synced_ranks(backend: Any) -> int:
+    """Return how many ranks take part or could."""
+    return int(backend.active_ranks().sum())
+
+
+def get_current_epoch(backend: Any) -> int:
+    """Return the epoch of the group's view."""
+    return int(backend.epoch)
+
+
+def _propose(backend: Any, ranks: Sequence[int], active: bool) -> ProposeViewUpdateResponse:
+    mask = backend.active_ranks()
+    wrong = [rank for rank in _checked(backend, ranks) if bool(mask[rank]) != active]
+    if not wrong:
+        return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
+    state = "lost: it cannot be taken back" if active else "active: it cannot be put out"
+    reason = f"rank {wrong[0]} is {state} in this version; make a new group"
+    return ProposeViewUpdateResponse(ProposalStatus.Rejected, backend.epoch, reject_reason=reason)
+
+
+def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
+    """Ask for these ranks to take part."""
+    return _propose(backend, ranks, active=True)
+
+
+recover_ranks = activate_ranks
+
+
+def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
+    """Ask for these ranks not to take part."""
+    return _propose(backend, ranks, active=False)
+
+
+def join_group(backend: Any) -> None:
+    """Return when this process takes part; a healthy member does already."""
+    if not bool(backend.active_ranks()[backend.rank()]):
+        raise InvalidArgument("this process is not a member; joining a running group does not exist in this version")
+
+
+def extend_group_size_to(backend: Any, size: int) -> None:
+    """Do nothing when the group has this size, as Mooncake today; growing does not exist in this version."""
+    if size != backend.size():
+        raise InvalidArgument(f"the group has {backend.size()} ranks and cannot change to {size} in this version")
+
+
+def sync_after_failure(backend: Any) -> SyncAfterFailureResponse:
+    """Wait until the view follows what was seen; nothing is pending while all ranks are healthy."""
+    lost = [rank for rank, active in enumerate(backend.active_ranks().tolist()) if not active]
+    if not lost:
+        return SyncAfterFailureResponse(SyncStatus.NoPending)
+    return SyncAfterFailureResponse(
+        SyncStatus.Rejected, f"ranks {lost} are lost; the group cannot go on without them in this version"
+    )
+
+
+# ---- results of a call
+
+
+def get_local_success(work: Any) -> bool:
+    """Wait for `work` and return whether it ended well here."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+def get_failed_ranks_hint(work: Any) -> torch.Tensor:
+    """Wait for `work`; return an int32 tensor `[num_ranks]` with 1 for ranks that it failed because of."""
+    get_local_success(work)
+    failed = getattr(work.exception(), "ranks", ())
+    hint = torch.zeros(work.num_ranks, dtype=torch.int32)
+    hint[list(failed)] = 1
+    return hint
+
+
+# ---- settings
+
+_timeouts_us = {"collective": 10_000_000, "p2p": 10_000_000, "fault_reconciliation_window": 30_000_000}
+
+
+def _set_us(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise InvalidArgument(f"{name} must be a number of microseconds above 0, got {value!r}")
+    _timeouts_us[name] = value
+
+
+def set_collective_timeout_us(value: int) -> None:
+    """Set how long collectives of groups made from now on wait for a silent peer; default 10 s."""
+    _set_us("collective", value)
+
+
+def set_p2p_timeout_us(value: int) -> None:
+    """Accepted for compatibility: point-to-point calls wait as long as collectives do."""
+    _set_us("p2p", value)
+
+
+def set_fault_reconciliation_window_us(value: int) -> None:
+    """Accepted for compatibility: epee needs no window, it acts on proof of death."""
+    _set_us("fault_reconciliation_window", value)
+
+
+# ---- registration
+
+
+def _create(dist_opts: Any, options: Any) -> Any:
+    options = options if options is not None else MooncakeBackendOptions(dist_opts.group_size)
+    if isinstance(options, BackendOptions) and not options.op_timeout_s:
+        options.op_timeout_s = _timeouts_us["collective"] / 1e6
+    return create(dist_opts, options)
+
+
+for _name in ("mooncake", "mooncake-cpu"):
+    if dist.is_available():
+        register(_name, _create)

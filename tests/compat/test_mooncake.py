@@ -1,0 +1,171 @@
+"""Mooncake's names: registration, options in every form, membership calls while all ranks are healthy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.compat.mooncake import pg
+from epee.errors import InvalidArgument
+from tests.harness import run_ranks
+
+MASK = torch.ones(2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "size", "extension", "deactivate", "sync"),
+    [
+        ((), {}, None, False, True, True),
+        ((4,), {}, 4, False, True, True),
+        ((4, True), {}, 4, True, True, True),
+        ((4, False, True, False), {}, 4, False, True, False),
+        ((4, False, False, False), {}, 4, False, False, False),
+        ((MASK,), {}, None, False, True, True),
+        ((MASK, True), {}, None, True, True, True),
+        ((MASK, False, 2), {}, 2, False, True, True),
+        ((), {"active_ranks": MASK, "max_group_size": 2}, 2, False, True, True),
+        ((), {"max_group_size": 3, "auto_deactivate_on_failure": False}, 3, False, False, False),
+    ],
+)
+def test_options_take_every_form(
+    args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None, extension: bool, deactivate: bool, sync: bool
+) -> None:
+    options = pg.MooncakeBackendOptions(*args, **kwargs)
+    assert isinstance(options, epee.BackendOptions)
+    assert options.fault_mode == "mask"
+    assert (options.max_group_size, options.is_extension) == (size, extension)
+    assert (options.auto_deactivate_on_failure, options.auto_sync_on_failure) == (deactivate, sync)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((4, False, True), {}),
+        ((4, False, False, True), {}),
+        ((4, False, True, True, 1), {}),
+        ((MASK, False, 2, True), {}),
+        ((4,), {"max_group_size": 4}),
+        ((4,), {"colour": 1}),
+        ((0,), {}),
+        ((torch.ones(2),), {}),
+    ],
+)
+def test_options_in_another_form_are_refused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        pg.MooncakeBackendOptions(*args, **kwargs)
+
+
+def healthy(rank: int, num_ranks: int, folder: str, backend: str) -> None:
+    mask = torch.zeros(4, dtype=torch.int32)
+    options = pg.MooncakeBackendOptions(mask, False, 4)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    pg.set_collective_timeout_us(20_000_000)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    group = dist.group.WORLD
+    assert group._engine.timeout_s == 20.0
+    assert mask.tolist() == [1, 1, 0, 0]
+    x = torch.ones(3)
+    work = dist.all_reduce(x, async_op=True)
+    assert pg.get_local_success(work)
+    assert pg.get_failed_ranks_hint(work).tolist() == [0, 0]
+    assert x.tolist() == [2.0] * 3
+    assert pg.get_peer_state(group, [1, 0]) == [True, True]
+    assert pg.get_active_ranks(group).tolist() == [1, 1, 0, 0]
+    assert pg.get_num_synced_ranks(group) == 2
+    assert pg.get_current_epoch(group) == 1
+    for call in (pg.activate_ranks, pg.recover_ranks):
+        answer = call(group, [0, 1])
+        assert answer.status is pg.ProposalStatus.Applied
+        assert answer.new_epoch == 1
+    refused = pg.deactivate_ranks(group, [1])
+    assert refused.status is pg.ProposalStatus.Rejected
+    assert "rank 1" in refused.reject_reason
+    assert pg.sync_after_failure(group).status is pg.SyncStatus.NoPending
+    pg.join_group(group)
+    pg.extend_group_size_to(group, 2)
+    with pytest.raises(InvalidArgument, match="3"):
+        pg.extend_group_size_to(group, 3)
+    with pytest.raises(InvalidArgument, match="ranks"):
+        pg.get_peer_state(group, [2])
+    bad = dist.all_reduce(torch.ones(1 + rank), async_op=True)
+    assert not pg.get_local_success(bad)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "mooncake-cpu"])
+def test_membership_calls_answer_for_healthy_groups(tmp_path: Path, backend: str) -> None:
+    run_ranks(healthy, 2, str(tmp_path), backend, backend=None)
+
+
+def lost(rank: int, num_ranks: int) -> None:
+    group: Any = dist.group.WORLD
+    if rank == 1:
+        dist.barrier()
+        group.shutdown()
+        return
+    dist.barrier()
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert not pg.get_local_success(work)
+    assert pg.get_failed_ranks_hint(work).tolist() == [0, 1]
+    assert pg.get_peer_state(group, [0, 1]) == [True, False]
+    assert pg.recover_ranks(group, [1]).status is pg.ProposalStatus.Rejected
+    assert pg.sync_after_failure(group).status is pg.SyncStatus.Rejected
+
+
+def test_a_lost_rank_is_reported_and_not_pretended_away() -> None:
+    run_ranks(lost, 2, backend="epee")
+
+
+def test_the_network_names_have_a_defined_answer_without_a_nic() -> None:
+    pg.set_host_ip("10.0.0.1")
+    pg.set_host_ip("::1")
+    with pytest.raises(InvalidArgument, match="ip"):
+        pg.set_host_ip("node7")
+    pg.set_device_filter([])
+    with pytest.raises(InvalidArgument, match="list"):
+        pg.set_device_filter("mlx5_0")
+    pg.set_device_filter(["no such device"])
+    assert pg.get_preferred_hca() == ""
+    pg.set_device_filter([])
+
+
+@pytest.mark.parametrize("setter", [pg.set_collective_timeout_us, pg.set_p2p_timeout_us])
+def test_a_timeout_that_is_no_time_is_refused(setter: Any) -> None:
+    for value in (0, -1, 1.5, True):
+        with pytest.raises(InvalidArgument, match="microseconds"):
+            setter(value)
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from epee.compat.mooncake import {module}
+options = {module}.MooncakeBackendOptions(torch.ones(1, dtype=torch.int32))
+dist.init_process_group("mooncake-cpu", store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
+x = torch.ones(2)
+dist.all_reduce(x)
+assert {module}.get_peer_state(dist.group.WORLD, [0]) == [True]
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("module", ["pg", "ep"])
+def test_a_users_script_works_by_changing_its_import(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(module=module)], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_gpu_buffer_says_that_it_does_not_exist() -> None:
+    from epee.compat.mooncake import ep
+
+    with pytest.raises(epee.errors.UnsupportedError, match=r"epee\.Buffer"):
+        ep.Buffer(None, 0)

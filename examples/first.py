@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 import epee
 
-dist.init_process_group("gloo")
+dist.init_process_group("epee")  # or gloo, nccl: any group will do for a Buffer
 with epee.Buffer(num_experts=8, hidden=64, num_topk=2, max_tokens_per_rank=32) as buffer:
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     weights, topk_idx = torch.rand(32, 8).softmax(-1).topk(2)

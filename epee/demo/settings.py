@@ -52,7 +52,7 @@ class Settings:
     out: str = "epee-demo"
     text: str | None = None
     seed: int = 0
-    backend: str = "gloo"
+    backend: str = "epee"
     batch: int = 8
     valid_windows: int = 64
     sample_bytes: int = 200

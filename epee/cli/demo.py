@@ -14,7 +14,9 @@ def demo(
         None, help="File to learn from; default: the sources of Python's standard library."
     ),
     seed: int = typer.Option(0, help="Seed of weights, batches and the text sample."),
-    backend: str = typer.Option("epee", help="torch.distributed backend that sums the shared gradients (gloo works as well)."),
+    backend: str = typer.Option(
+        "epee", help="torch.distributed backend that sums the shared gradients (gloo works as well)."
+    ),
 ) -> None:
     """Train a small Mixture-of-Experts language model over local processes, its tokens travelling through epee.
 

@@ -1,0 +1,163 @@
+// What every kernel of a buffer shares: the control block, the tag of the call, bounded waits, reports.
+//
+// Control block (one per rank, `kControl...Offset` from the Python `Layout` that also sizes it). Each flag has one
+// writer and one reader, holds the tag of the last call for which it was set, and is compared for equality: tags count
+// calls, so they never repeat within a buffer's life. `seq` is a word in device memory that block 0 of a call's last
+// kernel advances, so that a captured graph has a new tag at every replay.
+//
+//   written by peers: counts (two parities), dispatch_done and combine_done (a flag for
+//                     each block), combine_ready, barrier, streams (progress of a sender, expert layout only), staged
+//                     (progress of a copy)
+//   written locally:  seq, failed (tag of the call that failed), reported, grid words, grants, scratch
+//
+// Every params struct starts with a `Call` (generated, `throughput_params.Call`): control blocks of all ranks as this
+// GPU addresses them, host memory for reports and for the abort word, the time-out per wait, rank and operation.
+//
+// A kernel of a failed call moves no payload, but advances `seq` like any other, so ranks stay in step.
+#pragma once
+#include "../ptx/memory.cuh"
+
+enum FailureCode : int { kTimeout = 1, kAborted, kMismatch, kRefused, kOverflow, kBadCount, kBadExpert, kBadRow };
+
+/// A failure that the host will raise at its next touch; all words are numbers, the host finds the words for them.
+struct Failure {
+  FailureCode code;
+  int peer;
+  u64 expected;
+  u64 got;
+  u64 where;
+};
+
+DEVICE u8* control_at(const Call& call, int rank, u64 offset) {
+  return reinterpret_cast<u8*>(call.control[rank] + offset);
+}
+DEVICE u64* control_words(const Call& call, int rank, u64 offset) {
+  return reinterpret_cast<u64*>(control_at(call, rank, offset));
+}
+DEVICE u64* local_words(const Call& call, u64 offset) { return control_words(call, call.rank, offset); }
+
+/// The tag of the call in progress. Any thread, any time before `finish_call` of this kernel.
+DEVICE u64 current_tag(const Call& call) { return *local_words(call, kControlSeqOffset) + 1; }
+
+/// Whether an earlier kernel or block of this call failed.
+DEVICE bool has_failed(const Call& call, u64 tag) {
+  return ld_relaxed_sys(local_words(call, kControlFailedOffset)) == tag;
+}
+
+/// Marks the call as failed without telling this rank's host, which knows already.
+DEVICE void mark_failed(const Call& call, u64 tag) { st_relaxed_sys(local_words(call, kControlFailedOffset), tag); }
+
+/// Writes a report, unless the call has one already.
+DEVICE_COLD void write_report(u64* failed, u64* reported, u64* reports, u64 tag, u64 code_and_op, i64 peer,
+                              u64 expected, u64 got, u64 where) {
+  st_relaxed_sys(failed, tag);
+  if (atom_exch_relaxed_gpu(reported, tag) == tag) return;
+  u64* report = reports + (tag % kNumReports) * 8;
+  st_relaxed_sys(report + 1, tag);
+  st_relaxed_sys(report + 2, code_and_op >> 32);
+  st_relaxed_sys(report + 3, static_cast<u64>(peer));
+  st_relaxed_sys(report + 4, expected);
+  st_relaxed_sys(report + 5, got);
+  st_relaxed_sys(report + 6, where);
+  st_release_sys(report, code_and_op & 0xFFFFFFFF);
+}
+
+/// Marks the call as failed and tells the host; the first report of a call wins.
+DEVICE void report_failure(const Call& call, u64 tag, const Failure& failure) {
+  write_report(local_words(call, kControlFailedOffset), local_words(call, kControlReportedOffset),
+               reinterpret_cast<u64*>(call.report), tag, static_cast<u64>(call.op) << 32 | failure.code, failure.peer,
+               failure.expected, failure.got, failure.where);
+}
+
+/// How many polls pass between two looks at the clock and at the abort word. The latter lies in host memory: hundreds
+/// of warps that looked at it every 64 polls cost more than half of the link (measured), so about a millisecond it is.
+constexpr u32 kPollsPerLook = 1024;
+
+DEVICE bool is_aborted(const Call& call) { return ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) != 0; }
+
+/// Between two polls of memory that another block, GPU or process writes.
+DEVICE void poll_pause() {
+#ifndef __CUDACC__
+  emulation::yield();
+#endif
+}
+
+/// Waits until `*word == want`; acquires at system scope. False after the time-out, an abort, or when the call has
+/// failed elsewhere; only the first two are reported. `where` says which wait it was.
+DEVICE bool wait_for(const Call& call, u64 tag, const u64* word, u64 want, int peer, u64 where) {
+  const u64 start = global_time_ns();
+  for (u32 polls = 1;; ++polls) {
+    const u64 got = ld_acquire_sys(word);
+    if (got == want) return true;
+    if (polls % kPollsPerLook) continue;
+    if (global_time_ns() - start > call.timeout_ns) {
+      report_failure(call, tag, {kTimeout, peer, want, got, where});
+      return false;
+    }
+    if (is_aborted(call)) {
+      report_failure(call, tag, {kAborted, peer, want, got, where});
+      return false;
+    }
+    if (has_failed(call, tag)) return false;
+  }
+}
+
+/// All blocks of the grid meet; memory written before is visible after, on this GPU. Needs co-resident blocks.
+/// Called by all threads. `word` counts arrivals and is zero again afterwards; `gate` receives the tag.
+DEVICE void grid_barrier(const Call& call, u64 tag, u64 word_offset, u64 gate_offset) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    u32* word = reinterpret_cast<u32*>(control_at(call, call.rank, word_offset));
+    u64* gate = local_words(call, gate_offset);
+    if (atom_add_acq_rel_gpu(word, 1) == gridDim.x - 1) {
+      *word = 0;
+      st_release_gpu(gate, tag);
+    } else {
+      const u64 start = global_time_ns();
+      while (ld_acquire_gpu(gate) != tag && global_time_ns() - start < kGridTimeoutNs) {
+      }
+    }
+  }
+  __syncthreads();
+}
+
+/// This block has done its part of the call: tells rank `thread` so, for threads below `num_ranks_told`. All threads,
+/// after all memory operations of the block; what they wrote is visible to whoever waits for it in `await_blocks`.
+DEVICE void announce_block(const Call& call, u64 tag, u64 flags_offset, bool to_peers) {
+  __syncthreads();
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < kNumRanks && (to_peers || peer == call.rank))
+    st_release_sys(control_words(call, peer, flags_offset) + call.rank * kMaxBlocks + blockIdx.x, tag);
+}
+
+/// Waits until the blocks of all ranks have announced themselves: all blocks of this rank, `num_blocks[r]` of rank r
+/// when `from_peers`. One block, all threads.
+DEVICE void await_blocks(const Call& call, u64 tag, u64 flags_offset, const i32* num_blocks, bool from_peers,
+                         u64 where) {
+  const u64* flags = local_words(call, flags_offset);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < kNumRanks * kMaxBlocks; i += static_cast<int>(blockDim.x)) {
+    const int rank = i / kMaxBlocks;
+    const int block = i % kMaxBlocks;
+    const int count = rank == call.rank ? static_cast<int>(gridDim.x) : from_peers ? num_blocks[rank] : 0;
+    if (block < count) wait_for(call, tag, flags + i, tag, rank, where);
+  }
+  __syncthreads();
+}
+
+/// Tells every rank that this rank has reached the point `flags_offset` of the call, and waits for all of them.
+/// All threads of the only block; thread r signals and awaits rank r.
+DEVICE void meet_all(const Call& call, u64 tag, u64 flags_offset, u64 where) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < kNumRanks) {
+    st_release_sys(control_words(call, peer, flags_offset) + call.rank, tag);
+    wait_for(call, tag, local_words(call, flags_offset) + peer, tag, peer, where);
+  }
+  __syncthreads();
+}
+
+/// Ends the call: the next kernel has the next tag. One block, all threads, when all blocks of the rank are done.
+DEVICE void finish_call(const Call& call, u64 tag) {
+  __syncthreads();
+  if (threadIdx.x == 0) *local_words(call, kControlSeqOffset) = tag;
+}

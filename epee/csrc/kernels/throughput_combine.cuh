@@ -1,0 +1,454 @@
+// Brings rows back: every rank pulls the rows of its tokens from the peers' slots and sums them in a fixed order.
+//
+//   announce   block 0 tells all ranks which slot holds this rank's rows (combine_ready: tag, signature, slot and
+//   number
+//              of pulling blocks in one word); every block waits for all ranks' words.
+//   loader     one warp: for each of the block's pieces of work (a token's row, or a chunk of it) finds the rows,
+//              sorted by rank (and by k), and bulk-loads them side by side into a stage of shared memory.
+//   reducer    kReducerWarps warps: sum a stage in float32 in that order, add the biases, round once, write once.
+//   copier     blocks behind `num_pull_blocks`, only when the rows lie in ordinary memory (rank layout): copy the rows
+//              that peers will pull into this rank's slot, first tokens first, and tell them (`staged`) chunk by chunk,
+//              while the pulling is under way. A rank's own rows are read where they are.
+//   weigher    two warps, only when weights come back: sums or fetches the weights' rows.
+//   Each pulling block that is done says so to every rank (combine_done); block 0 waits for all of them: when the
+//   kernel ends, nobody reads this rank's slot any more.
+//
+// Rank layout: sum = -0 (so that a sum of one row is that row); for ranks ascending: sum += row. Expert layout: for
+// ranks ascending: part = -0; for k ascending: part += weight * row (both rounded); sum += part. Then the biases. A
+// token without rows begins at +0. No fused multiply-add anywhere.
+#pragma once
+#include "../common/call.cuh"
+#include "../common/load.cuh"
+#include "../common/work.cuh"
+#include "../ptx/convert.cuh"
+
+enum Payload : int { kBf16 = 0, kF16, kF32 };
+constexpr int kMaxEntries = 32;
+constexpr int kMaxStages = 8;
+constexpr u32 kRefusedSlot = 0x7F;
+constexpr u32 kCopyingBit = 0x80;  // beside a slot: its rows arrive there during this kernel
+
+/// The rows of one piece of work, in summing order; written by the loader, read by the reducers.
+struct StageEntries {
+  i32 count;
+  i32 rank[kMaxEntries];
+  float weight[kMaxEntries];
+};
+
+struct CombineShared {
+  u64 full[kMaxStages];  // copiers use `full` and `empty` as one array, two barriers for each warp
+  u64 empty[kMaxStages];
+  u64 slot[kMaxRanks];     // where the rows of rank d are read
+  u64 weights[kMaxRanks];  // where their weights are read
+  StageEntries entries[kMaxStages];
+  i32 num_blocks[kMaxRanks];  // pulling blocks of rank d
+  i32 is_copying[kMaxRanks];  // whether rank d's rows are still on their way into its slot; ours are read in place
+  i32 is_good;
+};
+
+template <int kPayload>
+struct Lanes {
+  static constexpr int kCount = kPayload == kF32 ? 4 : 8;
+  float value[kCount];
+};
+
+template <int kPayload>
+DEVICE Lanes<kPayload> unpack(const Vec16& v) {
+  Lanes<kPayload> r;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (kPayload == kF32) {
+      r.value[i] = __uint_as_float(v.word[i]);
+    } else if (kPayload == kBf16) {
+      r.value[2 * i % Lanes<kPayload>::kCount] = bf16_to_float(static_cast<u16>(v.word[i]));
+      r.value[(2 * i + 1) % Lanes<kPayload>::kCount] = bf16_to_float(static_cast<u16>(v.word[i] >> 16));
+    } else {
+      r.value[2 * i % Lanes<kPayload>::kCount] = f16_to_float(static_cast<u16>(v.word[i]));
+      r.value[(2 * i + 1) % Lanes<kPayload>::kCount] = f16_to_float(static_cast<u16>(v.word[i] >> 16));
+    }
+  }
+  return r;
+}
+
+template <int kPayload>
+DEVICE Vec16 pack(const Lanes<kPayload>& r) {
+  Vec16 v;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float low = r.value[2 * i % Lanes<kPayload>::kCount];
+    const float high = r.value[(2 * i + 1) % Lanes<kPayload>::kCount];
+    if (kPayload == kF32)
+      v.word[i] = __float_as_uint(r.value[i]);
+    else if (kPayload == kBf16)
+      v.word[i] = float2_to_bf16x2(low, high);
+    else
+      v.word[i] = float_to_f16(low) | static_cast<u32>(float_to_f16(high)) << 16;
+  }
+  return v;
+}
+
+template <int kPayload>
+DEVICE void add(Lanes<kPayload>& to, const Lanes<kPayload>& what) {
+#pragma unroll
+  for (int i = 0; i < Lanes<kPayload>::kCount; ++i) to.value[i] = __fadd_rn(to.value[i], what.value[i]);
+}
+
+template <int kPayload>
+DEVICE void add_scaled(Lanes<kPayload>& to, float weight, const Lanes<kPayload>& what) {
+#pragma unroll
+  for (int i = 0; i < Lanes<kPayload>::kCount; ++i)
+    to.value[i] = __fadd_rn(to.value[i], __fmul_rn(weight, what.value[i]));
+}
+
+template <int kPayload>
+DEVICE Lanes<kPayload> filled(float value) {
+  Lanes<kPayload> r;
+#pragma unroll
+  for (int i = 0; i < Lanes<kPayload>::kCount; ++i) r.value[i] = value;
+  return r;
+}
+
+/// The elements of a bias that belong to the 16 bytes of payload at byte `at` of the output.
+template <int kPayload>
+DEVICE Lanes<kPayload> load_bias(const CombineParams& p, u64 bias, i64 at) {
+  const u8* from = reinterpret_cast<const u8*>(bias);
+  if (kPayload == kF32 || !p.is_bias_f32) return unpack<kPayload>(ld_vec16(from + at));
+  Lanes<kPayload> r;
+  const Vec16 low = ld_vec16(from + 2 * at);
+  const Vec16 high = ld_vec16(from + 2 * at + 16);
+#pragma unroll
+  for (int i = 0; i < Lanes<kPayload>::kCount; ++i)
+    r.value[i] = __uint_as_float(i < 4 ? low.word[i % 4] : high.word[i % 4]);
+  return r;
+}
+
+/// The word by which a rank joins a combine: low half of the tag, 16 bits of signature, slot
+/// (with `kCopyingBit`), number of pulling blocks.
+DEVICE u64 ready_word(u64 tag, u64 signature, u32 slot, u32 num_blocks) {
+  return tag << 32 | (signature & 0xFFFF) << 16 | slot << 8 | num_blocks;
+}
+
+/// Waits for a rank's ready word of this call. False, with a report, when it does not come.
+DEVICE bool wait_ready(const Call& call, u64 tag, int rank, u64& word) {
+  const u64* from = local_words(call, kControlCombineReadyOffset) + rank;
+  const u64 start = global_time_ns();
+  for (u32 polls = 1;; ++polls) {
+    word = ld_acquire_sys(from);
+    if (word >> 32 == (tag & 0xFFFFFFFF)) return true;
+    if (polls % kPollsPerLook) continue;
+    const bool is_late = global_time_ns() - start > call.timeout_ns;
+    if (is_late || is_aborted(call)) {
+      report_failure(call, tag, {is_late ? kTimeout : kAborted, rank, tag, word >> 32, 3});
+      return false;
+    }
+    if (has_failed(call, tag)) return false;
+  }
+}
+
+/// Block 0 announces this rank's slot; every block learns the peers' slots. All threads; true when all are there.
+DEVICE bool announce(const CombineParams& p, u64 tag, CombineShared& s) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (threadIdx.x == 0) s.is_good = 1;
+  __syncthreads();
+  if (peer < kNumRanks) {
+    if (blockIdx.x == 0) {
+      const u32 slot = p.refused ? kRefusedSlot : static_cast<u32>(p.slot) | (p.num_copy_blocks ? kCopyingBit : 0);
+      st_release_sys(control_words(p.call, peer, kControlCombineReadyOffset) + p.call.rank,
+                     ready_word(tag, p.signature, slot, static_cast<u32>(p.num_pull_blocks)));
+    }
+    u64 word = 0;
+    if (p.refused) {
+      mark_failed(p.call, tag);
+      s.is_good = 0;
+    } else if (!wait_ready(p.call, tag, peer, word)) {
+      s.is_good = 0;
+    } else {
+      const u32 slot = word >> 8 & 0x7F;
+      if (slot == kRefusedSlot) {
+        report_failure(p.call, tag, {kRefused, peer, 0, 1, 3});
+        s.is_good = 0;
+      } else if ((word >> 16 & 0xFFFF) != (p.signature & 0xFFFF) || slot >= static_cast<u32>(p.num_slots)) {
+        report_failure(p.call, tag, {kMismatch, peer, p.signature & 0xFFFF, word >> 16 & 0xFFFF, 3});
+        s.is_good = 0;
+      } else {
+        s.num_blocks[peer] = static_cast<i32>(word & 0xFF);
+        s.is_copying[peer] = (word >> 8 & kCopyingBit) != 0 && peer != p.call.rank;
+        s.weights[peer] = p.slots[peer] + slot * p.slot_bytes + p.weights_offset;
+        s.slot[peer] = p.num_copy_blocks && peer == p.call.rank ? p.y : p.slots[peer] + slot * p.slot_bytes;
+      }
+    }
+    fence_proxy_async();
+  }
+  __syncthreads();
+  return s.is_good;
+}
+
+/// A row that a lane of the loader found: `position` is its place in the sum, -1 when the lane has none.
+struct Found {
+  int position, rank;
+  i64 row;
+  i32 place;  // rank layout: the row counted from our first one there
+  float weight;
+  int count;  // of the whole token
+};
+
+/// Finds the rows of a token. All lanes of a warp; lane d looks at rank d, or lane k at slot k.
+template <bool kExpert>
+DEVICE Found find_rows(const CombineParams& p, int token) {
+  const int lane = lane_idx();
+  Found f = {-1, -1, -1, -1, 0.0f, 0};
+  if (kExpert) {
+    if (lane < p.num_topk) {
+      const i64 at = static_cast<i64>(token) * p.num_topk + lane;
+      const i32 expert = reinterpret_cast<const i32*>(p.expert_of)[at];
+      if (expert >= 0) {
+        f.rank = expert / p.num_local_experts;
+        f.row = reinterpret_cast<const i32*>(p.row_base)[expert] + reinterpret_cast<const i32*>(p.ordinals)[at];
+        f.weight = p.weights_of ? reinterpret_cast<const float*>(p.weights_of)[at] : 1.0f;
+      }
+    }
+  } else if (lane < kNumRanks) {
+    const i32 place = reinterpret_cast<const i32*>(p.send_prefix)[static_cast<i64>(token) * kNumRanks + lane];
+    if (place >= 0) {
+      f.rank = lane;
+      f.place = place;
+      f.row = reinterpret_cast<const i32*>(p.row_base)[p.num_experts + lane] + place;
+    }
+  }
+  if (f.row < 0 || f.row >= p.max_rows) f = {-1, -1, -1, -1, 0.0f, 0};
+  int before = 0;
+#pragma unroll
+  for (int d = 0; d < kNumRanks; ++d) {
+    const u32 here = __ballot_sync(~0u, f.rank == d);
+    if (f.rank == d) f.position = before + __popc(here & lanes_below());
+    before += __popc(here);
+  }
+  f.count = before;
+  return f;
+}
+
+/// Waits until rank `rank` has copied the chunk of its rows that holds `place`, counted from our first row there. Each
+/// lane waits for its own; `last_seen` spares it a second look.
+DEVICE void wait_staged(const CombineParams& p, u64 tag, int rank, i32 place, i32& last_seen) {
+  const i32 chunk = place / kStagedRows;
+  if (chunk == last_seen) return;
+  wait_for(p.call, tag, local_words(p.call, kControlStagedOffset) + rank * kMaxStagedChunks + chunk, tag, rank, 4);
+  fence_proxy_async();
+  last_seen = chunk;
+}
+
+/// One warp: keeps the stages filled. `next` is what it found for the block's first piece of work.
+template <bool kExpert>
+DEVICE void loader(const CombineParams& p, u64 tag, CombineShared& s, u8* stages, int chunks, Found next) {
+  const i64 stage_bytes = static_cast<i64>(p.max_entries) * p.chunk_bytes;
+  const int end = p.num_tokens * chunks;
+  i32 last_seen = -1;
+  int n = 0;
+#pragma unroll 1
+  for (int unit = static_cast<int>(blockIdx.x); unit < end; unit += p.num_pull_blocks, ++n) {
+    const int stage = n % p.num_stages;
+    const int use = n / p.num_stages;
+    const Found f = next;
+    if (use > 0) wait_load(p.call, tag, s.empty + stage, static_cast<u32>(use - 1) & 1);
+    const int offset = unit % chunks * p.chunk_bytes;
+    const u32 num_bytes = static_cast<u32>(min(p.chunk_bytes, p.row_bytes - offset));
+    if (f.position >= 0) {
+      s.entries[stage].rank[f.position] = f.rank;
+      s.entries[stage].weight[f.position] = f.weight;
+    }
+    if (lane_idx() == 0) s.entries[stage].count = f.count;
+    __syncwarp();
+    if (lane_idx() == 0) mbarrier_arrive_expect(s.full + stage, num_bytes * static_cast<u32>(f.count));
+    if (f.position >= 0) {
+      if (!kExpert && s.is_copying[f.rank]) wait_staged(p, tag, f.rank, f.place, last_seen);
+      bulk_load(stages + stage * stage_bytes + static_cast<i64>(f.position) * p.chunk_bytes,
+                reinterpret_cast<const u8*>(s.slot[f.rank]) + f.row * p.row_bytes + offset, num_bytes, s.full + stage);
+    }
+    __syncwarp();
+    if (unit + p.num_pull_blocks < end) next = find_rows<kExpert>(p, (unit + p.num_pull_blocks) / chunks);
+  }
+}
+
+/// Copies `num_rows` rows from ordinary memory to the slot. One lane, two stages.
+DEVICE void copy_rows(const CombineParams& p, u64 tag, i64 first_row, int num_rows, u8* stages, u64* barriers, u32& n) {
+  const int chunks = (p.row_bytes + p.chunk_bytes - 1) / p.chunk_bytes;
+  const int num_units = num_rows * chunks;
+  const u8* from = reinterpret_cast<const u8*>(p.y) + first_row * p.row_bytes;
+  u8* to =
+      reinterpret_cast<u8*>(p.slots[p.call.rank] + static_cast<u64>(p.slot) * p.slot_bytes) + first_row * p.row_bytes;
+  const auto offset = [&](int unit) {
+    return static_cast<i64>(unit / chunks) * p.row_bytes + unit % chunks * p.chunk_bytes;
+  };
+  const auto size = [&](int unit) {
+    return static_cast<u32>(min(p.chunk_bytes, p.row_bytes - unit % chunks * p.chunk_bytes));
+  };
+  const auto load = [&](int unit, u32 use) {
+    mbarrier_arrive_expect(barriers + use % 2, size(unit));
+    bulk_load(stages + static_cast<i64>(use % 2) * p.chunk_bytes, from + offset(unit), size(unit), barriers + use % 2);
+  };
+  bulk_wait_read<0>();
+  if (num_units > 0) load(0, n);
+#pragma unroll 1
+  for (int unit = 0; unit < num_units; ++unit, ++n) {
+    if (unit + 1 < num_units) {
+      bulk_wait_read<0>();
+      load(unit + 1, n + 1);
+    }
+    wait_load(p.call, tag, barriers + n % 2, n / 2 & 1);
+    bulk_store(to + offset(unit), stages + static_cast<i64>(n % 2) * p.chunk_bytes, size(unit));
+    bulk_commit();
+  }
+}
+
+/// Copies what the peers will pull, chunk by chunk, the peers in turn. One lane of each of `num_warps` warps.
+DEVICE void copier(const CombineParams& p, u64 tag, int warp, int num_warps, u8* stages, u64* barriers) {
+  const int num_counters = p.num_experts + kNumRanks;
+  const i32* matrix = reinterpret_cast<const i32*>(p.count_matrix) + p.num_experts + p.call.rank;
+  i32 longest = 0;
+  for (int src = 0; src < kNumRanks; ++src) longest = max(longest, matrix[src * num_counters]);
+  const int num_chunks = (longest + kStagedRows - 1) / kStagedRows * kNumRanks;
+  u32 n = 0;
+#pragma unroll 1
+  for (int i = warp; i < num_chunks; i += num_warps) {
+    const int src = (p.call.rank + 1 + i) % kNumRanks;
+    const i32 first = i / kNumRanks * kStagedRows;
+    const i32 count = matrix[src * num_counters];
+    if (src == p.call.rank || first >= count) continue;
+    i64 base = 0;
+    for (int other = 0; other < src; ++other) base += matrix[other * num_counters];
+    copy_rows(p, tag, base + first, min(kStagedRows, count - first), stages, barriers, n);
+    bulk_wait<0>();
+    st_release_sys(
+        control_words(p.call, src, kControlStagedOffset) + p.call.rank * kMaxStagedChunks + first / kStagedRows, tag);
+  }
+}
+
+/// Sums one stage and writes the result. All reducer threads.
+template <bool kExpert, int kPayload>
+DEVICE void reduce_stage(const CombineParams& p, const StageEntries& entries, const u8* stage, int token, int offset,
+                         int num_bytes) {
+  const i64 at = static_cast<i64>(token) * p.row_bytes + offset;
+  const int count = entries.count;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) * 16; i < num_bytes; i += kReducerThreads * 16) {
+    Lanes<kPayload> sum = filled<kPayload>(count ? -0.0f : 0.0f);
+    Lanes<kPayload> part = filled<kPayload>(-0.0f);
+#pragma unroll 1
+    for (int e = 0; e < count; ++e) {
+      const Lanes<kPayload> row =
+          unpack<kPayload>(*reinterpret_cast<const Vec16*>(stage + static_cast<i64>(e) * p.chunk_bytes + i));
+      if (kExpert) {
+        add_scaled<kPayload>(part, entries.weight[e], row);
+        if (e + 1 == count || entries.rank[e + 1] != entries.rank[e]) {
+          add<kPayload>(sum, part);
+          part = filled<kPayload>(-0.0f);
+        }
+      } else {
+        add<kPayload>(sum, row);
+      }
+    }
+    if (p.bias_0) add<kPayload>(sum, load_bias<kPayload>(p, p.bias_0, at + i));
+    if (p.bias_1) add<kPayload>(sum, load_bias<kPayload>(p, p.bias_1, at + i));
+    st_vec16(reinterpret_cast<u8*>(p.out) + at + i, pack<kPayload>(sum));
+  }
+}
+
+/// All reducer warps: empty the stages as they become full.
+template <bool kExpert, int kPayload>
+DEVICE void reducer(const CombineParams& p, u64 tag, CombineShared& s, const u8* stages, int chunks) {
+  const i64 stage_bytes = static_cast<i64>(p.max_entries) * p.chunk_bytes;
+  const int end = p.num_tokens * chunks;
+  int n = 0;
+#pragma unroll 1
+  for (int unit = static_cast<int>(blockIdx.x); unit < end; unit += p.num_pull_blocks, ++n) {
+    const int stage = n % p.num_stages;
+    wait_load(p.call, tag, s.full + stage, static_cast<u32>(n / p.num_stages) & 1);
+    const int offset = unit % chunks * p.chunk_bytes;
+    reduce_stage<kExpert, kPayload>(p, s.entries[stage], stages + stage * stage_bytes, unit / chunks, offset,
+                                    min(p.chunk_bytes, p.row_bytes - offset));
+    __syncwarp();
+    if (lane_idx() == 0) mbarrier_arrive(s.empty + stage);
+  }
+}
+
+/// Weights of the block's tokens. Rank layout: the sum over ranks, ascending, of the rows' weights. Expert layout: the
+/// weight of each slot's row. `warp` of `num_warps` warps.
+template <bool kExpert>
+DEVICE void weigher(const CombineParams& p, CombineShared& s, int warp, int num_warps) {
+  const int k = lane_idx();
+  const int step = p.num_pull_blocks * num_warps;
+#pragma unroll 1
+  for (int token = static_cast<int>(blockIdx.x) * num_warps + warp; token < p.num_tokens; token += step) {
+    const Found f = find_rows<kExpert>(p, token);
+    float sum = 0.0f;
+    if (kExpert) {
+      if (f.position >= 0) sum = ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[f.rank]) + f.row);
+    } else {
+      float from[kNumRanks];
+#pragma unroll
+      for (int d = 0; d < kNumRanks; ++d) {
+        const i32 row = __shfl_sync(~0u, static_cast<i32>(f.row), d);
+        from[d] = 0.0f;
+        if (row >= 0 && k < p.num_topk)
+          from[d] =
+              ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[d]) + static_cast<i64>(row) * p.num_topk + k);
+      }
+#pragma unroll
+      for (int d = 0; d < kNumRanks; ++d) sum = __fadd_rn(sum, from[d]);
+    }
+    if (k < p.num_topk) reinterpret_cast<float*>(p.out_weights)[static_cast<i64>(token) * p.num_topk + k] = sum;
+  }
+}
+
+template <bool kExpert, int kPayload>
+DEVICE void combine(const CombineParams& p) {
+  u8* shared = dynamic_shared();
+  __shared__ CombineShared s;
+  const bool is_puller = static_cast<int>(blockIdx.x) < p.num_pull_blocks;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kMaxStages; ++i) {
+      mbarrier_init(s.full + i, 1);
+      mbarrier_init(s.empty + i, is_puller ? kReducerWarps : 1);
+    }
+    fence_mbarrier_init();
+    fence_proxy_async();
+  }
+  wait_previous_kernel();
+  const u64 tag = current_tag(p.call);
+  const int chunks = (p.row_bytes + p.chunk_bytes - 1) / p.chunk_bytes;
+  const int first = static_cast<int>(blockIdx.x) / chunks;
+  Found first_rows = {-1, -1, -1, -1, 0.0f, 0};
+  if (warp_idx() == kReducerWarps && first < p.num_tokens) first_rows = find_rows<kExpert>(p, first);
+  const bool is_good = !is_puller || announce(p, tag, s);
+  if (is_puller && is_good) {
+    if (warp_idx() < kReducerWarps)
+      reducer<kExpert, kPayload>(p, tag, s, shared, chunks);
+    else if (warp_idx() == kReducerWarps)
+      loader<kExpert>(p, tag, s, shared, chunks, first_rows);
+    else if (p.out_weights)
+      weigher<kExpert>(p, s, warp_idx() - kReducerWarps - 1, static_cast<int>(blockDim.x / 32) - kReducerWarps - 1);
+  } else if (!kExpert && !is_puller && is_good) {
+    __syncthreads();
+    if (warp_idx() < p.num_copy_warps && lane_idx() == 0)
+      copier(p, tag, (static_cast<int>(blockIdx.x) - p.num_pull_blocks) * p.num_copy_warps + warp_idx(),
+             p.num_copy_blocks * p.num_copy_warps, shared + static_cast<i64>(warp_idx()) * 2 * p.chunk_bytes,
+             s.full + 2 * warp_idx());
+  }
+  const bool is_whole = is_good && !has_failed(p.call, tag);
+  announce_block(p.call, tag, kControlCombineDoneOffset, is_whole && is_puller);
+  if (blockIdx.x != 0) return;
+  await_blocks(p.call, tag, kControlCombineDoneOffset, s.num_blocks, is_whole, 5);
+  finish_call(p.call, tag);
+}
+
+#define COMBINE_KERNEL(name, is_expert, payload)                           \
+  extern "C" __global__ void __launch_bounds__(kReducerThreads + 96, 1)    \
+      throughput_combine_##name(const __grid_constant__ CombineParams p) { \
+    combine<is_expert, payload>(p);                                        \
+  }
+COMBINE_KERNEL(rank_bf16, false, kBf16)
+COMBINE_KERNEL(rank_f16, false, kF16)
+COMBINE_KERNEL(rank_f32, false, kF32)
+COMBINE_KERNEL(expert_bf16, true, kBf16)
+COMBINE_KERNEL(expert_f16, true, kF16)
+COMBINE_KERNEL(expert_f32, true, kF32)

@@ -1,0 +1,48 @@
+// Between float32 and the 16-bit payload types; every conversion rounds once, to nearest even.
+#pragma once
+#include "types.cuh"
+
+DEVICE float bf16_to_float(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+
+#ifdef __CUDACC__
+
+/// Two floats to two bfloat16; `low` goes to the lower address.
+DEVICE u32 float2_to_bf16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+DEVICE u16 float_to_f16(float v) {
+  u16 r;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
+  return r;
+}
+DEVICE float f16_to_float(u16 bits) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(bits));
+  return r;
+}
+
+#else
+
+DEVICE u32 emulated_float_to_bf16(float v) {
+  const u32 bits = __float_as_uint(v);
+  if (v != v) return 0x7FFF;  // what the hardware gives for every NaN
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+DEVICE u32 float2_to_bf16x2(float low, float high) {
+  return emulated_float_to_bf16(low) | emulated_float_to_bf16(high) << 16;
+}
+DEVICE u16 float_to_f16(float v) {
+  const _Float16 half = static_cast<_Float16>(v);
+  u16 bits;
+  memcpy(&bits, &half, 2);
+  return bits;
+}
+DEVICE float f16_to_float(u16 bits) {
+  _Float16 half;
+  memcpy(&half, &bits, 2);
+  return static_cast<float>(half);
+}
+
+#endif

@@ -1,0 +1,32 @@
+"""Fill the kernel cache ahead of time, for images and for machines that must not compile. Needs NVRTC, but no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import InvalidArgument
+from ..jit.kernel import cubin_of
+from .throughput_params import KERNELS, MAX_RANKS, kernel_head
+from .throughput_plan import Limits
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+
+
+def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTURES) -> int:
+    """Compile every throughput kernel that buffers of these sizes will load, unless it is cached already.
+
+    Args:
+        num_ranks: sizes of groups.
+        architectures: such as `sm_90a`.
+    Returns:
+        How many cubins are in place.
+    Raises:
+        CompileError: a kernel does not compile for one of the architectures.
+    """
+    for size in num_ranks:
+        if not 1 <= size <= MAX_RANKS:
+            raise InvalidArgument(f"num_ranks must be 1 ... {MAX_RANKS}, got {size}")
+    wanted = [(path, size, target) for path in KERNELS for size in num_ranks for target in architectures]
+    for path, size, target in wanted:
+        cubin_of(path, kernel_head(size, Limits.max_warps), target)
+    return len(wanted)

@@ -1,0 +1,130 @@
+"""Compiled kernels on disk, one file per content hash, written so that nobody else's file is ever loaded.
+
+    <folder>/<key>.cubin      32 bytes SHA-256 of the rest, then the cubin
+
+The folder is ours (owner is the effective user, nobody else may write, neither it nor its parent is a symbolic link),
+or it is not used and a private temporary folder serves this process. An entry is opened without following links,
+checked for owner and mode, and its hash is compared; anything else counts as absent and is compiled again. Entries
+are written to a temporary file, synced and renamed, so two jobs at once, or a crash, leave whole files only. When the
+folder grows over its cap, the entries that were used least recently go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from .. import env
+
+_log = logging.getLogger(__name__)
+_HASH_BYTES = 32
+
+
+def cache_key(source: str, options: tuple[str, ...], version: str) -> str:
+    """Return the name of a compiled text: SHA-256 over all that decides the result."""
+    digest = hashlib.sha256()
+    for part in (source, *options, version):
+        raw = part.encode()
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+class CubinCache:
+    """A folder of cubins. Never raises for what it finds on disk: a cache that cannot be used only costs time."""
+
+    def __init__(self, folder: Path | None = None, cap_bytes: int | None = None) -> None:
+        """Use `folder` (default: `EPEE_JIT_CACHE_DIR`, else the user's cache folder), at most `cap_bytes` large."""
+        self.cap_bytes = env.get_int("EPEE_JIT_CACHE_BYTES") if cap_bytes is None else cap_bytes
+        self.folder = _usable(folder or _default_folder())
+
+    def load(self, key: str) -> bytes | None:
+        """Return the cubin stored under `key`, or None when there is none that can be trusted."""
+        path = self.folder / f"{key}.cubin"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            if not _is_ours(os.fstat(file.fileno())):
+                _log.warning("%s is not a file of this user alone; compiling again", path)
+                return None
+            raw = file.read()
+            os.utime(file.fileno())
+        if hashlib.sha256(raw[_HASH_BYTES:]).digest() != raw[:_HASH_BYTES]:
+            _log.warning("%s is damaged; compiling again", path)
+            return None
+        return raw[_HASH_BYTES:]
+
+    def store(self, key: str, cubin: bytes) -> None:
+        """Keep `cubin` under `key`; a full or read-only disk is logged and otherwise ignored."""
+        temporary = None
+        try:
+            fd, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new-")
+            with os.fdopen(fd, "wb") as file:
+                file.write(hashlib.sha256(cubin).digest() + cubin)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.folder / f"{key}.cubin")
+            self._trim()
+        except OSError as exc:
+            _log.warning("cannot keep a compiled kernel in %s: %s", self.folder, exc)
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+
+    def _trim(self) -> None:
+        entries = []
+        for path in self.folder.glob("*.cubin"):
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue  # another job trimmed it
+            entries.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= self.cap_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def _default_folder() -> Path:
+    named = env.get("EPEE_JIT_CACHE_DIR")
+    return Path(str(named)) if named else Path(str(env.get("XDG_CACHE_HOME"))) / "epee"
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _usable(folder: Path) -> Path:
+    folder = Path(os.path.abspath(folder.expanduser()))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        reason = _why_not(folder)
+    except OSError as exc:
+        reason = str(exc)
+    if not reason:
+        return folder
+    private = Path(tempfile.mkdtemp(prefix="epee-jit-"))
+    _log.warning("not using the kernel cache %s: %s; compiling into %s for this process", folder, reason, private)
+    return private
+
+
+def _why_not(folder: Path) -> str:
+    for path in (folder, folder.parent):
+        if path.is_symlink():
+            return f"{path} is a symbolic link"
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{folder} is not a folder"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & 0o022:
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""

@@ -1,0 +1,97 @@
+"""From source text to cubin with NVRTC, and what the compiler said about it.
+
+Always a cubin for the exact architecture, never PTX: a driver older than NVRTC would refuse the latter.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from ..errors import CompileError
+from .driver import nvrtc
+
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+class Resources(NamedTuple):
+    """What one kernel needs.
+
+    Attributes:
+        registers: per thread.
+        stack_bytes: per thread.
+        spill_bytes: per thread, stores and loads together.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+class Compiled(NamedTuple):
+    """A cubin and the compiler's log."""
+
+    cubin: bytes
+    log: str
+
+
+def options(architecture: str) -> tuple[str, ...]:
+    """Return the compiler's options; a part of the cache key."""
+    return (
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "-lineinfo",
+        "--ptxas-options=-v",
+        "--fmad=false",  # sums are specified operation by operation
+        "--diag-error=1866",  # an ignored attribute would change a struct's layout in silence
+    )
+
+
+def compiler_version() -> str:
+    """Return NVRTC's version; a part of the cache key."""
+    _, major, minor = nvrtc().nvrtcVersion()
+    return f"nvrtc {major}.{minor}"
+
+
+def compile_source(source: str, architecture: str, name: str) -> Compiled:
+    """Compile one text.
+
+    Args:
+        source: from `source.flatten`.
+        architecture: such as `sm_90a`.
+        name: of the kernel family, for messages.
+    Raises:
+        CompileError: the compiler refused it; the message has file, line and the whole log.
+    """
+    rtc = nvrtc()
+    flags = options(architecture)
+    status, program = rtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, None, None)
+    if int(status):
+        raise CompileError(f"{name}: NVRTC cannot start ({status.name})")
+    try:
+        status = rtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])[0]
+        log = b" " * rtc.nvrtcGetProgramLogSize(program)[1]
+        rtc.nvrtcGetProgramLog(program, log)
+        text = log.rstrip(b"\0 \n").decode(errors="replace")
+        if int(status):
+            raise CompileError(f"{name} for {architecture} ({' '.join(flags)}) does not compile:\n{text}")
+        cubin = b" " * rtc.nvrtcGetCUBINSize(program)[1]
+        rtc.nvrtcGetCUBIN(program, cubin)
+    finally:
+        rtc.nvrtcDestroyProgram(program)
+    return Compiled(cubin, text)
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """Read registers, stack and spills of every kernel from the compiler's log."""
+    found = {}
+    for block in log.split("Compiling entry function")[1:]:
+        entry = _ENTRY.match("Compiling entry function" + block)
+        spills = _SPILLS.search(block)
+        registers = _REGISTERS.search(block)
+        if entry and spills and registers:
+            stack, stores, loads = (int(text) for text in spills.groups())
+            found[entry[1]] = Resources(int(registers[1]), stack, stores + loads)
+    return found

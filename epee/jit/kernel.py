@@ -1,0 +1,136 @@
+"""Load compiled kernels and launch them.
+
+A kernel is loaded when its object is made and never inside a call: the driver may synchronise the context for a first
+load, and a kernel that already spins for a peer would then wait for itself. The argument struct lives as long as the
+object; the driver copies it at each launch (and at graph capture).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from .. import env
+from ..errors import CompileError
+from .cache import CubinCache, cache_key
+from .compile import compile_source, compiler_version, options
+from .driver import check, device_architecture, driver
+from .source import flatten
+
+_STATIC_SHARED_BYTES = 48 << 10  # more dynamic shared memory than this must be asked for
+
+
+@functools.cache
+def _cache() -> CubinCache:
+    return CubinCache()
+
+
+def cubin_of(path: str, head: str, architecture: str) -> bytes:
+    """Return the compiled kernel file `path`, from the cache or from the compiler.
+
+    Args:
+        path: relative to `epee/csrc`.
+        head: generated constants and structs.
+        architecture: such as `sm_90a`.
+    Raises:
+        CompileError: it does not compile, or it is not cached and `EPEE_JIT_COMPILE=0`.
+    """
+    text = flatten(path, head)
+    key = cache_key(text, options(architecture), compiler_version())
+    cached = _cache().load(key)
+    if cached is not None:
+        return cached
+    if not env.get_bool("EPEE_JIT_COMPILE"):
+        raise CompileError(
+            f"{path} for {architecture} is not in {_cache().folder} and EPEE_JIT_COMPILE is 0; "
+            "run `epee warmup` once with EPEE_JIT_COMPILE=1"
+        )
+    cubin = compile_source(text, architecture, path).cubin
+    _cache().store(key, cubin)
+    return cubin
+
+
+class Kernel:
+    """One loaded kernel with its argument struct.
+
+    Attributes:
+        args: set its fields, then call the object. Not safe for two threads at once.
+    """
+
+    def __init__(self, function: Any, params: type[ctypes.Structure], max_shared_bytes: int) -> None:
+        cu = driver()
+        self.args: Any = params()
+        self._function = function
+        if max_shared_bytes > _STATIC_SHARED_BYTES:
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cu.cuFuncSetAttribute(function, attribute, max_shared_bytes), "reserve shared memory")
+        self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
+        self._argv_address = ctypes.addressof(self._argv)
+        self._config = cu.CUlaunchConfig()
+        self._config.blockDimY = self._config.blockDimZ = self._config.gridDimY = self._config.gridDimZ = 1
+        self._attributes: dict[str, list[Any]] = {"plain": [], "early": [_early()], "together": [_together()]}
+        self._mode = ""
+        self._stream = -1
+
+    def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
+        """Launch `grid` blocks of `block` threads on the raw stream handle `stream`.
+
+        Args:
+            mode: "together": no block starts before all fit on the GPU (what a grid barrier needs); "early": blocks
+                may take their places while the kernel before still runs, if that kernel allows it.
+        Raises:
+            ResourceError: the blocks do not fit on the GPU, or the driver refuses otherwise.
+        """
+        config = self._config
+        config.gridDimX, config.blockDimX, config.sharedMemBytes = grid, block, shared_bytes
+        if mode != self._mode:
+            config.attrs = self._attributes[mode]
+            config.numAttrs = len(self._attributes[mode])
+            self._mode = mode
+        cu = driver()
+        if stream != self._stream:
+            config.hStream = cu.CUstream(stream)
+            self._stream = stream
+        check(cu.cuLaunchKernelEx(config, self._function, self._argv_address, 0), f"launch {grid} blocks of {block}")
+
+
+def _early() -> Any:
+    cu = driver()
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _together() -> Any:
+    cu = driver()
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    attribute.value.cooperative = 1
+    return attribute
+
+
+class Module:
+    """The kernels of one file, loaded on one device."""
+
+    def __init__(self, path: str, head: str, device: int) -> None:
+        cu = driver()
+        cubin = cubin_of(path, head, device_architecture(device))
+        self._path = path
+        self._library = check(cu.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), f"load {path}")
+
+    def kernel(self, name: str, params: type[ctypes.Structure], max_shared_bytes: int) -> Kernel:
+        """Return the kernel `name`, loaded now; it may use up to `max_shared_bytes` of dynamic shared memory."""
+        cu = driver()
+        kernel = check(cu.cuLibraryGetKernel(self._library, name.encode()), f"find {name} in {self._path}")
+        return Kernel(check(cu.cuKernelGetFunction(kernel), f"load {name}"), params, max_shared_bytes)
+
+
+def load_kernels(
+    path: str, head: str, device: int, params: Mapping[str, type[ctypes.Structure]], max_shared_bytes: int
+) -> dict[str, Kernel]:
+    """Compile and load the entry points `params` names from one file."""
+    module = Module(path, head, device)
+    return {name: module.kernel(name, struct, max_shared_bytes) for name, struct in params.items()}

@@ -1,0 +1,63 @@
+"""Argument structs: one `ctypes.Structure` per kernel, from which the C++ text is generated, so both sides agree.
+
+A kernel takes exactly one struct by value. `struct_source` emits its declaration, that of the structs inside it, and a
+`static_assert` on the size; `constants_source` emits compile-time constants; `offsets_source` emits the offsets of a
+`memory.layout.Layout`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidArgument
+from ..memory.layout import Layout
+
+_TYPE_NAMES: dict[Any, str] = {
+    ctypes.c_uint64: "u64",
+    ctypes.c_int64: "i64",
+    ctypes.c_uint32: "u32",
+    ctypes.c_int32: "i32",
+    ctypes.c_float: "float",
+}
+
+
+def struct_source(struct: type[ctypes.Structure]) -> str:
+    """Return the C++ declaration of `struct`, nested ones by name only (declare them before)."""
+    lines = [f"struct {struct.__name__} {{"]
+    lines += [f"  {_declaration(struct, name, kind)};" for name, kind, *_ in struct._fields_]
+    lines += ["};", f'static_assert(sizeof({struct.__name__}) == {ctypes.sizeof(struct)}, "differs from Python");']
+    return "\n".join(lines) + "\n"
+
+
+def _declaration(struct: type[ctypes.Structure], name: str, kind: Any) -> str:
+    if issubclass(kind, ctypes.Array):
+        return f"{_type_name(struct, name, kind._type_)} {name}[{kind._length_}]"
+    return f"{_type_name(struct, name, kind)} {name}"
+
+
+def _type_name(struct: type[ctypes.Structure], name: str, kind: Any) -> str:
+    if issubclass(kind, ctypes.Structure):
+        return kind.__name__
+    if kind not in _TYPE_NAMES:
+        raise InvalidArgument(f"{struct.__name__}.{name}: no C++ type for {kind.__name__}; use a fixed-width type")
+    return _TYPE_NAMES[kind]
+
+
+def constants_source(constants: Mapping[str, int]) -> str:
+    """Return one `constexpr` per entry; values beyond 32 bits are unsigned 64-bit."""
+    lines = []
+    for name, value in constants.items():
+        kind, suffix = ("u64", "ull") if value >= 1 << 31 else ("int", "")
+        lines.append(f"constexpr {kind} {name} = {value}{suffix};")
+    return "\n".join(lines) + "\n"
+
+
+def offsets_source(layout: Layout, names: Sequence[str], prefix: str) -> str:
+    """Return `constexpr u64 k<prefix><Field>Offset` for the named fields of `layout`."""
+    lines = []
+    for name in names:
+        words = "".join(part.capitalize() for part in name.split("_"))
+        lines.append(f"constexpr u64 k{prefix}{words}Offset = {layout.offset(name)};")
+    return "\n".join(lines) + "\n"

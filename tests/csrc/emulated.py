@@ -1,0 +1,147 @@
+"""A machine without a GPU for throughput mode: the kernels' own sources, built by g++, run in the calling process.
+
+A launch returns when the kernel has ended, so ranks must be processes (or the first would wait for ever). Regions are
+memfds. The built library is shared by the ranks of a test through a folder that the first one fills.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from epee.ep.throughput_plan import Limits
+from epee.jit.source import flatten
+from epee.memory.host import HostRegion
+
+MAX_WARPS = 2
+FOLDER = Path(tempfile.gettempdir()) / f"epee-emulation-{os.getuid()}"
+
+
+def has_compiler() -> bool:
+    """Whether the emulation can be built here."""
+    return shutil.which("g++") is not None
+
+
+def _launcher(name: str, struct: str) -> str:
+    return (
+        f'extern "C" void launch_{name}(unsigned grid, unsigned block, size_t bytes, const {struct}* params) {{\n'
+        f"  const {struct} copy = *params;\n"
+        f"  emulation::launch(grid, block, bytes, [copy] {{ {name}(copy); }});\n}}\n"
+    )
+
+
+@functools.cache
+def build(path: str, head: str, entries: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    """Build one kernel file as a shared library; `entries` are (kernel, params struct) names."""
+    text = flatten(path, head) + "".join(_launcher(name, struct) for name, struct in entries)
+    FOLDER.mkdir(mode=0o700, exist_ok=True)
+    library = FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            temporary = library.with_suffix(".new")
+            command = ["g++", "-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-x", "c++"]
+            command += ["-o", str(temporary), "-", "-lpthread"]
+            subprocess.run(command, input=text.encode(), check=True, timeout=120)
+            temporary.rename(library)
+    return ctypes.CDLL(str(library))
+
+
+class EmulatedKernel:
+    """A kernel with its argument struct; calling it runs it to its end."""
+
+    def __init__(self, function: Any, params: type[ctypes.Structure]) -> None:
+        self.args: Any = params()
+        self._function = function
+
+    def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
+        del stream, mode  # every block is a thread, so all run at once
+        self._function(grid, block, ctypes.c_size_t(shared_bytes), ctypes.byref(self.args))
+
+
+class EmulatedRegion:
+    """Host memory with the interface of `CudaRegion`; filled with 0xFF behind `poison_from`, as stale memory is."""
+
+    def __init__(self, region: HostRegion) -> None:
+        self._region = region
+        self.address = region.address
+        self.nbytes = region.nbytes
+        self.blob = region.blob
+
+    def lease(self, offset: int, nbytes: int, released: Callable[[], None] | None) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        lease = self._region.lease(offset, nbytes)
+        if released is not None:
+            weakref.finalize(lease, released)
+        return torch.frombuffer(lease, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._region.close()
+
+
+class EmulatedWords:
+    """Host words."""
+
+    def __init__(self, count: int) -> None:
+        self._array = (ctypes.c_uint64 * count)()
+        self.address = ctypes.addressof(self._array)
+        self.words = memoryview(self._array).cast("B").cast("Q")
+
+
+class EmulatedPlatform:
+    """A very small GPU that is a CPU."""
+
+    def __init__(self, num_sms: int = 3, shared_bytes: int = 24 << 10) -> None:
+        self.device = torch.device("cpu")
+        self.limits = Limits(num_sms, shared_bytes, MAX_WARPS)
+
+    def create(self, nbytes: int) -> EmulatedRegion:
+        return EmulatedRegion(HostRegion.create(nbytes, "emulated"))
+
+    def attach(self, blob: bytes) -> EmulatedRegion:
+        return EmulatedRegion(HostRegion.attach(blob))
+
+    def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> dict[str, EmulatedKernel]:
+        library = build(path, head, tuple((name, struct.__name__) for name, struct in params.items()))
+        return {name: EmulatedKernel(getattr(library, f"launch_{name}"), struct) for name, struct in params.items()}
+
+    def host_words(self, count: int) -> EmulatedWords:
+        return EmulatedWords(count)
+
+    def stream(self) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def mark(self, stream: int) -> None:
+        return None
+
+    def wait(self, mark: None) -> None:
+        return None
+
+
+def all_gather_bytes(mine: bytes) -> list[bytes]:
+    """Everybody's bytes, over the default process group."""
+    size = torch.tensor([len(mine)])
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    width = int(max(sizes))
+    padded = torch.frombuffer(bytearray(mine.ljust(width, b"\0")), dtype=torch.uint8)
+    rows = [torch.zeros(width, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(rows, padded)
+    return [bytes(row.numpy().tobytes()[: int(n)]) for row, n in zip(rows, sizes, strict=True)]

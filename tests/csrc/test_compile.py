@@ -1,0 +1,29 @@
+"""Every kernel compiles for every architecture and number of ranks, without spilling a register."""
+
+from __future__ import annotations
+
+import pytest
+
+from epee.ep.throughput_params import KERNELS, kernel_head
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
+
+from epee.jit.compile import compile_source, resources
+from epee.jit.source import flatten
+
+CUDA_WARPS = 16
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_kernels_compile_without_spills(path: str, architecture: str, num_ranks: int) -> None:
+    compiled = compile_source(flatten(path, kernel_head(num_ranks, CUDA_WARPS)), architecture, path)
+    found = resources(compiled.log)
+    assert set(found) == set(KERNELS[path])
+    for name, needs in found.items():
+        assert needs.spill_bytes == 0, name
+        assert needs.stack_bytes == 0, name
+        assert needs.registers * 512 <= 65536, f"{name}: a block of 512 threads must fit"
+    assert "warning" not in compiled.log

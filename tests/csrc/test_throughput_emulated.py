@@ -1,0 +1,47 @@
+"""The GPU kernels' own sources on the CPU: the same bits as the reference, from real rank processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.csrc.emulated import has_compiler
+from tests.csrc.throughput_cases import Case, check_case
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.timeout(240),  # the first case for a number of ranks builds the kernels
+    pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
+]
+
+CASES = {
+    "one rank": Case((19,), dtype="float16", payload="float16", num_topk=2),
+    "two ranks": Case((17, 11), num_bias=1),
+    "three ranks": Case((5, 0, 13), num_local_experts=2, num_topk=4, hidden=1032, num_bias=2, is_bias_wide=True),
+    "four ranks": Case((37, 8, 1, 20), num_topk=9, hidden=136, num_local_experts=3),
+    "wide rows": Case((6, 5), hidden=7176, num_sms=1),
+    "float32": Case((9, 14), dtype="float32", payload="float32", hidden=264, num_bias=1),
+    "fp8": Case((12, 21), hidden=512, payload="fp8"),
+    "no weights": Case((10, 12), with_weights=False),
+    "mask": Case((10, 12), routing="mask", with_weights=False),
+    "repeats": Case((16, 3), routing="repeats", num_local_experts=1, num_topk=5),
+    # only the last rank receives rows, so it alone copies while the others pull
+    "one expert": Case((30, 30, 30), routing="one expert", num_local_experts=2, hidden=512),
+    "nowhere": Case((4, 6), routing="nowhere"),
+    "no tokens": Case((0, 0)),
+    "many tokens": Case((300, 290), hidden=8, num_topk=2),
+    "expert": Case((17, 11), layout="expert", num_bias=1),
+    "expert, one rank": Case((13,), layout="expert", expert_alignment=4, num_topk=2),
+    "expert, four ranks": Case((21, 9, 0, 12), layout="expert", expert_alignment=8, num_topk=4, hidden=1032),
+    "expert, repeats": Case((12, 9), layout="expert", routing="repeats", num_local_experts=1, num_topk=5),
+    "expert, fp8": Case((12, 9), layout="expert", payload="fp8", hidden=256, expert_alignment=16),
+    "expert, float32, no weights": Case(
+        (7, 9), layout="expert", dtype="float32", payload="float32", with_weights=False, expert_alignment=3
+    ),
+    "expert, one expert": Case((7, 9), layout="expert", routing="one expert"),
+    "expert, nowhere": Case((3, 4), layout="expert", routing="nowhere", expert_alignment=8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_reference(name: str) -> None:
+    check_case(CASES[name], "emulated", timeout_s=200)

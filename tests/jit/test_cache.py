@@ -1,0 +1,120 @@
+"""The kernel cache loads nothing that it did not write itself, and survives whatever it finds."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from epee.jit.cache import CubinCache, cache_key
+
+KEY = cache_key("text", ("-a",), "nvrtc 1.0")
+
+
+def make(tmp_path: Path, cap_bytes: int = 1 << 20) -> CubinCache:
+    return CubinCache(tmp_path / "cache", cap_bytes)
+
+
+def test_stored_kernel_is_loaded(tmp_path: Path) -> None:
+    make(tmp_path).store(KEY, b"cubin")
+    assert make(tmp_path).load(KEY) == b"cubin"
+
+
+def test_key_depends_on_every_part_and_its_borders() -> None:
+    keys = {
+        cache_key("ab", ("c",), "v"),
+        cache_key("a", ("bc",), "v"),
+        cache_key("ab", ("c", ""), "v"),
+        cache_key("ab", ("c",), "w"),
+    }
+    assert len(keys) == 4
+
+
+def test_absent_kernel_is_none(tmp_path: Path) -> None:
+    assert make(tmp_path).load(KEY) is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_damaged_file_is_not_loaded(tmp_path: Path, damage: str) -> None:
+    cache = make(tmp_path)
+    cache.store(KEY, b"x" * 1000)
+    path = cache.folder / f"{KEY}.cubin"
+    raw = bytearray(path.read_bytes())
+    if damage == "flip":
+        raw[500] ^= 1
+    path.write_bytes(bytes(raw) if damage == "flip" else bytes(raw[:100]) if damage == "cut" else b"")
+    assert cache.load(KEY) is None
+    cache.store(KEY, b"y")
+    assert cache.load(KEY) == b"y"
+
+
+def test_file_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
+    cache = make(tmp_path)
+    cache.store(KEY, b"cubin")
+    (cache.folder / f"{KEY}.cubin").chmod(0o666)
+    assert cache.load(KEY) is None
+
+
+def test_link_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    cache = make(tmp_path)
+    cache.store(KEY, b"cubin")
+    path = cache.folder / f"{KEY}.cubin"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert cache.load(KEY) is None
+
+
+@pytest.mark.parametrize("trick", ["writable", "link", "parent link", "file"])
+def test_folder_that_is_not_ours_alone_is_not_used(tmp_path: Path, trick: str) -> None:
+    folder = tmp_path / "parent" / "cache"
+    folder.parent.mkdir()
+    if trick == "writable":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif trick == "link":
+        (tmp_path / "target").mkdir()
+        folder.symlink_to(tmp_path / "target")
+    elif trick == "parent link":
+        folder.parent.rename(tmp_path / "real")
+        folder.parent.symlink_to(tmp_path / "real")
+    else:
+        folder.write_text("")
+    cache = CubinCache(folder, 1 << 20)
+    assert cache.folder != folder
+    cache.store(KEY, b"cubin")
+    assert cache.load(KEY) == b"cubin"
+    assert not list(tmp_path.rglob("*.cubin"))
+
+
+def test_oldest_kernels_go_when_the_folder_is_full(tmp_path: Path) -> None:
+    cache = make(tmp_path, cap_bytes=3000)
+    for i in range(3):
+        cache.store(cache_key(str(i), (), ""), b"x" * 900)
+        path = cache.folder / f"{cache_key(str(i), (), '')}.cubin"
+        os.utime(path, (1000.0 + i, 1000.0 + i))
+    assert cache.load(cache_key("0", (), "")) is not None  # used again: now the newest
+    cache.store(KEY, b"x" * 900)
+    assert cache.load(cache_key("1", (), "")) is None
+    assert cache.load(cache_key("0", (), "")) is not None
+    assert cache.load(KEY) is not None
+
+
+def test_full_or_closed_disk_only_costs_the_entry(tmp_path: Path) -> None:
+    cache = make(tmp_path)
+    cache.folder.rmdir()
+    cache.store(KEY, b"cubin")
+    assert cache.load(KEY) is None
+
+
+def test_many_writers_leave_a_whole_file(tmp_path: Path) -> None:
+    cache = make(tmp_path)
+    cubin = os.urandom(200_000)
+    threads = [threading.Thread(target=cache.store, args=(KEY, cubin)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.load(KEY) == cubin
+    assert [path.name for path in cache.folder.iterdir()] == [f"{KEY}.cubin"]

@@ -1,0 +1,56 @@
+"""What the compiler refuses is an error with file and line; what is cached is not compiled again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
+
+from epee.ep.throughput_params import KERNELS, kernel_head
+from epee.ep.throughput_warmup import warm_up
+from epee.errors import CompileError, InvalidArgument
+from epee.jit import kernel as kernel_module
+from epee.jit import source as source_module
+from epee.jit.cache import CubinCache
+from epee.jit.compile import compile_source
+from epee.jit.source import flatten
+
+BARRIER = "kernels/barrier.cuh"
+
+
+def test_error_names_file_and_line() -> None:
+    text = flatten(BARRIER, kernel_head(2, 16)).replace("finish_call(p.call, tag);\n}", "finish_call(p.call);\n}")
+    with pytest.raises(CompileError, match=r"epee/csrc/kernels/barrier\.cuh\(\d+\): error"):
+        compile_source(text, "sm_90a", "barrier")
+
+
+def test_missing_include_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ptx").mkdir()
+    (tmp_path / "ptx/types.cuh").write_text("\n")
+    (tmp_path / "bad.cuh").write_text('\n#include "nothing.cuh"\n')
+    monkeypatch.setattr(source_module, "CSRC", tmp_path)
+    with pytest.raises(CompileError, match=r'bad\.cuh\(2\): no file "nothing\.cuh"'):
+        flatten("bad.cuh", "")
+
+
+def test_second_request_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CubinCache(tmp_path / "cache", 1 << 24)
+    monkeypatch.setattr(kernel_module, "_cache", lambda: cache)
+    first = kernel_module.cubin_of(BARRIER, kernel_head(2, 16), "sm_90a")
+    monkeypatch.setenv("EPEE_JIT_COMPILE", "0")
+    assert kernel_module.cubin_of(BARRIER, kernel_head(2, 16), "sm_90a") == first
+    with pytest.raises(CompileError, match=r"is not in .* and EPEE_JIT_COMPILE is 0; run `epee warmup`"):
+        kernel_module.cubin_of(BARRIER, kernel_head(4, 16), "sm_90a")
+
+
+def test_warm_up_leaves_nothing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CubinCache(tmp_path / "cache", 1 << 26)
+    monkeypatch.setattr(kernel_module, "_cache", lambda: cache)
+    assert warm_up([2], ["sm_90a"]) == len(KERNELS)
+    monkeypatch.setenv("EPEE_JIT_COMPILE", "0")
+    for path in KERNELS:
+        kernel_module.cubin_of(path, kernel_head(2, 16), "sm_90a")
+    with pytest.raises(InvalidArgument, match=r"num_ranks must be 1 \.\.\. 8, got 9"):
+        warm_up([9])

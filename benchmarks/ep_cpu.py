@@ -35,12 +35,14 @@ DTYPES = {
 }
 NUM_BACK_TO_BACK = 50
 BACK_TO_BACK = "dispatch, back to back"
+PLAIN = "gloo sums wide"
 FORMULAS = {
     "time": "per round: the slowest rank's time from a common barrier to the return of its call; then median, p10, p99",
     "logical_gbps": "mean received rows per rank (own rows included) x hidden x element size / median time, 10^9 bytes",
     "wire_gbps": "the same with only the rows that come from another rank",
     "speedup": "gloo median / epee median of the same rounds",
     "back to back": f"per round: the time of {NUM_BACK_TO_BACK} calls without a barrier between them, per call",
+    PLAIN: "the gloo side sums in a float32 accumulator, as one would write it, instead of epee's way (ep/reduce.py)",
     "combine": "y is in ordinary memory; 'combine in place': y was written into combine_input() before the clock "
     "started, the time of the combine_input() call itself is included",
 }
@@ -134,12 +136,16 @@ class GlooExchange:
         dist.all_to_all_single(recv, send, handle.recv_counts, handle.send_counts)
         return recv
 
-    def combine(self, y: torch.Tensor, handle: GlooHandle) -> torch.Tensor:
-        """Send rows back and sum them in ascending rank order; return `[num_tokens, hidden]`."""
+    def combine(self, y: torch.Tensor, handle: GlooHandle, is_plain: bool = False) -> torch.Tensor:
+        """Send rows back and sum them in ascending rank order; return `[num_tokens, hidden]`.
+
+        The sum uses epee's own trick (`_sum_narrow`) where it is exact; `is_plain` sums in an accumulator, as one
+        would write it.
+        """
         back = self._send[: len(handle.tokens)]
         dist.all_to_all_single(back, y, handle.send_counts, handle.recv_counts)
         tokens, rows = handle.tokens.split(handle.send_counts), back.split(handle.send_counts)
-        if y.dtype == self._wide or self._shape.num_ranks <= 2:
+        if not is_plain and (y.dtype == self._wide or self._shape.num_ranks <= 2):
             return self._sum_narrow(tokens, rows)
         self._sum.zero_()
         for chosen, part in zip(tokens, rows, strict=True):
@@ -255,6 +261,7 @@ def _check(
     _require("gloo", "cached dispatch", gloo.dispatch_again(mine.x, handle), expected.x)
     _require("epee", "combine", buffer.combine(y, got.handle).x, sums)
     _require("gloo", "combine", gloo.combine(y, handle), sums)
+    _require("gloo", "plain combine", gloo.combine(y, handle, is_plain=True), sums)
     in_place = buffer.combine_input(got.handle)
     in_place.copy_(y)
     _require("epee", "combine in place", buffer.combine(in_place, got.handle).x, sums)
@@ -300,6 +307,7 @@ def _sides(
             side("epee", lambda: buffer.combine(y, handle)),
             side("epee in place", lambda: buffer.combine(lease.pop(), handle), fill),
             side("gloo", lambda: gloo.combine(y, gloo_handle)),
+            side(PLAIN, lambda: gloo.combine(y, gloo_handle, is_plain=True)),
         ],
     }
 
@@ -312,17 +320,18 @@ def summarise(shape: Shape, by_rank: list[dict[str, Any]]) -> list[dict[str, Any
     rows = []
     for operation, sides in by_rank[0]["seconds"].items():
         found = {name: common.summarise([each["seconds"][operation][name] for each in by_rank]) for name in sides}
-        for name in sides:
-            if name == "gloo":
-                continue
+        pairs = [(name, "gloo") for name in sides if name not in ("gloo", PLAIN)]
+        pairs += [("epee", PLAIN)] if PLAIN in sides else []
+        for name, peer in pairs:
             median_s = found[name].median_us * 1e-6
+            label = "combine in place" if name == "epee in place" else operation
             rows.append(
                 {
                     "shape": asdict(shape),
-                    "operation": "combine in place" if name == "epee in place" else operation,
+                    "operation": label if peer == "gloo" else f"{label}, {peer}",
                     "epee": common.summary_dict(found[name]),
-                    "gloo": common.summary_dict(found["gloo"]),
-                    "speedup": round(found["gloo"].median_us / found[name].median_us, 2),
+                    "gloo": common.summary_dict(found[peer]),
+                    "speedup": round(found[peer].median_us / found[name].median_us, 2),
                     "logical_gbps": round(num_recv * row_bytes / median_s / 1e9, 3),
                     "wire_gbps": round(num_remote * row_bytes / median_s / 1e9, 3),
                 }

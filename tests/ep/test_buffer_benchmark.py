@@ -27,7 +27,7 @@ def test_report_has_every_operation_of_both_sides(tmp_path: Path, num_ranks: int
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "one" / "ep.json").read_text())
     operations = [result["operation"] for result in report["results"]]
-    assert operations == ["dispatch", "dispatch, handle", "combine", "combine in place"]
+    assert operations == ["dispatch", "dispatch, handle", "combine", "combine in place", "combine, gloo sums wide"]
     for result in report["results"]:
         for side in ("epee", "gloo"):
             assert result[side]["num_repeats"] == 50

@@ -177,13 +177,21 @@ def _dropped(rank: int, num_ranks: int) -> None:
         buffer = _buffer(num_ranks)
         buffer.dispatch(x.bfloat16(), idx)
 
-    use()
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
+    for _ in range(3):
         use()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _shared_descriptors() == []
+
+
+def _shared_descriptors() -> list[str]:
+    """Return what this process holds of a buffer's kind; gloo's sockets come and go and are none of our business."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:  # the descriptor of the listing itself
+            continue
+    return [link for link in links if "memfd:epee" in link or "pidfd" in link]
 
 
 def test_a_buffer_that_is_dropped_returns_its_descriptors() -> None:
@@ -193,11 +201,10 @@ def test_a_buffer_that_is_dropped_returns_its_descriptors() -> None:
 def _bad_birth(rank: int, num_ranks: int, changes: dict[str, Any], variable: str) -> str:
     if rank == 1 and variable:
         os.environ[variable] = "nonsense"
-    before = len(os.listdir("/proc/self/fd"))
     try:
         _buffer(num_ranks, **(changes if rank == 1 else {}))
     except epee.EpeeError as exc:
-        assert len(os.listdir("/proc/self/fd")) <= before
+        assert _shared_descriptors() == []
         return f"{type(exc).__name__}: {exc}"
     return "made"
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch.distributed as dist
 
-from ..errors import CommTimeoutError, ProtocolError, RankFailedError, UnsupportedError
+from ..errors import CommTimeoutError, EpeeError, ProtocolError, RankFailedError, UnsupportedError
 from ..memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ..view.detector import DeathWatch
 from .engine import Engine
@@ -69,7 +69,7 @@ def create_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, stagi
         for peer, record in enumerate(records):
             if peer != rank:
                 watch.watch(peer, record.pid, record.start_time)
-            regions.append(region if peer == rank else HostRegion.attach(bytes.fromhex(record.blob)))
+            regions.append(region if peer == rank else _attach(rank, peer, record, watch))
         box = Outboxes(rank, regions, staging_bytes, epoch=1)
     except BaseException:
         watch.close()
@@ -84,6 +84,20 @@ def create_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, stagi
         raise
     _engines.add(engine)
     return engine
+
+
+def _attach(rank: int, peer: int, record: Record, watch: DeathWatch) -> HostRegion:
+    """Map a peer's outbox; a peer that ended meanwhile is called dead, whatever is left of its memory."""
+    try:
+        region = HostRegion.attach(bytes.fromhex(record.blob))
+    except EpeeError as exc:
+        if peer in watch.dead():
+            raise RankFailedError(f"init (rank={rank}): rank {peer} died while the group was made", [peer]) from exc
+        raise
+    if region.owner_pid != record.pid:
+        region.close()
+        raise ProtocolError(f"rank {peer}'s record names process {record.pid}, its memory {region.owner_pid}")
+    return region
 
 
 def _own_record(num_ranks: int, staging_bytes: int, region: HostRegion) -> Record:
@@ -136,7 +150,9 @@ def _parse(raw: bytes, peer: int, mine: Record) -> Record:
                 raise TypeError(f"{name} is {fields[name]!r}")
         if len(bytes.fromhex(record.blob)) != BLOB_BYTES:
             raise ValueError("blob has another size")
-    except (ValueError, TypeError, KeyError) as exc:
+        if not 0 < record.pid < 1 << 31:
+            raise ValueError(f"pid is {record.pid}")
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
         raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
     if record.protocol != PROTOCOL:
         raise ProtocolError(

@@ -4,32 +4,21 @@ Every collective call gets the next sequence number and is published at once whe
 stand in a queue and complete in order. Whoever waits drives the head of the queue: the caller's thread in `run` and
 `wait`; a background thread (`helper.py`) only for calls that nobody waits for.
 
-One lock guards the state. It is held while a call is stepped and while a waiter polls (for about a millisecond), and
-given back before a waiter sleeps, so another thread can issue, wait or abort meanwhile. Calls from two threads are
-served in the order in which they get the lock; a call from a signal handler that interrupted a call of the same group
-is refused (`InvalidState`).
-
-A wait polls for some microseconds, then yields for a millisecond, then sleeps on a futex for a few. Only then
-does it look for trouble: a dead peer (pidfd), one that has left, the deadline. The fast path pays one test for all of
-this: `flags`, zero while all is well. Failure handling proper hooks in at `_anomaly` and in `trouble.py`.
+One lock guards the state; `waiting.py` has it, and the ways to wait for a word. Only a wait that has slept looks for
+trouble: a dead peer (pidfd), one that has left, the deadline. The fast path pays one test for all of this: `flags`,
+zero while all is well. Failure handling proper hooks in at `_anomaly` and in `trouble.py`.
 """
 
 from __future__ import annotations
 
-import os
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import (
-    AbortedError,
-    ForkError,
-    InvalidArgument,
-    InvalidState,
-)
-from ..memory.signals import YIELD_S, futex_sleep, futex_wake
+from ..errors import AbortedError, InvalidArgument, InvalidState
+from ..memory.signals import futex_wake
 from ..view.detector import DeathWatch
 from . import trouble
 from .helper import Helper
@@ -51,66 +40,31 @@ from .outbox import (
     OFFSET,
     PREAMBLE,
     SIGNATURE,
-    SLEEPERS,
     Outboxes,
 )
 from .p2p import Mailroom
+from .waiting import ABORTED, CLOSED, FORKED, NAP_ROUNDS, Waiting
 from .wake import publish_word
 
-CLOSED, ABORTED, FORKED = 1, 2, 4
-STOLEN_S = 5e-6  # a yield to nobody takes 0.5 us
-LOADS_OWN_CORE, LOADS_SHARED_CORE = 300, 50  # polls before the first yield; 300 take about 10 us
-
 Driven = Operation | Message
-_REENTERED = (
-    "this thread is inside a call of the same group (this is a signal handler); "
-    "start the call after that one has returned"
-)
 
 
-class Engine:
+class Engine(Waiting):
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
     Attributes:
-        flags: 0, or why no call can run (CLOSED, ABORTED, FORKED). Tested by every call.
         timeout_s: how long a call waits when it names no time-out.
     """
 
     def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float) -> None:
-        self.box = box
+        super().__init__(box)
         self.watch = watch
         self.timeout_s = timeout_s
-        self.flags = 0
         self.seq = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box)
-        self._lock = threading.Lock()
-        self._owner = 0
-        # Polling longer gains nothing on an idle machine and loses much on a busy one.
-        self._own_core = box.num_ranks <= len(os.sched_getaffinity(0))
-        self._num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
-        self._shares_core = False
-        self._num_sleepers = 0
-        self._asleep: set[int] = set()  # threads inside a call that gave the lock back to sleep
         self._finished: list[Driven] = []
         self._helper = Helper(self)
-
-    # ---- entry
-
-    def enter(self) -> None:
-        """Take the lock and check that the group can be used."""
-        if self.flags:
-            self._anomaly()
-        if self._asleep and threading.get_ident() in self._asleep:
-            raise InvalidState(_REENTERED)
-        if not self._lock.acquire(False):
-            if self._owner == threading.get_ident():
-                raise InvalidState(_REENTERED)
-            self._lock.acquire()
-        self._owner = threading.get_ident()
-        if self.flags:
-            self.leave()
-            self._anomaly()
 
     def leave(self) -> None:
         """Give the lock back, then tell futures about calls that ended."""
@@ -124,16 +78,6 @@ class Engine:
             listeners, op.on_done = op.on_done, None
             for listener in listeners or ():
                 listener(op)
-
-    def _anomaly(self) -> None:
-        if self.flags & FORKED:
-            raise ForkError(
-                "this process group was made before a fork; the child has no part in it: "
-                "start workers by spawn or forkserver, or initialise after the fork"
-            )
-        if self.flags & ABORTED:
-            raise AbortedError("the process group was aborted; destroy it and initialise again")
-        raise InvalidState("the process group was destroyed; initialise a new one")
 
     # ---- collectives
 
@@ -281,14 +225,20 @@ class Engine:
 
     def drive(self, op: Driven, until: float | None = None) -> None:
         """Step `op` and what is before it until it is done. Called and returns with the lock held."""
-        while not op.done:
-            block = self.advance(op)
-            if block is None:
-                continue
-            head = op if isinstance(op, Message) else self.queue[0]
-            self._wait(block, head, op, until)
-        if not isinstance(op, Message):
-            self.retire_heads()
+        op.num_waiters += 1
+        try:
+            while not op.done:
+                block = self.advance(op)
+                if block is None:
+                    continue
+                head = op if isinstance(op, Message) else self.queue[0]
+                self._wait(block, head, op, until)
+            if not isinstance(op, Message):
+                self.retire_heads()
+        finally:
+            op.num_waiters -= 1
+            if self.queue or not op.done:  # nobody waits for these now
+                self._helper.go_on(soon=bool(self.queue and self.queue[0].on_done))
 
     def advance(self, op: Driven) -> Block | None:
         """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
@@ -341,91 +291,25 @@ class Engine:
 
     def _wait(self, block: Block, head: Driven, op: Driven, until: float | None) -> None:
         """Wait until the block's word is there or something else happened; the caller steps again."""
-        rank, index, value = block
-        if rank < 0:
-            self._nap(head, op, until)
+        if block.rank < 0:
+            head.start_clock()
+            head.patience = min(head.patience + 1, NAP_ROUNDS)
+            self._nap(head.patience)
+            if self.flags:
+                self._wait_ended(op)
+            if head.patience == NAP_ROUNDS:
+                trouble.examine(self, None, head, op, until)
             return
-        words = self.box.words[rank]
-        if head.patience == 0:
-            for _ in range(self._num_loads):
-                if words[index] >= value:
-                    return
-            if self._yield_until(words, index, value, head.start_clock()):
-                return
+        if head.patience == 0 and (self._spin(block) or self._yield_until(block, head.start_clock())):
+            return
         head.patience = 1
         self.sleep_on(block)
         if self.flags:
             self._wait_ended(op)
-        if words[index] < value:
+        if self.box.words[block.rank][block.word] < block.value:
             trouble.examine(self, block, head, op, until)
         else:
             head.patience = 0
-
-    def _yield_until(self, words: memoryview, index: int, value: int, now: float) -> bool:
-        """Yield for up to `YIELD_S`; True when the word is there.
-
-        A yield that takes long has let somebody else run: this core is shared, maybe with the very peer, while another
-        idles. The next wait then sleeps at once, because a task that is woken is put on an idle core and one that
-        yields stays where it is.
-        """
-        until = now + YIELD_S
-        if self._shares_core:
-            self._shares_core = False
-            return False
-        while now < until and not self.flags:
-            if words[index] >= value:
-                return True
-            before = now
-            os.sched_yield()
-            now = time.monotonic()
-            if now - before > STOLEN_S and self._own_core:
-                self._shares_core = True
-                break
-        return bool(words[index] >= value)
-
-    def _nap(self, head: Driven, op: Driven, until: float | None) -> None:
-        """Wait for room, or for any of several words: there is no single word to sleep on."""
-        head.start_clock()
-        head.patience = min(head.patience + 1, 64)
-        self._let_go()
-        if head.patience < 64:
-            os.sched_yield()
-        else:
-            time.sleep(0.0005)
-        self._take_back()
-        if self.flags:
-            self._wait_ended(op)
-        if head.patience == 64:
-            trouble.examine(self, None, head, op, until)
-
-    def sleep_on(self, block: Block) -> None:
-        """Sleep on a word with the lock given back, for some milliseconds at most."""
-        rank, index, value = block
-        box = self.box
-        words, address = box.words[rank], box.address[rank] + 8 * index
-        self._num_sleepers += 1
-        box.own[SLEEPERS] = self._num_sleepers
-        seen = words[index]
-        self._let_go()
-        try:
-            if seen < value and not self.flags:
-                futex_sleep(address, seen)
-        finally:
-            self._take_back()
-            self._num_sleepers -= 1
-            if not self.flags & CLOSED:
-                box.own[SLEEPERS] = self._num_sleepers
-
-    def _let_go(self) -> None:
-        """Give the lock back inside a call, remembering that this thread is in it."""
-        self._asleep.add(self._owner)
-        self._owner = 0
-        self._lock.release()
-
-    def _take_back(self) -> None:
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        self._asleep.discard(self._owner)
 
     def _wait_ended(self, op: Driven) -> None:
         if op.error is not None:
@@ -449,6 +333,22 @@ class Engine:
         self._lock.release()
         if done:
             listener(op)
+
+    def unattended_s(self) -> float:
+        """Return for how long the oldest call that nobody waits for has been pending; below 0: there is none.
+
+        Infinite when a future of it is to be completed: its owner may be blocked where nothing drives the call.
+        Whoever waits for one call of the queue drives those before it, and wakes the background thread for the rest.
+        """
+        open_ops: list[Driven] = []
+        if self.queue and not any(op.num_waiters for op in self.queue):
+            open_ops.append(self.queue[0])
+        open_ops += [message for message in self.mail.pending() if not message.num_waiters]
+        if not open_ops:
+            return -1.0
+        if any(op.on_done for op in open_ops):
+            return math.inf
+        return time.monotonic() - min(op.started for op in open_ops)
 
     def background_step(self) -> Block | None:
         """Drive everything that is pending without waiting; the block to sleep on, or None when idle."""

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
 from . import calls
 from .birth import create_engine
 from .engine import Engine
@@ -46,10 +46,17 @@ def _collective(name: str) -> Callable[[_Method], _Method]:
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            seq = self._engine.seq
             try:
                 return method(self, *args, **kwargs)
             except (InvalidArgument, UnsupportedError) as exc:
                 self._engine.refuse(name, exc)
+                raise
+            except EpeeError:
+                raise  # the call was issued: all ranks have counted it
+            except Exception as exc:
+                if self._engine.seq == seq:  # numpy's or torch's own word about an argument, or no memory
+                    self._engine.refuse(name, exc)
                 raise
 
         return call  # type: ignore[return-value]
@@ -166,12 +173,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             return DONE
         return Work(self._engine, [self._engine.start(plan, opts)], outputs)
 
-    def _go_all(self, plans: list[Plan], opts: Any, outputs: Any) -> Any:
-        work = Work(self._engine, [self._engine.start(plan, opts) for plan in plans], outputs)
-        if opts is not None and not opts.asyncOp:
-            work.wait()
-        return work
-
     # ---- collectives
 
     @_collective("broadcast")
@@ -188,12 +189,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     @_collective("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        """Reduce several tensors in place; those of one dtype as one call, all or none."""
+        """Reduce several tensors of one dtype in place, as one call, all or none."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        plans = [
-            calls.all_reduce_coalesced(self._box, [tensors[i] for i in group], code) for group in _by_dtype(tensors)
-        ]
-        return self._go_all(plans, opts, tensors)
+        _check_one_dtype(tensors)
+        return self._go(calls.all_reduce_coalesced(self._box, tensors, code), opts, tensors)
 
     @_collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
@@ -222,33 +221,35 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Several `all_gather_single` calls; those of one dtype as one, all or none."""
-        plans = [
-            calls.all_gather_coalesced(
-                self._box, [outputs[i] for i in group if i < len(outputs)], [inputs[i] for i in group]
-            )
-            for group in _by_dtype(inputs)
-        ]
-        return self._go_all(plans, opts, outputs)
+        """Several `all_gather_single` calls of one dtype as one, all or none."""
+        _check_one_dtype(inputs)
+        return self._go(calls.all_gather_coalesced(self._box, outputs, inputs), opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @_collective("all_gather_coalesced")
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Several `all_gather` calls: `output_lists[r][i]` gets rank r's `inputs[i]`."""
+        """Several `all_gather` calls as one: `output_lists[r][i]` gets rank r's `inputs[i]`. Done when it returns."""
         if len(output_lists) != self._num_ranks or any(len(outs) != len(inputs) for outs in output_lists):
-            exc = InvalidArgument(
+            raise InvalidArgument(
                 f"all_gather_coalesced: outputs must be {self._num_ranks} lists of {len(inputs)} tensors"
             )
-            self._engine.refuse("all_gather_coalesced", exc)
-            raise exc
-        works = [
-            self.allgather([[outs[i] for outs in output_lists]], [tensor], opts) for i, tensor in enumerate(inputs)
-        ]
-        if opts is not None and not opts.asyncOp:
-            return DONE
-        return Work(self._engine, [op for work in works for op in work._ops], output_lists)
+        _check_one_dtype(inputs)
+        for outs in output_lists:
+            for position, (out, tensor) in enumerate(zip(outs, inputs, strict=True)):
+                if out.dtype != tensor.dtype or out.numel() != tensor.numel():
+                    raise InvalidArgument(
+                        f"all_gather_coalesced: outputs[r][{position}] must be {tensor.dtype} with {tensor.numel()} "
+                        f"elements like the input, got {out.dtype} with {out.numel()}"
+                    )
+        wide = [torch.empty(self._num_ranks * tensor.numel(), dtype=tensor.dtype) for tensor in inputs]
+        self._engine.run(calls.all_gather_coalesced(self._box, wide, inputs), opts)
+        for gathered, outs in zip(wide, zip(*output_lists, strict=True), strict=True):
+            for part, out in zip(gathered.chunk(self._num_ranks), outs, strict=True):
+                out.detach().copy_(part.view(out.shape))
+        return DONE
 
     @_collective("gather")
     def gather(self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
@@ -286,15 +287,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Several `reduce_scatter_single` calls; those of one dtype as one, all or none."""
+        """Several `reduce_scatter_single` calls of one dtype as one, all or none."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        plans = [
-            calls.reduce_scatter_coalesced(
-                self._box, [outputs[i] for i in group if i < len(outputs)], [inputs[i] for i in group], code
-            )
-            for group in _by_dtype(inputs)
-        ]
-        return self._go_all(plans, opts, outputs)
+        _check_one_dtype(inputs)
+        return self._go(calls.reduce_scatter_coalesced(self._box, outputs, inputs, code), opts, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -400,20 +396,24 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def active_ranks(self) -> torch.Tensor:
         """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part."""
+        if self._engine.flags:
+            raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
         mask = torch.ones(self._num_ranks, dtype=torch.int32)
         for peer in self._engine.lost():
             mask[peer] = 0
         return mask
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Group positions by dtype, in the order of first appearance."""
-    groups: dict[torch.dtype, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype, []).append(position)
-    if not groups:
+def _check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    """A coalesced call is one call with one signature; several dtypes would be several, and ranks could differ."""
+    if not tensors:
         raise InvalidArgument("a coalesced call needs at least one tensor, got an empty list")
-    return list(groups.values())
+    kinds = {str(tensor.dtype) for tensor in tensors}
+    if len(kinds) > 1:
+        raise InvalidArgument(
+            f"the tensors of a coalesced call must have one dtype, got {', '.join(sorted(kinds))}; "
+            "make one coalesced call per dtype"
+        )
 
 
 @functools.cache

@@ -1,9 +1,11 @@
 """The background thread of a group: it drives calls that nobody waits for, and only those.
 
-It is started by the first asynchronous call. After such a call it leaves the caller a millisecond to come and wait (the
-caller's thread is ten times faster), then steps whatever is pending. It blocks in the kernel when there is nothing to
-do or when a peer has to come first; it never spins. It is a daemon and is stopped and joined before the interpreter
-goes down (`birth.py`), because a thread inside native code at that moment can end the process.
+It is started by the first asynchronous call, send or receive. From then on it is a timer: every millisecond it looks
+for calls that have been pending for about that long without a waiter, and steps them. A caller that comes back earlier
+(its thread is ten times faster) is left alone: the look takes the group's lock only when it is free, and a call never
+wakes the thread except from its parking. It parks in the kernel when there has been nothing to do for some looks; it
+never spins. It is a daemon and is stopped and joined before the interpreter goes down (`birth.py`), because a thread
+inside native code at that moment can end the process.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 GRACE_S = 0.001
-LINGER_ROUNDS = 10  # rounds without work before it parks, so that a burst of calls pays for one wake-up
+DUE_S = 0.9 * GRACE_S
+LINGER_ROUNDS = 10  # looks without work before it parks, so that a burst of calls pays for one wake-up
+MAX_MISSES = 5  # looks in a row that found the lock taken, before one waits for it
 
 
 class Helper:
@@ -44,6 +48,11 @@ class Helper:
             self._parked = False
             self._gate.release()
 
+    def go_on(self, soon: bool) -> None:
+        """Like `kick`, when the thread runs at all: calls that it may have left to a waiter have none now."""
+        if self._thread is not None:
+            self.kick(soon)
+
     def stop(self) -> None:
         """End the thread and wait for it (not when called by the thread itself, from a callback)."""
         self._stopping = True
@@ -57,31 +66,32 @@ class Helper:
             thread.join(timeout=5.0)
 
     def _main(self) -> None:
-        idle = 0
+        idle = misses = 0
         while not self._stopping:
             if not self._soon:
                 time.sleep(GRACE_S)
             self._soon = False
             try:
-                self._engine.enter()
+                if not self._engine.enter_if_free(misses >= MAX_MISSES):
+                    misses += 1
+                    continue
             except EpeeError:  # closed, aborted: whoever did that ends the pending calls
                 return
+            misses, parked = 0, False
             try:
-                idle = 0 if self._has_work() else idle + 1
+                pending_s = self._engine.unattended_s()
+                idle = 0 if pending_s >= 0 else idle + 1
                 if idle > LINGER_ROUNDS:
-                    self._parked = True
-                elif not idle:
+                    self._parked = parked = True
+                elif pending_s >= DUE_S:
                     self._step()
             except AbortedError:
                 return
             finally:
                 self._engine.leave()
-            if self._parked:
+            if parked:  # not `self._parked`: a kick may have cleared that already, and opened the gate
                 self._gate.acquire()
                 idle = 0
-
-    def _has_work(self) -> bool:
-        return bool(self._engine.queue) or self._engine.mail.has_work()
 
     def _step(self) -> None:
         """Drive, then sleep on what the head waits for. The engine's lock is held, and given back for the sleep."""

@@ -30,6 +30,7 @@ class Message:
     error: BaseException | None = None
     on_done: Any = None
     patience = 0
+    num_waiters = 0
     started = deadline = 0.0
 
     def __init__(

@@ -128,6 +128,7 @@ class Operation:
     started = 0.0
     deadline = 0.0  # 0: set at the first wait that leaves the fast path
     patience = 0
+    num_waiters = 0
     seen = 0
     base = 0
     filled = merged = drained = 0

@@ -42,7 +42,7 @@ TAG, SIGNATURE, DETAIL, OFFSET, FILLED, MERGED, DRAINED, GAVE_UP = range(8)
 PREAMBLE = 8  # first word of the payload, where some calls put lists that must agree
 
 # words of the state field, one cache line apart
-CONSUMED, SLEEPERS, LIFE = 0, 8, 16
+CONSUMED, SLEEPERS, LIFE, CORE = 0, 8, 16, 24  # CORE: 1 + where a waiter last ran; a hint, nothing depends on it
 STATE_WORDS = 32
 LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED = 0, 1, 2, 3
 

@@ -79,7 +79,14 @@ class Reducer:
         self._dtype = dtype
         self._ufunc = _NUMPY[op]
         self._divide = op == AVG
-        self.reduce = self._halves if dtype in _HALVES else self._plain
+        kernel = self._halves if dtype in _HALVES else self._plain
+
+        def reduce(parts: Sequence[Array], out: Array) -> None:
+            # a user's np.seterr must not decide how a collective ends: inf - inf is NaN, as everywhere
+            with np.errstate(all="ignore"):
+                kernel(parts, out)
+
+        self.reduce = reduce
 
     def _plain(self, parts: Sequence[Array], out: Array) -> None:
         count = len(out)

@@ -71,6 +71,10 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "splits that do not add up": (lambda n: dist.all_to_all_single(ones(2 * n), ones(2 * n), None, [3] * n), "add up"),
     "negative splits": (lambda n: dist.all_to_all_single(ones(n), ones(n), [n + 1, -1] + [0] * (n - 2), None), "add up"),
     "different dtypes in a list": (lambda n: group().allgather([[ones(2, dtype=torch.float64) for _ in range(n)]], [ones(2)]).wait(), "dtype"),
+    "coalesced call of two dtypes": (
+        lambda n: group().allreduce_coalesced([ones(1), ones(1).long()], options("AllreduceCoalescedOptions")).wait(),
+        "one dtype",
+    ),
     "empty coalesced list": (lambda n: group().allreduce_coalesced([], options("AllreduceCoalescedOptions")).wait(), "at least one"),
     "coalesced lists of different length": (lambda n: group().allgather_into_tensor_coalesced([ones(n)], [ones(1), ones(1)]).wait(), "as many outputs"),
 }  # fmt: skip

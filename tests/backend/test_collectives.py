@@ -197,7 +197,7 @@ def coalesced(rank: int, num_ranks: int) -> None:
     from torch.distributed.distributed_c10d import _coalescing_manager
 
     shapes = ((3,), (2, 2), (0,), (500,))
-    for dtypes in ((torch.float32,) * 4, (torch.float32, torch.int64, torch.bfloat16, torch.float32)):
+    for dtypes in ((torch.float32,) * 4, (torch.int64,) * 4, (torch.bfloat16,) * 4):
         parts = [
             [values(r, s, d, i) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))] for r in range(num_ranks)
         ]

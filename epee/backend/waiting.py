@@ -1,0 +1,201 @@
+"""The lock of a group and the ways to wait under it: polling, yielding, sleeping on a word.
+
+One lock guards a group's state. It is held while a call is stepped and while a waiter polls (for about a millisecond),
+and given back before a waiter sleeps, so another thread can issue, wait or abort meanwhile. Calls from two threads are
+served in the order in which they get the lock; a call from a signal handler that interrupted a call of the same group
+is refused (`InvalidState`).
+
+A wait polls for some microseconds, then yields for a millisecond, then sleeps on a futex for a few. The words belong
+to peers, who store them and wake the futex when our SLEEPERS word says that somebody sleeps (`wake.py`). A peer that
+dies wakes nobody, so every sleep is timed and the caller looks for trouble after it (`engine.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+
+from ..errors import AbortedError, ForkError, InvalidState
+from ..memory.signals import YIELD_S, futex_sleep
+from .operation import Block
+from .outbox import CORE, SLEEPERS, Outboxes
+
+CLOSED, ABORTED, FORKED = 1, 2, 4
+STOLEN_S = 5e-6  # a yield to nobody takes 0.5 us
+NAP_ROUNDS = 64  # yields before a wait without a word of its own starts to sleep
+LOADS_OWN_CORE, LOADS_SHARED_CORE = 300, 50  # polls before the first yield; 300 take about 10 us
+
+MOVE_PAUSE_S = 0.002  # least time between two moves: the scheduler may know better
+
+_getcpu = ctypes.PyDLL(None).sched_getcpu
+
+_REENTERED = (
+    "this thread is inside a call of the same group (this is a signal handler); "
+    "start the call after that one has returned"
+)
+
+
+class Waiting:
+    """Lock and sleep of one group in one process; `Engine` builds on it.
+
+    Attributes:
+        box: the outboxes whose words are waited for.
+        flags: 0, or why no call can run (CLOSED, ABORTED, FORKED). Tested by every call.
+    """
+
+    def __init__(self, box: Outboxes) -> None:
+        self.box = box
+        self.flags = 0
+        self._lock = threading.Lock()
+        self._owner = 0
+        # Polling longer gains nothing on an idle machine and loses much on a busy one.
+        self._own_core = box.num_ranks <= len(os.sched_getaffinity(0))
+        self._num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
+        self._shares_core = False
+        self._moved = 0.0
+        self._num_sleepers = 0
+        self._asleep: set[int] = set()  # threads inside a call that gave the lock back to sleep
+
+    # ---- the lock
+
+    def enter(self) -> None:
+        """Take the lock and check that the group can be used."""
+        if self.flags:
+            self._anomaly()
+        if self._asleep and threading.get_ident() in self._asleep:
+            raise InvalidState(_REENTERED)
+        if not self._lock.acquire(False):
+            if self._owner == threading.get_ident():
+                raise InvalidState(_REENTERED)
+            self._lock.acquire()
+        self._owner = threading.get_ident()
+        if self.flags:
+            self.leave()
+            self._anomaly()
+
+    def enter_if_free(self, patient: bool) -> bool:
+        """Like `enter`, but only when no thread is inside a call (or, if `patient`, when that has left)."""
+        if self.flags:
+            self._anomaly()
+        if not self._lock.acquire(patient):
+            return False
+        self._owner = threading.get_ident()
+        if self.flags:
+            self.leave()
+            self._anomaly()
+        return True
+
+    def leave(self) -> None:
+        """Give the lock back."""
+        self._owner = 0
+        self._lock.release()
+
+    def _anomaly(self) -> None:
+        if self.flags & FORKED:
+            raise ForkError(
+                "this process group was made before a fork; the child has no part in it: "
+                "start workers by spawn or forkserver, or initialise after the fork"
+            )
+        if self.flags & ABORTED:
+            raise AbortedError("the process group was aborted; destroy it and initialise again")
+        raise InvalidState("the process group was destroyed; initialise a new one")
+
+    def _let_go(self) -> None:
+        """Give the lock back inside a call, remembering that this thread is in it."""
+        self._asleep.add(self._owner)
+        self._owner = 0
+        self._lock.release()
+
+    def _take_back(self) -> None:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._asleep.discard(self._owner)
+
+    # ---- waiting, with the lock held
+
+    def _spin(self, block: Block) -> bool:
+        """Poll for some microseconds; True when the block's word is there."""
+        words, index, value = self.box.words[block.rank], block.word, block.value
+        for _ in range(self._num_loads):
+            if words[index] >= value:
+                break
+        else:
+            return False
+        return True
+
+    def _yield_until(self, block: Block, now: float) -> bool:
+        """Yield for up to `YIELD_S`; True when the word is there.
+
+        A yield that takes long has let somebody else run: this core is shared, maybe with the very peer, while another
+        idles. If it is the peer, one of the two moves (`_part`). The next wait then sleeps at once, because a task that
+        is woken is put on an idle core and one that yields stays where it is.
+        """
+        self.box.own[CORE] = 1 + _getcpu()
+        words, index, value = self.box.words[block.rank], block.word, block.value
+        until = now + YIELD_S
+        if self._shares_core:
+            self._shares_core = False
+            return False
+        while now < until and not self.flags:
+            if words[index] >= value:
+                return True
+            before = now
+            os.sched_yield()
+            now = time.monotonic()
+            if now - before > STOLEN_S and self._own_core:
+                self._shares_core = not self._part(block.rank, now)
+                break
+        return bool(words[index] >= value)
+
+    def _part(self, peer: int, now: float) -> bool:
+        """Leave the core when `peer` runs on the same; True when done.
+
+        The scheduler can keep two ranks that wait for each other on one core for seconds, next to an idle one, at five
+        times the latency. Only the higher rank moves, else both would. The thread's affinity is the same afterwards.
+        """
+        own = 1 + _getcpu()
+        if peer > self.box.rank or self.box.words[peer][CORE] != own or now - self._moved < MOVE_PAUSE_S:
+            return False
+        self._moved = now
+        allowed = os.sched_getaffinity(0)
+        others = allowed - {own - 1}
+        if not others:
+            return False
+        with contextlib.suppress(OSError):  # the cores that the process may use have just changed: stay
+            os.sched_setaffinity(0, others)
+            os.sched_setaffinity(0, allowed)
+            return True
+        return False
+
+    def sleep_on(self, block: Block) -> None:
+        """Sleep on a word with the lock given back, for some milliseconds at most."""
+        rank, index, value = block
+        box = self.box
+        words, address = box.words[rank], box.address[rank] + 8 * index
+        self._num_sleepers += 1
+        box.own[SLEEPERS] = self._num_sleepers
+        seen = words[index]
+        self._let_go()
+        try:
+            if seen < value and not self.flags:
+                futex_sleep(address, seen)
+        finally:
+            self._take_back()
+            self._num_sleepers -= 1
+            if not self.flags & CLOSED:
+                box.own[SLEEPERS] = self._num_sleepers
+
+    def _nap(self, rounds: int) -> None:
+        """Wait for room, or for any of several words: there is no single word to sleep on.
+
+        The first `NAP_ROUNDS` rounds of a wait yield, later ones sleep for half a millisecond.
+        """
+        self._let_go()
+        if rounds < NAP_ROUNDS:
+            os.sched_yield()
+        else:
+            time.sleep(0.0005)
+        self._take_back()

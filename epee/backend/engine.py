@@ -193,6 +193,11 @@ class Engine(Waiting):
             self.mail.post(message)
             if not message.done:
                 self._helper.kick()
+        except Exception as exc:
+            # its error goes to the caller: it must not stay posted and take a later message
+            message.fail(exc)
+            self.mail.cancel(message)
+            raise
         finally:
             self.leave()
 
@@ -243,7 +248,13 @@ class Engine(Waiting):
     def advance(self, op: Driven) -> Block | None:
         """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
         if isinstance(op, Message):
-            block = self.mail.step(op)
+            try:
+                block = self.mail.step(op)
+            except Exception as exc:  # noqa: BLE001 - a peer's impossible word, say: it belongs to that message
+                op.fail(exc)
+                self.mail.cancel(op)
+                self.retire(op)
+                block = None
             if self.mail.finished:
                 self._finished += self.mail.finished
                 self.mail.finished.clear()

@@ -1,0 +1,171 @@
+"""What agents tell each other, and what they agree on. Plain values: no behaviour, no clocks, no sockets.
+
+The protocol is that of `docs/adr/0040-one-view.md`; its words are used here. `agent.py` is the machine that consumes
+and produces these values, `wire.py` turns them into checked bytes and back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FOREVER = (1 << 40) - 1  # a cut above every seq: what the removed slot has left complete counts
+
+DEAD, STALLED, LEFT = "dead", "stalled", "left"  # causes of a removal; only STALLED may still be alive
+
+
+class Ballot(NamedTuple):
+    """Ordered by round, then by the slot of the proposer; `NO_BALLOT` is below all."""
+
+    round: int
+    slot: int
+
+
+NO_BALLOT = Ballot(0, -1)
+
+
+class Member(NamedTuple):
+    """One process of the job.
+
+    Attributes:
+        slot: its rank number in the job.
+        incarnation: 1 for the first process of a slot, +1 for each that follows.
+        nonce: 128 random bits that tell this process from any other.
+        endpoint: what others need to reach it, opaque here: path of its socket, blob of its board, pid, start time.
+    """
+
+    slot: int
+    incarnation: int
+    nonce: bytes
+    endpoint: bytes
+
+
+class Removal(NamedTuple):
+    """A member of the previous epoch that is not in this one; `cause` is DEAD, STALLED or LEFT."""
+
+    slot: int
+    incarnation: int
+    cause: str
+
+
+class Cut(NamedTuple):
+    """The last seq of `lane` to which the contribution of `slot` counts; `FOREVER` for slots that write no more."""
+
+    lane: int
+    slot: int
+    seq: int
+
+
+class Start(NamedTuple):
+    """The first seq of `lane` in which those who joined take part."""
+
+    lane: int
+    seq: int
+
+
+class Decision(NamedTuple):
+    """What one epoch is: chosen once, the same for everybody. Members, removals, cuts and starts are sorted."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    removed: tuple[Removal, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    starts: tuple[Start, ...] = ()
+
+
+class LaneState(NamedTuple):
+    """How far a frozen agent is in one lane: highest seq completed, highest seq issued."""
+
+    lane: int
+    completed: int
+    issued: int
+
+
+class Prepare(NamedTuple):
+    """Phase 1: promise to take no lower ballot for the epoch after `epoch`, freeze, and tell your state."""
+
+    ballot: Ballot
+    epoch: int
+
+
+class Promise(NamedTuple):
+    """The answer to `Prepare`: what was accepted before (None with `NO_BALLOT`) and where the lanes are."""
+
+    ballot: Ballot
+    epoch: int
+    accepted_ballot: Ballot
+    accepted: Decision | None
+    lanes: tuple[LaneState, ...]
+
+
+class Nack(NamedTuple):
+    """The answer to a ballot that is too low: `promised` is higher."""
+
+    ballot: Ballot
+    epoch: int
+    promised: Ballot
+
+
+class Accept(NamedTuple):
+    """Phase 2: take `decision` (of epoch `epoch` + 1) as the proposal of `ballot`."""
+
+    ballot: Ballot
+    epoch: int
+    decision: Decision
+
+
+class Accepted(NamedTuple):
+    """The answer to `Accept`."""
+
+    ballot: Ballot
+    epoch: int
+
+
+class Commit(NamedTuple):
+    """Decisions that were chosen, in order of their epochs; the receiver skips those it has."""
+
+    decisions: tuple[Decision, ...]
+
+
+class Report(NamedTuple):
+    """Causes for a change, told to the coordinator: slots and causes as in `Removal`, seen in `epoch`.
+
+    A report of DEAD or LEFT is a hint to look; the coordinator acts on proofs of its own only.
+    """
+
+    epoch: int
+    causes: tuple[Removal, ...]
+
+
+class Join(NamedTuple):
+    """A process asks to take `slot`; `incarnation` of `member` is 0 (the decision sets it)."""
+
+    member: Member
+
+
+class JoinRefused(NamedTuple):
+    """The answer to a `Join` that cannot be met; `reason` is a sentence (slot taken, job closed ...)."""
+
+    slot: int
+    nonce: bytes
+    reason: str
+
+
+class Ask(NamedTuple):
+    """What is the view after `epoch`? The answer is a `Commit`, empty when there is none newer."""
+
+    epoch: int
+
+
+Message = Prepare | Promise | Nack | Accept | Accepted | Commit | Report | Join | JoinRefused | Ask
+
+
+class BoardState(NamedTuple):
+    """What an agent keeps on its board: written before it answers, readable after its death.
+
+    `decided` is the last decision it knows; `promised` and `accepted` are for the epoch after that one.
+    """
+
+    decided: Decision
+    promised: Ballot
+    accepted_ballot: Ballot
+    accepted: Decision | None

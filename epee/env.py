@@ -44,6 +44,12 @@ def _positive_bytes(text: str) -> int:
     return value
 
 
+def _way_to_share(text: str) -> str:
+    if text not in ("pidfd", "scm", "ipc"):
+        raise ValueError("must be pidfd, scm or ipc")
+    return text
+
+
 TABLE: tuple[Variable, ...] = (
     Variable(
         "EPEE_TIMEOUT_S",
@@ -86,6 +92,31 @@ TABLE: tuple[Variable, ...] = (
         16 << 20,
         _positive_bytes,
         "Size of one staging buffer of a process group (it has four): what a call moves without a private copy.",
+    ),
+    Variable(
+        "EPEE_CUDA_SHARE",
+        "",
+        _way_to_share,
+        "Forces one way to lend GPU memory: pidfd, scm or ipc; by default the first that works.",
+    ),
+    Variable(
+        "EPEE_RUNTIME_DIR",
+        "",
+        str,
+        "Folder for the sockets of the jobs of this machine; by default `epee` in XDG_RUNTIME_DIR or a private folder "
+        "among the temporary files.",
+    ),
+    Variable(
+        "EPEE_TOKEN_FILE",
+        "",
+        str,
+        "File of 32 bytes, readable by this user only, that is the secret of the job; by default rank 0 makes one.",
+    ),
+    Variable(
+        "XDG_RUNTIME_DIR",
+        "",
+        str,
+        "The user's folder of sockets, made by the login manager.",
     ),
 )
 

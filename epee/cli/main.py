@@ -1,4 +1,7 @@
-"""`epee demo | bench | warmup`: the entry point. Commands import what they need when they run, so `--help` is quick."""
+"""`epee demo | bench | doctor | warmup`: the entry point.
+
+Commands import what they need when they run, so `--help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from importlib import metadata
 import typer
 
 from ..errors import EpeeError
-from . import bench, demo, warmup
+from . import bench, demo, doctor, warmup
 
 app = typer.Typer(
     name="epee",
@@ -20,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("warmup")(warmup.warmup)
 app.command("bench", context_settings=bench.PASS_ON)(bench.bench)
 

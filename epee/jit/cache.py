@@ -11,17 +11,22 @@ folder grows over its cap, the entries that were used least recently go.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import stat
 import tempfile
+import time
+import weakref
 from pathlib import Path
 
 from .. import env
 
 _log = logging.getLogger(__name__)
 _HASH_BYTES = 32
+_STALE_S = 3600.0  # no write of a kernel takes as long
 
 
 def cache_key(source: str, options: tuple[str, ...], version: str) -> str:
@@ -40,21 +45,27 @@ class CubinCache:
     def __init__(self, folder: Path | None = None, cap_bytes: int | None = None) -> None:
         """Use `folder` (default: `EPEE_JIT_CACHE_DIR`, else the user's cache folder), at most `cap_bytes` large."""
         self.cap_bytes = env.get_int("EPEE_JIT_CACHE_BYTES") if cap_bytes is None else cap_bytes
-        self.folder = _usable(folder or _default_folder())
+        self.folder = default_folder() if folder is None else Path(os.path.abspath(folder))
+        reason = _why_unusable(self.folder)
+        if reason:
+            private = Path(tempfile.mkdtemp(prefix="epee-jit-"))
+            _log.warning("not using the kernel cache %s: %s; compiling into %s instead", self.folder, reason, private)
+            weakref.finalize(self, _remove, private, os.getpid())  # at the latest when the process ends
+            self.folder = private
 
     def load(self, key: str) -> bytes | None:
         """Return the cubin stored under `key`, or None when there is none that can be trusted."""
         path = self.folder / f"{key}.cubin"
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
+            raw = _read(path)
+        except FileNotFoundError:
             return None
-        with os.fdopen(fd, "rb") as file:
-            if not _is_ours(os.fstat(file.fileno())):
-                _log.warning("%s is not a file of this user alone; compiling again", path)
-                return None
-            raw = file.read()
-            os.utime(file.fileno())
+        except OSError as exc:
+            _log.warning("cannot read %s: %s; compiling again", path, exc)
+            return None
+        if raw is None:
+            _log.warning("%s is not a file of this user alone; compiling again", path)
+            return None
         if hashlib.sha256(raw[_HASH_BYTES:]).digest() != raw[:_HASH_BYTES]:
             _log.warning("%s is damaged; compiling again", path)
             return None
@@ -78,6 +89,10 @@ class CubinCache:
 
     def _trim(self) -> None:
         entries = []
+        for path in self.folder.glob(".new-*"):  # left by a writer that was killed
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.lstat().st_mtime > _STALE_S:
+                    path.unlink()
         for path in self.folder.glob("*.cubin"):
             try:
                 status = path.lstat()
@@ -92,31 +107,47 @@ class CubinCache:
             total -= size
 
 
-def _default_folder() -> Path:
+def default_folder() -> Path:
+    """Return the folder that the environment names for compiled kernels, absolute; it may not exist yet."""
     named = env.get("EPEE_JIT_CACHE_DIR")
-    return Path(str(named)) if named else Path(str(env.get("XDG_CACHE_HOME"))) / "epee"
+    folder = Path(str(named)) if named else Path(str(env.get("XDG_CACHE_HOME"))) / "epee"
+    return Path(os.path.abspath(folder.expanduser()))
+
+
+def _read(path: Path) -> bytes | None:
+    """Return a file's bytes, or None when it is not ours alone; marks it as used."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not _is_ours(os.fstat(fd)):
+            return None
+        with contextlib.suppress(OSError):  # a read-only disk keeps no times of use
+            os.utime(fd)
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return file.read()
+    finally:
+        os.close(fd)
 
 
 def _is_ours(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
-def _usable(folder: Path) -> Path:
-    folder = Path(os.path.abspath(folder.expanduser()))
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child leaves its parent's folder alone
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _why_unusable(folder: Path) -> str:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        reason = _why_not(folder)
+        return why_not_ours(folder)
     except OSError as exc:
-        reason = str(exc)
-    if not reason:
-        return folder
-    private = Path(tempfile.mkdtemp(prefix="epee-jit-"))
-    _log.warning("not using the kernel cache %s: %s; compiling into %s for this process", folder, reason, private)
-    return private
+        return str(exc)
 
 
-def _why_not(folder: Path) -> str:
+def why_not_ours(folder: Path) -> str:
+    """Return why compiled kernels in an existing folder cannot be trusted, or "" when they can."""
     for path in (folder, folder.parent):
         if path.is_symlink():
             return f"{path} is a symbolic link"

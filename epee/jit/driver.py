@@ -1,7 +1,7 @@
 """The one place where `cuda.bindings` is imported and its status codes become exceptions.
 
-Importing this module touches no CUDA; the first call does. A machine without the bindings gets a sentence with the
-way out instead of an ImportError.
+Importing this module touches no CUDA; the first call of `driver` starts the driver. A machine without the bindings,
+without a driver, or with one that does not start gets one sentence with the way out instead of a foreign error.
 """
 
 from __future__ import annotations
@@ -11,13 +11,35 @@ from typing import Any
 
 from ..errors import ResourceError, UnsupportedError
 
+OLDEST_DRIVER = 12000  # as `cuDriverGetVersion` counts: CUDA 12.0, the first for Hopper's features as we use them
+
+_WAY_OUT = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "free GPU memory or make the buffer smaller",
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible: look at CUDA_VISIBLE_DEVICES and at the container's --gpus",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "libcuda and the kernel's driver differ: reboot, or match the container's",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "NVSwitch machines need the service nvidia-fabricmanager: start it",
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": "remove the CUDA compat libraries or update the NVIDIA driver",
+    "CUDA_ERROR_STUB_LIBRARY": "the stub libcuda was found: take its folder out of LD_LIBRARY_PATH",
+    "CUDA_ERROR_OPERATING_SYSTEM": "the /dev/nvidia* files are missing or forbidden: give the container the GPUs",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process owns the GPU: `nvidia-smi -c DEFAULT` lets several use it",
+    "CUDA_ERROR_MPS_CONNECTION_FAILED": "the MPS server does not answer: restart it, or stop it",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the driver is older than NVRTC: update it, or install NVRTC of its CUDA version",
+    "CUDA_ERROR_INVALID_IMAGE": "the driver is older than NVRTC: update it, or install NVRTC of its CUDA version",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "the driver is older than NVRTC: update it",
+    "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE": "give the call fewer SMs",
+    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "use GPUs that NVLink or PCIe P2P connects (`nvidia-smi topo -p2p r`)",
+    "CUDA_ERROR_INVALID_CONTEXT": "the process was forked after its first use of CUDA: start ranks by spawn",
+}
+_NOT_OFFERED = ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMITTED")
+
 
 @functools.cache
 def driver() -> Any:
-    """Return `cuda.bindings.driver`.
+    """Return `cuda.bindings.driver`, started.
 
     Raises:
-        UnsupportedError: the package is not installed.
+        UnsupportedError: the package or the NVIDIA driver is missing, or too old.
+        ResourceError: the driver does not start.
     """
     try:
         from cuda.bindings import driver as module
@@ -26,12 +48,31 @@ def driver() -> Any:
             f"CUDA tensors need the package cuda-bindings ({exc}); it comes with torch's CUDA builds, "
             "or `pip install cuda-bindings`"
         ) from exc
+    try:
+        check(module.cuInit(0), "start the NVIDIA driver")
+        version = int(check(module.cuDriverGetVersion(), "ask for the driver's version"))
+    except RuntimeError as exc:
+        if isinstance(exc, ResourceError):
+            raise
+        raise UnsupportedError(  # the bindings found no libcuda, or none that has the function
+            f"there is no usable NVIDIA driver here ({exc}); install one, start the container with --gpus all, "
+            "or use CPU tensors"
+        ) from exc
+    if version < OLDEST_DRIVER:
+        raise UnsupportedError(
+            f"the NVIDIA driver serves CUDA {version_text(version)}, epee needs {version_text(OLDEST_DRIVER)} or "
+            "newer; update the driver"
+        )
     return module
 
 
 @functools.cache
 def nvrtc() -> Any:
-    """Return `cuda.bindings.nvrtc` (see `driver`)."""
+    """Return `cuda.bindings.nvrtc`, its library found.
+
+    Raises:
+        UnsupportedError: the package or NVRTC itself is missing.
+    """
     try:
         from cuda.bindings import nvrtc as module
     except ImportError as exc:
@@ -39,11 +80,28 @@ def nvrtc() -> Any:
             f"compiling kernels needs the package cuda-bindings ({exc}); it comes with torch's CUDA builds, "
             "or `pip install cuda-bindings nvidia-cuda-nvrtc`"
         ) from exc
+    try:
+        module.nvrtcVersion()
+    except RuntimeError as exc:
+        raise UnsupportedError(
+            f"compiling kernels needs NVRTC ({exc}); it comes with torch's CUDA builds, or `pip install "
+            "nvidia-cuda-nvrtc`"
+        ) from exc
     return module
 
 
+def version_text(version: int) -> str:
+    """Return `13.0` for 13000, the way in which CUDA counts."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def is_not_offered(result: tuple[Any, ...]) -> bool:
+    """Tell whether a driver call failed because this machine does not have, or does not allow, what it asks for."""
+    return str(result[0].name) in _NOT_OFFERED
+
+
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """Return the values of a driver call, or raise `ResourceError` that says what was attempted.
+    """Return the values of a driver call, or raise `ResourceError` that says what was attempted and the way out.
 
     Args:
         result: what the binding returned, status first.
@@ -51,10 +109,20 @@ def check(result: tuple[Any, ...], what: str) -> Any:
     """
     status = result[0]
     if int(status) != 0:
-        raise ResourceError(f"{what}: the CUDA driver says {status.name}")
+        way_out = _WAY_OUT.get(status.name)
+        raise ResourceError(f"{what}: the CUDA driver says {status.name}{f'; {way_out}' if way_out else ''}")
     if len(result) == 1:
         return None
     return result[1] if len(result) == 2 else result[1:]
+
+
+def attribute(name: str, device: int) -> int:
+    """Return a device attribute by the end of its name (`MULTIPROCESSOR_COUNT`), 0 where the bindings lack it."""
+    cu = driver()
+    key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    if key is None:
+        return 0
+    return int(check(cu.cuDeviceGetAttribute(key, device), f"read {name.lower()} of GPU {device}"))
 
 
 def device_architecture(device: int) -> str:
@@ -63,14 +131,8 @@ def device_architecture(device: int) -> str:
     Raises:
         UnsupportedError: the GPU is older than Hopper, whose copy engine and barriers the kernels use.
     """
-    cu = driver()
-    attribute = cu.CUdevice_attribute
-    major = check(
-        cu.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), "read the device"
-    )
-    minor = check(
-        cu.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device), "read the device"
-    )
+    major = attribute("COMPUTE_CAPABILITY_MAJOR", device)
+    minor = attribute("COMPUTE_CAPABILITY_MINOR", device)
     if major < 9:
         raise UnsupportedError(
             f"the kernels need compute capability 9.0 (Hopper) or newer, device {device} has {major}.{minor}; "

@@ -1,48 +1,49 @@
-"""GPU memory that one process lends to others on the same host: a VMM allocation behind a POSIX file descriptor.
+"""GPU memory that one process lends to others on the same host.
 
-Data path: the owner creates a physical allocation (`cuMemCreate`), exports it as a descriptor, maps it, and gives away
-a `blob` of fixed size (pid, start time, fd, size, cookie). A peer copies the descriptor out of the owner's process
-(`pidfd_getfd`), imports and maps it. Each peer is attached and detached alone, so membership may change; mappings
-outlive their owner: kernels may store into the memory of a killed peer without a fault.
+Data path: the owner allocates and maps memory (`cuda_mapping.py`), writes a random cookie into its first bytes, and
+gives away a `blob` of fixed size. A peer gets the memory's descriptor in one of the ways that the blob offers
+(`cuda_share.py`), imports and maps it. Each peer is attached and detached alone, so membership may change; mappings of
+VMM memory outlive their owner: kernels may store into the memory of a killed peer without a fault.
 
-What is checked before a mapping is used: the process that has this pid now is the one that made the blob (start time,
-before and after the copy), and the cookie in the mapped memory matches, so that a reused descriptor is found out.
+The blob: a `Claim` (pid, start time, descriptor, size, cookie), the ways offered, the owner's descriptor of its
+socket (scm) or 0, the GPU's uuid, and the driver's handle (ipc) or zeros. What is checked before a mapping is used:
+every number; that the process with this pid is the one that made the blob, before and after its descriptor is taken;
+that this GPU can reach the owner's; and that the mapped memory starts with the cookie, so that a reused descriptor is
+found out.
 
-Neither `cudaMalloc` memory nor torch's allocator is involved: their blocks cannot be lent one by one.
+A crash of the owner leaves nothing: no names, and the driver frees memory that nobody maps. Torch's allocator is not
+involved: its blocks cannot be lent one by one.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import math
 import os
-import secrets
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..errors import InvalidState, ProtocolError, ResourceError, UnsupportedError
+from ..errors import InvalidState, ProtocolError, UnsupportedError
 from ..jit.driver import check, driver
-from .host import process_start_time
-from .layout import align_up
+from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, parse_claim, require_alive
+from .cuda_mapping import Mapping, create_ipc, create_vmm, import_ipc, import_vmm, on_device, require_reach, uuid_of
+from .cuda_share import ALL_WAYS, Way, choose, forced_way, obtain_descriptor, ways_to_offer
+from .passing import DescriptorServer
 
-_BLOB = struct.Struct("<8sqqqq16s")
-_MAGIC = b"epeegpu1"
-_COOKIE_BYTES = 16
-BLOB_BYTES = _BLOB.size
+_MAGIC = b"epeegpu2"
+_TAIL = struct.Struct("<ii16s64s")
+BLOB_BYTES = CLAIM_BYTES + _TAIL.size
 HEADER_BYTES = 512  # holds the cookie; user offsets start behind it and stay aligned for bulk copies
-_SYS_PIDFD_GETFD = 438
 
 
-class _Blob(NamedTuple):
-    magic: bytes
-    pid: int
-    start_time: int
-    fd: int
-    nbytes: int
-    cookie: bytes
+class _Tail(NamedTuple):
+    ways: int
+    socket_fd: int
+    uuid: bytes
+    ipc_handle: bytes
 
 
 class _DeviceBytes:
@@ -58,39 +59,6 @@ class _DeviceBytes:
             self._released()
 
 
-class _Mapping:
-    """An address range with physical memory behind it; unmapped when the last user has gone."""
-
-    def __init__(self, handle: Any, nbytes: int, device: int) -> None:
-        cu = driver()
-        self.nbytes = nbytes
-        self.address = int(check(cu.cuMemAddressReserve(nbytes, 0, 0, 0), f"reserve {nbytes} bytes of addresses"))
-        try:
-            check(cu.cuMemMap(self.address, nbytes, 0, handle, 0), f"map {nbytes} bytes")
-        except ResourceError:
-            cu.cuMemAddressFree(self.address, nbytes)
-            raise
-        access = cu.CUmemAccessDesc()
-        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = device
-        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        try:
-            check(
-                cu.cuMemSetAccess(self.address, nbytes, [access], 1),
-                f"let device {device} reach a peer's memory (is there NVLink or P2P between the GPUs?)",
-            )
-        except ResourceError:
-            self.__del__()
-            raise
-
-    def __del__(self) -> None:
-        if self.address:
-            cu = driver()
-            cu.cuMemUnmap(self.address, self.nbytes)
-            cu.cuMemAddressFree(self.address, self.nbytes)
-            self.address = 0
-
-
 class CudaRegion:
     """GPU memory, own or a peer's, mapped for one device. Make one with `create` or `attach`.
 
@@ -98,13 +66,15 @@ class CudaRegion:
         nbytes: size that users may address.
         address: of the first user byte, as `device` sees it.
         device: index of the GPU that uses the mapping.
+        ways: how peers may attach (own memory), or how this process did (a peer's).
     """
 
-    def __init__(self, mapping: _Mapping, device: int, blob: bytes, fd: int) -> None:
-        self._mapping: _Mapping | None = mapping
+    def __init__(self, mapping: Mapping, blob: bytes, ways: Way, held: contextlib.ExitStack) -> None:
+        self._mapping: Mapping | None = mapping
         self._blob = blob
-        self._fd = fd
-        self.device = device
+        self._held = held  # the owner's descriptor and socket
+        self.ways = ways
+        self.device = mapping.device
         self.nbytes = mapping.nbytes - HEADER_BYTES
         self.address = mapping.address + HEADER_BYTES
 
@@ -113,38 +83,47 @@ class CudaRegion:
         """Allocate at least `nbytes` bytes on `device`, all zero, and map them.
 
         Raises:
-            ResourceError: the GPU has no memory left, or the driver cannot share it.
+            UnsupportedError: this machine cannot lend GPU memory, or not in the way that `EPEE_CUDA_SHARE` forces.
+            ResourceError: the GPU has no memory left, or the system no descriptor.
         """
-        cu = driver()
-        _ensure_context(device)
-        properties = _properties(device)
-        granularity = int(
-            check(
-                cu.cuMemGetAllocationGranularity(
-                    properties, cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-                ),
-                "ask for the allocation granularity",
-            )
-        )
-        mapped_bytes = align_up(nbytes + HEADER_BYTES, granularity)
-        handle = check(cu.cuMemCreate(mapped_bytes, properties, 0), f"allocate {mapped_bytes} bytes on GPU {device}")
-        fd = -1
-        try:
-            fd = int(check(cu.cuMemExportToShareableHandle(handle, _posix(), 0), "export GPU memory"))
-            mapping = _Mapping(handle, mapped_bytes, device)
-        except ResourceError:
-            if fd >= 0:
-                os.close(fd)
-            raise
-        finally:
-            cu.cuMemRelease(handle)  # the mapping and the descriptor keep the memory
-        pid = os.getpid()
-        cookie = secrets.token_bytes(_COOKIE_BYTES)
-        blob = _BLOB.pack(_MAGIC, pid, process_start_time(pid), fd, mapped_bytes, cookie)
-        check(cu.cuMemsetD8(mapping.address, 0, mapped_bytes), "clear GPU memory")
-        check(cu.cuMemcpyHtoD(mapping.address, cookie, _COOKIE_BYTES), "write the cookie")
-        check(cu.cuCtxSynchronize(), "clear GPU memory")
-        return cls(mapping, device, blob, fd)
+        forced = forced_way()
+        with on_device(device):
+            if forced is Way.IPC:
+                return cls._create_ipc(nbytes, device)
+            try:
+                return cls._create_vmm(nbytes, device)
+            except UnsupportedError:
+                if forced is not None:
+                    raise
+                return cls._create_ipc(nbytes, device)
+
+    @classmethod
+    def _create_vmm(cls, nbytes: int, device: int) -> CudaRegion:
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as held:
+            mapping, fd = create_vmm(nbytes + HEADER_BYTES, device)
+            undo.callback(mapping.release)
+            held.callback(os.close, fd)
+            claim = make_claim(_MAGIC, fd, mapping.nbytes)
+            _clear(mapping, claim.cookie)
+            ways, socket_fd = ways_to_offer(), 0
+            if ways & Way.SCM:
+                server = DescriptorServer(fd, claim.cookie)
+                held.callback(server.close)  # runs before the descriptor is closed
+                socket_fd = server.socket_fd
+            tail = _Tail(int(ways), socket_fd, uuid_of(device), bytes(64))
+            undo.pop_all()
+            return cls(mapping, claim.pack() + _TAIL.pack(*tail), ways, held.pop_all())
+
+    @classmethod
+    def _create_ipc(cls, nbytes: int, device: int) -> CudaRegion:
+        with contextlib.ExitStack() as undo:
+            mapping, handle = create_ipc(nbytes + HEADER_BYTES, device)
+            undo.callback(mapping.release)
+            claim = make_claim(_MAGIC, 0, mapping.nbytes)
+            _clear(mapping, claim.cookie)
+            tail = _Tail(int(Way.IPC), 0, uuid_of(device), handle)
+            undo.pop_all()
+            return cls(mapping, claim.pack() + _TAIL.pack(*tail), Way.IPC, contextlib.ExitStack())
 
     @classmethod
     def attach(cls, data: bytes, device: int) -> CudaRegion:
@@ -152,25 +131,26 @@ class CudaRegion:
 
         Raises:
             ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
-            ResourceError: the owner is gone, or the system forbids copying its descriptor.
+            ResourceError: the owner is gone, or the system forbids every way to its memory.
+            UnsupportedError: `device` does not reach the owner's GPU.
+            InvalidState: `EPEE_CUDA_SHARE` differs between the ranks.
         """
-        blob = _parse(data)
-        cu = driver()
-        _ensure_context(device)
-        fd = _copy_fd(blob)
-        try:
-            handle = check(cu.cuMemImportFromShareableHandle(fd, _posix()), f"import memory of process {blob.pid}")
-        finally:
-            os.close(fd)
-        try:
-            mapping = _Mapping(handle, blob.nbytes, device)
-        finally:
-            cu.cuMemRelease(handle)
-        seen = bytearray(_COOKIE_BYTES)
-        check(cu.cuMemcpyDtoH(seen, mapping.address, _COOKIE_BYTES), "read the cookie")
-        if bytes(seen) != blob.cookie:
-            raise ProtocolError(f"GPU memory of process {blob.pid}: cookie differs; descriptor {blob.fd} was reused")
-        return cls(mapping, device, bytes(data), -1)
+        claim, tail = _parse(data)
+        ways = choose(Way(tail.ways), claim)
+        require_alive(claim)
+        with on_device(device):
+            require_reach(device, tail.uuid, claim.pid)
+            mapping, way = _map_peer(claim, tail, ways, device)
+            with contextlib.ExitStack() as undo:
+                undo.callback(mapping.release)
+                seen = bytearray(COOKIE_BYTES)
+                check(driver().cuMemcpyDtoH(seen, mapping.address, COOKIE_BYTES), "read the cookie")
+                if bytes(seen) != claim.cookie:
+                    raise ProtocolError(
+                        f"GPU memory of process {claim.pid}: cookie differs; descriptor {claim.fd} was reused"
+                    )
+                undo.pop_all()
+        return cls(mapping, bytes(data), way, contextlib.ExitStack())
 
     @property
     def blob(self) -> bytes:
@@ -189,82 +169,48 @@ class CudaRegion:
         assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
         if self._mapping is None:
             raise InvalidState("the region is closed")
-        source = _DeviceBytes(self.address + offset, nbytes, self._mapping, released)
-        return torch.as_tensor(source, device=torch.device("cuda", self.device))
+        return _as_tensor(_DeviceBytes(self.address + offset, nbytes, self._mapping, released), self.device)
 
     def close(self) -> None:
-        """Drop this object's descriptor and its hold on the mapping; idempotent. Tensors keep theirs."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Drop this object's descriptor, socket and hold on the mapping; idempotent. Tensors keep the mapping.
+
+        Memory lent by ipc must be closed by peers before its owner closes it; the driver defines nothing else.
+        """
         self._mapping = None
+        self._held.close()
+
+    __del__ = close
 
 
-def _posix() -> Any:
-    return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+def _as_tensor(source: _DeviceBytes, device: int) -> torch.Tensor:
+    return torch.as_tensor(source, device=torch.device("cuda", device))
 
 
-def _ensure_context(device: int) -> None:
-    """Make the device's primary context current in this thread; the driver API does not do it by itself."""
+def _clear(mapping: Mapping, cookie: bytes) -> None:
     cu = driver()
-    check(cu.cuInit(0), "start the CUDA driver (is one installed?)")
-    context = check(cu.cuDevicePrimaryCtxRetain(device), f"open GPU {device}")
-    check(cu.cuCtxSetCurrent(context), f"use GPU {device}")
+    check(cu.cuMemsetD8(mapping.address, 0, mapping.nbytes), "clear GPU memory")
+    check(cu.cuMemcpyHtoD(mapping.address, cookie, COOKIE_BYTES), "write the cookie")
+    check(cu.cuCtxSynchronize(), "clear GPU memory")
 
 
-def _properties(device: int) -> Any:
-    cu = driver()
-    supported = check(
-        cu.cuDeviceGetAttribute(
-            cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, device
-        ),
-        "read the device",
-    )
-    if not supported:
-        raise UnsupportedError(f"GPU {device} cannot share memory through descriptors; use CPU tensors on this machine")
-    properties = cu.CUmemAllocationProp()
-    properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    properties.location.id = device
-    properties.requestedHandleTypes = _posix()
-    return properties
+def _parse(data: bytes) -> tuple[Claim, _Tail]:
+    claim = parse_claim(data, _MAGIC, BLOB_BYTES, HEADER_BYTES, "GPU region")
+    tail = _Tail(*_TAIL.unpack_from(data, CLAIM_BYTES))
+    ways = tail.ways
+    if not 0 < ways <= int(ALL_WAYS) or (ways & Way.IPC and ways != Way.IPC) or tail.socket_fd < 0:
+        raise ProtocolError(f"GPU region blob out of range: ways={ways:#x}, socket_fd={tail.socket_fd}")
+    return claim, tail
 
 
-def _parse(data: bytes) -> _Blob:
-    if len(data) != BLOB_BYTES:
-        raise ProtocolError(f"a GPU region blob has {BLOB_BYTES} bytes, got {len(data)}")
-    blob = _Blob(*_BLOB.unpack(data))
-    if blob.magic != _MAGIC:
-        raise ProtocolError(f"a GPU region blob starts with {_MAGIC!r}, got {blob.magic!r}; mixed CPU and CUDA ranks?")
-    if blob.pid <= 0 or blob.fd < 0 or blob.nbytes <= HEADER_BYTES or blob.nbytes >= 1 << 46:
-        raise ProtocolError(f"GPU region blob out of range: pid={blob.pid}, fd={blob.fd}, nbytes={blob.nbytes}")
-    return blob
-
-
-def _copy_fd(blob: _Blob) -> int:
-    """Copy the owner's descriptor into this process, making sure that it is still the owner's."""
-    if process_start_time(blob.pid) != blob.start_time:
-        raise ResourceError(
-            f"process {blob.pid} has ended, or runs in another PID namespace; its GPU memory is out of reach"
-        )
-    if blob.pid == os.getpid():
-        return os.dup(blob.fd)
+def _map_peer(claim: Claim, tail: _Tail, ways: Way, device: int) -> tuple[Mapping, Way]:
+    if ways & Way.IPC:
+        if claim.pid == os.getpid():
+            raise UnsupportedError(
+                "memory that is lent by cudaIpc cannot be attached in its own process; use the region"
+            )
+        return import_ipc(tail.ipc_handle, claim.nbytes, device, claim.pid), Way.IPC
+    fd, way = obtain_descriptor(claim, ways, tail.socket_fd)
     try:
-        pidfd = os.pidfd_open(blob.pid)
-    except OSError as exc:
-        raise ResourceError(f"cannot open process {blob.pid}: {exc}") from exc
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        fd = int(libc.syscall(_SYS_PIDFD_GETFD, pidfd, blob.fd, 0))
-        error = ctypes.get_errno()
+        return import_vmm(fd, claim.nbytes, device, claim.pid), way
     finally:
-        os.close(pidfd)
-    if fd < 0:
-        raise ResourceError(
-            f"pidfd_getfd from process {blob.pid} is refused ({os.strerror(error)}); it needs ptrace permission: run "
-            "the ranks as one user, and allow it in the container's seccomp profile and in kernel.yama.ptrace_scope"
-        )
-    if process_start_time(blob.pid) != blob.start_time:
         os.close(fd)
-        raise ProtocolError(f"process {blob.pid} changed while its GPU memory was being opened")
-    return fd

@@ -25,21 +25,18 @@ import math
 import mmap
 import os
 import platform
-import secrets
-import struct
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import InvalidState, ProtocolError, ResourceError, UnsupportedError
+from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, parse_claim, require_alive, require_unchanged
+from .claim import process_start_time as process_start_time  # detectors of deaths import it from here
 from .layout import CACHE_LINE_BYTES, align_up
 
-_BLOB = struct.Struct("<8sqqqq16s")
 _MAGIC = b"epeehst1"
-_COOKIE_BYTES = 16
-BLOB_BYTES = _BLOB.size
+BLOB_BYTES = CLAIM_BYTES
 HEADER_BYTES = CACHE_LINE_BYTES  # holds the cookie; user offsets start behind it
 _F_ADD_SEALS = 1033  # linux/fcntl.h; Python 3.10's fcntl module has the names only on some builds
 _F_GET_SEALS = 1034
@@ -57,27 +54,9 @@ def require_shared_memory() -> None:
         )
 
 
-def process_start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot, or -1 when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return -1
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
-
-
 def mapped_size(nbytes: int) -> int:
     """Return how many bytes a region of `nbytes` usable bytes maps."""
     return align_up(nbytes + HEADER_BYTES, mmap.PAGESIZE)
-
-
-class _Blob(NamedTuple):
-    magic: bytes
-    pid: int
-    start_time: int
-    fd: int
-    nbytes: int
-    cookie: bytes
 
 
 class HostRegion:
@@ -91,14 +70,14 @@ class HostRegion:
         address: of the first usable byte in this process.
     """
 
-    def __init__(self, fd: int, mapped_bytes: int, owner_pid: int, blob: bytes) -> None:
-        self.nbytes = mapped_bytes - HEADER_BYTES
-        self.mapped_bytes = mapped_bytes
-        self.owner_pid = owner_pid
-        self.owner_start_time = _BLOB.unpack(blob)[2]
+    def __init__(self, fd: int, claim: Claim) -> None:
+        self.nbytes = claim.nbytes - HEADER_BYTES
+        self.mapped_bytes = claim.nbytes
+        self.owner_pid = claim.pid
+        self.owner_start_time = claim.start_time
         self._fd = fd
-        self._blob = blob
-        self._map: mmap.mmap | None = mmap.mmap(fd, mapped_bytes)
+        self._blob = claim.pack()
+        self._map: mmap.mmap | None = mmap.mmap(fd, claim.nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + HEADER_BYTES
 
     @classmethod
@@ -111,7 +90,6 @@ class HostRegion:
         """
         require_shared_memory()
         mapped_bytes = mapped_size(nbytes)
-        cookie = secrets.token_bytes(_COOKIE_BYTES)
         try:
             fd = os.memfd_create(f"epee-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as exc:
@@ -119,13 +97,12 @@ class HostRegion:
         try:
             os.ftruncate(fd, mapped_bytes)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
-            pid = os.getpid()
-            blob = _BLOB.pack(_MAGIC, pid, process_start_time(pid), fd, mapped_bytes, cookie)
-            region = cls(fd, mapped_bytes, pid, blob)
+            claim = make_claim(_MAGIC, fd, mapped_bytes)
+            region = cls(fd, claim)
         except (OSError, ValueError, OverflowError) as exc:
             os.close(fd)
             raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; make the buffer smaller") from exc
-        region.mapping[:_COOKIE_BYTES] = cookie
+        region.mapping[:COOKIE_BYTES] = claim.cookie
         return region
 
     @classmethod
@@ -136,20 +113,20 @@ class HostRegion:
             ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
             ResourceError: the owner is gone, or the system forbids opening its descriptor.
         """
-        blob = _parse(data)
-        fd = _open_peer_fd(blob)
+        claim = parse_claim(data, _MAGIC, BLOB_BYTES, HEADER_BYTES, "region")
+        fd = _open_peer_fd(claim)
         try:
-            _check_file(fd, blob)
-            region = cls(fd, blob.nbytes, blob.pid, bytes(data))
+            _check_file(fd, claim)
+            region = cls(fd, claim)
         except (OSError, ValueError) as exc:
             os.close(fd)
-            raise ResourceError(f"cannot map the region of process {blob.pid}: {exc}") from exc
+            raise ResourceError(f"cannot map the region of process {claim.pid}: {exc}") from exc
         except ProtocolError:
             os.close(fd)
             raise
-        if region.mapping[:_COOKIE_BYTES] != blob.cookie:
+        if region.mapping[:COOKIE_BYTES] != claim.cookie:
             region.close()
-            raise ProtocolError(f"region of process {blob.pid}: cookie differs; descriptor {blob.fd} was reused")
+            raise ProtocolError(f"region of process {claim.pid}: cookie differs; descriptor {claim.fd} was reused")
         os.close(fd)  # the mapping stays; only the owner's descriptor must stay open, for other peers
         region._fd = -1
         return region
@@ -200,23 +177,9 @@ class HostRegion:
         assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
 
 
-def _parse(data: bytes) -> _Blob:
-    if len(data) != BLOB_BYTES:
-        raise ProtocolError(f"a region blob has {BLOB_BYTES} bytes, got {len(data)}")
-    blob = _Blob(*_BLOB.unpack(data))
-    if blob.magic != _MAGIC:
-        raise ProtocolError(f"a region blob starts with {_MAGIC!r}, got {blob.magic!r}; do the ranks run one version?")
-    if blob.pid <= 0 or blob.fd < 0 or blob.nbytes <= HEADER_BYTES or blob.nbytes % mmap.PAGESIZE:
-        raise ProtocolError(f"region blob out of range: pid={blob.pid}, fd={blob.fd}, nbytes={blob.nbytes}")
-    return blob
-
-
-def _open_peer_fd(blob: _Blob) -> int:
-    path = f"/proc/{blob.pid}/fd/{blob.fd}"
-    if process_start_time(blob.pid) != blob.start_time:
-        raise ResourceError(
-            f"process {blob.pid} has ended, or runs in another PID namespace; its memory is out of reach"
-        )
+def _open_peer_fd(claim: Claim) -> int:
+    path = f"/proc/{claim.pid}/fd/{claim.fd}"
+    require_alive(claim)
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except PermissionError as exc:
@@ -225,19 +188,18 @@ def _open_peer_fd(blob: _Blob) -> int:
         ) from exc
     except OSError as exc:
         if exc.errno == errno.ENOENT:
-            raise ProtocolError(f"process {blob.pid} has no descriptor {blob.fd}; it closed the region") from exc
+            raise ProtocolError(f"process {claim.pid} has no descriptor {claim.fd}; it closed the region") from exc
         raise ResourceError(f"cannot open {path}: {exc}") from exc
 
 
-def _check_file(fd: int, blob: _Blob) -> None:
-    if process_start_time(blob.pid) != blob.start_time:  # again: the pid may have changed hands before the open
-        raise ProtocolError(f"process {blob.pid} changed while its region was being opened")
+def _check_file(fd: int, claim: Claim) -> None:
+    require_unchanged(claim)
     nbytes = os.fstat(fd).st_size
-    if nbytes != blob.nbytes:
-        raise ProtocolError(f"region of process {blob.pid}: {blob.nbytes} bytes promised, {nbytes} there")
+    if nbytes != claim.nbytes:
+        raise ProtocolError(f"region of process {claim.pid}: {claim.nbytes} bytes promised, {nbytes} there")
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError as exc:
-        raise ProtocolError(f"descriptor {blob.fd} of process {blob.pid} is no memfd: {exc}") from exc
+        raise ProtocolError(f"descriptor {claim.fd} of process {claim.pid} is no memfd: {exc}") from exc
     if seals & _SEAL_SIZE != _SEAL_SIZE:
-        raise ProtocolError(f"region of process {blob.pid} is not sealed (seals {seals:#x})")
+        raise ProtocolError(f"region of process {claim.pid} is not sealed (seals {seals:#x})")

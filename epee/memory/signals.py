@@ -73,6 +73,14 @@ def futex_sleep(address: int, seen: int) -> None:
     )
 
 
+def futex_error() -> str:
+    """Try a wake on a private word; return what the system says against it, or "" when futexes work."""
+    word = ctypes.c_uint32(0)
+    if _syscall(_SYS_FUTEX, ctypes.byref(word), _FUTEX_WAKE, 1, None, None, 0) >= 0:
+        return ""
+    return os.strerror(ctypes.get_errno())
+
+
 def wait_equal(
     words: memoryview, index: int, want: int, address: int, deadline: float, check: Callable[[], None]
 ) -> bool:

@@ -88,6 +88,59 @@ def test_folder_that_is_not_ours_alone_is_not_used(tmp_path: Path, trick: str) -
     assert not list(tmp_path.rglob("*.cubin"))
 
 
+def test_private_folder_goes_with_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    cache = make(tmp_path)
+    cache.store(KEY, b"cubin")
+    private = cache.folder
+    assert private.is_dir()
+    del cache
+    assert not private.exists()
+
+
+def test_a_forked_child_leaves_its_parents_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    cache = make(tmp_path)
+    private = cache.folder
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        del cache
+    assert private.is_dir()
+    private.rmdir()
+
+
+def test_folder_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
+    cache = make(tmp_path)
+    (cache.folder / f"{KEY}.cubin").mkdir()
+    assert cache.load(KEY) is None
+
+
+@pytest.mark.parametrize("call", ["utime", "read"])
+def test_a_disk_that_fails_only_costs_time(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make(tmp_path)
+    cache.store(KEY, b"cubin")
+
+    def fail(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    if call == "utime":
+        monkeypatch.setattr(os, "utime", fail)
+        assert cache.load(KEY) == b"cubin"
+    else:
+        monkeypatch.setattr(os, "fdopen", fail)
+        assert cache.load(KEY) is None
+
+
+def test_what_a_killed_writer_left_goes_in_time(tmp_path: Path) -> None:
+    cache = make(tmp_path)
+    old, new = cache.folder / ".new-old", cache.folder / ".new-new"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (1000.0, 1000.0))
+    cache.store(KEY, b"cubin")
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_oldest_kernels_go_when_the_folder_is_full(tmp_path: Path) -> None:
     cache = make(tmp_path, cap_bytes=3000)
     for i in range(3):

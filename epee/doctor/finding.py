@@ -1,0 +1,95 @@
+"""One line of the doctor's report, and how a check is run so that it always gives one.
+
+A check is called in a thread of its own and waited for; what it raises, or that it does not answer, becomes a finding.
+A check that hangs leaves its thread behind: the command is about to end, and a daemon thread does not stop it.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from ..errors import ProtocolError
+
+DEFAULT_TIMEOUT_S = 10.0
+
+
+class Verdict(str, enum.Enum):
+    """What a finding means: works, works less well, does not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    NO = "no"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        section: "versions", "machine", "sharing", "settings" or "gpu".
+        name: what was looked at.
+        verdict: whether it will do.
+        value: what was found.
+        remedy: what to do about it; empty when nothing need be done.
+    """
+
+    section: str
+    name: str
+    verdict: Verdict
+    value: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the fields as plain strings."""
+        return {**asdict(self), "verdict": self.verdict.value}
+
+
+def from_dict(raw: object) -> Finding:
+    """Make a finding of what another process printed.
+
+    Raises:
+        ProtocolError: it is no finding.
+    """
+    names = {"section", "name", "verdict", "value", "remedy"}
+    if not isinstance(raw, dict) or set(raw) != names or not all(isinstance(value, str) for value in raw.values()):
+        raise ProtocolError(f"a finding has the texts {sorted(names)}, got {str(raw)[:200]}")
+    try:
+        verdict = Verdict(raw["verdict"])
+    except ValueError as exc:
+        raise ProtocolError(f"a verdict is ok, warn or no, got {raw['verdict'][:40]!r}") from exc
+    return Finding(raw["section"], raw["name"], verdict, raw["value"], raw["remedy"])
+
+
+def examine(
+    section: str, name: str, check: Callable[[], list[Finding]], timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Finding]:
+    """Run a check and return its findings; an error or silence is a finding, too."""
+    found: list[Finding] = []
+
+    def run() -> None:
+        try:
+            found.extend(check())
+        except Exception as exc:  # noqa: BLE001 - whatever goes wrong is what the user wants to read
+            found.append(
+                Finding(
+                    section, name, Verdict.NO, f"{type(exc).__name__}: {exc}", "this check failed in itself; tell us"
+                )
+            )
+
+    thread = threading.Thread(target=run, name=f"epee-doctor-{name}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        return [
+            Finding(
+                section,
+                name,
+                Verdict.NO,
+                f"no answer within {timeout_s:.0f} s",
+                "something below hangs: look at `dmesg` and at network file systems",
+            )
+        ]
+    return found

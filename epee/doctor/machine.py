@@ -1,0 +1,179 @@
+"""Versions, cores, memory and limits of this machine: read from the system, judged against what epee needs.
+
+Every function takes what it judges as an argument with the real value as default, so that tests can drive it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from .finding import Finding, Verdict
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 10)
+_MIB = 1 << 20
+_CGROUPS = "/sys/fs/cgroup"
+_OWN_CGROUP = "/proc/self/cgroup"
+
+
+def python_version(version: tuple[int, ...] | None = None) -> list[Finding]:
+    """Python itself."""
+    found = tuple(sys.version_info[:3]) if version is None else version
+    text = ".".join(map(str, found))
+    if found[:2] < OLDEST_PYTHON:
+        return [Finding("versions", "python", Verdict.NO, text, "use Python 3.10 or newer")]
+    return [Finding("versions", "python", Verdict.OK, text)]
+
+
+def torch_version(version: str = torch.__version__) -> list[Finding]:
+    """The installed torch; 2.10 ... 2.13 is what epee is tested with."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        return [Finding("versions", "torch", Verdict.WARN, version, "this version says nothing; epee needs torch 2.10")]
+    if (int(match[1]), int(match[2])) < OLDEST_TORCH:
+        return [Finding("versions", "torch", Verdict.NO, version, "pip install 'torch>=2.10'")]
+    return [Finding("versions", "torch", Verdict.OK, version)]
+
+
+def epee_version() -> list[Finding]:
+    """The installed epee."""
+    try:
+        return [Finding("versions", "epee", Verdict.OK, metadata.version("epee"))]
+    except metadata.PackageNotFoundError:
+        return [Finding("versions", "epee", Verdict.WARN, "not installed, run from its sources", "pip install -e .")]
+
+
+def operating_system(system: str = sys.platform, machine: str | None = None) -> list[Finding]:
+    """Linux on x86-64: elsewhere the shared memory needs fences that are not written."""
+    machine = platform.machine() if machine is None else machine
+    value = f"{system} {platform.release()}, {machine}"
+    if not system.startswith("linux") or machine not in ("x86_64", "AMD64"):
+        return [Finding("machine", "system", Verdict.NO, value, "use Linux on x86-64")]
+    return [Finding("machine", "system", Verdict.OK, value)]
+
+
+def cores(usable: int | None = None, quota: float | None = None, root: str = _CGROUPS) -> list[Finding]:
+    """Cores that this process may use, and what its cgroup grants it."""
+    usable = len(os.sched_getaffinity(0)) if usable is None else usable
+    quota = cgroup_cpus(root) if quota is None else quota
+    value = f"{usable} usable of {os.cpu_count()}" + (f", the cgroup grants {quota:g}" if quota else "")
+    if quota and quota < usable:
+        return [
+            Finding(
+                "machine", "cores", Verdict.WARN, value,
+                "the ranks are stopped when the grant is used up: start no more ranks than it has cores, or raise it",
+            )
+        ]  # fmt: skip
+    if usable < 2:
+        return [
+            Finding("machine", "cores", Verdict.WARN, value, "several ranks on one core wait for each other's turns")
+        ]
+    return [Finding("machine", "cores", Verdict.OK, value)]
+
+
+def cgroup_cpus(root: str = _CGROUPS, own: str = _OWN_CGROUP) -> float:
+    """Return how many cores the cgroup grants (the least of its ancestors), 0.0 where nothing limits them."""
+    grants = []
+    for folder in _cgroup_folders(root, own, "cpu"):
+        text = _text(folder / "cpu.max")  # version 2: "200000 100000" or "max 100000"
+        pair = text.split() if text else [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]
+        if len(pair) == 2 and all(part.isdigit() and int(part) for part in pair):
+            grants.append(int(pair[0]) / int(pair[1]))
+    return min(grants, default=0.0)
+
+
+def cgroup_memory_bytes(root: str = _CGROUPS, own: str = _OWN_CGROUP) -> int:
+    """Return how many bytes the cgroup leaves (the least of its ancestors), -1 where nothing limits them."""
+    left = []
+    for folder in _cgroup_folders(root, own, "memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            pair = _text(folder / limit), _text(folder / used)
+            if all(part.isdigit() for part in pair) and int(pair[0]) < 1 << 60:  # version 1 says "no limit" in bytes
+                left.append(max(0, int(pair[0]) - int(pair[1])))
+    return min(left, default=-1)
+
+
+def _cgroup_folders(root: str, own: str, controller: str) -> list[Path]:
+    folders = [Path(root), Path(root) / controller]
+    for line in _text(Path(own)).splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = Path(root) if not controllers else Path(root) / controller
+        if not controllers or controller in controllers.split(","):
+            folder = base / path.lstrip("/")
+            folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(base))]
+    return folders
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def shm_room(path: str = "/dev/shm") -> list[Finding]:
+    """Room in /dev/shm: epee does not use it, torch's data loaders do."""
+    try:
+        status = os.statvfs(path)
+    except OSError as exc:
+        return [
+            Finding("machine", "/dev/shm", Verdict.WARN, str(exc), "epee does without; torch's data loaders need it")
+        ]
+    free, total = status.f_bavail * status.f_frsize // _MIB, status.f_blocks * status.f_frsize // _MIB
+    value = f"{free} MiB free of {total}"
+    if free < 64:
+        return [
+            Finding("machine", "/dev/shm", Verdict.WARN, value,
+                    "epee does without; for torch's data loaders give the container --shm-size=1g")
+        ]  # fmt: skip
+    return [Finding("machine", "/dev/shm", Verdict.OK, value)]
+
+
+def memory(meminfo: str = "/proc/meminfo", left: int | None = None) -> list[Finding]:
+    """Memory that is free for shared regions, which live in RAM, and what the cgroup leaves of it."""
+    left = cgroup_memory_bytes() if left is None else left
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _text(Path(meminfo)))
+    if match is None:
+        return [Finding("machine", "memory", Verdict.WARN, f"{meminfo} does not say", "mount /proc")]
+    available = int(match[1]) // 1024
+    value = f"{available} MiB available" + (f", the cgroup leaves {left // _MIB} MiB" if left >= 0 else "")
+    if min(available, left // _MIB if left >= 0 else available) < 512:
+        return [
+            Finding("machine", "memory", Verdict.WARN, value,
+                    "a buffer may not fit: free memory, or raise the container's limit")
+        ]  # fmt: skip
+    return [Finding("machine", "memory", Verdict.OK, value)]
+
+
+def limits(
+    num_files: int | None = None, address_bytes: int | None = None, locked_bytes: int | None = None
+) -> list[Finding]:
+    """The process's limits on descriptors, address space and locked memory; -1 is no limit."""
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if num_files is None else num_files
+    address_bytes = resource.getrlimit(resource.RLIMIT_AS)[0] if address_bytes is None else address_bytes
+    locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if locked_bytes is None else locked_bytes
+    files = Finding("machine", "descriptors", Verdict.OK, _limit(num_files, 1, ""))
+    if 0 <= num_files < 256:
+        files = Finding("machine", "descriptors", Verdict.NO, str(num_files), "ulimit -n 1024, or more")
+    elif 0 <= num_files < 1024:
+        files = Finding("machine", "descriptors", Verdict.WARN, str(num_files), "ulimit -n 1024 for many ranks")
+    space = Finding("machine", "address space", Verdict.OK, _limit(address_bytes, _MIB, " MiB"))
+    if 0 <= address_bytes < 64 << 30:
+        space = Finding("machine", "address space", Verdict.WARN, _limit(address_bytes, _MIB, " MiB"),
+                        "epee maps far more than it touches: ulimit -v unlimited")  # fmt: skip
+    locked = Finding(
+        "machine", "locked memory", Verdict.OK, _limit(locked_bytes, _MIB, " MiB") + " (matters between hosts only)"
+    )
+    return [files, space, locked]
+
+
+def _limit(value: int, unit: int, suffix: str) -> str:
+    return "no limit" if value < 0 else f"{value // unit}{suffix}"

@@ -1,0 +1,125 @@
+"""All checks in order, and their findings as a table or as JSON.
+
+The process that looks at GPUs is started first, so that it works while the others are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from .. import env
+from ..errors import ProtocolError
+from . import machine, settings, sharing
+from .finding import Finding, Verdict, examine, from_dict
+
+GPU_TIMEOUT_S = 90.0
+CPU_SECTIONS = ("versions", "machine", "sharing", "settings")
+_COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.NO: "red"}
+
+CHECKS: tuple[tuple[str, str, Callable[[], list[Finding]]], ...] = (
+    ("versions", "python", machine.python_version),
+    ("versions", "torch", machine.torch_version),
+    ("versions", "epee", machine.epee_version),
+    ("machine", "system", machine.operating_system),
+    ("machine", "cores", machine.cores),
+    ("machine", "memory", machine.memory),
+    ("machine", "/dev/shm", machine.shm_room),
+    ("machine", "limits", machine.limits),
+    ("sharing", "shared memory", sharing.own_region),
+    ("sharing", "futex", sharing.futex),
+    ("sharing", "between processes", sharing.between_children),
+    ("sharing", "descriptors by socket", sharing.over_socket),
+    ("sharing", "ptrace", sharing.ptrace_scope),
+    ("settings", "variables", settings.variables),
+    ("settings", "kernel cache", settings.kernel_cache),
+)
+
+
+def run_all() -> list[Finding]:
+    """Run every check, bounded; return all findings in order."""
+    command = [sys.executable, "-m", "epee.doctor.gpu"]
+    root = Path(__file__).resolve().parents[2]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env.for_child(root)
+    )
+    try:
+        findings = [finding for section, name, check in CHECKS for finding in examine(section, name, check)]
+        findings += gpu_findings(child)
+    finally:
+        child.kill()
+        child.wait()
+    return findings
+
+
+def gpu_findings(child: subprocess.Popen[str], timeout_s: float = GPU_TIMEOUT_S) -> list[Finding]:
+    """Read the findings of the process that looks at GPUs; that it hung or crashed is a finding, too."""
+    try:
+        out, err = child.communicate(timeout=timeout_s)
+        trouble = _death(child.returncode, err)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, _ = child.communicate()
+        trouble = f"no answer within {timeout_s:.0f} s"
+    findings = []
+    for line in out.splitlines():
+        try:
+            findings.append(from_dict(json.loads(line)))
+        except (ValueError, ProtocolError) as exc:
+            findings.append(Finding("gpu", "output", Verdict.WARN, str(exc), "something else printed into it"))
+    if trouble:
+        remedy = "the driver hangs or crashed: look at `dmesg` and `nvidia-smi`"
+        findings.append(Finding("gpu", "survey", Verdict.NO, trouble, remedy))
+    return findings
+
+
+def _death(code: int, err: str) -> str:
+    if code == 0:
+        return ""
+    lines = err.strip().splitlines()
+    reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"ended by {reason}" + (f": {lines[-1]}" if lines else "")
+
+
+def works_on_cpu(findings: Sequence[Finding]) -> bool:
+    """Tell whether nothing stands against epee on CPU tensors."""
+    return not any(finding.verdict is Verdict.NO for finding in findings if finding.section in CPU_SECTIONS)
+
+
+def works_on_gpu(findings: Sequence[Finding]) -> bool:
+    """Tell whether nothing stands against epee's kernels, and there is a GPU that was looked at."""
+    gpu = [finding for finding in findings if finding.section == "gpu"]
+    has_any = any(finding.name.startswith("GPU ") for finding in gpu)
+    return works_on_cpu(findings) and has_any and not any(finding.verdict is Verdict.NO for finding in gpu)
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return the report as one JSON object."""
+    report = {
+        "works_on_cpu": works_on_cpu(findings),
+        "works_on_gpu": works_on_gpu(findings),
+        "findings": [finding.as_dict() for finding in findings],
+    }
+    return json.dumps(report, indent=2)
+
+
+def as_table(findings: Sequence[Finding]) -> Table:
+    """Return the report as a table: one line per finding, the remedy below what is wrong."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for column in ("section", "name", "verdict"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("found", overflow="fold")
+    section = ""
+    for finding in findings:
+        text = finding.value + (f"\n-> {finding.remedy}" if finding.remedy else "")
+        colour = _COLOURS[finding.verdict]
+        shown = "" if finding.section == section else finding.section
+        table.add_row(shown, finding.name, f"[{colour}]{finding.verdict.value}[/{colour}]", text.replace("[", r"\["))
+        section = finding.section
+    return table

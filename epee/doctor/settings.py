@@ -1,0 +1,61 @@
+"""The EPEE_* variables that are set, those that epee does not know, and the folder of compiled kernels."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from .. import env
+from ..errors import InvalidArgument
+from ..jit.cache import default_folder, why_not_ours
+from .finding import Finding, Verdict
+
+
+def variables(names: Iterable[str] | None = None) -> list[Finding]:
+    """Every EPEE_* variable of the environment: its value, or what is wrong with it."""
+    # the environment is read in env.py only; what a child would get is what there is
+    names = env.for_child(Path()) if names is None else names
+    known = [variable.name for variable in env.TABLE]
+    findings = []
+    for name in sorted(name for name in names if name.startswith("EPEE_")):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {close[0]}?" if close else "unset it; docs list the variables"
+            findings.append(Finding("settings", name, Verdict.WARN, "epee knows no such variable", remedy))
+            continue
+        try:
+            findings.append(Finding("settings", name, Verdict.OK, str(env.get(name))))
+        except InvalidArgument as exc:
+            findings.append(Finding("settings", name, Verdict.NO, str(exc), f"correct or unset {name}"))
+    return findings or [Finding("settings", "variables", Verdict.OK, "none set")]
+
+
+def kernel_cache(folder: Path | None = None) -> list[Finding]:
+    """The folder of compiled kernels: whether it is ours alone, and what it holds."""
+    folder = default_folder() if folder is None else folder
+    if not folder.exists() and not folder.is_symlink():
+        parent = next(parent for parent in folder.parents if parent.exists())
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return [
+                Finding("settings", "kernel cache", Verdict.WARN, f"{folder} cannot be made: {parent} is not writable",
+                        "let EPEE_JIT_CACHE_DIR name a folder of yours, else every process compiles anew")
+            ]  # fmt: skip
+        return [Finding("settings", "kernel cache", Verdict.OK, f"{folder}, made at first use")]
+    reason = why_not_ours(folder)
+    if not reason and not os.access(folder, os.W_OK):
+        reason = "it is not writable"
+    if reason:
+        return [
+            Finding("settings", "kernel cache", Verdict.WARN, f"{folder}: {reason}",
+                    "it is not used; chmod 700 it, or let EPEE_JIT_CACHE_DIR name a folder of yours")
+        ]  # fmt: skip
+    entries = list(folder.glob("*.cubin"))
+    total = sum(entry.lstat().st_size for entry in entries)
+    mode = stat.S_IMODE(folder.lstat().st_mode)
+    return [
+        Finding("settings", "kernel cache", Verdict.OK,
+                f"{folder} (mode {mode:04o}), {len(entries)} kernels, {total / (1 << 20):.1f} MiB")
+    ]  # fmt: skip

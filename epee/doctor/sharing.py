@@ -1,0 +1,126 @@
+"""What processes of one user may share here: tried, with real memory and real children, not guessed from versions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from ..errors import EpeeError, ProtocolError
+from ..memory.claim import make_claim
+from ..memory.cuda_share import yama_scope
+from ..memory.host import HostRegion
+from ..memory.passing import DescriptorServer, fetch_descriptor
+from ..memory.signals import futex_error
+from .finding import Finding, Verdict
+
+CHILD_TIMEOUT_S = 8.0
+_PROBE = Path(__file__).with_name("probe.py")
+_MIB = 1 << 20
+
+
+def own_region(nbytes: int = 64 * _MIB) -> list[Finding]:
+    """A region as ranks lend it: sealed memfd, mapped twice, written and read."""
+    try:
+        region = HostRegion.create(nbytes, "doctor")
+    except EpeeError as exc:
+        return [
+            Finding("sharing", "shared memory", Verdict.NO, str(exc), "free memory, or raise the container's limit")
+        ]
+    with contextlib.closing(region), contextlib.closing(HostRegion.attach(region.blob)) as other:
+        region.words(nbytes - 4096, 1)[0] = 77
+        is_same = other.words(nbytes - 4096, 1)[0] == 77 and int(other.tensor(torch.int64, 0, (1,))[0]) == 0
+    if not is_same:
+        return [
+            Finding("sharing", "shared memory", Verdict.NO, "two mappings of one memfd differ", "report it, please")
+        ]
+    return [Finding("sharing", "shared memory", Verdict.OK, f"a sealed memfd of {nbytes // _MIB} MiB")]
+
+
+def futex(error: str | None = None) -> list[Finding]:
+    """Waiting without spinning."""
+    error = futex_error() if error is None else error
+    if error:
+        return [Finding("sharing", "futex", Verdict.NO, error, "allow the system call futex (seccomp profile)")]
+    return [Finding("sharing", "futex", Verdict.OK, "works")]
+
+
+def between_children(answers: dict[str, str] | None = None) -> list[Finding]:
+    """What one child of this process gets from another, as two ranks would."""
+    answers = ask_children() if answers is None else answers
+    one_user = "run the ranks as one user, dumpable, in one PID namespace"
+    rows = [
+        ("proc", "memory by /proc/PID/fd", Verdict.NO, one_user),
+        ("pidfd_open", "pidfd_open", Verdict.NO, "Linux 5.3 or newer; allow it in the container's seccomp profile"),
+        ("pidfd_getfd", "pidfd_getfd", Verdict.WARN,
+         "GPU memory goes over a unix socket instead (EPEE_CUDA_SHARE=scm on all ranks forces it); to allow it: Linux "
+         "5.6, the seccomp profile, kernel.yama.ptrace_scope=0"),
+    ]  # fmt: skip
+    findings = []
+    for key, name, verdict, remedy in rows:
+        said = answers.get(key, "no answer from the children")
+        findings.append(
+            Finding("sharing", name, Verdict.OK, "works between two processes")
+            if said == "ok"
+            else Finding("sharing", name, verdict, said, remedy)
+        )
+    return findings
+
+
+def ask_children(python: str = sys.executable, timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, str]:
+    """Start a lender and a borrower; return what the borrower said by way, empty when they could not be asked."""
+    command = [python, "-S", "-E", "-B", str(_PROBE)]
+    answers = {}
+    with contextlib.ExitStack() as stack:
+        lender = subprocess.Popen(
+            [*command, "lend"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        stack.enter_context(lender)
+        stack.callback(lender.kill)
+        assert lender.stdout is not None
+        place = lender.stdout.readline().split()  # bounded by `examine`, which waits for this check
+        if len(place) == 2:
+            done = subprocess.run(
+                [*command, "borrow", *place], capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+            for line in done.stdout.splitlines():
+                name, _, said = line.partition(" ")
+                answers[name] = said
+    return answers
+
+
+def over_socket() -> list[Finding]:
+    """A descriptor handed over a unix socket, by the code that does it for GPU memory."""
+    fd = os.memfd_create("epee-doctor", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, b"epee")
+        claim = make_claim(b"epeedoct", fd, 4096)
+        with contextlib.closing(DescriptorServer(fd, claim.cookie)) as server:
+            copied = fetch_descriptor(claim, server.socket_fd)
+        try:
+            if os.pread(copied, 10, 0) != b"epee":
+                raise ProtocolError("another descriptor came")
+        finally:
+            os.close(copied)
+    except EpeeError as exc:
+        return [
+            Finding("sharing", "descriptors by socket", Verdict.WARN, str(exc),
+                    "GPU memory then needs pidfd_getfd; let TMPDIR name a folder on a local disk")
+        ]  # fmt: skip
+    finally:
+        os.close(fd)
+    return [Finding("sharing", "descriptors by socket", Verdict.OK, "works")]
+
+
+def ptrace_scope(scope: int | None = None) -> list[Finding]:
+    """Yama's rule about who may trace whom, on which pidfd_getfd depends."""
+    scope = yama_scope() if scope is None else scope
+    words = {0: "any process of the user", 1: "descendants only", 2: "administrators only", 3: "nobody"}
+    value = f"kernel.yama.ptrace_scope={scope}: {words.get(scope, 'unknown')}"
+    if scope:
+        return [Finding("sharing", "ptrace", Verdict.WARN, value, "GPU memory goes over a unix socket; nothing to do")]
+    return [Finding("sharing", "ptrace", Verdict.OK, value)]

@@ -1,0 +1,231 @@
+"""Addresses of GPU memory in this process: what the driver gives is given back once, whatever fails in between.
+
+Two kinds of memory can be lent. VMM memory is a physical allocation (`cuMemCreate`) that a descriptor stands for and
+that every process maps for itself. IPC memory is an ordinary allocation (`cuMemAlloc`) that a 64-byte handle stands
+for; the driver maps it at the peer. A mapping is released when its last user has gone, from any thread: it knows its
+context and does not rely on the thread's.
+
+Every function here either returns a mapping that owns all that was taken, or raises with nothing left. A killed
+process leaves nothing: the driver ends its mappings, VMM memory lives on while a peer maps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import ProtocolError, ResourceError, UnsupportedError
+from ..jit.driver import attribute, check, driver, is_not_offered
+from .layout import align_up
+
+IPC_GRANULE_BYTES = 2 << 20  # the driver lends whole blocks of this size, so we never share one with a stranger
+
+
+class Mapping:
+    """An address range on one GPU.
+
+    Attributes:
+        address: of its first byte, 0 once released.
+        nbytes: its size.
+        device: the GPU that uses it.
+    """
+
+    def __init__(self, address: int, nbytes: int, device: int, release: Callable[[], None]) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.device = device
+        self._release = release
+
+    def release(self) -> None:
+        """Give the range back to the driver; idempotent."""
+        if self.address:
+            self.address = 0
+            self._release()
+
+    __del__ = release
+
+
+@functools.cache
+def _primary_context(device: int) -> Any:
+    """Return the device's primary context, the one torch uses; retained once and for good."""
+    return check(driver().cuDevicePrimaryCtxRetain(device), f"open GPU {device}")
+
+
+@contextlib.contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make the device's primary context current in this thread, and put back another one that was."""
+    cu = driver()
+    wanted = _primary_context(device)
+    before = check(cu.cuCtxGetCurrent(), "ask for the current context")
+    if int(before) == int(wanted):
+        yield
+        return
+    check(cu.cuCtxSetCurrent(wanted), f"use GPU {device}")
+    try:
+        yield
+    finally:
+        if int(before):  # a thread without a context keeps ours, as with its first CUDA call
+            cu.cuCtxSetCurrent(before)
+
+
+def create_vmm(nbytes: int, device: int) -> tuple[Mapping, int]:
+    """Allocate at least `nbytes` bytes of VMM memory and map them; return the mapping and the memory's descriptor.
+
+    Raises:
+        UnsupportedError: the machine does not offer it.
+        ResourceError: no memory, or no descriptor, is left.
+    """
+    cu = driver()
+    for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
+        if not attribute(name, device):
+            raise UnsupportedError(_no_descriptors(device, f"{name.lower()} is 0"))
+    properties = cu.CUmemAllocationProp()
+    properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device
+    properties.requestedHandleTypes = _posix()
+    recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    granule = check(cu.cuMemGetAllocationGranularity(properties, recommended), "ask for the allocation granularity")
+    nbytes = align_up(nbytes, int(granule))
+    created = cu.cuMemCreate(nbytes, properties, 0)
+    if is_not_offered(created):
+        raise UnsupportedError(_no_descriptors(device, created[0].name))
+    handle = check(created, f"allocate {nbytes} bytes on GPU {device}")
+    try:
+        exported = cu.cuMemExportToShareableHandle(handle, _posix(), 0)
+        if is_not_offered(exported):
+            raise UnsupportedError(_no_descriptors(device, exported[0].name))
+        fd = int(check(exported, f"export memory of GPU {device}"))
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            mapping = _map(handle, nbytes, device)
+            undo.pop_all()
+        return mapping, fd
+    finally:
+        cu.cuMemRelease(handle)  # the mapping and the descriptor keep the memory
+
+
+def import_vmm(fd: int, nbytes: int, device: int, pid: int) -> Mapping:
+    """Map the VMM memory that `fd` stands for; `nbytes` and `pid` are its owner's words. Does not close `fd`.
+
+    Raises:
+        ResourceError: the driver refuses: it is no GPU memory, it is smaller, or it is out of reach.
+    """
+    cu = driver()
+    handle = check(cu.cuMemImportFromShareableHandle(fd, _posix()), f"import GPU memory of process {pid}")
+    try:
+        return _map(handle, nbytes, device)
+    finally:
+        cu.cuMemRelease(handle)
+
+
+def _map(handle: Any, nbytes: int, device: int) -> Mapping:
+    cu = driver()
+    address = int(check(cu.cuMemAddressReserve(nbytes, 0, 0, 0), f"reserve {nbytes} bytes of GPU addresses"))
+    with contextlib.ExitStack() as undo:
+        undo.callback(cu.cuMemAddressFree, address, nbytes)
+        check(cu.cuMemMap(address, nbytes, 0, handle, 0), f"map {nbytes} bytes")
+        undo.callback(cu.cuMemUnmap, address, nbytes)
+        access = cu.CUmemAccessDesc()
+        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = device
+        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        check(
+            cu.cuMemSetAccess(address, nbytes, [access], 1),
+            f"let GPU {device} reach the memory (is there NVLink or P2P between the GPUs? `epee doctor` shows it)",
+        )
+        undo.pop_all()
+    return Mapping(address, nbytes, device, functools.partial(_unmap, cu, address, nbytes))
+
+
+def _unmap(cu: Any, address: int, nbytes: int) -> None:
+    cu.cuMemUnmap(address, nbytes)
+    cu.cuMemAddressFree(address, nbytes)
+
+
+def create_ipc(nbytes: int, device: int) -> tuple[Mapping, bytes]:
+    """Allocate at least `nbytes` ordinary bytes; return the mapping and the 64-byte handle for peers.
+
+    Raises:
+        UnsupportedError: the machine does not offer it.
+        ResourceError: no memory is left.
+    """
+    cu = driver()
+    nbytes = align_up(nbytes, IPC_GRANULE_BYTES)
+    address = int(check(cu.cuMemAlloc(nbytes), f"allocate {nbytes} bytes on GPU {device}"))
+    mapping = Mapping(address, nbytes, device, functools.partial(_in_context, device, cu.cuMemFree, address))
+    with contextlib.ExitStack() as undo:
+        undo.callback(mapping.release)
+        lent = cu.cuIpcGetMemHandle(address)
+        if is_not_offered(lent):
+            raise UnsupportedError(
+                f"GPU {device} cannot lend memory to other processes by cudaIpc ({lent[0].name}); use CPU tensors on "
+                "this machine"
+            )
+        handle = check(lent, f"lend memory of GPU {device} by cudaIpc")
+        undo.pop_all()
+    return mapping, bytes(handle.reserved)
+
+
+def import_ipc(raw: bytes, nbytes: int, device: int, pid: int) -> Mapping:
+    """Map the IPC memory that the 64 bytes `raw` stand for; `nbytes` and `pid` are its owner's words.
+
+    Raises:
+        ProtocolError: the memory is smaller than its owner says.
+        ResourceError: the driver refuses.
+    """
+    cu = driver()
+    handle = cu.CUipcMemHandle()
+    handle.reserved = raw
+    flags = int(cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+    address = int(check(cu.cuIpcOpenMemHandle(handle, flags), f"open memory of process {pid} by cudaIpc"))
+    mapping = Mapping(address, nbytes, device, functools.partial(_in_context, device, cu.cuIpcCloseMemHandle, address))
+    with contextlib.ExitStack() as undo:
+        undo.callback(mapping.release)
+        base, there = check(cu.cuMemGetAddressRange(address), "ask for the size of a peer's memory")
+        if int(base) + int(there) < address + nbytes:
+            raise ProtocolError(f"GPU memory of process {pid}: {nbytes} bytes promised, {int(there)} there")
+        undo.pop_all()
+    return mapping
+
+
+def _in_context(device: int, give_back: Callable[[int], Any], address: int) -> None:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ResourceError):  # at interpreter exit the driver may be gone, and its memory with it
+            stack.enter_context(on_device(device))
+        give_back(address)
+
+
+def require_reach(device: int, uuid: bytes, pid: int) -> None:
+    """Raise `UnsupportedError` when `device` is known not to reach the GPU `uuid`, which process `pid` uses.
+
+    A GPU that this process does not see (`CUDA_VISIBLE_DEVICES`) cannot be asked about; the driver decides then.
+    """
+    cu = driver()
+    for other in range(int(check(cu.cuDeviceGetCount(), "count GPUs"))):
+        if other != device and uuid_of(other) == uuid:
+            reaches = check(cu.cuDeviceCanAccessPeer(device, other), f"ask whether GPU {device} reaches GPU {other}")
+            if not int(reaches):
+                raise UnsupportedError(
+                    f"GPU {device} cannot reach GPU {other} of process {pid}: no NVLink or P2P between them (MIG "
+                    "slices have none); use GPUs that are linked (`epee doctor` shows them), or CPU tensors"
+                )
+
+
+def uuid_of(device: int) -> bytes:
+    """Return the 16 bytes that name a GPU, or a MIG slice of one, on every process of this host."""
+    return bytes(check(driver().cuDeviceGetUuid(device), f"ask for the name of GPU {device}").bytes)
+
+
+def _posix() -> Any:
+    return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _no_descriptors(device: int, reason: str) -> str:
+    return (
+        f"GPU {device} cannot lend memory through descriptors ({reason}); update the driver, or leave EPEE_CUDA_SHARE "
+        "unset so that cudaIpc is tried"
+    )

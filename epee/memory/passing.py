@@ -1,0 +1,208 @@
+"""A descriptor handed to other processes of this user over a unix socket (SCM_RIGHTS), where copying it is forbidden.
+
+Data path: the owner listens; a peer connects, shows the region's cookie, and gets one descriptor back. The owner's
+side is a thread that sleeps until somebody connects; it lives as long as the region.
+
+Who may: the socket is bound in a private folder (0700) with mode 0600, opened as a path (`O_PATH`), and unlinked at
+once, so there is no name that could be guessed, squatted or left behind. Peers connect through the owner's
+`/proc/PID/fd/FD`, which the kernel allows to processes of the same user only. On top of that both sides ask the
+kernel who the other is (`SO_PEERCRED`): the owner wants its own user, the peer wants the pid of the claim, with the
+claim's start time before and after.
+
+Bounds: the owner gives each peer a second, the peer waits a few. A crash of either side ends the connection; a crash
+of the owner closes the socket, and only a crash in the microseconds between bind and unlink could leave an empty
+folder.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hmac
+import os
+import select
+import socket
+import struct
+import tempfile
+import threading
+import time
+
+from ..errors import AuthError, ProtocolError, ResourceError
+from .claim import COOKIE_BYTES, Claim, require_alive, require_unchanged
+
+PATIENCE_S = 5.0  # how long a peer waits for the owner
+_SERVE_S = 1.0  # how long the owner waits for a peer that has connected
+_PAUSE_S = 0.05
+_ASK = b"epee-fd?"
+_GIVEN = b"epee-fd!"
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_TIMEVAL = struct.Struct("ll")
+_SOL_SOCKET, _KIND = socket.SOL_SOCKET, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+
+
+class DescriptorServer:
+    """Hands out copies of one descriptor until it is closed.
+
+    Attributes:
+        socket_fd: this process's descriptor through which peers find the socket.
+    """
+
+    def __init__(self, fd: int, cookie: bytes) -> None:
+        """Listen for peers that show `cookie` and give them `fd`, of which it takes a copy.
+
+        Raises:
+            ResourceError: no folder for temporary files, no descriptor or no thread is to be had.
+        """
+        self._pid = os.getpid()
+        with contextlib.ExitStack() as undo:
+            try:
+                copy = os.dup(fd)
+                undo.callback(os.close, copy)
+                listener = undo.enter_context(socket.socket(socket.AF_UNIX, _KIND))
+                self.socket_fd = _bind_unnamed(listener)
+                undo.callback(os.close, self.socket_fd)
+                listener.listen(64)
+                self._stop, stopped = socket.socketpair()
+                undo.enter_context(self._stop)
+                undo.enter_context(stopped)
+                self._thread = threading.Thread(
+                    target=_serve, args=(listener, stopped, copy, cookie), name="epee-descriptors", daemon=True
+                )
+                self._thread.start()
+            except (OSError, RuntimeError) as exc:
+                raise ResourceError(
+                    f"cannot listen for peers that want a descriptor: {exc}; let TMPDIR name a folder that can be "
+                    "written, or raise the limits on descriptors and threads"
+                ) from exc
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Stop handing out, and wait for the thread; idempotent."""
+        if self.socket_fd < 0:
+            return
+        os.close(self.socket_fd)
+        self.socket_fd = -1
+        if os.getpid() != self._pid:  # a forked child drops its copies; the server is its parent's
+            self._stop.close()
+            return
+        self._stop.shutdown(socket.SHUT_RDWR)  # reaches the thread even if a forked child holds a copy
+        self._stop.close()
+        if threading.current_thread() is not self._thread:  # the garbage collector may run anywhere
+            self._thread.join(2 * _SERVE_S + 1)
+
+
+def _bind_unnamed(listener: socket.socket) -> int:
+    """Bind a socket, take its name away again, and return an `O_PATH` descriptor of it."""
+    folder = tempfile.mkdtemp(prefix="epee-")
+    try:
+        folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            listener.bind(f"/proc/self/fd/{folder_fd}/s")  # short, however long the folder's name is
+            os.chmod("s", 0o600, dir_fd=folder_fd)
+            return os.open("s", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink("s", dir_fd=folder_fd)
+            os.close(folder_fd)
+    finally:
+        os.rmdir(folder)
+
+
+def _serve(listener: socket.socket, stopped: socket.socket, fd: int, cookie: bytes) -> None:
+    """Answer peers one by one until `stopped` hangs up; owns both sockets and `fd`."""
+    with listener, stopped, contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        events = select.poll()
+        events.register(listener, select.POLLIN)
+        events.register(stopped, select.POLLIN)
+        while True:
+            ready = {number for number, _ in events.poll()}
+            if stopped.fileno() in ready:
+                return
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # no descriptor left, most likely: do not spin, the peer may wait a little
+                time.sleep(_PAUSE_S)
+                continue
+            # a peer that went away, or lied, is its own problem; it learns it from the closed connection
+            with contextlib.suppress(OSError), connection:
+                _bound(connection, _SERVE_S)
+                _answer(connection, fd, cookie)
+
+
+def _answer(connection: socket.socket, fd: int, cookie: bytes) -> None:
+    _, uid = _peer_of(connection)
+    if uid != os.geteuid():
+        return
+    asked = connection.recv(len(_ASK) + COOKIE_BYTES + 1)
+    if hmac.compare_digest(asked, _ASK + cookie):
+        socket.send_fds(connection, [_GIVEN], [fd])
+
+
+def fetch_descriptor(claim: Claim, socket_fd: int) -> int:
+    """Get a copy of the descriptor that `claim` names from its owner's `DescriptorServer`.
+
+    Args:
+        claim: of the region.
+        socket_fd: the owner's `DescriptorServer.socket_fd`.
+    Raises:
+        ResourceError: the owner has ended, has closed the region, or does not answer.
+        AuthError: another process than the owner listens there.
+        ProtocolError: the answer is not one descriptor.
+    """
+    require_alive(claim)
+    with socket.socket(socket.AF_UNIX, _KIND) as connection:
+        _bound(connection, PATIENCE_S)
+        try:
+            connection.connect(f"/proc/{claim.pid}/fd/{socket_fd}")
+            pid, uid = _peer_of(connection)
+            if pid != claim.pid or uid != os.geteuid():
+                raise AuthError(
+                    f"process {pid} of user {uid} answers for process {claim.pid} of user {os.geteuid()}; its "
+                    "descriptor was not taken"
+                )
+            connection.sendall(_ASK + claim.cookie)
+            fd = _receive_one(connection, claim.pid)
+        except OSError as exc:
+            if isinstance(exc, AuthError):
+                raise
+            raise ResourceError(
+                f"process {claim.pid} did not hand over its descriptor within {PATIENCE_S:.0f} s ({exc}); has it "
+                "closed the region? the ranks must run as one user, dumpable, in one PID namespace"
+            ) from exc
+    try:
+        require_unchanged(claim)
+    except ProtocolError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _receive_one(connection: socket.socket, pid: int) -> int:
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(4 * fds.itemsize)  # for more than one, so that a second is seen and closed
+    # not `socket.recv_fds`: it ignores its flags, and the copy would be inherited by children
+    message, items, flags, _ = connection.recvmsg(len(_GIVEN) + 1, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in items:
+        if (level, kind) == (_SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if not message and not fds:
+        raise ProtocolError(f"process {pid} does not know the region; it was closed, or the blob is another's")
+    if message != _GIVEN or len(fds) != 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(f"process {pid} sent {message!r} with {len(fds)} descriptors, not {_GIVEN!r} with one")
+    return fds[0]
+
+
+def _bound(connection: socket.socket, seconds: float) -> None:
+    """Bound every call on a blocking socket, `connect` with a full queue included."""
+    limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+    connection.setsockopt(_SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    connection.setsockopt(_SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return (pid, uid) of the process at the other end, as the kernel knows it."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(_SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid

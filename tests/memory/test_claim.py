@@ -1,0 +1,52 @@
+"""`memory.claim`: a process is known by its pid and start time, and one that has ended is not believed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from epee.errors import ProtocolError, ResourceError
+from epee.memory.claim import CLAIM_BYTES, make_claim, parse_claim, process_start_time, require_alive, require_unchanged
+
+MAGIC = b"testtest"
+
+
+def test_a_claim_survives_the_wire() -> None:
+    claim = make_claim(MAGIC, 7, 8192)
+    assert parse_claim(claim.pack(), MAGIC, CLAIM_BYTES, 64, "test") == claim
+    assert (claim.pid, claim.start_time) == (os.getpid(), process_start_time(os.getpid()))
+    require_alive(claim)
+    require_unchanged(claim)
+
+
+def test_cookies_differ() -> None:
+    assert make_claim(MAGIC, 7, 8192).cookie != make_claim(MAGIC, 7, 8192).cookie
+
+
+def test_a_process_that_was_not_waited_for_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-E", "-c", "input()"], stdin=subprocess.PIPE)
+    claim = make_claim(MAGIC, 7, 8192)._replace(pid=child.pid, start_time=process_start_time(child.pid))
+    require_alive(claim)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
+    assert process_start_time(child.pid) == -1
+    with pytest.raises(ResourceError, match=f"process {child.pid} has ended"):
+        require_alive(claim)
+    with pytest.raises(ProtocolError, match="changed while"):
+        require_unchanged(claim)
+    child.communicate()
+
+
+def test_names_with_brackets_do_not_confuse() -> None:
+    code = "import sys; open('/proc/self/comm', 'w').write('a) Z ('); print('x', flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert 0 < process_start_time(child.pid) <= time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+    child.communicate("\n")

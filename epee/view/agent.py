@@ -1,0 +1,400 @@
+"""The agent of one process: the machine that knows the view and agrees with others on the next one.
+
+`step(event, now)` returns the effects to carry out, in order. There is no thread, socket, clock or random number in
+here; the runtime and the simulator drive the same code. The protocol is `docs/adr/0040-one-view.md`, proved there.
+This module is the part that answers: it promises, accepts, learns decisions. `proposer.py` is the part that acts.
+
+Who writes, who reads: an agent writes its own board only, before the answer that rests on it. After its death others
+read the board, so a promise or an acceptance that anybody may have counted can always be found.
+
+Lanes are frozen from the first promise for an epoch until the next decision is known: `Freeze`, then `Frozen` from the
+local engines, then the promise, always with the same numbers.
+
+A crash between any two effects leaves a board that is older than or equal to what was told: the write comes first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .decision import BLANK, cause_of, is_null
+from .events import (
+    Accused,
+    Admit,
+    BoardRead,
+    Decide,
+    Died,
+    Effect,
+    Event,
+    Evicted,
+    Freeze,
+    Frozen,
+    JoinAsked,
+    LeaveAsked,
+    Left,
+    ReadBoard,
+    Received,
+    Refused,
+    Send,
+    Settings,
+    Thaw,
+    Tick,
+    Waiting,
+    WriteBoard,
+)
+from .messages import (
+    DEAD,
+    LEFT,
+    NO_BALLOT,
+    STALLED,
+    Accept,
+    Accepted,
+    Ask,
+    Ballot,
+    BoardState,
+    Commit,
+    Decision,
+    Join,
+    JoinRefused,
+    Member,
+    Message,
+    Nack,
+    Prepare,
+    Promise,
+    Removal,
+    Report,
+)
+from .proposer import Proposer
+
+BLANK_BOARD = BoardState(BLANK, NO_BALLOT, NO_BALLOT, None)
+HISTORY = 64  # decisions kept for those who lag; members lag by one, only who was voted out may need more
+COMMIT_LIMIT = 8  # decisions in one message
+MAX_SLOTS = 4096
+
+
+class Agent(Proposer):
+    """One process of the job.
+
+    A founder is made with the first decision (the same at all founders); a joiner without one, and gets its
+    incarnation when it is taken in. The first step writes the board.
+
+    Attributes:
+        me: this process; its incarnation is 0 until it is a member.
+        decided: the last decision that is known; `BLANK` (epoch 0) before there is one.
+        next_tick: when `step(Tick(), now)` is due at the latest; infinite when nothing is waited for.
+        ended: True when the agent does nothing any more (evicted, refused, left).
+    """
+
+    def __init__(self, me: Member, settings: Settings, first: Decision | None = None) -> None:
+        super().__init__(me, settings)
+        self.history: deque[Decision] = deque(maxlen=HISTORY)
+        self._past: dict[bytes, Member] = {}
+        self._proofs: dict[bytes, str] = {}
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Received: self._received,
+            Died: lambda event: self._proof(event.nonce, DEAD),
+            Left: lambda event: self._proof(event.nonce, LEFT),
+            BoardRead: self._board_read,
+            Accused: self._accused,
+            Frozen: self._frozen,
+            JoinAsked: self._join_asked,
+            Admit: self._admit,
+            LeaveAsked: self._leave_asked,
+            Tick: lambda event: None,
+        }
+        self._messages: dict[type, Callable[[bytes, Any], None]] = {
+            Prepare: self._prepare,
+            Promise: self._promise,
+            Nack: self._nack,
+            Accept: self._accept,
+            Accepted: self._accepted,
+            Commit: self._commit,
+            Report: self._report,
+            Join: self._join,
+            JoinRefused: self._join_refused,
+            Ask: self._ask,
+        }
+        if first is not None:
+            self._enter(first)
+            self._write_board()
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at time `now` (seconds, any monotonic clock) and return the effects in order."""
+        if not self.ended:
+            self._advance_clock(now)
+            self._handlers[type(event)](event)
+        if not self.ended:
+            self._drive()
+            self._set_tick(now)
+        out, self._out = self._out, []
+        return out
+
+    # ---- what others say
+
+    def _received(self, event: Received) -> None:
+        if event.sender == self.me.nonce:
+            return
+        if self.joins.requests:
+            self.joins.heard_from(event.sender, self.members)
+        self._messages[type(event.message)](event.sender, event.message)
+
+    def _out_of_step(self, sender: bytes, epoch: int) -> bool:
+        """Handle a message about another epoch than ours: one of the two has to learn something first."""
+        if epoch == self.epoch:
+            return sender not in self.slot_of
+        if epoch < self.epoch:
+            self._reply(sender, Commit(self._since(epoch)))
+        elif self.epoch:
+            self._reply(sender, Ask(self.epoch))
+        return True
+
+    def _prepare(self, sender: bytes, message: Prepare) -> None:
+        if self._out_of_step(sender, message.epoch) or message.ballot.slot != self.slot_of[sender]:
+            return
+        if message.ballot < self.promised:
+            self._reply(sender, Nack(message.ballot, self.epoch, self.promised))
+            return
+        self._yield_to(message.ballot)
+        self._ask_for_promise(message.ballot)
+
+    def _ask_for_promise(self, ballot: Ballot) -> None:
+        """Promise `ballot` as soon as the lanes are frozen."""
+        if ballot >= self._pending:
+            self._pending = ballot
+        if self._lanes is not None:
+            self._give_promise()
+        elif not self._freezing:
+            self._freezing = True
+            self._out.append(Freeze(self.epoch))
+
+    def _frozen(self, event: Frozen) -> None:
+        if self._freezing and event.epoch == self.epoch:
+            self._freezing = False
+            self._lanes = event.lanes
+            self._give_promise()
+
+    def _give_promise(self) -> None:
+        ballot, self._pending = self._pending, NO_BALLOT
+        assert self._lanes is not None
+        if ballot < self.promised or ballot == NO_BALLOT:
+            return
+        if ballot != self.promised:
+            self.promised = ballot
+            self._write_board()
+        answer = Promise(ballot, self.epoch, self.accepted_ballot, self.accepted, self._lanes)
+        if ballot.slot == self.me.slot:
+            self._promise(self.me.nonce, answer)
+        else:
+            self._out.append(Send(self.members[ballot.slot], answer))
+
+    def _accept(self, sender: bytes, message: Accept) -> None:
+        if self._out_of_step(sender, message.epoch) or message.ballot.slot != self.slot_of[sender]:
+            return
+        if message.decision.epoch != self.epoch + 1:
+            return
+        if message.ballot < self.promised:
+            self._reply(sender, Nack(message.ballot, self.epoch, self.promised))
+            return
+        self._yield_to(message.ballot)
+        self._take(message.ballot, message.decision)
+        self._reply(sender, Accepted(message.ballot, self.epoch))
+
+    def _take(self, ballot: Ballot, decision: Decision) -> None:
+        """Accept: the board first."""
+        if self.accepted_ballot != ballot:
+            self.promised = self.accepted_ballot = ballot
+            self.accepted = decision
+            self._write_board()
+
+    def _commit(self, sender: bytes, message: Commit) -> None:
+        for decision in message.decisions:
+            if self.ended or not self._may_tell(sender, decision):
+                return
+            if not self.epoch:
+                if self._is_in(decision):
+                    self._learn(decision)
+            elif decision.epoch == self.epoch + 1:
+                self._learn(decision)
+            elif decision.epoch > self.epoch:
+                if self._is_in(decision):
+                    self._reply(sender, Ask(self.epoch))
+                else:
+                    self._end(decision)
+
+    def _is_in(self, decision: Decision) -> bool:
+        return any(member.nonce == self.me.nonce for member in decision.members)
+
+    def _may_tell(self, sender: bytes, decision: Decision) -> bool:
+        """Return whether a process can know of a decision: it is or was a member, or has become one by it."""
+        if sender in self.slot_of or sender in self._past or sender in self._contacts:
+            return True
+        return any(member.nonce == sender for member in decision.members)
+
+    def _ask(self, sender: bytes, message: Ask) -> None:
+        if self.epoch:
+            self._reply(sender, Commit(self._since(message.epoch)))
+
+    def _report(self, sender: bytes, message: Report) -> None:
+        if self._out_of_step(sender, message.epoch):
+            return
+        by = self.slot_of[sender]
+        for cause in message.causes:
+            member = self.members.get(cause.slot)
+            if member is None or member.incarnation != cause.incarnation:
+                continue
+            if cause.cause == LEFT and cause.slot == by:
+                self._proof(sender, LEFT)
+            elif cause.cause == STALLED:
+                self._note_accusation(cause.slot, by)
+
+    # ---- what is learned
+
+    def _learn(self, decision: Decision) -> None:
+        """Take over a decision that was chosen."""
+        mine = next((member for member in decision.members if member.nonce == self.me.nonce), None)
+        if mine is None:
+            self._end(decision)
+            return
+        was_frozen = self._freezing or self._lanes is not None
+        changed = not is_null(decision, self.decided)
+        self.me = mine
+        self._enter(decision)
+        self._write_board()
+        self._out.append(Decide(decision))
+        if was_frozen:
+            self._out.append(Thaw())
+        if not changed:
+            self.joins.postpone(self._t + self.settings.patience_s)
+        self._settle_joins(decision)
+
+    def _enter(self, decision: Decision) -> None:
+        """Be in the epoch of `decision`: everything that was about the step to it is over."""
+        for member in self.decided.members:
+            self._past[member.nonce] = member
+        while len(self._past) > HISTORY:
+            del self._past[next(iter(self._past))]
+        self.decided = decision
+        self.epoch = decision.epoch
+        self.history.append(decision)
+        self.members = {member.slot: member for member in decision.members}
+        self.slot_of = {member.nonce: member.slot for member in decision.members}
+        self.promised = self.accepted_ballot = self._pending = NO_BALLOT
+        self.accepted = None
+        self._lanes = None
+        self._freezing = False
+        self._fresh_epoch()
+        self.gone = {}
+        self.boards = {}
+        for nonce, cause in list(self._proofs.items()):
+            if nonce in self._past and nonce not in self.slot_of:
+                del self._proofs[nonce]
+            elif nonce in self.slot_of:
+                self._mark_gone(nonce, cause)
+
+    def _end(self, decision: Decision) -> None:
+        cause = cause_of(decision, self.me.slot, self.me.incarnation)
+        self.ended = True
+        self._out.append(Evicted(decision.epoch, cause))
+
+    def _proof(self, nonce: bytes, cause: str) -> None:
+        """Note for good that a process writes no more, whether it is a member already or not."""
+        if nonce == self.me.nonce or nonce in self._proofs:
+            return
+        self.joins.drop(nonce)
+        if nonce in self._past and nonce not in self.slot_of:
+            return
+        if not self.epoch and nonce in self._contacts:
+            self._out.append(ReadBoard(self._contacts[nonce]))  # it may have taken us in before it died
+        self._proofs[nonce] = cause
+        while len(self._proofs) > MAX_SLOTS:
+            del self._proofs[next(iter(self._proofs))]
+        if nonce in self.slot_of:
+            self._mark_gone(nonce, cause)
+
+    def _mark_gone(self, nonce: bytes, cause: str) -> None:
+        slot = self.slot_of[nonce]
+        self.gone[slot] = cause
+        self._out.append(ReadBoard(self.members[slot]))
+        self._hurry(slot)
+
+    def _board_read(self, event: BoardRead) -> None:
+        slot = self.slot_of.get(event.nonce)
+        if not self.epoch and event.state is not None and self._is_in(event.state.decided):
+            self._learn(event.state.decided)
+        if slot is None or slot not in self.gone or event.state is None:
+            return
+        if event.state.decided.epoch <= self.epoch:
+            self.boards[slot] = event.state
+        elif event.state.decided.epoch == self.epoch + 1:
+            self._learn(event.state.decided)
+        else:  # what it had promised in our epoch is no longer on its board, so it is no witness: we lag behind
+            self._ask_everybody()
+
+    # ---- small things
+
+    def _write_board(self) -> None:
+        self._out.append(WriteBoard(BoardState(self.decided, self.promised, self.accepted_ballot, self.accepted)))
+
+    def _since(self, epoch: int) -> tuple[Decision, ...]:
+        """Return the decisions after `epoch`, oldest first; the newest alone where the oldest is forgotten."""
+        later = [decision for decision in self.history if decision.epoch > epoch]
+        if later and later[0].epoch > epoch + 1:
+            return (later[-1],)
+        return tuple(later[:COMMIT_LIMIT])
+
+    def _reply(self, sender: bytes, message: Message) -> None:
+        """Answer a process if it is known: a member, one of an earlier epoch, or a joiner."""
+        slot = self.slot_of.get(sender)
+        member = self.members[slot] if slot is not None else self._past.get(sender) or self._contacts.get(sender)
+        if member is None and sender in self.joins.requests:
+            member = self.joins.requests[sender].member
+        if member is not None:
+            self._out.append(Send(member, message))
+
+    # ---- joins
+
+    def _join_asked(self, event: JoinAsked) -> None:
+        if not self.epoch:
+            self._contacts = {member.nonce: member for member in event.contacts}
+            self._join_at = self._t
+
+    def _join_refused(self, sender: bytes, message: JoinRefused) -> None:
+        if not self.epoch and message.nonce == self.me.nonce:
+            self.ended = True
+            self._out.append(Refused(message.reason))
+
+    def _join(self, sender: bytes, message: Join) -> None:
+        """A request: by the joiner itself, or passed on by a member, which means that it is admitted."""
+        member, nonce = message.member, message.member.nonce
+        if not self.epoch or (sender != nonce and sender not in self.slot_of):
+            return
+        if nonce in self.slot_of:
+            first = next((d.epoch for d in self.history if any(m.nonce == nonce for m in d.members)), 1)
+            self._out.append(Send(member, Commit(self._since(first - 1))))
+            return
+        if nonce in self._proofs:
+            return
+        if nonce in self._past or not 0 <= member.slot < MAX_SLOTS:
+            self._refuse(member, "this process was a member before" if nonce in self._past else "no such slot")
+            return
+        admitted = self.settings.admit == "auto" or sender != nonce
+        is_new = self.joins.note(member._replace(incarnation=0), self._t, admitted)
+        if is_new:
+            self._out.append(Waiting(member))
+        if admitted and sender == nonce:
+            self._pass_on(message)
+
+    def _admit(self, event: Admit) -> None:
+        self.joins.admit(event.slots)
+        for request in self.joins.requests.values():
+            if request.member.slot in event.slots:
+                self._pass_on(Join(request.member))
+
+    def _leave_asked(self, event: LeaveAsked) -> None:
+        me = self.me
+        for member in self.decided.members:
+            if member.slot != me.slot:
+                self._out.append(Send(member, Report(self.epoch, (Removal(me.slot, me.incarnation, LEFT),))))
+        self.ended = True

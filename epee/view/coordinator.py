@@ -1,0 +1,101 @@
+"""One attempt to agree on the next view: the coordinator's side of one ballot.
+
+Phase 1 collects promises, phase 2 acceptances. What was accepted before, here or on the board of a dead member, is
+proposed again; only where there is nothing may the coordinator compose a decision of its own. The class keeps what was
+answered and says what follows from it. It sends nothing and knows no clock: the agent does, and asks again whenever
+something has changed.
+
+A coordinator that dies leaves members that have promised (their lanes are frozen) and perhaps accepted; the next one
+finds both, or the boards of those that died with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .decision import choose_evicted, compose
+from .messages import Accepted, Ballot, BoardState, Decision, LaneState, Member, Promise
+from .quorum import has_quorum, highest_accepted, highest_promise
+
+
+class Facts(NamedTuple):
+    """What the agent knows when it asks the campaign, for the members of the current epoch.
+
+    Attributes:
+        gone: slots that are dead or have left, with the cause.
+        boards: what the boards of those showed after their end; missing where not read.
+        accusers: per accused slot who accuses it; empty unless the policy is to evict.
+        joiners: who may come in, in order of preference.
+        replaced: occupants of joiners' slots that do not answer; they go if they stay silent.
+        waited_s: how long this ballot runs.
+    """
+
+    gone: dict[int, str]
+    boards: dict[int, BoardState]
+    accusers: dict[int, frozenset[int]]
+    joiners: tuple[Member, ...]
+    replaced: frozenset[int]
+    waited_s: float
+
+
+class Campaign:
+    """A ballot for the epoch after `current`."""
+
+    def __init__(self, ballot: Ballot, current: Decision) -> None:
+        self.ballot = ballot
+        self.current = current
+        self.slots = frozenset(member.slot for member in current.members)
+        self.promises: dict[int, tuple[LaneState, ...]] = {}
+        self.acks: set[int] = set()
+        self.proposal: Decision | None = None
+        self._adopted: tuple[Ballot, Decision | None] = (Ballot(0, -1), None)
+
+    def note_promise(self, slot: int, promise: Promise) -> None:
+        """Count a promise of this ballot; again changes nothing."""
+        if slot not in self.promises:
+            self.promises[slot] = promise.lanes
+            if promise.accepted is not None and promise.accepted_ballot > self._adopted[0]:
+                self._adopted = (promise.accepted_ballot, promise.accepted)
+
+    def note_accepted(self, slot: int, accepted: Accepted) -> None:
+        """Count an acceptance of this ballot."""
+        if self.proposal is not None:
+            self.acks.add(slot)
+
+    def lost_to(self, facts: Facts) -> Ballot | None:
+        """Return the higher ballot that a dead member had promised: this one must stop."""
+        promised = highest_promise(facts.boards, self.current.epoch)
+        return promised if promised > self.ballot else None
+
+    def is_chosen(self, facts: Facts) -> bool:
+        """Return whether a quorum has accepted the proposal."""
+        return self.proposal is not None and self._quorum(self.acks, facts)
+
+    def choose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        """Return what to propose now, None while more must be known."""
+        if not self._quorum(self.promises, facts):
+            return None
+        adopted = max(self._adopted, highest_accepted(facts.boards, self.current.epoch), key=lambda pair: pair[0])
+        if adopted[1] is not None:
+            return adopted[1]
+        return self._compose(facts, answer_s, patience_s)
+
+    def _quorum(self, acks: set[int] | dict[int, tuple[LaneState, ...]], facts: Facts) -> bool:
+        return has_quorum(self.slots, facts.boards, acks)
+
+    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        """Compose a decision. Removing a live member and joins need the promise of everybody who stays."""
+        evicted = choose_evicted(self.slots - facts.gone.keys(), facts.accusers)
+        wanted = evicted | {slot for slot in facts.replaced if slot not in self.promises}
+        joiners = facts.joiners
+        silent = {s for s in self.slots if s not in facts.gone and s not in self.promises and s not in wanted}
+        if silent and (wanted or joiners):
+            if facts.waited_s < answer_s:
+                return None
+            if evicted and not facts.gone:
+                if facts.waited_s < patience_s:
+                    return None
+                wanted |= silent
+            else:
+                wanted, joiners = set(), ()  # what the dead leave cannot wait; the rest is for a later epoch
+        return compose(self.current, self.promises, facts.gone, wanted, joiners)

@@ -1,0 +1,102 @@
+"""Who asks to come in: the joins that a member knows of, and which of them may be proposed.
+
+A joiner repeats its request to every member that it knows of. A request that is not repeated is forgotten, so nobody
+waits for a joiner that died. Its slot must be free: nobody in it, or somebody who is dead, has left or is being voted
+out. Where the occupant seems alive it is asked for a sign of life; if it gives one the joiner is refused, if it stays
+silent for long it is replaced (a process restarted faster than its predecessor's death was seen).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .messages import Member
+
+MAX_PENDING = 256
+
+
+class Request:
+    """A join that waits. Times are the agent's; `probed` is when the occupant of its slot was asked."""
+
+    def __init__(self, member: Member, now: float, admitted: bool) -> None:
+        self.member = member
+        self.heard = now
+        self.admitted = admitted
+        self.not_before = now
+        self.probed: float | None = None
+        self.occupant_lives = False
+
+
+class Joins:
+    """The requests that one agent knows of, in order of arrival."""
+
+    def __init__(self) -> None:
+        self.requests: dict[bytes, Request] = {}
+
+    def note(self, member: Member, now: float, admitted: bool) -> bool:
+        """Remember a request or its repetition; True when it is new. More than `MAX_PENDING` are not remembered."""
+        request = self.requests.get(member.nonce)
+        if request is not None:
+            request.heard = now
+            request.admitted |= admitted
+            return False
+        if len(self.requests) >= MAX_PENDING:
+            return False
+        self.requests[member.nonce] = Request(member, now, admitted)
+        return True
+
+    def expire(self, before: float) -> None:
+        """Forget requests that were not repeated since `before`."""
+        stale = [nonce for nonce, request in self.requests.items() if request.heard < before]
+        for nonce in stale:
+            del self.requests[nonce]
+
+    def drop(self, nonce: bytes) -> None:
+        """Forget one request, if it is there."""
+        self.requests.pop(nonce, None)
+
+    def admit(self, slots: Collection[int]) -> None:
+        """Mark the requests for these slots as admitted by a user."""
+        for request in self.requests.values():
+            if request.member.slot in slots:
+                request.admitted = True
+
+    def postpone(self, until: float) -> None:
+        """Propose none of the present requests before `until`."""
+        for request in self.requests.values():
+            request.not_before = until
+
+    def heard_from(self, nonce: bytes, occupants: Mapping[int, Member]) -> None:
+        """Note a sign of life of a process: who was asked because of a joiner has answered."""
+        for request in self.requests.values():
+            occupant = occupants.get(request.member.slot)
+            if request.probed is not None and occupant is not None and occupant.nonce == nonce:
+                request.occupant_lives = True
+
+    def ready(
+        self, now: float, occupants: Mapping[int, Member], leaving: Collection[int], patience_s: float
+    ) -> tuple[list[Member], set[int]]:
+        """Return the joiners that may be proposed now, and the silent occupants that they replace."""
+        members: list[Member] = []
+        replaced: set[int] = set()
+        for request in self.requests.values():
+            slot = request.member.slot
+            if not request.admitted or now < request.not_before:
+                continue
+            if slot not in occupants or slot in leaving:
+                members.append(request.member)
+            elif request.probed is not None and not request.occupant_lives and now - request.probed >= patience_s:
+                members.append(request.member)
+                replaced.add(slot)
+        return members, replaced
+
+    def unprobed(self, now: float, occupants: Mapping[int, Member], leaving: Collection[int]) -> list[Request]:
+        """Return the admitted requests whose slot is occupied by somebody who was not yet asked."""
+        return [
+            request
+            for request in self.requests.values()
+            if request.admitted
+            and request.probed is None
+            and request.member.slot in occupants
+            and request.member.slot not in leaving
+        ]

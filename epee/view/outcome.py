@@ -1,0 +1,232 @@
+"""What decisions mean for the calls of one lane: in which epoch each runs, or that it fails. No words, no clocks.
+
+A lane is a sequence of calls, the same at all its members. Each call runs in one epoch at a time: it is published in
+that epoch's outboxes, and those who are members then contribute. A decision that removes members divides the calls:
+
+    up to L   every removed slot has contributed as a whole: they go on where they run, as if nothing had happened
+    from L+1  they move to the new epoch and run again without the removed (mode "mask"), or fail at the decision
+              (mode "raise": calls up to the last that anybody had issued, at least L+1, so that no failure passes
+              unnoticed; later ones run in the new epoch)
+
+A process publishes a call only when its earlier calls with other contributors have ended (`may_publish`). So whoever
+has contributed to a call that a newcomer takes part in has contributed to all calls before the newcomer's first, and
+L means the same to those who have not seen these calls.
+
+A slot that died has contributed to what its outbox shows as whole; that memory no longer changes, so everybody who
+looks sees the same. A slot that was voted out alive counts up to its cut, whatever its memory shows now. L never lies
+below a call that a survivor has completed, because completing needs the same words; and it never lies above the last
+call that was issued when the lanes were frozen, so who joins need not know about the past.
+
+All of this is a function of decisions and of words that no longer change. Whoever asks later, because it was slow or
+has not issued the call yet, finds the same: survivors agree without another message. Calls are asked about in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .messages import FOREVER, STALLED, Decision, Removal
+
+Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a dead slot all there?
+
+
+class Place(NamedTuple):
+    """Where a call stands. `failed`: it ended at the decision of `epoch`; else it runs in `epoch`."""
+
+    epoch: int
+    failed: bool
+    lost: tuple[int, ...] = ()
+
+
+class Turn:
+    """A decision that concerns the lane.
+
+    Attributes:
+        epoch: the epoch that it began.
+        removed: who left the lane, with the last seq that counts.
+        limit: the last seq that anybody had issued; None when nobody told.
+        cap: calls above it are hit whatever the words say: `limit`, or what a later join settles where that is None.
+        last: calls up to here fail in mode "raise" when they are hit. Who came in recently cannot know L, so it
+            includes the first call of everybody who stays.
+        hit: the first call that moved or failed, once it is known: L + 1.
+    """
+
+    def __init__(self, decision: Decision, lane: int, removed: tuple[Removal, ...], starts: list[int]) -> None:
+        self.epoch = decision.epoch
+        self.removed = tuple((r.slot, r.incarnation, cut_of(decision, lane, r)) for r in removed)
+        self.limit = issued_before(decision, lane)
+        self.cap = self.limit
+        self.last = max([self.limit or 0, *starts])
+        self.hit: int | None = None
+
+    def fails(self, seq: int) -> bool:
+        """Return whether call `seq`, which this turn hits, fails in mode "raise"."""
+        return bool(self.removed) and (seq == self.hit or seq <= self.last)
+
+    def spoken_for(self, issued: int) -> int:
+        """Return the last call that may fail because of this turn."""
+        if not self.removed:
+            return 0
+        if self.limit is not None:
+            return max(self.limit + 1, self.last)
+        return max(issued + (self.hit is None), self.last)
+
+
+class Course:
+    """The history of one lane as one process needs it.
+
+    Args:
+        lane: id of the lane.
+        view: the view in which this process begins in the lane: the first one, or the one that took it in.
+        raises: mode "raise"; else "mask".
+        slots: the slots that belong to the lane; None for all.
+        joined: this process came in with `view`.
+    """
+
+    def __init__(
+        self, lane: int, view: Decision, raises: bool, slots: frozenset[int] | None = None, joined: bool = False
+    ) -> None:
+        self.lane = lane
+        self.raises = raises
+        self.slots = slots
+        self.base = view.epoch
+        self.turns: list[Turn] = []
+        self._latest = view.epoch
+        self.first_seq = first_seq(view, lane) if joined else 1
+        self._members = {
+            view.epoch: {
+                m.slot: (m.incarnation, self.first_seq if m.incarnation == view.epoch else 1)
+                for m in view.members
+                if self._ours(m.slot)
+            }
+        }
+        if joined:
+            turn = Turn(view, lane, tuple(r for r in view.removed if self._ours(r.slot)), [self.first_seq])
+            turn.hit = self.first_seq
+            self.turns.append(turn)
+            self.base = view.epoch - 1
+
+    def _ours(self, slot: int) -> bool:
+        return self.slots is None or slot in self.slots
+
+    def add(self, decision: Decision) -> bool:
+        """Note the next decision; True when it concerns the lane, so pending calls must be asked about again."""
+        before = self._members[self._latest]
+        start = first_seq(decision, self.lane)
+        after: dict[int, tuple[int, int]] = {}
+        for member in decision.members:
+            if self._ours(member.slot):
+                old = before.get(member.slot)
+                stays = old is not None and old[0] == member.incarnation
+                after[member.slot] = old if stays and old is not None else (member.incarnation, start)
+        if after == before:
+            return False
+        removed = tuple(r for r in decision.removed if before.get(r.slot, (0, 0))[0] == r.incarnation)
+        joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
+        turn = Turn(decision, self.lane, removed, [start for _, start in after.values()])
+        if joins:
+            turn.cap = turn.limit or 0  # everybody was asked: where nobody told of the lane, nobody had issued anything
+            for earlier in self.turns:
+                if earlier.cap is None:
+                    earlier.cap = turn.cap - 1  # see `claimed`: nobody had issued this call
+        self.turns.append(turn)
+        self._members[decision.epoch] = after
+        self._latest = decision.epoch
+        return True
+
+    def place(self, seq: int, whole: Whole, epoch: int | None = None) -> Place:
+        """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far."""
+        epoch = self.base if epoch is None else max(epoch, self.base)
+        for turn in self.turns:
+            if turn.epoch <= epoch:
+                continue
+            if turn.hit is None and not self._goes_on(seq, epoch, turn, whole):
+                turn.hit = seq
+            if turn.hit is not None and seq >= turn.hit:
+                if self.raises and turn.fails(seq):
+                    return Place(turn.epoch, True, tuple(slot for slot, _, _ in turn.removed))
+                epoch = turn.epoch
+        return Place(epoch, False)
+
+    def _goes_on(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> bool:
+        """Return whether a call that runs in `epoch` needs nothing more from those whom `turn` removed."""
+        if turn.cap is not None and seq > turn.cap:
+            return False
+        members = self._members.get(epoch, {})
+        for slot, incarnation, cut in turn.removed:
+            member, start = members.get(slot, (0, 0))
+            if member != incarnation or seq < start:
+                continue  # it had no part in this call
+            if seq > cut or (cut == FOREVER and not whole(slot, epoch, seq)):
+                return False
+        return True
+
+    def claimed(self, issued: int) -> int:
+        """Return what to tell as the last call issued, where `issued` is the truth.
+
+        In mode "raise" a failure that no call has reported yet fails the next one. That call is spoken for: who joins
+        begins after it.
+        """
+        if not self.raises:
+            return issued
+        return max([issued, *(turn.spoken_for(issued) for turn in self.turns)])
+
+    def contributors(self, seq: int, epoch: int) -> tuple[int, ...]:
+        """Return the slots that take part in call `seq` when it runs in `epoch`, ascending."""
+        return tuple(sorted(slot for slot, (_, start) in self._members[epoch].items() if start <= seq))
+
+    def may_publish(self, seq: int, epoch: int, oldest_seq: int, oldest_epoch: int) -> bool:
+        """Return whether a call may be published while an earlier one, the oldest that has not ended, is pending."""
+        starts = self._members[epoch].values()
+        return epoch == oldest_epoch and not any(oldest_seq < start <= seq for _, start in starts)
+
+    def forget(self, done: int) -> None:
+        """Drop what no call after `done` can need: all calls up to `done` have ended here."""
+        passed = [self._is_passed(turn, done + 1) for turn in self.turns]
+        for i in range(len(self.turns) - 1, -1, -1):
+            if passed[i] and (not self.raises or all(passed[:i])):
+                self.base = self.turns[i].epoch
+                del self.turns[: i + 1]
+                break
+        kept = {self.base, self._latest, *(turn.epoch for turn in self.turns)}
+        self._members = {epoch: members for epoch, members in self._members.items() if epoch in kept}
+
+    def _is_passed(self, turn: Turn, seq: int) -> bool:
+        """Return whether `seq` and all calls after it just move on to the epoch of `turn`."""
+        return turn.hit is not None and turn.hit <= seq and not (self.raises and turn.fails(seq))
+
+
+def cut_of(decision: Decision, lane: int, removal: Removal) -> int:
+    """Return the last seq to which the contribution of a removed slot counts; `FOREVER`: what it has left whole."""
+    if removal.cause != STALLED:
+        return FOREVER
+    for cut in decision.cuts:
+        if cut.lane == lane and cut.slot == removal.slot:
+            return cut.seq
+    return 0
+
+
+def issued_before(decision: Decision, lane: int) -> int | None:
+    """Return the last seq that a member had issued when the lanes were frozen; None when nobody told of the lane."""
+    for start in decision.starts:
+        if start.lane == lane:
+            return start.seq - 1
+    return None
+
+
+def first_seq(decision: Decision, lane: int) -> int:
+    """Return the first call of a lane in which those whom `decision` takes in take part."""
+    issued = issued_before(decision, lane)
+    return 1 if issued is None else issued + 1
+
+
+def is_whole(tag: int, wanted: int, filled: int, merged: int, rounds: int, is_two_phase: bool) -> bool:
+    """Return whether the words of a cell show a complete contribution.
+
+    Args:
+        tag: the cell's tag; `wanted` is that of the call in the epoch it runs in.
+        filled, merged: the cell's counters.
+        rounds: how many rounds the call has; `is_two_phase`: its reduced shares are fetched as well.
+    """
+    return tag == wanted and filled >= rounds and (not is_two_phase or merged >= rounds)

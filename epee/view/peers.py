@@ -1,0 +1,234 @@
+"""The other processes of the job as the operating system shows them, and what they wrote.
+
+Data path: an endpoint names a process, its board and its heartbeat. `add` opens a pidfd, checks that it is the
+process which is meant (start time), and maps board and beat while their owner lives; the mappings stay readable after
+its death. The agent thread alone calls all of it.
+
+Who writes: each process its own board and beat. What is believed: a pidfd that is readable is proof of death; anything
+else (a beat that stands still, a state in /proc) is for messages to people and for reports. A member that cannot be
+mapped has no board here: it is then no witness, and nothing worse.
+
+A forked child closes its copies of the descriptors; a crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+from ..errors import ProtocolError, ResourceError
+from ..memory.host import process_start_time
+from .beat import PERIOD_S, BeatView
+from .board import BoardView
+from .endpoint import Endpoint, parse_endpoint
+from .messages import BoardState, Decision, Member
+
+logger = logging.getLogger("epee")
+
+MAX_PEERS = 512  # members, those before them that may still live, and joiners
+FROZEN_S = 6 * PERIOD_S  # a heart that stands still for longer belongs to a process that gets no processor
+BUSY_S = 3.0  # an agent thread that does not turn for longer does not get the GIL
+
+
+class Peer:
+    """One process of the job.
+
+    Attributes:
+        member: as it was told; the incarnation may be 0 still.
+        endpoint: where it is.
+        pidfd: -1 once it is proved dead.
+        board, beat: None where they could not be mapped.
+    """
+
+    def __init__(self, member: Member, endpoint: Endpoint) -> None:
+        self.member = member
+        self.endpoint = endpoint
+        self.pidfd = _open_pidfd(endpoint)
+        self.board: BoardView | None = None
+        self.beat: BeatView | None = None
+        self._seen: dict[str, tuple[int, float]] = {}  # counter -> its last value and when it changed
+
+    def map(self) -> None:
+        """Map board and beat; raises `ProtocolError` or `ResourceError`."""
+        board = BoardView.attach(self.endpoint.board)
+        if board.owner != (self.endpoint.pid, self.endpoint.start_time):
+            board.close()
+            raise ProtocolError(f"slot {self.member.slot}'s board belongs to another process than its endpoint says")
+        self.board = board
+        self.beat = BeatView(self.endpoint.beat)
+
+    def look(self, now: float) -> None:
+        """Note which of its counters have changed."""
+        if self.beat is not None and self.board is not None:
+            for name, value in (("beat", self.beat.count), ("turns", self.board.turns)):
+                if self._seen.get(name, (-1, 0.0))[0] != value:
+                    self._seen[name] = (value, now)
+
+    def health(self, now: float) -> str:
+        """Return "dead", "stopped" (SIGSTOP, a debugger), "frozen" (it gets no processor), "busy" or "running"."""
+        if self.pidfd < 0:
+            return "dead"
+        if process_state(self.endpoint.pid) in "Tt":
+            return "stopped"
+        try:
+            self.look(now)
+        except ValueError:  # the agent thread has just dropped its board: it is gone
+            return "dead"
+        beat, beat_at = self._seen.get("beat", (0, now))
+        if beat and now - beat_at > FROZEN_S:
+            return "frozen"
+        return "busy" if now - self._seen.get("turns", (0, now))[1] > BUSY_S else "running"
+
+    def close(self) -> None:
+        """Drop descriptor and mappings; idempotent."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+        for view in (self.board, self.beat):
+            if view is not None:
+                view.close()
+
+
+class Peers:
+    """Everybody whom this process has to watch, by nonce."""
+
+    def __init__(self, me: bytes, poll: select.epoll) -> None:
+        self._me, self._poll = me, poll
+        self._peers: dict[bytes, Peer] = {}
+        self._nonce_of: dict[int, bytes] = {}  # of pidfds
+
+    def add(self, member: Member, pid: int = 0) -> bool:
+        """Watch a member; False when it is proved dead already (nobody can map its board any more).
+
+        With `pid`, the process that the kernel says it is, its endpoint must name the same.
+
+        Raises:
+            ProtocolError: its endpoint cannot be right.
+            ResourceError: descriptors have run out, or there are too many peers.
+        """
+        known = self._peers.get(member.nonce)
+        if member.nonce == self._me or known is not None:
+            if known is not None and member.incarnation:
+                known.member = member
+            return known is None or known.pidfd >= 0
+        if len(self._peers) >= MAX_PEERS:
+            raise ResourceError(f"more than {MAX_PEERS} processes have asked to be watched; the last was not heard")
+        endpoint = parse_endpoint(member.endpoint)
+        if pid not in (0, endpoint.pid):
+            raise ProtocolError(f"process {pid} says that it is process {endpoint.pid}; it was not believed")
+        peer = Peer(member, endpoint)
+        self._peers[member.nonce] = peer
+        if peer.pidfd < 0:
+            return False
+        self._nonce_of[peer.pidfd] = member.nonce
+        self._poll.register(peer.pidfd, select.EPOLLIN)
+        try:
+            peer.map()
+        except (ProtocolError, ResourceError) as exc:  # it dies, or leaves; its end is seen all the same
+            logger.info("slot %d can be watched, but its board cannot be read: %s", member.slot, exc)
+        return True
+
+    def get(self, nonce: bytes) -> Peer | None:
+        """Return a peer, None if it is not watched."""
+        return self._peers.get(nonce)
+
+    def is_mapped(self, nonce: bytes) -> bool:
+        """Return whether a peer's board can be read, also after its death."""
+        peer = self._peers.get(nonce)
+        return peer is not None and peer.board is not None
+
+    def died(self, fd: int) -> Peer | None:
+        """Note that the process behind a pidfd has died, if it is one and readable; None otherwise.
+
+        The pidfd is asked again: the event may be an older one, of a descriptor that had this number before.
+        """
+        if fd not in self._nonce_of or not _is_readable(fd):
+            return None
+        peer = self._peers[self._nonce_of.pop(fd)]
+        self._poll.unregister(fd)
+        os.close(fd)
+        peer.pidfd = -1
+        return peer
+
+    def read_board(self, nonce: bytes) -> BoardState | None:
+        """Return what is on a board, None when it was never written.
+
+        Raises:
+            ResourceError: it could not be mapped in time.
+            ProtocolError: it is damaged.
+        """
+        peer = self._peers.get(nonce)
+        if peer is None or peer.board is None:
+            raise ResourceError("the board of a process that died early was not mapped; it is no witness")
+        return peer.board.read()
+
+    def left(self) -> list[bytes]:
+        """Return the nonces of those whose boards say that they have left; note on the way who shows life."""
+        now = time.monotonic()
+        found = []
+        for nonce, peer in self._peers.items():
+            peer.look(now)
+            if peer.board is not None and peer.board.has_left:
+                found.append(nonce)
+        return found
+
+    def retire(self, decision: Decision) -> None:
+        """Forget who is no member any more and is dead or has left. Who was voted out but lives stays watched."""
+        there = {member.nonce for member in decision.members}
+        for nonce, peer in list(self._peers.items()):
+            has_left = peer.board is not None and peer.board.has_left
+            if nonce not in there and (peer.pidfd < 0 or has_left):
+                if peer.pidfd >= 0:
+                    self._poll.unregister(peer.pidfd)
+                    del self._nonce_of[peer.pidfd]
+                peer.close()
+                del self._peers[nonce]
+
+    def kill_former(self, slot: int, incarnation: int, decision: Decision) -> None:
+        """SIGKILL a process that is no member of `decision`, through its pidfd: it cannot hit another process."""
+        there = {member.nonce for member in decision.members}
+        for nonce, peer in self._peers.items():
+            if peer.member[:2] == (slot, incarnation) and nonce not in there and peer.pidfd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Drop everything; idempotent. Touches nothing that a forked child shares with its parent."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        self._nonce_of.clear()
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter of a process from /proc (`R`, `S`, `D`, `T`, `Z` ...), "X" when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return "X"
+    return stat[stat.rindex(b")") + 2 :][:1].decode("ascii", "replace")
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _open_pidfd(endpoint: Endpoint) -> int:
+    """Return a pidfd of the process that is meant; -1 when it has ended."""
+    try:
+        fd = os.pidfd_open(endpoint.pid)
+    except ProcessLookupError:
+        return -1
+    except OSError as exc:
+        raise ResourceError(f"pidfd for process {endpoint.pid}: {exc}; raise the limit on descriptors") from exc
+    if process_start_time(endpoint.pid) != endpoint.start_time:
+        os.close(fd)
+        return -1
+    return fd

@@ -1,0 +1,354 @@
+"""The part of an agent that acts: it notices that the view must change, tells the coordinator or is the coordinator.
+
+Everybody who knows of a cause acts, the lowest live slot at once and the others later, each at its own time, so that
+one of them gets through when those before it are silent. A ballot that is heard of starts the wait again.
+
+Time is counted inside: a step may be late or a clock may jump (a suspended machine, a stopped process), and a time in
+which this process did not run is no time in which others were silent.
+"""
+
+from __future__ import annotations
+
+from .coordinator import Campaign, Facts
+from .decision import BLANK
+from .events import Accused, Effect, NoQuorum, Send, Settings
+from .joins import Joins
+from .messages import (
+    NO_BALLOT,
+    STALLED,
+    Accept,
+    Accepted,
+    Ask,
+    Ballot,
+    BoardState,
+    Commit,
+    Decision,
+    Join,
+    JoinRefused,
+    LaneState,
+    Member,
+    Message,
+    Nack,
+    Prepare,
+    Promise,
+    Removal,
+    Report,
+)
+
+NEVER = float("inf")
+
+
+class Proposer:
+    """State of an agent, and its coordinator role. See `agent.Agent`."""
+
+    campaign_type = Campaign  # the simulator's mutants put another one here
+
+    def __init__(self, me: Member, settings: Settings) -> None:
+        self.me = me
+        self.settings = settings
+        self.ended = False
+        self.next_tick = 0.0
+        self.decided = BLANK
+        self.epoch = 0
+        self.members: dict[int, Member] = {}
+        self.slot_of: dict[bytes, int] = {}
+        self.promised = self.accepted_ballot = self._pending = NO_BALLOT
+        self.accepted: Decision | None = None
+        self.gone: dict[int, str] = {}
+        self.boards: dict[int, BoardState] = {}
+        self.joins = Joins()
+        self._out: list[Effect] = []
+        self._t = 0.0
+        self._now: float | None = None
+        self._lanes: tuple[LaneState, ...] | None = None
+        self._freezing = False
+        self._contacts: dict[bytes, Member] = {}
+        self._join_at = NEVER
+        self._fresh_epoch()
+
+    def _fresh_epoch(self) -> None:
+        """Forget what belongs to the step out of one epoch; called when an epoch begins."""
+        self.campaign: Campaign | None = None
+        self._campaign_began = self._resend_at = 0.0
+        self._highest = NO_BALLOT
+        self._accusers: dict[int, dict[int, float]] = {}
+        self._start_at: float | None = None
+        self._report_at = 0.0
+        self._trouble_since: float | None = None
+        self._told_no_quorum = False
+
+    # ---- time
+
+    def _advance_clock(self, now: float) -> None:
+        if self._now is None:
+            self._now = now
+        passed = now - self._now
+        due = max(0.0, self.next_tick - self._now) if self.next_tick != NEVER else 0.0
+        allowed = due + 2 * self.settings.answer_s
+        self._t += min(max(passed, 0.0), allowed)
+        self._now = now
+        if passed > allowed + self.settings.patience_s and self.epoch:
+            self._ask_everybody()  # we may have been stopped, and voted out
+
+    def _set_tick(self, now: float) -> None:
+        """Compute when the next `Tick` is due."""
+        answer_s, patience_s = self.settings.answer_s, self.settings.patience_s
+        times = [NEVER]
+        if not self.epoch:
+            times.append(self._join_at)
+        if self.campaign is not None:
+            times.append(self._resend_at)
+            began = self._campaign_began
+            times += [t for t in (began + answer_s, began + patience_s) if t > self._t]
+        if self._start_at is not None:
+            if self.campaign is None:
+                times += [self._start_at, max(self._report_at, self._t)]
+            if self._trouble_since is not None and not self._told_no_quorum:
+                times.append(self._trouble_since + self.settings.no_quorum_s)
+        for request in self.joins.requests.values():
+            times.append(request.heard + patience_s)
+            times += [t for t in (request.not_before, (request.probed or 0.0) + patience_s) if t > self._t]
+        self.next_tick = now + max(answer_s / 16, min(times) - self._t)
+
+    # ---- causes
+
+    def _accused(self, event: Accused) -> None:
+        member = self.members.get(event.slot)
+        if member is not None and member.incarnation == event.incarnation:
+            self._note_accusation(event.slot, self.me.slot)
+        if self.settings.policy != "evict" or self.promised != NO_BALLOT:
+            self._ask_everybody()  # it may be us who was voted out
+
+    def _note_accusation(self, slot: int, by: int) -> None:
+        if self.settings.policy == "evict" and slot != by:
+            self._accusers.setdefault(slot, {})[by] = self._t
+
+    def _expire(self) -> None:
+        before = self._t - self.settings.patience_s
+        for slot in list(self._accusers):
+            fresh = {by: t for by, t in self._accusers[slot].items() if t >= before}
+            if fresh:
+                self._accusers[slot] = fresh
+            else:
+                del self._accusers[slot]
+        if self.joins.requests:
+            self.joins.expire(before)
+
+    def _facts(self) -> Facts:
+        accusers = {slot: frozenset(by) for slot, by in self._accusers.items() if slot not in self.gone}
+        joiners: list[Member] = []
+        replaced: set[int] = set()
+        if self.joins.requests:
+            leaving = {*self.gone, *accusers}
+            joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.patience_s)
+        waited = self._t - self._campaign_began
+        return Facts(self.gone, self.boards, accusers, tuple(joiners), frozenset(replaced), waited)
+
+    def _position(self) -> int:
+        """Return how many members come before this one as coordinator: those believed alive in lower slots."""
+        before = [slot for slot in self.members if slot not in self.gone and slot not in self._accusers]
+        return sum(slot < self.me.slot for slot in before)
+
+    def _hurry(self, slot: int) -> None:
+        """A member is gone: if it was the one that is waited for, its successor need not wait."""
+        if self._start_at is not None and (self.promised.slot == slot or slot < self.me.slot):
+            self._start_at = min(self._start_at, self._t + self._delay(self._position()))
+
+    def _delay(self, position: int) -> float:
+        return self.settings.answer_s * (1 + position) if position else 0.0
+
+    def _yield_to(self, ballot: Ballot) -> None:
+        """Another coordinator is at work with `ballot`: give way if ours is lower, and be patient again."""
+        if ballot > self._highest:
+            self._highest = ballot
+        if self.campaign is not None and ballot > self.campaign.ballot:
+            self.campaign = None
+        if ballot.slot != self.me.slot:
+            self._start_at = self._t + self.settings.answer_s * (1 + self._position())
+
+    # ---- what is due
+
+    def _drive(self) -> None:
+        """Do what time and the known facts call for. Ends every step."""
+        if not self.epoch:
+            self._drive_join()
+            return
+        if self._accusers or self.joins.requests:
+            self._expire()
+            self._probe()
+        facts = self._facts()
+        trouble = bool(facts.gone or facts.accusers or self.promised != NO_BALLOT or self._freezing)
+        if not (trouble or facts.joiners or self.campaign is not None):
+            self._start_at = self._trouble_since = None
+            return
+        if self._start_at is None:
+            self._start_at = self._t + self._delay(self._position())
+        self._watch_quorum(trouble)
+        if self.campaign is None:
+            if self._t >= self._start_at:
+                self._begin()
+            elif self._t >= self._report_at:
+                self._tell_coordinator(facts)
+        if self.campaign is not None:
+            self._run(self.campaign)
+
+    def _watch_quorum(self, trouble: bool) -> None:
+        if not trouble:
+            self._trouble_since = None
+        elif self._trouble_since is None:
+            self._trouble_since = self._t
+        elif not self._told_no_quorum and self._t - self._trouble_since >= self.settings.no_quorum_s:
+            self._told_no_quorum = True
+            self._out.append(NoQuorum(self.epoch))
+
+    def _drive_join(self) -> None:
+        if self._t >= self._join_at:
+            self._join_at = self._t + self.settings.answer_s
+            for member in self._contacts.values():
+                self._out.append(Send(member, Join(self.me)))
+
+    def _probe(self) -> None:
+        """Ask the occupants of slots that somebody else wants; refuse the joiner when they answer."""
+        leaving = {*self.gone, *self._accusers}
+        for request in self.joins.unprobed(self._t, self.members, leaving):
+            request.probed = self._t
+            occupant = self.members[request.member.slot]
+            if occupant.slot == self.me.slot:
+                request.occupant_lives = True
+            else:
+                self._out.append(Send(occupant, Ask(self.epoch)))
+        for request in list(self.joins.requests.values()):
+            if request.occupant_lives:
+                self.joins.drop(request.member.nonce)
+                self._refuse(request.member, "slot taken")
+
+    def _refuse(self, joiner: Member, reason: str) -> None:
+        self._out.append(Send(joiner, JoinRefused(joiner.slot, joiner.nonce, reason)))
+
+    def _settle_joins(self, decision: Decision) -> None:
+        """Forget the requests that `decision` has answered; who lost its slot to another joiner is refused."""
+        new = {member.slot: member.nonce for member in decision.members if member.incarnation == decision.epoch}
+        for request in list(self.joins.requests.values()):
+            request.probed, request.occupant_lives = None, False
+            if request.member.slot in new and decision.epoch > 1:
+                self.joins.drop(request.member.nonce)
+                if new[request.member.slot] != request.member.nonce:
+                    self._refuse(request.member, "slot taken")
+
+    def _pass_on(self, message: Join) -> None:
+        """Tell the coordinator about an admitted joiner."""
+        slot = self._coordinator()
+        if slot != self.me.slot:
+            self._out.append(Send(self.members[slot], message))
+
+    def _coordinator(self) -> int:
+        believed = [slot for slot in self.members if slot not in self.gone and slot not in self._accusers]
+        return min(believed, default=self.me.slot)
+
+    def _tell_coordinator(self, facts: Facts) -> None:
+        slot = self._coordinator()
+        accused = [slot for slot, by in facts.accusers.items() if self.me.slot in by]
+        causes = [Removal(s, self.members[s].incarnation, cause) for s, cause in facts.gone.items()]
+        causes += [Removal(s, self.members[s].incarnation, STALLED) for s in accused]
+        self._report_at = self._t + self.settings.answer_s
+        if causes and slot != self.me.slot:
+            self._out.append(Send(self.members[slot], Report(self.epoch, tuple(sorted(causes)))))
+
+    def _ask_everybody(self) -> None:
+        self._to_others(Ask(self.epoch))
+
+    def _to_others(self, message: Message) -> None:
+        for slot, member in self.members.items():
+            if slot != self.me.slot and slot not in self.gone:
+                self._out.append(Send(member, message))
+
+    # ---- the ballot
+
+    def _begin(self) -> None:
+        """Start a ballot above all that are known."""
+        above = max(self._highest, self.promised)
+        ballot = self._highest = Ballot(above.round + 1, self.me.slot)
+        self.campaign = self.campaign_type(ballot, self.decided)
+        self._campaign_began = self._t
+        self._send_phase(self.campaign)
+        self._ask_for_promise(ballot)
+
+    def _send_phase(self, campaign: Campaign) -> None:
+        self._resend_at = self._t + self.settings.answer_s / 2
+        if campaign.proposal is None:
+            self._to_others(Prepare(campaign.ballot, self.epoch))
+        else:
+            self._to_others(Accept(campaign.ballot, self.epoch, campaign.proposal))
+
+    def _run(self, campaign: Campaign) -> None:
+        """Take the ballot as far as it goes."""
+        facts = self._facts()
+        lost = campaign.lost_to(facts)
+        if lost is not None:
+            self._highest = max(self._highest, lost)
+            self._begin()
+            if self.campaign is not None:
+                self._run(self.campaign)
+            return
+        if campaign.proposal is None:
+            campaign.proposal = campaign.choose(facts, self.settings.answer_s, self.settings.patience_s)
+            if campaign.proposal is not None:
+                self._take(campaign.ballot, campaign.proposal)
+                campaign.acks.add(self.me.slot)
+                self._send_phase(campaign)
+        if campaign.is_chosen(facts):
+            self._announce(campaign)
+        elif self._t >= self._resend_at:
+            self._send_phase(campaign)
+
+    def _announce(self, campaign: Campaign) -> None:
+        """A decision is chosen: tell everybody whom it concerns, then take it over."""
+        decision = campaign.proposal
+        assert decision is not None
+        self._to_others(Commit((decision,)))
+        for member in decision.members:
+            if member.nonce not in self.slot_of:
+                self._out.append(Send(member, Commit((decision,))))
+        self._learn(decision)
+        if not self.ended:
+            self._drive()
+
+    def _promise(self, sender: bytes, message: Promise) -> None:
+        campaign = self.campaign
+        if campaign is None or message.ballot != campaign.ballot or message.epoch != self.epoch:
+            return
+        if message.accepted is not None and message.accepted.epoch != self.epoch + 1:
+            return
+        slot = self.slot_of.get(sender)
+        if slot is not None and campaign.proposal is None:
+            campaign.note_promise(slot, message)
+
+    def _accepted(self, sender: bytes, message: Accepted) -> None:
+        campaign = self.campaign
+        slot = self.slot_of.get(sender)
+        if (
+            campaign is not None
+            and slot is not None
+            and (message.ballot, message.epoch) == (campaign.ballot, self.epoch)
+        ):
+            campaign.note_accepted(slot, message)
+
+    def _nack(self, sender: bytes, message: Nack) -> None:
+        campaign = self.campaign
+        if campaign is None or message.ballot != campaign.ballot or message.epoch != self.epoch:
+            return
+        if sender in self.slot_of and message.promised > campaign.ballot:
+            self._highest = max(self._highest, message.promised)
+            self.campaign = None
+            self._start_at = self._t + self.settings.answer_s * (1 + self._position())
+
+    # ---- the other part, in agent.py
+
+    def _ask_for_promise(self, ballot: Ballot) -> None:
+        raise NotImplementedError
+
+    def _take(self, ballot: Ballot, decision: Decision) -> None:
+        raise NotImplementedError
+
+    def _learn(self, decision: Decision) -> None:
+        raise NotImplementedError

@@ -1,0 +1,133 @@
+"""Why does the job hang? What every rank of a job says about itself, read from outside, without its help.
+
+Data path: the board of one process is found through its pid (`/proc/PID/fd`); the view on it names all others and where
+their boards and heartbeats are. Nothing is sent and no process has to answer, so it works on ranks that are stopped or
+hold the GIL. Only the user who owns the ranks may look.
+
+Who writes: each rank its own board. Who reads: the one who calls, who sees rows change under him: this is for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import NamedTuple
+
+from ..errors import EpeeError
+from ..memory.host import process_start_time
+from .beat import PERIOD_S, BeatView
+from .board import BoardView, Row, read_board_of
+from .endpoint import parse_endpoint
+from .messages import Decision, Member
+from .peers import process_state
+
+
+class RankReport(NamedTuple):
+    """What is known of one rank.
+
+    Attributes:
+        slot: its rank number.
+        incarnation: of the process in it.
+        pid: its process, 0 if its endpoint cannot be read.
+        health: "running", "busy", "stopped", "frozen", "dead" or "unknown".
+        epoch: the view that it knows; 0 if its board cannot be read.
+        rows: its lanes; `op` is empty between calls.
+    """
+
+    slot: int
+    incarnation: int
+    pid: int
+    health: str
+    epoch: int
+    rows: tuple[Row, ...]
+
+
+class JobReport(NamedTuple):
+    """All ranks of the view that the asked process knows; `now_s` is what rows' `since_s` is counted against."""
+
+    decision: Decision
+    ranks: tuple[RankReport, ...]
+    now_s: float
+
+    def __str__(self) -> str:
+        return format_report(self)
+
+
+def look_at_job(pid: int, look_s: float = 2.5) -> JobReport:
+    """Return what the ranks of the job of process `pid` are doing.
+
+    Args:
+        pid: any rank of the job, of this user.
+        look_s: how long to watch whether hearts beat and agent threads turn.
+    Raises:
+        ResourceError: the process does not exist, is another user's or no rank.
+        ProtocolError: its board is damaged.
+    """
+    state = read_board_of(pid)
+    decision = state.decided if state is not None else Decision(0, ())
+    watches = [_Watch(member) for member in decision.members]
+    if watches:
+        time.sleep(max(look_s, 3 * PERIOD_S))
+    now = time.monotonic()
+    return JobReport(decision, tuple(watch.finish() for watch in watches), now)
+
+
+class _Watch:
+    """One rank between two looks."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._board: BoardView | None = None
+        self._beat: BeatView | None = None
+        self._pid = self._start_time = 0
+        with contextlib.suppress(EpeeError):  # it is dead, or its words make no sense: the report says so
+            endpoint = parse_endpoint(member.endpoint)
+            self._pid, self._start_time = endpoint.pid, endpoint.start_time
+            self._board = BoardView.attach(endpoint.board)
+            self._beat = BeatView(endpoint.beat)
+        self._before = self._counters()
+
+    def _counters(self) -> tuple[int, int]:
+        if self._board is None or self._beat is None:
+            return 0, 0
+        return self._beat.count, self._board.turns
+
+    def finish(self) -> RankReport:
+        """Take the second look and let go."""
+        rows = tuple(self._board.rows()) if self._board is not None else ()
+        epoch = self._board.epoch if self._board is not None else 0
+        slot, incarnation = self._member[:2]
+        report = RankReport(slot, incarnation, self._pid, self._health(), epoch, rows)
+        for view in (self._board, self._beat):
+            if view is not None:
+                view.close()
+        return report
+
+    def _health(self) -> str:
+        if not self._pid:
+            return "unknown"
+        state = process_state(self._pid)
+        if process_start_time(self._pid) != self._start_time or state in "XZ":
+            return "dead"
+        if state in "Tt":
+            return "stopped"
+        if self._board is None or self._beat is None:
+            return "unknown"
+        beat, turns = self._counters()
+        if beat and beat == self._before[0]:
+            return "frozen"
+        return "busy" if turns == self._before[1] else "running"
+
+
+def format_report(report: JobReport) -> str:
+    """Return the report as text, one line per rank and per call that runs."""
+    slots = ", ".join(str(member.slot) for member in report.decision.members) or "none"
+    lines = [f"epoch {report.decision.epoch}, ranks {slots}"]
+    for rank in report.ranks:
+        lines.append(f"rank {rank.slot} (process {rank.pid}, epoch {rank.epoch}): {rank.health}")
+        for row in rank.rows:
+            if row.op:
+                waits = f", waits for {', '.join(map(str, row.waits_for))}" if row.waits_for else ""
+                since = max(0.0, report.now_s - row.since_s)
+                lines.append(f"  lane {row.lane}: {row.op} seq {row.seq} epoch {row.epoch}{waits} since {since:.1f} s")
+    return "\n".join(lines)

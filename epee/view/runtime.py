@@ -1,0 +1,406 @@
+"""The control plane of one process: what engines and users call. The work is done by the agent thread (`loop.py`).
+
+Data path: `Runtime(job, slot)` makes the process's board, heartbeat and socket; its `member` is told to the others by
+any means (the store, once). `start(members)` begins with the first view, `join()` asks those in the job's folder to be
+taken in. From then on the view changes by agreement only (docs/adr/0040-one-view.md): engines register their lanes, say
+whom they wait for in vain, and learn decisions.
+
+Who calls: any thread. Reads (`view`, `error`) take no lock and cost an attribute. Everything else is a wish that the
+agent thread fulfils; where the caller waits for the answer the wait is bounded.
+
+A process that exits without `close` leaves as if it had called it; one that is killed is noticed by its pidfd; a
+forked child has no part in it and gets `ForkError`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.util
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ..errors import (
+    CommTimeoutError,
+    EpeeError,
+    ForkError,
+    InvalidArgument,
+    InvalidState,
+    NoQuorumError,
+    PeerError,
+    context,
+)
+from ..memory.host import process_start_time
+from . import beat
+from .agent import Agent
+from .board import Board, LaneRow
+from .directory import JobDirectory
+from .endpoint import Endpoint, pack_endpoint
+from .events import Accused, Admit, Settings
+from .loop import Hooks, Loop
+from .messages import Decision, LaneState, Member
+from .wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
+
+ANSWER_S = 5.0  # how long the agent thread may take to fulfil a wish
+CLOSE_S = 5.0
+
+
+def first_view(members: Sequence[Member]) -> Decision:
+    """Return the view that founders start with: epoch 1, everybody in its first incarnation."""
+    return Decision(1, tuple(sorted(member._replace(incarnation=1) for member in members)))
+
+
+class Runtime:
+    """One process's part in the view.
+
+    Attributes:
+        settings: how patient it is; the same for all members.
+    """
+
+    def __init__(self, job: JobDirectory, slot: int, settings: Settings | None = None, extra: bytes = b"") -> None:
+        """Make board, heartbeat and identity; nothing runs yet, and nobody can reach this process.
+
+        Args:
+            job: the folder of the job; the runtime leaves it when it ends.
+            slot: this process's rank number in the job.
+            settings: the same for all members.
+            extra: what other members' engines want to know of this process, at most 640 bytes.
+        Raises:
+            InvalidArgument: `slot`, `settings` or `extra` break a rule.
+            ResourceError, UnsupportedError: the system gives no memory, timer or descriptor.
+        """
+        if not 0 <= slot < MAX_MEMBERS:
+            raise InvalidArgument(f"slot must lie in 0 ... {MAX_MEMBERS - 1}, got {slot}; jobs have 64 ranks at most")
+        self.settings = _checked(settings or Settings())
+        self._pid = os.getpid()
+        self._job = job
+        self._beat = beat.acquire()
+        with contextlib.ExitStack() as undo:
+            undo.callback(beat.release, self._beat)
+            self._board = Board(slot)
+            undo.callback(self._board.close)
+            endpoint = Endpoint(self._pid, process_start_time(self._pid), self._board.blob, self._beat.blob, extra)
+            self._me = Member(slot, 0, secrets.token_bytes(NONCE_BYTES), pack_endpoint(endpoint))
+            undo.pop_all()
+        self._loop: Loop | None = None
+        self._thread: threading.Thread | None = None
+        self._rows: dict[int, LaneRow] = {}
+        self._is_closed = False
+        _runtimes.add(self)
+        _at_exit()
+
+    # ---- birth
+
+    @property
+    def member(self) -> Member:
+        """Who this process is; the incarnation is 0 until it is a member."""
+        return self._loop.agent.me if self._loop is not None else self._me
+
+    def listen(self) -> None:
+        """Open the socket, so that others can reach this process before it starts; `start` and `join` do it, too.
+
+        Raises:
+            ResourceError: the folder of the job is gone, or descriptors have run out.
+        """
+        self._require_usable()
+        if self._loop is None:
+            self._loop = Loop(self._job, self._board, Agent(self._me, self.settings))
+
+    def start(self, members: Sequence[Member]) -> Decision:
+        """Begin with the first view, which is made of all founders' `member` and the same for all; return it.
+
+        Raises:
+            InvalidArgument: this process is not among them.
+            ResourceError: as `listen`.
+        """
+        first = first_view(members)
+        mine = [member for member in first.members if member.nonce == self._me.nonce]
+        if not mine or len({member.slot for member in first.members}) != len(first.members):
+            raise InvalidArgument(f"members must hold slot {self._me.slot} (this process) and every slot once")
+        self.listen()
+        assert self._loop is not None
+        self._loop.agent = Agent(mine[0], self.settings, first)
+        self._loop.shared.decision = first
+        self._run()
+        return first
+
+    def join(self, timeout_s: float) -> Decision:
+        """Ask to be taken in as a new member; return the first view that has this process.
+
+        Raises:
+            InvalidState: the members have refused it (the slot is taken, for instance).
+            CommTimeoutError: nobody has answered in time; the request is withdrawn.
+        """
+        self.listen()
+        assert self._loop is not None
+        self._run()
+        self._loop.post(self._loop.ask_to_join)
+        try:
+            decision = self.await_decision(0, timeout_s)
+        except EpeeError:
+            self.close()
+            raise
+        if decision is None:
+            self.close()
+            where = context("join", rank=self._me.slot, elapsed=timeout_s)
+            raise CommTimeoutError(f"{where}: nobody in {self._job.path} has taken this process in; is the job alive?")
+        return decision
+
+    # ---- what engines call
+
+    def register(
+        self,
+        lane: int,
+        freeze: Callable[[], LaneState],
+        thaw: Callable[[], None],
+        decided: Callable[[Decision], None],
+        trouble: Callable[[Exception], None],
+    ) -> LaneRow:
+        """Take part with a lane (one process group or buffer) from now on; return its row for hang reports.
+
+        The callables are called on the agent thread (see `loop.Hooks`). A decision that falls between this call and the
+        first look at `view` reaches the lane both ways; epochs tell. While an agreement is under way the call waits.
+
+        Args:
+            lane: id that all members of the lane share.
+        Raises:
+            InvalidArgument: the id is out of range or taken, or there are too many lanes.
+            InvalidState: closed, or the agent did not answer.
+        """
+        if not 0 <= lane <= LANE_LIMIT or lane in self._rows:
+            raise InvalidArgument(f"lane must lie in 0 ... {LANE_LIMIT} and be new, got {lane}")
+        if len(self._rows) >= MAX_LANES:
+            raise InvalidArgument(f"a process takes part in {MAX_LANES} lanes at most; destroy some groups")
+        loop, hooks = self._running(), Hooks(freeze, thaw, decided, trouble)
+
+        given_up = threading.Event()
+
+        def wish(done: Callable[[], None]) -> None:
+            def keep(row: LaneRow) -> None:
+                if given_up.is_set():
+                    loop.unregister(lane, row)
+                    return
+                self._rows[lane] = row
+                done()
+
+            loop.register(lane, hooks, keep)
+
+        try:
+            self._ask(wish)
+        except EpeeError:
+            given_up.set()
+            raise
+        return self._rows[lane]
+
+    def unregister(self, lane: int) -> None:
+        """End a lane; its callables are not called any more once this has returned. Idempotent."""
+        row = self._rows.pop(lane, None)
+        loop = self._loop
+        if row is None or loop is None or loop.shared.has_ended:
+            return
+
+        def forget(done: Callable[[], None]) -> None:
+            loop.unregister(lane, row)
+            done()
+
+        self._ask(forget)
+
+    def accuse(self, slot: int, lane: int, seq: int) -> None:
+        """Say that call `seq` of `lane` waits for `slot` without progress. Name all that are behind; repeat it."""
+        decision = self.view()
+        for member in decision.members:
+            if member.slot == slot:
+                self._post_event(Accused(slot, member.incarnation, lane, seq))
+
+    def view(self) -> Decision:
+        """Return the view as this process knows it. No lock, no wait.
+
+        Raises:
+            ForkError, InvalidState: there is none (see the message).
+        """
+        loop = self._loop
+        if loop is None or loop.shared.decision is None or os.getpid() != self._pid:
+            self._require_usable()
+            raise InvalidState("this process is no member yet; call start or join")
+        return loop.shared.decision
+
+    @property
+    def error(self) -> PeerError | None:
+        """Why calls cannot end well: `EvictedError` for good, `NoQuorumError` for the time being; else None."""
+        return None if self._loop is None else self._loop.shared.error
+
+    def await_decision(self, after_epoch: int, timeout_s: float) -> Decision | None:
+        """Wait for a view of a later epoch; None when there is none in time.
+
+        Raises:
+            EvictedError, NoQuorumError: there will be none, or not soon.
+            InvalidState: the process was closed or refused meanwhile.
+        """
+        self._require_usable()
+        shared = self._running().shared
+        deadline = time.monotonic() + timeout_s
+        while True:
+            decision = shared.decision
+            if decision is not None and decision.epoch > after_epoch:
+                return decision
+            if shared.error is not None:
+                raise shared.error
+            if shared.refused:
+                raise InvalidState(f"slot {self._me.slot} may not join: {shared.refused}")
+            if shared.has_ended:
+                self._require_usable()
+                raise InvalidState("the agent has ended; this process no longer takes part") from shared.failure
+            if time.monotonic() > deadline:
+                return None
+            self._board.await_change(decision.epoch if decision is not None else 0)
+
+    # ---- what users call
+
+    def waiting(self) -> tuple[int, ...]:
+        """Return the slots for which a process asks to join, ascending."""
+        return self._running().shared.waiting
+
+    def admit(self, slots: Sequence[int]) -> None:
+        """Take in who waits for these slots (with `Settings.admit="ask"`). Any one member suffices."""
+        self._post_event(Admit(tuple(slots)))
+
+    def health(self, slot: int) -> str:
+        """Return "running", "busy" (it holds the GIL), "stopped", "frozen" or "dead"; "unknown" for no member.
+
+        It is for messages: only "dead" is a proof.
+        """
+        if slot == self._me.slot:
+            return "running"
+        loop = self._running()
+        for member in self.view().members:
+            peer = loop.peers.get(member.nonce)
+            if member.slot == slot and peer is not None:
+                return peer.health(time.monotonic())
+        return "unknown"
+
+    def kill_evicted(self, slot: int, incarnation: int) -> None:
+        """SIGKILL a process that was voted out and still lives, through its pidfd; nothing else can be hit."""
+        loop = self._running()
+
+        def kill(done: Callable[[], None]) -> None:
+            loop.peers.kill_former(slot, incarnation, self.view())
+            done()
+
+        self._ask(kill)
+
+    def dropped(self) -> dict[str, int]:
+        """Return how often connections or messages of others were dropped, by reason."""
+        return {} if self._loop is None else dict(self._loop.switchboard.dropped)
+
+    def leave(self) -> None:
+        """Tell the others that this process goes, and go; `close` afterwards is harmless."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave if it has not happened yet, end the thread and free everything; idempotent."""
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        _runtimes.discard(self)
+        loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None:
+            loop.post(lambda: loop.stop(is_leaving=True))
+            if thread is threading.current_thread():
+                beat.release(self._beat)
+                return  # a hook has called; the board goes with the last reference
+            thread.join(CLOSE_S)
+        elif loop is not None:
+            loop.close()
+        else:
+            self._job.leave()
+        self._board.close()
+        beat.release(self._beat)
+
+    # ---- inside
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        if self._thread is not None:
+            raise InvalidState("this process has started already")
+        self._thread = threading.Thread(target=self._loop.run, name=f"epee-agent-{self._me.slot}", daemon=True)
+        self._thread.start()
+
+    def _running(self) -> Loop:
+        self._require_usable()
+        if self._loop is None or self._thread is None:
+            raise InvalidState("this process has not started; call start or join")
+        return self._loop
+
+    def _post_event(self, event: Accused | Admit) -> None:
+        loop = self._running()
+        loop.post(lambda: loop.step(event))
+
+    def _ask(self, wish: Callable[[Callable[[], None]], None]) -> None:
+        """Let the agent thread do something and wait until it calls back."""
+        loop, done = self._running(), threading.Event()
+        if threading.current_thread() is self._thread:
+            wish(done.set)
+            return
+        loop.post(lambda: wish(done.set))
+        deadline = time.monotonic() + ANSWER_S + self.settings.no_quorum_s
+        while not done.wait(0.05):
+            if loop.shared.has_ended or time.monotonic() > deadline:
+                if done.wait(0.05):
+                    return
+                raise loop.shared.error or NoQuorumError(
+                    "the agent does not come to it: an agreement is under way and finds no quorum"
+                )
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError("the control plane was made before a fork; make groups and buffers in the child itself")
+        if self._is_closed:
+            raise InvalidState("the control plane is closed")
+
+    def forked(self) -> None:
+        """In a forked child: give up the copies of the parent's descriptors."""
+        if self._loop is not None:
+            self._loop.forked()
+        elif not self._is_closed:
+            self._job.forget()
+        self._board.close()
+
+
+def _checked(settings: Settings) -> Settings:
+    if settings.policy not in ("evict", "error", "wait") or settings.admit not in ("auto", "ask"):
+        raise InvalidArgument(
+            f"policy must be evict, error or wait and admit auto or ask, got {settings.policy!r} and {settings.admit!r}"
+        )
+    for name in ("answer_s", "patience_s", "no_quorum_s"):
+        value = getattr(settings, name)
+        if not 0 < value < 1e6:
+            raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
+    return settings
+
+
+_runtimes: set[Runtime] = set()  # kept until they are closed: the thread would go on without its owner
+_has_finalizer: set[int] = set()  # pids: a forked child inherits this, but not the finalizer
+
+
+def _close_all() -> None:
+    for runtime in list(_runtimes):
+        runtime.close()
+
+
+def _at_exit() -> None:
+    """Children of `multiprocessing` skip what `atexit` keeps and run their finalizers only."""
+    if os.getpid() not in _has_finalizer:
+        _has_finalizer.add(os.getpid())
+        multiprocessing.util.Finalize(None, _close_all, exitpriority=100)
+
+
+def _mark_forked() -> None:
+    for runtime in list(_runtimes):
+        runtime.forked()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_mark_forked)

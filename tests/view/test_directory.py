@@ -1,0 +1,281 @@
+"""The folder of a job: private, checked, and gone when its job is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epee.errors import AuthError, InvalidArgument, InvalidState, ProtocolError, ResourceError
+from epee.view import directory as d
+
+NONCE = bytes(range(16))
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "run"
+    monkeypatch.setenv("EPEE_RUNTIME_DIR", str(folder))
+    monkeypatch.delenv("EPEE_TOKEN_FILE", raising=False)
+    num_fds = len(os.listdir("/proc/self/fd"))
+    yield folder
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_everything_is_ours_alone_and_nothing_stays(runtime: Path) -> None:
+    old_mask = os.umask(0)
+    try:
+        job = d.JobDirectory.create("a:1")
+        listener, name = job.listen(3, NONCE, 4)
+    finally:
+        os.umask(old_mask)
+    assert mode(runtime) == mode(job.path) == 0o700
+    assert {entry.name: mode(entry) for entry in job.path.iterdir()} == {"token": 0o600, "lock": 0o600, name: 0o600}
+    assert listener.getsockname().startswith("/"), "no abstract name"
+    listener.close()
+    job.leave()
+    job.leave()
+    assert list(runtime.iterdir()) == []
+    with pytest.raises(InvalidState):
+        job.sockets()
+
+
+def test_others_find_the_job_its_token_and_its_sockets() -> None:
+    first = d.JobDirectory.create("a:1")
+    second = d.JobDirectory.open(first.path)
+    assert second.job_id == first.job_id
+    assert second.token.derive(b"x", b"y") == first.token.derive(b"x", b"y")
+    listener, name = first.listen(3, NONCE, 4)
+    assert second.sockets() == [(3, NONCE, name)]
+    connection = second.connect(name)
+    listener.accept()[0].close()
+    connection.close()
+    first.remove(name)
+    with pytest.raises(FileNotFoundError):
+        second.connect(name)
+    listener.close()
+    first.leave()
+    assert first.path.exists(), "the second is still there"
+    second.leave()
+    assert not first.path.exists()
+
+
+def test_jobs_are_told_apart_by_name_and_token() -> None:
+    jobs = [d.JobDirectory.create(name) for name in ("a:1", "b:2", "a:1")]
+    assert set(d.find_jobs("a:1")) == {jobs[0].path, jobs[2].path}
+    assert len(d.find_jobs()) == 3
+    assert len({job.token.derive(b"x", b"y") for job in jobs}) == 3
+    for job in jobs:
+        job.leave()
+    assert d.find_jobs() == []
+
+
+def test_the_folder_of_a_living_job_is_not_removed(runtime: Path) -> None:
+    job = d.JobDirectory.create()
+    assert d.remove_stale(runtime) == 0
+    d.JobDirectory.create().leave()
+    assert job.path.exists()
+    job.leave()
+
+
+DYING = """
+import os, signal, sys
+from epee.view.directory import JobDirectory
+job = JobDirectory.create("dying")
+listener, name = job.listen(0, bytes(16), 4)
+print(job.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_job_left_is_removed_by_the_next() -> None:
+    done = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, timeout=50)
+    assert done.returncode == -signal.SIGKILL
+    left = Path(done.stdout.strip())
+    assert {entry.name for entry in left.iterdir()} == {"token", "lock", "0-" + "0" * 32}
+    assert d.find_jobs("dying") == []
+    job = d.JobDirectory.create()
+    assert not left.exists()
+    with pytest.raises(ResourceError, match="has ended"):
+        d.JobDirectory.open(left)
+    job.leave()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on fork with threads
+def test_a_forked_child_does_not_take_the_folder_along() -> None:
+    job = d.JobDirectory.create()
+    child = os.fork()
+    if child == 0:
+        job.forget()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert d.find_jobs() == [job.path]
+    job.leave()
+    assert not job.path.exists()
+
+
+def test_unfinished_folders_are_removed_once_they_are_old(runtime: Path) -> None:
+    d.JobDirectory.create().leave()
+    young, old = runtime / "new-1", runtime / "new-2"
+    young.mkdir(mode=0o700)
+    old.mkdir(mode=0o700)
+    os.utime(old, (1, 1))
+    assert d.remove_stale(runtime) == 1
+    assert young.exists()
+
+
+def test_a_foreign_file_is_left_alone(runtime: Path) -> None:
+    job = d.JobDirectory.create()
+    (job.path / "notes.txt").write_text("mine")
+    job.leave()
+    assert [entry.name for entry in job.path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("bad", [0o750, 0o707, 0o777, 0o710])
+def test_a_folder_that_others_can_enter_is_refused(runtime: Path, bad: int) -> None:
+    job = d.JobDirectory.create()
+    job.path.chmod(bad)
+    with pytest.raises(AuthError, match="closed to others"):
+        d.JobDirectory.open(job.path)
+    job.path.chmod(0o700)
+    job.leave()
+    runtime.chmod(bad)
+    with pytest.raises(AuthError, match="EPEE_RUNTIME_DIR"):
+        d.JobDirectory.create()
+
+
+def test_links_are_refused(runtime: Path, tmp_path: Path) -> None:
+    job = d.JobDirectory.create()
+    link = runtime / job.path.name.replace("job-", "job-", 1).replace(job.job_id.hex(), "0" * 32)
+    link.symlink_to(job.path)
+    with pytest.raises(AuthError):
+        d.JobDirectory.open(link)
+    token, moved = job.path / "token", tmp_path / "moved"
+    token.rename(moved)
+    token.symlink_to(moved)
+    with pytest.raises(AuthError, match="no link"):
+        d.JobDirectory.open(job.path)
+    job.leave()
+    link.unlink()
+
+
+def test_a_linked_runtime_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("EPEE_RUNTIME_DIR", str(tmp_path / "link"))
+    with pytest.raises(AuthError):
+        d.runtime_folder()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
+def test_another_users_folder_and_token_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = d.JobDirectory.create()
+    os.chown(job.path / "token", 65534, 65534)
+    with pytest.raises(AuthError, match="user 65534"):
+        d.JobDirectory.open(job.path)
+    job.leave()
+    planted = tmp_path / "planted"
+    planted.mkdir(mode=0o700)
+    os.chown(planted, 65534, 65534)
+    monkeypatch.setenv("EPEE_RUNTIME_DIR", str(planted))
+    with pytest.raises(AuthError):
+        d.JobDirectory.create()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_cannot_reach_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as open_to_all:
+        os.chmod(open_to_all, 0o755)
+        monkeypatch.setenv("EPEE_RUNTIME_DIR", open_to_all + "/run")
+        job = d.JobDirectory.create()
+        listener, name = job.listen(0, NONCE, 4)
+        probe = "import socket,sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+        command = [
+            "setpriv",
+            "--reuid=65534",
+            "--regid=65534",
+            "--clear-groups",
+            "/usr/bin/env",
+            "python3",
+            "-c",
+            probe,
+        ]
+        link = Path(open_to_all) / "s"  # a socket's path must be short
+        link.symlink_to(job.path / name)
+        done = subprocess.run([*command, str(link)], capture_output=True, text=True, timeout=20)
+        link.unlink()
+        assert "PermissionError" in done.stderr
+        listener.close()
+        job.leave()
+
+
+@pytest.mark.parametrize("size", [0, 31, 33])
+def test_a_token_file_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_bytes(bytes(size))
+    monkeypatch.setenv("EPEE_TOKEN_FILE", str(file))
+    with pytest.raises(InvalidArgument, match="32 bytes"):
+        d.JobDirectory.create()
+
+
+def test_the_launcher_may_bring_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_bytes(b"s" * 32)
+    monkeypatch.setenv("EPEE_TOKEN_FILE", str(file))
+    job = d.JobDirectory.create()
+    assert not (job.path / "token").exists()
+    assert job.token.derive(b"x", b"y") == d.Token(b"s" * 32).derive(b"x", b"y")
+    file.chmod(0o644)
+    with pytest.raises(AuthError, match="closed to others"):
+        d.JobDirectory.open(job.path)
+    job.leave()
+
+
+def test_names_that_are_no_sockets_of_the_folder_are_refused() -> None:
+    job = d.JobDirectory.create()
+    for name in ("../x", "token", "/run/x", "", "1-zz", "\0x"):
+        with pytest.raises(ProtocolError, match="no name of a socket"):
+            job.connect(name)
+    job.leave()
+    folder = job.path.parent / "elsewhere"
+    folder.mkdir(mode=0o700)
+    (folder / "lock").touch()
+    with pytest.raises(ProtocolError, match="not the folder of a job"):
+        d.JobDirectory.open(folder)
+
+
+def test_long_paths_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    monkeypatch.setenv("EPEE_RUNTIME_DIR", str(deep / "run"))
+    job = d.JobDirectory.create()
+    listener, name = job.listen(0, NONCE, 1)
+    job.connect(name).close()
+    listener.close()
+    job.leave()
+
+
+def test_without_a_named_folder_the_sessions_or_a_private_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EPEE_RUNTIME_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    assert d.runtime_folder() == (tmp_path / f"epee-{os.geteuid()}").resolve()
+    session = tmp_path / "session"
+    session.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    assert d.runtime_folder() == (session / "epee").resolve()

@@ -1,0 +1,217 @@
+"""Frames: every message comes back equal, and no bytes make anything but a message or a `ProtocolError`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epee.errors import InvalidArgument, ProtocolError
+from epee.view import messages as m
+from epee.view import wire
+
+SLOT = st.integers(0, wire.MAX_MEMBERS - 1)
+EPOCH = st.integers(0, wire.EPOCH_LIMIT - 1)
+SEQ = st.integers(0, m.FOREVER)
+LANE = st.integers(0, wire.LANE_LIMIT)
+INCARNATION = st.integers(1, wire.INCARNATION_LIMIT)
+NONCE = st.binary(min_size=16, max_size=16)
+BALLOT = st.builds(m.Ballot, st.integers(1, wire.ROUND_LIMIT), SLOT)
+MEMBER = st.builds(m.Member, SLOT, INCARNATION, NONCE, st.binary(max_size=wire.MAX_ENDPOINT_BYTES))
+REMOVAL = st.builds(m.Removal, SLOT, INCARNATION, st.sampled_from([m.DEAD, m.STALLED, m.LEFT]))
+
+
+def ordered(item: st.SearchStrategy[Any], key: Any, max_size: int = 6) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(item, unique_by=key, max_size=max_size).map(lambda items: tuple(sorted(items, key=key)))
+
+
+LANES = ordered(st.builds(lambda a, b, c: m.LaneState(a, min(b, c), max(b, c)), LANE, SEQ, SEQ), lambda s: s.lane)
+
+
+@st.composite
+def decisions(draw: Any, epoch: int | None = None) -> m.Decision:
+    members = draw(ordered(MEMBER, lambda member: member.slot))
+    there = {member[:2] for member in members}
+    removed = draw(ordered(REMOVAL, lambda removal: removal.slot))
+    return m.Decision(
+        draw(EPOCH) if epoch is None else epoch,
+        members,
+        tuple(removal for removal in removed if removal[:2] not in there),
+        draw(ordered(st.builds(m.Cut, LANE, SLOT, SEQ), lambda cut: cut[:2])),
+        draw(ordered(st.builds(m.Start, LANE, SEQ), lambda start: start.lane)),
+    )
+
+
+@st.composite
+def accepted(draw: Any, epoch: int) -> tuple[m.Ballot, m.Decision | None]:
+    if draw(st.booleans()):
+        return m.NO_BALLOT, None
+    return draw(BALLOT), draw(decisions(epoch + 1))
+
+
+@st.composite
+def promises(draw: Any) -> m.Promise:
+    epoch = draw(EPOCH)
+    return m.Promise(draw(BALLOT), epoch, *draw(accepted(epoch)), draw(LANES))
+
+
+@st.composite
+def states(draw: Any) -> m.BoardState:
+    decided = draw(decisions())
+    return m.BoardState(decided, draw(BALLOT | st.just(m.NO_BALLOT)), *draw(accepted(decided.epoch)))
+
+
+MESSAGES = st.one_of(
+    st.builds(m.Prepare, BALLOT, EPOCH),
+    promises(),
+    st.builds(m.Nack, BALLOT, EPOCH, BALLOT),
+    EPOCH.flatmap(lambda epoch: st.builds(m.Accept, BALLOT, st.just(epoch), decisions(epoch + 1))),
+    st.builds(m.Accepted, BALLOT, EPOCH),
+    st.builds(m.Commit, ordered(decisions(), lambda decision: decision.epoch, 3)),
+    st.builds(m.Report, EPOCH, st.lists(REMOVAL, max_size=4).map(tuple)),
+    st.builds(m.Join, MEMBER.map(lambda member: member._replace(incarnation=0))),
+    st.builds(m.JoinRefused, SLOT, NONCE, st.text(max_size=200)),
+    st.builds(m.Ask, EPOCH),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(MESSAGES)
+def test_every_message_comes_back_equal(message: m.Message) -> None:
+    back = wire.decode(wire.encode(message))
+    assert back == message
+    assert type(back) is type(message)
+
+
+@settings(max_examples=100, deadline=None)
+@given(states())
+def test_the_state_of_a_board_comes_back_equal(state: m.BoardState) -> None:
+    assert wire.decode_state(wire.encode_state(state)) == state
+
+
+def member(slot: int, endpoint: bytes = b"") -> m.Member:
+    return m.Member(slot, 1, bytes([slot]) * 16, endpoint)
+
+
+DECISION = m.Decision(
+    7,
+    tuple(member(slot, b"e" * 100) for slot in range(4)),
+    (m.Removal(4, 1, m.DEAD), m.Removal(5, 2, m.STALLED)),
+    (m.Cut(1, 4, m.FOREVER), m.Cut(1, 5, 20), m.Cut(9, 5, 3)),
+    (m.Start(1, 30), m.Start(9, 4)),
+)
+SAMPLES: tuple[m.Message, ...] = (
+    m.Prepare(m.Ballot(3, 1), 6),
+    m.Promise(m.Ballot(3, 1), 6, m.Ballot(2, 0), DECISION, (m.LaneState(1, 3, 4),)),
+    m.Promise(m.Ballot(3, 1), 6, m.NO_BALLOT, None, ()),
+    m.Nack(m.Ballot(3, 1), 6, m.Ballot(4, 2)),
+    m.Accept(m.Ballot(3, 1), 6, DECISION),
+    m.Accepted(m.Ballot(3, 1), 6),
+    m.Commit((DECISION, DECISION._replace(epoch=8))),
+    m.Report(6, (m.Removal(4, 1, m.DEAD),)),
+    m.Join(member(3)._replace(incarnation=0)),
+    m.JoinRefused(3, bytes(16), "slot 3 is taken"),
+    m.Ask(6),
+)
+
+
+def decode_or_refuse(data: bytes) -> m.Message | None:
+    """Decode; a value that is accepted must be one that can be encoded again, to the same bytes."""
+    try:
+        message = wire.decode(data)
+    except ProtocolError:
+        return None
+    assert wire.encode(message) == data
+    return message
+
+
+def test_every_type_is_among_the_samples() -> None:
+    assert {type(sample) for sample in SAMPLES} == set(m.Message.__args__)  # type: ignore[attr-defined]
+
+
+def test_random_bytes_are_a_valid_message_or_refused() -> None:
+    rng = random.Random(1)
+    for _ in range(8_000):
+        head = bytes([rng.randrange(0, 13)])
+        decode_or_refuse(head + rng.randbytes(rng.choice((0, 1, 8, 24, 60, 200))))
+
+
+def test_mutated_frames_are_a_valid_message_or_refused() -> None:
+    rng = random.Random(2)
+    frames = [wire.encode(sample) for sample in SAMPLES]
+    refused = 0
+    for _ in range(12_000):
+        data = bytearray(rng.choice(frames))
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            kind, at = rng.randrange(4), rng.randrange(len(data))
+            if kind == 0:
+                data[at] ^= 1 << rng.randrange(8)
+            elif kind == 1:
+                data[at : at + 8] = rng.choice((b"\xff" * 8, bytes(8), b"\x00" * 7 + b"\x80", b"\xff" * 7 + b"\x7f"))
+            elif kind == 2:
+                del data[at:]
+                data += rng.randbytes(rng.randrange(3))
+            else:
+                data[at:at] = data[rng.randrange(len(data)) :][:64]
+            if not data:
+                break
+        refused += decode_or_refuse(bytes(data)) is None
+    assert 6_000 < refused < 12_000
+
+
+def test_a_frame_cut_anywhere_is_refused() -> None:
+    for sample in SAMPLES:
+        frame = wire.encode(sample)
+        for length in range(len(frame)):
+            with pytest.raises(ProtocolError):
+                wire.decode(frame[:length])
+        with pytest.raises(ProtocolError, match="bytes too many"):
+            wire.decode(frame + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (m.Ask(-1), "epoch must lie in 0"),
+        (m.Ask(True), "must be an int"),
+        (m.Join(member(64)), "slot must lie in 0 ... 63"),
+        (m.Join(member(1, bytes(1025))), "length of Join.member.endpoint must lie in 0 ... 1024"),
+        (m.Join(m.Member(1, 1, b"short", b"")), "nonce"),
+        (m.Report(1, (m.Removal(1, 1, "bored"),)), "cause must be one of"),
+        (m.JoinRefused(1, bytes(16), "\ud800"), "no text"),
+        (m.Commit((DECISION, DECISION)), "in order without repeats"),
+        (m.Accept(m.Ballot(1, 1), 3, DECISION), "after epoch 3 comes 4"),
+        (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(members=(member(1), member(0)))), "got 0 after 1"),
+        (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(removed=(m.Removal(2, 1, m.DEAD),))), "both a member and"),
+        (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, DECISION, ()), "without its ballot"),
+        (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, None, (m.LaneState(1, 2, 1),)), "completed 2 of 1"),
+    ],
+)
+def test_what_breaks_a_rule_is_not_sent(message: m.Message, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words.replace("(", r"\(")):
+        wire.encode(message)
+
+
+def test_something_else_is_not_sent() -> None:
+    with pytest.raises(InvalidArgument, match="no message"):
+        wire.encode("hello")  # type: ignore[arg-type]
+
+
+def test_long_frames_are_neither_sent_nor_read() -> None:
+    cuts = tuple(m.Cut(lane, 1, 1) for lane in range(wire.MAX_CUTS))
+    big = m.Decision(8, tuple(member(slot, bytes(1024)) for slot in range(64)), (), cuts, ())
+    assert wire.decode(wire.encode(m.Commit((big,)))) == m.Commit((big,))
+    with pytest.raises(InvalidArgument, match="at most"):
+        wire.encode(m.Commit((big, big._replace(epoch=9))))
+    with pytest.raises(ProtocolError, match="at most"):
+        wire.decode(bytes([10]) + bytes(wire.MAX_FRAME_BYTES))
+
+
+def test_a_count_that_lies_costs_no_memory() -> None:
+    frame = bytearray(wire.encode(m.Commit((DECISION,))))
+    frame[1:9] = (1 << 62).to_bytes(8, "little")
+    with pytest.raises(ProtocolError, match="number of"):
+        wire.decode(bytes(frame))

@@ -6,6 +6,7 @@ The job in four files: `group.py` (what torch calls), `calls.py` (arguments to p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -23,8 +24,11 @@ def register(name: str = "epee", creator: Any = None) -> None:
     dist.Backend.register_backend(name, creator or create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def create(dist_opts: Any, options: Any) -> Any:
-    """Make a group: what torch calls with its own description of it and the user's `BackendOptions` or None."""
+def create(dist_opts: Any, options: Any, default: Callable[[], BackendOptions] = BackendOptions) -> Any:
+    """Make a group: what torch calls with its own description of it and the user's `BackendOptions` or None.
+
+    `default` makes the options where the user gave none; what it raises is told to the other ranks.
+    """
     from .group import ProcessGroup  # the data path is imported when a group is made, not at `import epee`
 
-    return ProcessGroup(dist_opts, options)
+    return ProcessGroup(dist_opts, options, default)

@@ -8,7 +8,8 @@ depends on anybody's file descriptor or on the store, which is never used again.
 Records are JSON of a fixed set of fields, checked before use; nothing is unpickled. The key holds how often this rank
 was born in this store, so a group that is destroyed and made again with the same store does not meet old records.
 
-A rank that dies on the way leaves a key that nobody misses or a time-out that names it.
+A rank that fails on the way tells the others (`attempt.py`). One that dies leaves a key that nobody misses or a
+time-out that names it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch.distributed as dist
 
-from ..errors import CommTimeoutError, EpeeError, ProtocolError, RankFailedError, UnsupportedError
+from ..errors import CommTimeoutError, EpeeError, ProtocolError, UnsupportedError
 from ..memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ..view.detector import DeathWatch
+from .attempt import LIFE_FAILED, Attempt, died, failure, read_fields
 from .engine import Engine
 from .outbox import LIFE, LIFE_BORN, LIFE_READY, Outboxes, outbox_layout
 from .wake import publish_word
 
 PROTOCOL = 1
-MAX_RECORD_BYTES = 4096
 
 
 class Record(NamedTuple):
@@ -49,50 +50,56 @@ class Record(NamedTuple):
     blob: str  # hexadecimal
 
 
-def create_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, staging_bytes: int) -> Engine:
-    """Make this rank's part of a group; returns when all ranks have made theirs.
+def create_engine(this: Attempt, timeout_s: float, staging_bytes: int) -> Engine:
+    """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
 
     Raises:
         CommTimeoutError: a rank did not come within `timeout_s`.
         RankFailedError: a rank died on the way.
+        MismatchError: a rank refused its options.
+        PeerError: a rank could not make its part.
         UnsupportedError: the ranks run on several hosts, or this machine cannot share memory.
         ProtocolError: a record is damaged, or of another version or group.
+        ResourceError: no memory or descriptor is left here.
     """
     deadline = time.monotonic() + timeout_s
-    region = HostRegion.create(outbox_layout(num_ranks, staging_bytes).nbytes, f"outbox{rank}")
-    mine = _own_record(num_ranks, staging_bytes, region)
+    rank, num_ranks = this.rank, this.num_ranks
+    this.region = region = HostRegion.create(outbox_layout(num_ranks, staging_bytes).nbytes, f"outbox{rank}")
     watch = DeathWatch()
     regions: list[HostRegion] = []
+    box = None
     try:
-        records = _exchange(store, rank, num_ranks, mine, deadline)
-        _check_host(records)
+        records = _exchange(this, _own_record(num_ranks, staging_bytes, region), deadline)
         for peer, record in enumerate(records):
             if peer != rank:
                 watch.watch(peer, record.pid, record.start_time)
-            regions.append(region if peer == rank else _attach(rank, peer, record, watch))
+            regions.append(region if peer == rank else _attach(this, peer, record, watch))
         box = Outboxes(rank, regions, staging_bytes, epoch=1)
-    except BaseException:
+        _await_all(this, box, watch, deadline)
+    except BaseException as exc:
+        this.fail(exc)
         watch.close()
-        for mapped in [region, *regions]:
+        if box is not None:
+            box.close()
+        for mapped in regions:
             mapped.close()
         raise
     engine = Engine(box, watch, timeout_s)
-    try:
-        _await_all(box, watch, deadline)
-    except BaseException:
-        engine.close()
-        raise
     _engines.add(engine)
     return engine
 
 
-def _attach(rank: int, peer: int, record: Record, watch: DeathWatch) -> HostRegion:
-    """Map a peer's outbox; a peer that ended meanwhile is called dead, whatever is left of its memory."""
+def _attach(this: Attempt, peer: int, record: Record, watch: DeathWatch) -> HostRegion:
+    """Map a peer's outbox; a peer that died or failed meanwhile is named, whatever is left of its memory."""
     try:
         region = HostRegion.attach(bytes.fromhex(record.blob))
     except EpeeError as exc:
-        if peer in watch.dead():
-            raise RankFailedError(f"init (rank={rank}): rank {peer} died while the group was made", [peer]) from exc
+        dead = watch.dead()
+        if dead:
+            raise died(this.rank, dead) from exc
+        told = this.told_by(peer)
+        if told is not None:
+            raise told from exc
         raise
     if region.owner_pid != record.pid:
         region.close()
@@ -115,22 +122,29 @@ def _own_record(num_ranks: int, staging_bytes: int, region: HostRegion) -> Recor
     )
 
 
-def _exchange(store: Any, rank: int, num_ranks: int, mine: Record, deadline: float) -> list[Record]:
-    birth = store.add(f"epee/births/{rank}", 1)
-    store.set(f"epee/{birth}/{rank}", json.dumps(mine._asdict()))
+def _exchange(this: Attempt, mine: Record, deadline: float) -> list[Record]:
+    """Put this rank's record into the store and return everybody's, checked."""
+    this.store.set(this.key(this.rank), json.dumps(mine._asdict()))
     records = []
-    for peer in range(num_ranks):
-        key = f"epee/{birth}/{peer}"
+    for peer in range(this.num_ranks):
         try:
-            store.wait([key], _left(deadline))
-            raw = bytes(store.get(key))
+            this.store.wait([this.key(peer)], _left(deadline))
+            raw = bytes(this.store.get(this.key(peer)))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
             raise CommTimeoutError(
-                f"init (rank={rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
+                f"init (rank={this.rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
                 "start all ranks with the same rendezvous, and rank numbers that differ",
                 [peer],
             ) from exc
+        this.others_know = True  # every rank compares the same records
+        fields = read_fields(raw, peer)
+        if "failed" in fields:
+            raise failure(fields, this.rank, this.num_ranks)
         records.append(_parse(raw, peer, mine))
+        this.others_know = False
+    this.others_know = True
+    _check_host(records)
+    this.others_know = False
     return records
 
 
@@ -140,10 +154,8 @@ def _left(deadline: float) -> Any:
 
 def _parse(raw: bytes, peer: int, mine: Record) -> Record:
     """Turn a peer's record into a checked `Record`."""
+    fields = read_fields(raw, peer)
     try:
-        if len(raw) > MAX_RECORD_BYTES:
-            raise ValueError(f"{len(raw)} bytes")
-        fields = json.loads(raw)
         record = Record(**fields)
         for name, kind in get_type_hints(Record).items():
             if type(fields[name]) is not kind:
@@ -152,7 +164,7 @@ def _parse(raw: bytes, peer: int, mine: Record) -> Record:
             raise ValueError("blob has another size")
         if not 0 < record.pid < 1 << 31:
             raise ValueError(f"pid is {record.pid}")
-    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+    except (ValueError, TypeError, KeyError) as exc:
         raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
     if record.protocol != PROTOCOL:
         raise ProtocolError(
@@ -182,18 +194,27 @@ def _check_host(records: list[Record]) -> None:
             )
 
 
-def _await_all(box: Outboxes, watch: DeathWatch, deadline: float) -> None:
+def _await_all(this: Attempt, box: Outboxes, watch: DeathWatch, deadline: float) -> None:
     """Say that this rank has mapped all outboxes; wait until all have."""
     publish_word(box, LIFE, LIFE_READY)
     pause = 0.0001
     for peer in box.peers:
         while box.words[peer][LIFE] == LIFE_BORN:
-            if peer in watch.dead():
-                raise RankFailedError(f"init (rank={box.rank}): rank {peer} died while the group was made", [peer])
+            dead = watch.dead()
+            if dead:
+                raise died(this.rank, dead)
+            _raise_if_failed(this, box, watch)
             if time.monotonic() > deadline:
                 raise CommTimeoutError(f"init (rank={box.rank}): rank {peer} did not get ready in time", [peer])
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
+    _raise_if_failed(this, box, watch)
+
+
+def _raise_if_failed(this: Attempt, box: Outboxes, watch: DeathWatch) -> None:
+    for peer in box.peers:
+        if box.words[peer][LIFE] == LIFE_FAILED:
+            raise this.failure_of(peer, watch)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

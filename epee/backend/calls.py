@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from .collectives.alltoall import AllToAll
 from .collectives.copying import Barrier, Scatter, Spread
 from .collectives.packing import FinishAfter, GatheredPart, Packed, pack, shapes_word
 from .collectives.reducing import AllReduce, ReduceScatter
+from .membership import position_of
 from .operation import Plan
 from .outbox import Outboxes
 from .reduce import Reducer, check
@@ -59,11 +61,11 @@ def one(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     return tensors[0]
 
 
-def check_root(root: int, num_ranks: int, name: str) -> int:
-    """Return `root` when it is a rank of the group."""
-    if not 0 <= root < num_ranks:
-        raise InvalidArgument(f"{name}: the root must be a rank of the group, 0 ... {num_ranks - 1}, got {root}")
-    return root
+def check_root(root: int, box: Outboxes, name: str) -> int:
+    """Return the position of rank `root` among the members."""
+    if not 0 <= root < box.group_size:
+        raise InvalidArgument(f"{name}: the root must be a rank of the group, 0 ... {box.group_size - 1}, got {root}")
+    return position_of(box, root, name)
 
 
 def _same(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> None:
@@ -73,18 +75,25 @@ def _same(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> No
         raise InvalidArgument(f"{name} must have {count} elements, got {tensor.numel()}; shapes must fit the input")
 
 
-def _list_of(tensors: Sequence[torch.Tensor], num_ranks: int, name: str) -> None:
-    if len(tensors) != num_ranks:
-        raise InvalidArgument(f"{name} must have one tensor per rank ({num_ranks}), got {len(tensors)}")
+def _list_of(tensors: Sequence[torch.Tensor], box: Outboxes, name: str) -> list[torch.Tensor]:
+    """Return the tensors of the members, in their order, from a list with one per rank of the group."""
+    if len(tensors) != box.group_size:
+        raise InvalidArgument(f"{name} must have one tensor per rank ({box.group_size}), got {len(tensors)}")
+    return [tensors[rank] for rank in box.members]
 
 
-def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrier, name: str) -> Target:
+def _gathered(output: torch.Tensor, carrier: Carrier, name: str, box: Outboxes) -> Target:
+    """Return the place for everybody's rows; those of lost ranks keep what they hold."""
+    return (target if box.num_ranks == box.group_size else in_place)(output, carrier, name)
+
+
+def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Target:
     """Return the place for results, a private one when the output shares memory with an input."""
     if not any(overlap(output, tensor) for tensor in inputs):
-        return target(output, carrier, name)
+        return _gathered(output, carrier, name, box)
     target(output, carrier, name)  # for its checks
     plain = output.detach()
-    scratch = torch.empty(plain.shape, dtype=plain.dtype)
+    scratch = plain.clone(memory_format=torch.contiguous_format)  # what lost ranks would fill stays as it is
     return Target(target(scratch, carrier, name).array, plain, scratch)
 
 
@@ -94,25 +103,27 @@ def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrie
 def broadcast(box: Outboxes, tensor: torch.Tensor, root: int) -> Plan:
     """Rank `root`'s tensor goes to all."""
     carrier = carrier_of(tensor, "broadcast: tensor")
-    check_root(root, box.num_ranks, "broadcast")
+    position = check_root(root, box, "broadcast")
     signature = _signature("broadcast", tensor.dtype, tensor.numel(), root=root)
-    if root == box.rank:
+    if position == box.rank:
         return Spread("broadcast", signature, source(tensor, carrier), True, {}, box)
     sink = target(tensor, carrier, "broadcast: tensor")
-    return Spread("broadcast", signature, sink.array, False, {root: sink}, box)
+    return Spread("broadcast", signature, sink.array, False, {position: sink}, box)
 
 
-def all_reduce(box: Outboxes, tensor: torch.Tensor, op: int, root: int = -1) -> Plan:
-    """Reduce in place, on all ranks or (`root` >= 0) on one."""
-    name = "all_reduce" if root < 0 else "reduce"
+def all_reduce(box: Outboxes, tensor: torch.Tensor, op: int, root: int | None = None) -> Plan:
+    """Reduce in place, on all ranks or on `root`."""
+    name = "all_reduce" if root is None else "reduce"
+    position = -1 if root is None else check_root(root, box, name)
     carrier = carrier_of(tensor, f"{name}: tensor")
     dtype = tensor.dtype
     reducer = _reducer(op, dtype, name)
-    if root < 0 or root == box.rank:
+    if position in (-1, box.rank):
         sink = in_place(tensor, carrier, f"{name}: tensor")
     else:
         sink = Target(source(tensor, carrier))
-    return AllReduce(name, _signature(name, dtype, len(sink.array), op, root), sink, reducer, box, root)
+    signature = _signature(name, dtype, len(sink.array), op, -1 if root is None else root)
+    return AllReduce(name, signature, sink, reducer, box, position)
 
 
 def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int) -> Plan:
@@ -130,10 +141,9 @@ def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int
 def all_gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Plan:
     """Everybody's tensor goes to everybody, one output per rank."""
     carrier = carrier_of(tensor, "all_gather: input")
-    _list_of(outputs, box.num_ranks, "all_gather: outputs")
     count = tensor.numel()
     sinks = {}
-    for rank, output in enumerate(outputs):
+    for rank, output in enumerate(_list_of(outputs, box, "all_gather: outputs")):
         _same(output, tensor, count, f"all_gather: outputs[{rank}]")
         carrier_of(output, f"all_gather: outputs[{rank}]")
         sinks[rank] = target(output, carrier, f"all_gather: outputs[{rank}]")
@@ -157,12 +167,12 @@ class _Piece:
             self._whole.finish()
 
 
-def _pieces(whole: Target, count: int, num_ranks: int) -> dict[int, _Piece]:
+def _pieces(whole: Target, count: int, box: Outboxes) -> dict[int, _Piece]:
     array = whole.array
-    last = num_ranks - 1
+    last = box.num_ranks - 1
     return {
-        rank: _Piece(array[rank * count : (rank + 1) * count], whole if rank == last else None)
-        for rank in range(num_ranks)
+        position: _Piece(array[rank * count : (rank + 1) * count], whole if position == last else None)
+        for position, rank in enumerate(box.members)
     }
 
 
@@ -171,8 +181,8 @@ def all_gather_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor)
     carrier = carrier_of(tensor, "all_gather: input")
     carrier_of(output, "all_gather: output")
     count = tensor.numel()
-    _same(output, tensor, count * box.num_ranks, "all_gather: output")
-    sinks = _pieces(target(output, carrier, "all_gather: output"), count, box.num_ranks)
+    _same(output, tensor, count * box.group_size, "all_gather: output")
+    sinks = _pieces(_gathered(output, carrier, "all_gather: output", box), count, box)
     signature = _signature("all_gather", tensor.dtype, count)
     return Spread("all_gather", signature, source(tensor, carrier), True, sinks, box)
 
@@ -185,14 +195,16 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
         raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
     targets = []
     for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
-        _same(output, tensor, tensor.numel() * box.num_ranks, f"{name}: outputs[{position}]")
+        _same(output, tensor, tensor.numel() * box.group_size, f"{name}: outputs[{position}]")
         carrier_of(output, f"{name}: outputs[{position}]")
-        targets.append(target(output, carrier, f"{name}: outputs[{position}]"))
+        targets.append(_gathered(output, carrier, f"{name}: outputs[{position}]", box))
     refuse_shared(outputs, f"{name}: outputs")
     counts = [tensor.numel() for tensor in inputs]
     flat = np.empty(sum(counts), carrier.dtype)
     pack([source(tensor, carrier) for tensor in inputs], flat)
-    sinks: dict[int, Any] = {rank: GatheredPart(targets, counts, rank, carrier) for rank in range(box.num_ranks)}
+    sinks: dict[int, Any] = {
+        position: GatheredPart(targets, counts, rank, carrier) for position, rank in enumerate(box.members)
+    }
     sinks[box.num_ranks - 1] = FinishAfter(sinks[box.num_ranks - 1], targets)
     plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, box)
     plan.detail = shapes_word(counts)
@@ -202,11 +214,9 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
 def gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Plan:
     """Everybody's tensor goes to `root`, whose `outputs` are one per rank."""
     carrier = carrier_of(tensor, "gather: input")
-    check_root(root, box.num_ranks, "gather")
     sinks = {}
-    if root == box.rank:
-        _list_of(outputs, box.num_ranks, "gather: outputs")
-        for rank, output in enumerate(outputs):
+    if check_root(root, box, "gather") == box.rank:
+        for rank, output in enumerate(_list_of(outputs, box, "gather: outputs")):
             carrier_of(output, f"gather: outputs[{rank}]")
             _same(output, tensor, tensor.numel(), f"gather: outputs[{rank}]")
             sinks[rank] = target(output, carrier, f"gather: outputs[{rank}]")
@@ -220,32 +230,30 @@ def gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor,
 def scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Plan:
     """Tensor r of `root`'s `inputs` goes to rank r."""
     carrier = carrier_of(output, "scatter: output")
-    check_root(root, box.num_ranks, "scatter")
+    position = check_root(root, box, "scatter")
     segments: list[Array] = []
-    if root == box.rank:
-        _list_of(inputs, box.num_ranks, "scatter: inputs")
-        for rank, tensor in enumerate(inputs):
+    if position == box.rank:
+        for rank, tensor in enumerate(_list_of(inputs, box, "scatter: inputs")):
             carrier_of(tensor, f"scatter: inputs[{rank}]")
             _same(tensor, output, output.numel(), f"scatter: inputs[{rank}]")
             segments.append(source(tensor, carrier))
     elif inputs:
         raise InvalidArgument(f"scatter: inputs belong to the root only (rank {root}), got {len(inputs)} on this rank")
-    sink = _apart(output, inputs, carrier, "scatter: output")
+    sink = _apart(output, inputs, carrier, "scatter: output", box)
     signature = _signature("scatter", output.dtype, output.numel(), root=root)
-    return Scatter("scatter", signature, segments, root, sink, box)
+    return Scatter("scatter", signature, segments, position, sink, box)
 
 
 def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> Plan:
     """The reduction of everybody's `inputs[r]` goes to rank r."""
     carrier = carrier_of(output, "reduce_scatter: output")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
-    _list_of(inputs, box.num_ranks, "reduce_scatter: inputs")
     segments = []
-    for rank, tensor in enumerate(inputs):
+    for rank, tensor in enumerate(_list_of(inputs, box, "reduce_scatter: inputs")):
         carrier_of(tensor, f"reduce_scatter: inputs[{rank}]")
         _same(tensor, output, output.numel(), f"reduce_scatter: inputs[{rank}]")
         segments.append(source(tensor, carrier))
-    sink = _apart(output, inputs, carrier, "reduce_scatter: output")
+    sink = _apart(output, inputs, carrier, "reduce_scatter: output", box)
     signature = _signature("reduce_scatter", output.dtype, output.numel(), op)
     return ReduceScatter("reduce_scatter", signature, segments, sink, reducer, box)
 
@@ -256,10 +264,10 @@ def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Ten
     carrier_of(tensor, "reduce_scatter: input")
     reducer = _reducer(op, output.dtype, "reduce_scatter")
     count = output.numel()
-    _same(tensor, output, count * box.num_ranks, "reduce_scatter: input")
+    _same(tensor, output, count * box.group_size, "reduce_scatter: input")
     values = source(tensor, carrier)
-    segments = [values[rank * count : (rank + 1) * count] for rank in range(box.num_ranks)]
-    sink = _apart(output, [tensor], carrier, "reduce_scatter: output")
+    segments = [values[rank * count : (rank + 1) * count] for rank in box.members]
+    sink = _apart(output, [tensor], carrier, "reduce_scatter: output", box)
     signature = _signature("reduce_scatter", output.dtype, count, op)
     return ReduceScatter("reduce_scatter", signature, segments, sink, reducer, box)
 
@@ -276,13 +284,13 @@ def reduce_scatter_coalesced(
     counts = [output.numel() for output in outputs]
     for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
         carrier_of(output, f"{name}: outputs[{position}]")
-        _same(tensor, output, counts[position] * box.num_ranks, f"{name}: inputs[{position}]")
+        _same(tensor, output, counts[position] * box.group_size, f"{name}: inputs[{position}]")
     refuse_shared(outputs, f"{name}: outputs")
     flats = [source(tensor, carrier) for tensor in inputs]
     segments = np.empty((box.num_ranks, sum(counts)), carrier.dtype)
-    for rank in range(box.num_ranks):
+    for position, rank in enumerate(box.members):
         pieces = [flat[rank * n : (rank + 1) * n] for flat, n in zip(flats, counts, strict=True)]
-        pack(pieces, segments[rank])
+        pack(pieces, segments[position])
     sink = Packed(outputs, carrier, f"{name}: outputs", fill=False)
     signature = _signature(name, inputs[0].dtype, len(sink.array), op)
     plan = ReduceScatter(name, signature, list(segments), sink, reducer, box)
@@ -292,8 +300,8 @@ def reduce_scatter_coalesced(
 
 def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
     """Tensor j of rank i's `inputs` goes to `outputs[i]` of rank j; sizes may differ from pair to pair."""
-    _list_of(outputs, box.num_ranks, "all_to_all: outputs")
-    _list_of(inputs, box.num_ranks, "all_to_all: inputs")
+    outputs = _list_of(outputs, box, "all_to_all: outputs")
+    inputs = _list_of(inputs, box, "all_to_all: inputs")
     carrier = carrier_of(inputs[0], "all_to_all: inputs[0]")
     segments, sinks = [], []
     for rank, tensor in enumerate(inputs):
@@ -303,7 +311,7 @@ def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[
     for rank, output in enumerate(outputs):
         carrier_of(output, f"all_to_all: outputs[{rank}]")
         _same(output, inputs[0], output.numel(), f"all_to_all: outputs[{rank}]")
-        sinks.append(_apart(output, inputs, carrier, f"all_to_all: outputs[{rank}]"))
+        sinks.append(_apart(output, inputs, carrier, f"all_to_all: outputs[{rank}]", box))
     refuse_shared(outputs, "all_to_all: outputs")
     return AllToAll(_signature("all_to_all", inputs[0].dtype, 0), segments, sinks, box)
 
@@ -315,20 +323,16 @@ def all_to_all_single(
     carrier = carrier_of(tensor, "all_to_all: input")
     carrier_of(output, "all_to_all: output")
     _same(output, tensor, output.numel(), "all_to_all: output")
-    sent = _split_counts(tensor, input_splits, box.num_ranks, "all_to_all: input")
-    expected = _split_counts(output, output_splits, box.num_ranks, "all_to_all: output")
+    sent = _split_counts(tensor, input_splits, box.group_size, "all_to_all: input")
+    expected = _split_counts(output, output_splits, box.group_size, "all_to_all: output")
     values = source(tensor, carrier)
-    whole = _apart(output, [tensor], carrier, "all_to_all: output")
-    segments, sinks = [], []
-    first = 0
-    for count in sent:
-        segments.append(values[first : first + count])
-        first += count
-    first = 0
-    last = box.num_ranks - 1
-    for rank, count in enumerate(expected):
-        sinks.append(_Piece(whole.array[first : first + count], whole if rank == last else None))
-        first += count
+    whole = _apart(output, [tensor], carrier, "all_to_all: output", box)
+    first_sent, first_expected = list(accumulate(sent, initial=0)), list(accumulate(expected, initial=0))
+    segments = [values[first_sent[rank] : first_sent[rank + 1]] for rank in box.members]
+    sinks = [
+        _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], whole if rank == box.members[-1] else None)
+        for rank in box.members
+    ]
     return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, box)
 
 

@@ -4,27 +4,47 @@ Every collective call gets the next sequence number and is published at once whe
 stand in a queue and complete in order. Whoever waits drives the head of the queue: the caller's thread in `run` and
 `wait`; a background thread (`helper.py`) only for calls that nobody waits for.
 
-One lock guards the state; `waiting.py` has it, and the ways to wait for a word. Only a wait that has slept looks for
-trouble: a dead peer (pidfd), one that has left, the deadline. The fast path pays one test for all of this: `flags`,
-zero while all is well. Failure handling proper hooks in at `_anomaly` and in `trouble.py`.
+One lock guards the state (`entry.py`); `waiting.py` has the ways to wait for a word. Only a wait that has slept looks
+for trouble: a dead peer (pidfd), one that has left, the deadline.
+
+Interrupts. A signal handler may raise between any two lines. Whatever comes out of a call passes `interrupts.py`,
+which brings the books in order before the lock is given back: a call whose results were being written is finished,
+another one of the caller's own is given up, its number is used up and the peers find a header or GAVE_UP. So the ranks
+stay in step, and a tensor is as before or complete. A wait that is interrupted leaves its call open. Should even that
+be broken off, the next call repairs the same (`Entry.recover`). A handler that closes the group leaves the rest of the
+closing to the call that it interrupted, which raises `AbortedError`.
+
+Seams for failure handling, and what they promise:
+
+- `flags` is zero while all is well. A bit set in it, from any thread or handler, is seen by every call before it takes
+  the lock, by every wait within one sleep (5 ms) and by a call before it writes results; it then passes `_anomaly`
+  (entering) or `_wait_ended` (inside). Nothing else on the fast path looks at the health of the group.
+- `_anomaly` runs without the lock and must raise. `_wait_ended` runs with it, once per call, and must raise.
+- `trouble.examine` runs with the lock, in whichever thread waits, after each sleep that brought nothing. It may `fail`
+  any call of the queue and retires what it ended; it must not block.
+- A call ends once: `fail` after `done` has no effect. Calls retire in order, each with a header of its number in the
+  outbox (the call's own or a refusal) before CONSUMED passes it.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..errors import AbortedError, InvalidArgument, InvalidState
 from ..memory.signals import futex_wake
 from ..view.detector import DeathWatch
-from . import trouble
+from . import interrupts, trouble
+from .entry import ABORTED, CLOSED, FORKED
 from .helper import Helper
 from .message import Message
-from .operation import Block, Operation, Plan, RefusedPlan, refused
+from .operation import NO_ROOM, Block, Operation, Plan, RefusedPlan, refused
 from .outbox import (
+    BELL,
     CELL_PAYLOAD_BYTES,
     CELL_WORDS,
     CONSUMED,
@@ -43,7 +63,7 @@ from .outbox import (
     Outboxes,
 )
 from .p2p import Mailroom
-from .waiting import ABORTED, CLOSED, FORKED, NAP_ROUNDS, Waiting
+from .waiting import NAP_ROUNDS, Waiting
 from .wake import publish_word
 
 Driven = Operation | Message
@@ -63,21 +83,8 @@ class Engine(Waiting):
         self.seq = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box)
-        self._finished: list[Driven] = []
         self._helper = Helper(self)
-
-    def leave(self) -> None:
-        """Give the lock back, then tell futures about calls that ended."""
-        self._owner = 0
-        if not self._finished:
-            self._lock.release()
-            return
-        finished, self._finished = self._finished, []
-        self._lock.release()
-        for op in finished:
-            listeners, op.on_done = op.on_done, None
-            for listener in listeners or ():
-                listener(op)
+        self.mask = memoryview(array("i", [1] * box.num_ranks))  # 1: takes part; the group may put in the user's own
 
     # ---- collectives
 
@@ -86,20 +93,16 @@ class Engine(Waiting):
         self.enter()
         op = None
         try:
-            self.seq = seq = self.seq + 1
-            op = Operation(plan, seq, self.box, self.timeout_s, opts)
-            queue = self.queue
-            if not queue and self._express(op):
-                return
-            queue.append(op)
-            self._publish_waiting()
-            self.drive(op)
-        except BaseException as exc:  # an interrupt as well must not leave a half-finished call behind
-            if op is not None:
-                self._give_up(op, exc)
-            raise
-        finally:
+            op = Operation(plan, self.seq + 1, self.box, self.timeout_s, opts)
+            self.seq = op.seq  # from here on the number is used up, whatever happens
+            if self.queue or not self._express(op):
+                self.queue.append(op)
+                self._publish_waiting()
+                self.drive(op)
             self.leave()
+        except BaseException as exc:
+            interrupts.broken_off(self, exc, op)
+            raise
         if op.error is not None:
             raise op.error
 
@@ -120,8 +123,9 @@ class Engine(Waiting):
         op.base = base = inline if plan.put_bytes else 0
         if base:
             plan.put(box, 0, base)
-        own[cell + SIGNATURE] = signature = plan.signature
-        own[cell + DETAIL] = detail = plan.detail
+        signature, detail = plan.signature, plan.detail
+        own[cell + SIGNATURE] = signature
+        own[cell + DETAIL] = detail
         own[cell + OFFSET] = base
         own[cell + GAVE_UP] = 0
         if preamble is not None:
@@ -129,8 +133,8 @@ class Engine(Waiting):
             own[cell + FILLED] = op.filled = 1  # a peer may need rounds, and then so do we
             own[cell + MERGED] = own[cell + DRAINED] = 0
         op.offsets[box.rank] = base
-        op.published = True
         publish_word(box, cell, tag)
+        op.published = True
         for words, peer in zip(box.peer_words, box.peers, strict=True):
             if words[cell] != tag:
                 for _ in range(self._num_loads):
@@ -146,6 +150,9 @@ class Engine(Waiting):
             plan.agree(box, op.offsets, op)
             if plan.rounds > 1:
                 return False
+        if self.flags:
+            self._wait_ended(op)
+        op.writing = True
         plan.take(box, 0, op.offsets)
         plan.commit()
         op.done = True
@@ -155,15 +162,18 @@ class Engine(Waiting):
     def start(self, plan: Plan, opts: Any = None) -> Operation:
         """Issue a collective and return; its first contribution is published when the outbox has room."""
         self.enter()
+        op = None
         try:
-            self.seq += 1
-            op = Operation(plan, self.seq, self.box, self.timeout_s, opts)
+            op = Operation(plan, self.seq + 1, self.box, self.timeout_s, opts)
             op.start_clock()
+            self.seq = op.seq
             self.queue.append(op)
             self._publish_waiting()
             self._helper.kick()
-        finally:
             self.leave()
+        except BaseException as exc:
+            interrupts.broken_off(self, exc, op)
+            raise
         return op
 
     def refuse(self, name: str, exc: Exception) -> None:
@@ -188,18 +198,22 @@ class Engine(Waiting):
         """Issue a send or a receive; it moves as far as it can at once."""
         self.enter()
         try:
-            message.started = time.monotonic()
-            message.deadline = message.started + self.timeout_s
-            self.mail.post(message)
+            self.mail.ends[message.is_send].post(message)
             if not message.done:
+                message.started = time.monotonic()
+                message.deadline = message.started + self.timeout_s
                 self._helper.kick()
-        except Exception as exc:
-            # its error goes to the caller: it must not stay posted and take a later message
-            message.fail(exc)
-            self.mail.cancel(message)
-            raise
-        finally:
             self.leave()
+        except BaseException as exc:  # it goes to the caller: the message must not stay posted and take a later one
+            interrupts.broken_off(self, exc, message)
+            raise
+
+    def take_back(self, op: Driven) -> None:
+        """Give up a message whose blocking call was interrupted: nobody can wait for it again."""
+        if self.flags:
+            return
+        self.enter()
+        interrupts.broken_off(self, AbortedError("the blocking call of this message was interrupted"), op)
 
     # ---- waiting
 
@@ -210,34 +224,33 @@ class Engine(Waiting):
             CommTimeoutError: `timeout_s` passed first; the call goes on and may be waited for again.
         """
         if not op.done:
-            self.enter_to_wait(op)
+            try:
+                self.enter()
+            except (AbortedError, InvalidState):
+                if op.error is not None:  # an abort has ended the call in the meantime
+                    raise op.error from None
+                raise
             try:
                 until = time.monotonic() + timeout_s if timeout_s is not None else None
                 self.drive(op, until)
-            finally:
                 self.leave()
+            except BaseException as exc:
+                interrupts.broken_off(self, exc)
+                raise
         if op.error is not None:
             raise op.error.with_traceback(None)
-
-    def enter_to_wait(self, op: Driven) -> None:
-        """Like `enter`; a call that an abort ended in the meantime reports that instead."""
-        try:
-            self.enter()
-        except (AbortedError, InvalidState):
-            if op.error is not None:
-                raise op.error from None
-            raise
 
     def drive(self, op: Driven, until: float | None = None) -> None:
         """Step `op` and what is before it until it is done. Called and returns with the lock held."""
         op.num_waiters += 1
         try:
             while not op.done:
+                if self.flags:
+                    self._wait_ended(op)
                 block = self.advance(op)
-                if block is None:
-                    continue
-                head = op if isinstance(op, Message) else self.queue[0]
-                self._wait(block, head, op, until)
+                if block is not None and not op.done:
+                    head = op if isinstance(op, Message) or self.queue[0].done else self.queue[0]
+                    self._wait(block, head, op, until)
             if not isinstance(op, Message):
                 self.retire_heads()
         finally:
@@ -249,15 +262,14 @@ class Engine(Waiting):
         """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
         if isinstance(op, Message):
             try:
-                block = self.mail.step(op)
+                block = None if op.done else self.mail.ends[op.is_send].step(op)
             except Exception as exc:  # noqa: BLE001 - a peer's impossible word, say: it belongs to that message
                 op.fail(exc)
                 self.mail.cancel(op)
                 self.retire(op)
                 block = None
-            if self.mail.finished:
-                self._finished += self.mail.finished
-                self.mail.finished.clear()
+            while self.mail.finished:
+                self.retire(self.mail.finished.pop())
             return block
         head = self.queue[0]
         try:
@@ -267,45 +279,47 @@ class Engine(Waiting):
             block = None
         if block is None:
             self.retire_heads()
+            if self.queue and self.queue[0] is head:  # failed, and there is no room yet to tell the peers
+                return NO_ROOM
         return block
 
     def retire_heads(self) -> None:
         """Take finished calls off the queue, in order, and say that this rank is through with them."""
-        queue = self.queue
+        queue, own = self.queue, self.box.own
         retired = False
         while queue and queue[0].done:
-            op = queue.popleft()
+            op = queue[0]
             if op.error is not None and op.published:
-                self.box.own[op.cell + GAVE_UP] = 1
-            elif op.error is not None:
-                self._publish_failed(op)
-            self.box.own[CONSUMED] = op.seq
+                own[op.cell + GAVE_UP] = 1
+            elif op.error is not None and not self._publish_failed(op):
+                break  # its number stays open until there is room for a header
+            own[CONSUMED] = op.seq
             retired = True
             self.retire(op)
+            queue.popleft()  # last: all of this may be run again after an interrupt
         if retired and queue:
             self._publish_waiting()
 
-    def _publish_failed(self, op: Operation) -> None:
-        """A call that failed before it was published: its peers must still find a header."""
-        plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(str(op.error)))
-        stand_in = Operation(plan, op.seq, self.box, 0.0)
-        stand_in.publish(self.box)
+    def _publish_failed(self, op: Operation) -> bool:
+        """A call that failed before it was published: its peers must still find a header. False: no room yet."""
+        told = f"{type(op.error).__name__}: {op.error}"
+        plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
+        return Operation(plan, op.seq, self.box, 0.0).publish(self.box)
 
     def retire(self, op: Driven) -> None:
+        """Have the listeners of an ended call told once the lock is free."""
         if op.on_done:
-            self._finished.append(op)
-
-    def _give_up(self, op: Operation, exc: BaseException) -> None:
-        op.fail(exc)
-        if self.queue and self.queue[0].done and not self.flags:
-            self.retire_heads()
+            self._after.append(partial(_tell, op))
 
     def _wait(self, block: Block, head: Driven, op: Driven, until: float | None) -> None:
         """Wait until the block's word is there or something else happened; the caller steps again."""
-        if block.rank < 0:
+        if block.rank < 0 or block.word == BELL:
             head.start_clock()
             head.patience = min(head.patience + 1, NAP_ROUNDS)
-            self._nap(head.patience)
+            if block.word == BELL and head.patience == NAP_ROUNDS:
+                self.sleep_on(block)
+            else:
+                self._nap(head.patience)
             if self.flags:
                 self._wait_ended(op)
             if head.patience == NAP_ROUNDS:
@@ -331,85 +345,62 @@ class Engine(Waiting):
 
     # ---- ends
 
+    def in_background(self) -> bool:
+        """True on the background thread, whose callers must not wait for it."""
+        return self._helper.is_current()
+
     def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
         """Call `listener(op)` when the call has ended, at once when it has already; never with the lock held."""
-        self._lock.acquire()
-        done = op.done and (op.on_done is None)
-        if not done:
-            op.on_done = [*(op.on_done or ()), listener]
-            if op.done:
-                self._finished.append(op)
-            else:
+        if not self._lock.acquire(False):  # a signal handler may be here inside a call: it has the lock already
+            self._queue_up()
+        try:
+            done = op.done
+            if not done:
+                op.on_done = [*(op.on_done or ()), listener]
                 self._helper.kick(soon=True)
-        self._lock.release()
+        finally:
+            self._lock.release()
         if done:
             listener(op)
 
-    def unattended_s(self) -> float:
-        """Return for how long the oldest call that nobody waits for has been pending; below 0: there is none.
-
-        Infinite when a future of it is to be completed: its owner may be blocked where nothing drives the call.
-        Whoever waits for one call of the queue drives those before it, and wakes the background thread for the rest.
-        """
-        open_ops: list[Driven] = []
-        if self.queue and not any(op.num_waiters for op in self.queue):
-            open_ops.append(self.queue[0])
-        open_ops += [message for message in self.mail.pending() if not message.num_waiters]
-        if not open_ops:
-            return -1.0
-        if any(op.on_done for op in open_ops):
-            return math.inf
-        return time.monotonic() - min(op.started for op in open_ops)
-
-    def background_step(self) -> Block | None:
-        """Drive everything that is pending without waiting; the block to sleep on, or None when idle."""
-        block: Block | None = None
-        while self.queue:
-            block = self.advance(self.queue[0])
-            if block is not None:
-                self._background_trouble(block, self.queue[0])
-                break
-        for message in self.mail.pending():
-            waits = self.advance(message)
-            if waits is not None:
-                self._background_trouble(waits, message)
-                block = block or waits
-        return block
-
-    def _background_trouble(self, block: Block, head: Driven) -> None:
-        now = head.start_clock()
-        if head.patience or now > head.deadline:
-            trouble.examine(self, block if block.rank >= 0 else None, head, head, None)
-        head.patience = 1
-
     def close(self, aborted: bool = False) -> None:
-        """End every pending call with `AbortedError`, tell the peers, stop the thread, drop the memory; idempotent."""
+        """End every pending call with `AbortedError`, tell the peers, stop the thread, drop the memory; idempotent.
+
+        From a signal handler that interrupted a call of this group it returns at once: that call does the rest.
+        """
         if self.flags & (CLOSED | FORKED):
             return
-        self.flags |= ABORTED if aborted else 0
-        self.flags |= CLOSED
-        box = self.box
-        publish_word(box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
+        self.flags |= CLOSED | (ABORTED if aborted else 0)
+        publish_word(self.box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
         self._wake_peers_of_head()
+        if self.is_marked_inside():
+            if self.num_calls_below() or self.in_background():
+                self._after.append(self._end)
+                return
+            self.recover()
+        self._end()
+
+    def _end(self) -> None:
+        """The part of `close` that must not run inside a call."""
+        box = self.box
         got = self._lock.acquire(timeout=5.0)
-        error = AbortedError(f"the process group of rank {box.rank} was {'aborted' if aborted else 'destroyed'}")
-        ended: list[Driven] = [*self.queue, *self.mail.pending()]
-        for op in ended:
+        error = AbortedError(
+            f"the process group of rank {box.rank} was {'aborted' if self.flags & ABORTED else 'destroyed'}"
+        )
+        pending: list[Driven] = [*self.queue, *self.mail.pending()]
+        for op in pending:
             op.fail(error)
+            self.retire(op)
         self.queue.clear()
-        finished, self._finished = [*self._finished, *(op for op in ended if op.on_done)], []
         if got:
             self._lock.release()
-        for op in finished:
-            listeners, op.on_done = op.on_done, None
-            for listener in listeners or ():
-                listener(op)
+        self._do_rest()
         self._helper.stop()
         self.watch.close()
         deadline = time.monotonic() + 1.0
-        while self._num_sleepers and time.monotonic() < deadline:
+        while self._asleep and time.monotonic() < deadline:
             time.sleep(0.001)
-        if got and not self._num_sleepers:
+        if got and not self._asleep:
             self.mail.close()
             box.close()
 
@@ -424,6 +415,23 @@ class Engine(Waiting):
         dead = self.watch.dead()
         return [p for p in self.box.peers if p in dead or self.box.words[p][LIFE] >= LIFE_LEFT]
 
+    def _settle(self) -> None:
+        interrupts.settle(self)
+        self.retire_heads()
+
     def forked(self) -> None:
         """Called in a forked child: nothing here may be used, touched or closed."""
         self.flags |= FORKED
+
+
+def _tell(op: Driven) -> None:
+    """Call the listeners of a call that has ended."""
+    listeners, op.on_done = op.on_done, None
+    for listener in listeners or ():
+        listener(op)
+
+
+Engine.calls = frozenset(
+    function.__code__
+    for function in (Engine.run, Engine.start, Engine.post, Engine.wait, Engine.take_back, Engine.listen)
+)

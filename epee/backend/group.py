@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ..errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
 from . import calls
+from .attempt import attempt
 from .birth import create_engine
 from .engine import Engine
 from .message import ANY, Message
@@ -74,25 +75,22 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         options: the `BackendOptions` in force.
     """
 
-    def __init__(self, dist_opts: Any, options: BackendOptions | None) -> None:
+    def __init__(
+        self, dist_opts: Any, options: BackendOptions | None, default: Callable[[], BackendOptions] = BackendOptions
+    ) -> None:
         rank, num_ranks = dist_opts.group_rank, dist_opts.group_size
+        timeout_s = dist_opts.timeout.total_seconds()
         super().__init__(rank, num_ranks)
-        if options is not None and not isinstance(options, BackendOptions):
-            raise InvalidArgument(f"pg_options must be epee.BackendOptions, got {type(options).__name__}")
-        self.options = options or BackendOptions()
-        self.options.check_group(num_ranks)
-        if self.options.is_extension:
-            raise UnsupportedError("is_extension=True: joining a running group does not exist yet; start all ranks")
+        with attempt(dist_opts.store, rank, num_ranks) as this:
+            self.options = _checked(options, default, num_ranks)
+            self._engine: Engine = create_engine(this, timeout_s, self.options.staging_bytes)
+        self._engine.timeout_s = self.options.op_timeout_s or timeout_s
         self._rank = rank
         self._num_ranks = num_ranks
         self._store = dist_opts.store
         self._group_name = ""
         self._group_desc = ""
-        timeout_s = self.options.op_timeout_s or dist_opts.timeout.total_seconds()
-        self._engine: Engine = create_engine(dist_opts.store, rank, num_ranks, timeout_s, self.options.staging_bytes)
-        if self.options.active_ranks is not None:
-            self.options.active_ranks[:num_ranks] = 1
-            self.options.active_ranks[num_ranks:] = 0
+        self._engine.mask = _shared_mask(self.options, num_ranks)
         self._box = self._engine.box
         weakref.finalize(self, self._engine.close)
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
@@ -197,9 +195,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     @_collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """Reduce into `opts.rootRank`'s tensor; the others keep theirs."""
-        root = calls.check_root(opts.rootRank, self._num_ranks, "reduce")
         code = calls.reduce_code(opts.reduceOp)
-        return self._go(calls.all_reduce(self._box, calls.one(tensors, "reduce"), code, root), opts, tensors)
+        return self._go(calls.all_reduce(self._box, calls.one(tensors, "reduce"), code, opts.rootRank), opts, tensors)
 
     @_collective("all_gather")
     def allgather(
@@ -395,13 +392,37 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._engine.box.epoch
 
     def active_ranks(self) -> torch.Tensor:
-        """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part."""
+        """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part; no communication.
+
+        The tensor `active_ranks` of the options is brought up to date as well.
+        """
         if self._engine.flags:
             raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
-        mask = torch.ones(self._num_ranks, dtype=torch.int32)
+        mask = self._engine.mask
         for peer in self._engine.lost():
             mask[peer] = 0
-        return mask
+        return torch.tensor(mask[: self._num_ranks].tolist(), dtype=torch.int32)
+
+
+def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int) -> BackendOptions:
+    """Return the options in force; they fit the group."""
+    if options is not None and not isinstance(options, BackendOptions):
+        raise InvalidArgument(f"pg_options must be epee.BackendOptions, got {type(options).__name__}")
+    options = options if options is not None else default()
+    options.check_group(num_ranks)
+    if options.is_extension:
+        raise UnsupportedError("is_extension=True: joining a running group does not exist yet; start all ranks")
+    return options
+
+
+def _shared_mask(options: BackendOptions, num_ranks: int) -> memoryview:
+    """Return the mask that the engine keeps up to date, one word per rank that may be: the user's tensor if given."""
+    mask = options.active_ranks
+    if mask is None:
+        mask = torch.zeros(options.max_group_size or num_ranks, dtype=torch.int32)
+    mask[:num_ranks] = 1
+    mask[num_ranks:] = 0
+    return mask.numpy().data
 
 
 def _check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:

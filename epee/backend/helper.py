@@ -4,23 +4,29 @@ It is started by the first asynchronous call, send or receive. From then on it i
 for calls that have been pending for about that long without a waiter, and steps them. A caller that comes back earlier
 (its thread is ten times faster) is left alone: the look takes the group's lock only when it is free, and a call never
 wakes the thread except from its parking. It parks in the kernel when there has been nothing to do for some looks; it
-never spins. It is a daemon and is stopped and joined before the interpreter goes down (`birth.py`), because a thread
-inside native code at that moment can end the process.
+never spins. Its sleep there ends by itself now and then, should an interrupt have swallowed a call's wake. It is a
+daemon and is stopped and joined before the interpreter goes down (`birth.py`), because a thread inside native code at
+that moment can end the process.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from ..errors import AbortedError, EpeeError
+from . import trouble
+from .operation import Block
+from .outbox import BELL
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .engine import Driven, Engine
 
 GRACE_S = 0.001
 DUE_S = 0.9 * GRACE_S
+PARK_S = 1.0
 LINGER_ROUNDS = 10  # looks without work before it parks, so that a burst of calls pays for one wake-up
 MAX_MISSES = 5  # looks in a row that found the lock taken, before one waits for it
 
@@ -42,11 +48,27 @@ class Helper:
         if soon:
             self._soon = True
         if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="epee-backend", daemon=True)
-            self._thread.start()
+            self._start()
         elif self._parked:
-            self._parked = False
+            self._unpark()
+
+    def _start(self) -> None:
+        thread = self._thread = threading.Thread(target=self._main, name="epee-backend", daemon=True)
+        try:
+            thread.start()
+        except BaseException:  # an interrupt, or no more threads: the next call tries again, a stray thread ends itself
+            if not thread.is_alive():
+                self._thread = None
+            raise
+
+    def _unpark(self) -> None:
+        self._parked = False
+        if self._gate.locked():
             self._gate.release()
+
+    def is_current(self) -> bool:
+        """True on the background thread itself: inside a callback of a future."""
+        return threading.current_thread() is self._thread
 
     def go_on(self, soon: bool) -> None:
         """Like `kick`, when the thread runs at all: calls that it may have left to a waiter have none now."""
@@ -60,14 +82,13 @@ class Helper:
         if thread is None:
             return
         if self._parked:
-            self._parked = False
-            self._gate.release()
+            self._unpark()
         if thread is not threading.current_thread():
             thread.join(timeout=5.0)
 
     def _main(self) -> None:
         idle = misses = 0
-        while not self._stopping:
+        while not self._stopping and self.is_current():
             if not self._soon:
                 time.sleep(GRACE_S)
             self._soon = False
@@ -79,7 +100,7 @@ class Helper:
                 return
             misses, parked = 0, False
             try:
-                pending_s = self._engine.unattended_s()
+                pending_s = self._unattended_s()
                 idle = 0 if pending_s >= 0 else idle + 1
                 if idle > LINGER_ROUNDS:
                     self._parked = parked = True
@@ -90,11 +111,47 @@ class Helper:
             finally:
                 self._engine.leave()
             if parked:  # not `self._parked`: a kick may have cleared that already, and opened the gate
-                self._gate.acquire()
-                idle = 0
+                idle = 0 if self._gate.acquire(timeout=PARK_S) else LINGER_ROUNDS
+
+    def _unattended_s(self) -> float:
+        """Return for how long the oldest call that nobody waits for has been pending; below 0: there is none.
+
+        Infinite when a future of it is to be completed: its owner may be blocked where nothing drives the call.
+        Whoever waits for one call of the queue drives those before it, and wakes this thread for the rest.
+        """
+        queue = self._engine.queue
+        open_ops: list[Driven] = []
+        if queue and not any(op.num_waiters for op in queue):
+            open_ops.append(queue[0])
+        open_ops += [message for message in self._engine.mail.pending() if not message.num_waiters]
+        if not open_ops:
+            return -1.0
+        if any(op.on_done for op in open_ops):
+            return math.inf
+        return time.monotonic() - min(op.started for op in open_ops)
 
     def _step(self) -> None:
-        """Drive, then sleep on what the head waits for. The engine's lock is held, and given back for the sleep."""
-        block = self._engine.background_step()
+        """Drive everything that is pending, then sleep on what the first of it waits for, with the lock given back."""
+        engine = self._engine
+        block: Block | None = None
+        while engine.queue:
+            block = engine.advance(engine.queue[0])
+            if block is not None:
+                open_ops = (op for op in engine.queue if not op.done)  # the head itself may only wait for room
+                self._look(block, next(open_ops, engine.queue[0]))
+                break
+        for message in engine.mail.pending():
+            waits = engine.advance(message)
+            if waits is not None:
+                self._look(waits, message)
+                block = block or waits
         if block is not None and block.rank >= 0:
-            self._engine.sleep_on(block)
+            engine.sleep_on(block)
+
+    def _look(self, block: Block, head: Driven) -> None:
+        """Look for trouble from the second time on that a call does not move."""
+        now = head.start_clock()
+        if head.patience or now > head.deadline:
+            on_peer = block.rank >= 0 and block.word != BELL
+            trouble.examine(self._engine, block if on_peer else None, head, head, None)
+        head.patience = 1

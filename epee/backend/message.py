@@ -1,19 +1,22 @@
-"""Point-to-point messages and the state of their lanes; `p2p.py` moves them and explains the protocol."""
+"""Point-to-point messages, the state of their lanes and the books of both ends; `p2p.py` explains the protocol."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..errors import context
+from ..errors import MismatchError, context
 from .outbox import Outboxes
+from .signature import unpack
 from .tensors import Array, Target
 
 ANY = -1
-_BYTE = np.dtype(np.uint8)
+DATA, CANCELLED = 0, 1  # kinds of fragments
+BYTE = np.dtype(np.uint8)
 
 
 class Message:
@@ -22,10 +25,13 @@ class Message:
     Attributes:
         peer: the other rank; ANY for a receive from any source, until it is matched.
         number: running number of the message in its lane, from 1; 0 before it is known.
+        array: the elements, flat; `nbytes` is their size.
+        written: a send of which every fragment is in the lane.
     """
 
     number = 0
     bytes_done = 0
+    written = False
     done = False
     error: BaseException | None = None
     on_done: Any = None
@@ -41,8 +47,14 @@ class Message:
         self.wanted = peer
         self.user_tag = user_tag
         self.signature = signature
-        self.data = data.view(_BYTE)
-        self.target = target
+        self.array = data
+        self.nbytes = data.nbytes
+        self.target = target or _NOWHERE
+
+    @property
+    def data(self) -> Array:
+        """The elements as bytes."""
+        return self.array.view(BYTE)
 
     @property
     def name(self) -> str:
@@ -73,6 +85,48 @@ class Message:
         other: object = "any" if self.wanted == ANY else self.wanted
         ends = {"dst_rank": other} if self.is_send else {"src_rank": other}
         return context(self.name, rank=box.rank, **ends, tag=self.user_tag, epoch=box.epoch, **facts)
+
+
+_NOWHERE = Target(np.empty(0, BYTE))  # a send has nothing to finish
+
+
+def mismatch(message: Message, box: Outboxes, peer: int, here: int, there: int) -> MismatchError:
+    """Return the error for a message whose two ends differ in dtype or size."""
+    sizes = [f"{call.num_elements} elements of {call.dtype}" for call in (unpack(here), unpack(there))]
+    return MismatchError(
+        f"{message.describe(box)}: rank {box.rank} has {sizes[0]}, rank {peer} has {sizes[1]}; "
+        "the tensor is untouched and the lane works on; make sender and receiver agree"
+    )
+
+
+class Books:
+    """What both ends of a lane share: entries that survive an interrupt, and the list of messages that have ended.
+
+    Attributes:
+        entry: a change of the books that was begun: a function that may be run again, and its arguments.
+    """
+
+    def __init__(self, box: Outboxes, finished: list[Message]) -> None:
+        self._box = box
+        self._ended = finished
+        self.entry: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+
+    def book(self, step: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Make an entry, noted before it is begun."""
+        self.entry = (step, args)
+        step(*args)
+        self.entry = None
+
+    def settle(self) -> None:
+        """Finish the entry that an interrupt broke off."""
+        if self.entry is not None:
+            step, args = self.entry
+            try:
+                step(*args)
+            except Exception:
+                self.entry = None
+                raise
+            self.entry = None
 
 
 class Incoming:
@@ -124,9 +178,10 @@ class SendLane:
 class RecvLane:
     """State of the lane from one peer."""
 
-    __slots__ = ("current", "next_slot", "unexpected", "woken")
+    __slots__ = ("current", "next_message", "next_slot", "unexpected", "woken")
 
     def __init__(self) -> None:
+        self.next_message = 1
         self.next_slot = 1
         self.woken = 0  # slots freed when the sender was last woken
         self.current: Incoming | None = None

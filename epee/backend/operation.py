@@ -16,6 +16,11 @@ used up on every rank either way, so the next call pairs up again.
 
 A crash between two stores leaves a counter or tag at its old value: the readers see a shorter prefix, never half a
 round.
+
+An exception from a signal handler can come between any two lines. So the words of this rank's cell are the truth and
+the fields here copies of them, brought up to date by `resync`; every step may be run again from its start, since it
+writes the same bytes to the same places; and once `writing` is set, `finish` brings the results to their end, for
+what they are made of stays in the outboxes until this rank says that it is through.
 """
 
 from __future__ import annotations
@@ -122,6 +127,7 @@ class Operation:
 
     done = False
     published = False
+    writing = False  # results are being written: the call can only be finished now
     mismatch = False
     error: BaseException | None = None
     on_done: Any = None
@@ -158,15 +164,16 @@ class Operation:
         own[cell + SIGNATURE] = plan.signature
         own[cell + DETAIL] = plan.detail
         own[cell + OFFSET] = self.base
-        own[cell + FILLED] = self.filled = 1
+        self.filled = 1
+        own[cell + FILLED] = 1
         own[cell + MERGED] = 0
         own[cell + DRAINED] = 0
         own[cell + GAVE_UP] = 0
         if plan.preamble is not None:
             own[cell + PREAMBLE : cell + PREAMBLE + len(plan.preamble)] = memoryview(plan.preamble)
         self.offsets[box.rank] = self.base
-        self.published = True
         publish_word(box, cell, self.tag)
+        self.published = True
         if plan.rounds > 1:
             while self.filled < plan.num_halves:
                 self._fill(box)
@@ -193,8 +200,8 @@ class Operation:
         plan = self.plan
         if plan.put_bytes:
             plan.put(box, self.filled, self.base + self.filled % plan.num_halves * plan.round_bytes)
+        publish_word(box, self.cell + FILLED, self.filled + 1)
         self.filled += 1
-        publish_word(box, self.cell + FILLED, self.filled)
 
     # ---- step
 
@@ -226,11 +233,25 @@ class Operation:
             block = self._rounds(box)
             if block is not None:
                 return block
-        else:
-            plan.take(box, 0, self.offsets)
+        self.finish(box)
+        return None
+
+    def finish(self, box: Outboxes) -> None:
+        """Write the results; everything has arrived. May be run again after an interrupt in the midst of it."""
+        plan = self.plan
+        self.writing = True
+        if plan.num_halves >= plan.rounds:
+            for k in range(plan.rounds):
+                plan.take(box, k, self._round_offsets(k))
         plan.commit()
         self.done = True
-        return None
+
+    def resync(self, box: Outboxes) -> None:
+        """After an interrupt: read from the words of this rank's cell how far the call is."""
+        cell, own = self.cell, box.own
+        self.published = own[cell] == self.tag
+        if self.published and (self.plan.rounds > 1 or self.plan.merge_bytes):
+            self.filled, self.merged, self.drained = own[cell + FILLED], own[cell + MERGED], own[cell + DRAINED]
 
     def _check_offsets(self, box: Outboxes, nbytes: int) -> None:
         limit = box.payload_bytes - nbytes
@@ -244,46 +265,49 @@ class Operation:
     # ---- rounds
 
     def _rounds(self, box: Outboxes) -> Block | None:
+        """Move rounds as far as they go; None when everything that the results need has arrived."""
         plan = self.plan
-        late = plan.num_halves == plan.rounds
-        arrived = MERGED if plan.merge_bytes else FILLED
         while True:
-            moved = False
-            block = None
-            if self.filled < plan.rounds:
-                block = self._behind(box, DRAINED, self.filled - plan.num_halves + 1)
-                if block is None and self.drained > self.filled - plan.num_halves:
-                    self._fill(box)
-                    moved = True
-            if plan.merge_bytes and self.merged < plan.rounds and self.merged < self.filled:
+            block = self._fill_more(box)
+            moved = block is None and self.filled < plan.rounds
+            if moved:
+                self._fill(box)
+            if plan.merge_bytes and self.merged < min(plan.rounds, self.filled):
                 waits = self._behind(box, FILLED, self.merged + 1)
                 if waits is None:
                     self._merge(box)
                     moved = True
-                else:
-                    block = waits
-            if late:
-                if self.filled == plan.rounds and (not plan.merge_bytes or self.merged == plan.rounds):
-                    waits = self._behind(box, arrived, plan.rounds)
-                    if waits is None:
-                        for k in range(plan.rounds):
-                            plan.take(box, k, self._round_offsets(k))
-                        return None
-                    block = waits
-            elif self.drained < (self.merged if plan.merge_bytes else self.filled):
-                waits = self._behind(box, arrived, self.drained + 1)
+                block = waits or block
+            ready = self.merged if plan.merge_bytes else self.filled
+            if plan.num_halves >= plan.rounds:  # room for all: nothing is taken before everything is there
+                if ready == plan.rounds:
+                    return self._behind(box, MERGED if plan.merge_bytes else FILLED, plan.rounds)
+            elif self.drained < ready:
+                waits = self._behind(box, MERGED if plan.merge_bytes else FILLED, self.drained + 1)
                 if waits is None:
-                    plan.take(box, self.drained, self._round_offsets(self.drained))
-                    self.drained += 1
-                    publish_word(box, self.cell + DRAINED, self.drained)
-                    if self.drained == plan.rounds:
-                        return None
+                    self._drain(box)
                     moved = True
-                else:
-                    block = waits
+                block = waits or block
+            if self.drained == plan.rounds:
+                return None
             if not moved:
                 assert block is not None, "a call that cannot move waits for somebody"
                 return block
+
+    def _fill_more(self, box: Outboxes) -> Block | None:
+        """Return whom the next round to fill waits for, if for anybody: its half must be read by all, us included."""
+        free_after = self.filled - self.plan.num_halves + 1  # rounds that must be drained
+        if self.filled >= self.plan.rounds or free_after <= 0:
+            return None
+        block = self._behind(box, DRAINED, free_after)
+        if block is None and self.drained < free_after:
+            block = Block(box.rank, self.cell + DRAINED, free_after)
+        return block
+
+    def _drain(self, box: Outboxes) -> None:
+        self.plan.take(box, self.drained, self._round_offsets(self.drained))
+        publish_word(box, self.cell + DRAINED, self.drained + 1)
+        self.drained += 1
 
     def _behind(self, box: Outboxes, word: int, value: int) -> Block | None:
         index = self.cell + word
@@ -298,8 +322,8 @@ class Operation:
         offsets = [offset + half * plan.round_bytes for offset in self.offsets]
         own = self.base + plan.num_halves * plan.round_bytes + half * plan.merge_bytes
         plan.merge(box, k, offsets, own)
+        publish_word(box, self.cell + MERGED, k + 1)
         self.merged += 1
-        publish_word(box, self.cell + MERGED, self.merged)
 
     def _round_offsets(self, k: int) -> list[int]:
         plan = self.plan
@@ -361,7 +385,7 @@ class Operation:
         offset = box.words[rank][self.cell + OFFSET]
         length = min(detail, CELL_PAYLOAD_BYTES)
         text = box.bytes_at(rank, offset, length).decode(errors="replace")
-        return f"refused its arguments: {text}"
+        return f"refused the call: {text}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -23,11 +23,14 @@ class BackendOptions(_CBackend.Options):
 
     Args:
         active_ranks: int32 tensor `[max_group_size]` of ones and zeros that the backend keeps up to date: 1 = the rank
-            takes part. It must be contiguous and on the CPU. None: the backend keeps the mask for itself.
+            takes part. A rank that died or left gets its 0 when a call of this process meets the loss, or when
+            `group.active_ranks()` is asked. It must be contiguous and on the CPU, and belong to one group. None: the
+            backend keeps the mask for itself.
         is_extension: this process joins a running group in the place of a lost rank.
         max_group_size: ranks that the group may grow to, 1 ... 64. None: the size at birth.
         fault_mode: "raise": a call that loses a rank raises `RankFailedError` everywhere. "mask": it goes on without.
-        op_timeout: `timedelta` or seconds that a call waits for a silent peer. None: the group's time-out.
+        op_timeout: `timedelta` or seconds that a call waits for a silent peer. None: the group's time-out, which in any
+            case is how long the ranks wait for each other while the group is made.
         staging_bytes: size of one staging buffer (two send, two hold reduced data), a multiple of 4096, at least
             64 KiB. None: `EPEE_STAGING_BYTES`, 16 MiB.
     Raises:

@@ -41,9 +41,10 @@ CELL_PAYLOAD_BYTES = CELL_BYTES - 64
 TAG, SIGNATURE, DETAIL, OFFSET, FILLED, MERGED, DRAINED, GAVE_UP = range(8)
 PREAMBLE = 8  # first word of the payload, where some calls put lists that must agree
 
-# words of the state field, one cache line apart
-CONSUMED, SLEEPERS, LIFE, CORE = 0, 8, 16, 24  # CORE: 1 + where a waiter last ran; a hint, nothing depends on it
-STATE_WORDS = 32
+# words of the state field, one cache line apart. CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
+# BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders ring it (`wake.py`).
+CONSUMED, SLEEPERS, LIFE, CORE, BELL = 0, 8, 16, 24, 32
+STATE_WORDS = 40
 LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED = 0, 1, 2, 3
 
 NUM_LANE_SLOTS = 256
@@ -85,6 +86,10 @@ class Outboxes:
         address: per rank, the address of its word 0.
         own: `words[rank]`.
         peers: the other ranks, ascending; `peer_words` are their words in that order.
+        members: the ranks of the group that these outboxes belong to. At birth all of them, and all lists here are
+            indexed by rank. When some have been lost, `membership.narrow` makes outboxes of the rest; `rank` and
+            `peers` are then positions in `members`, and only messages and the user's lists know ranks.
+        group_size: number of ranks of the group, lost ones included.
         cells_free_until: calls up to this sequence number find their cell free (refreshed when reached).
         epoch_bits: the upper part of every tag of this epoch.
         first_cell: word index of the cells; a call with sequence number s has cell s modulo NUM_CELLS.
@@ -100,6 +105,8 @@ class Outboxes:
                 raise ProtocolError(f"outbox of rank {peer} has {region.nbytes} bytes, {layout.nbytes} expected")
         self.rank = rank
         self.num_ranks = num_ranks
+        self.members = tuple(range(num_ranks))
+        self.group_size = num_ranks
         self.epoch = epoch
         self.epoch_bits = epoch << SEQ_BITS
         self.regions = regions
@@ -178,6 +185,8 @@ class StagingRing:
         """Return the offset of `nbytes` for call `seq`, or -1 when there is no room yet."""
         nbytes = align_up(nbytes, ALIGN_BYTES)
         live = self._live
+        if live and live[-1][0] == seq:  # asked again after an interrupt
+            return self.start + live[-1][1]
         if not live:
             place = 0
         else:

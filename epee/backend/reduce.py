@@ -3,10 +3,13 @@
 The order is fixed, so float results are bit-identical on all ranks and between runs. bfloat16 and float16 are summed
 in float32 and rounded once. Work goes block by block, so the running sum stays in the cache.
 
-    SUM, AVG, PRODUCT, MIN, MAX   integers and floats (AVG of integers truncates towards zero, as C's division does)
+    SUM, AVG, PRODUCT, MIN, MAX   integers and floats
     BAND, BOR, BXOR               integers and bool
     SUM, AVG                      complex
     MIN, MAX, BAND, BOR, BXOR     bool (SUM of bool has no agreed meaning and is refused)
+
+SUM and PRODUCT of integers wrap, as in torch. AVG of integers is the exact sum, in 64 bits, divided towards zero as C
+does; only the sum of 64-bit integers can wrap.
 """
 
 from __future__ import annotations
@@ -79,7 +82,11 @@ class Reducer:
         self._dtype = dtype
         self._ufunc = _NUMPY[op]
         self._divide = op == AVG
-        kernel = self._halves if dtype in _HALVES else self._plain
+        kernel = self._plain
+        if dtype in _HALVES:
+            kernel = self._halves
+        elif self._divide and carrier.dtype.kind in "iu":
+            kernel = self._integer_mean
 
         def reduce(parts: Sequence[Array], out: Array) -> None:
             # a user's np.seterr must not decide how a collective ends: inf - inf is NaN, as everywhere
@@ -110,7 +117,21 @@ class Reducer:
             for part in parts[2:]:
                 ufunc(out, part, out)
         if self._divide:
-            _divide(out, len(parts))
+            flat = out.view(out.real.dtype)  # complex numbers by their parts: exact, where complex division is not
+            np.divide(flat, len(parts), flat)
+
+    def _integer_mean(self, parts: Sequence[Array], out: Array) -> None:
+        wide = np.dtype(np.uint64 if out.dtype == np.uint64 else np.int64)
+        block = BLOCK_BYTES // wide.itemsize
+        for first in range(0, len(out), block):
+            last = first + block
+            total = parts[0][first:last].astype(wide)
+            for part in parts[1:]:
+                np.add(total, part[first:last], total)
+            remainder = np.fmod(total, len(parts))  # has the sign of the sum, so the quotient truncates towards zero
+            np.subtract(total, remainder, total)
+            np.floor_divide(total, len(parts), total)
+            out[first:last] = total
 
     def _halves(self, parts: Sequence[Array], out: Array) -> None:
         count = len(out)
@@ -127,12 +148,3 @@ class Reducer:
             if self._divide:
                 total.div_(len(parts))
             torch.from_numpy(out[first:last]).view(self._dtype).copy_(total)
-
-
-def _divide(out: Array, num_ranks: int) -> None:
-    if out.dtype.kind in "fc":
-        np.divide(out, num_ranks, out)
-        return
-    remainder = np.fmod(out, num_ranks)  # has the sign of the dividend, so the quotient truncates towards zero
-    np.subtract(out, remainder, out)
-    np.floor_divide(out, num_ranks, out)

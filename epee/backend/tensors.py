@@ -49,6 +49,8 @@ _DIRECT = {
 _BY_SIZE = {1: np.int8, 2: np.int16, 4: np.int32}
 _TORCH_BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
+MAX_OVERLAP_SEARCH = 1 << 16  # elements; some milliseconds
+
 
 def _carriers() -> dict[torch.dtype, Carrier]:
     table = {}
@@ -161,15 +163,31 @@ def in_place(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
 
 
 def refuse_overlap(tensor: torch.Tensor, name: str) -> None:
-    """Raise `InvalidArgument` when two elements of `tensor` may share memory."""
+    """Raise `InvalidArgument` when two elements of `tensor` share memory, or may and are too many to look."""
     reach = 0
     for stride, extent in sorted((s, e) for s, e in zip(tensor.stride(), tensor.shape, strict=True) if e > 1):
         if stride <= reach:
-            raise InvalidArgument(
-                f"{name} must not overlap itself, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
-                "call .contiguous() and use the copy"
-            )
+            break
         reach += stride * (extent - 1)
+    else:
+        return  # each dimension steps over all that the smaller ones reach
+    if tensor.numel() == 0 or (0 not in tensor.stride() and _is_distinct(tensor)):
+        return
+    sure = 0 in tensor.stride() or tensor.numel() <= MAX_OVERLAP_SEARCH
+    raise InvalidArgument(
+        f"{name} must not overlap itself, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        f"{'' if sure else ', which may overlap'}; call .contiguous() and use the copy"
+    )
+
+
+def _is_distinct(tensor: torch.Tensor) -> bool:
+    """Look at the place of every element; False when two are equal, or when there are too many to look."""
+    if tensor.numel() > MAX_OVERLAP_SEARCH:
+        return False
+    places = np.zeros((), np.int64)
+    for stride, extent in zip(tensor.stride(), tensor.shape, strict=True):
+        places = places[..., None] + stride * np.arange(extent, dtype=np.int64)
+    return len(np.unique(places)) == places.size
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

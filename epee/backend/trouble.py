@@ -17,6 +17,18 @@ from .outbox import GAVE_UP, LIFE, LIFE_LEFT, Outboxes
 if TYPE_CHECKING:
     from .engine import Driven, Engine
 
+ENDED = "its process has ended"
+HAS_LEFT = "has left the group (destroyed or aborted it)"
+GAVE_THE_CALL_UP = "gave the call up"
+_MEANING: dict[str, tuple[type[PeerError], str]] = {
+    ENDED: (RankFailedError, "make a new group without the rank"),
+    HAS_LEFT: (PeerError, "make a new group, with or without the rank"),
+    GAVE_THE_CALL_UP: (
+        PeerError,
+        "the group works on: the next call pairs by its number, all may repeat this one",
+    ),
+}
+
 
 def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
     """Look why nothing comes: peers that are dead or have left end the head; so does its deadline."""
@@ -50,12 +62,14 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
     """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
     dead = engine.watch.dead()
     gone = [peer for peer in engine.box.peers if engine.box.words[peer][LIFE] >= LIFE_LEFT]
+    for peer in {*dead, *gone}:
+        engine.mask[peer] = 0
     if isinstance(head, Operation):
         concerned = set(head.missing(engine.box))
         if block is not None and block.rank >= 0 and engine.box.words[block.rank][block.word] < block.value:
             concerned.add(block.rank)
             if block.word != head.cell and engine.box.words[block.rank][head.cell + GAVE_UP]:
-                head.fail(_peer_error(engine.box, PeerError, [block.rank], head, now, "gave the call up"))
+                head.fail(_peer_error(engine.box, [block.rank], head, now, GAVE_THE_CALL_UP))
                 return True
     else:
         concerned = head.depends_on(engine.box)
@@ -65,22 +79,21 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
             concerned = set()
     lost = sorted(concerned.intersection(dead))
     if lost:
-        head.fail(_peer_error(engine.box, RankFailedError, lost, head, now, "its process has ended"))
+        head.fail(_peer_error(engine.box, lost, head, now, ENDED))
         return True
     left = sorted(concerned.intersection(gone))
     if left and (isinstance(head, Operation) or len(left) == len(concerned)):
-        head.fail(_peer_error(engine.box, PeerError, left, head, now, "has left the group (destroyed or aborted it)"))
+        head.fail(_peer_error(engine.box, left, head, now, HAS_LEFT))
         return True
     return head.done
 
 
-def _peer_error(
-    box: Outboxes, kind: type[PeerError], ranks: list[int], head: Driven, now: float, cause: str
-) -> PeerError:
+def _peer_error(box: Outboxes, ranks: list[int], head: Driven, now: float, cause: str) -> PeerError:
+    kind, remedy = _MEANING[cause]
     seq = head.seq
     told = head.describe(box, peer=", ".join(map(str, ranks)), elapsed=now - head.started)
     return kind(
-        f"{told}: {cause}; results are untouched; make a new group without the rank",
+        f"{told}: {cause}; results are untouched; {remedy}",
         ranks,
         head.name,
         seq,

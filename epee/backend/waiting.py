@@ -1,9 +1,8 @@
-"""The lock of a group and the ways to wait under it: polling, yielding, sleeping on a word.
+"""The ways to wait under a group's lock: polling, yielding, sleeping on a word.
 
-One lock guards a group's state. It is held while a call is stepped and while a waiter polls (for about a millisecond),
-and given back before a waiter sleeps, so another thread can issue, wait or abort meanwhile. Calls from two threads are
-served in the order in which they get the lock; a call from a signal handler that interrupted a call of the same group
-is refused (`InvalidState`).
+The lock (`entry.py`) is held while a call is stepped and while a waiter polls (for about a millisecond), and given back
+before a waiter sleeps, so another thread can issue, wait or abort meanwhile. Calls from two threads are served in the
+order in which they get the lock.
 
 A wait polls for some microseconds, then yields for a millisecond, then sleeps on a futex for a few. The words belong
 to peers, who store them and wake the futex when our SLEEPERS word says that somebody sleeps (`wake.py`). A peer that
@@ -15,15 +14,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 import time
 
-from ..errors import AbortedError, ForkError, InvalidState
 from ..memory.signals import YIELD_S, futex_sleep
+from .entry import Entry
 from .operation import Block
 from .outbox import CORE, SLEEPERS, Outboxes
 
-CLOSED, ABORTED, FORKED = 1, 2, 4
 STOLEN_S = 5e-6  # a yield to nobody takes 0.5 us
 NAP_ROUNDS = 64  # yields before a wait without a word of its own starts to sleep
 LOADS_OWN_CORE, LOADS_SHARED_CORE = 300, 50  # polls before the first yield; 300 take about 10 us
@@ -32,87 +29,17 @@ MOVE_PAUSE_S = 0.002  # least time between two moves: the scheduler may know bet
 
 _getcpu = ctypes.PyDLL(None).sched_getcpu
 
-_REENTERED = (
-    "this thread is inside a call of the same group (this is a signal handler); "
-    "start the call after that one has returned"
-)
 
-
-class Waiting:
-    """Lock and sleep of one group in one process; `Engine` builds on it.
-
-    Attributes:
-        box: the outboxes whose words are waited for.
-        flags: 0, or why no call can run (CLOSED, ABORTED, FORKED). Tested by every call.
-    """
+class Waiting(Entry):
+    """The sleep of one group in one process; `Engine` builds on it."""
 
     def __init__(self, box: Outboxes) -> None:
-        self.box = box
-        self.flags = 0
-        self._lock = threading.Lock()
-        self._owner = 0
+        super().__init__(box)
         # Polling longer gains nothing on an idle machine and loses much on a busy one.
         self._own_core = box.num_ranks <= len(os.sched_getaffinity(0))
         self._num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
         self._shares_core = False
         self._moved = 0.0
-        self._num_sleepers = 0
-        self._asleep: set[int] = set()  # threads inside a call that gave the lock back to sleep
-
-    # ---- the lock
-
-    def enter(self) -> None:
-        """Take the lock and check that the group can be used."""
-        if self.flags:
-            self._anomaly()
-        if self._asleep and threading.get_ident() in self._asleep:
-            raise InvalidState(_REENTERED)
-        if not self._lock.acquire(False):
-            if self._owner == threading.get_ident():
-                raise InvalidState(_REENTERED)
-            self._lock.acquire()
-        self._owner = threading.get_ident()
-        if self.flags:
-            self.leave()
-            self._anomaly()
-
-    def enter_if_free(self, patient: bool) -> bool:
-        """Like `enter`, but only when no thread is inside a call (or, if `patient`, when that has left)."""
-        if self.flags:
-            self._anomaly()
-        if not self._lock.acquire(patient):
-            return False
-        self._owner = threading.get_ident()
-        if self.flags:
-            self.leave()
-            self._anomaly()
-        return True
-
-    def leave(self) -> None:
-        """Give the lock back."""
-        self._owner = 0
-        self._lock.release()
-
-    def _anomaly(self) -> None:
-        if self.flags & FORKED:
-            raise ForkError(
-                "this process group was made before a fork; the child has no part in it: "
-                "start workers by spawn or forkserver, or initialise after the fork"
-            )
-        if self.flags & ABORTED:
-            raise AbortedError("the process group was aborted; destroy it and initialise again")
-        raise InvalidState("the process group was destroyed; initialise a new one")
-
-    def _let_go(self) -> None:
-        """Give the lock back inside a call, remembering that this thread is in it."""
-        self._asleep.add(self._owner)
-        self._owner = 0
-        self._lock.release()
-
-    def _take_back(self) -> None:
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        self._asleep.discard(self._owner)
 
     # ---- waiting, with the lock held
 
@@ -175,8 +102,7 @@ class Waiting:
         rank, index, value = block
         box = self.box
         words, address = box.words[rank], box.address[rank] + 8 * index
-        self._num_sleepers += 1
-        box.own[SLEEPERS] = self._num_sleepers
+        box.own[SLEEPERS] = len(self._asleep) + 1
         seen = words[index]
         self._let_go()
         try:
@@ -184,9 +110,6 @@ class Waiting:
                 futex_sleep(address, seen)
         finally:
             self._take_back()
-            self._num_sleepers -= 1
-            if not self.flags & CLOSED:
-                box.own[SLEEPERS] = self._num_sleepers
 
     def _nap(self, rounds: int) -> None:
         """Wait for room, or for any of several words: there is no single word to sleep on.
@@ -194,8 +117,10 @@ class Waiting:
         The first `NAP_ROUNDS` rounds of a wait yield, later ones sleep for half a millisecond.
         """
         self._let_go()
-        if rounds < NAP_ROUNDS:
-            os.sched_yield()
-        else:
-            time.sleep(0.0005)
-        self._take_back()
+        try:
+            if rounds < NAP_ROUNDS:
+                os.sched_yield()
+            else:
+                time.sleep(0.0005)
+        finally:
+            self._take_back()

@@ -2,9 +2,13 @@
 
 Who sleeps says so in its own outbox (the SLEEPERS word) before it goes into the kernel; the writer looks there after
 its store. Between the store and the look must be a full fence, else both sides could miss each other (Dekker's
-pattern, the one reordering that x86-64 does): taking and giving back a lock is one locked instruction each. On the
+pattern, the one reordering that x86-64 does): taking a lock is one locked instruction. Should an interrupt leave our
+lock taken, or another thread hold it, a fresh one does the same. On the
 sleeper's side the futex call itself orders its announcement before the kernel's look at the word. Should a wake-up be
 lost all the same, the sleep is timed.
+
+A receive from any source waits for a word of each of several ranks. It sleeps on the BELL word of its own outbox, which
+never changes while it sleeps; a sender that finds BELL set wakes whoever sleeps there. Nobody writes a foreign outbox.
 """
 
 from __future__ import annotations
@@ -12,17 +16,26 @@ from __future__ import annotations
 import threading
 
 from ..memory.signals import futex_wake
-from .outbox import SLEEPERS, Outboxes
+from .outbox import BELL, SLEEPERS, Outboxes
 
 _fence = threading.Lock()
+_take, _give_back = _fence.acquire, _fence.release
 
 
 def publish_word(box: Outboxes, index: int, value: int) -> None:
     """Store `value` in word `index` of this rank's outbox and wake the peers' waiters."""
     box.own[index] = value
-    with _fence:
-        pass
+    if _take(False):
+        _give_back()
+    else:
+        threading.Lock().acquire(False)
     for words in box.peer_words:
         if words[SLEEPERS]:
             futex_wake(box.own_address + 8 * index)
             return
+
+
+def ring(box: Outboxes, peer: int) -> None:
+    """Wake the receives from any source of `peer`, after a message for it was published."""
+    if box.words[peer][BELL]:
+        futex_wake(box.address[peer] + 8 * BELL)

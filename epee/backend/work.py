@@ -6,12 +6,15 @@ value whatever the future holds and crashes on an empty one, so an error is rais
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import EpeeError
 from .message import ANY, Message
 
 if TYPE_CHECKING:
@@ -57,18 +60,19 @@ class Work(_WorkBase):  # type: ignore[misc]
     """A call on its way (several for a coalesced call with several dtypes).
 
     After an error the tensors are as they were; the group can be used again unless the error says otherwise.
-
-    Attributes:
-        num_ranks: size of the group.
     """
 
     def __init__(self, engine: Engine, ops: list[Driven], outputs: Any) -> None:
         super().__init__()
-        self.num_ranks = engine.box.num_ranks
         self._engine = engine
         self._ops = ops
         self._outputs = outputs
         self._future: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the size of the group."""
+        return self._engine.box.group_size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Drive the call to its end; may be called again, also after it raised.
@@ -77,10 +81,22 @@ class Work(_WorkBase):  # type: ignore[misc]
             timeout: give up waiting (not the call) after this time; None or 0 leaves only the call's own time-out.
         Raises:
             CommTimeoutError: the time has passed. Any other `EpeeError` ended the call itself.
+
+        An exception from a signal handler leaves the request open and waits may be repeated, except inside torch's
+        blocking `send` and `recv`: nobody could wait for that request again, so it is taken back.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        for op in self._ops:
-            self._engine.wait(op, seconds if seconds > 0 else None)
+        try:
+            for op in self._ops:
+                if not op.done or op.error is not None:
+                    self._engine.wait(op, seconds if seconds > 0 else None)
+        except EpeeError:
+            raise
+        except BaseException:
+            if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+                for op in self._ops:
+                    self._engine.take_back(op)
+            raise
         return True
 
     def is_completed(self) -> bool:
@@ -111,8 +127,14 @@ class Work(_WorkBase):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future of the output tensors; the background thread completes it if nobody waits."""
+        """Return a future of the output tensors; the background thread completes it if nobody waits.
+
+        In a callback that runs on that thread (PowerSGD's waits for such a future) the call is driven to its end first.
+        """
         if self._future is None:
+            if self._engine.in_background():
+                with contextlib.suppress(EpeeError):  # the future raises it
+                    self.wait()
             ended: Any = torch.futures.Future()
             self._future = ended.then(self._value)
             last = self._ops[-1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,6 +18,8 @@ import epee
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 HALVES = (torch.float16, torch.bfloat16)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (*HALVES, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (torch.bool, *INTEGERS, *FLOATS, *COMPLEX)
@@ -40,7 +45,7 @@ def reduce_ops(dtype: torch.dtype) -> list[Any]:
     if dtype is torch.bool:
         return [Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR]
     if dtype.is_complex:
-        return [Op.SUM]
+        return [Op.SUM, Op.AVG]
     if dtype.is_floating_point:
         return [Op.SUM, Op.AVG, Op.MIN, Op.MAX, Op.PRODUCT]
     return [Op.SUM, Op.AVG, Op.MIN, Op.MAX, Op.PRODUCT, Op.BAND, Op.BOR, Op.BXOR]
@@ -56,13 +61,20 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0)
         return torch.view_as_complex(real).to(dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    low = 0 if dtype is torch.uint8 else -7
-    return torch.randint(low, 8, shape, generator=generator).to(dtype)
+    info = torch.iinfo(dtype)
+    low, high = max(info.min, -(1 << 60)), min(info.max, 1 << 60)  # the whole range, so that sums leave it
+    return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int64).to(dtype)
 
 
 def reduced(parts: list[torch.Tensor], op: Any) -> torch.Tensor:
-    """Reduce `parts` in rank order: halves in float32 and rounded once, integers wrapping, AVG truncating."""
+    """Reduce `parts` in rank order, apart from the backend.
+
+    Integers: in 64 bits or more, then cut to the dtype (AVG truncates towards zero). Halves: in float32, rounded once.
+    Other floats: step by step in their own dtype.
+    """
     dtype = parts[0].dtype
+    if not (dtype is torch.bool or dtype.is_floating_point or dtype.is_complex):
+        return _reduced_integers(parts, op)
     wide = [part.float() for part in parts] if dtype in HALVES else parts
     steps: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         Op.SUM: torch.add,
@@ -79,12 +91,35 @@ def reduced(parts: list[torch.Tensor], op: Any) -> torch.Tensor:
     total = wide[0].clone()
     for part in wide[1:]:
         total = steps[op](total, part)
-    if op == Op.AVG:
-        if dtype.is_floating_point or dtype.is_complex:
-            total = total / len(parts)
-        else:
-            total = torch.div(total, len(parts), rounding_mode="trunc")
+    if op == Op.AVG and dtype.is_complex:
+        total = torch.view_as_complex(torch.view_as_real(total) / len(parts))
+    elif op == Op.AVG:
+        total = total / len(parts)
     return total.to(dtype)
+
+
+_NUMPY: dict[Any, Callable[[Any, Any], Any]] = {
+    Op.SUM: operator.add,
+    Op.AVG: operator.add,
+    Op.PRODUCT: operator.mul,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.BAND: operator.and_,
+    Op.BOR: operator.or_,
+    Op.BXOR: operator.xor,
+}
+
+
+def _reduced_integers(parts: list[torch.Tensor], op: Any) -> torch.Tensor:
+    kind = parts[0].numpy().dtype
+    # 64 bits hold everything but the sums and the unsigned values of 64-bit integers; those take Python's own integers
+    wide = object if kind == np.uint64 or (op == Op.AVG and kind.itemsize == 8) else np.int64
+    total = functools.reduce(_NUMPY[op], [np.atleast_1d(part.numpy().astype(wide)) for part in parts])
+    if op == Op.AVG:
+        total = np.where(total < 0, -1, 1) * (abs(total) // len(parts))
+    if wide is object:
+        total = np.array([int(value) & ((1 << 64) - 1) for value in total.reshape(-1)], dtype=np.uint64)
+    return torch.from_numpy(total.astype(kind)).reshape(parts[0].shape)
 
 
 class Placed:

@@ -143,14 +143,17 @@ def op_timeout(rank: int, num_ranks: int, folder: str, length: int) -> None:
     y = torch.ones(2)
     if rank == 0:
         time.sleep(0.5)
-    dist.barrier() if rank == 0 else _patiently(dist.barrier)
+    dist.barrier() if rank == 0 else _patient_barrier()
     dist.all_reduce(y)
     assert y.tolist() == [2.0, 2.0]
     dist.destroy_process_group()
 
 
-def _patiently(call: Any) -> None:
-    call(timeout=timedelta(seconds=10))
+def _patient_barrier() -> None:
+    options = torch._C._distributed_c10d.BarrierOptions()  # torch 2.11's dist.barrier takes no time-out
+    options.timeout = timedelta(seconds=10)
+    group: Any = dist.group.WORLD
+    group.barrier(options).wait()
 
 
 @pytest.mark.parametrize("length", [4, 50_000, 500_000])

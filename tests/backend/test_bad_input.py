@@ -63,6 +63,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "no tensor": (lambda n: group().allreduce([]).wait(), "one tensor per call"),
     "BAND on floats": (lambda n: dist.all_reduce(ones(2), op=Op.BAND), "BAND does not exist"),
     "SUM of bool": (lambda n: dist.all_reduce(ones(2).bool(), op=Op.SUM), "SUM does not exist"),
+    "SUM of float8": (lambda n: dist.all_reduce(ones(2).to(torch.float8_e4m3fn)), "it has: none"),
     "MAX of complex": (lambda n: group().reduce([ones(2, dtype=torch.complex64)], options("ReduceOptions", reduceOp=Op.MAX)).wait(), "MAX does not exist"),
     "PREMUL_SUM": (lambda n: dist.all_reduce(ones(2), op=torch._C._distributed_c10d._make_nccl_premul_sum(2.0)), "PREMUL_SUM does not exist"),
     "root out of range": (lambda n: group().broadcast([ones(2)], options("BroadcastOptions", rootRank=n)).wait(), "root"),
@@ -123,6 +124,78 @@ def test_bad_arguments_are_refused_by_name_and_the_group_works_on(num_ranks: int
         assert set(told) == set(wanted)
         for name, text in told.items():
             assert wanted[name].replace("\\", "") in text, f"{name}: {text!r}"
+
+
+def test_a_tensor_on_another_device_is_refused_in_words() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from epee.backend.tensors import carrier_of
+
+    with FakeTensorMode(), pytest.raises(UnsupportedError, match=r"input lies on cuda:0.*\.cpu\(\)"):
+        carrier_of(torch.empty(2, device="cuda:0"), "input")
+
+
+def odd_places(rank: int, num_ranks: int) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        raw = bytearray(8 * 2000 + 1)
+        x = torch.frombuffer(raw, dtype=dtype, offset=1, count=2000)
+        x.copy_(torch.arange(2000) % 7 + rank)
+        assert x.data_ptr() % 8 == 1 or x.data_ptr() % 2 == 1
+        dist.all_reduce(x)
+        assert torch.equal(x, ((torch.arange(2000) % 7) * num_ranks + sum(range(num_ranks))).to(dtype))
+        cases.all_gather_single(
+            torch.frombuffer(bytearray(8 * 4000 + 1), dtype=dtype, offset=1, count=2000 * num_ranks), x
+        )
+
+
+def test_tensors_at_odd_addresses_are_served() -> None:
+    run_ranks(odd_places, 2, backend="epee")
+
+
+def from_a_callback(rank: int, num_ranks: int) -> None:
+    x, y = ones(2), ones(3)
+    inner: list[Any] = []
+    dist.all_reduce(x, async_op=True).get_future().then(
+        lambda _: inner.append(dist.all_reduce(y, async_op=True))
+    ).wait()
+    inner[0].wait()
+    assert x.tolist() == [num_ranks] * 2
+    assert y.tolist() == [num_ranks] * 3
+
+    z = ones(4)
+    first = dist.all_reduce(x, async_op=True).get_future()
+    chain = first.then(lambda _: dist.all_reduce(z, async_op=True).get_future().wait()[0] * 2)
+    assert chain.wait().tolist() == [2 * num_ranks] * 4
+    bad = dist.all_reduce(x, async_op=True).get_future()
+    bad = bad.then(lambda _: dist.all_reduce(ones(1 + rank), async_op=True).get_future().wait())
+    with pytest.raises(RuntimeError, match="disagree"):
+        bad.wait()
+    dist.barrier()
+
+
+def test_a_callback_of_a_future_may_start_a_call() -> None:
+    run_ranks(from_a_callback, 2, backend="epee")
+
+
+def torch_refuses(rank: int, num_ranks: int) -> list[Any]:
+    """What torch refuses on one rank never reaches us: that rank is one call behind (docs/limits.md)."""
+    told: list[Any] = []
+    for call in (
+        lambda: dist.gather(ones(1), None, dst=0),  # rank 0: ValueError, and no call; rank 1: call 1
+        lambda: dist.all_reduce(ones(1)),  # rank 0: call 1; rank 1: call 2
+    ):
+        try:
+            call()
+            told.append("returned")
+        except (ValueError, RuntimeError) as exc:
+            told.append(type(exc).__name__)
+        if rank == 1 and told[-1] == "MismatchError":
+            break
+    return told
+
+
+def test_what_torch_refuses_on_one_rank_shifts_it_as_the_limits_say() -> None:
+    assert run_ranks(torch_refuses, 2, backend="epee") == [["ValueError", "MismatchError"], ["MismatchError"]]
 
 
 def interleaved_outputs(rank: int, num_ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,8 @@ def copies(rank: int, num_ranks: int, dtype: torch.dtype, shape: tuple[int, ...]
         x.check(values(root, shape, dtype, s), f"broadcast from {root} {what}")
 
         outs = [Placed(zeros, strided) for _ in range(num_ranks)] if rank == root else []
-        dist.gather(values(rank, shape, dtype, s), [o.tensor for o in outs] or None, dst=root)
+        part = Placed(values(rank, shape, dtype, s), strided).tensor
+        dist.gather(part, [o.tensor for o in outs] or None, dst=root)
         for r, out in enumerate(outs):
             out.check(values(r, shape, dtype, s), f"gather to {root} {what}")
 
@@ -126,9 +128,50 @@ def everything(rank: int, num_ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.timeout(180)  # five seconds, but much work for a machine that is busy
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_operation_equals_its_closed_form(num_ranks: int, tmp_path: Path) -> None:
-    run_ranks(everything, num_ranks, str(tmp_path), backend=None, timeout_s=55)
+    run_ranks(everything, num_ranks, str(tmp_path), backend=None, timeout_s=170)
+
+
+def other_dtypes(rank: int, num_ranks: int, folder: str) -> None:
+    """What torch and gloo hardly serve: unsigned integers above 8 bits, and float8, which is only copied."""
+    init(rank, num_ranks, folder, staging_bytes=64 << 10)
+    for shape in ((), (0,), (5,), (3, 4)):
+        for strided in (False, True):
+            for dtype in cases.UNSIGNED:
+                reductions(rank, num_ranks, dtype, shape, strided)
+            for dtype in (*cases.UNSIGNED, *cases.FLOAT8):
+                copies(rank, num_ranks, dtype, shape, strided)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_unsigned_and_float8_dtypes_equal_their_closed_forms(num_ranks: int, tmp_path: Path) -> None:
+    run_ranks(other_dtypes, num_ranks, str(tmp_path), backend=None)
+
+
+def means(rank: int, num_ranks: int) -> None:
+    for dtype in (*cases.INTEGERS[:-1], *cases.UNSIGNED[:-1]):  # all but 64 bits
+        info = torch.iinfo(dtype)
+        x = torch.tensor([info.max, info.min, info.max if rank else info.min], dtype=dtype)
+        y = x.clone()
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        both = info.max * (num_ranks - 1) + info.min
+        mean = abs(both) // num_ranks * (1 if both >= 0 else -1)  # towards zero
+        assert x.tolist() == [info.max, info.min, mean], dtype
+        out = torch.zeros(3, dtype=dtype)
+        dist.reduce_scatter(out, [y.clone() for _ in range(num_ranks)], op=dist.ReduceOp.AVG)
+        assert out.tolist() == x.tolist()
+    negative = torch.tensor([-1, -3, 1, 3], dtype=torch.int64) if rank == 0 else torch.zeros(4, dtype=torch.int64)
+    dist.all_reduce(negative, op=dist.ReduceOp.AVG)
+    assert negative.tolist() == [0, -(3 // num_ranks), 0, 3 // num_ranks]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_mean_of_integers_does_not_wrap_and_truncates_towards_zero(num_ranks: int) -> None:
+    run_ranks(means, num_ranks, backend="epee")
 
 
 def default_staging(rank: int, num_ranks: int, folder: str) -> None:
@@ -347,3 +390,24 @@ def over_two_to_the_31(rank: int, num_ranks: int) -> None:
 @pytest.mark.timeout(180)
 def test_more_than_two_to_the_31_elements_work() -> None:
     run_ranks(over_two_to_the_31, 2, backend="epee", timeout_s=170)
+
+
+def sums_and_messages_over_two_to_the_31(rank: int, num_ranks: int) -> None:
+    length = (1 << 31) + 5
+    x = torch.zeros(length, dtype=torch.uint8)
+    x[-1], x[length // 2], x[1 << 31] = 7, 3, rank + 1
+    dist.all_reduce(x)  # in place, in rounds, through a private copy
+    assert [x[i].item() for i in (0, length // 2, 1 << 31, -1)] == [0, 6, 3, 14]
+    if rank == 0:
+        dist.send(x, 1)
+    else:
+        y = torch.empty(length, dtype=torch.uint8)
+        dist.recv(y, 0)
+        assert torch.equal(x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif("HUGE_TESTS" not in os.environ, reason="10 GiB of memory and a minute: set HUGE_TESTS=1 to run it")
+def test_sums_and_messages_of_more_than_two_to_the_31_elements_work() -> None:
+    run_ranks(sums_and_messages_over_two_to_the_31, 2, backend="epee", timeout_s=290)

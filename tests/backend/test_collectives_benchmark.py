@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import collectives
+for _name in ("typer", "rich", "matplotlib"):
+    pytest.importorskip(_name, reason=f"the benchmark needs {_name}; the backend does not")
+
+from benchmarks import collectives  # noqa: E402
 
 
 @pytest.mark.filterwarnings("default")  # torch 2.13 warns of its older names

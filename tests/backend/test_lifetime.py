@@ -277,8 +277,8 @@ def test_an_idle_group_uses_no_cpu() -> None:
         assert share < 0.005, f"{100 * share:.2f} % of a core"
 
 
-def waiting_message(rank: int, num_ranks: int) -> float:
-    work = dist.irecv(torch.ones(1), 1 - rank)
+def waiting_message(rank: int, num_ranks: int, any_source: bool) -> float:
+    work = dist.irecv(torch.ones(1), None if any_source else 1 - rank)
     time.sleep(0.2)
     before = time.process_time()
     time.sleep(1.5)
@@ -289,8 +289,9 @@ def waiting_message(rank: int, num_ranks: int) -> float:
     return share
 
 
-def test_an_open_receive_does_not_spin() -> None:
-    for share in run_ranks(waiting_message, 2, backend="epee"):
+@pytest.mark.parametrize("any_source", [False, True])
+def test_an_open_receive_does_not_spin(any_source: bool) -> None:
+    for share in run_ranks(waiting_message, 2, any_source, backend="epee"):
         assert share < 0.05, f"{100 * share:.1f} % of a core"
 
 

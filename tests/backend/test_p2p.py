@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.errors import CommTimeoutError, MismatchError
+from epee.errors import CommTimeoutError, MismatchError, ProtocolError
 from tests.harness import run_ranks
 
 from . import cases
@@ -267,3 +267,49 @@ def cancelled_send(rank: int, num_ranks: int, folder: str) -> None:
 
 def test_a_send_that_timed_out_half_way_is_skipped_by_the_receiver(tmp_path: object) -> None:
     run_ranks(cancelled_send, 2, str(tmp_path), backend=None)
+
+
+FLOAT32 = 13 | 9 << 6 | 9 << 12  # the signature of point_to_point of float32 without its count
+
+
+def lying_header(rank: int, num_ranks: int, lie: dict[int, int], tag: int) -> str:
+    """Rank 0's first header holds `lie` (position -> value); rank 1 gets an error and nothing is written."""
+    from epee.backend import sending
+
+    if rank == 0:
+
+        class Liar:
+            def pack_into(self, words: memoryview, offset: int, *values: int) -> None:
+                told = [lie.get(position, value) for position, value in enumerate(values)]
+                real.pack_into(words, offset, *told)
+
+        real, sending._HEADER = sending._HEADER, Liar()  # type: ignore[assignment]
+        work = dist.isend(torch.ones(4), 1, tag=1)
+        dist.barrier()
+        assert not work.is_completed()
+        return "rank 0"
+    x = torch.full((4,), 7.0)
+    with pytest.raises(ProtocolError) as caught:
+        dist.recv(x, 0, tag=tag)
+    assert x.tolist() == [7.0] * 4
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lie", "tag"),
+    [
+        ({0: 1 << 63}, 1),  # number of the message
+        ({0: 2}, 1),
+        ({0: 1 << 63}, 0),  # the same, no receive wants it
+        ({2: FLOAT32 | (1 << 38) << 23, 3: 1 << 40}, 0),  # more than the machine has, consistently
+        ({3: 1 << 63}, 0),  # total bytes that do not fit the count
+        ({3: 17}, 0),
+        ({2: 13 | 63 << 6 | 9 << 12 | 4 << 23}, 0),  # a dtype that does not exist
+        ({4: 1 << 62}, 1),  # bytes of the fragment
+        ({4: 0}, 1),
+        ({5: 7}, 1),  # kind
+    ],
+)
+def test_a_header_that_cannot_be_right_is_refused_before_it_is_used(lie: dict[int, int], tag: int) -> None:
+    assert "rank 0" in run_ranks(lying_header, 2, lie, tag, backend="epee")[1]

@@ -161,6 +161,11 @@ def compiled(rank: int, num_ranks: int, backend: str) -> None:
     quiet()
     import torch.distributed._functional_collectives as fc
 
+    if backend == "inductor":  # on a cold cache its search for vector units builds and starts programs for a minute
+        from torch._inductor import config, cpu_vec_isa
+
+        cpu_vec_isa.valid_vec_isa_list = list
+        config.fx_graph_cache = False  # which may hold programs for vector units
     group = dist.group.WORLD
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +76,7 @@ def healthy(rank: int, num_ranks: int, folder: str, backend: str) -> None:
     x = torch.ones(3)
     work = dist.all_reduce(x, async_op=True)
     assert pg.get_local_success(work)
-    assert pg.get_failed_ranks_hint(work).tolist() == [0, 0]
+    assert pg.get_failed_ranks_hint(work).tolist() == [0, 0, 0, 0]
     assert x.tolist() == [2.0] * 3
     assert pg.get_peer_state(group, [1, 0]) == [True, True]
     assert pg.get_active_ranks(group).tolist() == [1, 1, 0, 0]
@@ -92,8 +94,12 @@ def healthy(rank: int, num_ranks: int, folder: str, backend: str) -> None:
     pg.extend_group_size_to(group, 2)
     with pytest.raises(InvalidArgument, match="3"):
         pg.extend_group_size_to(group, 3)
+    assert pg.get_peer_state(group, [2, 1, 63]) == [False, True, False]
+    for nonsense in (-1, 64):
+        with pytest.raises(InvalidArgument, match="ranks"):
+            pg.get_peer_state(group, [nonsense])
     with pytest.raises(InvalidArgument, match="ranks"):
-        pg.get_peer_state(group, [2])
+        pg.activate_ranks(group, [2])
     bad = dist.all_reduce(torch.ones(1 + rank), async_op=True)
     assert not pg.get_local_success(bad)
     dist.barrier()
@@ -124,6 +130,88 @@ def test_a_lost_rank_is_reported_and_not_pretended_away() -> None:
     run_ranks(lost, 2, backend="epee")
 
 
+def reused_options(rank: int, num_ranks: int, folder: str) -> None:
+    options = pg.MooncakeBackendOptions(num_ranks)
+    timed = pg.MooncakeBackendOptions(num_ranks)
+    timed.op_timeout_s = 7.0
+    for number, (given, value, wanted) in enumerate(
+        [(options, 20_000_000, 20.0), (options, 3_000_000, 3.0), (None, 4_000_000, 4.0), (timed, 5_000_000, 7.0)]
+    ):
+        pg.set_collective_timeout_us(value)
+        store = dist.FileStore(f"{folder}/store{number}", num_ranks)
+        dist.init_process_group("mooncake", store=store, rank=rank, world_size=num_ranks, pg_options=given)
+        group: Any = dist.group.WORLD
+        assert group._engine.timeout_s == wanted
+        assert options.op_timeout_s == 0.0, "the user's options were written to"
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_options_that_were_used_stay_as_they_are(tmp_path: Path) -> None:
+    run_ranks(reused_options, 2, str(tmp_path), backend=None)
+
+
+def refused_here(rank: int, num_ranks: int, folder: str) -> str:
+    if rank == 1:
+        os.environ["EPEE_STAGING_BYTES"] = "7"  # no options are given, so ours are made inside
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    with pytest.raises(InvalidArgument if rank == 1 else epee.MismatchError, match="EPEE_STAGING_BYTES") as caught:
+        dist.init_process_group("mooncake-cpu", store=store, rank=rank, world_size=num_ranks)
+    return str(caught.value)
+
+
+def test_an_error_of_one_rank_at_birth_is_told_to_all(tmp_path: Path) -> None:
+    assert "rank 1" in run_ranks(refused_here, 2, str(tmp_path), backend=None)[0]
+
+
+# What seeds and users of Mooncake's Python side import, from `mooncake.pg` and `mooncake.ep` alike.
+NAMES = [
+    "MooncakeBackendOptions",
+    "ProposalStatus",
+    "ProposeViewUpdateResponse",
+    "SyncStatus",
+    "SyncAfterFailureResponse",
+    "get_peer_state",
+    "activate_ranks",
+    "recover_ranks",
+    "deactivate_ranks",
+    "join_group",
+    "sync_after_failure",
+    "get_local_success",
+    "get_failed_ranks_hint",
+    "get_active_ranks",
+    "get_num_synced_ranks",
+    "get_current_epoch",
+    "extend_group_size_to",
+    "set_host_ip",
+    "set_device_filter",
+    "get_preferred_hca",
+    "set_collective_timeout_us",
+    "set_p2p_timeout_us",
+    "set_fault_reconciliation_window_us",
+    "set_transfer_engine",
+]
+
+
+@pytest.mark.parametrize("module", ["pg", "ep"])
+def test_every_name_of_mooncake_exists_and_is_documented(module: str) -> None:
+    offered = importlib.import_module(f"epee.compat.mooncake.{module}")
+    text = (Path(__file__).parents[2] / "docs" / "backend.md").read_text()
+    for name in NAMES:
+        assert callable(getattr(offered, name))
+        assert name in offered.__all__
+        assert offered.__all__.count(name) == 1
+        assert getattr(offered, name).__doc__
+        assert f"`{name}`" in text, f"{name} is not in docs/backend.md"
+    assert {*offered.__all__} - {*NAMES} == ({"Buffer"} if module == "ep" else set())
+    for enum, members in (
+        ("ProposalStatus", ["Rejected", "Applied", "AppliedWithDroppedRanks"]),
+        ("SyncStatus", ["Reconciled", "NoPending", "Rejected"]),
+    ):
+        assert [member.name for member in getattr(offered, enum)] == members
+    assert {"mooncake", "mooncake-cpu"} <= {name.lower() for name in dist.Backend._plugins}
+
+
 def test_the_network_names_have_a_defined_answer_without_a_nic() -> None:
     pg.set_host_ip("10.0.0.1")
     pg.set_host_ip("::1")
@@ -134,7 +222,11 @@ def test_the_network_names_have_a_defined_answer_without_a_nic() -> None:
         pg.set_device_filter("mlx5_0")
     pg.set_device_filter(["no such device"])
     assert pg.get_preferred_hca() == ""
+    for where in ((), ("cpu:0",), (None, "cuda:1")):
+        assert pg.get_preferred_hca(*where) == ""
     pg.set_device_filter([])
+    assert isinstance(pg.get_preferred_hca(), str)
+    pg.set_transfer_engine(None)
 
 
 @pytest.mark.parametrize("setter", [pg.set_collective_timeout_us, pg.set_p2p_timeout_us])

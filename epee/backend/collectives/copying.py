@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ...memory.layout import align_up
 from ..operation import Plan
-from ..outbox import ALIGN_BYTES, Outboxes
+from ..outbox import Outboxes
 from ..tensors import Array
 from .rounds import cut, lay_out
+from .segments import Segmented
 
 
 class Barrier(Plan):
@@ -77,51 +77,14 @@ class Spread(Plan):
             sink.finish()
 
 
-class Scatter(Plan):
+class Scatter(Segmented):
     """`root` puts one segment per rank; rank r copies segment r into `sink.array`."""
 
     def __init__(
         self, name: str, signature: int, segments: Sequence[Array], root: int, sink: Any, box: Outboxes
     ) -> None:
-        super().__init__(name, signature)
-        self._segments = segments
+        super().__init__(name, signature, segments, sink, box, puts=root == box.rank)
         self._root = root
-        self._sink = sink
-        self._rank = box.rank
-        out: Array = sink.array
-        rounds = cut(len(out), out.itemsize * box.num_ranks, box.staging_bytes)
-        self._length = rounds.length
-        if rounds.num_rounds == 1:
-            self._length = align_up(rounds.length * out.itemsize, ALIGN_BYTES) // out.itemsize
-        self._private = np.empty(len(out), out.dtype) if rounds.private else None
-        lay_out(self, rounds, self._length * out.itemsize * box.num_ranks, 0, puts=root == box.rank)
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
-        """Write round `k` of every other rank's segment, `_length` elements apart."""
-        dtype = self._sink.array.dtype
-        view = box.views(dtype)[self._rank]
-        place = offset // dtype.itemsize
-        for rank, segment in enumerate(self._segments):
-            part = segment[k * self._length : (k + 1) * self._length]
-            if rank != self._rank and len(part):
-                start = place + rank * self._length
-                view[start : start + len(part)] = part
-
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
-        """Copy round `k` of this rank's segment."""
-        out: Array = self._sink.array if self._private is None else self._private
-        first, last = k * self._length, min((k + 1) * self._length, len(out))
-        if first >= last:
-            return
-        if self._rank == self._root:
-            out[first:last] = self._segments[self._rank][first:last]
-            return
-        place = offsets[self._root] // out.itemsize + self._rank * self._length
-        out[first:last] = box.views(out.dtype)[self._root][place : place + last - first]
-
-    def commit(self) -> None:
-        """Move private results into the tensor."""
-        if self._private is not None:
-            self._sink.array[...] = self._private
-            self._private = None
-        self._sink.finish()
+    def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:
+        out[...] = self._part(box, self._root, offsets, out, first)

@@ -21,6 +21,7 @@ from ..outbox import ALIGN_BYTES, Outboxes
 from ..reduce import Reducer
 from ..tensors import Array
 from .rounds import cut, lay_out
+from .segments import Segmented
 
 ONE_STEP_BYTES = 256 << 10
 
@@ -130,55 +131,14 @@ class AllReduce(Plan):
             self._sink.finish()
 
 
-class ReduceScatter(Plan):
+class ReduceScatter(Segmented):
     """Reduce segment r of all ranks into `sink.array` of rank r. `segments` are this rank's, one per rank."""
 
     def __init__(
         self, name: str, signature: int, segments: Sequence[Array], sink: Any, reducer: Reducer, box: Outboxes
     ) -> None:
-        super().__init__(name, signature)
-        self._segments = segments
-        self._sink = sink
+        super().__init__(name, signature, segments, sink, box, puts=box.num_ranks > 1)
         self._reducer = reducer
-        self._rank = box.rank
-        out: Array = sink.array
-        rounds = cut(len(out), out.itemsize * box.num_ranks, box.staging_bytes)
-        self._length = align_up(min(rounds.length, max(len(out), 1)) * out.itemsize, ALIGN_BYTES) // out.itemsize
-        self._private = np.empty(len(out), out.dtype) if rounds.private else None
-        if rounds.num_rounds > 1:
-            self._length = rounds.length
-        lay_out(self, rounds, self._length * out.itemsize * box.num_ranks, 0, puts=box.num_ranks > 1)
 
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
-        """Write round `k` of every other rank's segment, `_length` elements apart."""
-        dtype = self._sink.array.dtype
-        view = box.views(dtype)[self._rank]
-        place = offset // dtype.itemsize
-        first = k * self._length
-        for rank, segment in enumerate(self._segments):
-            part = segment[first : first + self._length]
-            if rank != self._rank and len(part):
-                start = place + rank * self._length
-                view[start : start + len(part)] = part
-
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
-        """Reduce round `k` of this rank's segment."""
-        out: Array = self._sink.array if self._private is None else self._private
-        first, last = k * self._length, min((k + 1) * self._length, len(out))
-        if first >= last:
-            return
-        parts = []
-        for rank, view in enumerate(box.views(out.dtype)):
-            if rank == self._rank:
-                parts.append(self._segments[rank][first:last])
-            else:
-                place = offsets[rank] // out.itemsize + self._rank * self._length
-                parts.append(view[place : place + last - first])
-        self._reducer.reduce(parts, out[first:last])
-
-    def commit(self) -> None:
-        """Move private results into the tensor."""
-        if self._private is not None:
-            self._sink.array[...] = self._private
-            self._private = None
-        self._sink.finish()
+    def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:
+        self._reducer.reduce([self._part(box, rank, offsets, out, first) for rank in range(box.num_ranks)], out)

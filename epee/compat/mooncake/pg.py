@@ -9,6 +9,7 @@ is rejected with a reason (never pretended).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from ...backend import BackendOptions, create, register
 from ...backend import network as _network
+from ...backend.options import MAX_RANKS
 from ...errors import InvalidArgument
 from .responses import ProposalStatus, ProposeViewUpdateResponse, SyncAfterFailureResponse, SyncStatus
 
@@ -42,12 +44,21 @@ __all__ = [
     "set_fault_reconciliation_window_us",
     "set_host_ip",
     "set_p2p_timeout_us",
+    "set_transfer_engine",
     "sync_after_failure",
 ]
 
 set_host_ip = _network.set_host_ip
 set_device_filter = _network.set_device_filter
-get_preferred_hca = _network.get_preferred_hca
+
+
+def get_preferred_hca(*where: Any) -> str:
+    """Return the RDMA device to use, "" without one; takes `(location)` or, as Mooncake did, `(backend, location)`."""
+    return _network.get_preferred_hca(str(where[-1]) if where else "")
+
+
+def set_transfer_engine(engine: Any) -> None:
+    """Accepted for compatibility: groups on one host share memory and need no transfer engine."""
 
 
 class MooncakeBackendOptions(BackendOptions):
@@ -103,9 +114,18 @@ def _checked(backend: Any, ranks: Sequence[int]) -> list[int]:
 
 
 def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
-    """Return for each rank whether it takes part, as seen from here; no communication."""
-    mask = backend.active_ranks()
-    return [bool(mask[rank]) for rank in _checked(backend, ranks)]
+    """Return for each rank whether it takes part, as seen from here; no communication.
+
+    A rank beyond the present size, which may come later, does not.
+
+    Raises:
+        InvalidArgument: a rank that no group can have, below 0 or above 63.
+    """
+    mask = backend.active_ranks().tolist()
+    bad = [rank for rank in ranks if not 0 <= rank < MAX_RANKS]
+    if bad:
+        raise InvalidArgument(f"ranks must lie in 0 ... {MAX_RANKS - 1}, got {bad}")
+    return [rank < len(mask) and bool(mask[rank]) for rank in ranks]
 
 
 def get_active_ranks(backend: Any) -> torch.Tensor:
@@ -183,10 +203,10 @@ def get_local_success(work: Any) -> bool:
 
 
 def get_failed_ranks_hint(work: Any) -> torch.Tensor:
-    """Wait for `work`; return an int32 tensor `[num_ranks]` with 1 for ranks that it failed because of."""
+    """Wait for `work`; return an int32 tensor `[max_group_size]` with 1 for ranks that it failed because of."""
     get_local_success(work)
     failed = getattr(work.exception(), "ranks", ())
-    hint = torch.zeros(work.num_ranks, dtype=torch.int32)
+    hint = torch.zeros(len(work._engine.mask), dtype=torch.int32)
     hint[list(failed)] = 1
     return hint
 
@@ -221,10 +241,11 @@ def set_fault_reconciliation_window_us(value: int) -> None:
 
 
 def _create(dist_opts: Any, options: Any) -> Any:
-    options = options if options is not None else MooncakeBackendOptions(dist_opts.group_size)
-    if isinstance(options, BackendOptions) and not options.op_timeout_s:
-        options.op_timeout_s = _timeouts_us["collective"] / 1e6
-    return create(dist_opts, options)
+    """Make a group whose calls time out after the collective time-out of this moment; the options stay as they are."""
+    group = create(dist_opts, options, lambda: MooncakeBackendOptions(dist_opts.group_size))
+    if not group.options.op_timeout_s:
+        group.set_timeout(timedelta(microseconds=_timeouts_us["collective"]))
+    return group
 
 
 for _name in ("mooncake", "mooncake-cpu"):

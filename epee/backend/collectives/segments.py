@@ -1,0 +1,68 @@
+"""What scatter and reduce_scatter share: a rank's block holds one segment per destination, read by that rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...memory.layout import align_up
+from ..operation import Plan
+from ..outbox import ALIGN_BYTES, Outboxes
+from ..tensors import Array
+from .rounds import cut, lay_out
+
+
+class Segmented(Plan):
+    """Puts the other ranks' `segments`, `_length` elements apart; results of this rank's own go to `sink.array`."""
+
+    def __init__(
+        self, name: str, signature: int, segments: Sequence[Array], sink: Any, box: Outboxes, puts: bool
+    ) -> None:
+        super().__init__(name, signature)
+        self._segments = segments
+        self._sink = sink
+        self._rank = box.rank
+        out: Array = sink.array
+        rounds = cut(len(out), out.itemsize * box.num_ranks, box.staging_bytes)
+        self._length = rounds.length
+        if rounds.num_rounds == 1:
+            self._length = align_up(rounds.length * out.itemsize, ALIGN_BYTES) // out.itemsize
+        self._private = np.empty(len(out), out.dtype) if rounds.private else None
+        lay_out(self, rounds, self._length * out.itemsize * box.num_ranks, 0, puts)
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Write round `k` of every other rank's segment."""
+        dtype = self._sink.array.dtype
+        view = box.views(dtype)[self._rank]
+        place = offset // dtype.itemsize
+        for rank, segment in enumerate(self._segments):
+            part = segment[k * self._length : (k + 1) * self._length]
+            if rank != self._rank and len(part):
+                start = place + rank * self._length
+                view[start : start + len(part)] = part
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Make round `k` of this rank's result."""
+        out: Array = self._sink.array if self._private is None else self._private
+        first, last = k * self._length, min((k + 1) * self._length, len(out))
+        if first < last:
+            self._make(box, offsets, out[first:last], first)
+
+    def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:
+        """Fill `out`, the elements from `first` on of this rank's result; subclasses say how."""
+
+    def _part(self, box: Outboxes, rank: int, offsets: list[int], out: Array, first: int) -> Array:
+        """Return what `rank` contributes to `out`."""
+        if rank == self._rank:
+            return self._segments[rank][first : first + len(out)]
+        place = offsets[rank] // out.itemsize + self._rank * self._length
+        return box.views(out.dtype)[rank][place : place + len(out)]
+
+    def commit(self) -> None:
+        """Move private results into the tensor."""
+        if self._private is not None:
+            self._sink.array[...] = self._private
+            self._private = None
+        self._sink.finish()

@@ -1,0 +1,85 @@
+"""What an exception from a signal handler leaves of a call, and how the books get in order again.
+
+Python runs signal handlers in the main thread between any two instructions of ours. Whatever comes out of a call passes
+`broken_off` before the lock is given back. It reads the truth from this rank's own outbox (which words were published)
+and from the mailroom's open entry, so it does not matter between which two lines the exception came:
+
+- a collective whose results were being written is finished: its sources stay in the outboxes until this rank says that
+  it is through. The caller gets the exception all the same, with the results complete;
+- any other call that the caller can no longer reach is given up: its tensor is as before, its number is used up, and
+  the peers find its header, or a refusal in its place, or GAVE_UP;
+- a request that the caller still holds (an interrupted `wait`) stays open.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidState
+from .message import Message
+from .operation import Operation, refused
+from .outbox import CONSUMED
+
+if TYPE_CHECKING:
+    from .engine import Driven, Engine
+
+MAX_INTERRUPTS = 100  # in a row, put off while the books are brought in order
+
+
+def broken_off(engine: Engine, exc: BaseException, op: Driven | None = None) -> None:
+    """Bring the books in order when `exc` comes out of a call; give `op` up unless its results are written.
+
+    The call holds the lock or has just given it back; here it is taken if need be, and given back in the end. Further
+    interrupts are put off until that is done; `exc` is the one that the caller sees.
+    """
+    for _ in range(MAX_INTERRUPTS):
+        try:
+            engine.hold()
+            _give_up(engine, exc, op)
+            engine.leave_wholly()
+            return
+        except Exception:
+            engine.leave_wholly()
+            raise
+        except BaseException:  # noqa: BLE001 - put off, see above
+            continue
+
+
+def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
+    if engine.flags:  # whoever closes the group ends what is open
+        if op is not None:
+            op.fail(exc)
+        return
+    settle(engine, op)
+    if isinstance(op, Message):
+        op.fail(exc)
+        engine.mail.cancel(op)
+    elif op is not None and op.seq <= engine.seq:  # else it was not counted yet: it has not begun
+        op.fail(exc)
+    engine.retire_heads()
+
+
+def settle(engine: Engine, op: Driven | None = None) -> None:
+    """Finish what was half done: an entry of the mailroom, a number without a call, results half written.
+
+    Args:
+        engine: its lock is held.
+        op: the call that was interrupted, when the caller knows it.
+    """
+    engine.mail.settle()
+    queue, box = engine.queue, engine.box
+    last = queue[-1].seq if queue else box.own[CONSUMED]
+    if engine.seq > last:  # counted, but neither in the queue nor through
+        if not isinstance(op, Operation) or op.seq != engine.seq:
+            error = InvalidState("the call was interrupted")
+            op = Operation(refused("call", error), engine.seq, box, 0.0)
+            op.fail(error)
+        queue.append(op)
+    for open_op in queue:
+        open_op.resync(box)
+    head = queue[0] if queue else None
+    if head is not None and head.writing and not head.done:
+        try:
+            head.finish(box)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
+            head.fail(exc)

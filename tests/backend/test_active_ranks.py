@@ -1,0 +1,74 @@
+"""The mask of active ranks: the user's tensor, `group.active_ranks()`, and when they learn of a loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epee.errors import PeerError, RankFailedError
+from tests.harness import run_ranks
+
+from . import cases
+
+
+def leaves(rank: int, num_ranks: int, folder: str, how: str) -> list[int]:
+    mask = torch.zeros(4, dtype=torch.int32)
+    cases.init(rank, num_ranks, folder, active_ranks=mask, max_group_size=4)
+    group: Any = dist.group.WORLD
+    assert mask.tolist() == [1, 1, 1, 0]
+    dist.all_reduce(torch.ones(2))
+    assert mask.tolist() == [1, 1, 1, 0]
+    assert group.active_ranks().tolist() == [1, 1, 1]
+    dist.barrier()
+    if rank == 1:
+        group.shutdown()
+        return mask.tolist()
+    x = torch.ones(3)
+    if how == "asked":
+        deadline = time.monotonic() + 20
+        while group.active_ranks()[1] and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert group.active_ranks().tolist() == [1, 0, 1]
+    elif how == "future":
+        with pytest.raises(RuntimeError, match=r"left the group|process has ended"):
+            dist.all_reduce(x, async_op=True).get_future().wait()  # the background thread meets the loss
+    else:
+        call = {
+            "sync": lambda: dist.all_reduce(x),
+            "async": lambda: dist.all_reduce(x, async_op=True).wait(),
+            "recv": lambda: dist.recv(x, 1),
+        }[how]
+        with pytest.raises(PeerError):
+            call()
+    assert x.tolist() == [1.0] * 3
+    return mask.tolist()
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "future", "recv", "asked"])
+def test_a_rank_that_left_gets_its_zero_in_the_users_tensor(tmp_path: Path, how: str) -> None:
+    told = run_ranks(leaves, 3, str(tmp_path), how, backend=None)
+    assert told[0] == told[2] == [1, 0, 1, 0]
+
+
+def killed(rank: int, num_ranks: int, folder: str) -> None:
+    mask = torch.ones(3, dtype=torch.int32)
+    cases.init(rank, num_ranks, folder, active_ranks=mask)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankFailedError):
+        dist.all_reduce(torch.ones(2))
+    Path(f"{folder}/{rank}").write_text(str(mask.tolist()))
+
+
+def test_a_killed_rank_gets_its_zero_in_the_users_tensor(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(killed, 3, str(tmp_path), backend=None)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[1, 1, 0]"] * 2

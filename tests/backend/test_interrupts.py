@@ -1,0 +1,433 @@
+"""Exceptions from signal handlers: between any two lines of a call, in commits, in waits, and handlers that abort.
+
+`Interrupt` raises `KeyboardInterrupt` before the n-th line that the backend runs, so a test can go through all of them,
+one after the other. After each, both ranks must be in step, no tensor half written, and no message lost or doubled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee.backend
+from epee.errors import AbortedError, CommTimeoutError, InvalidState, MismatchError, PeerError
+from tests.harness import run_ranks
+
+from . import cases
+
+_FOLDER = str(Path(epee.backend.__file__).parent)
+_FRONT = ("group.py", "work.py", "calls.py")  # above the engine: nothing is begun there
+
+
+class Interrupt:
+    """Runs code and raises `KeyboardInterrupt` before its `at`-th line in the backend (below its front)."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.where = ""
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(_FOLDER) or name.endswith(_FRONT):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._trace
+
+    def run(self, call: Callable[[], Any]) -> bool:
+        """True when the call was interrupted; other errors of the backend pass."""
+        sys.settrace(self._trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        except (MismatchError, PeerError):
+            pass
+        finally:
+            sys.settrace(None)
+        return False
+
+
+def in_step(number: int, more: bool = True) -> bool:
+    """Check that all ranks are at the same call; returns rank 0's `more`."""
+    x = torch.tensor([float(number), float(more)])
+    dist.all_reduce(x, op=dist.ReduceOp.MIN)
+    y = torch.tensor([float(number)])
+    dist.all_reduce(y, op=dist.ReduceOp.MAX)
+    assert x[0].item() == y[0].item() == number, f"out of step: {x[0].item()}, {y[0].item()}, {number}"
+    return bool(x[1].item())
+
+
+def _collective(kind: str, x: torch.Tensor) -> Callable[[], Any]:
+    if kind == "all_to_all":
+        source = x.clone()
+        return lambda: dist.all_to_all_single(x, source)
+    if kind == "async":
+        return lambda: dist.all_reduce(x, async_op=True).wait()
+    if kind == "strided":
+        return lambda: dist.all_reduce(x[::2])
+    return lambda: dist.all_reduce(x)
+
+
+def _sane(x: torch.Tensor, old: float, kind: str, where: str) -> bool:
+    """The tensor is as it was or complete; returns which."""
+    if kind == "strided":
+        assert (x[1::2] == old).all()
+        x = x[::2]
+    new = torch.full_like(x, 3.0)
+    if kind == "all_to_all":
+        new[: len(x) // 2], new[len(x) // 2 :] = 1.0, 2.0
+    assert torch.equal(x, torch.full_like(x, old)) or torch.equal(x, new), f"half written: {where}"
+    return torch.equal(x, new)
+
+
+def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int, stride: int, pause_s: float) -> int:
+    cases.init(rank, num_ranks, folder, staging_bytes=1 << 16, timeout_s=5)
+    engine = dist.group.WORLD._engine
+    at, more = 1, True
+    while more:
+        x = torch.full((count,), rank + 1.0)
+        call = _collective(kind, x)
+        if rank == 0:
+            seq, interrupt = engine.seq, Interrupt(at)
+            more = interrupt.run(call)
+            if more and engine.seq == seq:  # it had not begun
+                assert not _sane(x, 1.0, kind, interrupt.where)
+                call()
+            elif not more:
+                assert _sane(x, 1.0, kind, "not interrupted")
+            _sane(x, 1.0, kind, interrupt.where)
+        else:
+            time.sleep(pause_s)
+            try:
+                call()
+            except (MismatchError, PeerError):
+                assert not _sane(x, 2.0, kind, "error")
+            assert _sane(x, 2.0, kind, "peer") or True
+        more = in_step(at, more)
+        at += stride
+    assert not engine._lock._is_owned()
+    assert not engine._asleep
+    dist.destroy_process_group()
+    return at
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "stride", "pause_s"),
+    [
+        ("all_reduce", 4, 1, 0.0),
+        ("all_reduce", 4, 3, 0.004),  # long enough for rank 0 to yield and sleep
+        ("strided", 6, 1, 0.0),
+        ("async", 4, 1, 0.002),
+        ("all_to_all", 4, 1, 0.0),
+        ("all_reduce", 24_000, 3, 0.0),  # two steps, all rounds in staging
+        ("all_reduce", 90_000, 7, 0.0),  # rounds reuse the staging
+        ("all_to_all", 120_000, 7, 0.0),
+    ],
+)
+def test_an_interrupt_before_any_line_of_a_collective(
+    tmp_path: Path, kind: str, count: int, stride: int, pause_s: float
+) -> None:
+    lines = run_ranks(at_every_line, 2, str(tmp_path), kind, count, stride, pause_s, backend=None, timeout_s=55)
+    assert min(lines) > 40, "hardly a line was tried"
+
+
+def receive_at_every_line(rank: int, num_ranks: int, source: int | None, count: int, stride: int) -> int:
+    at, more = 1, True
+    while more:
+        x = torch.full((count,), -1.0)
+        if rank == 0:
+            interrupt = Interrupt(at)
+            more = interrupt.run(lambda x=x: dist.recv(x, source))
+            assert x.unique().numel() == 1, f"half received: {interrupt.where}"
+            if x[0].item() < 0:
+                dist.recv(x, source)
+            assert x.unique().tolist() == [float(at)], f"lost or doubled: {interrupt.where}"
+        else:
+            dist.send(x.fill_(float(at)), 0)
+        more = in_step(at, more)
+        at += stride
+    return at
+
+
+@pytest.mark.parametrize(("source", "count", "stride"), [(1, 4, 1), (None, 4, 1), (1, 70_000, 1), (1, 4_500_000, 97)])
+def test_an_interrupted_receive_neither_takes_nor_loses_a_message(source: int | None, count: int, stride: int) -> None:
+    lines = run_ranks(receive_at_every_line, 2, source, count, stride, backend="epee", timeout_s=55)
+    assert min(lines) > 40
+
+
+def send_at_every_line(rank: int, num_ranks: int, count: int, stride: int) -> int:
+    """The receiver accepts whether an interrupted message comes; what comes is whole, in order, and never twice."""
+    at, more, last = 1, True, 0.0
+    while more:
+        x = torch.full((count,), float(2 * at))
+        if rank == 0:
+            more = Interrupt(at).run(lambda x=x: dist.send(x, 1))
+            dist.send(torch.full((count,), 2.0 * at + 1), 1)
+        else:
+            dist.recv(x.fill_(-1), 0)
+            assert x.unique().tolist() == [x[0].item()]
+            if x[0].item() == 2 * at:
+                dist.recv(x, 0)
+            assert x.unique().tolist() == [2.0 * at + 1]
+            assert x[0].item() > last
+            last = x[0].item()
+        more = in_step(at, more)
+        at += stride
+    return at
+
+
+@pytest.mark.parametrize(("count", "stride"), [(4, 1), (70_000, 1), (4_500_000, 199)])
+def test_an_interrupted_send_arrives_whole_or_not_at_all(count: int, stride: int) -> None:
+    assert min(run_ranks(send_at_every_line, 2, count, stride, backend="epee", timeout_s=55)) > 40
+
+
+class _Alarm:
+    """Real signals at random moments; the handler raises once when armed."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        signal.signal(signal.SIGALRM, self._ring)
+
+    def _ring(self, *_: Any) -> None:
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+    def run(self, call: Callable[[], Any], after_s: float) -> bool:
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        self.armed = True
+        try:
+            call()
+            self.armed = False
+        except KeyboardInterrupt:
+            return True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return False
+
+
+def real_signals(rank: int, num_ranks: int) -> int:
+    engine = dist.group.WORLD._engine
+    hits = 0
+    alarm = _Alarm() if rank == 0 else None
+    for number in range(1, 400):
+        x = torch.full((1 + number % 3 * 60_000,), rank + 1.0)
+        kind = ("all_reduce", "async")[number % 2]
+        call = _collective(kind, x)
+        if alarm is not None:
+            seq = engine.seq
+            hit = alarm.run(call, 10e-6 + 3e-6 * (number % 97))
+            hits += hit
+            if hit and engine.seq == seq:
+                call()
+        else:
+            try:
+                call()
+            except (MismatchError, PeerError):
+                assert not _sane(x, 2.0, kind, "error")
+        _sane(x, rank + 1.0, kind, "")
+        in_step(number)
+    return hits
+
+
+def test_real_signals_at_random_moments_leave_the_ranks_in_step() -> None:
+    assert run_ranks(real_signals, 2, backend="epee", timeout_s=55)[0] > 20
+
+
+def nested(rank: int, num_ranks: int) -> list[str]:
+    """A handler that calls into the group during a call: refused, and the call below is not disturbed."""
+    told: list[str] = []
+
+    def handler(*_: Any) -> None:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except InvalidState as exc:
+            told.append(str(exc))
+
+    signal.signal(signal.SIGALRM, handler)
+    x = torch.ones(2)
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    else:
+        time.sleep(0.3)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0, 2.0]
+    in_step(1)
+    return told
+
+
+def test_a_call_from_a_handler_inside_a_call_is_refused() -> None:
+    told = run_ranks(nested, 2, backend="epee")[0]
+    assert len(told) == 1
+    assert "signal handler" in told[0]
+
+
+def stale_lock(rank: int, num_ranks: int, folder: str) -> str:
+    """Another thread does not wait for ever for a lock that an interrupt left; the next call of its owner mends it."""
+    cases.init(rank, num_ranks, folder, op_timeout=1.0)
+    engine = dist.group.WORLD._engine
+    engine.enter()  # as if interrupted right behind this line
+    told = []
+
+    def other() -> None:
+        try:
+            dist.barrier()
+        except CommTimeoutError as exc:
+            told.append(str(exc))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(20)
+    dist.barrier()
+    assert not engine._lock._is_owned()
+    thread = threading.Thread(target=dist.barrier)
+    thread.start()
+    thread.join(20)
+    dist.destroy_process_group()
+    return told[0]
+
+
+def test_a_lock_left_by_an_interrupt_is_waited_for_in_bounds_and_recovered(tmp_path: Path) -> None:
+    assert "interrupted" in run_ranks(stale_lock, 1, str(tmp_path), backend=None)[0]
+
+
+def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str) -> float:
+    group = dist.new_group([0, 1], backend="epee")
+    x = torch.full((3,), rank + 1.0)
+    took = [0.0]
+
+    def handler(*_: Any) -> None:
+        begin = time.monotonic()
+        getattr(group, how)()
+        took[0] = time.monotonic() - begin
+
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "recv": lambda: dist.recv(x, 1, group=group),
+        "any": lambda: dist.recv(x, group=group),
+    }
+    if rank == 0:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(AbortedError):
+            calls[kind]()
+        assert x.tolist() == [1.0] * 3
+        assert not group._engine.box.words, "the memory is dropped when the call leaves"
+        with pytest.raises((InvalidState, AbortedError)):
+            dist.all_reduce(x, group=group)
+    else:
+        time.sleep(0.3)
+        if kind == "all_reduce":  # rank 0 had put its part, so the call completes here, or tells that it left
+            with contextlib.suppress(PeerError):
+                dist.all_reduce(x, group=group)
+    dist.barrier()
+    return took[0]
+
+
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+@pytest.mark.parametrize("kind", ["all_reduce", "recv", "any"])
+def test_a_handler_may_end_the_group_of_the_call_that_it_interrupted(how: str, kind: str) -> None:
+    assert run_ranks(aborted_by_a_handler, 2, how, kind, backend="epee")[0] < 0.5
+
+
+def aborted_before_commit(rank: int, num_ranks: int) -> None:
+    """A handler aborts after the contributions have arrived and before the results are written: nothing is written."""
+    group = dist.new_group([0, 1], backend="epee")
+    x = torch.ones(3)
+    if rank == 0:
+        box = group._engine.box
+        loads = group._engine._num_loads
+
+        class Loads:  # the fast path asks for it when the peer's header is not there yet
+            def __index__(self) -> int:
+                while box.words[1][box.first_cell + 1 * 256] == 0:
+                    time.sleep(0.001)
+                group.abort()
+                return loads
+
+        group._engine._num_loads = Loads()
+        with pytest.raises(AbortedError):
+            dist.all_reduce(x, group=group)
+        assert x.tolist() == [1.0] * 3
+    else:
+        time.sleep(0.2)
+        dist.all_reduce(x, group=group)
+    dist.barrier()
+
+
+def test_a_call_that_a_handler_aborts_does_not_commit() -> None:
+    run_ranks(aborted_before_commit, 2, backend="epee")
+
+
+def interrupted_request(rank: int, num_ranks: int) -> None:
+    """An interrupted wait keeps the request of `irecv`."""
+    x = torch.zeros(2)
+    if rank == 0:
+        alarm = _Alarm()
+        work = dist.irecv(x, 1)
+        assert alarm.run(work.wait, 0.05)
+        assert not work.is_completed()
+        dist.barrier()
+        work.wait()
+        assert x.tolist() == [5.0, 5.0]
+    else:
+        dist.barrier()
+        dist.send(x.fill_(5.0), 0)
+
+
+def test_an_interrupted_wait_keeps_its_request() -> None:
+    run_ranks(interrupted_request, 2, backend="epee")
+
+
+def many_unpublished(rank: int, num_ranks: int, folder: str) -> tuple[int, int]:
+    """More calls than cells while the peer stalls beyond the time-out: all time out, later the ranks pair up again."""
+    cases.init(rank, num_ranks, folder, op_timeout=0.5)
+    released = Path(folder) / "released"
+    count = 150
+    told = []
+    if rank == 0:
+        works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(count)]
+        for work in works:
+            with pytest.raises(CommTimeoutError):
+                work.wait()
+        released.touch()
+    else:
+        while not released.exists():
+            time.sleep(0.02)
+        for _ in range(count):
+            try:
+                dist.all_reduce(torch.ones(2))
+            except MismatchError as exc:
+                told.append(str(exc))
+    dist.barrier(device_ids=None) if rank else dist.group.WORLD.barrier(_patient()).wait()
+    in_step(7)
+    dist.destroy_process_group()
+    assert all("rank 0 refused the call" in text and "CommTimeoutError" in text for text in told)
+    return len(told), count
+
+
+def _patient() -> Any:
+    opts = dist.BarrierOptions()
+    opts.timeout = timedelta(seconds=20)
+    return opts
+
+
+def test_more_calls_than_cells_and_a_stalled_peer_recover(tmp_path: Path) -> None:
+    _, (failed, count) = run_ranks(many_unpublished, 2, str(tmp_path), backend=None, timeout_s=55)
+    assert failed == count - 128

@@ -112,6 +112,8 @@ TABLE: tuple[Variable, ...] = (
         str,
         "File of 32 bytes, readable by this user only, that is the secret of the job; by default rank 0 makes one.",
     ),
+    Variable("MASTER_ADDR", "", str, "Set by torchrun; with MASTER_PORT it names the job for those who join."),
+    Variable("MASTER_PORT", "", str, "See MASTER_ADDR."),
     Variable(
         "XDG_RUNTIME_DIR",
         "",

@@ -32,6 +32,7 @@ from ..view.detector import DeathWatch
 from .outbox import LIFE, LIFE_ABORTED, STATE_WORDS
 
 MAX_RECORD_BYTES = 4096
+WHATS = ("", "/hello", "/folder")  # the records of one rank, see `birth.py`
 MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
 MAX_KIND_CHARS = 60
 LIFE_FAILED = LIFE_ABORTED + 1  # this rank could not make its part of the group; the reason is in the store
@@ -77,7 +78,8 @@ class Attempt:
         }
         with contextlib.suppress(RuntimeError):  # the store is gone: the error itself is what counts
             for rank in range(self.num_ranks):
-                self.store.set(self.key(rank), json.dumps(record))
+                for what in WHATS:
+                    self.store.set(self.key(rank) + what, json.dumps(record))
             self.store.check([self.key(self.rank)])  # a round trip: the store has them before this process can end
         if self.region is not None:
             words = self.region.words(0, STATE_WORDS)

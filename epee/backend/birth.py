@@ -28,9 +28,13 @@ import torch.distributed as dist
 from ..errors import CommTimeoutError, EpeeError, ProtocolError, UnsupportedError
 from ..memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ..view.detector import DeathWatch
+from ..view.directory import JobDirectory
 from .attempt import LIFE_FAILED, Attempt, died, failure, read_fields
 from .engine import Engine
+from .home import FOLDER_KEY, Home, pack_home
+from .job import Seat, common_job, job_name, own_hello, pack_member, parse_hello, parse_member, start_job, take_seat
 from .outbox import LIFE, LIFE_BORN, LIFE_READY, Outboxes, outbox_layout
+from .survival import Survival
 from .wake import publish_word
 
 PROTOCOL = 1
@@ -48,9 +52,12 @@ class Record(NamedTuple):
     pid: int
     start_time: int
     blob: str  # hexadecimal
+    fault_mode: str
+    member: str  # of a job that this group founds, else ""
+    epoch: int  # that this rank knows, in a job that runs already
 
 
-def create_engine(this: Attempt, timeout_s: float, staging_bytes: int) -> Engine:
+def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, fault_mode: str = "raise") -> Engine:
     """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
 
     Raises:
@@ -67,26 +74,50 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int) -> Engine
     this.region = region = HostRegion.create(outbox_layout(num_ranks, staging_bytes).nbytes, f"outbox{rank}")
     watch = DeathWatch()
     regions: list[HostRegion] = []
-    box = None
+    box = seat = survival = None
     try:
-        records = _exchange(this, _own_record(num_ranks, staging_bytes, region), deadline)
+        if num_ranks > 1:
+            seat = _find_seat(this, deadline, region.blob)
+        if seat is not None and not seat.is_founder:
+            survival = Survival(seat, fault_mode)
+        records = _exchange(this, _own_record(num_ranks, staging_bytes, region, fault_mode, seat, survival), deadline)
         for peer, record in enumerate(records):
             if peer != rank:
                 watch.watch(peer, record.pid, record.start_time)
             regions.append(region if peer == rank else _attach(this, peer, record, watch))
+        if seat is not None and seat.is_founder:
+            start_job(seat, [parse_member(record.member, peer) for peer, record in enumerate(records)])
+            survival = Survival(seat, fault_mode)
+            if rank == 0:
+                home = Home(seat.lane, num_ranks, staging_bytes, fault_mode)
+                seat.job.directory.write_home(pack_home(home))
+                this.store.set(FOLDER_KEY, seat.job.path)
+        if survival is not None:
+            survival.begin(max(record.epoch for record in records), _left(deadline).total_seconds())
         box = Outboxes(rank, regions, staging_bytes, epoch=1)
         _await_all(this, box, watch, deadline)
     except BaseException as exc:
         this.fail(exc)
         watch.close()
+        if survival is not None:
+            survival.close()
+        elif seat is not None:
+            seat.job.release()
         if box is not None:
             box.close()
         for mapped in regions:
             mapped.close()
         raise
     engine = Engine(box, watch, timeout_s)
-    _engines.add(engine)
+    if survival is not None:
+        survival.attach(engine)
+    keep(engine)
     return engine
+
+
+def keep(engine: Engine) -> None:
+    """Close `engine` at exit, and mark it in a forked child."""
+    _engines.add(engine)
 
 
 def _attach(this: Attempt, peer: int, record: Record, watch: DeathWatch) -> HostRegion:
@@ -107,7 +138,33 @@ def _attach(this: Attempt, peer: int, record: Record, watch: DeathWatch) -> Host
     return region
 
 
-def _own_record(num_ranks: int, staging_bytes: int, region: HostRegion) -> Record:
+def _find_seat(this: Attempt, deadline: float, blob: bytes) -> Seat:
+    """Agree with the others on the job of the group; a rank's place in it."""
+    mine, directory = own_hello(this.rank, this.num_ranks)
+    this.store.set(this.key(this.rank) + "/hello", json.dumps(mine._asdict()))
+    hellos = []
+    for peer in range(this.num_ranks):
+        raw = _read(this, peer, "/hello", deadline)
+        this.others_know = True
+        hellos.append(parse_hello(read_fields(raw, peer), peer, this.num_ranks))
+        this.others_know = False
+    folder = hellos[0].folder
+    if not folder and not common_job(hellos):
+        if this.rank == 0:
+            directory = JobDirectory.create(job_name())
+            this.store.set(this.key(0) + "/folder", json.dumps({"folder": str(directory.path)}))
+        folder = str(read_fields(_read(this, 0, "/folder", deadline), 0).get("folder", ""))
+    return take_seat(hellos, this.rank, directory, folder, blob)
+
+
+def _own_record(
+    num_ranks: int,
+    staging_bytes: int,
+    region: HostRegion,
+    fault_mode: str = "raise",
+    seat: Seat | None = None,
+    survival: Survival | None = None,
+) -> Record:
     pid = os.getpid()
     return Record(
         PROTOCOL,
@@ -119,6 +176,9 @@ def _own_record(num_ranks: int, staging_bytes: int, region: HostRegion) -> Recor
         pid,
         process_start_time(pid),
         region.blob.hex(),
+        fault_mode,
+        pack_member(seat.job.runtime.member) if seat is not None and seat.is_founder else "",
+        survival.epoch if survival is not None else 1,
     )
 
 
@@ -127,25 +187,33 @@ def _exchange(this: Attempt, mine: Record, deadline: float) -> list[Record]:
     this.store.set(this.key(this.rank), json.dumps(mine._asdict()))
     records = []
     for peer in range(this.num_ranks):
-        try:
-            this.store.wait([this.key(peer)], _left(deadline))
-            raw = bytes(this.store.get(this.key(peer)))
-        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
-            raise CommTimeoutError(
-                f"init (rank={this.rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
-                "start all ranks with the same rendezvous, and rank numbers that differ",
-                [peer],
-            ) from exc
+        raw = _read(this, peer, "", deadline)
         this.others_know = True  # every rank compares the same records
-        fields = read_fields(raw, peer)
-        if "failed" in fields:
-            raise failure(fields, this.rank, this.num_ranks)
         records.append(_parse(raw, peer, mine))
         this.others_know = False
     this.others_know = True
     _check_host(records)
     this.others_know = False
     return records
+
+
+def _read(this: Attempt, peer: int, what: str, deadline: float) -> bytes:
+    """Return a record of `peer`; raise what it tells instead if it has failed."""
+    try:
+        this.store.wait([this.key(peer) + what], _left(deadline))
+        raw = bytes(this.store.get(this.key(peer) + what))
+    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
+        raise CommTimeoutError(
+            f"init (rank={this.rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
+            "start all ranks with the same rendezvous, and rank numbers that differ",
+            [peer],
+        ) from exc
+    this.others_know = True
+    fields = read_fields(raw, peer)
+    if "failed" in fields:
+        raise failure(fields, this.rank, this.num_ranks)
+    this.others_know = False
+    return raw
 
 
 def _left(deadline: float) -> Any:
@@ -171,7 +239,7 @@ def _parse(raw: bytes, peer: int, mine: Record) -> Record:
             f"rank {peer} speaks version {record.protocol} of the backend's protocol, this rank {PROTOCOL}; "
             "install one version of epee everywhere"
         )
-    for name in ("num_ranks", "staging_bytes"):
+    for name in ("num_ranks", "staging_bytes", "fault_mode"):
         here, there = getattr(mine, name), getattr(record, name)
         if here != there:
             raise ProtocolError(f"{name} must be equal on all ranks: {here} here, {there} on rank {peer}")

@@ -33,16 +33,16 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AbortedError, InvalidArgument, InvalidState
 from ..memory.signals import futex_wake
 from ..view.detector import DeathWatch
 from . import interrupts, trouble
-from .entry import ABORTED, CLOSED, FORKED
+from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED
 from .helper import Helper
 from .message import Message
-from .operation import NO_ROOM, Block, Operation, Plan, RefusedPlan, refused
+from .operation import NO_ROOM, Block, Make, Operation, RefusedPlan, refused
 from .outbox import (
     BELL,
     CELL_PAYLOAD_BYTES,
@@ -66,7 +66,11 @@ from .p2p import Mailroom
 from .waiting import NAP_ROUNDS, Waiting
 from .wake import publish_word
 
+if TYPE_CHECKING:
+    from .survival import Survival
+
 Driven = Operation | Message
+FROZEN_LOOK_S = 0.005
 
 
 class Engine(Waiting):
@@ -74,28 +78,44 @@ class Engine(Waiting):
 
     Attributes:
         timeout_s: how long a call waits when it names no time-out.
+        members: the outboxes of those who take part in the next call, which is planned with them; `box` has all ranks.
+        contributors: the ranks that are in the result of the last call that ended here; none when it failed.
     """
 
-    def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float) -> None:
+    def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float, first_number: int = 1) -> None:
         super().__init__(box)
         self.watch = watch
         self.timeout_s = timeout_s
         self.seq = 0
         self.queue: deque[Operation] = deque()
-        self.mail = Mailroom(box)
+        self.mail = Mailroom(box, first_number)
         self._helper = Helper(self)
+        self.members = box
+        self.survival: Survival | None = None
+        self.contributors: tuple[int, ...] = ()
         self.mask = memoryview(array("i", [1] * box.num_ranks))  # 1: takes part; the group may put in the user's own
 
     # ---- collectives
 
-    def run(self, plan: Plan, opts: Any = None) -> None:
-        """Run a collective to its end in the caller's thread. Raises what the call ends with."""
+    @property
+    def num_retired(self) -> int:
+        """Calls up to this number have ended on this rank."""
+        return int(self.box.own[CONSUMED])
+
+    def run(self, make: Make, opts: Any = None) -> Operation:
+        """Plan a collective and run it to its end in the caller's thread. Raises what the call ends with."""
+        box = self.members
+        plan = make(box)
         self.enter()
         op = None
         try:
-            op = Operation(plan, self.seq + 1, self.box, self.timeout_s, opts)
+            if box is not self.members:  # the view has changed meanwhile
+                box = self.members
+                plan = make(box)
+            op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+            op.make = make
             self.seq = op.seq  # from here on the number is used up, whatever happens
-            if self.queue or not self._express(op):
+            if self.queue or self.flags or not self._express(op):
                 self.queue.append(op)
                 self._publish_waiting()
                 self.drive(op)
@@ -105,13 +125,14 @@ class Engine(Waiting):
             raise
         if op.error is not None:
             raise op.error
+        return op
 
     def _express(self, op: Operation) -> bool:
         """Run a small call from end to end when nothing is in its way; False leaves the rest to `drive`.
 
         This is `Operation.publish` and `step` for a payload inside the cell, which lies at the same place on all ranks.
         """
-        box, plan, cell, seq = self.box, op.plan, op.cell, op.seq
+        box, plan, cell, seq = op.box, op.plan, op.cell, op.seq
         preamble = plan.preamble
         used = 0 if preamble is None else (8 * len(preamble) + 63) & -64
         if plan.rounds > 1 or plan.merge_bytes:
@@ -148,23 +169,31 @@ class Engine(Waiting):
             op.offsets[peer] = offset
         if preamble is not None:
             plan.agree(box, op.offsets, op)
+            op.agreed = True
             if plan.rounds > 1:
                 return False
         if self.flags:
-            self._wait_ended(op)
+            return False
         op.writing = True
         plan.take(box, 0, op.offsets)
         plan.commit()
         op.done = True
         own[CONSUMED] = seq
+        self.contributors = box.members
         return True
 
-    def start(self, plan: Plan, opts: Any = None) -> Operation:
-        """Issue a collective and return; its first contribution is published when the outbox has room."""
+    def start(self, make: Make, opts: Any = None) -> Operation:
+        """Plan and issue a collective and return; its first contribution is published when the outbox has room."""
+        box = self.members
+        plan = make(box)
         self.enter()
         op = None
         try:
-            op = Operation(plan, self.seq + 1, self.box, self.timeout_s, opts)
+            if box is not self.members:
+                box = self.members
+                plan = make(box)
+            op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+            op.make = make
             op.start_clock()
             self.seq = op.seq
             self.queue.append(op)
@@ -178,19 +207,22 @@ class Engine(Waiting):
 
     def refuse(self, name: str, exc: Exception) -> None:
         """Tell the peers that this rank's next collective is refused, and use up its sequence number."""
-        if self.flags:
+        if self.flags & ENDED:
             return
-        op = self.start(refused(name, exc), None)
+        plan = refused(name, exc)
+        op = self.start(lambda box: plan, None)
         op.on_done = None
 
     def _publish_waiting(self) -> None:
         for op in self.queue:
             if not op.published and not op.done:
                 try:
-                    if not op.publish(self.box):
+                    if not op.publish(op.box):
                         return  # in order: what follows must not take the room
                 except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
                     op.fail(exc)
+            if self.flags & CHANGING:
+                return  # later calls may have to begin again: they wait for their turn
 
     # ---- point to point
 
@@ -210,7 +242,7 @@ class Engine(Waiting):
 
     def take_back(self, op: Driven) -> None:
         """Give up a message whose blocking call was interrupted: nobody can wait for it again."""
-        if self.flags:
+        if self.flags & ENDED:
             return
         self.enter()
         interrupts.broken_off(self, AbortedError("the blocking call of this message was interrupted"), op)
@@ -245,7 +277,7 @@ class Engine(Waiting):
         op.num_waiters += 1
         try:
             while not op.done:
-                if self.flags:
+                while self.flags & ~CHANGING:
                     self._wait_ended(op)
                 block = self.advance(op)
                 if block is not None and not op.done:
@@ -272,8 +304,10 @@ class Engine(Waiting):
                 self.retire(self.mail.finished.pop())
             return block
         head = self.queue[0]
+        if self.flags & CHANGING and self.survival is not None:
+            self.survival.heed(head)
         try:
-            block = head.step(self.box)
+            block = head.step(head.box)
         except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
             head.fail(exc)
             block = None
@@ -294,9 +328,12 @@ class Engine(Waiting):
             elif op.error is not None and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
             own[CONSUMED] = op.seq
+            self.contributors = op.box.members if op.error is None else ()
             retired = True
             self.retire(op)
             queue.popleft()  # last: all of this may be run again after an interrupt
+        if self.flags & CHANGING and self.survival is not None:
+            self.survival.retired(own[CONSUMED])
         if retired and queue:
             self._publish_waiting()
 
@@ -304,7 +341,7 @@ class Engine(Waiting):
         """A call that failed before it was published: its peers must still find a header. False: no room yet."""
         told = f"{type(op.error).__name__}: {op.error}"
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
-        return Operation(plan, op.seq, self.box, 0.0).publish(self.box)
+        return Operation(plan, op.seq, op.box, 0.0).publish(op.box)
 
     def retire(self, op: Driven) -> None:
         """Have the listeners of an ended call told once the lock is free."""
@@ -320,7 +357,7 @@ class Engine(Waiting):
                 self.sleep_on(block)
             else:
                 self._nap(head.patience)
-            if self.flags:
+            if self.flags & ~CHANGING:
                 self._wait_ended(op)
             if head.patience == NAP_ROUNDS:
                 trouble.examine(self, None, head, op, until)
@@ -329,7 +366,7 @@ class Engine(Waiting):
             return
         head.patience = 1
         self.sleep_on(block)
-        if self.flags:
+        if self.flags & ~CHANGING:
             self._wait_ended(op)
         if self.box.words[block.rank][block.word] < block.value:
             trouble.examine(self, block, head, op, until)
@@ -337,11 +374,45 @@ class Engine(Waiting):
             head.patience = 0
 
     def _wait_ended(self, op: Driven) -> None:
+        """Look at `flags` in the midst of a call. The lock is held, and given back while the lane is frozen."""
         if op.error is not None:
             raise op.error
         if self.flags & FORKED:
             self._anomaly()
-        raise AbortedError("the call was ended: another thread destroyed or aborted the process group")
+        if self.flags & ENDED:
+            raise AbortedError("the call was ended: another thread destroyed or aborted the process group")
+        survival = self.survival
+        assert survival is not None, "only `survival.py` sets the other bits"
+        if self.flags & NEWS:
+            survival.take_news()
+        if self.flags & TROUBLED:
+            survival.raise_trouble()
+        if self.flags & FROZEN:
+            self._let_go()
+            try:
+                survival.await_thaw(FROZEN_LOOK_S)
+            finally:
+                self._take_back()
+
+    def _may_go_on(self) -> bool:
+        if self.flags & NEWS and self.survival is not None:
+            self.survival.take_news()
+        eviction = None if self.survival is None else self.survival.eviction
+        if self.flags & TROUBLED and eviction is not None:
+            for op in self.queue:
+                op.fail(eviction)  # nobody may be waiting, only a future
+            self.retire_heads()
+        return not self.flags & (ENDED | FROZEN | TROUBLED)
+
+    def _anomaly(self) -> None:
+        survival = self.survival
+        if self.flags & ENDED or survival is None:
+            super()._anomaly()
+            return
+        if self.flags & TROUBLED:
+            survival.raise_trouble()
+        if self.flags & FROZEN:
+            survival.await_thaw(FROZEN_LOOK_S)
 
     # ---- ends
 
@@ -370,7 +441,7 @@ class Engine(Waiting):
         """
         if self.flags & (CLOSED | FORKED):
             return
-        self.flags |= CLOSED | (ABORTED if aborted else 0)
+        self.raise_flag(CLOSED | (ABORTED if aborted else 0))
         publish_word(self.box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
         self._wake_peers_of_head()
         if self.is_marked_inside():
@@ -397,6 +468,8 @@ class Engine(Waiting):
         self._do_rest()
         self._helper.stop()
         self.watch.close()
+        if self.survival is not None:
+            self.survival.close()
         deadline = time.monotonic() + 1.0
         while self._asleep and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -411,8 +484,8 @@ class Engine(Waiting):
             futex_wake(box.own_address + 8 * (box.first_cell + seq % NUM_CELLS * CELL_WORDS))
 
     def lost(self) -> list[int]:
-        """Return the peers that are dead or have left."""
-        dead = self.watch.dead()
+        """Return the peers that have left, or are dead where no view says who takes part."""
+        dead = self.watch.dead() if self.survival is None else ()
         return [p for p in self.box.peers if p in dead or self.box.words[p][LIFE] >= LIFE_LEFT]
 
     def _settle(self) -> None:

@@ -24,6 +24,8 @@ from ..errors import AbortedError, CommTimeoutError, ForkError, InvalidState
 from .outbox import SLEEPERS, Outboxes
 
 CLOSED, ABORTED, FORKED = 1, 2, 4
+FROZEN, NEWS, CHANGING, TROUBLED = 8, 16, 32, 64  # see `survival.py`
+ENDED = CLOSED | ABORTED | FORKED
 SLICE_S = 0.5  # how long to wait for the lock before looking at `flags` again
 
 _REENTERED = (
@@ -37,7 +39,7 @@ class Entry:
 
     Attributes:
         box: the outboxes whose words are waited for.
-        flags: 0, or why no call can run (CLOSED, ABORTED, FORKED). Tested by every call.
+        flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
         timeout_s: how long a call waits when it names no time-out, for the lock as well.
     """
 
@@ -47,6 +49,7 @@ class Entry:
     def __init__(self, box: Outboxes) -> None:
         self.box = box
         self.flags = 0
+        self._flags_lock = threading.Lock()
         self._lock: Any = threading.RLock()
         self._asleep: set[int] = set()  # threads inside a call that gave the lock back to sleep
         self._after: deque[Callable[[], None]] = deque()  # to be done without the lock by whoever gives it back
@@ -58,20 +61,37 @@ class Entry:
             self._look_around()
         if not lock.acquire(False):
             self._queue_up()
-        if self.flags:
+        while self.flags and not self._may_go_on():
             self.leave()
             self._anomaly()
+            self._queue_up()
+
+    def raise_flag(self, bit: int) -> None:
+        """Set a bit of `flags`, from any thread."""
+        with self._flags_lock:
+            self.flags |= bit
+
+    def lower_flag(self, bit: int) -> None:
+        """Clear a bit of `flags`, from any thread."""
+        with self._flags_lock:
+            self.flags &= ~bit
 
     def enter_if_free(self, patient: bool) -> bool:
         """Like `enter`, but only when no thread is inside a call (or, if `patient`, leaves within a moment)."""
-        if self.flags:
+        if self.flags & ENDED:
             self._anomaly()
         if not self._lock.acquire(patient, SLICE_S if patient else -1):
             return False
-        if self.flags:
+        if self.flags and not self._may_go_on():
             self.leave()
-            self._anomaly()
+            if self.flags & ENDED:
+                self._anomaly()
+            return False
         return True
+
+    def _may_go_on(self) -> bool:
+        """Look at `flags` with the lock held; False when a call must not run now."""
+        return not self.flags & ENDED
 
     def leave(self) -> None:
         """Give the lock back, then do what was left for this moment (futures of calls that ended, closing)."""
@@ -116,7 +136,7 @@ class Entry:
         """Take over what an interrupted call of this thread left, repair the books and give the lock back."""
         self.hold()
         try:
-            if not self.flags:
+            if not self.flags & ENDED:
                 self._settle()
         finally:
             self.leave_wholly()

@@ -23,14 +23,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, InvalidState, RankFailedError, UnsupportedError
 from . import calls
 from .attempt import attempt
 from .birth import create_engine
 from .engine import Engine
+from .entry import ENDED
+from .joining import join_engine
 from .message import ANY, Message
-from .operation import Plan
+from .operation import Make, Plan
 from .options import BackendOptions
+from .outbox import Outboxes
 from .signature import OP_CODE
 from .signature import pack as pack_signature
 from .tensors import carrier_of, source, target
@@ -53,8 +56,10 @@ def _collective(name: str) -> Callable[[_Method], _Method]:
             except (InvalidArgument, UnsupportedError) as exc:
                 self._engine.refuse(name, exc)
                 raise
-            except EpeeError:
-                raise  # the call was issued: all ranks have counted it
+            except EpeeError as exc:
+                if isinstance(exc, RankFailedError) and self._engine.seq == seq:  # not issued: its root is lost
+                    self._engine.refuse(name, exc)
+                raise  # else the call was issued: all ranks have counted it
             except Exception as exc:
                 if self._engine.seq == seq:  # numpy's or torch's own word about an argument, or no memory
                     self._engine.refuse(name, exc)
@@ -81,9 +86,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         rank, num_ranks = dist_opts.group_rank, dist_opts.group_size
         timeout_s = dist_opts.timeout.total_seconds()
         super().__init__(rank, num_ranks)
-        with attempt(dist_opts.store, rank, num_ranks) as this:
+        self._engine: Engine
+        if options is not None and getattr(options, "is_extension", False):
             self.options = _checked(options, default, num_ranks)
-            self._engine: Engine = create_engine(this, timeout_s, self.options.staging_bytes)
+            mode = self.options.fault_mode
+            self._engine = join_engine(dist_opts.store, rank, num_ranks, timeout_s, mode)
+        else:
+            with attempt(dist_opts.store, rank, num_ranks) as this:
+                self.options = _checked(options, default, num_ranks)
+                mode = self.options.fault_mode
+                self._engine = create_engine(this, timeout_s, self.options.staging_bytes, mode)
         self._engine.timeout_s = self.options.op_timeout_s or timeout_s
         self._rank = rank
         self._num_ranks = num_ranks
@@ -91,7 +103,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._group_name = ""
         self._group_desc = ""
         self._engine.mask = _shared_mask(self.options, num_ranks)
-        self._box = self._engine.box
         weakref.finalize(self, self._engine.close)
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
@@ -165,11 +176,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     # ---- running plans
 
-    def _go(self, plan: Plan, opts: Any, outputs: Any) -> Any:
+    def _go(self, make: Make, opts: Any, outputs: Any) -> Any:
         if opts is not None and not opts.asyncOp:
-            self._engine.run(plan, opts)
+            self._engine.run(make, opts)
             return DONE
-        return Work(self._engine, [self._engine.start(plan, opts)], outputs)
+        return Work(self._engine, [self._engine.start(make, opts)], outputs)
 
     # ---- collectives
 
@@ -177,26 +188,28 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """`opts.rootRank`'s tensor goes to all ranks."""
         root = opts.rootRank if opts is not None else 0
-        return self._go(calls.broadcast(self._box, calls.one(tensors, "broadcast"), root), opts, tensors)
+        return self._go(lambda box: calls.broadcast(box, calls.one(tensors, "broadcast"), root), opts, tensors)
 
     @_collective("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce in place on all ranks."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        return self._go(calls.all_reduce(self._box, calls.one(tensors, "all_reduce"), code), opts, tensors)
+        return self._go(lambda box: calls.all_reduce(box, calls.one(tensors, "all_reduce"), code), opts, tensors)
 
     @_collective("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors of one dtype in place, as one call, all or none."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
         _check_one_dtype(tensors)
-        return self._go(calls.all_reduce_coalesced(self._box, tensors, code), opts, tensors)
+        return self._go(lambda box: calls.all_reduce_coalesced(box, tensors, code), opts, tensors)
 
     @_collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """Reduce into `opts.rootRank`'s tensor; the others keep theirs."""
         code = calls.reduce_code(opts.reduceOp)
-        return self._go(calls.all_reduce(self._box, calls.one(tensors, "reduce"), code, opts.rootRank), opts, tensors)
+        return self._go(
+            lambda box: calls.all_reduce(box, calls.one(tensors, "reduce"), code, opts.rootRank), opts, tensors
+        )
 
     @_collective("all_gather")
     def allgather(
@@ -205,12 +218,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Everybody's tensor goes to everybody, one output tensor per rank."""
         tensor = calls.one(tensors, "all_gather")
         outputs = output_lists[0] if len(output_lists) == 1 else []
-        return self._go(calls.all_gather(self._box, outputs, tensor), opts, output_lists)
+        return self._go(lambda box: calls.all_gather(box, outputs, tensor), opts, output_lists)
 
     @_collective("all_gather")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Everybody's tensor goes to everybody, one output tensor in rank order."""
-        return self._go(calls.all_gather_single(self._box, output, tensor), opts, [output])
+        return self._go(lambda box: calls.all_gather_single(box, output, tensor), opts, [output])
 
     _allgather_base = all_gather_single
 
@@ -220,7 +233,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     ) -> Any:
         """Several `all_gather_single` calls of one dtype as one, all or none."""
         _check_one_dtype(inputs)
-        return self._go(calls.all_gather_coalesced(self._box, outputs, inputs), opts, outputs)
+        return self._go(lambda box: calls.all_gather_coalesced(box, outputs, inputs), opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -242,7 +255,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                         f"elements like the input, got {out.dtype} with {out.numel()}"
                     )
         wide = [torch.empty(self._num_ranks * tensor.numel(), dtype=tensor.dtype) for tensor in inputs]
-        self._engine.run(calls.all_gather_coalesced(self._box, wide, inputs), opts)
+        self._engine.run(lambda box: calls.all_gather_coalesced(box, wide, inputs), opts)
         for gathered, outs in zip(wide, zip(*output_lists, strict=True), strict=True):
             for part, out in zip(gathered.chunk(self._num_ranks), outs, strict=True):
                 out.detach().copy_(part.view(out.shape))
@@ -252,14 +265,20 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def gather(self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """Everybody's tensor goes to `opts.rootRank`."""
         outputs = output_lists[0] if output_lists else []
-        plan = calls.gather(self._box, outputs, calls.one(tensors, "gather"), opts.rootRank)
+
+        def plan(box: Outboxes) -> Plan:
+            return calls.gather(box, outputs, calls.one(tensors, "gather"), opts.rootRank)
+
         return self._go(plan, opts, output_lists)
 
     @_collective("scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
         """Tensor r of `opts.rootRank`'s list goes to rank r."""
         inputs = input_lists[0] if input_lists else []
-        plan = calls.scatter(self._box, calls.one(outputs, "scatter"), inputs, opts.rootRank)
+
+        def plan(box: Outboxes) -> Plan:
+            return calls.scatter(box, calls.one(outputs, "scatter"), inputs, opts.rootRank)
+
         return self._go(plan, opts, outputs)
 
     @_collective("reduce_scatter")
@@ -269,14 +288,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """The reduction of everybody's tensor r goes to rank r."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
         inputs = input_lists[0] if len(input_lists) == 1 else []
-        plan = calls.reduce_scatter(self._box, calls.one(outputs, "reduce_scatter"), inputs, code)
+
+        def plan(box: Outboxes) -> Plan:
+            return calls.reduce_scatter(box, calls.one(outputs, "reduce_scatter"), inputs, code)
+
         return self._go(plan, opts, outputs)
 
     @_collective("reduce_scatter")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """`reduce_scatter` with one input that holds the segments in rank order."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        return self._go(calls.reduce_scatter_single(self._box, output, tensor, code), opts, [output])
+        return self._go(lambda box: calls.reduce_scatter_single(box, output, tensor, code), opts, [output])
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -287,14 +309,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Several `reduce_scatter_single` calls of one dtype as one, all or none."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
         _check_one_dtype(inputs)
-        return self._go(calls.reduce_scatter_coalesced(self._box, outputs, inputs, code), opts, outputs)
+        return self._go(lambda box: calls.reduce_scatter_coalesced(box, outputs, inputs, code), opts, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     @_collective("all_to_all")
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Tensor j of rank i goes to rank j's output i; sizes may differ."""
-        return self._go(calls.all_to_all(self._box, outputs, inputs), opts, outputs)
+        return self._go(lambda box: calls.all_to_all(box, outputs, inputs), opts, outputs)
 
     @_collective("all_to_all")
     def all_to_all_single(
@@ -306,14 +328,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         opts: Any = None,
     ) -> Any:
         """`all_to_all` with one tensor each way, split along dimension 0, evenly or by the given sizes."""
-        plan = calls.all_to_all_single(self._box, output, tensor, output_splits, input_splits)
+
+        def plan(box: Outboxes) -> Plan:
+            return calls.all_to_all_single(box, output, tensor, output_splits, input_splits)
+
         return self._go(plan, opts, [output])
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Any:
         """Everybody waits for everybody."""
-        return self._go(calls.barrier(self._box), opts, [])
+        return self._go(lambda box: calls.barrier(box), opts, [])
 
     # ---- point to point
 
@@ -389,14 +414,55 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     @property
     def epoch(self) -> int:
         """The epoch of the view in which the group runs."""
-        return self._engine.box.epoch
+        return self._engine.members.epoch
+
+    def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
+        """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
+
+        All ranks get the same answer: a rank counts as ready when every member has heard of it.
+        """
+        state = torch.zeros(self._num_ranks, dtype=torch.int32)
+        for rank in range(self._num_ranks):
+            state[rank] = int(rank in self._engine.members.members or rank in self.waiting_ranks())
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        options.asyncOp = False
+        self.allreduce([state], options)
+        return [bool(state[rank]) for rank in ranks]
+
+    def waiting_ranks(self) -> tuple[int, ...]:
+        """Return the lost ranks in whose place a process waits, as far as this rank has heard; no communication."""
+        survival = self._engine.survival
+        return () if survival is None else survival.waiting()
+
+    def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+        """Take in the processes that wait to replace lost ranks; the next call of this rank runs with them.
+
+        Every member calls it at the same point between two calls, or only one: it suffices. Repeating it is harmless.
+
+        Args:
+            ranks: of the group; those that take part already are left alone.
+            timeout_s: how long to wait for the new view; None: the group's time-out.
+        Raises:
+            CommTimeoutError: a process does not come, or the view did not change in time.
+        """
+        if self._engine.survival is None:
+            raise InvalidState("a group of one rank has nobody to recover")
+        for rank in ranks:
+            if not 0 <= rank < self._num_ranks:
+                raise InvalidArgument(f"recover_ranks: ranks must lie in 0 ... {self._num_ranks - 1}, got {rank}")
+        self._engine.survival.recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+
+    def last_contributors(self) -> tuple[int, ...]:
+        """Return the ranks whose contributions are in the result of the last collective that ended here."""
+        return self._engine.contributors
 
     def active_ranks(self) -> torch.Tensor:
         """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part; no communication.
 
         The tensor `active_ranks` of the options is brought up to date as well.
         """
-        if self._engine.flags:
+        if self._engine.flags & ENDED:
             raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
         mask = self._engine.mask
         for peer in self._engine.lost():
@@ -410,8 +476,6 @@ def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int
         raise InvalidArgument(f"pg_options must be epee.BackendOptions, got {type(options).__name__}")
     options = options if options is not None else default()
     options.check_group(num_ranks)
-    if options.is_extension:
-        raise UnsupportedError("is_extension=True: joining a running group does not exist yet; start all ranks")
     return options
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidState
+from .entry import ENDED
 from .message import Message
 from .operation import Operation, refused
 from .outbox import CONSUMED
@@ -46,7 +47,7 @@ def broken_off(engine: Engine, exc: BaseException, op: Driven | None = None) -> 
 
 
 def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
-    if engine.flags:  # whoever closes the group ends what is open
+    if engine.flags & ENDED:  # whoever closes the group ends what is open
         if op is not None:
             op.fail(exc)
         return
@@ -76,10 +77,10 @@ def settle(engine: Engine, op: Driven | None = None) -> None:
             op.fail(error)
         queue.append(op)
     for open_op in queue:
-        open_op.resync(box)
+        open_op.resync(open_op.box)
     head = queue[0] if queue else None
     if head is not None and head.writing and not head.done:
         try:
-            head.finish(box)
+            head.finish(head.box)
         except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
             head.fail(exc)

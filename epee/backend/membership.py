@@ -10,11 +10,15 @@ Who writes, who reads: nothing here is shared with other processes; narrowing me
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
-from ..errors import InvalidState, RankFailedError
+from ..errors import EpeeError, InvalidState, RankFailedError
+from ..memory.host import HostRegion
 from ..memory.signals import tag
 from .outbox import Outboxes
+
+logger = logging.getLogger("epee")
 
 _SHARED = (
     "group_size",
@@ -58,6 +62,33 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int) -> Outboxes:
     new.cells_free_until = 0  # found out at the first call
     new._views = {}
     return new
+
+
+def attach_outbox(blob: bytes, pid: int, like: Outboxes) -> HostRegion:
+    """Map the outbox of a process that joins. One that has died again already gets a blank one, which stays blank.
+
+    Raises:
+        ResourceError: there is no memory.
+    """
+    nbytes = like.payload_bytes
+    try:
+        region = HostRegion.attach(blob)
+        if region.owner_pid == pid and region.nbytes >= nbytes:
+            return region
+        region.close()
+    except EpeeError as exc:
+        logger.info("the outbox of process %d cannot be mapped (%s); its death will be noticed", pid, exc)
+    return HostRegion.create(nbytes, "blank")
+
+
+def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
+    """Read `rank`'s outbox in `region` from now on; `box` has all ranks. What was narrowed before keeps the old one."""
+    num_words = len(box.own)
+    box.regions[rank] = region
+    box.words[rank] = region.words(0, num_words)
+    box.address[rank] = region.address
+    box.peer_words = [box.words[peer] for peer in box.peers]
+    box._views = {}
 
 
 def position_of(box: Outboxes, rank: int, name: str) -> int:

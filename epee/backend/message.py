@@ -165,14 +165,15 @@ class Incoming:
 class SendLane:
     """State of the lane to one peer."""
 
-    __slots__ = ("freed_seen", "next_message", "next_slot", "queue", "waiting")
+    __slots__ = ("first", "freed_seen", "next_message", "next_slot", "queue", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 1) -> None:
         self.queue: deque[Message] = deque()  # not yet completely written, oldest first
         self.waiting: dict[int, Message] = {}  # written, without verdict
-        self.next_message = 1
-        self.next_slot = 1
-        self.freed_seen = 0
+        self.first = first  # number of the first message and of the first slot (see `p2p.py`)
+        self.next_message = first
+        self.next_slot = first
+        self.freed_seen = first - 1
 
 
 class RecvLane:
@@ -180,9 +181,9 @@ class RecvLane:
 
     __slots__ = ("current", "next_message", "next_slot", "unexpected", "woken")
 
-    def __init__(self) -> None:
-        self.next_message = 1
-        self.next_slot = 1
-        self.woken = 0  # slots freed when the sender was last woken
+    def __init__(self, first: int = 1) -> None:
+        self.next_message = first
+        self.next_slot = first
+        self.woken = first - 1  # slots freed when the sender was last woken
         self.current: Incoming | None = None
         self.unexpected: list[Incoming] = []

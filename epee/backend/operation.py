@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ from .wake import publish_word
 
 
 class Block(NamedTuple):
-    """What a call waits for: `words[rank][word] >= value`. Rank -1: room in this rank's own outbox."""
+    """What a call waits for: `words[rank][word] >= value` (rank of the group). Rank -1: no word, look again."""
 
     rank: int
     word: int
@@ -60,6 +61,7 @@ class Block(NamedTuple):
 
 
 NO_ROOM = Block(-1, 0, 0)
+MOVED_ON = NO_ROOM  # a peer runs the call in a later epoch; there is no word to wait for, only a decision
 
 
 class Plan:
@@ -107,6 +109,9 @@ class Plan:
         """Finish: write-backs to strided tensors, private copies to their places."""
 
 
+Make = Callable[[Outboxes], Plan]  # plans a call over the members of these outboxes
+
+
 class RefusedPlan(Plan):
     """Stands for a call that this rank refused: tells the peers, which are in it or will be, why."""
 
@@ -138,10 +143,14 @@ class Operation:
     seen = 0
     base = 0
     filled = merged = drained = 0
+    agreed = False
+    make: Make | None = None  # plans the call again for other outboxes; None for refusals
+    lost: Collection[int] = ()  # ranks that read nothing any more
 
     def __init__(self, plan: Plan, seq: int, box: Outboxes, timeout_s: float, opts: Any = None) -> None:
         self.plan = plan
         self.seq = seq
+        self.box = box
         self.tag = box.epoch_bits | seq
         self.cell = box.first_cell + seq % NUM_CELLS * CELL_WORDS
         self.offsets = [0] * box.num_ranks
@@ -215,26 +224,61 @@ class Operation:
         for position in range(self.seen, len(peers)):
             peer = peers[position]
             words = box.words[peer]
-            if words[cell] < tag:
+            if words[cell] != tag:
                 self.seen = position
-                return Block(peer, cell, tag)
+                return Block(box.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
             if words[cell + SIGNATURE] != plan.signature or words[cell + DETAIL] != plan.detail:
                 self.mismatch = True
             self.offsets[peer] = words[cell + OFFSET]
         self.seen = len(peers)
-        if self.mismatch:
-            self.fail(self._mismatch(box))
-            return None
-        if plan.read_bytes and not self.drained:
-            self._check_offsets(box, plan.read_bytes)
-        if plan.preamble is not None:
-            plan.agree(box, self.offsets, self)
+        try:
+            self._check(box)
+        except (MismatchError, ProtocolError):
+            if self._has_moved_on(box):
+                return MOVED_ON
+            raise
         if plan.rounds > 1 or plan.merge_bytes:
             block = self._rounds(box)
             if block is not None:
                 return block
         self.finish(box)
         return None
+
+    def _check(self, box: Outboxes) -> None:
+        """Compare what the peers put; all headers are there."""
+        plan = self.plan
+        if self.mismatch:
+            raise self._mismatch(box)
+        if plan.read_bytes and not self.drained:
+            self._check_offsets(box, plan.read_bytes)
+        if plan.preamble is not None:
+            plan.agree(box, self.offsets, self)
+            self.agreed = True
+
+    def _has_moved_on(self, box: Outboxes) -> bool:
+        """True when a peer has taken the call to a later epoch while its header was read: what was read is void."""
+        if all(words[self.cell] == self.tag for words in box.peer_words):
+            return False
+        self.seen, self.mismatch, self.agreed = 0, False, False
+        return True
+
+    def renew(self, box: Outboxes, plan: Plan) -> None:
+        """Begin again in the epoch of `box`: nothing was written to the results, and nobody completes the old attempt.
+
+        The tag goes first, so that a peer that reads the old header finds out.
+        """
+        box.own[self.cell] = 0
+        box.ring.give_up(self.seq)
+        self.box, self.plan = box, plan
+        self.tag = box.epoch_bits | self.seq
+        self.offsets = [0] * box.num_ranks
+        self.published = self.mismatch = self.agreed = False
+        self.seen = self.base = self.filled = self.merged = self.drained = self.patience = 0
+
+    @property
+    def rounds_known(self) -> bool:
+        """True when the number of rounds is final."""
+        return self.plan.preamble is None or self.agreed
 
     def finish(self, box: Outboxes) -> None:
         """Write the results; everything has arrived. May be run again after an interrupt in the midst of it."""
@@ -258,8 +302,8 @@ class Operation:
         for peer in box.peers:
             if self.offsets[peer] > limit or self.offsets[peer] & 63:
                 raise ProtocolError(
-                    f"{self.describe(box)}: rank {peer} put {nbytes} bytes at offset {self.offsets[peer]} of its "
-                    f"outbox of {box.payload_bytes} bytes; is its memory damaged?"
+                    f"{self.describe(box)}: rank {box.members[peer]} put {nbytes} bytes at offset {self.offsets[peer]} "
+                    f"of its outbox of {box.payload_bytes} bytes; is its memory damaged?"
                 )
 
     # ---- rounds
@@ -301,7 +345,7 @@ class Operation:
             return None
         block = self._behind(box, DRAINED, free_after)
         if block is None and self.drained < free_after:
-            block = Block(box.rank, self.cell + DRAINED, free_after)
+            block = Block(box.members[box.rank], self.cell + DRAINED, free_after)
         return block
 
     def _drain(self, box: Outboxes) -> None:
@@ -312,8 +356,8 @@ class Operation:
     def _behind(self, box: Outboxes, word: int, value: int) -> Block | None:
         index = self.cell + word
         for peer in box.peers:
-            if box.words[peer][index] < value:
-                return Block(peer, index, value)
+            if box.words[peer][index] < value and not (word == DRAINED and box.members[peer] in self.lost):
+                return Block(box.members[peer], index, value)
         return None
 
     def _merge(self, box: Outboxes) -> None:
@@ -357,18 +401,21 @@ class Operation:
 
     def describe(self, box: Outboxes, **facts: object) -> str:
         """Name the call and its place for a message."""
-        return context(self.plan.name, rank=box.rank, seq=self.seq, epoch=box.epoch, **facts)
+        box = self.box
+        return context(self.plan.name, rank=box.members[box.rank], seq=self.seq, epoch=box.epoch, **facts)
 
-    def missing(self, box: Outboxes) -> list[int]:
-        """Return the peers whose header has not arrived."""
-        return [peer for peer in box.peers if box.words[peer][self.cell] < self.tag]
+    def missing(self) -> list[int]:
+        """Return the ranks whose header has not arrived."""
+        box = self.box
+        return [box.members[peer] for peer in box.peers if box.words[peer][self.cell] < self.tag]
 
     def _mismatch(self, box: Outboxes) -> MismatchError:
         plan, cell = self.plan, self.cell
         groups: dict[str, list[int]] = {}
         for rank in range(box.num_ranks):
             words = box.words[rank]
-            groups.setdefault(self._words_of(box, rank, words[cell + SIGNATURE], words[cell + DETAIL]), []).append(rank)
+            text = self._words_of(box, rank, words[cell + SIGNATURE], words[cell + DETAIL])
+            groups.setdefault(text, []).append(box.members[rank])
         told = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in groups.items())
         if len(groups) == 1:
             told += " with different lists of shapes"

@@ -181,6 +181,12 @@ class StagingRing:
         while live and live[0][0] <= consumed:
             live.popleft()
 
+    def give_up(self, seq: int) -> None:
+        """Take back what call `seq` and later ones held: they begin again."""
+        live = self._live
+        while live and live[-1][0] >= seq:
+            live.pop()
+
     def take(self, seq: int, nbytes: int) -> int:
         """Return the offset of `nbytes` for call `seq`, or -1 when there is no room yet."""
         nbytes = align_up(nbytes, ALIGN_BYTES)

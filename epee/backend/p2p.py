@@ -14,6 +14,9 @@ that stand before it are moved to private memory. A message that fits its lane i
 straight from the slots; a longer one is collected in private memory first, so a receive that fails leaves the tensor
 untouched. At most 256 messages of a pair wait for their verdict; further sends queue up at the sender.
 
+When a process takes the place of a lost one, the lanes of its pairs begin anew in the same memory, at numbers above
+all that were used before (`first_number`), so nothing that the old process or its partners left can be mistaken.
+
 A sender that dies in mid-message leaves a fragment without tag; what was complete before is still delivered.
 
 An exception from a signal handler can come between any two lines. Every change of the books is therefore one entry: a
@@ -31,6 +34,11 @@ from .receiving import Receiver
 from .sending import Sender
 
 
+def first_number(epoch: int) -> int:
+    """Return the first number of the lanes of a process that joined in `epoch`; founders begin at 1."""
+    return (epoch << 41) + 1  # above the bits of (epoch of the birth, number) in a tag
+
+
 class Mailroom:
     """All lanes of a rank. Every method runs under the engine's lock.
 
@@ -40,10 +48,10 @@ class Mailroom:
             move it as far as it goes) and `step` (move one that is not done).
     """
 
-    def __init__(self, box: Outboxes) -> None:
+    def __init__(self, box: Outboxes, first: int = 1) -> None:
         self.finished: list[Message] = []
-        self._sender = Sender(box, self.finished)
-        self._receiver = Receiver(box, self.finished)
+        self._sender = Sender(box, self.finished, first)
+        self._receiver = Receiver(box, self.finished, first)
         self.ends = (self._receiver, self._sender)
 
     def step(self, message: Message) -> Block | None:
@@ -61,6 +69,11 @@ class Mailroom:
             self._sender.cancel(message)
         else:
             self._receiver.cancel(message)
+
+    def renew(self, peer: int, first: int) -> None:
+        """Another process has taken the place of `peer`; what was under way with the old one must have been ended."""
+        self._sender.renew(peer, first)
+        self._receiver.renew(peer, first)
 
     def settle(self) -> None:
         """After an interrupt: finish the entry that was being made in the books."""

@@ -56,8 +56,9 @@ def memory_bytes() -> int:
 class Receiver(Books):
     """All lanes that this rank reads, and the receives that wait for them."""
 
-    def __init__(self, box: Outboxes, finished: list[Message]) -> None:
+    def __init__(self, box: Outboxes, finished: list[Message], first: int) -> None:
         super().__init__(box, finished)
+        self._first = first
         self._lanes: dict[int, RecvLane] = {}
         self._posted: list[Message] = []
         self._base = box.lane_base[box.rank]  # of the lane to this rank; the same in every outbox
@@ -94,6 +95,11 @@ class Receiver(Books):
         if message.wanted == ANY:
             self._box.own[BELL] = 0
 
+    def renew(self, peer: int, first: int) -> None:
+        """Another process has taken the place of `peer`: its lane begins at number `first`."""
+        self._lanes[peer] = RecvLane(first)
+        self._box.own[self._box.verdict_base[peer]] = first - 1
+
     def close(self) -> None:
         """Forget everything."""
         self._lanes.clear()
@@ -105,12 +111,12 @@ class Receiver(Books):
         if wanted != ANY:
             lane = self._lanes.get(wanted)
             if lane is None:
-                lane = self._lanes[wanted] = RecvLane()
+                lane = self._lanes[wanted] = RecvLane(self._first)
             index = self._pull(wanted, lane)
             return None if message.done else Block(wanted, index, self._box.epoch_bits | lane.next_slot)
         self._box.own[BELL] = 1  # before the look, so that a sender either is seen here or sees it
         for peer in self._box.peers:
-            self._pull(peer, self._lanes.setdefault(peer, RecvLane()))
+            self._pull(peer, self._lanes.setdefault(peer, RecvLane(self._first)))
             if message.done:
                 return None
         return Block(self._box.rank, BELL, 2)

@@ -30,8 +30,9 @@ _HEADER = struct.Struct("=6Q")  # SLOT_MESSAGE and what follows, in the order of
 class Sender(Books):
     """All lanes that this rank writes."""
 
-    def __init__(self, box: Outboxes, finished: list[Message]) -> None:
+    def __init__(self, box: Outboxes, finished: list[Message], first: int) -> None:
         super().__init__(box, finished)
+        self._first = first
         self._lanes: dict[int, SendLane] = {}
         self._verdicts = box.verdict_base[box.rank]  # the same in every outbox
 
@@ -39,7 +40,7 @@ class Sender(Books):
         """Take a new send and write as much of it as there is room for."""
         lane = self._lanes.get(message.peer)
         if lane is None:
-            lane = self._lanes[message.peer] = SendLane()
+            lane = self._lanes[message.peer] = SendLane(self._first)
         if lane.queue or lane.waiting or not self._send_whole(message, lane):
             lane.queue.append(message)
             self._push(message.peer, lane)
@@ -61,6 +62,10 @@ class Sender(Books):
             self._push(message.peer, lane)
         else:
             lane.queue.remove(message)
+
+    def renew(self, peer: int, first: int) -> None:
+        """Another process has taken the place of `peer`: its lane begins at number `first`."""
+        self._lanes[peer] = SendLane(first)
 
     def close(self) -> None:
         """Forget everything."""
@@ -116,7 +121,7 @@ class Sender(Books):
 
     def _send_whole(self, message: Message, lane: SendLane) -> bool:
         """The usual case in one go: one slot is enough and nothing is under way on the lane. False: not that case."""
-        lane.freed_seen = freed = self._box.words[message.peer][self._verdicts]
+        lane.freed_seen = freed = max(self._box.words[message.peer][self._verdicts], lane.first - 1)
         nbytes = message.nbytes
         if nbytes > LANE_SLOT_BYTES or not 0 <= lane.next_slot - 1 - freed < NUM_LANE_SLOTS:
             return False
@@ -136,7 +141,7 @@ class Sender(Books):
 
     def _push_fragment(self, peer: int, lane: SendLane, message: Message) -> bool:
         """Write the next fragment; False when there is no free slot."""
-        lane.freed_seen = freed = self._box.words[peer][self._verdicts]
+        lane.freed_seen = freed = max(self._box.words[peer][self._verdicts], lane.first - 1)
         if freed >= lane.next_slot:
             raise ProtocolError(f"rank {peer} freed slot {freed}, only {lane.next_slot - 1} were sent")
         slots = min(

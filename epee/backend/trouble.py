@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ENDED = "its process has ended"
 HAS_LEFT = "has left the group (destroyed or aborted it)"
 GAVE_THE_CALL_UP = "gave the call up"
+LEAVE_GRACE_S = 0.5  # a process that leaves the group at its end leaves the view a moment later
 _MEANING: dict[str, tuple[type[PeerError], str]] = {
     ENDED: (RankFailedError, "make a new group without the rank"),
     HAS_LEFT: (PeerError, "make a new group, with or without the rank"),
@@ -33,10 +34,13 @@ _MEANING: dict[str, tuple[type[PeerError], str]] = {
 def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
     """Look why nothing comes: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
-    if not _lost_peer(engine, block, head, now) and now > head.deadline:
-        silent = [block.rank] if block is not None and block.rank >= 0 else []
-        if isinstance(head, Operation):
-            silent = head.missing(engine.box) or silent
+    silent = [block.rank] if block is not None and block.rank >= 0 else []
+    if isinstance(head, Operation):
+        silent = head.missing() or silent
+    is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
+    if is_late and isinstance(head, Operation) and engine.survival is not None:
+        is_late = not engine.survival.accuse(head, silent, now)
+    if is_late:
         told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else "no room: peers are behind"
         head.fail(
             CommTimeoutError(
@@ -62,10 +66,10 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
     """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
     dead = engine.watch.dead()
     gone = [peer for peer in engine.box.peers if engine.box.words[peer][LIFE] >= LIFE_LEFT]
-    for peer in {*dead, *gone}:
+    for peer in engine.lost():
         engine.mask[peer] = 0
     if isinstance(head, Operation):
-        concerned = set(head.missing(engine.box))
+        concerned = set(head.missing())
         if block is not None and block.rank >= 0 and engine.box.words[block.rank][block.word] < block.value:
             concerned.add(block.rank)
             if block.word != head.cell and engine.box.words[block.rank][head.cell + GAVE_UP]:
@@ -78,6 +82,9 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
         elif engine.box.words[block.rank][block.word] >= block.value:
             concerned = set()
     lost = sorted(concerned.intersection(dead))
+    is_judged = isinstance(head, Operation) and engine.survival is not None
+    if is_judged and (lost or now - head.started < LEAVE_GRACE_S):
+        return head.done  # who is lost leaves the view as well, and the view says what becomes of the call
     if lost:
         head.fail(_peer_error(engine.box, lost, head, now, ENDED))
         return True

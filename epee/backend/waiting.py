@@ -17,7 +17,7 @@ import os
 import time
 
 from ..memory.signals import YIELD_S, futex_sleep
-from .entry import Entry
+from .entry import CHANGING, Entry
 from .operation import Block
 from .outbox import CORE, SLEEPERS, Outboxes
 
@@ -66,7 +66,7 @@ class Waiting(Entry):
         if self._shares_core:
             self._shares_core = False
             return False
-        while now < until and not self.flags:
+        while now < until and not self.flags & ~CHANGING:
             if words[index] >= value:
                 return True
             before = now
@@ -106,7 +106,7 @@ class Waiting(Entry):
         seen = words[index]
         self._let_go()
         try:
-            if seen < value and not self.flags:
+            if seen < value and not self.flags & ~CHANGING:
                 futex_sleep(address, seen)
         finally:
             self._take_back()

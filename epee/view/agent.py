@@ -213,8 +213,7 @@ class Agent(Proposer):
             if self.ended or not self._may_tell(sender, decision):
                 return
             if not self.epoch:
-                if self._is_in(decision):
-                    self._learn(decision)
+                self._begin_with(sender, decision)
             elif decision.epoch == self.epoch + 1:
                 self._learn(decision)
             elif decision.epoch > self.epoch:
@@ -222,6 +221,15 @@ class Agent(Proposer):
                     self._reply(sender, Ask(self.epoch))
                 else:
                     self._end(decision)
+
+    def _begin_with(self, sender: bytes, decision: Decision) -> None:
+        """As a joiner: begin with the decision that took us in, not with a later one that came first."""
+        for member in decision.members:
+            if member.nonce == self.me.nonce:
+                if member.incarnation == decision.epoch:
+                    self._learn(decision)
+                else:
+                    self._reply(sender, Ask(member.incarnation - 1))
 
     def _is_in(self, decision: Decision) -> bool:
         return any(member.nonce == self.me.nonce for member in decision.members)
@@ -321,8 +329,8 @@ class Agent(Proposer):
 
     def _board_read(self, event: BoardRead) -> None:
         slot = self.slot_of.get(event.nonce)
-        if not self.epoch and event.state is not None and self._is_in(event.state.decided):
-            self._learn(event.state.decided)
+        if not self.epoch and event.state is not None:
+            self._begin_with(event.nonce, event.state.decided)
         if slot is None or slot not in self.gone or event.state is None:
             return
         if event.state.decided.epoch <= self.epoch:

@@ -46,6 +46,15 @@ class DeathWatch:
         self._rank_of_fd[fd] = rank
         self._poll.register(fd, select.POLLIN)
 
+    def forget(self, rank: int) -> None:
+        """Watch `rank` no more: another process takes its place."""
+        self._dead.discard(rank)
+        for fd, watched in list(self._rank_of_fd.items()):
+            if watched == rank:
+                del self._rank_of_fd[fd]
+                self._poll.unregister(fd)
+                os.close(fd)
+
     def dead(self) -> tuple[int, ...]:
         """Return the ranks that are proved dead, ascending."""
         for fd, _ in self._poll.poll(0):

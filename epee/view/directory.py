@@ -2,6 +2,7 @@
 
     <runtime folder>/job-<key>-<job id>/   0700, ours
         token                              0600, 32 random bytes, made by rank 0 (unless EPEE_TOKEN_FILE names one)
+        home                               0600, what a joiner must know of the first group, written by rank 0
         lock                               0600, empty; every process of the job holds a shared `flock` on it
         <slot>-<nonce>                     0600, the socket of one process
 
@@ -40,6 +41,7 @@ _JOB = re.compile(rf"job-([0-9a-f]{{16}})-([0-9a-f]{{{2 * JOB_ID_BYTES}}})")
 _SOCKET = re.compile(rf"(\d{{1,3}})-([0-9a-f]{{{2 * NONCE_BYTES}}})")
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _UNFINISHED_S = 60.0  # a folder without a lock that is older was left by a process that died while it made it
+MAX_HOME_BYTES = 1024
 _LOOK_S = 1.0  # how long somebody may hold the lock alone to see whether the job lives
 
 
@@ -199,6 +201,29 @@ class JobDirectory:
             raise
         return connection
 
+    def write_home(self, content: bytes) -> None:
+        """Leave a note of at most `MAX_HOME_BYTES` for those who join later; once per job."""
+        if len(content) > MAX_HOME_BYTES:
+            raise InvalidArgument(f"the note for joiners must have at most {MAX_HOME_BYTES} bytes, got {len(content)}")
+        os.close(_make(self._fd(), "home.new", content))
+        os.rename("home.new", "home", src_dir_fd=self._fd(), dst_dir_fd=self._fd())
+
+    def read_home(self) -> bytes:
+        """Return the note; empty when there is none. It is for the reader to check.
+
+        Raises:
+            AuthError: the file is not this user's alone.
+        """
+        try:
+            fd = os.open("home", os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=self._fd())
+        except FileNotFoundError:
+            return b""
+        try:
+            _require_private(os.fstat(fd), self.path / "home")
+            return os.read(fd, MAX_HOME_BYTES)
+        finally:
+            os.close(fd)
+
     def sockets(self) -> list[tuple[int, bytes, str]]:
         """Return (slot, nonce, name) of each socket in the folder, that of dead processes included; slots ascending."""
         found = []
@@ -298,7 +323,7 @@ def _lock_shared(folder_fd: int) -> int:
 def _empty(folder_fd: int) -> None:
     """Remove what jobs put into their folders, the lock last; anything else stays, and then so does the folder."""
     for name in sorted(os.listdir(folder_fd), key=lambda name: name == "lock"):
-        if name in ("token", "lock") or _SOCKET.fullmatch(name):
+        if name in ("token", "lock", "home", "home.new") or _SOCKET.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder_fd)
 

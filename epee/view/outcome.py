@@ -47,17 +47,21 @@ class Turn:
         removed: who left the lane, with the last seq that counts.
         limit: the last seq that anybody had issued; None when nobody told.
         cap: calls above it are hit whatever the words say: `limit`, or what a later join settles where that is None.
-        last: calls up to here fail in mode "raise" when they are hit. Who came in recently cannot know L, so it
-            includes the first call of everybody who stays.
+        last: calls up to here fail in mode "raise" when they are hit, beside the first that is. Who came in recently
+            does not know whether an older call was the first, so this includes the first call that a newcomer can
+            ask about: its first one, or the one after those that fail because of `past`, the `last` before this.
         hit: the first call that moved or failed, once it is known: L + 1.
     """
 
-    def __init__(self, decision: Decision, lane: int, removed: tuple[Removal, ...], starts: list[int]) -> None:
+    def __init__(
+        self, decision: Decision, lane: int, removed: tuple[Removal, ...], starts: list[int], past: int
+    ) -> None:
         self.epoch = decision.epoch
         self.removed = tuple((r.slot, r.incarnation, cut_of(decision, lane, r)) for r in removed)
         self.limit = issued_before(decision, lane)
         self.cap = self.limit
-        self.last = max([self.limit or 0, *starts])
+        newest = max(starts, default=1)
+        self.last = max(self.limit or 0, newest, past + 1 if newest > 1 else 0)
         self.hit: int | None = None
 
     def fails(self, seq: int) -> bool:
@@ -93,6 +97,7 @@ class Course:
         self.base = view.epoch
         self.turns: list[Turn] = []
         self._latest = view.epoch
+        self._last = 0
         self.first_seq = first_seq(view, lane) if joined else 1
         self._members = {
             view.epoch: {
@@ -102,9 +107,9 @@ class Course:
             }
         }
         if joined:
-            turn = Turn(view, lane, tuple(r for r in view.removed if self._ours(r.slot)), [self.first_seq])
+            turn = Turn(view, lane, tuple(r for r in view.removed if self._ours(r.slot)), [self.first_seq], 0)
             turn.hit = self.first_seq
-            self.turns.append(turn)
+            self._note(turn)
             self.base = view.epoch - 1
 
     def _ours(self, slot: int) -> bool:
@@ -124,16 +129,21 @@ class Course:
             return False
         removed = tuple(r for r in decision.removed if before.get(r.slot, (0, 0))[0] == r.incarnation)
         joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
-        turn = Turn(decision, self.lane, removed, [start for _, start in after.values()])
+        turn = Turn(decision, self.lane, removed, [start for _, start in after.values()], self._last)
         if joins:
             turn.cap = turn.limit or 0  # everybody was asked: where nobody told of the lane, nobody had issued anything
             for earlier in self.turns:
                 if earlier.cap is None:
                     earlier.cap = turn.cap - 1  # see `claimed`: nobody had issued this call
-        self.turns.append(turn)
+        self._note(turn)
         self._members[decision.epoch] = after
         self._latest = decision.epoch
         return True
+
+    def _note(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        if turn.removed:
+            self._last = turn.last
 
     def place(self, seq: int, whole: Whole, epoch: int | None = None) -> Place:
         """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far."""

@@ -208,6 +208,18 @@ class Runtime:
 
         self._ask(forget)
 
+    def since(self, epoch: int) -> tuple[Decision, ...]:
+        """Return the decisions after `epoch` that are remembered, oldest first."""
+        found: list[Decision] = []
+        loop = self._running()
+
+        def look(done: Callable[[], None]) -> None:
+            found.extend(decision for decision in loop.agent.history if decision.epoch > epoch)
+            done()
+
+        self._ask(look)
+        return tuple(found)
+
     def accuse(self, slot: int, lane: int, seq: int) -> None:
         """Say that call `seq` of `lane` waits for `slot` without progress. Name all that are behind; repeat it."""
         decision = self.view()

@@ -123,7 +123,11 @@ def lost(rank: int, num_ranks: int) -> None:
     assert pg.get_failed_ranks_hint(work).tolist() == [0, 1]
     assert pg.get_peer_state(group, [0, 1]) == [True, False]
     assert pg.recover_ranks(group, [1]).status is pg.ProposalStatus.Rejected
-    assert pg.sync_after_failure(group).status is pg.SyncStatus.Rejected
+    refused = pg.activate_ranks(group, [1])
+    assert "no process waits" in refused.reject_reason
+    assert pg.deactivate_ranks(group, [1]).status is pg.ProposalStatus.Applied
+    assert pg.sync_after_failure(group).status is pg.SyncStatus.NoPending
+    assert group.active_ranks().tolist() == [1, 0]
 
 
 def test_a_lost_rank_is_reported_and_not_pretended_away() -> None:

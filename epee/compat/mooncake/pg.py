@@ -2,8 +2,8 @@
 
 A `backend` argument is the process group itself (`dist.group.WORLD` or what `new_group` returned).
 
-Membership cannot change yet: with every rank healthy the calls answer as Mooncake's do, a change that would be needed
-is rejected with a reason (never pretended).
+A lost rank leaves the view by itself, and a replacement (`is_extension=True`) comes in by `recover_ranks`. What does
+not exist (putting a healthy rank out, another group size) is rejected with a reason, never pretended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ...backend import BackendOptions, create, register
 from ...backend import network as _network
 from ...backend.options import MAX_RANKS
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, PeerError
 from .responses import ProposalStatus, ProposeViewUpdateResponse, SyncAfterFailureResponse, SyncStatus
 
 __all__ = [
@@ -114,18 +114,19 @@ def _checked(backend: Any, ranks: Sequence[int]) -> list[int]:
 
 
 def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
-    """Return for each rank whether it takes part, as seen from here; no communication.
+    """Return for each rank whether it takes part, or waits to. A collective call: all members make it.
 
-    A rank beyond the present size, which may come later, does not.
+    A rank beyond the present size does neither.
 
     Raises:
         InvalidArgument: a rank that no group can have, below 0 or above 63.
     """
-    mask = backend.active_ranks().tolist()
     bad = [rank for rank in ranks if not 0 <= rank < MAX_RANKS]
     if bad:
         raise InvalidArgument(f"ranks must lie in 0 ... {MAX_RANKS - 1}, got {bad}")
-    return [rank < len(mask) and bool(mask[rank]) for rank in ranks]
+    size = backend.size()
+    states = backend.get_peer_state(range(size))
+    return [rank < size and states[rank] for rank in ranks]
 
 
 def get_active_ranks(backend: Any) -> torch.Tensor:
@@ -136,8 +137,8 @@ def get_active_ranks(backend: Any) -> torch.Tensor:
 
 
 def get_num_synced_ranks(backend: Any) -> int:
-    """Return how many ranks take part or could."""
-    return int(backend.active_ranks().sum())
+    """Return how many ranks take part or wait to. A collective call: all members get the same answer."""
+    return sum(backend.get_peer_state(range(backend.size())))
 
 
 def get_current_epoch(backend: Any) -> int:
@@ -145,33 +146,41 @@ def get_current_epoch(backend: Any) -> int:
     return int(backend.epoch)
 
 
-def _propose(backend: Any, ranks: Sequence[int], active: bool) -> ProposeViewUpdateResponse:
-    mask = backend.active_ranks()
-    wrong = [rank for rank in _checked(backend, ranks) if bool(mask[rank]) != active]
-    if not wrong:
-        return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
-    state = "lost: it cannot be taken back" if active else "active: it cannot be put out"
-    reason = f"rank {wrong[0]} is {state} in this version; make a new group"
+def _reject(backend: Any, reason: str) -> ProposeViewUpdateResponse:
     return ProposeViewUpdateResponse(ProposalStatus.Rejected, backend.epoch, reject_reason=reason)
 
 
 def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
-    """Ask for these ranks to take part."""
-    return _propose(backend, ranks, active=True)
+    """Take in the processes that wait in the place of these ranks; they take part from the next call on.
+
+    One member suffices, all may call it. A rank for which nobody waits is a reason to reject; nothing changes then.
+    """
+    mask = backend.active_ranks()
+    lost = [rank for rank in _checked(backend, ranks) if not mask[rank]]
+    if lost:
+        absent = sorted(set(lost) - set(backend.waiting_ranks()))
+        if absent:
+            return _reject(backend, f"rank {absent[0]} is lost and no process waits in its place; start one")
+        backend.recover_ranks(lost)
+    return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
 
 
 recover_ranks = activate_ranks
 
 
 def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
-    """Ask for these ranks not to take part."""
-    return _propose(backend, ranks, active=False)
+    """Ask for these ranks not to take part; only those that are lost already can be left out."""
+    mask = backend.active_ranks()
+    active = [rank for rank in _checked(backend, ranks) if mask[rank]]
+    if active:
+        return _reject(backend, f"rank {active[0]} is active: it cannot be put out in this version")
+    return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
 
 
 def join_group(backend: Any) -> None:
     """Return when this process takes part; a healthy member does already."""
     if not bool(backend.active_ranks()[backend.rank()]):
-        raise InvalidArgument("this process is not a member; joining a running group does not exist in this version")
+        raise InvalidArgument("this process is not a member; start it again with is_extension=True")
 
 
 def extend_group_size_to(backend: Any, size: int) -> None:
@@ -181,13 +190,14 @@ def extend_group_size_to(backend: Any, size: int) -> None:
 
 
 def sync_after_failure(backend: Any) -> SyncAfterFailureResponse:
-    """Wait until the view follows what was seen; nothing is pending while all ranks are healthy."""
-    lost = [rank for rank, active in enumerate(backend.active_ranks().tolist()) if not active]
-    if not lost:
-        return SyncAfterFailureResponse(SyncStatus.NoPending)
-    return SyncAfterFailureResponse(
-        SyncStatus.Rejected, f"ranks {lost} are lost; the group cannot go on without them in this version"
-    )
+    """Wait until all members run on the same view: one barrier over those who are left."""
+    before = backend.epoch
+    try:
+        backend.barrier().wait()
+    except PeerError as exc:
+        if backend.epoch == before:
+            return SyncAfterFailureResponse(SyncStatus.Rejected, str(exc))
+    return SyncAfterFailureResponse(SyncStatus.NoPending if backend.epoch == before else SyncStatus.Reconciled)
 
 
 # ---- results of a call

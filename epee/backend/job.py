@@ -1,0 +1,175 @@
+"""Which control plane a group belongs to: the one its processes have in common, or a new one.
+
+A process has one `Runtime` (`view/runtime.py`) per job. The first group of the backend founds a job: rank 0 makes its
+folder and names it in the store, all ranks start with the same first view. Later groups whose ranks all belong to one
+job use it, so their views are projections of one; a group that mixes jobs founds another.
+
+Order: every rank puts a `Hello` into the store (its jobs and slots; rank 0 the lane's id and, if need be, a new
+folder), reads all of them and comes to the same choice. In a job that runs already the lane is registered before this
+rank tells which epoch it knows; the group begins in the highest epoch told, and every rank has learned, or will learn,
+all decisions from there on. Founders begin in epoch 1.
+
+The last group of a job that is destroyed leaves the job, in order. A crash on the way is a death like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .. import env
+from ..errors import ProtocolError
+from ..view.directory import JobDirectory
+from ..view.events import Settings
+from ..view.messages import Member
+from ..view.runtime import Runtime
+from ..view.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
+from .home import pack_extra
+
+MAX_JOBS_TOLD = 8
+SETTINGS = Settings(policy="evict", admit="ask")  # whether anybody is accused is each group's own choice
+
+
+class Hello(NamedTuple):
+    """What a rank tells before a group has a job.
+
+    Attributes:
+        num_ranks: how many ranks the group has, as this one was told.
+        jobs: folder of each job that this process is in -> its slot there.
+        lane: rank 0's choice for the group; -1 on the others.
+        folder: of a new job, made by rank 0; "" when it may not be needed.
+    """
+
+    num_ranks: int
+    jobs: dict[str, int]
+    lane: int
+    folder: str
+
+
+class Seat(NamedTuple):
+    """This process's place in the job of a group: the job, the slot of each rank, the id of the group's lane."""
+
+    job: Job
+    slots: list[int]
+    lane: int
+    is_founder: bool
+
+
+class Job:
+    """A `Runtime` and how many groups use it."""
+
+    def __init__(self, directory: JobDirectory, slot: int, extra: bytes) -> None:
+        self.path = str(directory.path)
+        self.directory = directory
+        self.runtime = Runtime(directory, slot, SETTINGS, extra)
+        self.num_groups = 1
+
+    def enlist(self) -> None:
+        """Let later groups of this process find the job."""
+        with _lock:
+            _jobs[self.path] = self
+
+    @property
+    def slot(self) -> int:
+        """This process's rank number in the job."""
+        return self.runtime.member.slot
+
+    def release(self) -> None:
+        """A group has gone; the last one takes the process out of the job."""
+        with _lock:
+            self.num_groups -= 1
+            is_last = self.num_groups <= 0
+            if is_last:
+                _jobs.pop(self.path, None)
+        if is_last:
+            self.runtime.close()
+
+
+_jobs: dict[str, Job] = {}
+_lock = threading.Lock()
+
+
+def job_name() -> str:
+    """Return what the processes of a job have in common before they meet: where their rendezvous is."""
+    return f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+
+
+def own_hello(rank: int, num_ranks: int) -> tuple[Hello, JobDirectory | None]:
+    """Return what this rank tells, and the folder that rank 0 has made when it is in no job."""
+    with _lock:
+        mine = {path: job.slot for path, job in list(_jobs.items())[-MAX_JOBS_TOLD:] if job.runtime.error is None}
+    if rank != 0:
+        return Hello(num_ranks, mine, -1, ""), None
+    directory = None if mine else JobDirectory.create(job_name())
+    lane = secrets.randbelow(LANE_LIMIT)
+    return Hello(num_ranks, mine, lane, "" if directory is None else str(directory.path)), directory
+
+
+def common_job(hellos: Sequence[Hello]) -> str:
+    """Return the youngest job of rank 0 that all ranks are in, or ""."""
+    for path in reversed(hellos[0].jobs):
+        if all(path in hello.jobs for hello in hellos):
+            return path
+    return ""
+
+
+def take_seat(hellos: Sequence[Hello], rank: int, directory: JobDirectory | None, folder: str, blob: bytes) -> Seat:
+    """Return this rank's seat, in the common job or in a new one: in `directory` (rank 0's own) or in `folder`."""
+    path = common_job(hellos)
+    lane = hellos[0].lane
+    with _lock:
+        if path and path in _jobs:
+            job = _jobs[path]
+            job.num_groups += 1
+            return Seat(job, [hello.jobs[path] for hello in hellos], lane, False)
+    job = Job(directory or JobDirectory.open(folder), rank, pack_extra(lane, blob))
+    job.runtime.listen()
+    return Seat(job, list(range(len(hellos))), lane, True)
+
+
+def start_job(seat: Seat, members: Sequence[Member]) -> None:
+    """Begin with the first view; the job can be found by later groups from now on."""
+    seat.job.runtime.start(members)
+    seat.job.enlist()
+
+
+def pack_member(member: Member) -> str:
+    """Return a member as text for a record."""
+    return json.dumps([member.slot, member.nonce.hex(), member.endpoint.hex()])
+
+
+def parse_member(text: str, rank: int) -> Member:
+    """Return the founder that `rank` says it is; `ProtocolError` if that cannot be."""
+    try:
+        slot, nonce, endpoint = json.loads(text)
+        member = Member(slot, 0, bytes.fromhex(nonce), bytes.fromhex(endpoint))
+        if type(slot) is not int or slot != rank or len(member.nonce) != NONCE_BYTES:
+            raise ValueError(f"slot {slot!r}, nonce of {len(member.nonce)} bytes")
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise ProtocolError(
+            f"rank {rank}'s record names a member that cannot be right ({exc}); is the store ours?"
+        ) from exc
+    return member
+
+
+def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
+    """Return a checked `Hello`; `ProtocolError` if it cannot be right."""
+    try:
+        hello = Hello(**fields)
+        jobs_ok = isinstance(hello.jobs, dict) and len(hello.jobs) <= MAX_JOBS_TOLD
+        if not jobs_ok or not all(type(s) is int and 0 <= s < MAX_MEMBERS for s in hello.jobs.values()):
+            raise ValueError(f"jobs are {hello.jobs!r}")
+        if type(hello.lane) is not int or not -1 <= hello.lane < LANE_LIMIT or not isinstance(hello.folder, str):
+            raise ValueError(f"lane is {hello.lane!r}")
+        if rank == 0 and hello.lane < 0:
+            raise ValueError("rank 0 names no lane")
+        if type(hello.num_ranks) is not int:
+            raise TypeError(f"num_ranks is {hello.num_ranks!r}")
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(f"rank {rank}'s greeting in the store cannot be read ({exc}); is the store ours?") from exc
+    if hello.num_ranks != num_ranks:
+        raise ProtocolError(f"num_ranks must be equal on all ranks: {num_ranks} here, {hello.num_ranks} on rank {rank}")
+    return hello

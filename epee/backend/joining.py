@@ -1,0 +1,118 @@
+"""A process takes the place of a lost rank in a running group (`is_extension=True`).
+
+It finds the job's folder through the store or, when the store is gone, among this user's running jobs; reads the note
+about the group (`home.py`); makes its outbox; and asks the members to be taken in. They do so when one of them calls
+`recover_ranks`. The decision that has this process as a member says who the others are and where their outboxes lie,
+and from which call on it takes part. Nobody waits for it before that decision, and a crash on the way disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from ..errors import InvalidArgument, InvalidState, UnsupportedError
+from ..memory.host import HostRegion
+from ..view.detector import DeathWatch
+from ..view.directory import JobDirectory, find_jobs
+from ..view.endpoint import parse_endpoint
+from ..view.messages import Decision
+from .birth import keep
+from .engine import Engine
+from .home import FOLDER_KEY, Home, outbox_of, pack_extra, parse_home
+from .job import Job, Seat, job_name
+from .membership import attach_outbox
+from .outbox import LIFE, LIFE_READY, Outboxes, outbox_layout
+from .p2p import first_number
+from .survival import Survival
+from .wake import publish_word
+
+STORE_WAIT_S = 2.0
+
+
+def find_folder(store: Any) -> JobDirectory:
+    """Return the folder of the running job.
+
+    Raises:
+        InvalidState: there is no running job, or there are several and the store does not say which.
+    """
+    try:
+        store.wait([FOLDER_KEY], timedelta(seconds=STORE_WAIT_S))
+        return JobDirectory.open(bytes(store.get(FOLDER_KEY)).decode(errors="replace"))
+    except RuntimeError as exc:  # the store has died or is another one: the folder itself can be found
+        jobs = find_jobs(job_name())
+        if len(jobs) != 1:
+            raise InvalidState(
+                f"is_extension=True: the store names no running job ({str(exc).splitlines()[0]}) and {len(jobs)} jobs "
+                f"of {job_name()} run here; use the store of the running ranks"
+            ) from exc
+        return JobDirectory.open(jobs[0])
+
+
+def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, fault_mode: str) -> Engine:
+    """Take `rank`'s place; returns when the members have taken this process in.
+
+    Raises:
+        InvalidState: no group can be joined, or the slot is taken.
+        InvalidArgument: the group has another size or mode.
+        CommTimeoutError: no member has called `recover_ranks` within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    directory = find_folder(store)
+    home = parse_home(directory.read_home())
+    _check(home, rank, num_ranks, fault_mode)
+    layout = outbox_layout(num_ranks, home.staging_bytes)
+    region = HostRegion.create(layout.nbytes, f"outbox{rank}")
+    job = Job(directory, rank, pack_extra(home.lane, region.blob))
+    survival = None
+    try:
+        decision = job.runtime.join(max(0.1, deadline - time.monotonic()))
+        job.enlist()
+        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False), fault_mode)
+        survival.join(decision)
+        return _start(survival, decision, home, rank, region)
+    except BaseException:
+        if survival is not None:
+            survival.close()
+        else:
+            job.release()
+        region.close()
+        raise
+
+
+def _check(home: Home, rank: int, num_ranks: int, fault_mode: str) -> None:
+    if home.num_ranks != num_ranks:
+        raise UnsupportedError(
+            f"is_extension=True: the running group has {home.num_ranks} ranks, got world_size={num_ranks}; a group "
+            "keeps its size in this version: start replacements with the same world_size"
+        )
+    if home.fault_mode != fault_mode:
+        raise InvalidArgument(f"fault_mode must be that of the running group, {home.fault_mode!r}, got {fault_mode!r}")
+    if not 0 <= rank < num_ranks:
+        raise InvalidArgument(f"rank must lie in 0 ... {num_ranks - 1}, got {rank}")
+
+
+def _start(survival: Survival, decision: Decision, home: Home, rank: int, region: HostRegion) -> Engine:
+    """Map everybody's outbox and make the engine. Lost ranks get a blank one that nobody writes."""
+    nbytes = region.nbytes
+    watch = DeathWatch()
+    regions: list[HostRegion] = [region] * home.num_ranks
+    places = {member.slot: outbox_of(member, home.lane) for member in decision.members}
+    blank = HostRegion.create(nbytes, "blank")
+    shape = Outboxes(rank, [region] * home.num_ranks, home.staging_bytes, epoch=1)
+    for peer in range(home.num_ranks):
+        place = places.get(peer)
+        if peer == rank:
+            continue
+        regions[peer] = blank if place is None else attach_outbox(place[0], place[1], shape)
+    box = Outboxes(rank, regions, home.staging_bytes, epoch=1)
+    for member in decision.members:
+        if member.slot != rank:
+            endpoint = parse_endpoint(member.endpoint)
+            watch.watch(member.slot, endpoint.pid, endpoint.start_time)
+    engine = Engine(box, watch, 300.0, first_number(decision.epoch))
+    survival.attach(engine, joined=True)
+    publish_word(box, LIFE, LIFE_READY)
+    keep(engine)
+    return engine

@@ -1,0 +1,358 @@
+"""How a group goes on when the view changes: the group's end of the control plane (`view/`, docs/adr/0040).
+
+Data path: the agent thread calls the hooks here (`freeze`, `thaw`, `decided`, `trouble`). They set a bit in the
+engine's `flags`, which every call looks at anyway, and leave the rest to whoever drives the group: `heed` takes the
+decisions over and says, call by call, what they mean. So nothing of this is on the path of a call while all is well.
+
+    FROZEN   an agreement is under way: no call completes or starts. The hook takes the engine's lock to set it, so a
+             call that is writing results ends first, and what the hook says about the lane stays true.
+    NEWS     decisions have come that nobody has looked at.
+    CHANGING a decision waits for the first call that misses somebody (`view/outcome.py` says which one that is).
+    TROUBLED calls cannot end well: this process was voted out, or there is no quorum.
+
+Only the oldest unfinished call is judged, because where a change falls must be asked in the order of calls. A call
+that falls behind a change is planned again for the outboxes of those who remain, or fails (mode "raise"); the words of
+lost ranks are read as they left them and never waited for again.
+
+Who writes, who reads: this rank writes its own outbox only, as ever. A crash between two steps leaves a rank that is
+lost in the next epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import CommTimeoutError, EvictedError, PeerError, RankFailedError
+from ..memory.signals import tag
+from ..view.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
+from ..view.outcome import Course, Place, is_whole
+from .entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
+from .home import outbox_of
+from .job import Seat
+from .membership import attach_outbox, narrow, replace
+from .operation import Operation
+from .outbox import CONSUMED, FILLED, MERGED, Outboxes
+from .p2p import first_number
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+ACCUSE_PAUSE_S = 0.2
+ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
+_CAUSE = {
+    DEAD: "its process has ended",
+    LEFT: "has left the group (destroyed or aborted it)",
+    STALLED: "was silent until the time-out and has been voted out",
+}
+LOCK_SLICE_S = 0.5
+
+
+class Survival:
+    """The lane of one engine.
+
+    Attributes:
+        box: outboxes of the members of the epoch in which the next call is planned.
+        on_stall: "evict": a silent rank is voted out after the time-out of a call; "error": the call fails.
+    """
+
+    def __init__(self, seat: Seat, fault_mode: str) -> None:
+        """Take part in the control plane; the engine comes later (`attach`)."""
+        raises, on_stall = fault_mode == "raise", "error" if fault_mode == "raise" else "evict"
+        self.runtime = seat.job.runtime
+        self.lane = seat.lane
+        self.on_stall = on_stall
+        self.error: Exception | None = None
+        self._job = seat.job
+        self._raises = raises
+        self._slots = seat.slots
+        self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
+        self._engine: Engine | None = None
+        self._decisions: deque[Decision] = deque()
+        self._causes: dict[int, str] = {}
+        self._is_frozen = False
+        self._hooks_lock = threading.Lock()  # hooks against `attach`
+        self._thawed = threading.Event()
+        self._accused_at = 0.0
+        self.runtime.register(seat.lane, self.freeze, self.thaw, self.decided, self.trouble)
+        self._known = self.runtime.view()
+        self._incarnations: dict[int, int] = {}  # slot -> incarnation that has a part in this lane
+
+    # ---- birth
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this process knew when the lane began; it learns all that follow."""
+        return self._known.epoch
+
+    def begin(self, epoch: int, timeout_s: float) -> None:
+        """Wait until the view of `epoch`, in which the lane begins on all ranks, is known here.
+
+        Raises:
+            CommTimeoutError: it does not come.
+            RankFailedError: a rank of the group is not in it.
+        """
+        if self._known.epoch < epoch:
+            self.runtime.await_decision(epoch - 1, timeout_s)
+            found = [decision for decision in list(self._decisions) if decision.epoch == epoch]
+            if not found:
+                raise CommTimeoutError(f"init: epoch {epoch} of the view did not come; is a rank in another job?")
+            self._known = found[0]
+        present = {member.slot for member in self._known.members}
+        lost = [rank for rank, slot in enumerate(self._slots) if slot not in present]
+        if lost:
+            raise RankFailedError(f"init: rank {', '.join(map(str, lost))} is not in the view of epoch {epoch}", lost)
+
+    def join(self, decision: Decision) -> None:
+        """Begin with the view that took this process in, and learn what was decided since."""
+        self._known = decision
+        with self._hooks_lock:
+            newest = self._decisions[0].epoch if self._decisions else FOREVER
+            missed = [later for later in self.runtime.since(decision.epoch) if later.epoch < newest]
+            self._decisions.extendleft(reversed(missed))
+
+    def attach(self, engine: Engine, joined: bool = False) -> None:
+        """Give the lane its engine. With `joined`, its number of the last call is set to where this rank comes in."""
+        epoch = self._known.epoch
+        self._full = engine.box
+        self._epoch = epoch
+        self._incarnations = {m.slot: m.incarnation for m in self._known.members if m.slot in self._rank_of}
+        known = self._ours(self._known)
+        self._course = Course(self.lane, known, self._raises, frozenset(self._slots), joined)
+        if joined:
+            engine.seq = self._course.first_seq - 1
+            engine.box.own[CONSUMED] = engine.seq
+        present = {member.slot for member in known.members}
+        members = [rank for rank, slot in enumerate(self._slots) if slot in present]
+        self._boxes = {epoch: narrow(engine.box, members, epoch)}
+        engine.members = self.box = self._boxes[epoch]
+        self._causes = {rank: DEAD for rank in range(len(self._slots)) if rank not in members}
+        with self._hooks_lock:
+            self._engine = engine
+            engine.survival = self
+            engine.raise_flag(FROZEN * self._is_frozen | NEWS * bool(self._decisions) | TROUBLED * bool(self.error))
+
+    # ---- hooks, on the agent thread
+
+    def freeze(self) -> LaneState:
+        """Stop the lane between two calls and say how far it is."""
+        with self._hooks_lock:
+            self._is_frozen = True
+            engine = self._engine
+        if engine is None:
+            return LaneState(self.lane, 0, 0)
+        while not engine._lock.acquire(timeout=LOCK_SLICE_S):
+            if engine.flags & ENDED:
+                return LaneState(self.lane, engine.seq, engine.seq)
+        try:
+            self._thawed.clear()
+            engine.raise_flag(FROZEN)
+            head = engine.queue[0] if engine.queue else None
+            is_written = head is not None and head.writing
+            completed = head.seq if is_written and head is not None else engine.num_retired
+            return LaneState(self.lane, completed, engine.seq)
+        finally:
+            engine._lock.release()
+
+    def thaw(self) -> None:
+        """Go on."""
+        with self._hooks_lock:
+            self._is_frozen = False
+            if self._engine is not None:
+                self._engine.lower_flag(FROZEN)
+        self._thawed.set()
+
+    def decided(self, decision: Decision) -> None:
+        """Take note of a view; whoever drives the group looks at it."""
+        with self._hooks_lock:
+            self._decisions.append(decision)
+            if self._engine is not None:
+                self._engine.raise_flag(NEWS)
+
+    def trouble(self, error: Exception) -> None:
+        """Calls cannot end well any more, or for the time being."""
+        with self._hooks_lock:
+            self.error = error
+            if self._engine is not None:
+                self._engine.raise_flag(TROUBLED)
+
+    # ---- in the engine
+
+    @property
+    def _owner(self) -> Engine:
+        assert self._engine is not None, "attach comes first"
+        return self._engine
+
+    def await_thaw(self, timeout_s: float) -> None:
+        """Wait until the lane goes on, for some milliseconds at most. Without the engine's lock."""
+        self._thawed.wait(timeout_s)
+
+    @property
+    def eviction(self) -> EvictedError | None:
+        """The error of a process that was voted out, for good; else None."""
+        error = self.runtime.error
+        return error if isinstance(error, EvictedError) else None
+
+    def raise_trouble(self) -> None:
+        """Raise why calls cannot end well, if that is still so."""
+        error: Exception | None = self.runtime.error
+        if error is None and not isinstance(self.error, PeerError):
+            error = self.error  # the agent has failed; a lack of quorum ends with the next decision
+        if error is not None:
+            raise error
+        self.error = None
+        self._owner.lower_flag(TROUBLED)
+
+    def take_news(self) -> None:
+        """Take over the decisions that have come. The engine's lock is held."""
+        self._owner.lower_flag(NEWS)
+        while self._decisions:
+            decision = self._decisions.popleft()
+            if decision.epoch <= self._epoch:
+                continue
+            self._epoch = decision.epoch
+            for removal in decision.removed:
+                if removal.slot in self._rank_of and self._incarnations.get(removal.slot) == removal.incarnation:
+                    self._causes[self._rank_of[removal.slot]] = removal.cause
+            for member in decision.members:
+                self._adopt(member, decision.epoch)
+            if self._course.add(self._ours(decision)):
+                members = [rank for rank, slot in enumerate(self._slots) if self._takes_part(slot, decision)]
+                self._boxes[decision.epoch] = narrow(self._full, members, decision.epoch)
+                self._owner.raise_flag(CHANGING)
+
+    def _adopt(self, member: Member, epoch: int) -> None:
+        """Read the outbox of a process that has taken a rank of this group, if it has."""
+        rank = self._rank_of.get(member.slot)
+        if rank is None or self._incarnations.get(member.slot) == member.incarnation:
+            return
+        found = outbox_of(member, self.lane)
+        if found is None:
+            return  # it came to the job without a part in this group
+        blob, pid, start_time = found
+        engine = self._owner
+        for message in engine.mail.pending():
+            if message.wanted == rank or message.peer == rank:
+                message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))
+                engine.mail.cancel(message)
+                engine.retire(message)
+        replace(self._full, rank, attach_outbox(blob, pid, self._full))
+        engine.mail.renew(rank, first_number(epoch))
+        engine.watch.forget(rank)
+        engine.watch.watch(rank, pid, start_time)
+        self._incarnations[member.slot] = member.incarnation
+        self._causes.pop(rank, None)
+
+    def _ours(self, decision: Decision) -> Decision:
+        """Return `decision` without processes that have taken a slot but have no part in this lane."""
+        members = tuple(m for m in decision.members if self._incarnations.get(m.slot, m.incarnation) == m.incarnation)
+        return decision._replace(members=members)
+
+    def _takes_part(self, slot: int, decision: Decision) -> bool:
+        return slot in self._course.contributors(self._owner.seq + 1, decision.epoch)
+
+    def heed(self, op: Operation) -> None:
+        """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
+        if op.done or op.writing:
+            return
+        place = self._course.place(op.seq, lambda slot, epoch, seq: self._is_whole(op, slot, epoch), op.box.epoch)
+        if place.failed:
+            op.fail(self._failure(op, place))
+        elif place.epoch != op.box.epoch:
+            self._move(op, self._boxes[place.epoch])
+        else:
+            op.lost = self._causes.keys()
+
+    def _is_whole(self, op: Operation, slot: int, epoch: int) -> bool:
+        """True when a dead slot has done all that the call needs of it, as far as its words and ours tell."""
+        words = self._full.words[self._rank_of[slot]]
+        plan = op.plan
+        known = epoch == op.box.epoch and op.rounds_known and (plan.rounds > 1 or plan.merge_bytes > 0)
+        return is_whole(
+            words[op.cell],
+            tag(epoch, op.seq),
+            words[op.cell + FILLED] if known else 1,
+            words[op.cell + MERGED] if known else 1,
+            plan.rounds if known else 1,
+            known and plan.merge_bytes > 0,
+        )
+
+    def _move(self, op: Operation, box: Outboxes) -> None:
+        """Run a call again with the members of a later epoch."""
+        if op.make is None:
+            op.renew(box, op.plan)
+            return
+        try:
+            op.renew(box, op.make(box))
+        except Exception as exc:  # noqa: BLE001 - its root is lost, say: it belongs to that call
+            op.fail(exc)
+        op.lost = self._causes.keys()
+
+    def _failure(self, op: Operation, place: Place) -> PeerError:
+        ranks = [self._rank_of[slot] for slot in place.lost if slot in self._rank_of]
+        causes = sorted({_CAUSE[self._causes[rank]] for rank in ranks})
+        kind = PeerError if causes == [_CAUSE[LEFT]] else RankFailedError
+        elapsed = time.monotonic() - op.started if op.started else 0.0
+        told = op.describe(self._full, peer=", ".join(map(str, ranks)), elapsed=elapsed)
+        return kind(
+            f"{told}: {', '.join(causes)}; results are untouched; the next call runs in epoch {place.epoch} "
+            "without them",
+            ranks,
+            op.name,
+            op.seq,
+            place.epoch,
+            ", ".join(causes),
+        )
+
+    def retired(self, seq: int) -> None:
+        """Calls up to `seq` have ended here: later ones are planned for who is left."""
+        self._course.forget(seq)
+        if self._course.base != self.box.epoch:
+            self._owner.members = self.box = self._boxes[self._course.base]
+            self._boxes = {epoch: box for epoch, box in self._boxes.items() if epoch >= self.box.epoch}
+            mask = self._owner.mask
+            for rank in range(self._full.group_size):
+                mask[rank] = int(rank in self.box.members)
+        if not self._course.turns and not self._decisions:
+            self._owner.lower_flag(CHANGING)
+
+    def waiting(self) -> tuple[int, ...]:
+        """Return the ranks for which a process asks to come in."""
+        return tuple(self._rank_of[slot] for slot in self.runtime.waiting() if slot in self._rank_of)
+
+    def recover(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Admit the processes that wait for `ranks`; returns when a view has them."""
+        deadline = time.monotonic() + timeout_s
+        wanted = {self._slots[rank] for rank in ranks}
+        while True:
+            view = self.runtime.view()
+            missing = wanted - {member.slot for member in view.members if outbox_of(member, self.lane) is not None}
+            if not missing:
+                return
+            self.runtime.admit(sorted(missing))
+            if time.monotonic() > deadline:
+                lost = sorted(self._rank_of[slot] for slot in missing)
+                raise CommTimeoutError(
+                    f"recover_ranks: rank(s) {', '.join(map(str, lost))} did not come back within {timeout_s:.1f} s; "
+                    "start a process with is_extension=True for each",
+                    lost,
+                )
+            self.runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
+
+    def accuse(self, op: Operation, ranks: Sequence[int], now: float) -> bool:
+        """Name those who are behind, when the policy is to vote them out; True while that may still help."""
+        if self.on_stall != "evict" or now > op.deadline + self.runtime.settings.no_quorum_s:
+            return False
+        if now - self._accused_at > ACCUSE_PAUSE_S:
+            self._accused_at = now
+            for rank in ranks:
+                self.runtime.accuse(self._slots[rank], self.lane, op.seq)
+        return True
+
+    def close(self) -> None:
+        """End the lane, and this process's part in the job if it was the last."""
+        self.runtime.unregister(self.lane)
+        self._job.release()

@@ -1,0 +1,109 @@
+"""SIGSTOP of a rank: the group goes on without it (mode "mask") or says who is silent; the zombie harms nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.errors import CommTimeoutError, EvictedError
+from tests.harness import run_ranks
+
+TIMEOUT_S = 1.0
+
+
+def start(rank: int, num_ranks: int, folder: str, mode: str) -> Any:
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    options = epee.BackendOptions(fault_mode=mode, op_timeout=TIMEOUT_S)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    return dist.group.WORLD
+
+
+def publish_pid(folder: str, rank: int) -> None:
+    path = Path(folder) / f"pid{rank}.new"
+    path.write_text(str(os.getpid()))
+    path.rename(Path(folder) / f"pid{rank}")
+
+
+def wait_for(path: Path, timeout_s: float = 20.0) -> str:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not come"
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def zombie_in_mask_mode(rank: int, num_ranks: int, folder: str) -> Any:
+    group = start(rank, num_ranks, folder, "mask")
+    x = torch.ones(4, dtype=torch.int64)
+    dist.all_reduce(x)
+    publish_pid(folder, rank)
+    if rank == 1:  # stopped by rank 0, woken when the others have gone on for long
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.001)
+        seen = []
+        for _ in range(3):
+            y = torch.full((4,), 100, dtype=torch.int64)
+            with pytest.raises(EvictedError) as caught:
+                dist.all_reduce(y)
+            seen.append((caught.value.epoch, y.tolist()))
+        return seen
+    if rank == 0:
+        victim = int(wait_for(Path(folder) / "pid1"))
+        os.kill(victim, signal.SIGSTOP)
+        (Path(folder) / "go").write_text("")
+        (Path(folder) / "stopped").write_text("")
+    wait_for(Path(folder) / "stopped")
+    seen = []
+    for i in range(100):
+        y = torch.full((4,), 1 + rank + i, dtype=torch.int64)
+        dist.all_reduce(y)
+        seen.append((y.tolist(), group.last_contributors(), group.epoch))
+        if i == 50 and rank == 0:
+            os.kill(victim, signal.SIGCONT)
+    wait_for(Path(folder) / "pid1")
+    return seen
+
+
+def test_a_stopped_rank_is_voted_out_and_harms_nothing_when_it_wakes(tmp_path: Path) -> None:
+    results = run_ranks(zombie_in_mask_mode, 4, str(tmp_path), backend=None, timeout_s=60)
+    survivors = [results[0], results[2], results[3]]
+    assert survivors[0] == survivors[1] == survivors[2]
+    for i, (values, contributors, epoch) in enumerate(survivors[0]):
+        assert contributors == (0, 2, 3)
+        assert epoch == 2
+        assert values == [sum(1 + rank + i for rank in contributors)] * 4
+    assert results[1] == [(2, [100] * 4)] * 3
+
+
+def silent_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:
+    group = start(rank, num_ranks, folder, "raise")
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    if rank == 2:
+        wait_for(Path(folder) / "told0")
+        wait_for(Path(folder) / "told1")
+        x.fill_(3)
+        dist.all_reduce(x)  # what the others gave up: its header is there, and all of theirs
+    else:
+        y = torch.full((4,), 5.0)
+        with pytest.raises(CommTimeoutError) as caught:
+            dist.all_reduce(y)
+        assert tuple(caught.value.ranks) == (2,)
+        assert y.tolist() == [5.0] * 4
+        (Path(folder) / f"told{rank}").write_text("")
+    z = torch.ones(1)
+    dist.all_reduce(z)
+    return z.item(), group.epoch
+
+
+def test_a_silent_rank_raises_and_stays_a_member(tmp_path: Path) -> None:
+    for result in run_ranks(silent_in_raise_mode, 3, str(tmp_path), backend=None, timeout_s=60):
+        assert result == (3.0, 1)

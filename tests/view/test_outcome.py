@@ -1,0 +1,172 @@
+"""What decisions mean for calls: the rules one by one. That survivors agree in every history is shown in tests/sim."""
+
+from __future__ import annotations
+
+import pytest
+
+from epee.view.messages import DEAD, STALLED, Cut, Decision, Member, Removal, Start
+from epee.view.outcome import Course, Place, is_whole
+from tests.view.agents import member
+
+LANE = 7
+FIRST = Decision(1, tuple(member(slot) for slot in range(4)))
+
+
+def after(
+    before: Decision,
+    gone: dict[int, str] | None = None,
+    issued: int | None = None,
+    cut: int = 0,
+    joins: tuple[int, ...] = (),
+) -> Decision:
+    gone = gone or {}
+    epoch = before.epoch + 1
+    members = [m for m in before.members if m.slot not in gone]
+    members += [Member(slot, epoch, bytes([slot, epoch]) * 8, b"") for slot in joins]
+    removed = tuple(Removal(m.slot, m.incarnation, gone[m.slot]) for m in before.members if m.slot in gone)
+    cuts = tuple(Cut(LANE, r.slot, cut) for r in removed if r.cause == STALLED)
+    starts = () if issued is None else (Start(LANE, issued + 1),)
+    return Decision(epoch, tuple(sorted(members)), removed, cuts, starts)
+
+
+def whole_up_to(last: int):  # type: ignore[no-untyped-def]
+    return lambda slot, epoch, seq: seq <= last
+
+
+def course(raises: bool, *decisions: Decision) -> Course:
+    one = Course(LANE, FIRST, raises)
+    for decision in decisions:
+        assert one.add(decision)
+    return one
+
+
+def places(one: Course, last: int, seqs: range) -> list[tuple[int, bool]]:
+    return [one.place(seq, whole_up_to(last))[:2] for seq in seqs]
+
+
+def test_what_the_dead_left_whole_goes_on_and_the_rest_runs_again() -> None:
+    one = course(False, after(FIRST, {3: DEAD}, issued=6))
+    assert places(one, 4, range(3, 8)) == [(1, False), (1, False), (2, False), (2, False), (2, False)]
+    assert one.contributors(4, 1) == (0, 1, 2, 3)
+    assert one.contributors(5, 2) == (0, 1, 2)
+
+
+def test_in_mode_raise_what_was_issued_fails_and_what_comes_later_runs() -> None:
+    one = course(True, after(FIRST, {3: DEAD}, issued=6))
+    assert places(one, 4, range(3, 9)) == [(1, False), (1, False), (2, True), (2, True), (2, False), (2, False)]
+    assert one.place(5, whole_up_to(4)) == Place(2, True, (3,))
+
+
+def test_a_failure_that_nobody_was_calling_in_fails_the_next_call() -> None:
+    one = course(True, after(FIRST, {3: DEAD}, issued=4))
+    assert places(one, 4, range(3, 7)) == [(1, False), (1, False), (2, True), (2, False)]
+
+
+def test_after_the_first_call_that_is_not_whole_no_later_one_counts() -> None:
+    one = course(False, after(FIRST, {3: DEAD}, issued=6))
+    got = [one.place(seq, lambda slot, epoch, seq: seq != 4).epoch for seq in range(3, 7)]
+    assert got == [1, 2, 2, 2]
+
+
+def test_what_nobody_had_issued_runs_in_the_new_epoch_whatever_the_dead_had_written() -> None:
+    one = course(False, after(FIRST, {3: DEAD}, issued=4))
+    assert places(one, 99, range(4, 6)) == [(1, False), (2, False)]
+
+
+def test_who_was_voted_out_counts_up_to_its_cut_without_a_look_at_its_words() -> None:
+    one = course(False, after(FIRST, {3: STALLED}, issued=6, cut=4))
+
+    def look(slot: int, epoch: int, seq: int) -> bool:
+        raise AssertionError("the words of a process that may still write")
+
+    assert [one.place(seq, look).epoch for seq in range(3, 7)] == [1, 1, 2, 2]
+
+
+def test_a_second_death_is_judged_in_the_epoch_that_the_call_runs_in() -> None:
+    second = after(FIRST, {3: DEAD}, issued=6)
+    third = after(second, {2: DEAD}, issued=6)
+    one = course(False, second, third)
+    asked: list[tuple[int, int, int]] = []
+
+    def look(slot: int, epoch: int, seq: int) -> bool:
+        asked.append((slot, epoch, seq))
+        return seq < 5 if slot == 3 else seq < 6
+
+    assert [one.place(seq, look).epoch for seq in range(4, 8)] == [1, 2, 3, 3]
+    assert (2, 1, 4) in asked
+    assert (2, 2, 5) in asked
+
+
+def test_asking_again_after_a_decision_gives_the_same_as_asking_late() -> None:
+    second = after(FIRST, {3: DEAD}, issued=6)
+    third = after(second, {2: DEAD}, issued=6)
+    early, late = course(False, second), course(False, second, third)
+    first_answers = {seq: early.place(seq, whole_up_to(4)).epoch for seq in range(4, 8)}
+    early.add(third)
+    for seq in range(4, 8):
+        assert early.place(seq, whole_up_to(4), first_answers[seq]) == late.place(seq, whole_up_to(4))
+
+
+def test_who_joins_takes_part_from_the_first_call_that_nobody_had_issued() -> None:
+    second = after(FIRST, issued=6, joins=(4,))
+    old = course(True, second)
+    new = Course(LANE, second, True, joined=True)
+    assert new.first_seq == 7
+    assert places(old, 0, range(5, 9)) == [(1, False), (1, False), (2, False), (2, False)]
+    assert places(new, 0, range(7, 9)) == [(2, False), (2, False)]
+    assert old.contributors(7, 2) == new.contributors(7, 2) == (0, 1, 2, 3, 4)
+    assert old.contributors(6, 2) == (0, 1, 2, 3)
+
+
+def test_a_lane_that_nobody_had_begins_anew_with_who_joins() -> None:
+    second = after(FIRST, joins=(4,))
+    assert Course(LANE, second, True, joined=True).first_seq == 1
+    assert places(course(True, second), 0, range(1, 3)) == [(2, False), (2, False)]
+
+
+def test_who_replaces_the_dead_reports_the_failure_in_the_same_call_as_the_survivors() -> None:
+    second = after(FIRST, {3: DEAD}, issued=6, joins=(3,))
+    old, new = course(True, second), Course(LANE, second, True, joined=True)
+    assert places(old, 6, range(6, 10)) == [(1, False), (2, True), (2, False), (2, False)]
+    assert places(new, 6, range(7, 10)) == [(2, True), (2, False), (2, False)]
+
+
+def test_a_call_that_must_fail_is_told_as_issued_so_who_joins_begins_after_it() -> None:
+    one = course(True, after(FIRST, {3: DEAD}, issued=6))
+    assert one.claimed(5) == one.claimed(6) == 7
+    assert one.claimed(9) == 9
+    assert course(False, after(FIRST, {3: DEAD}, issued=6)).claimed(6) == 6
+
+
+@pytest.mark.parametrize("decision", [FIRST._replace(epoch=2), after(FIRST, {3: DEAD}, issued=4)])
+def test_decisions_that_do_not_touch_a_lane_change_nothing(decision: Decision) -> None:
+    one = Course(LANE, FIRST, True, frozenset({0, 1}))
+    assert not one.add(decision)
+    assert places(one, 0, range(1, 9)) == [(1, False)] * 8
+
+
+def test_calls_of_newcomers_are_published_after_those_that_they_do_not_see() -> None:
+    one = course(False, after(FIRST, issued=6, joins=(4,)))
+    assert one.may_publish(6, 1, 5, 1)
+    assert not one.may_publish(7, 2, 6, 1)
+    assert not one.may_publish(7, 2, 6, 2)
+    assert one.may_publish(8, 2, 7, 2)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_is_over_is_forgotten_without_a_change_of_the_answers(raises: bool) -> None:
+    decisions = [after(FIRST, {3: DEAD}, issued=6)]
+    decisions.append(after(decisions[-1], {2: DEAD}, issued=6))
+    kept, forgetful = course(raises, *decisions), course(raises, *decisions)
+    for seq in range(5, 20):
+        assert kept.place(seq, whole_up_to(5)) == forgetful.place(seq, whole_up_to(5))
+        forgetful.forget(seq)
+    assert not forgetful.turns
+
+
+def test_whole_is_tag_and_all_rounds_and_in_two_phases_the_shares_too() -> None:
+    assert is_whole(5, 5, 3, 0, 3, False)
+    assert not is_whole(4, 5, 3, 0, 3, False)
+    assert not is_whole(5, 5, 2, 3, 3, False)
+    assert is_whole(5, 5, 3, 3, 3, True)
+    assert not is_whole(5, 5, 3, 2, 3, True)

@@ -29,6 +29,7 @@ from .attempt import attempt
 from .birth import create_engine
 from .engine import Engine
 from .entry import ENDED
+from .job import is_in_job
 from .joining import join_engine
 from .message import ANY, Message
 from .operation import Make, Plan
@@ -87,7 +88,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         timeout_s = dist_opts.timeout.total_seconds()
         super().__init__(rank, num_ranks)
         self._engine: Engine
-        if options is not None and getattr(options, "is_extension", False):
+        if getattr(options, "is_extension", False) and not is_in_job():
             self.options = _checked(options, default, num_ranks)
             mode = self.options.fault_mode
             self._engine = join_engine(dist_opts.store, rank, num_ranks, timeout_s, mode)
@@ -476,6 +477,11 @@ def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int
         raise InvalidArgument(f"pg_options must be epee.BackendOptions, got {type(options).__name__}")
     options = options if options is not None else default()
     options.check_group(num_ranks)
+    if options.is_extension and is_in_job():
+        raise InvalidArgument(
+            "is_extension=True is for a new process in the place of a lost rank: pass it to init_process_group; new_group "
+            "is made by all members"
+        )
     return options
 
 

@@ -92,6 +92,12 @@ _jobs: dict[str, Job] = {}
 _lock = threading.Lock()
 
 
+def is_in_job() -> bool:
+    """Return whether this process belongs to a job already."""
+    with _lock:
+        return bool(_jobs)
+
+
 def job_name() -> str:
     """Return what the processes of a job have in common before they meet: where their rendezvous is."""
     return f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import epee
 from epee.backend import birth
-from epee.errors import InvalidArgument, MismatchError, PeerError, ProtocolError, ResourceError, UnsupportedError
+from epee.errors import InvalidArgument, MismatchError, PeerError, ProtocolError, ResourceError
 from epee.memory.host import HostRegion
 from tests.harness import run_ranks
 
@@ -151,7 +151,7 @@ def test_an_error_at_birth_is_told_through_a_tcp_store(tmp_path: Path) -> None:
 
 def in_a_new_group(rank: int, num_ranks: int) -> str:
     options = epee.BackendOptions(is_extension=True) if rank == 1 else None
-    with pytest.raises(UnsupportedError if rank == 1 else MismatchError) as caught:
+    with pytest.raises(InvalidArgument if rank == 1 else MismatchError) as caught:
         dist.new_group(backend="epee", pg_options=options, timeout=timedelta(seconds=25))
     dist.barrier()  # the group around it lives on
     again = dist.new_group(backend="epee", timeout=timedelta(seconds=25))

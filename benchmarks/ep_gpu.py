@@ -213,7 +213,7 @@ class Bench:
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
     def time(self, call: Callable[[], Any], num_warmup: int = 5) -> tuple[float, float, float]:
-        """Return median and p99 in us over the slowest rank, and the host's us per call."""
+        """Return median and p99 in us over the slowest rank, and the host's median us per call."""
         for _ in range(num_warmup):
             call()
         torch.cuda.synchronize()
@@ -221,19 +221,19 @@ class Bench:
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(self.num_calls)]
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(self.num_calls)]
         torch.cuda._sleep(60_000_000)
-        host = 0.0
+        host = []
         for start, end in zip(starts, ends, strict=True):
             self.flush.zero_()
             self.buffer.barrier(5.0)
             start.record()
             before = time.perf_counter()
             call()
-            host += time.perf_counter() - before
+            host.append((time.perf_counter() - before) * 1e6)
             end.record()
         torch.cuda.synchronize()
         self.buffer.check()
         times = sorted(start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True))
-        mine = torch.tensor([times[len(times) // 2], times[int(len(times) * 0.99)], host / self.num_calls * 1e6])
+        mine = torch.tensor([times[len(times) // 2], times[int(len(times) * 0.99)], sorted(host)[len(host) // 2]])
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         return tuple(mine.tolist())  # type: ignore[return-value]
 
@@ -279,14 +279,14 @@ GRAPH_TOKENS, GRAPH_PAIRS = 128, 8
 
 def make_buffer(rank: int, num_ranks: int, tokens: int, num_slots: int) -> Throughput:
     """A buffer for the standard setting."""
-    rows = default_expanded_rows(tokens, NUM_TOPK, NUM_EXPERTS // num_ranks, 128)
+    rows = default_expanded_rows(tokens, NUM_TOPK, NUM_EXPERTS // num_ranks, 1)
     config = ThroughputConfig(
         rank, num_ranks, NUM_EXPERTS, HIDDEN, NUM_TOPK, tokens, torch.bfloat16, num_ranks * tokens, rows, num_slots
     )
     return Throughput(CudaPlatform(torch.device("cuda", rank)), config, all_gather_bytes)
 
 
-def graph_times(rank: int, num_ranks: int, num_sms: int, num_calls: int) -> dict[str, float]:
+def graph_times(rank: int, num_ranks: int, num_sms: int | None, num_calls: int) -> dict[str, float]:
     """Median us, slowest rank, of what runs in CUDA graphs: one dispatch + combine with L2 flushed before, one of
     eight in a row, one of twenty barriers in a row."""
     buffer = make_buffer(rank, num_ranks, GRAPH_TOKENS, GRAPH_PAIRS + 2)
@@ -411,11 +411,12 @@ def time_all(rank: int, args: argparse.Namespace, buffer: Throughput, results: d
                 )
     if not args.only:
         for num_sms in args.graph_sms:
-            times = graph_times(rank, args.num_ranks, num_sms, args.calls)
-            results[f"graph_{num_sms}_sms"] = times
+            times = graph_times(rank, args.num_ranks, num_sms or None, args.calls)
+            results[f"graph_{num_sms or 'default'}_sms"] = times
             say(
                 rank,
-                f"graph, {GRAPH_TOKENS} tokens, {num_sms} SMs: " + ", ".join(f"{k} {v:.1f}" for k, v in times.items()),
+                f"graph, {GRAPH_TOKENS} tokens, {num_sms or 'default'} SMs: "
+                + ", ".join(f"{k} {v:.1f}" for k, v in times.items()),
             )
     if args.nccl:
         group = dist.new_group(backend="nccl")
@@ -467,7 +468,9 @@ def main() -> None:
     parser.add_argument(
         "--check", type=numbers, default=[0, 1, 17, 4096], help="token counts whose results are checked"
     )
-    parser.add_argument("--graph-sms", type=numbers, default=[24, 48, 64], help="SMs for the graphs of 128 tokens")
+    parser.add_argument(
+        "--graph-sms", type=numbers, default=[0, 24, 48], help="SMs for the graphs of 128 tokens, 0 for the default"
+    )
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--only", default="", help="time only cases with this in their name")
     parser.add_argument("--profile", action="store_true", help="print the kernels' own durations instead")

@@ -479,8 +479,8 @@ def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int
     options.check_group(num_ranks)
     if options.is_extension and is_in_job():
         raise InvalidArgument(
-            "is_extension=True is for a new process in the place of a lost rank: pass it to init_process_group; new_group "
-            "is made by all members"
+            "is_extension=True is for a new process in the place of a lost rank: pass it to init_process_group; "
+            "new_group is made by all members"
         )
     return options
 

@@ -1,8 +1,8 @@
 """`Buffer`: dispatch tokens to the ranks that own their experts, combine the results back.
 
 This file is the public face: it checks arguments, keeps one call at a time, and hands the work to the path of the
-buffer's device (`cpu.py`). A call whose arguments are refused still takes part in the exchange, as a refusal, so that
-the peers raise at once instead of waiting, and everybody's call numbers stay in step.
+buffer's device (`cpu.py`, `cuda_path.py`). A call whose arguments are refused still takes part in the exchange, as a
+refusal, so that the peers raise at once instead of waiting, and everybody's call numbers stay in step.
 """
 
 from __future__ import annotations
@@ -14,36 +14,33 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from .. import env
-from ..errors import (
-    AbortedError,
-    CommTimeoutError,
-    EpeeError,
-    ForkError,
-    InvalidArgument,
-    InvalidState,
-    PeerError,
-    UnsupportedError,
-)
+from ..errors import AbortedError, EpeeError, ForkError, InvalidArgument, InvalidState, UnsupportedError
 from .bootstrap import Born, group_of, meet
 from .checks import (
     check_combine,
     check_dispatch,
     check_handle,
     check_payload,
+    check_run,
     check_timeout,
 )
-from .config import PAYLOAD_DTYPES, BufferConfig
+from .config import PATHS, PAYLOAD_DTYPES, BufferConfig
+from .control import ControlPlane
 from .cpu import CpuPath
+from .cuda_path import CudaPath, throughput_config
 from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
 from .handle import Combined, Dispatched, Handle, Payload
+from .lane import Lanes, RunOptions
 from .order import CombineOrder
+from .throughput_platform import CudaPlatform, Platform
 
 _log = logging.getLogger(__name__)
 _buffer_ids = itertools.count(1)
@@ -63,15 +60,18 @@ class Buffer:
         num_topk: columns of `topk_idx`, 1 ... 32.
         max_tokens_per_rank: most tokens that one rank dispatches in a call.
         dtype: widest payload: bfloat16, float16, float32 or float64. Narrower ones and FP8 pairs fit as well.
-        device: None or the CPU.
-        num_slots: results, and combine inputs, of each layout that may live in the arena at once.
+        device: None or "cpu", or the GPU of this rank ("cuda" for the current one); the ranks are on CPUs or on GPUs.
+        num_slots: results, and combine inputs, of each layout that may live in the arena at once (on GPUs both
+            together).
         max_recv_rows: rows that a call can receive; None for `num_ranks * max_tokens_per_rank` in the rank layout
             (the worst case) and `1.5 * max_tokens_per_rank * num_topk` in the expert layout. Padding of the expert
             layout, `num_local_experts * (expert_alignment - 1)` rows, is always added.
         timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
 
-    Memory: each layout gets an arena at its first use, `2 * num_slots + 2` slots of `rows` rows; docs/buffer.md has the
-    formula. That is address space: pages are taken when they are first written, and slots are reused lowest first.
+    Memory: on CPUs each layout gets an arena at its first use, `2 * num_slots + 2` slots of `rows` rows; docs/buffer.md
+    has the formula. That is address space: pages are taken when they are first written, and slots are reused lowest
+    first. On GPUs `num_slots + 1` slots of the rank layout are taken at construction, and two of the expert layout at
+    its first combine.
 
     After an error the buffer works, except after `RankFailedError`: a dead rank cannot come back into this buffer.
 
@@ -109,14 +109,26 @@ class Buffer:
             self.num_ranks, num_experts, hidden, num_topk, max_tokens_per_rank, dtype, num_slots, max_recv_rows or 0
         )
         refusal: EpeeError | None = None
-        self._timeout, poison = 0.0, False
+        self._timeout, poison, platform = 0.0, False, None
         try:
-            self._timeout, poison = _settings(self.config, device, max_recv_rows, timeout)
+            self._timeout, poison = _settings(self.config, max_recv_rows, timeout)
+            platform = self._platform_of(device)
+            if platform is not None:
+                self.config = replace(self.config, path="cuda", device=platform.device)
+                throughput_config(self.config, self.rank).check()
         except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
         born = meet(members, self.config, refusal)
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
-        self._path = CpuPath(self.config, self.rank, self._exchange, self._id, poison)
+        self._control = ControlPlane(self.config, self.rank, self._exchange)
+        self._lanes = Lanes(self.config.device)
+        try:
+            with self._on_device():
+                self._path = self._make_path(platform, born, poison)
+        except BaseException:
+            born.close()
+            self._exchange.release()
+            raise
         self._inbox_bytes = born.inboxes[self.rank].mapped_bytes
         # a buffer that is dropped without close() returns its memory as well
         self._finalizer = weakref.finalize(self, _return_all, self._path, born, self._exchange)
@@ -134,13 +146,18 @@ class Buffer:
         layout: str = "rank",
         expert_alignment: int = 1,
         timeout: float | None = None,
+        num_sms: int | None = None,
+        async_op: bool = False,
+        previous_event: object = None,
+        sync: bool = True,
     ) -> Dispatched:
         """Send each token to the ranks that own its experts. Collective.
 
         Args:
             x: `[num_tokens, hidden]` bfloat16, float16, float32 or float64, no wider than the buffer's dtype; or a
                 pair (float8_e4m3fn `[num_tokens, hidden]`, scales `[num_tokens, hidden / 128]` float32 or
-                `[num_tokens, hidden / 512]` packed int32), any strides. Not modified; may be reused on return.
+                `[num_tokens, hidden / 512]` packed int32), scales with any strides. Not modified; may be reused on
+                return (GPU: by work behind the call). On GPUs rows lie in one piece and begin at multiples of 16 bytes.
             topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that stands twice in a row
                 counts twice.
             topk_weights: `[num_tokens, num_topk]` float32 (or float64 beside a float64 x).
@@ -151,6 +168,13 @@ class Buffer:
                 source rank, token, k), each expert's block padded with zero rows to `expert_alignment`.
             expert_alignment: 1 ... 4096 rows.
             timeout: seconds to wait for a silent peer.
+            num_sms: multiprocessors of the GPU to use; None for the default.
+            async_op: run on the buffer's own stream, behind the current one, or behind `previous_event`; wait for
+                `.event` before the results are used.
+            previous_event: an `.event`, or a `torch.cuda.Event`, for which the call waits first.
+            sync: False: the host does not wait for the counts, so results have as many rows as may come (ids of the
+                others are -1, their values undefined) and `handle.recv_counts` tells how many there are. Needed while
+                a CUDA graph is recorded. On the CPU results have their exact size all the same.
 
         Returns:
             `Dispatched`. Its `x` lives as long as the tensor does; with `num_slots` of them alive, further results
@@ -165,7 +189,8 @@ class Buffer:
             RankFailedError: a peer's process has ended; the buffer cannot be used any more.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
-        with self._call(OP_DISPATCH, timeout) as deadline:
+        run = RunOptions(num_sms, async_op, previous_event, sync)
+        with self._call(OP_DISPATCH, timeout) as deadline, self._lanes.lane(check_run(run)) as lane:
             known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
             call = check_dispatch(
                 self.config,
@@ -177,7 +202,7 @@ class Buffer:
                 layout,
                 expert_alignment,
             )
-            return self._path.dispatch(call, deadline)
+            return self._path.dispatch(call, deadline, lane, run)
 
     def combine(
         self,
@@ -189,13 +214,17 @@ class Buffer:
         out: torch.Tensor | None = None,
         order: CombineOrder | None = None,
         timeout: float | None = None,
+        num_sms: int | None = None,
+        async_op: bool = False,
+        previous_event: object = None,
     ) -> Combined:
         """Bring expert outputs back to the tokens' ranks and sum them. Collective.
 
         Args:
             y: `[num_recv, hidden]`, a row for each row of the dispatch. Rank layout: the caller has weighted and
                 summed its local experts. Expert layout: plain expert outputs; epee multiplies by the weights of the
-                dispatch (one if it had none). Memory from `combine_input` is not copied.
+                dispatch (one if it had none). Memory from `combine_input` is not copied; on GPUs nor is the `x` of a
+                dispatch.
             handle: of the dispatch.
             topk_weights: to be sent back: `[num_recv, num_topk]` (rank layout), `[num_recv]` (expert layout).
             bias: one or two `[num_tokens, hidden]`, of y's dtype or float32, added before the rounding.
@@ -203,18 +232,21 @@ class Buffer:
                 memory with y.
             order: of the additions; None for epee's own, which is the fastest.
             timeout: seconds to wait for a silent peer.
+            num_sms, async_op, previous_event: as in `dispatch`.
 
         Returns:
             `Combined`: for each token the sum over the ranks, ascending, in float32 (float64 for float64), rounded
             once; exact zeros for tokens without expert.
 
         Raises:
-            As `dispatch`; `out` is not written when an error is raised.
+            As `dispatch`; `out` is not written when an error is raised. On GPUs nobody waits for a combine: what goes
+            wrong on the way is raised by the next call, or by `check`, and `out` is then undefined.
         """
-        with self._call(OP_COMBINE, timeout) as deadline:
+        run = RunOptions(num_sms, async_op, previous_event)
+        with self._call(OP_COMBINE, timeout) as deadline, self._lanes.lane(check_run(run)) as lane:
             known = check_handle(handle, self._id, self._exchange.epoch)
             call = check_combine(self.config, y, known, topk_weights, bias, out, order)
-            return self._path.combine(call, deadline)
+            return self._path.combine(call, deadline, lane, run)
 
     def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
         """Give every rank the bytes of all ranks. Collective; also a barrier of the ranks' host threads.
@@ -234,10 +266,12 @@ class Buffer:
         with self._call(OP_GATHER, timeout) as deadline:
             if not isinstance(data, bytes):
                 raise InvalidArgument(f"data must be bytes, got {type(data).__name__}")
-            return self._path.all_gather_bytes(data, deadline)
+            return self._control.all_gather_bytes(data, deadline)
 
     def refuse(self, error: Exception, timeout: float | None = None) -> None:
         """Take part in the peers' next call only to tell them that this rank cannot make it; they raise at once.
+
+        On GPUs that call must be a dispatch or a combine.
 
         For callers of this buffer that find something wrong with their own arguments, before they raise `error`.
 
@@ -246,7 +280,25 @@ class Buffer:
             timeout: seconds to wait for peers that are still in an earlier call.
         """
         with self._exclusive():
-            self._refuse(OP_GATHER, error, time.monotonic() + check_timeout(timeout, self._timeout))
+            op = OP_DISPATCH if self.config.is_cuda else OP_GATHER
+            self._refuse(op, error, time.monotonic() + check_timeout(timeout, self._timeout))
+
+    def check(self) -> None:
+        """Raise what has gone wrong on this rank's GPU since the last call. Local; does not wait for the GPU.
+
+        Every call does so when it starts. Synchronise first to be sure of what has been launched.
+        """
+        with self._exclusive():
+            self._path.check()
+
+    def join(self) -> None:
+        """Let the current stream wait for all work of this buffer on other streams. Local.
+
+        Buffers that are used in turn, on several streams, share the GPU better when each is joined before the next is
+        used: while calls of several buffers may overlap, each of them takes only part of the multiprocessors.
+        """
+        with self._exclusive():
+            self._path.join()
 
     def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.
@@ -273,6 +325,11 @@ class Buffer:
         return self._inbox_bytes + self._path.nbytes
 
     @property
+    def max_num_sms(self) -> int:
+        """Multiprocessors of this rank's GPU, the most that `num_sms` can be; 0 on the CPU, where it means nothing."""
+        return self._path.max_num_sms
+
+    @property
     def num_copied_results(self) -> int:
         """Dispatches whose result had to be copied because `num_slots` results were still alive."""
         return self._path.num_copied
@@ -284,6 +341,8 @@ class Buffer:
         handles do not.
         """
         self._closing.asked = True
+        if self._pid == os.getpid() and self._owner not in (None, threading.get_ident()):
+            self._path.abort()
         if self._pid != os.getpid():
             return  # a forked child: the mappings are the parent's business
         if self._owner == threading.get_ident():
@@ -301,6 +360,27 @@ class Buffer:
     ) -> None:
         self.close()
 
+    @staticmethod
+    def _platform_of(device: torch.device | str | None) -> Platform | None:
+        """Return the GPU that moves the rows, None for the CPU."""
+        if device is None or torch.device(device).type == "cpu":
+            return None
+        if torch.device(device).type not in PATHS:
+            raise UnsupportedError(f"device must be the CPU or a CUDA device, got {device}")
+        if not torch.cuda.is_available():
+            raise UnsupportedError(f"device is {device}, but torch sees no GPU here; leave it out to use CPU tensors")
+        return CudaPlatform(torch.device(device))
+
+    def _make_path(self, platform: Platform | None, born: Born, poison: bool) -> CpuPath | CudaPath:
+        if platform is None:
+            return CpuPath(self.config, self.rank, self._control, self._id, poison)
+        closing = self._closing  # not self: the path must not keep a dropped buffer alive
+        path = CudaPath(
+            self.config, self.rank, self._control, self._id, platform, born.watch, lambda: closing.asked, self._timeout
+        )
+        path.set_poison(poison)
+        return path
+
     @contextmanager
     def _call(self, op: int, timeout: float | None) -> Iterator[float]:
         """Run one collective call; yields its deadline.
@@ -308,15 +388,13 @@ class Buffer:
         An error before the call was announced to the peers (a bad argument, no memory) is announced to them here.
         """
         with self._exclusive():
-            last_seq = self._exchange.seq
+            last_seq = self._path.num_announced(op)
             deadline = time.monotonic() + self._timeout
             try:
                 deadline = time.monotonic() + check_timeout(timeout, self._timeout)
                 yield deadline
-            except (CommTimeoutError, PeerError, AbortedError):
-                raise  # the peers are the cause
             except Exception as error:
-                if self._exchange.seq == last_seq:
+                if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
                     self._refuse(op, error, deadline)
                 raise
 
@@ -326,6 +404,13 @@ class Buffer:
             self._path.refuse(op, error, deadline)
         except EpeeError as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make the buffer's GPU the current one, where it is not."""
+        device = self.config.device
+        if device.type != "cuda" or torch.cuda.current_device() == device.index:
+            return nullcontext()
+        return torch.cuda.device(device)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -341,7 +426,8 @@ class Buffer:
                     raise InvalidState("the buffer is closed; make a new one")
                 self._owner = me
                 try:
-                    yield
+                    with self._on_device():
+                        yield
                 finally:
                     self._owner = None
         finally:
@@ -360,19 +446,15 @@ class _Closing:
             raise AbortedError("the buffer was closed while this call was waiting")
 
 
-def _return_all(path: CpuPath, born: Born, exchange: Exchange) -> None:
+def _return_all(path: CpuPath | CudaPath, born: Born, exchange: Exchange) -> None:
     path.close()
     born.close()
     exchange.release()
 
 
-def _settings(
-    config: BufferConfig, device: torch.device | str | None, max_recv_rows: int | None, timeout: float | None
-) -> tuple[float, bool]:
+def _settings(config: BufferConfig, max_recv_rows: int | None, timeout: float | None) -> tuple[float, bool]:
     """Check this rank's arguments and environment; return (default time-out in seconds, whether to poison)."""
     if max_recv_rows == 0:
         raise InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
     config.check()
-    if device is not None and torch.device(device).type != "cpu":
-        raise UnsupportedError(f"device must be the CPU, got {device}; GPUs are not served yet")
     return check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S")), env.get_bool("EPEE_POISON")

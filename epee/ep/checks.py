@@ -13,19 +13,20 @@ import torch
 
 from ..errors import InvalidArgument, StaleHandleError
 from .config import FP8, LAYOUTS, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, SCALE_BLOCK, BufferConfig
-from .handle import Handle
+from .handle import Handle, HostHandle
+from .lane import RunOptions
 from .layout import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
 from .order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
 
 
 @dataclass(frozen=True)
 class PayloadRows:
-    """A payload as bytes.
+    """A payload as it is moved.
 
     Attributes:
-        rows: `[num_tokens, row_words]` int64.
+        rows: on the CPU `[num_tokens, row_words]` int64, the bytes; on GPUs `[num_tokens, hidden]` as it was given.
         dtype: of the elements.
-        scales: `[num_tokens, scale_words]` int32, or None.
+        scales: on the CPU `[num_tokens, scale_words]` int32, on GPUs as they were given; or None.
         scale_dtype: float32 or int32, None without scales.
     """
 
@@ -37,9 +38,11 @@ class PayloadRows:
 
 @dataclass(frozen=True)
 class DispatchCall:
-    """A checked dispatch: fresh routing (`plan`) or a cached one (`handle`), never both.
+    """A checked dispatch: fresh routing or a cached one (`handle`), never both.
 
     Attributes:
+        plan: the rows to send by destination; None when cached, and on GPUs, where kernels find it.
+        mask: `[num_tokens, num_ranks]` bool, contiguous, when it is the routing; GPUs only.
         topk_idx: `[num_tokens, num_topk]` int64; None when cached or without top-k routing.
         topk_weights: `[num_tokens, num_topk]` float32 or float64, contiguous, or None.
     """
@@ -51,6 +54,7 @@ class DispatchCall:
     topk_weights: torch.Tensor | None
     plan: SendPlan | None
     handle: Handle | None
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,17 @@ def check_timeout(timeout: float | None, default: float) -> float:
     return float(timeout)
 
 
+def check_run(run: RunOptions) -> RunOptions:
+    """Return how a call runs; `previous_event` is checked where it is waited for."""
+    num_sms = run.num_sms
+    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1):
+        raise InvalidArgument(f"num_sms must be an int of at least 1 or None, got {num_sms!r}")
+    for name in ("async_op", "sync"):
+        if not isinstance(getattr(run, name), bool):
+            raise InvalidArgument(f"{name} must be True or False, got {getattr(run, name)!r}")
+    return run
+
+
 def check_handle(handle: object, buffer_id: int, epoch: int) -> Handle:
     """Return `handle` if it belongs to this buffer and epoch."""
     if not isinstance(handle, Handle):
@@ -100,17 +115,22 @@ def check_handle(handle: object, buffer_id: int, epoch: int) -> Handle:
 
 
 def check_tensor(
-    name: str, value: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+    name: str,
+    value: object,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> torch.Tensor:
     """Return `value` detached.
 
     Raises:
-        InvalidArgument: it is no dense CPU tensor of one of `dtypes` and of `shape` (None: any extent).
+        InvalidArgument: it is no dense tensor on `device` of one of `dtypes` and of `shape` (None: any extent).
     """
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} must be a tensor {_wanted(shape, dtypes)}, got {type(value).__name__}")
-    if value.device.type != "cpu":
-        raise InvalidArgument(f"{name} must be on the CPU like this buffer, got {value.device}; call .cpu()")
+    if value.device != device:
+        where, remedy = ("the CPU", ".cpu()") if device.type == "cpu" else (str(device), f'.to("{device}")')
+        raise InvalidArgument(f"{name} must be on {where} like this buffer, got {value.device}; call {remedy}")
     if value.layout != torch.strided or value.is_conj() or value.is_neg():
         raise InvalidArgument(f"{name} must be a plain dense tensor, got {value.layout}; call .to_dense() first")
     if value.dtype not in dtypes:
@@ -132,13 +152,13 @@ def check_payload(x: object, config: BufferConfig) -> PayloadRows:
     """Return the payload's bytes in rows; a tensor or an FP8 pair (values, scales)."""
     if isinstance(x, (tuple, list)):
         return _check_fp8(x, config)
-    value = check_tensor("x", x, (None, config.hidden), PAYLOAD_DTYPES)
+    value = check_tensor("x", x, (None, config.hidden), PAYLOAD_DTYPES, config.device)
     if value.dtype.itemsize > config.dtype.itemsize:
         raise InvalidArgument(
             f"x must be no wider than the buffer's dtype {config.dtype}, got {value.dtype}; make the buffer with it"
         )
     _check_num_tokens("x", value.shape[0], config)
-    return PayloadRows(_rows(value), value.dtype)
+    return PayloadRows(check_rows("x", value) if config.is_cuda else _rows(value), value.dtype)
 
 
 def _rows(values: torch.Tensor) -> torch.Tensor:
@@ -152,6 +172,33 @@ def _rows(values: torch.Tensor) -> torch.Tensor:
     return dense.view(torch.int64)
 
 
+def check_rows(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return a matrix that GPU kernels can move row by row: in 16-byte pieces, straight from where it lies.
+
+    Raises:
+        InvalidArgument: its rows have gaps, or do not begin at multiples of 16 bytes.
+    """
+    if values.numel():
+        steps = values.stride(1) if values.shape[1] > 1 else 1, values.stride(0) if values.shape[0] > 1 else 0
+        if steps[0] != 1 or steps[1] * values.itemsize % 16 or values.data_ptr() % 16:
+            raise InvalidArgument(
+                f"{name} must have rows without gaps that begin at multiples of 16 bytes, as the GPU copies them in "
+                f"one piece; got strides {list(values.stride())} at an address that is {values.data_ptr() % 16} "
+                "modulo 16; call .contiguous(), or .clone() on a slice"
+            )
+    return values
+
+
+def _check_whole(name: str, value: torch.Tensor, config: BufferConfig) -> torch.Tensor:
+    """Return a matrix of the combine; GPU kernels take it only as one piece of memory."""
+    if config.is_cuda and value.numel() and (not value.is_contiguous() or value.data_ptr() % 16):
+        raise InvalidArgument(
+            f"{name} must be contiguous and begin at a multiple of 16 bytes on GPUs, got strides "
+            f"{list(value.stride())}; call .contiguous(), or .clone() on a slice"
+        )
+    return value
+
+
 def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) -> PayloadRows:
     if len(pair) != 2:
         raise InvalidArgument(f"x must be a tensor or a pair (float8_e4m3fn values, scales), got {len(pair)} items")
@@ -159,10 +206,10 @@ def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) ->
         raise InvalidArgument(
             f"an FP8 pair needs hidden to be a multiple of {SCALE_BLOCK}, got {config.hidden}; pad rows"
         )
-    values = check_tensor("x[0]", pair[0], (None, config.hidden), (FP8,))
+    values = check_tensor("x[0]", pair[0], (None, config.hidden), (FP8,), config.device)
     num_tokens = values.shape[0]
     _check_num_tokens("x[0]", num_tokens, config)
-    scales = check_tensor("x[1]", pair[1], (num_tokens, None), (torch.float32, torch.int32))
+    scales = check_tensor("x[1]", pair[1], (num_tokens, None), (torch.float32, torch.int32), config.device)
     blocks = config.hidden // SCALE_BLOCK
     columns = blocks if scales.dtype == torch.float32 else -(-blocks // 4)
     if scales.shape[1] != columns:
@@ -170,6 +217,8 @@ def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) ->
             f"x[1] must be float32 [{num_tokens}, {blocks}] or packed int32 [{num_tokens}, {-(-blocks // 4)}], "
             f"got {scales.dtype} {list(scales.shape)}"
         )
+    if config.is_cuda:
+        return PayloadRows(check_rows("x[0]", values), FP8, scales, scales.dtype)
     rows = _rows(values)
     return PayloadRows(rows, FP8, scales.contiguous().view(torch.int32), scales.dtype)
 
@@ -206,9 +255,12 @@ def check_dispatch(
         return _check_cached(config, payload, topk_weights, handle)
     if is_token_in_rank is not None:
         return _check_mask(config, payload, is_token_in_rank, topk_weights, layout)
-    idx = check_tensor("topk_idx", topk_idx, (num_tokens, config.num_topk), (torch.int64,)).contiguous()
+    shape = (num_tokens, config.num_topk)
+    idx = check_tensor("topk_idx", topk_idx, shape, (torch.int64,), config.device).contiguous()
+    weights = _check_weights(topk_weights, shape, payload.dtype, config)
+    if config.is_cuda:  # kernels look at the ids and plan: reading them here would make the host wait
+        return DispatchCall(payload, layout, expert_alignment, idx, weights, None, None)
     check_topk_idx(idx, config.num_experts)
-    weights = _check_weights(topk_weights, (num_tokens, config.num_topk), payload.dtype)
     plan = plan_by_rank(idx, config) if layout == "rank" else plan_by_expert(idx, config)
     return DispatchCall(payload, layout, expert_alignment, idx, weights, plan, None)
 
@@ -229,7 +281,7 @@ def _check_cached(config: BufferConfig, payload: PayloadRows, topk_weights: obje
         raise InvalidArgument(f"x must have the {handle.num_tokens} rows of the handle's dispatch, got {num_tokens}")
     if topk_weights is not None and not handle.with_topk:
         raise InvalidArgument("topk_weights need a handle that was routed by topk_idx, got one by is_token_in_rank")
-    weights = _check_weights(topk_weights, (num_tokens, config.num_topk), payload.dtype)
+    weights = _check_weights(topk_weights, (num_tokens, config.num_topk), payload.dtype, config)
     return DispatchCall(payload, handle.layout, handle.expert_alignment, None, weights, None, handle)
 
 
@@ -241,15 +293,19 @@ def _check_mask(
     if topk_weights is not None:
         raise InvalidArgument("topk_weights need topk_idx; is_token_in_rank does not say which expert a weight is for")
     shape = (payload.rows.shape[0], config.num_ranks)
-    plan = plan_by_mask(check_tensor("is_token_in_rank", mask, shape, (torch.bool,)), config)
-    return DispatchCall(payload, layout, 1, None, None, plan, None)
+    member = check_tensor("is_token_in_rank", mask, shape, (torch.bool,), config.device)
+    if config.is_cuda:
+        return DispatchCall(payload, layout, 1, None, None, None, None, member.contiguous())
+    return DispatchCall(payload, layout, 1, None, None, plan_by_mask(member, config), None)
 
 
-def _check_weights(weights: object, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+def _check_weights(
+    weights: object, shape: tuple[int, ...], dtype: torch.dtype, config: BufferConfig
+) -> torch.Tensor | None:
     if weights is None:
         return None
     dtypes = (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
-    return check_tensor("topk_weights", weights, shape, dtypes).contiguous()
+    return check_tensor("topk_weights", weights, shape, dtypes, config.device).contiguous()
 
 
 def check_combine(
@@ -262,37 +318,51 @@ def check_combine(
     order: object = None,
 ) -> CombineCall:
     """Check the arguments of a combine."""
-    rows = check_tensor("y", y, (handle.num_recv, config.hidden), PAYLOAD_DTYPES)
+    rows = check_tensor("y", y, (handle.num_recv, config.hidden), PAYLOAD_DTYPES, config.device)
     if rows.dtype.itemsize > config.dtype.itemsize:
         raise InvalidArgument(f"y must be no wider than the buffer's dtype {config.dtype}, got {rows.dtype}")
     if topk_weights is not None and not handle.with_topk:
         raise InvalidArgument("topk_weights need a handle that was routed by topk_idx, got one by is_token_in_rank")
     per_row = (config.num_topk,) if handle.layout == "rank" else ()
-    weights = _check_weights(topk_weights, (handle.num_recv, *per_row), rows.dtype)
+    weights = _check_weights(topk_weights, (handle.num_recv, *per_row), rows.dtype, config)
     shape = (handle.num_tokens, config.hidden)
     biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
     if len(biases) > 2:
         raise InvalidArgument(f"bias must be one tensor or a pair, got {len(biases)} tensors; add them first")
     kinds = tuple(dict.fromkeys((rows.dtype, torch.float32)))
-    checked = tuple(check_tensor("bias", item, shape, kinds) for item in biases)
-    target = None if out is None else check_tensor("out", out, shape, (rows.dtype,))
+    checked = tuple(
+        _check_whole("bias", check_tensor("bias", item, shape, kinds, config.device), config) for item in biases
+    )
+    target = None if out is None else check_tensor("out", out, shape, (rows.dtype,), config.device)
     if target is not None:
         _check_out(target, rows, weights)
+        _check_whole("out", target, config)
         # out is written while biases are still to be read
         checked = tuple(item.clone() if _overlap(target, item) else item for item in checked)
     wanted = check_order(order, handle.layout)
-    lanes = _check_lanes(config, handle, wanted) if handle.layout == "rank" and wanted.by == "last_k" else None
-    if is_own_order(wanted, config.num_ranks, len(checked)):
+    lanes = None
+    if handle.layout == "rank" and wanted.by == "last_k":
+        lanes = _check_lanes(config, handle, wanted)
+    # on GPUs whether an order is wanted must not depend on what only this rank gives
+    if is_own_order(wanted, config.num_ranks, 2 if config.is_cuda else len(checked)):
         wanted = RANKS_THEN_BIAS
+    _check_whole("y", rows, config)
     return CombineCall(rows.contiguous(), handle, weights, checked, target, wanted, lanes)
 
 
-def _check_lanes(config: BufferConfig, handle: Handle, order: CombineOrder) -> torch.Tensor:
-    """Return `last_k` of the order's routing, which must name the ranks that the handle's rows went to."""
+def _check_lanes(config: BufferConfig, handle: Handle, order: CombineOrder) -> torch.Tensor | None:
+    """Return `last_k` of the order's routing, which must name the ranks that the handle's rows went to.
+
+    A GPU's handle keeps the routing of its dispatch, which is what counts there; the order's is not looked at.
+    """
+    if not isinstance(handle, HostHandle):
+        if not handle.with_topk:
+            raise InvalidArgument('an order by "last_k" needs a handle that was routed by topk_idx')
+        return None
     if order.topk_idx is None:
         raise InvalidArgument('an order by "last_k" needs topk_idx in the rank layout: give that of the dispatch')
     shape = (handle.num_tokens, config.num_topk)
-    topk_idx = check_tensor("order.topk_idx", order.topk_idx, shape, (torch.int64,))
+    topk_idx = check_tensor("order.topk_idx", order.topk_idx, shape, (torch.int64,), config.device)
     check_topk_idx(topk_idx, config.num_experts)
     lanes = last_k(topk_idx, config.num_ranks, config.num_local_experts)
     sent = torch.zeros(lanes.shape, dtype=torch.bool)

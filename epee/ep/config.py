@@ -11,6 +11,8 @@ from ..errors import InvalidArgument
 from ..memory.layout import Field, Layout, align_up
 
 LAYOUTS = ("rank", "expert")
+PATHS = ("cpu", "cuda")  # by what moves the rows; the order is part of the protocol
+CPU = torch.device("cpu")
 SCALE_BLOCK = 128  # channels that share one FP8 scale
 MAX_TOPK = 32
 MAX_EXPERT_ALIGNMENT = 4096
@@ -43,6 +45,8 @@ class BufferConfig:
         dtype: widest payload.
         num_slots: results (and combine inputs) of a layout that may live in the arena at once.
         max_recv_rows: capacity of a layout in rows, 0 for the default.
+        path: "cpu" or "cuda".
+        device: of this rank's tensors; the only attribute that ranks do not share.
     """
 
     num_ranks: int
@@ -53,6 +57,13 @@ class BufferConfig:
     dtype: torch.dtype
     num_slots: int = 2
     max_recv_rows: int = 0
+    path: str = "cpu"
+    device: torch.device = CPU
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether GPU kernels move the rows."""
+        return self.path == "cuda"
 
     def check(self) -> None:
         """Raise `InvalidArgument` for the first rule that is broken."""
@@ -133,6 +144,7 @@ class BufferConfig:
             DTYPE_CODES.index(self.dtype),
             self.num_slots,
             self.max_recv_rows,
+            PATHS.index(self.path),
         )
 
 
@@ -146,6 +158,7 @@ CONFIG_NAMES = (
     "dtype",
     "num_slots",
     "max_recv_rows",
+    "device",
 )
 
 
@@ -153,6 +166,8 @@ def describe_word(name: str, value: int) -> str:
     """Return a config or header word as a user would write it."""
     if name == "dtype":
         return str(DTYPE_CODES[value]) if 0 <= value < len(DTYPE_CODES) else f"unknown dtype {value}"
+    if name == "device":
+        return PATHS[value] if 0 <= value < len(PATHS) else f"unknown device {value}"
     if name == "layout":
         return repr(LAYOUTS[value]) if 0 <= value < len(LAYOUTS) else f"unknown layout {value}"
     return str(value)

@@ -22,14 +22,17 @@ import os
 import numpy as np
 import torch
 
-from ..errors import InvalidArgument, ProtocolError, context
+from ..errors import AbortedError, CommTimeoutError, InvalidArgument, PeerError, ProtocolError, context
 from ..memory.arena import Arena, Slots, num_pool_slots
 from ..memory.host import BLOB_BYTES
 from ..memory.layout import Field
 from .checks import CombineCall, DispatchCall, PayloadRows
 from .config import DTYPE_CODES, LAYOUTS, BufferConfig
-from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, REASON_BYTES, Exchange, Header, Rows
-from .handle import Combined, Dispatched, Handle, Payload
+from .control import ControlPlane
+from .event import DONE
+from .exchange import OP_COMBINE, OP_DISPATCH, Header, Rows
+from .handle import Combined, Dispatched, Handle, HostHandle, Payload
+from .lane import Lane, RunOptions
 from .layout import Counts, Segment, num_rows_needed, place
 from .order import RANKS_THEN_BIAS
 from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
@@ -39,13 +42,19 @@ from .slot_io import pack_meta, received_meta, rows_of, typed, write_meta, write
 _SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 
 
+def _own(handle: Handle) -> HostHandle:
+    """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
+    assert isinstance(handle, HostHandle)
+    return handle
+
+
 class CpuPath:
     """The arenas of one buffer and what moves rows through them.
 
     Args:
         config: of the buffer.
         rank: this rank.
-        exchange: its row exchange.
+        control: its host side, whose row exchange orders the calls.
         buffer_id: goes into handles.
         poison: fill slots with 0xFF before each use.
 
@@ -53,10 +62,11 @@ class CpuPath:
         num_copied: results that were copied out because no slot was free.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, exchange: Exchange, buffer_id: int, poison: bool) -> None:
+    def __init__(self, config: BufferConfig, rank: int, control: ControlPlane, buffer_id: int, poison: bool) -> None:
         self.config = config
         self.rank = rank
-        self.exchange = exchange
+        self.control = control
+        self.exchange = control.exchange
         self.num_copied = 0
         self._buffer_id = buffer_id
         self._poison = poison
@@ -65,12 +75,35 @@ class CpuPath:
         self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
         self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
 
+    max_num_sms = 0
+
+    def num_announced(self, op: int) -> int:
+        """Return how many calls have been announced to the peers."""
+        return self.exchange.seq
+
+    def is_told(self, error: Exception) -> bool:
+        """Tell whether the peers know about `error`, or cannot be told: it was they who caused it."""
+        return isinstance(error, (CommTimeoutError, PeerError, AbortedError))
+
+    def refuse(self, op: int, error: Exception, deadline: float) -> None:
+        """Take part in the peers' call as the rank that cannot make it."""
+        self.control.refuse(op, error, deadline)
+
+    def check(self) -> None:
+        """Nothing fails behind the host's back here."""
+
+    def join(self) -> None:
+        """There are no streams here."""
+
+    def abort(self) -> None:
+        """Calls look by themselves whether the buffer is to be closed."""
+
     @property
     def nbytes(self) -> int:
         """Bytes that this rank's arenas map; pages never touched cost nothing."""
         return sum(arena.region.mapped_bytes for arena in self._arenas.values())
 
-    def dispatch(self, call: DispatchCall, deadline: float) -> Dispatched:
+    def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
         arena = self._arena(call.layout, call.expert_alignment)
         self._settle(deadline)
@@ -80,7 +113,7 @@ class CpuPath:
         try:
             self.exchange.publish(self._dispatch_header(call, slot), counts, arena.region.blob, deadline)
             rows = self.exchange.gather(deadline)
-            handle = call.handle if call.handle is not None else self._new_handle(call, rows)
+            handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
             slots = self._attach(call.layout, rows)
             self._send(call, handle, rows, slots)
             self.exchange.wait_data(deadline)
@@ -91,7 +124,7 @@ class CpuPath:
                 self.exchange.abandon()  # some may wait for rows that will not come
             raise
 
-    def combine(self, call: CombineCall, deadline: float) -> Combined:
+    def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
         layout = call.handle.layout
         arena = self._arena(layout, call.handle.expert_alignment)
@@ -118,23 +151,6 @@ class CpuPath:
             return torch.empty(shape, dtype=dtype)
         slot = self._take(arena)
         return arena.lease(slot, [Field("payload", dtype, shape)], "input")[0]
-
-    def all_gather_bytes(self, data: bytes, deadline: float) -> list[bytes]:
-        """Return everybody's `data`, in rank order; one exchange for each `REASON_BYTES` bytes."""
-        parts: list[bytes] = [b""] * self.config.num_ranks
-        for first in range(0, max(1, len(data)), REASON_BYTES):
-            piece = data[first : first + REASON_BYTES]
-            header = self._bare_header(OP_GATHER)._replace(handle=len(data))
-            self.exchange.publish(header, None, piece, deadline)
-            texts = self.exchange.gather(deadline).texts
-            parts = [got + text[: len(piece)] for got, text in zip(parts, texts, strict=True)]
-        return parts
-
-    def refuse(self, op: int, error: BaseException, deadline: float) -> None:
-        """Take part in a call as the rank whose arguments were refused, so that the peers learn it at once."""
-        reason = f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]
-        header = self._bare_header(op)._replace(refused=1)
-        self.exchange.publish(header, None, reason, deadline)
 
     def close(self) -> None:
         """Drop all memory; tensors that the user still holds keep theirs. Idempotent."""
@@ -183,11 +199,6 @@ class CpuPath:
             slot=slot,
             rank=self.rank,
         )
-
-    def _bare_header(self, op: int) -> Header:
-        """Return the header of a call that moves no rows."""
-        dtype = DTYPE_CODES.index(torch.bfloat16)
-        return Header(op, 0, dtype, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, self.rank)
 
     # -- memory
 
@@ -250,10 +261,10 @@ class CpuPath:
 
     # -- dispatch
 
-    def _new_handle(self, call: DispatchCall, rows: Rows) -> Handle:
+    def _new_handle(self, call: DispatchCall, rows: Rows) -> HostHandle:
         assert call.plan is not None
         counts = self._check_counts(rows, call.layout, call.expert_alignment)
-        return Handle(
+        return HostHandle(
             buffer_id=self._buffer_id,
             seq=self.exchange.seq,
             epoch=self.exchange.epoch,
@@ -291,7 +302,7 @@ class CpuPath:
             )
         return counts
 
-    def _send(self, call: DispatchCall, handle: Handle, rows: Rows, slots: dict[int, Slots]) -> None:
+    def _send(self, call: DispatchCall, handle: HostHandle, rows: Rows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""
         by_rank: dict[int, list[Segment]] = {}
         for segment in handle.placement.segments:
@@ -308,7 +319,7 @@ class CpuPath:
             if dst_rank != self.rank:
                 self.exchange.signal_data(dst_rank)
 
-    def _receive(self, call: DispatchCall, handle: Handle, arena: Arena, slot: int) -> Dispatched:
+    def _receive(self, call: DispatchCall, handle: HostHandle, arena: Arena, slot: int) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
             words = self.config.meta_words(handle.layout)
             meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
@@ -327,7 +338,7 @@ class CpuPath:
             topk_weights=None if weights is None else weights.clone(),
             num_tokens_per_expert=handle.num_tokens_per_expert,
             handle=handle,
-            event=None,
+            event=DONE,
             got=torch.ones(self.config.num_ranks, dtype=torch.bool),
         )
 
@@ -354,13 +365,13 @@ class CpuPath:
         """Bring y, unless it lies in the slot already, and the weights to where peers may read them."""
         if not is_staged:
             staged = typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape)))
-            for part in self._rows_for_others(call.handle):
+            for part in self._rows_for_others(_own(call.handle)):
                 staged[part].copy_(call.y[part])
         if call.topk_weights is not None:
             flat = call.topk_weights.reshape(-1)
             arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
 
-    def _rows_for_others(self, handle: Handle) -> tuple[slice, ...]:
+    def _rows_for_others(self, handle: HostHandle) -> tuple[slice, ...]:
         """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""
         if handle.layout == "expert":
             return (slice(None),)
@@ -368,7 +379,7 @@ class CpuPath:
         return slice(0, first), slice(first + handle.num_received[self.rank], None)
 
     def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
-        handle, hidden = call.handle, self.config.hidden
+        handle, hidden = _own(call.handle), self.config.hidden
         dtype = call.y.dtype
         out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype)
         granted = [header.slot for header in rows.headers]
@@ -385,7 +396,7 @@ class CpuPath:
                 combine_expert_rows(handle, views, call.bias, out)
             else:
                 combine_expert_rows_in_order(handle, views, call.bias, out, call.order)
-        return Combined(out, self._returned_weights(call, slots, granted), None)
+        return Combined(out, self._returned_weights(call, slots, granted))
 
     def _segment_rows(
         self, call: CombineCall, segment: Segment, slots: dict[int, Slots], granted: list[int]
@@ -399,7 +410,7 @@ class CpuPath:
     def _returned_weights(self, call: CombineCall, slots: dict[int, Slots], granted: list[int]) -> torch.Tensor | None:
         if call.topk_weights is None:
             return None
-        handle, num_topk = call.handle, self.config.num_topk
+        handle, num_topk = _own(call.handle), self.config.num_topk
         width = num_topk if handle.layout == "rank" else 1
         dtype = call.topk_weights.dtype  # a float64 buffer carries float32 weights widened: narrowing them is exact
         parts = [

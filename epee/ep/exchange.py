@@ -8,6 +8,8 @@ rows, everybody reaches the same verdict: go on, or raise the same error.
     inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
                       data  [num_ranks][8]                       word 0: tag of the call whose payload has arrived
                                                                  whole; word 1: tag of the last call given up
+                      reasons [8][32]                            written by the owner: why it refused a GPU call,
+                                                                 whose number is word 0, stored last
 
 Order: a rank publishes row s only after it has seen all rows s-1. So when row s of a peer is seen, that peer has
 finished every call before s, its stores included, and row s+1 of anybody cannot overwrite a row s-1 that is still
@@ -93,6 +95,8 @@ _HEADER = struct.Struct(f"{_NUM_HEADER}Q")
 _TEXT_AT = 1 + _NUM_HEADER
 _COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
 _DATA_STRIDE = 8  # words: one cache line per writer
+_NUM_REASONS = 8
+_REASON_WORDS = 1 + REASON_BYTES // 8
 Limits: TypeAlias = tuple[tuple[int, int], ...]
 assert BLOB_BYTES <= REASON_BYTES
 
@@ -119,6 +123,7 @@ def inbox_layout(config: BufferConfig) -> Layout:
     return Layout(
         Field("rows", torch.int64, (2, config.num_ranks, row_words)),
         Field("data", torch.int64, (config.num_ranks, _DATA_STRIDE)),
+        Field("reasons", torch.int64, (_NUM_REASONS, _REASON_WORDS)),
     )
 
 
@@ -158,6 +163,7 @@ class Exchange:
         self._row_words = layout["rows"].shape[2]
         self._rows_at = layout.offset("rows") // 8
         self._data_at = layout.offset("data") // 8
+        self._reasons_at = layout.offset("reasons") // 8
         num_words = layout.nbytes // 8
         self._words = [inbox.words(0, num_words) for inbox in inboxes]
         self._addresses = [inbox.address for inbox in inboxes]
@@ -241,6 +247,23 @@ class Exchange:
         for src in range(self.config.num_ranks):
             if src != self.rank:
                 self._wait(self._data_at + src * _DATA_STRIDE, want, src, deadline, is_data=True)
+
+    def post_reason(self, call: int, reason: bytes) -> None:
+        """Say why this rank refuses GPU call number `call` (above 0); at most `REASON_BYTES` bytes."""
+        words = self._words[self.rank]
+        at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
+        words[at] = 0
+        words[at + 1 : at + _REASON_WORDS] = memoryview(reason.ljust(REASON_BYTES, b"\0")).cast("Q")
+        words[at] = call
+
+    def reason_of(self, src_rank: int, call: int) -> str:
+        """Return why a rank refused GPU call number `call`; "" when it has not said, or has said more since."""
+        words = self._words[src_rank]
+        at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
+        if words[at] != call:
+            return ""
+        text = bytes(words[at + 1 : at + _REASON_WORDS])
+        return text.rstrip(b"\0").decode("utf-8", "replace") if words[at] == call else ""
 
     def release(self) -> None:
         """Let go of all views of the inboxes, so that their mappings can end."""

@@ -1,14 +1,19 @@
-"""What dispatch and combine return, and the handle that ties them together. Metadata only: no arena memory."""
+"""What dispatch and combine return, and the handle that ties them together. Metadata only: no arena memory.
+
+A `Handle` is what users see; each path has its own kind: `HostHandle` here, `cuda_handle.CudaHandle`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from .event import DONE, Event
 from .layout import Placement, SendPlan, runs
 
 # A payload is a tensor, or an FP8 pair (values, scales).
@@ -31,7 +36,7 @@ def _by_k(slots: torch.Tensor, rows: torch.Tensor, num_topk: int) -> list[tuple[
 
 
 @dataclass(frozen=True, eq=False)
-class Handle:
+class Handle(ABC):
     """Remembers where the rows of one dispatch went.
 
     It serves any number of cached dispatches and combines, with any payload type, until the buffer's epoch changes or
@@ -43,9 +48,8 @@ class Handle:
         layout: "rank" or "expert".
         expert_alignment: rows; blocks of the expert layout are padded to it.
         num_tokens: tokens of this rank.
-        num_recv: rows of `Dispatched.x`, padding included.
-        num_tokens_per_expert: see `Dispatched`.
-        num_received: rows that came from each rank, padding not counted.
+        num_topk: columns of `topk_idx`.
+        with_topk: whether routing came from `topk_idx`.
     """
 
     buffer_id: int
@@ -56,6 +60,61 @@ class Handle:
     num_tokens: int
     num_topk: int
     with_topk: bool
+
+    @property
+    @abstractmethod
+    def num_recv(self) -> int:
+        """Rows of `Dispatched.x`: padding included, and without CPU sync all that there may be."""
+
+    @property
+    @abstractmethod
+    def num_tokens_per_expert(self) -> list[int]:
+        """(token, k) slots per local expert, rounded up to `expert_alignment`; empty without top-k routing or sync."""
+
+    @property
+    @abstractmethod
+    def num_received(self) -> list[int]:
+        """Rows that came from each rank, padding not counted. On GPUs the host waits for it."""
+
+    @property
+    @abstractmethod
+    def num_sent(self) -> list[int]:
+        """Rows that this rank sends to each rank, itself included. On GPUs the host waits for it."""
+
+    @property
+    @abstractmethod
+    def recv_counts(self) -> torch.Tensor:
+        """`[1 + num_local_experts]` int32 on the buffer's device: rows that are there, then `num_tokens_per_expert`."""
+
+    @property
+    @abstractmethod
+    def src_rank(self) -> torch.Tensor:
+        """`[num_recv]` int64: the rank that each row came from, -1 in padding."""
+
+    @property
+    @abstractmethod
+    def src_token(self) -> torch.Tensor:
+        """`[num_recv]` int64: the token's index on the rank that it came from, -1 in padding."""
+
+    @property
+    @abstractmethod
+    def src_k(self) -> torch.Tensor | None:
+        """`[num_recv]` int64: which of its token's k a row stands for, -1 in padding; None in the rank layout."""
+
+    @property
+    @abstractmethod
+    def recv_topk_idx(self) -> torch.Tensor | None:
+        """`[num_recv, num_topk]` int64, local ids or -1; rank layout with top-k routing only."""
+
+    @abstractmethod
+    def unweighted(self) -> Handle:
+        """Return a handle of the same rows whose weights are all one (what the gradient of a dispatch needs)."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostHandle(Handle):
+    """The handle of CPU tensors: the rows that this rank sends, and where all rows lie."""
+
     plan: SendPlan
     placement: Placement
     sent_weights: torch.Tensor | None = None
@@ -78,6 +137,11 @@ class Handle:
     def num_received(self) -> list[int]:
         """Rows that came from each rank, padding not counted."""
         return self.placement.num_received
+
+    @property
+    def recv_counts(self) -> torch.Tensor:
+        """`[1 + num_local_experts]` int32: rows, then `num_tokens_per_expert`."""
+        return torch.tensor([self.num_recv, *self.placement.num_tokens_per_expert], dtype=torch.int32)
 
     @cached_property
     def num_sent(self) -> list[int]:
@@ -129,7 +193,7 @@ class Handle:
                 pulls.append(Pull(dst_rank, _by_k(self.plan.slots[part], rows[part], self.num_topk)))
         return pulls
 
-    def unweighted(self) -> Handle:
+    def unweighted(self) -> HostHandle:
         """Return a handle of the same rows whose weights are all one (what the gradient of a dispatch needs)."""
         other = replace(self, sent_weights=None, recv_weights=None)
         for name in ("pulls", "empty_tokens", "num_sent"):  # depend on the rows only: not to be worked out again
@@ -157,7 +221,8 @@ class Dispatched:
             `[num_recv]`, the row's weight, ones when none were sent, 0 in padding. float32 (float64 if sent so).
         num_tokens_per_expert: one int per local expert, rounded up to `expert_alignment`.
         handle: for combine and for cached dispatches.
-        event: None for CPU tensors.
+        event: the end of the call; `event.wait()` makes the current stream wait for it. CPU calls are done at once.
+        readers: raw handles of the streams that may read the rows; see `record_stream`.
         got: `[num_ranks]` bool: whose rows are in.
     """
 
@@ -166,8 +231,21 @@ class Dispatched:
     topk_weights: torch.Tensor | None
     num_tokens_per_expert: list[int]
     handle: Handle
-    event: None
+    event: Event
     got: torch.Tensor
+    readers: list[int] = field(default_factory=list, repr=False)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the result until work that is on `stream` when it dies is done (as for torch's tensors).
+
+        The streams of the call, and the one that was current in an `async_op` call, are known already.
+        """
+        if stream.cuda_stream not in self.readers:
+            self.readers.append(stream.cuda_stream)
+        values = self.x if isinstance(self.x, tuple) else (self.x,)
+        for tensor in (*values, self.topk_idx, self.topk_weights):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,9 +255,9 @@ class Combined:
     Attributes:
         x: `[num_tokens, hidden]` in the dtype of `y`; ordinary memory (or `out`).
         topk_weights: `[num_tokens, num_topk]` summed over the ranks, None when none were given.
-        event: None for CPU tensors.
+        event: as in `Dispatched`.
     """
 
     x: torch.Tensor
     topk_weights: torch.Tensor | None
-    event: None
+    event: Event = DONE

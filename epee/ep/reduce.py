@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .handle import Handle
+from .handle import HostHandle
 from .layout import Segment
 
 BLOCK_BYTES = 1 << 20  # of a block's accumulator; the best of 128 KiB ... 8 MiB with 1 MiB of L2 cache per core
@@ -31,7 +31,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def combine_rank_rows(
-    handle: Handle, rows: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
+    handle: HostHandle, rows: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     """Sum the rank layout into `out`.
 
@@ -52,7 +52,7 @@ def combine_rank_rows(
         _sum_in_blocks(handle, rows, bias, out)
 
 
-def _sum_in_place(handle: Handle, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def _sum_in_place(handle: HostHandle, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     tokens = handle.plan.tokens
     if not rows:
         out.fill_(-0.0)
@@ -83,14 +83,14 @@ def _put(out: torch.Tensor, part: torch.Tensor, tokens: torch.Tensor | None) -> 
     out.index_fill_(0, missing, -0.0)
 
 
-def _clear_empty(handle: Handle, out: torch.Tensor) -> None:
+def _clear_empty(handle: HostHandle, out: torch.Tensor) -> None:
     """Write +0.0 to the tokens that no rank has a row for."""
     if len(handle.empty_tokens):
         out.index_fill_(0, handle.empty_tokens, 0.0)
 
 
 def _sum_in_blocks(
-    handle: Handle, rows: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
+    handle: HostHandle, rows: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     num_tokens, hidden = out.shape
     dtype = accumulator_dtype(out.dtype)
@@ -115,7 +115,7 @@ def _sum_in_blocks(
         _finish(acc, bias, first, out[first:end])
 
 
-def _cuts(handle: Handle, num_tokens: int, step: int) -> list[tuple[Segment, list[int]]]:
+def _cuts(handle: HostHandle, num_tokens: int, step: int) -> list[tuple[Segment, list[int]]]:
     """Return for each segment where its rows (tokens ascending) cross the edges of the token blocks."""
     edges = torch.arange(0, num_tokens + step, step)
     tokens = handle.plan.tokens
@@ -130,7 +130,7 @@ def _finish(acc: torch.Tensor, bias: Sequence[torch.Tensor], first: int, out: to
 
 
 def combine_expert_rows(
-    handle: Handle, slots: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
+    handle: HostHandle, slots: Sequence[torch.Tensor], bias: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     """Sum the expert layout into `out`.
 
@@ -155,7 +155,7 @@ def combine_expert_rows(
 
 
 def return_rank_weights(
-    handle: Handle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
+    handle: HostHandle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Sum weights `[num_rows, num_topk]` of each segment into `[num_tokens, num_topk]`, ranks ascending."""
     total = torch.zeros(handle.num_tokens, num_topk, dtype=dtype)
@@ -165,7 +165,7 @@ def return_rank_weights(
 
 
 def return_expert_weights(
-    handle: Handle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
+    handle: HostHandle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Put weights `[num_rows]` of each segment back to their (token, k) in `[num_tokens, num_topk]`."""
     flat = torch.zeros(handle.num_tokens * num_topk, dtype=dtype)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .handle import Handle, Pull
+from .handle import HostHandle, Pull
 from .order import CombineOrder
 from .reduce import accumulator_dtype
 
 
 def combine_rank_rows_in_order(
-    handle: Handle,
+    handle: HostHandle,
     rows: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
     out: torch.Tensor,
@@ -47,7 +47,7 @@ def combine_rank_rows_in_order(
 
 
 def combine_expert_rows_in_order(
-    handle: Handle,
+    handle: HostHandle,
     slots: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
     out: torch.Tensor,
@@ -86,7 +86,7 @@ def _start(bias: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder)
 
 
 def _finish(
-    acc: torch.Tensor, handle: Handle, bias: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
+    acc: torch.Tensor, handle: HostHandle, bias: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
 ) -> None:
     if not (order.bias_first and bias):
         acc.index_fill_(0, handle.empty_tokens, 0.0)
@@ -104,7 +104,7 @@ def _add(acc: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, chosen: to
 
 
 def _partial(
-    handle: Handle, pull: Pull, slots: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
+    handle: HostHandle, pull: Pull, slots: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
 ) -> torch.Tensor:
     """Return `[num_tokens, hidden]`: the sum of one rank's weighted rows, k ascending; -0.0 where it has none."""
     partial = torch.full(out.shape, -0.0, dtype=accumulator_dtype(out.dtype))
@@ -114,7 +114,7 @@ def _partial(
 
 
 def _weighted(
-    handle: Handle, slot: torch.Tensor, k: int, tokens: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
+    handle: HostHandle, slot: torch.Tensor, k: int, tokens: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     values = slot.index_select(0, rows).to(dtype)
     if handle.sent_weights is not None:

@@ -12,7 +12,7 @@ import torch
 from ..memory.arena import Arena, Slots
 from ..memory.layout import Field
 from .checks import DispatchCall, PayloadRows
-from .handle import Handle
+from .handle import HostHandle
 from .layout import Ints, Segment
 
 
@@ -27,7 +27,7 @@ def typed(arena: Arena, slot: int, field: Field) -> torch.Tensor:
     return raw[: field.nbytes].view(field.dtype).view(field.shape)
 
 
-def write_rows(payload: PayloadRows, handle: Handle, segment: Segment, target: Slots, slot: int) -> None:
+def write_rows(payload: PayloadRows, handle: HostHandle, segment: Segment, target: Slots, slot: int) -> None:
     """Copy the rows (and scales) of one segment to their final place, each of them once."""
     tokens = handle.plan.tokens[segment.first : segment.first + segment.num_rows]
     for name, source in (("payload", payload.rows), ("scales", payload.scales)):
@@ -37,7 +37,7 @@ def write_rows(payload: PayloadRows, handle: Handle, segment: Segment, target: S
             torch.index_select(source, 0, tokens, out=place)
 
 
-def pack_meta(call: DispatchCall, handle: Handle, words: int) -> Ints | None:
+def pack_meta(call: DispatchCall, handle: HostHandle, words: int) -> Ints | None:
     """Return what travels beside the rows, `[n, words]` int64, or None when nothing does.
 
     Rank layout, a row per token: token, expert ids, weights. Expert layout, a row per row of the plan:
@@ -63,7 +63,7 @@ def pack_meta(call: DispatchCall, handle: Handle, words: int) -> Ints | None:
     return packed
 
 
-def write_meta(packed: Ints, handle: Handle, segment: Segment, target: Slots, slot: int) -> None:
+def write_meta(packed: Ints, handle: HostHandle, segment: Segment, target: Slots, slot: int) -> None:
     """Copy what travels beside the rows of one destination, in the plan's order."""
     part = slice(segment.first, segment.first + segment.num_rows)
     words = packed.shape[1]
@@ -75,7 +75,7 @@ def write_meta(packed: Ints, handle: Handle, segment: Segment, target: Slots, sl
         np.take(packed, handle.plan.tokens.numpy()[part], axis=0, out=place.reshape(-1, words), mode="clip")
 
 
-def received_meta(call: DispatchCall, handle: Handle, meta: Ints, first_expert: int) -> Handle:
+def received_meta(call: DispatchCall, handle: HostHandle, meta: Ints, first_expert: int) -> HostHandle:
     """Copy what travelled beside the rows out of the slot, and return the handle that knows it.
 
     Expert ids become ids among this rank's experts (the first one is `first_expert`), -1 where not local. Ids and
@@ -110,7 +110,7 @@ def received_meta(call: DispatchCall, handle: Handle, meta: Ints, first_expert: 
     return replace(handle, **news)  # type: ignore[arg-type]
 
 
-def _expert_weights(handle: Handle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:
+def _expert_weights(handle: HostHandle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:
     rows = handle.placement.recv_rows
     assert rows is not None
     weights = np.zeros(handle.num_recv, dtype=np.float32 if received is None else received.dtype)

@@ -1,18 +1,20 @@
 """Throughput mode on the GPUs of one host: the host side of dispatch and combine.
 
 A `Throughput` is a rank's end of a GPU buffer. A dispatch is two kernels (`throughput_dispatch.py`): one counts,
-exchanges counts and grants, and finds all places; the other moves the rows to where they stay. A combine is one kernel
+exchanges counts and grants, and finds all places; the other moves the rows to where they stay. Few tokens need one
+kernel only. A combine is one kernel
 (`throughput_combine.py`) that pulls the rows back and sums them. The host waits for nothing but the counts, and only
 when it is asked to. Memory, kernels and the order of calls are in `throughput_machine.py`.
 
 Failures are numbers in pinned host memory: `check` raises them, as does every call before it starts. After a failure
-the buffer works on; the ranks stay in step because failed calls count as well. A slot that was granted in a failed call
-stays unused until a later exchange has succeeded, as a late peer may still write into it.
+the buffer works on; the ranks stay in step because failed calls count as well. A late peer may still write into a slot
+that was granted in a failed call: see `throughput_slots.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,17 +23,21 @@ from .throughput_combine import launch_combine, launch_refusal
 from .throughput_dispatch import (
     Exchange,
     Payload,
+    allocate_expanded,
     cut_expanded,
+    launch_few,
     launch_layout,
     launch_payload,
     plan_launch,
     view_slot,
 )
-from .throughput_machine import AllGather, Machine, Taken
+from .throughput_machine import AllGather, Machine
+from .throughput_order import launch_order
 from .throughput_params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
-from .throughput_plan import HandleSpace, Shape, ThroughputConfig, handle_space, signature
+from .throughput_plan import HandleSpace, Shape, ThroughputConfig, handle_space
 from .throughput_platform import Platform
-from .throughput_report import REFUSED_INVALID_ARGUMENT
+from .throughput_report import REFUSED_INVALID_ARGUMENT, ReasonOf
+from .throughput_signature import dispatch_signature
 from .throughput_types import CombineOptions, DispatchOptions, Received, ThroughputHandle
 
 
@@ -49,7 +55,6 @@ class Throughput:
         self.config = config
         self._machine = Machine(platform, config, all_gather)
         self._spaces: dict[int, HandleSpace] = {}
-        self._num_calls = 0
 
     @property
     def nbytes(self) -> int:
@@ -87,36 +92,62 @@ class Throughput:
         is_fresh = handle is None
         if handle is None:
             handle = self._new_handle(x.shape[0], route, topk_weights, options)
-        payload = Payload(x, scales, topk_weights)
-        launch = plan_launch(machine, payload.row_bytes, handle.is_expert, options.num_sms)
-        taken = None if handle.is_expert else machine.take(stream)
+        elif handle.is_expert and topk_weights is not None:
+            handle = handle.with_weights(topk_weights)
+        payload = Payload.of(x, scales, topk_weights)
+        few_tokens = None if route is None or handle.is_expert else handle.num_tokens
+        launch = plan_launch(machine, payload.row_bytes, handle.is_expert, options.num_sms, few_tokens)
+        # all memory before the first kernel: behind it there is no way back without the peers
+        expanded = allocate_expanded(machine, payload, handle, stream) if handle.is_expert else None
+        taken = None if handle.is_expert else machine.take(stream, is_granted=True)
+        slot = machine.pool.landing if taken is None else taken.slot
+        if machine.is_poisoned:
+            machine.poison_slot(slot)
         mailbox = machine.open_mailbox() if options.sync and is_fresh else None
-        word = signature(
-            "dispatch", handle.layout, handle.expert_alignment, payload.row_bytes, payload.num_scales, x.dtype,
-            handle.has_topk, topk_weights is not None, 0 if is_fresh else handle.call_idx,
+        word = dispatch_signature(
+            handle.layout, handle.expert_alignment, x.dtype, payload.num_scales,
+            None if scales is None else scales.dtype, handle.has_topk, topk_weights is not None,
+            0 if is_fresh else handle.call_idx,
         )  # fmt: skip
-        exchange = Exchange(machine.pool.landing if taken is None else taken.slot, word, mailbox)
+        exchange = Exchange(slot, word, mailbox)
         weights = topk_weights if is_fresh else None
-        launch_layout(machine, handle, route, weights, exchange, launch, stream, options.timeout_s)
-        expanded = launch_payload(machine, payload, handle, launch, stream, options)
-        if mailbox is not None:
-            self._wait_counts(handle, mailbox, options.timeout_s, taken)
+        try:
+            if launch.few_warps and route is not None:
+                launch_few(machine, payload, handle, route, exchange, launch, stream, options)
+            else:
+                launch_layout(machine, handle, route, weights, exchange, launch, stream, options.timeout_s)
+                launch_payload(machine, payload, handle, launch, stream, options, expanded)
+            if mailbox is not None:
+                self._wait_counts(handle, mailbox, options.timeout_s)
+        except BaseException:
+            if taken is not None:
+                taken()
+            raise
         if expanded is not None:
             return cut_expanded(expanded, handle)
-        return view_slot(machine, payload, handle, taken, topk_weights is not None, stream)
+        return view_slot(machine, payload, handle, taken, is_fresh, stream)
 
     def combine_input(self, handle: ThroughputHandle, dtype: torch.dtype) -> torch.Tensor | None:
         """Return `[num_recv, hidden]` memory from which a combine needs no copy, or None when no slot is free."""
         machine, hidden = self._machine, self.config.hidden
         stream = machine.begin()
+        if handle.num_recv == 0:
+            return torch.empty(0, hidden, dtype=dtype, device=machine.platform.device)
         if handle.is_expert:
-            region = machine.expert_regions()[self.config.rank]
-            rows = self.config.max_expanded_rows if handle.num_recv is None else handle.num_recv
-            return region.lease(0, rows * hidden * dtype.itemsize, None).view(dtype).view(rows, hidden)
-        taken = machine.take(stream)
+            place = machine.expert_place(handle.expert_alignment)
+            rows = self.config.expanded_rows(handle.expert_alignment) if handle.num_recv is None else handle.num_recv
+            if place.is_leased:
+                return None
+            region, nbytes = place.regions[self.config.rank], rows * hidden * dtype.itemsize
+            machine.poison(region, 0, nbytes)
+            place.is_leased = True
+            released = None if machine.platform.is_capturing() else place.free
+            return region.lease(0, nbytes, released).view(dtype).view(rows, hidden)
+        rows = self.config.max_recv_rows if handle.num_recv is None else handle.num_recv
+        taken = machine.take(stream, is_granted=False)
         if taken is None:
             return None
-        rows = self.config.max_recv_rows if handle.num_recv is None else handle.num_recv
+        machine.poison_slot(taken.slot)
         return machine.lease(taken)[: rows * hidden * dtype.itemsize].view(dtype).view(rows, hidden)
 
     def combine(
@@ -144,31 +175,60 @@ class Throughput:
         if out is None:
             shape = (handle.num_tokens, self.config.hidden)
             out = torch.empty(shape, dtype=y.dtype, device=self._machine.platform.device)
-        return out, launch_combine(self._machine, y, handle, topk_weights, bias, out, options, stream)
+        if options.order is None:
+            return out, launch_combine(self._machine, y, handle, topk_weights, bias, out, options, stream)
+        # a combine without tokens, unless weights are to come back: the ranks meet and learn where all rows lie
+        met = handle if topk_weights is not None else replace(handle, num_tokens=0)
+        weights = launch_combine(self._machine, y, met, topk_weights, (), out, options, stream)
+        launch_order(self._machine, y, handle, bias, out, options.order, stream, options.timeout_s)
+        return out, weights
 
     def barrier(self, timeout_s: float) -> None:
         """All ranks meet on the device, on their current streams."""
         stream = self._machine.begin()
+        self._machine.announce()
         self._machine.launch(self._machine.kernel("barrier", timeout_s), 1, Shape(1, 32, 0, 0, 0), stream)
 
-    def refuse_combine(self, timeout_s: float) -> None:
-        """Take part in a combine only to tell the peers that this rank's arguments were invalid; they raise."""
-        machine = self._machine
-        stream = machine.platform.stream()
-        launch_refusal(machine, timeout_s, stream)
+    def refuse(self, timeout_s: float, tell: Callable[[int], None] | None = None) -> None:
+        """Take part in the peers' next call, whatever it is, only to tell them that this rank's was invalid.
 
-    def refuse_dispatch(self, timeout_s: float) -> None:
-        """Take part in a dispatch only to tell the peers that this rank's arguments were invalid; they raise."""
+        Args:
+            timeout_s: of the refusal's kernels, which wait for nobody.
+            tell: gets the call's number before the peers can see that it is refused; the host waits for the GPU then.
+        """
         machine = self._machine
-        stream = machine.platform.stream()
+        stream = machine.begin(do_check=False)
+        if tell is not None:
+            tell(machine.num_finished() + 1)
         options = DispatchOptions(timeout_s=timeout_s, sync=False)
         handle = self._new_handle(0, None, None, options)
         nothing = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=machine.platform.device)
-        payload = Payload(nothing, None, None)
+        payload = Payload.of(nothing, None, None)
         launch = plan_launch(machine, payload.row_bytes, False, None)
         exchange = Exchange(machine.pool.landing, 0, None, REFUSED_INVALID_ARGUMENT)
         launch_layout(machine, handle, None, None, exchange, launch, stream, timeout_s)
-        launch_payload(machine, payload, handle, launch, stream, options)
+        launch_refusal(machine, timeout_s, stream)  # ends the call, for peers that combine as for those that dispatch
+
+    def set_hooks(self, interrupt: Callable[[], None], reason_of: ReasonOf) -> None:
+        """Set what is called while the host waits, and what knows why peers have refused calls."""
+        self._machine.interrupt, self._machine.reason_of = interrupt, reason_of
+
+    def set_poison(self, is_poisoned: bool) -> None:
+        """Fill receive memory with 0xFF before each use, or not."""
+        self._machine.is_poisoned = is_poisoned
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that the peers have heard of; those recorded in graphs do not count."""
+        return self._machine.num_calls
+
+    def join(self) -> None:
+        """Let the current stream go on behind everything that this buffer has put on any other."""
+        self._machine.join()
+
+    def drain(self, grace_s: float) -> None:
+        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
+        self._machine.drain(grace_s)
 
     def abort(self) -> None:
         """End every wait of the kernels in flight, from any thread; close the buffer afterwards."""
@@ -189,29 +249,26 @@ class Throughput:
         topk_weights: torch.Tensor | None,
         options: DispatchOptions,
     ) -> ThroughputHandle:
-        self._num_calls += 1
+        device = self._machine.platform.device
         space = self._spaces.get(num_tokens)
         if space is None:
             space = self._spaces.setdefault(num_tokens, handle_space(self.config, num_tokens))
         return ThroughputHandle(
-            call_idx=self._num_calls,
+            call_idx=self._machine.num_calls + 1,
             layout=options.layout,
             expert_alignment=options.expert_alignment,
             num_tokens=num_tokens,
             space=space,
-            words=torch.empty(space.total, dtype=torch.int32, device=self._machine.platform.device),
+            words=torch.empty(space.total, dtype=torch.int32, device=device),
             has_topk=route is not None and route.dtype != torch.bool,
             has_weights=topk_weights is not None,
         )
 
-    def _wait_counts(self, handle: ThroughputHandle, mailbox: int, timeout_s: float, taken: Taken | None) -> None:
+    def _wait_counts(self, handle: ThroughputHandle, mailbox: int, timeout_s: float) -> None:
         """Wait until the layout kernel has all counts; they become the handle's."""
         info = self._machine.wait_mailbox(mailbox, timeout_s)
         if info is None:
-            if taken is not None:
-                self._machine.pool.quarantine(taken.slot)
             self._machine.check()
             raise ResourceError("dispatch failed and left no report")
-        self._machine.pool.settle()
         handle.num_recv = info[RECV_INFO_EXPANDED if handle.is_expert else RECV_INFO_ROWS]
         handle.num_tokens_per_expert = info[RECV_INFO_COUNTS : RECV_INFO_COUNTS + self.config.num_local_experts]

@@ -11,7 +11,9 @@ one wait for whatever is queued there.
 
 from __future__ import annotations
 
+import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +21,26 @@ from typing import Any
 import torch
 
 from ..errors import CommTimeoutError, InvalidArgument, InvalidState, ResourceError
+from ..memory.layout import align_up
+from .throughput_kept import KeptRows
 from .throughput_params import (
     CONTROL_LAYOUT,
+    FEW_KERNEL,
+    HANDLE_BYTES,
     KERNELS,
     NUM_REPORTS,
     OP_BARRIER,
     OP_COMBINE,
     OP_DISPATCH,
     REPORT_WORDS,
+    DispatchParams,
+    LayoutParams,
     kernel_head,
 )
 from .throughput_plan import Shape, ThroughputConfig
 from .throughput_platform import Launcher, Platform, Region
-from .throughput_report import take_report
+from .throughput_report import ReasonOf, take_report
+from .throughput_share import Share
 from .throughput_slots import SlotPool
 from .throughput_types import ThroughputHandle
 
@@ -39,9 +48,14 @@ DEFAULT_SMS = 24
 NUM_MAILBOXES = 16
 HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
 AllGather = Callable[[bytes], Sequence[bytes]]
+_log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+def _nothing() -> None:
+    """Nobody interrupts."""
+
+
+@dataclass(eq=False, slots=True)
 class Taken:
     """A slot and the streams that may read it; gives the slot back when its tensor dies. A graph keeps its slot."""
 
@@ -49,10 +63,35 @@ class Taken:
     slot: int
     streams: list[int]
     is_graphs: bool
+    is_back: bool = False
 
     def __call__(self) -> None:
-        if not self.is_graphs:
+        if not self.is_graphs and not self.is_back:
+            self.is_back = True
             self.pool.give_back(self.slot, self.streams)
+
+
+@dataclass(eq=False)
+class ExpertPlace:
+    """Where peers pull expert-layout rows: a slot for rows that users write in place, one for rows that are copied.
+
+    Attributes:
+        regions: of all ranks.
+        expert_alignment: that a slot has room for.
+        slot_bytes: distance of the two slots.
+        is_leased: whether a tensor of the user's lies in the first slot; for ever once a graph owns it.
+    """
+
+    regions: list[Region]
+    expert_alignment: int
+    slot_bytes: int
+    is_leased: bool = False
+
+    num_slots = 2
+
+    def free(self) -> None:
+        """The user's tensor has died."""
+        self.is_leased = False
 
 
 class Machine:
@@ -61,6 +100,13 @@ class Machine:
     Attributes:
         nbytes: GPU memory of this rank.
         slots: the receive regions of all ranks.
+        num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
+        max_sms: multiprocessors that the call in progress may take.
+        offsets: of the fields of a slot.
+        plans: how kernels are launched, by the facts that decide it.
+        interrupt: called while the host waits for the GPU; may call `abort`.
+        reason_of: knows what peers have said about calls that they refused.
+        is_poisoned: fill receive memory with 0xFF before each use.
     """
 
     def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
@@ -69,93 +115,226 @@ class Machine:
         self.platform = platform
         self.nbytes = 0
         self.is_closed = False
+        self.is_capturing = False
+        self.num_calls = 0
+        self.interrupt: Callable[[], None] = _nothing
+        self.reason_of: ReasonOf | None = None
+        self.is_poisoned = False
         self._all_gather = all_gather
         self._kernels: dict[str, Launcher] = {}
-        head = kernel_head(config.num_ranks, platform.limits.max_warps)
+        head = kernel_head(config.num_ranks, platform.limits.max_warps, platform.limits.stall_one_in)
         for path, params in KERNELS.items():
             self._kernels.update(platform.kernels(path, head, params))
         self._regions: list[Region] = []
         self._control = self._share(CONTROL_LAYOUT.nbytes)
         self.slots = self._share((config.num_slots + 1) * config.slot_bytes)
-        self._expert: list[Region] | None = None
+        self._expert: ExpertPlace | None = None
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
         self._abort = platform.host_words(1)
         self._mailbox_words = -(-config.info_words // 2)
         self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
         self._next_mailbox = 0
-        self.pool = SlotPool(platform, config.num_slots)
+        self._exchanged = platform.host_words(1)
+        self.pool = SlotPool(platform, config.num_slots, self._exchanged.words)
         self._last_stream: int | None = None
+        self._share_of_gpu = Share(platform.device, platform.limits.num_sms)
+        self.max_sms, self._is_alone = platform.limits.num_sms, True
+        names = ("x", "topk_idx", "src_token", "topk_weights", "scales")
+        self.offsets = {name: config.slot_layout.offset(name) for name in names}
+        self.plans: dict[tuple[object, ...], Any] = {}
+        self._kept: dict[int, weakref.ref[KeptRows]] = {}  # of the last result in each slot
+        self._slot_words: dict[int, torch.Tensor] = {}
+        self._calls: dict[str, Any] = {}
         for name, kernel in self._kernels.items():
-            self._set_constants(name, kernel.args)
+            is_few = name == FEW_KERNEL
+            self._calls[name] = kernel.args.layout.call if is_few else kernel.args.call
+            for part in (kernel.args.layout, kernel.args.payload) if is_few else (kernel.args,):
+                self._set_constants(name, part)
 
     def kernel(self, name: str, timeout_s: float) -> Launcher:
         """Return a kernel, its waits bounded by `timeout_s`."""
-        kernel = self._kernels[name]
-        kernel.args.call.timeout_ns = int(timeout_s * 1e9)
-        return kernel
+        call = self._calls[name]
+        call.timeout_ns = int(timeout_s * 1e9)
+        call.ordinal = 0 if self.is_capturing else self.num_calls + 1
+        return self._kernels[name]
 
     def launch(self, kernel: Launcher, grid: int, shape: Shape, stream: int, mode: str = "plain") -> None:
-        """Launch behind everything that this buffer has launched before."""
-        if self._last_stream != stream and not self.platform.is_capturing():
+        """Launch a kernel of a call that `begin` has started."""
+        share, at_once = self._share_of_gpu, grid
+        if mode == "early":
+            if self._is_alone or 2 * grid <= self.max_sms:
+                at_once *= 2  # the next kernel's blocks take their places beside this one's
+            else:
+                mode = "plain"
+        if share.width < at_once:
+            share.width = at_once
+        kernel(grid, shape.block, shape.shared_bytes, stream, mode)
+
+    def announce(self) -> None:
+        """Count a call, right before its first kernel is launched: from then on peers hear of it."""
+        if not self.is_capturing:
+            self.num_calls += 1
+
+    def begin(self, do_check: bool = True) -> int:
+        """Start a call: raise what earlier ones have left behind, return the current stream.
+
+        What the call puts on the stream runs behind everything that this buffer has put on any other.
+        """
+        if self.is_closed:
+            raise InvalidState("the buffer is closed; make a new one")
+        stream = self.platform.stream()
+        self.is_capturing = self.platform.is_capturing()
+        if do_check and not self.is_capturing:
+            self.check()
+        if do_check:  # a refusal is one block that waits for nobody
+            self.max_sms, self._is_alone = self._share_of_gpu.limit(stream, self.is_capturing)
+        if self.is_capturing:
+            self._share_of_gpu.in_graphs = True
+            return stream
+        self._join(stream)
+        return stream
+
+    def join(self) -> None:
+        """Let the current stream go on behind everything that this buffer has put on any other."""
+        if not self.is_closed and not self.platform.is_capturing():
+            self._join(self.platform.stream())
+
+    def _join(self, stream: int) -> None:
+        self._share_of_gpu.stream = stream
+        if self._last_stream != stream:
             if self._last_stream is not None:
                 self.platform.wait(self.platform.mark(self._last_stream))
             self._last_stream = stream
-        kernel(grid, shape.block, shape.shared_bytes, stream, mode)
-
-    def begin(self) -> int:
-        """Start a call: raise what earlier ones have left behind, return the current stream."""
-        if self.is_closed:
-            raise InvalidState("the buffer is closed; make a new one")
-        if not self.platform.is_capturing():
-            self.check()
-        return self.platform.stream()
 
     def check(self) -> None:
         """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
-        error = take_report(self._report.words)
+        error = take_report(self._report.words, self.config.rank, self.reason_of)
         if error is not None:
-            raise error
+            while (later := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
+                _log.warning("after the error that is raised now, another call failed: %s", later)
+            try:
+                raise error
+            finally:
+                del error  # else it would hold the caller's tensors, through traceback and frames, until a collection
+
+    def num_finished(self) -> int:
+        """Return how many calls this rank's kernels have finished; waits for the GPU."""
+        words = self._control[self.config.rank].lease(CONTROL_LAYOUT.offset("seq"), 8, None)
+        return int(words.view(torch.int64))
+
+    def drain(self, grace_s: float) -> None:
+        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
+        if self.is_closed or self._last_stream is None or self.platform.is_capturing():
+            return
+        mark = self.platform.mark(self._last_stream)
+        deadline = time.monotonic() + grace_s
+        while not self.platform.is_done(mark):
+            if time.monotonic() > deadline:
+                self.abort()
+                break
+            time.sleep(1e-4)
+        self.platform.synchronize()
 
     def abort(self) -> None:
         """End every wait of the kernels in flight, from any thread."""
         self._abort.words[0] = 1
 
-    def num_sms(self, wanted: int | None) -> int:
+    def num_sms(self, wanted: int | None, default: int = DEFAULT_SMS) -> int:
         """Return how many multiprocessors a call uses."""
         available = self.platform.limits.num_sms
         if wanted is None:
-            return max(1, min(DEFAULT_SMS, available - 1))
+            return max(1, min(default, available - 1, self.max_sms))
         if not 1 <= wanted <= available:
             raise InvalidArgument(f"num_sms must be 1 ... {available}, got {wanted}")
-        return wanted
+        return min(wanted, self.max_sms)
 
     def set_handle(self, args: Any, handle: ThroughputHandle) -> None:
         """Point a kernel at the parts of a handle."""
-        base, space = handle.words.data_ptr(), handle.space
-        args.send_prefix, args.expert_of = base + 4 * space.send_prefix, base + 4 * space.expert_of
-        args.weights_of = base + 4 * space.weights_of if handle.has_weights else 0
-        args.ordinals = base + 4 * space.ordinals if handle.is_expert else 0
-        args.count_matrix, args.row_base = base + 4 * space.count_matrix, base + 4 * space.row_base
+        start = type(args).send_prefix.offset
+        memoryview(args).cast("B")[start : start + HANDLE_BYTES] = handle.addresses
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def expert_regions(self) -> list[Region]:
-        """Return the regions from which expert-layout rows are pulled. Collective at its first use."""
-        if self._expert is None:
-            if self.platform.is_capturing():
-                raise InvalidState("the first expert-layout combine must run before a graph is recorded")
-            self._expert = self._share(self.config.expert_layout.nbytes)
-        return self._expert
+    def expert_place(self, expert_alignment: int) -> ExpertPlace:
+        """Return where expert-layout rows are pulled from. Collective at its first use, and when padding grows.
 
-    def take(self, stream: int) -> Taken | None:
-        """Take a slot for a result, or None when there is none free; a graph must have one."""
-        is_capturing = self.platform.is_capturing()
-        slot = self.pool.take(stream, for_graph=is_capturing)
+        A place that has become too small lives on: kernels in flight, and graphs, may still use it.
+        """
+        place = self._expert
+        if place is None or place.expert_alignment < expert_alignment:
+            if self.platform.is_capturing():
+                raise InvalidState(
+                    "the first expert-layout combine, with the largest expert_alignment, must run before a graph is "
+                    "recorded"
+                )
+            slot_bytes = align_up(self.config.expert_layout(expert_alignment).nbytes, 256)
+            regions = self._share(ExpertPlace.num_slots * slot_bytes)
+            place = self._expert = ExpertPlace(regions, expert_alignment, slot_bytes)
+        return place
+
+    def take(self, stream: int, is_granted: bool) -> Taken | None:
+        """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
+        call = self.num_calls + 1 if is_granted else None
+        if self.is_capturing:
+            return self._take_for_graph(stream, call)
+        slot = self.pool.take(stream, call)
         if slot is None:
-            if is_capturing:
-                raise ResourceError("no slot is free for this graph to own; make the buffer with a larger num_slots")
             return None
-        return Taken(self.pool, slot, [stream], is_capturing)
+        kept = self._kept.pop(slot, None)
+        if kept is not None and (rows := kept()) is not None:
+            rows.keep()  # the handle of the slot's last result is still there
+        return Taken(self.pool, slot, [stream], False)
+
+    def _take_for_graph(self, stream: int, call: int | None) -> Taken:
+        """Take a slot for good. One that a handle may still be asked for cannot be copied now, so it stays free."""
+        passed: list[int] = []
+        while (slot := self.pool.take(stream, call, for_graph=True)) is not None:
+            kept = self._kept.get(slot)
+            rows = None if kept is None else kept()
+            if rows is None or rows.is_kept:
+                break
+            passed.append(slot)
+        for other in passed:
+            self.pool.give_back(other, [stream])
+        if slot is None:
+            raise ResourceError(
+                "no slot is free for this graph to own; make the buffer with a larger num_slots, or drop the handles "
+                "of earlier dispatches"
+            )
+        return Taken(self.pool, slot, [stream], True)
+
+    def poison(self, region: Region, offset: int, nbytes: int) -> None:
+        """Where it is asked for, fill memory with 0xFF, so that rows nobody wrote show as NaN."""
+        if self.is_poisoned and nbytes:
+            region.lease(offset, nbytes, None).fill_(0xFF)
+
+    def poison_slot(self, slot: int) -> None:
+        """The same with a slot of this rank."""
+        slot_bytes = self.config.slot_bytes
+        self.poison(self.slots[self.config.rank], slot * slot_bytes, slot_bytes)
+
+    def landing(self) -> torch.Tensor:
+        """Return the bytes of the landing slot, for a result that is copied out at once."""
+        config = self.config
+        return self.slots[config.rank].lease(self.pool.landing * config.slot_bytes, config.slot_bytes, None)
+
+    def kept_rows(self, taken: Taken | None, num_rows: int, has_topk: bool, readers: list[int]) -> KeptRows:
+        """Return what the handle of a result may be asked for later; in the landing slot it is copied at once."""
+        config = self.config
+        slot = self.pool.landing if taken is None else taken.slot
+        words = self._slot_words.get(slot)
+        if words is None:
+            bytes_ = self.slots[config.rank].lease(slot * config.slot_bytes, config.slot_bytes, None)
+            words = self._slot_words[slot] = bytes_.view(torch.int64)
+        places = self.offsets["topk_idx"] // 8 if has_topk else None, self.offsets["src_token"] // 8
+        is_graphs = taken is not None and taken.is_graphs
+        stream = None if is_graphs else self.platform.stream
+        kept = KeptRows(words, places, (num_rows, config.num_topk), readers, stream)
+        if taken is None:
+            kept.keep()
+        elif not is_graphs:
+            self._kept[slot] = weakref.ref(kept)
+        return kept
 
     def lease(self, taken: Taken) -> torch.Tensor:
         """Return the bytes of a slot; it goes back to the pool when the last view has died."""
@@ -165,6 +344,8 @@ class Machine:
     def close(self) -> None:
         """Give up all memory; tensors over it keep what they use. Idempotent."""
         self.is_closed = True
+        self._share_of_gpu.leave()
+        self._slot_words.clear()
         for region in self._regions:
             region.close()
 
@@ -191,15 +372,16 @@ class Machine:
         for rank, region in enumerate(self._control):
             call.control[rank] = region.address
         call.report, call.abort, call.rank = self._report.address, self._abort.address, config.rank
+        call.exchanged = self._exchanged.address
         call.op = OP_BARRIER if name == "barrier" else OP_COMBINE if "combine" in name else OP_DISPATCH
         if name == "barrier":
             return
         args.num_topk, args.num_experts = config.num_topk, config.num_experts
         args.num_local_experts = config.num_local_experts
-        if "layout" in name:
+        if isinstance(args, LayoutParams):
             args.num_slots, args.max_tokens = config.num_slots + 1, config.max_tokens
             args.lanes_per_token, args.max_recv_rows = config.lanes_per_token, config.max_recv_rows
-        if "dispatch" in name:
+        if isinstance(args, DispatchParams):
             layout = config.slot_layout
             for rank, region in enumerate(self.slots):
                 args.slots[rank] = region.address
@@ -229,6 +411,7 @@ class Machine:
                 if words[mailbox]:
                     break
             else:
+                self.interrupt()
                 now = time.monotonic()
                 deadline = deadline or now + timeout_s + HOST_GRACE_S
                 if now > deadline:

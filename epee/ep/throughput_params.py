@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 
@@ -21,11 +22,13 @@ MAX_BLOCKS = 256  # of one kernel; a flag each
 MAX_STAGED_CHUNKS = 16384
 STAGED_ROWS = 4  # rows that a copying block announces at once
 MAX_LAYOUT_BLOCKS = 32
+MAX_FEW_TOKENS = 512  # that a rank may send by the one-kernel dispatch
+MAX_FEW_WARPS = 16
 NUM_REPORTS = 8
 REPORT_WORDS = 8
 COUNTS_HEADER_WORDS = 8
 COUNTS_ROW_WORDS = COUNTS_HEADER_WORDS + MAX_EXPERTS + MAX_RANKS
-# Words of the numbers that a dispatch reports (device and pinned host): 0-1 flag, then these.
+# Words of the numbers that a dispatch reports (device and pinned host): 0-1 state, 1 good and 2 failed; then these.
 RECV_INFO_ROWS, RECV_INFO_EXPANDED, RECV_INFO_COUNTS = 2, 3, 4
 GRID_TIMEOUT_NS = 2_000_000_000  # the blocks of one GPU wait for each other no longer than this
 
@@ -37,20 +40,34 @@ OP_NAMES = {1: "dispatch", 2: "combine", 3: "barrier"}
 OP_DISPATCH, OP_COMBINE, OP_BARRIER = 1, 2, 3
 
 
+_WORD = ctypes.c_uint64
+# What a handle keeps: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 and `weights_of` float32
+# [num_tokens, num_topk], `ordinals` int32 likewise (expert layout, else 0), `count_matrix` int32
+# [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32.
+# They stand side by side in every struct, in this order, so that the host sets them in one go.
+_HANDLE_NAMES = ("send_prefix", "expert_of", "weights_of", "ordinals", "count_matrix", "row_base", "recv_info")
+_HANDLE = tuple((name, _PTR) for name in _HANDLE_NAMES)
+HANDLE_BYTES = 8 * len(_HANDLE)
+_COUNTS = tuple((name, _INT) for name in ("num_tokens", "num_topk", "num_experts", "num_local_experts"))
+
+
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
 class Call(ctypes.Structure):
     """What every kernel gets first.
 
-    `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`: pinned host memory;
-    `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
+    `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`, `exchanged`: pinned host
+    memory; `ordinal`: number of the call on the host, which `exchanged` receives when all ranks have joined the call (0
+    in graphs); `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
     """
 
     _fields_ = (
         ("control", _RANKS),
-        ("report", _PTR),
-        ("abort", _PTR),
-        ("timeout_ns", ctypes.c_uint64),
-        ("rank", _INT),
-        ("op", _INT),
+        *_fields(_PTR, "report abort exchanged"),
+        *_fields(_WORD, "ordinal timeout_ns"),
+        *_fields(_INT, "rank op"),
     )
 
 
@@ -58,42 +75,18 @@ class LayoutParams(ctypes.Structure):
     """Arguments of `throughput_layout`.
 
     In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0,
-    `topk_weights` float32 or 0. Out, the handle's: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 and
-    `weights_of` float32 [num_tokens, num_topk], `ordinals` int32 (expert layout, else 0), `count_matrix` int32
-    [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info`. `mailbox` is pinned
-    host memory or 0.
+    `topk_weights` float32 or 0. Out: the handle; `mailbox` is pinned host memory or 0.
     """
 
     _fields_ = (
         ("call", Call),
-        ("topk_idx", _PTR),
-        ("token_in_rank", _PTR),
-        ("topk_weights", _PTR),
-        ("send_prefix", _PTR),
-        ("expert_of", _PTR),
-        ("weights_of", _PTR),
-        ("ordinals", _PTR),
-        ("count_matrix", _PTR),
-        ("row_base", _PTR),
-        ("recv_info", _PTR),
+        *_fields(_PTR, "topk_idx token_in_rank topk_weights"),
+        *_HANDLE,
         ("mailbox", _PTR),
-        ("signature", ctypes.c_uint64),
-        ("num_tokens", _INT),
-        ("num_topk", _INT),
-        ("num_experts", _INT),
-        ("num_local_experts", _INT),
-        ("lanes_per_token", _INT),
-        ("expert_alignment", _INT),
-        ("max_tokens", _INT),
-        ("max_recv_rows", _INT),
-        ("max_expanded_rows", _INT),
-        ("grant", _INT),
-        ("num_slots", _INT),
-        ("num_channels", _INT),
-        ("num_blocks", _INT),
-        ("kept_per_warp", _INT),
-        ("do_count", _INT),
-        ("refused", _INT),
+        ("signature", _WORD),
+        *_COUNTS,
+        *_fields(_INT, "lanes_per_token expert_alignment max_tokens max_recv_rows max_expanded_rows"),
+        *_fields(_INT, "grant num_slots num_channels num_blocks kept_per_warp do_count refused"),
     )
 
 
@@ -103,42 +96,23 @@ class DispatchParams(ctypes.Structure):
     _fields_ = (
         ("call", Call),
         ("slots", _RANKS),
-        ("slot_bytes", ctypes.c_uint64),
-        ("topk_idx_offset", ctypes.c_uint64),
-        ("weights_offset", ctypes.c_uint64),
-        ("scales_offset", ctypes.c_uint64),
-        ("src_token_offset", ctypes.c_uint64),
+        *_fields(_WORD, "slot_bytes topk_idx_offset weights_offset scales_offset src_token_offset"),
         ("x", _PTR),
         ("x_stride", ctypes.c_int64),
         ("scales", _PTR),
-        ("scale_row_stride", ctypes.c_int64),
-        ("scale_column_stride", ctypes.c_int64),
-        ("send_prefix", _PTR),
-        ("expert_of", _PTR),
-        ("weights_of", _PTR),
-        ("ordinals", _PTR),
-        ("count_matrix", _PTR),
-        ("row_base", _PTR),
-        ("recv_info", _PTR),
-        ("out_x", _PTR),
-        ("out_scales", _PTR),
-        ("out_weights", _PTR),
-        ("out_src_rank", _PTR),
-        ("out_src_token", _PTR),
-        ("out_src_k", _PTR),
-        ("num_tokens", _INT),
-        ("num_topk", _INT),
-        ("num_experts", _INT),
-        ("num_local_experts", _INT),
-        ("row_bytes", _INT),
-        ("chunk_bytes", _INT),
-        ("num_scales", _INT),
-        ("max_recv_rows", _INT),
-        ("max_expanded_rows", _INT),
-        ("expert_alignment", _INT),
-        ("fill_tail", _INT),
-        ("num_sender_blocks", _INT),
+        *_fields(ctypes.c_int64, "scale_row_stride scale_column_stride"),
+        *_HANDLE,
+        *_fields(_PTR, "out_x out_scales out_weights out_src_rank out_src_token out_src_k"),
+        *_COUNTS,
+        *_fields(_INT, "row_bytes chunk_bytes num_scales max_recv_rows max_expanded_rows expert_alignment"),
+        *_fields(_INT, "fill_tail num_sender_blocks"),
     )
+
+
+class FewParams(ctypes.Structure):
+    """Arguments of `throughput_dispatch_few`: those of both kernels that it stands for."""
+
+    _fields_ = (("layout", LayoutParams), ("payload", DispatchParams), ("num_move_warps", _INT))
 
 
 class CombineParams(ctypes.Structure):
@@ -147,36 +121,27 @@ class CombineParams(ctypes.Structure):
     _fields_ = (
         ("call", Call),
         ("slots", _RANKS),
-        ("slot_bytes", ctypes.c_uint64),
-        ("weights_offset", ctypes.c_uint64),
-        ("send_prefix", _PTR),
-        ("expert_of", _PTR),
-        ("weights_of", _PTR),
-        ("ordinals", _PTR),
-        ("count_matrix", _PTR),
-        ("row_base", _PTR),
-        ("y", _PTR),
-        ("bias_0", _PTR),
-        ("bias_1", _PTR),
-        ("out", _PTR),
-        ("out_weights", _PTR),
-        ("signature", ctypes.c_uint64),
-        ("num_tokens", _INT),
-        ("num_topk", _INT),
-        ("num_experts", _INT),
-        ("num_local_experts", _INT),
-        ("row_bytes", _INT),
-        ("chunk_bytes", _INT),
-        ("num_stages", _INT),
-        ("max_entries", _INT),
-        ("max_rows", _INT),
-        ("num_slots", _INT),
-        ("slot", _INT),
-        ("refused", _INT),
-        ("num_pull_blocks", _INT),
-        ("num_copy_blocks", _INT),
-        ("num_copy_warps", _INT),
-        ("is_bias_f32", _INT),
+        *_fields(_WORD, "slot_bytes weights_offset"),
+        *_HANDLE,
+        *_fields(_PTR, "y bias_0 bias_1 out out_weights"),
+        ("signature", _WORD),
+        *_COUNTS,
+        *_fields(_INT, "row_bytes chunk_bytes num_stages max_entries max_rows num_slots slot refused"),
+        *_fields(_INT, "num_pull_blocks num_copy_blocks num_copy_warps is_bias_f32"),
+    )
+
+
+class OrderParams(ctypes.Structure):
+    """Arguments of `throughput_combine_order`."""
+
+    _fields_ = (
+        ("call", Call),
+        ("slots", _RANKS),
+        ("slot_bytes", _WORD),
+        *_HANDLE,
+        *_fields(_PTR, "y bias_0 bias_1 out"),
+        *_COUNTS,
+        *_fields(_INT, "row_bytes max_rows num_slots payload by bias_first round_partials is_expert is_bias_f32"),
     )
 
 
@@ -192,11 +157,13 @@ _CONTROL_FIELDS = (
     Field("dispatch_done", _U64, (MAX_RANKS, MAX_BLOCKS), 128),
     Field("combine_ready", _U64, (MAX_RANKS,), 128),
     Field("combine_done", _U64, (MAX_RANKS, MAX_BLOCKS), 128),
+    Field("combine_failed", _U64, (MAX_RANKS,), 128),
     Field("barrier", _U64, (MAX_RANKS,), 128),
     Field("streams", _U64, (MAX_RANKS, MAX_CHANNELS, 2), 128),
     Field("staged", _U64, (MAX_RANKS, MAX_STAGED_CHUNKS), 128),
     Field("seq", _U64, (1,), 128),
     Field("failed", _U64, (1,), 128),
+    Field("exchanged", _U64, (1,), 128),
     Field("reported", _U64, (1,), 128),
     Field("grid", _I32, (1,), 128),
     Field("gate", _U64, (1,), 128),
@@ -208,8 +175,11 @@ CONTROL_LAYOUT = Layout(*_CONTROL_FIELDS)
 
 
 @functools.cache
-def kernel_head(num_ranks: int, reducer_warps: int) -> str:
-    """Return the generated C++ in front of every throughput kernel, for `num_ranks` ranks."""
+def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> str:
+    """Return the generated C++ in front of every throughput kernel, for `num_ranks` ranks.
+
+    With `stall_one_in`, for stress tests, one in so many warps stands still for a while at each critical place.
+    """
     constants = {
         "kNumRanks": num_ranks,
         "kMaxRanks": MAX_RANKS,
@@ -227,8 +197,11 @@ def kernel_head(num_ranks: int, reducer_warps: int) -> str:
         "kReducerWarps": reducer_warps,
         "kReducerThreads": 32 * reducer_warps,
         "kGridTimeoutNs": GRID_TIMEOUT_NS,
+        "kMaxFewTokens": MAX_FEW_TOKENS,
+        "kMaxFewWarps": MAX_FEW_WARPS,
+        "kStallOneIn": stall_one_in,
     }
-    structs = (Call, LayoutParams, DispatchParams, CombineParams, BarrierParams)
+    structs = (Call, LayoutParams, DispatchParams, FewParams, CombineParams, OrderParams, BarrierParams)
     names = [field.name for field in _CONTROL_FIELDS]
     return "".join(
         [
@@ -239,6 +212,7 @@ def kernel_head(num_ranks: int, reducer_warps: int) -> str:
     )
 
 
+FEW_KERNEL = "throughput_dispatch_few"
 # Kernel file -> its entry points and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
     "kernels/throughput_layout.cuh": {"throughput_layout": LayoutParams},
@@ -246,11 +220,16 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
         "throughput_dispatch_2": DispatchParams,
         "throughput_dispatch_4": DispatchParams,
     },
+    "kernels/throughput_few.cuh": {FEW_KERNEL: FewParams},
     "kernels/throughput_expert.cuh": {"throughput_dispatch_expert": DispatchParams},
     "kernels/throughput_combine.cuh": {
         f"throughput_combine_{layout}_{dtype}": CombineParams
         for layout in ("rank", "expert")
         for dtype in ("bf16", "f16", "f32")
+    },
+    "kernels/throughput_order.cuh": {
+        "throughput_combine_order": OrderParams,
+        "throughput_combine_order_end": BarrierParams,
     },
     "kernels/barrier.cuh": {"barrier": BarrierParams},
 }

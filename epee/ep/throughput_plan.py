@@ -5,7 +5,6 @@ Everything here is arithmetic on shapes; no memory is touched and no kernel is k
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,6 +16,8 @@ from ..memory.layout import Field, Layout, align_up
 from .throughput_params import (
     MAX_CHANNELS,
     MAX_EXPERTS,
+    MAX_FEW_TOKENS,
+    MAX_FEW_WARPS,
     MAX_LAYOUT_BLOCKS,
     MAX_RANKS,
     MAX_STAGED_CHUNKS,
@@ -31,6 +32,7 @@ MAX_SLOTS = 100  # a slot number has seven bits in the kernels' words
 BULK_BYTES = 16  # bulk copies move multiples of this
 MAX_CHUNK_BYTES = 16 << 10
 TOKENS_PER_LAYOUT_BLOCK = 128
+FEW_TOKENS = MAX_FEW_TOKENS  # up to here one kernel does a dispatch
 PAYLOADS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _ALIGN = 256
 
@@ -41,7 +43,7 @@ class ThroughputConfig:
 
     Attributes:
         max_recv_rows: rows that a rank may receive in one call (rank layout, and staging of the expert layout).
-        max_expanded_rows: rows of an expert-layout result, padding included.
+        max_expanded_rows: rows of an expert-layout result, without padding.
         num_slots: results or combine inputs that may live in the region at once.
     """
 
@@ -94,9 +96,9 @@ class ThroughputConfig:
         return Layout(
             Field("x", torch.uint8, (rows * self.hidden * self.dtype.itemsize,), _ALIGN),
             Field("topk_idx", torch.int64, (slots,), _ALIGN),
+            Field("src_token", torch.int64, (rows,)),
             Field("topk_weights", torch.float32, (slots,), _ALIGN),
             Field("scales", torch.int32, (rows * (self.hidden // SCALE_BLOCK),), _ALIGN),
-            Field("src_token", torch.int64, (rows,), _ALIGN),
             Field("combine_weights", torch.float32, (slots,), _ALIGN),
         )
 
@@ -105,10 +107,13 @@ class ThroughputConfig:
         """Distance between slots."""
         return align_up(self.slot_layout.nbytes, _ALIGN)
 
-    @cached_property
-    def expert_layout(self) -> Layout:
-        """Fields of the region from which peers pull expert-layout rows."""
-        rows = self.max_expanded_rows
+    def expanded_rows(self, expert_alignment: int) -> int:
+        """Rows that an expert-layout result can have, padding included."""
+        return self.max_expanded_rows + self.num_local_experts * (expert_alignment - 1)
+
+    def expert_layout(self, expert_alignment: int) -> Layout:
+        """Fields of one slot of the region from which peers pull expert-layout rows."""
+        rows = self.expanded_rows(expert_alignment)
         return Layout(
             Field("x", torch.uint8, (rows * self.hidden * self.dtype.itemsize,), _ALIGN),
             Field("combine_weights", torch.float32, (rows,), _ALIGN),
@@ -132,6 +137,7 @@ class Limits:
     num_sms: int
     shared_bytes: int
     max_warps: int = 16
+    stall_one_in: int = 0  # stress tests: see `throughput_params.kernel_head`
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,9 @@ def chunk_of(row_bytes: int, limit: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def layout_shape(num_tokens: int, num_counters: int, lanes_per_token: int, limits: Limits) -> tuple[Shape, int]:
+def layout_shape(
+    num_tokens: int, num_counters: int, lanes_per_token: int, num_sms: int, limits: Limits
+) -> tuple[Shape, int]:
     """Return the launch of the counting kernel, a block for each 128 tokens and 32 at most, and the words of shared
     memory in which a warp keeps the experts of its tokens.
 
@@ -166,7 +174,7 @@ def layout_shape(num_tokens: int, num_counters: int, lanes_per_token: int, limit
         InvalidArgument: the tokens do not fit.
     """
     columns = num_counters + 1
-    grid = max(1, min(MAX_LAYOUT_BLOCKS, limits.num_sms, -(-num_tokens // TOKENS_PER_LAYOUT_BLOCK)))
+    grid = max(1, min(MAX_LAYOUT_BLOCKS, num_sms, -(-num_tokens // TOKENS_PER_LAYOUT_BLOCK)))
     warps = limits.max_warps
     while True:
         tokens_per_warp = _ceil_div(_ceil_div(num_tokens, grid), warps)
@@ -177,6 +185,20 @@ def layout_shape(num_tokens: int, num_counters: int, lanes_per_token: int, limit
         if warps == 1:
             raise InvalidArgument(f"{num_tokens} tokens in one call are too many; send them in several calls")
         warps //= 2
+
+
+@lru_cache(maxsize=1024)
+def few_shape(
+    num_tokens: int, row_bytes: int, num_counters: int, num_sms: int, limits: Limits
+) -> tuple[Shape, int] | None:
+    """Return the launch of the one-kernel dispatch and its moving warps per block; None when that cannot be."""
+    stage = align_up(row_bytes, 128)
+    movers = min(num_sms - 1, max(1, num_tokens))
+    if num_tokens > FEW_TOKENS or movers < 1 or stage > limits.shared_bytes:
+        return None
+    warps = min(MAX_FEW_WARPS, limits.max_warps, limits.shared_bytes // stage, max(1, _ceil_div(num_tokens, movers)))
+    shared_bytes = max(warps * stage, 4 * (num_counters + 1))
+    return Shape(movers + 1, 32 * limits.max_warps, shared_bytes, stage, 1), warps
 
 
 @lru_cache(maxsize=256)
@@ -207,14 +229,6 @@ def num_expander_blocks(num_ranks: int, num_channels: int, num_warps: int, avail
     if available < needed or num_channels > MAX_CHANNELS:
         raise InvalidArgument(f"num_sms leaves {available} SMs to expand rows, {needed} are needed; lower num_sms")
     return available
-
-
-def signature_of(*facts: object) -> int:
-    """Return 64 bits that differ, in practice, whenever one of the facts does; equal on all ranks that agree."""
-    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
-
-
-signature = lru_cache(maxsize=1024)(signature_of)
 
 
 @dataclass(frozen=True)

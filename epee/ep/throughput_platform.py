@@ -15,6 +15,7 @@ import torch
 from ..jit.driver import check, driver
 from ..jit.kernel import load_kernels
 from ..memory.cuda import CudaRegion
+from .event import stream_of
 from .throughput_plan import Limits
 
 _STATIC_SHARED_BYTES = 8 << 10  # more than any kernel's own variables
@@ -83,6 +84,12 @@ class Platform(Protocol):
     def wait(self, mark: Any) -> None:
         """Make the current stream wait for a mark."""
 
+    def is_done(self, mark: Any) -> bool:
+        """Whether all work before a mark is done."""
+
+    def synchronize(self) -> None:
+        """Wait for all work of the machine."""
+
 
 class _PinnedWords:
     def __init__(self, count: int) -> None:
@@ -103,6 +110,7 @@ class CudaPlatform:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        torch.empty(1, device=self.device)  # makes the GPU's context, which loading kernels needs
         cu = driver()
         attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         shared_bytes = int(check(cu.cuDeviceGetAttribute(attribute, index), "read the device"))
@@ -137,9 +145,17 @@ class CudaPlatform:
     def mark(self, stream: int) -> torch.cuda.Event:
         """Return an event at the present end of a stream."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(stream, device=self.device))
+        event.record(stream_of(stream, self.device))
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
         """Make the current stream wait for an event."""
         torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def is_done(self, mark: torch.cuda.Event) -> bool:
+        """Whether all work before an event is done."""
+        return mark.query()
+
+    def synchronize(self) -> None:
+        """Wait for all work of the GPU."""
+        torch.cuda.synchronize(self.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..errors import (
     AbortedError,
     CommTimeoutError,
@@ -13,11 +15,21 @@ from ..errors import (
 )
 from ..memory.signals import untag
 from .throughput_params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
+from .throughput_signature import describe_difference
 
-TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW = range(1, 9)
+TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW, PEER_GAVE_UP = range(1, 10)
 # Why a rank's call was refused; the code travels, the words stay at home.
 REFUSED_INVALID_ARGUMENT = 1
-_REFUSALS = {REFUSED_INVALID_ARGUMENT: "an argument was invalid", BAD_EXPERT: "topk_idx holds a bad expert id"}
+OTHER_CALL = 2  # no refusal: that rank makes another kind of call
+GAVE_UP = 3  # that rank has left the call without waiting for this one
+REFUSED_BAD_HANDLE, REFUSED_BROKEN_GRID = 4, 5
+_OTHER = {"dispatch": "combine", "combine": "dispatch"}
+_REFUSALS = {
+    REFUSED_INVALID_ARGUMENT: "an argument was invalid",
+    REFUSED_BAD_HANDLE: "the dispatch that it combines had failed there",
+    REFUSED_BROKEN_GRID: "the blocks of its counting kernel did not meet",
+    BAD_EXPERT: "topk_idx holds a bad expert id",
+}
 _WAITS = {
     0: "its counts",
     1: "its rows",
@@ -26,40 +38,73 @@ _WAITS = {
     4: "a copied row",
     5: "the end of its reading",
     6: "its arrival",
+    7: "the other blocks of its counting kernel",
     9: "a load of this GPU",
 }
 
 
-def take_report(words: memoryview) -> EpeeError | None:
-    """Return the oldest unread report as an exception and mark it as read; None when there is none."""
+ReasonOf = Callable[[int, int], str]  # (rank, call) -> why that rank refused it, "" where that is not known
+
+
+def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None) -> EpeeError | None:
+    """Return the oldest unread report as an exception and mark it as read; None when there is none.
+
+    Args:
+        words: pinned memory.
+        rank: this rank.
+        reason_of: knows what peers have said about calls that they refused.
+    """
     pending = [i for i in range(NUM_REPORTS) if words[i * REPORT_WORDS]]
     if not pending:
         return None
     at = min(pending, key=lambda i: words[i * REPORT_WORDS + 1]) * REPORT_WORDS
     code, tag, op, peer, expected, got, where = words[at : at + 7]
     words[at] = 0
-    return _describe(code, tag, OP_NAMES.get(op, f"op {op}"), _signed(peer), (expected, _signed(got), where))
+    name, seq, src = OP_NAMES.get(op, f"op {op}"), untag(tag)[1], _signed(peer)
+    if code == REFUSED and got == OTHER_CALL:
+        calls = sorted([(rank, name), (src, _OTHER.get(name, "another call"))])
+        return MismatchError(
+            f"{context(calls[0][1], seq=seq)}: ranks disagree about op: rank {calls[0][0]} has {calls[0][1]}, "
+            f"rank {calls[1][0]} has {calls[1][1]}; all ranks must make the same calls in the same order"
+        )
+    if code == REFUSED and reason_of is not None and (reason := reason_of(src, seq)):
+        return MismatchError(f"{context(name, seq=seq)}: rank {src} refused its call, so nobody's took place: {reason}")
+    if code == REFUSED and got == GAVE_UP:
+        facts = context(name, rank=rank, peer=src, seq=seq)
+        return MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
+    if code == MISMATCH:
+        ranks = sorted([(rank, expected), (src, got)])
+        what, first, second = describe_difference(where, ranks[0][1], ranks[1][1])
+        return MismatchError(
+            f"{context(name, seq=seq)}: ranks disagree about {what}: rank {ranks[0][0]} has {first}, "
+            f"rank {ranks[1][0]} has {second}; all ranks must make the same calls in the same order"
+        )
+    head = context(name, seq=seq) if code == OVERFLOW else context(name, rank=rank, peer=src, seq=seq)
+    return _describe(code, head, src, (expected, _signed(got), where))
 
 
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def _describe(code: int, tag: int, op: str, peer: int, facts: tuple[int, int, int]) -> EpeeError:
+def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> EpeeError:
     expected, got, where = facts
-    seq = untag(tag)[1]
-    head = context(op, peer=peer, seq=seq)
     if code == TIMEOUT:
         waited = _WAITS.get(where, f"wait {where}")
         seen = f"expected call {untag(expected)[1]}, got {untag(got)[1]}"
-        return CommTimeoutError(f"{head}: rank {peer} was silent too long while waiting for {waited} ({seen})", [peer])
+        return CommTimeoutError(
+            f"{head}: rank {peer} was silent too long while waiting for {waited} ({seen}); "
+            "the buffer can be used again, raise timeout= if the peer is only slow",
+            [peer],
+        )
+    if code == PEER_GAVE_UP:
+        return CommTimeoutError(
+            f"{head}: rank {peer} gave the call up before all its rows had been read; the buffer can be used again, "
+            "raise timeout= there if this rank is only slow",
+            [peer],
+        )
     if code == ABORTED:
         return AbortedError(f"{head}: the call was aborted while waiting for rank {peer}")
-    if code == MISMATCH:
-        return MismatchError(
-            f"{head}: rank {peer} makes another call or passes other layout, dtype, hidden, top-k or handle; "
-            "all ranks must agree"
-        )
     if code == REFUSED:
         reason = _REFUSALS.get(got, f"code {got}")
         return MismatchError(f"{head}: rank {peer} refused the call, {reason}; see the error there")

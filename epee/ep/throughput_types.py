@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
+from .order import CombineOrder
+from .throughput_kept import KeptRows
 from .throughput_plan import HandleSpace
+
+_ADDRESSES = struct.Struct("=7Q")
 
 
 @dataclass(eq=False)
@@ -32,10 +38,31 @@ class ThroughputHandle:
     num_recv: int | None = None
     num_tokens_per_expert: list[int] | None = None
 
+    @cached_property
+    def addresses(self) -> bytes:
+        """Where the kernels find its parts: `throughput_params._HANDLE_NAMES`, 0 for what it does not have."""
+        base, space = self.words.data_ptr(), self.space
+        return _ADDRESSES.pack(
+            base + 4 * space.send_prefix,
+            base + 4 * space.expert_of,
+            base + 4 * space.weights_of if self.has_weights else 0,
+            base + 4 * space.ordinals if self.is_expert else 0,
+            base + 4 * space.count_matrix,
+            base + 4 * space.row_base,
+            base + 4 * space.recv_info,
+        )
+
     @property
     def is_expert(self) -> bool:
         """Whether the layout is "expert"."""
         return self.layout == "expert"
+
+    def with_weights(self, topk_weights: torch.Tensor) -> ThroughputHandle:
+        """Return a handle of the same rows with other weights, `[num_tokens, num_topk]` float32."""
+        words = self.words.clone()
+        flat = topk_weights.reshape(-1).view(torch.int32)
+        words[self.space.weights_of : self.space.weights_of + len(flat)].copy_(flat)
+        return replace(self, words=words, has_weights=True)
 
     @property
     def recv_info(self) -> torch.Tensor:
@@ -43,7 +70,7 @@ class ThroughputHandle:
         return self.words[self.space.recv_info :]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Received:
     """What a dispatch returns to the `Buffer`. Without CPU sync the tensors have full capacity.
 
@@ -53,9 +80,10 @@ class Received:
         topk_idx: rank layout `[num_recv, num_topk]` int64, else None.
         topk_weights: `[num_recv, num_topk]` or, expert layout, `[num_recv]` float32; None when none were sent.
         src_rank: expert layout `[num_recv]` int64, -1 in padding; None in the rank layout.
-        src_token: `[num_recv]` int64, -1 in padding.
+        row_src_token: expert layout `[num_recv]` int64, -1 in padding; None in the rank layout.
         src_k: expert layout `[num_recv]` int64, which k of its token a row stands for; None in the rank layout.
-        stream: raw handle of the stream that the call ran on.
+        readers: raw handles of the streams that may read the slot behind the result: the call's own. More may be added.
+        kept: what the handle may be asked for later; None from a cached dispatch and in the expert layout.
     """
 
     x: torch.Tensor
@@ -63,10 +91,16 @@ class Received:
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     src_rank: torch.Tensor | None
-    src_token: torch.Tensor
+    row_src_token: torch.Tensor | None
     src_k: torch.Tensor | None
     handle: ThroughputHandle
-    stream: int
+    readers: list[int]
+    kept: KeptRows | None = None
+
+    @property
+    def src_token(self) -> torch.Tensor | None:
+        """`[num_recv]` int64, -1 in padding; None from a cached dispatch in the rank layout."""
+        return self.row_src_token if self.kept is None else self.kept.src_token
 
 
 @dataclass(frozen=True)
@@ -88,7 +122,14 @@ class DispatchOptions:
 
 @dataclass(frozen=True)
 class CombineOptions:
-    """How a combine runs: `num_sms` multiprocessors pull rows (None for the default); `timeout_s` as in dispatch."""
+    """How a combine runs.
+
+    Attributes:
+        num_sms: multiprocessors that pull rows, None for the default.
+        timeout_s: how long the GPU waits for a peer.
+        order: of the additions, None for epee's own. All ranks give one or none.
+    """
 
     num_sms: int | None = None
     timeout_s: float = 30.0
+    order: CombineOrder | None = None

@@ -256,7 +256,7 @@ def bad_groups(rank: int, num_ranks: int) -> None:
         dist.new_group(backend="epee", pg_options=BackendOptions(active_ranks=torch.ones(5, dtype=torch.int32)))
     with pytest.raises(InvalidArgument, match="BackendOptions"):
         dist.new_group(backend="epee", pg_options=dist.ProcessGroupGloo._Options())
-    with pytest.raises(InvalidState, match="is_extension.*no running job"):
+    with pytest.raises(InvalidState, match=r"is_extension.*no running job"):
         dist.new_group(backend="epee", pg_options=BackendOptions(is_extension=True))
 
 

@@ -134,6 +134,12 @@ class EmulatedPlatform:
     def wait(self, mark: None) -> None:
         return None
 
+    def is_done(self, mark: None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
 
 def all_gather_bytes(mine: bytes) -> list[bytes]:
     """Everybody's bytes, over the default process group."""

@@ -28,7 +28,7 @@ CASES = {
     "one expert": Case((30, 30, 30), routing="one expert", num_local_experts=2, hidden=512),
     "nowhere": Case((4, 6), routing="nowhere"),
     "no tokens": Case((0, 0)),
-    "many tokens": Case((300, 290), hidden=8, num_topk=2),
+    "many tokens": Case((600, 590), hidden=8, num_topk=2),
     "expert": Case((17, 11), layout="expert", num_bias=1),
     "expert, one rank": Case((13,), layout="expert", expert_alignment=4, num_topk=2),
     "expert, four ranks": Case((21, 9, 0, 12), layout="expert", expert_alignment=8, num_topk=4, hidden=1032),

@@ -7,7 +7,7 @@ combines on poisoned memory, and sends everything it got to the parent, which kn
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,9 +102,12 @@ def expert_output(x: torch.Tensor, rank: int, case: Case) -> torch.Tensor:
     return (x.float() * (1.0 + 0.37 * rank)).to(DTYPES[case.dtype])
 
 
-def make_buffer(case: Case, rank: int, platform_name: str, num_slots: int = 2, max_recv_rows: int = 0) -> Throughput:
-    """The rank's end of a buffer, its memory filled with 0xFF."""
+def make_buffer(
+    case: Case, rank: int, platform_name: str, num_slots: int = 2, max_recv_rows: int = 0, stall_one_in: int = 0
+) -> Throughput:
+    """The rank's end of a buffer, its memory filled with 0xFF; for `stall_one_in` see `kernel_head`."""
     platform = EmulatedPlatform() if platform_name == "emulated" else CudaPlatform(torch.device("cuda", rank))
+    platform.limits = replace(platform.limits, stall_one_in=stall_one_in)
     most = max(1, *case.num_tokens)
     rows = default_expanded_rows(case.num_ranks * most, case.num_topk, case.num_local_experts, case.expert_alignment)
     config = ThroughputConfig(

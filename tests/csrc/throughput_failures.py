@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from epee import reference
 from epee.ep.throughput import Throughput
 from epee.ep.throughput_types import CombineOptions, DispatchOptions, Received
 from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, MismatchError
-from tests.csrc.throughput_cases import Case, expect_equal, inputs_of, make_buffer
+from tests.csrc.emulated import all_gather_bytes
+from tests.csrc.throughput_cases import Case, expect_equal, expert_output, inputs_of, make_buffer
 from tests.harness import run_ranks
 
 CASE = Case((9, 7), hidden=64)
@@ -70,7 +72,7 @@ def refusal(rank: int, num_ranks: int, platform: str) -> Any:
     buffer = open_buffer(rank, platform)
     error = ("", "")
     if rank == 0:
-        buffer.refuse_dispatch(10.0)
+        buffer.refuse(10.0)
         _wait_for_gpu(buffer)
         error = _error_of(buffer.check)  # nothing: this rank raises its own error
     else:
@@ -82,7 +84,7 @@ def refused_combine(rank: int, num_ranks: int, platform: str) -> Any:
     buffer = open_buffer(rank, platform)
     d = _send(buffer, rank)
     if rank == 0:
-        buffer.refuse_combine(10.0)
+        buffer.refuse(10.0)
     else:
         buffer.combine(d.x, d.handle, None, (), None, CombineOptions(timeout_s=10.0))
     _wait_for_gpu(buffer)
@@ -113,6 +115,49 @@ def late_peer(rank: int, num_ranks: int, platform: str) -> Any:
     return error, _works(buffer, rank)
 
 
+def _fail_late(buffer: Throughput, rank: int) -> tuple[Received, tuple[str, str]]:
+    """A dispatch without CPU sync that rank 1 enters when rank 0 has given it up; returns what rank 0 raised then."""
+    if rank == 1:
+        time.sleep(1.5)
+    given = inputs_of(CASE, rank)
+    assert isinstance(given.x, torch.Tensor)
+    failed = _send(buffer, rank, DispatchOptions(timeout_s=0.5, sync=False), x=given.x + 1)
+    _wait_for_gpu(buffer)
+    return failed, _error_of(buffer.check)
+
+
+def late_stores(rank: int, num_ranks: int, platform: str) -> Any:
+    buffer = open_buffer(rank, platform, num_slots=1)
+    d = _send(buffer, rank)  # holds the only slot, so that the next dispatch grants the landing place
+    y = expert_output(d.x, rank, CASE)
+    error = _fail_late(buffer, rank)[1]
+    out, _ = buffer.combine(y, d.handle, None, (), None, CombineOptions(timeout_s=10.0))
+    _wait_for_gpu(buffer)
+    buffer.check()
+    return error[0], out.cpu()
+
+
+def late_grant(rank: int, num_ranks: int, platform: str) -> Any:
+    buffer = open_buffer(rank, platform, num_slots=2)
+    d = _send(buffer, rank)
+    failed, error = _fail_late(buffer, rank)
+    del failed  # its slot is free, but a late peer may still store into it
+    while_haunted = buffer.combine_input(d.handle, d.x.dtype) is None
+    buffer.combine(d.x, d.handle, None, (), None, CombineOptions(timeout_s=10.0))  # all join this
+    _wait_for_gpu(buffer)
+    later = buffer.combine_input(d.handle, d.x.dtype) is None
+    return error[0], while_haunted, later
+
+
+def combine_of_failed(rank: int, num_ranks: int, platform: str) -> Any:
+    buffer = open_buffer(rank, platform)
+    failed, _ = _fail_late(buffer, rank)
+    all_gather_bytes(b"both have left it")  # else rank 0's next calls would overwrite what rank 1 is to see
+    buffer.combine(failed.x, failed.handle, None, (), None, CombineOptions(timeout_s=10.0))
+    _wait_for_gpu(buffer)
+    return _error_of(buffer.check), _works(buffer, rank)
+
+
 def hoard(rank: int, num_ranks: int, platform: str) -> Any:
     buffer = open_buffer(rank, platform, num_slots=2)
     held = [_send(buffer, rank) for _ in range(4)]
@@ -137,9 +182,9 @@ def check_bad_expert_id_is_named_and_refuses_the_call_everywhere(platform: str) 
 
 def check_different_calls_are_a_mismatch_on_every_rank(platform: str) -> None:
     """Different calls are a mismatch on every rank."""
-    for rank, (error, rows) in enumerate(run_ranks(mismatch, 2, platform, timeout_s=200)):
+    for error, rows in run_ranks(mismatch, 2, platform, timeout_s=200):
         assert error[0] == MismatchError.__name__
-        assert f"rank {1 - rank} makes another call" in error[1]
+        assert "ranks disagree about expert_alignment: rank 0 has 1, rank 1 has 2" in error[1]
         assert rows > 0
 
 
@@ -157,7 +202,9 @@ def check_refused_combine_ends_at_once_for_the_peers(platform: str) -> None:
     (mine, rows), (peers, _) = run_ranks(refused_combine, 2, platform, timeout_s=200)
     assert mine == ("", "")
     assert peers[0] == MismatchError.__name__
-    assert "rank 0 refused the call, an argument was invalid" in peers[1]
+    # a rank that looks late sees the next call of the other one instead
+    texts = ("rank 0 refused the call, an argument was invalid", "rank 0 gave up this call")
+    assert any(text in peers[1] for text in texts), peers[1]
     assert rows > 0
 
 
@@ -179,6 +226,34 @@ def check_silent_peer_is_named_and_both_ranks_work_afterwards(platform: str) -> 
         assert rows > 0
 
 
+def check_late_stores_do_not_reach_what_a_later_combine_sends(platform: str) -> None:
+    """A late peer's rows of a failed dispatch land where a combine puts its copies, but before them."""
+    inputs = [inputs_of(CASE, rank) for rank in range(2)]
+    want = reference.dispatch(inputs, CASE.num_experts)
+    ys = [expert_output(there.x, rank, CASE) for rank, there in enumerate(want)]  # type: ignore[arg-type]
+    combined = reference.combine(inputs, want, ys)
+    for rank, (error, out) in enumerate(run_ranks(late_stores, 2, platform, timeout_s=200)):
+        assert error == CommTimeoutError.__name__
+        expect_equal(out, combined[rank], f"rank {rank}: combine")
+
+
+def check_slot_of_failed_dispatch_holds_no_combine_input_until_all_have_left_it(platform: str) -> None:
+    """A slot that a failed dispatch granted is lent for a combine only after a call that everybody joined."""
+    (error, while_haunted, later), _ = run_ranks(late_grant, 2, platform, timeout_s=200)
+    assert error == CommTimeoutError.__name__
+    assert while_haunted
+    assert not later
+
+
+def check_combine_behind_a_failed_dispatch_is_refused(platform: str) -> None:
+    """A handle of a dispatch that failed is not used: the peers are told, and everybody goes on."""
+    (mine, rows), (peers, _) = run_ranks(combine_of_failed, 2, platform, timeout_s=200)
+    assert mine == ("", "")  # the dispatch's error was this rank's
+    assert peers[0] == MismatchError.__name__
+    assert "rank 0 refused the call, the dispatch that it combines had failed there" in peers[1]
+    assert rows > 0
+
+
 def check_results_are_copied_out_when_no_slot_is_free(platform: str) -> None:
     """Results are copied out when no slot is free."""
     for copies, copies_later, is_same in run_ranks(hoard, 2, platform, timeout_s=200):
@@ -196,6 +271,9 @@ CHECKS = {
         check_refused_combine_ends_at_once_for_the_peers,
         check_too_many_rows_are_an_error_on_every_rank_and_write_nothing,
         check_silent_peer_is_named_and_both_ranks_work_afterwards,
+        check_late_stores_do_not_reach_what_a_later_combine_sends,
+        check_slot_of_failed_dispatch_holds_no_combine_input_until_all_have_left_it,
+        check_combine_behind_a_failed_dispatch_is_refused,
         check_results_are_copied_out_when_no_slot_is_free,
     )
 }

@@ -229,9 +229,18 @@ def fields(dispatched: epee.Dispatched) -> dict[str, Any]:
     }
 
 
+def placed(value: Any, buffer: epee.Buffer) -> Any:
+    """Return a tensor, a pair or a rank's input on the buffer's device (strides are kept)."""
+    if isinstance(value, Routed):
+        return Routed(*(placed(getattr(value, name), buffer) for name in value.__dataclass_fields__))
+    if isinstance(value, tuple):
+        return tuple(placed(part, buffer) for part in value)
+    return value.to(buffer.config.device) if isinstance(value, torch.Tensor) else value
+
+
 def run_call(buffer: epee.Buffer, setup: Setup, call: Call, rank: int) -> dict[str, Any]:
     """Run one call on this rank and return all that came out."""
-    given = make_input(setup, call, rank)
+    given = placed(make_input(setup, call, rank), buffer)
     first = buffer.dispatch(
         given.x,
         given.topk_idx,
@@ -243,7 +252,7 @@ def run_call(buffer: epee.Buffer, setup: Setup, call: Call, rank: int) -> dict[s
     result = {"dispatch": fields(first)}
     handle = first.handle
     del first
-    again = make_input(setup, call, rank, again=True)
+    again = placed(make_input(setup, call, rank, again=True), buffer)
     second = buffer.dispatch(again.x, handle=handle, topk_weights=again.topk_weights)
     result["again"] = fields(second)
     result["combine again"] = _run_combine(buffer, setup, call, rank, second.handle)
@@ -253,20 +262,20 @@ def run_call(buffer: epee.Buffer, setup: Setup, call: Call, rank: int) -> dict[s
 
 
 def _run_combine(buffer: epee.Buffer, setup: Setup, call: Call, rank: int, handle: epee.Handle) -> dict[str, Any]:
-    y = make_output(setup, call, rank, handle.num_recv)
+    y = placed(make_output(setup, call, rank, handle.num_recv), buffer)
     if call.in_place:
         place = buffer.combine_input(handle, dtype=y.dtype)
         place.copy_(y)
         y = place
     options: dict[str, Any] = {}
-    bias = make_bias(setup, call, rank)
+    bias = placed(tuple(make_bias(setup, call, rank)), buffer)
     if bias:
-        options["bias"] = bias[0] if len(bias) == 1 else tuple(bias)
+        options["bias"] = bias[0] if len(bias) == 1 else bias
     if call.with_out:
-        options["out"] = torch.full((call.num_tokens[rank], setup.hidden), torch.nan, dtype=y.dtype)
+        options["out"] = torch.full((call.num_tokens[rank], setup.hidden), torch.nan, dtype=y.dtype, device=y.device)
     if call.with_weights_back and call.routing != "mask":
         shape = (handle.num_recv, setup.num_topk) if call.layout == "rank" else (handle.num_recv,)
-        options["topk_weights"] = make_weights_back(call, rank, shape, torch.float32)
+        options["topk_weights"] = placed(make_weights_back(call, rank, shape, torch.float32), buffer)
     combined = buffer.combine(y, handle, **options)
     if call.with_out:
         assert combined.x.data_ptr() == options["out"].data_ptr(), "out= must be what comes back"
@@ -282,9 +291,20 @@ def run_setups(rank: int, num_ranks: int, setups: list[Setup]) -> list[list[dict
     return results
 
 
-def check_setups(num_ranks: int, setups: list[Setup], timeout_s: float = 40.0) -> None:
-    """Run the setups on `num_ranks` processes and compare everything with the reference."""
-    by_rank = run_ranks(run_setups, num_ranks, setups, timeout_s=timeout_s)
+def check_setups(
+    num_ranks: int,
+    setups: list[Setup],
+    timeout_s: float = 40.0,
+    around: Callable[..., Any] | None = None,
+) -> None:
+    """Run the setups on `num_ranks` processes and compare everything with the reference.
+
+    `around(rank, num_ranks, function, *args)` runs a rank's part on another device than the CPU.
+    """
+    if around is None:
+        by_rank = run_ranks(run_setups, num_ranks, setups, timeout_s=timeout_s)
+    else:
+        by_rank = run_ranks(around, num_ranks, run_setups, setups, timeout_s=timeout_s)
     for setup_idx, setup in enumerate(setups):
         for call_idx, call in enumerate(setup.calls):
             check_call(setup, call, [results[setup_idx][call_idx] for results in by_rank])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from epee import reference
 from epee.ep.order import CombineOrder, last_k
 from epee.reference import Routed
 from epee.reference.orders import combine_in_order
-from tests.ep.buffer_cases import Call, Setup, make_bias, make_buffer, make_input, make_output, same_bits
+from tests.ep.buffer_cases import Call, Setup, make_bias, make_buffer, make_input, make_output, placed, same_bits
 from tests.harness import run_ranks
 
 ORDERS = {
@@ -26,6 +27,13 @@ ORDERS = {
     "rounded by rank": ("rank", True, True),
     "k": ("k", True, False),
 }
+
+
+def gpu_setup(num_ranks: int) -> Setup:
+    """The calls without float64, which GPUs do not have."""
+    whole = _setup(num_ranks)
+    calls = (replace(call, payload="float16") if call.payload == "float64" else call for call in whole.calls)
+    return replace(whole, dtype="float32", calls=tuple(calls))
 
 
 def _setup(num_ranks: int) -> Setup:
@@ -58,10 +66,10 @@ def _run(rank: int, num_ranks: int, setup: Setup) -> list[dict[str, torch.Tensor
     results = []
     with make_buffer(setup) as buffer:
         for call in setup.calls:
-            given = make_input(setup, call, rank)
+            given = placed(make_input(setup, call, rank), buffer)
             handle = buffer.dispatch(given.x, given.topk_idx, given.topk_weights, layout=call.layout).handle
-            y = make_output(setup, call, rank, handle.num_recv)
-            bias = tuple(make_bias(setup, call, rank)) or None
+            y = placed(make_output(setup, call, rank, handle.num_recv), buffer)
+            bias = placed(tuple(make_bias(setup, call, rank)), buffer) or None
             found = {}
             for name, (by, bias_first, round_partials) in _orders_of(call).items():
                 order = CombineOrder(by, bias_first, round_partials, given.topk_idx)
@@ -72,8 +80,16 @@ def _run(rank: int, num_ranks: int, setup: Setup) -> list[dict[str, torch.Tensor
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_order_agrees_with_the_oracle(num_ranks: int) -> None:
-    setup = _setup(num_ranks)
-    by_rank = run_ranks(_run, num_ranks, setup)
+    check_orders(_setup(num_ranks))
+
+
+def check_orders(setup: Setup, around: Callable[..., Any] | None = None, timeout_s: float = 40.0) -> None:
+    """Run every order on every call and compare with the oracle; `around` as in `check_setups`."""
+    num_ranks = setup.num_ranks
+    if around is None:
+        by_rank = run_ranks(_run, num_ranks, setup, timeout_s=timeout_s)
+    else:
+        by_rank = run_ranks(around, num_ranks, _run, setup, timeout_s=timeout_s)
     for index, call in enumerate(setup.calls):
         inputs = [make_input(setup, call, rank) for rank in range(num_ranks)]
         received = reference.dispatch(inputs, setup.num_experts, layout=call.layout)

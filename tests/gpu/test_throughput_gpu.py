@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from epee.ep.throughput_types import CombineOptions, DispatchOptions
 from tests.csrc.throughput_cases import Case, check_case, expect_equal, inputs_of, make_buffer
+from tests.csrc.throughput_stress import STALL_ONE_IN, stress
 from tests.harness import run_ranks
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -53,35 +53,20 @@ def test_same_bits_as_reference(name: str) -> None:
     check_case(CASES[name], "cuda", timeout_s=280)
 
 
-def _random_rounds(rank: int, num_ranks: int, num_rounds: int) -> int:
-    """Many small rounds on one buffer, each checked by its own closed form: y = x, so combine gives count * x."""
-    torch.cuda.set_device(rank)
-    case = Case((64,) * num_ranks, hidden=128, num_topk=4, num_local_experts=4)
-    buffer = make_buffer(case, rank, "cuda")
-    rng = random.Random(3)
-    generator = torch.Generator(device="cuda").manual_seed(rank)
-    for _ in range(num_rounds):
-        num_tokens = rng.choice([0, 1, 17, 64]) if rng.random() < 0.5 else (rank * 13 + rng.randrange(64)) % 65
-        num_sms = rng.choice([1, 4, 24, 60])
-        layout = rng.choice(["rank", "rank", "expert"])
-        x = torch.randint(-8, 9, (num_tokens, 128), device="cuda", generator=generator).to(torch.bfloat16)
-        idx = torch.randint(-1, case.num_experts, (num_tokens, 4), device="cuda", generator=generator)
-        options = DispatchOptions(layout, 1, rng.random() < 0.7, num_sms, 10.0)
-        d = buffer.dispatch(x, None, idx, None, None, options)
-        y, _ = buffer.combine(d.x, d.handle, None, (), None, CombineOptions(num_sms, 10.0))
-        if layout == "rank":
-            there = torch.stack([(idx // 4 == dst).logical_and(idx >= 0).any(1) for dst in range(num_ranks)]).sum(0)
-        else:
-            there = (idx >= 0).sum(1)
-        expect_equal(y, (x.float() * there[:, None]).to(torch.bfloat16) + 0.0, f"round with {num_tokens} tokens")
-    buffer.check()
-    return num_rounds
+@pytest.mark.gpu(1)
+def test_random_rounds_of_one_rank() -> None:
+    run_ranks(stress, 1, "cuda", 500, 11, 0, timeout_s=200)
 
 
 @pytest.mark.gpu(2)
-def test_random_rounds() -> None:
-    num_ranks = min(4, torch.cuda.device_count())
-    assert run_ranks(_random_rounds, num_ranks, 2500, timeout_s=280) == [2500] * num_ranks
+def test_random_rounds_of_two_ranks() -> None:
+    run_ranks(stress, 2, "cuda", 1000, 12, STALL_ONE_IN, timeout_s=200)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("stall_one_in", [0, STALL_ONE_IN])
+def test_five_thousand_random_rounds(stall_one_in: int) -> None:
+    run_ranks(stress, 4, "cuda", 5000, 13 + stall_one_in, stall_one_in, timeout_s=280)
 
 
 def _graph(rank: int, num_ranks: int) -> Any:

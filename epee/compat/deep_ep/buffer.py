@@ -8,7 +8,7 @@ handle, so a tuple that went through lists, autograd or pytrees still works, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,25 +18,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from epee.compat.deep_ep import agreement
 from epee.compat.deep_ep.agreement import Wish
 from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
-from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, wait_for
+from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
 from epee.compat.deep_ep.layout import (
     channel_prefix_matrix,
     dispatch_layout,
     rank_prefix_matrix,
     recv_channel_prefix_matrix,
+    recv_channel_prefix_matrix_on_device,
     send_head,
 )
 from epee.compat.deep_ep.low_latency import NotHere, unsupported
-from epee.compat.deep_ep.rooms import Room, Rooms
-from epee.compat.deep_ep.rows import as_bias, cut, filled_up, int64_routing, payload_filled_up, values_of
+from epee.compat.deep_ep.owner import Owner
+from epee.compat.deep_ep.rooms import Need, Room, Rooms
+from epee.compat.deep_ep.rows import as_bias, cut, device_of, filled_up, int64_routing, payload_filled_up, values_of
 from epee.ep.bootstrap import group_of
 from epee.ep.config import DTYPE_CODES, round_up
-from epee.ep.handle import Handle, Payload
+from epee.ep.cuda_handle import CudaHandle
+from epee.ep.handle import Dispatched, Handle, Payload
 from epee.ep.layout import check_topk_idx
 from epee.ep.order import CombineOrder
-from epee.errors import InvalidArgument, InvalidState
+from epee.errors import InvalidArgument
 
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding
+_MOST_BLIND_TOKENS = 1 << 16  # that a GPU buffer can be made for
 V1Handle: TypeAlias = tuple[torch.Tensor, ...]
 # num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
 _Counts: TypeAlias = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
@@ -52,7 +56,12 @@ class _Known:
     num_rows: int
 
 
-class Buffer(NotHere):
+def _blind(need: Need, num_worst_tokens: int) -> Need:
+    """Return what a call needs whose peers are not asked: no rank can have more tokens than anybody receives."""
+    return replace(need, num_tokens=min(num_worst_tokens, _MOST_BLIND_TOKENS), num_rows=num_worst_tokens)
+
+
+class Buffer(Owner, NotHere):
     """DeepEP V1's buffer, normal mode, on the ranks of one host.
 
     Args:
@@ -96,17 +105,6 @@ class Buffer(NotHere):
         self.runtime: Rooms | None = Rooms(self.group)
         self._handles: Any = WeakTensorKeyDictionary()
 
-    def destroy(self) -> None:
-        """Give back all memory. Local; results stay valid, handles do not.
-
-        Raises:
-            InvalidState: the buffer was not made with `explicitly_destroy=True`, or is destroyed already.
-        """
-        if not self.explicitly_destroy:
-            raise InvalidState("destroy needs a buffer made with explicitly_destroy=True; or just drop the buffer")
-        self._rooms().close()
-        self.runtime = None
-
     @staticmethod
     def is_sm90_compiled() -> bool:
         """Return True: kernels are compiled for the GPU at hand."""
@@ -123,10 +121,6 @@ class Buffer(NotHere):
     def capture() -> EventOverlap:
         """Return an event of what is on the current stream now."""
         return EventOverlap(EventHandle())
-
-    def get_comm_stream(self) -> Any:
-        """Return the stream that work runs on: the current one."""
-        return torch.cuda.current_stream() if torch.cuda.is_initialized() else torch.cpu.current_stream()
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -153,19 +147,21 @@ class Buffer(NotHere):
             num_experts: over all ranks.
             previous_event: waited for first.
             async_finish: return an event.
-            allocate_on_comm_stream: ignored.
+            allocate_on_comm_stream: ignored: with an event, everything is on the communication stream anyway.
 
         Returns:
             `num_tokens_per_rank [num_ranks]` int32, None (no RDMA ranks), `num_tokens_per_expert [num_experts]`
             int32, `is_token_in_rank [num_tokens, num_ranks]` bool, the event.
         """
-        wait_for(previous_event)
         if num_experts < 1 or num_experts % self.group_size:
             raise InvalidArgument(f"num_experts must be a multiple of {self.group_size} ranks, got {num_experts}")
-        routing = int64_routing(topk_idx)
-        check_topk_idx(routing, num_experts)
-        found = dispatch_layout(routing, self.group_size, num_experts)
-        return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, after(async_finish)
+        with self._run(topk_idx.device, async_finish, previous_event) as run:
+            routing = int64_routing(topk_idx)
+            if not self._rooms().is_gpu(routing.device):  # there the dispatch will look, without making the host wait
+                check_topk_idx(routing, num_experts)
+            found = dispatch_layout(routing, self.group_size, num_experts)
+            event = run.event((topk_idx, routing), tuple(found))
+        return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, event
 
     def dispatch(
         self,
@@ -193,33 +189,39 @@ class Buffer(NotHere):
             num_tokens_per_rdma_rank: ignored.
             topk_idx, topk_weights: `[num_tokens, num_topk]` int64 and float32, both or neither.
             expert_alignment: the counts of the list are rounded up to it.
-            num_worst_tokens: rows of every result, so that shapes do not depend on routing; 0 for as many as come.
-            config: its `num_sms` gives the channels of the handle's matrices.
+            num_worst_tokens: rows of every result, so that shapes do not depend on routing; 0 for as many as come. On
+                GPUs the host then waits for nobody, so the call can be recorded in a graph.
+            config: its `num_sms` gives the channels of the handle's matrices, and is used on GPUs.
             previous_event: waited for first.
             async_finish: return an event.
-            allocate_on_comm_stream: ignored.
+            allocate_on_comm_stream: ignored, see `get_dispatch_layout`.
 
         Returns:
             `recv_x`, `recv_topk_idx` (local ids, -1 elsewhere), `recv_topk_weights` (0 elsewhere), tokens per local
             expert (empty with `num_worst_tokens`), handle, event. With `handle`: `recv_x`, four times None, event.
         """
-        wait_for(previous_event)
-        if handle is not None:
-            rows = self._dispatch_again(x, handle, topk_idx, topk_weights)
-            return rows, None, None, None, None, after(async_finish)
-        counts = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
         used = config or self.get_dispatch_config(self.group_size)
-        found = self._dispatch_fresh(x, counts, topk_idx, topk_weights, expert_alignment, num_worst_tokens, used)
-        return (*found, after(async_finish))
+        given = (x, is_token_in_rank, topk_idx, topk_weights)
+        with self._run(device_of(x), async_finish, previous_event) as run:
+            if handle is not None:
+                again = self._dispatch_again(x, handle, topk_idx, topk_weights, used)
+                rows = payload_filled_up(again.x, self._known(handle).num_rows)
+                return rows, None, None, None, None, run.event(given, (again.x, rows), again)
+            counts = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+            got, found = self._dispatch_fresh(
+                x, counts, topk_idx, topk_weights, expert_alignment, num_worst_tokens, used
+            )
+            return (*found, run.event(given, (got.x, found), got))
 
-    def _dispatch_again(self, x: Payload, handle: V1Handle, topk_idx: object, topk_weights: object) -> Payload:
+    def _dispatch_again(
+        self, x: Payload, handle: V1Handle, topk_idx: object, topk_weights: object, config: Config
+    ) -> Dispatched:
         known = self._known(handle)
         if topk_idx is not None or topk_weights is not None:
             error = InvalidArgument("topk_idx and topk_weights must be None beside a handle, which has the routing")
             known.room.core.refuse(error)
             raise error
-        got = known.room.core.dispatch(x, handle=known.handle)
-        return payload_filled_up(got.x, known.num_rows)
+        return known.room.core.dispatch(x, handle=known.handle, num_sms=known.room.num_sms(config.num_sms))
 
     def _dispatch_fresh(
         self,
@@ -230,22 +232,35 @@ class Buffer(NotHere):
         expert_alignment: int,
         num_worst_tokens: int,
         config: Config,
-    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int], V1Handle]:
+    ) -> tuple[Dispatched, tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int], V1Handle]]:
         rooms = self._rooms()
+        is_blind = num_worst_tokens > 0 and rooms.is_gpu(device_of(x))  # then the host waits for nobody
         try:
             routing = None if topk_idx is None else int64_routing(topk_idx)
             wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens)
         except Exception as error:
-            agreement.refuse(rooms, self.group_size, error)
+            if is_blind:
+                rooms.refuse(error)
+            else:
+                agreement.refuse(rooms, self.group_size, error)
             raise
         _, is_token_in_rank, per_expert = counts
         assert is_token_in_rank is not None
         assert per_expert is not None
-        wishes = agreement.agree(rooms, wish)
-        room = rooms.room(agreement.need_of(wishes, values_of(x).device))
+        wishes = [wish] if is_blind else agreement.agree(rooms, wish)
+        need = agreement.need_of(wishes, values_of(x).device)
+        room = rooms.room(_blind(need, num_worst_tokens) if is_blind else need)
         local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
         mask = is_token_in_rank if routing is None else None
-        got = room.core.dispatch(x, routing, topk_weights, is_token_in_rank=mask, expert_alignment=expert_alignment)
+        got = room.core.dispatch(
+            x,
+            routing,
+            topk_weights,
+            is_token_in_rank=mask,
+            expert_alignment=expert_alignment,
+            num_sms=room.num_sms(config.num_sms),
+            sync=not is_blind,
+        )
         num_rows = num_worst_tokens or got.handle.num_recv
         handle = self._tuple(got.handle, wishes, is_token_in_rank, num_rows, config)
         self._handles[handle[0]] = _Known(room, got.handle, num_rows)
@@ -255,7 +270,8 @@ class Buffer(NotHere):
         if recv_weights is not None:
             recv_weights = filled_up(recv_weights, num_rows, 0)
         listed = got.num_tokens_per_expert if local_counts is None else local_counts
-        return payload_filled_up(got.x, num_rows), recv_idx, recv_weights, [] if num_worst_tokens else listed, handle
+        recv_x = payload_filled_up(got.x, num_rows)
+        return got, (recv_x, recv_idx, recv_weights, [] if num_worst_tokens else listed, handle)
 
     def combine(
         self,
@@ -275,26 +291,28 @@ class Buffer(NotHere):
             handle: of the dispatch.
             topk_weights: `[num_recv, num_topk]` float32, summed over the ranks as well.
             bias: one or two `[num_tokens, hidden]`; the sum starts from them.
-            config: ignored.
+            config: its `num_sms` is used on GPUs.
             previous_event: waited for first.
             async_finish: return an event.
-            allocate_on_comm_stream: ignored.
+            allocate_on_comm_stream: ignored, see `get_dispatch_layout`.
 
         Returns:
             `combined_x [num_tokens, hidden]`, `combined_topk_weights [num_tokens, num_topk]` or None, event.
         """
-        wait_for(previous_event)
         known = self._known(handle)
         num_recv = known.handle.num_recv
         rows: Any = cut(x, num_recv, known.num_rows)
         weights: Any = cut(topk_weights, num_recv, known.num_rows)
-        got = known.room.core.combine(rows, known.handle, topk_weights=weights, bias=as_bias(bias), order=_ORDER)
-        return got.x, got.topk_weights, after(async_finish)
-
-    def _rooms(self) -> Rooms:
-        if self.runtime is None:
-            raise InvalidState("the buffer is destroyed; make a new one")
-        return self.runtime
+        with self._run(device_of(x), async_finish, previous_event) as run:
+            got = known.room.core.combine(
+                rows,
+                known.handle,
+                topk_weights=weights,
+                bias=as_bias(bias),
+                order=None if bias is None else _ORDER,
+                num_sms=None if config is None else known.room.num_sms(config.num_sms),
+            )
+            return got.x, got.topk_weights, run.event((x, topk_weights, bias), (got.x, got.topk_weights))
 
     def _known(self, handle: object) -> _Known:
         """Return what stands behind a handle; a refusal reaches the peers through the newest room."""
@@ -342,7 +360,8 @@ class Buffer(NotHere):
                 f"is_token_in_rank must be bool [{len(values)}, {self.group_size}], "
                 f"got {is_token_in_rank.dtype} {list(is_token_in_rank.shape)}"
             )
-        if routing is not None:
+        is_gpu = self._rooms().is_gpu(values.device)
+        if routing is not None and not is_gpu:
             check_topk_idx(routing, num_experts)
             wanted = dispatch_layout(routing, self.group_size, num_experts).is_token_in_rank
             if not torch.equal(is_token_in_rank, wanted):
@@ -357,7 +376,7 @@ class Buffer(NotHere):
             num_experts=num_experts,
             num_worst_tokens=num_worst_tokens,
             num_tokens=len(values),
-            num_sent=tuple(is_token_in_rank.sum(0).tolist()),
+            num_sent=tuple([0] * self.group_size if is_gpu and num_worst_tokens else is_token_in_rank.sum(0).tolist()),
         )
 
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, expert_alignment: int) -> list[int]:
@@ -371,16 +390,30 @@ class Buffer(NotHere):
     def _tuple(
         self, handle: Handle, wishes: list[Wish], is_token_in_rank: torch.Tensor, num_rows: int, config: Config
     ) -> V1Handle:
-        """Return DeepEP's handle."""
+        """Return DeepEP's handle; without CPU sync as if all ranks had as many tokens as this one."""
         src_token = handle.src_token
+        num_channels = config.num_channels
+        if isinstance(handle, CudaHandle) and not handle.is_exact:
+            rank_prefix = handle.received_up_to
+            channels = recv_channel_prefix_matrix_on_device(
+                src_token, rank_prefix[:, self.rank].contiguous(), wishes[0].num_tokens, num_channels
+            )
+            return (
+                rank_prefix,
+                channel_prefix_matrix(is_token_in_rank, num_channels),
+                channels,
+                src_token.to(torch.int32),
+                is_token_in_rank,
+                send_head(is_token_in_rank, num_channels),
+            )
         num_sent = [wish.num_sent for wish in wishes]
         num_tokens = [wish.num_tokens for wish in wishes]
         num_received = [row[self.rank] for row in num_sent]
         return (
             rank_prefix_matrix(num_sent, src_token.device),
-            channel_prefix_matrix(is_token_in_rank, config.num_channels),
-            recv_channel_prefix_matrix(src_token, num_received, num_tokens, config.num_channels),
+            channel_prefix_matrix(is_token_in_rank, num_channels),
+            recv_channel_prefix_matrix(src_token, num_received, num_tokens, num_channels),
             filled_up(src_token.to(torch.int32), num_rows, -1),
             is_token_in_rank,
-            send_head(is_token_in_rank, config.num_channels),
+            send_head(is_token_in_rank, num_channels),
         )

@@ -18,14 +18,24 @@ import torch.distributed as dist
 from epee.compat.deep_ep import sizing
 from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_domain_size
 from epee.compat.deep_ep.ep_handle import EPHandle
-from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, wait_for
+from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, is_capturing
 from epee.compat.deep_ep.experimental import NotHere
+from epee.compat.deep_ep.owner import Owner
 from epee.compat.deep_ep.rooms import Need, Rooms
-from epee.compat.deep_ep.rows import as_bias, column_major, cut, filled_up, int64_routing, payload_filled_up, values_of
+from epee.compat.deep_ep.rows import (
+    as_bias,
+    column_major,
+    cut,
+    device_of,
+    filled_up,
+    int64_routing,
+    payload_filled_up,
+    values_of,
+)
 from epee.ep.bootstrap import group_of
-from epee.ep.handle import Dispatched, Payload
+from epee.ep.handle import Combined, Dispatched, Payload
 from epee.ep.order import CombineOrder
-from epee.errors import InvalidArgument, InvalidState
+from epee.errors import InvalidArgument
 
 _DEFAULT_SMS = 24
 _EXPANDED_ORDER = CombineOrder(by="last_k", bias_first=True, round_partials=True)
@@ -47,7 +57,7 @@ class _Options:
     do_expand: bool
 
 
-class ElasticBuffer(NotHere):
+class ElasticBuffer(Owner, NotHere):
     """DeepEP V2's buffer on the ranks of one host.
 
     Args:
@@ -103,17 +113,6 @@ class ElasticBuffer(NotHere):
         self.num_bytes = num_bytes
         self.runtime: Rooms | None = Rooms(self.group, float(num_cpu_timeout_secs))
 
-    def destroy(self) -> None:
-        """Give back all memory. Local; results stay valid, handles do not.
-
-        Raises:
-            InvalidState: the buffer was not made with `explicitly_destroy=True`, or is destroyed already.
-        """
-        if not self.explicitly_destroy:
-            raise InvalidState("destroy needs a buffer made with explicitly_destroy=True; or just drop the buffer")
-        self._rooms().close()
-        self.runtime = None
-
     @staticmethod
     def get_buffer_size_hint(
         group: dist.ProcessGroup | None,
@@ -136,10 +135,6 @@ class ElasticBuffer(NotHere):
     def capture() -> EventHandle:
         """Return an event of what is on the current stream now."""
         return EventHandle()
-
-    def get_comm_stream(self) -> Any:
-        """Return the stream that work runs on: the current one."""
-        return torch.cuda.current_stream() if torch.cuda.is_initialized() else torch.cpu.current_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Return (RDMA ranks, NVLink ranks)."""
@@ -206,35 +201,37 @@ class ElasticBuffer(NotHere):
             num_max_tokens_per_rank: equal on all ranks; the constructor's by default.
             expert_alignment: counts (and, expanded, blocks of rows) are rounded up to it; 1 by default.
             previous_event, previous_event_before_epilogue: waited for first.
-            async_with_compute_stream: return an event.
+            async_with_compute_stream: run on the communication stream and return an event.
             handle: go the same way again.
             do_handle_copy: keep a copy of `topk_idx`; else the tensor itself, which must then stay as it is.
-            do_cpu_sync: False gives results of the worst-case size.
+            do_cpu_sync: False gives results of the worst-case size; on GPUs (where None means False while a graph is
+                recorded) the host then waits for nobody.
             do_expand: a row for each (local expert, token), grouped by expert.
             use_tma_aligned_col_major_sf: scales with strides `(1, rows rounded up to 4)`.
-            num_sms: kept in the handle.
+            num_sms: kept in the handle; used on GPUs, 0 for the default.
             num_qps, allocate_on_comm_stream, do_zero_padding: ignored; padding is always zero.
 
         Returns:
             `recv_x`, `recv_topk_idx` (None when expanded), `recv_topk_weights`, handle, event.
         """
-        wait_for(previous_event)
-        wait_for(previous_event_before_epilogue)
         options = _Options(
             num_experts, num_max_tokens_per_rank, expert_alignment, num_sms, do_handle_copy, do_cpu_sync, do_expand
         )
-        if handle is not None:
-            got = self._dispatch_again(
-                x, topk_idx, topk_weights, handle, cumulative_local_expert_recv_stats is not None, options
-            )
-        else:
-            got, handle = self._dispatch_fresh(x, topk_idx, topk_weights, options)
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
-        recv_x, recv_idx, recv_weights = self._results(got, handle, use_tma_aligned_col_major_sf)
-        if topk_weights is None:
-            recv_weights = None
-        return recv_x, recv_idx, recv_weights, handle, after(async_with_compute_stream)
+        stats = cumulative_local_expert_recv_stats
+        waits = (previous_event, previous_event_before_epilogue)
+        with self._run(device_of(x), async_with_compute_stream, *waits) as run:
+            if handle is not None:
+                got = self._dispatch_again(x, topk_idx, topk_weights, handle, stats is not None, options)
+            else:
+                got, handle = self._dispatch_fresh(x, topk_idx, topk_weights, options)
+                if stats is not None:
+                    stats += handle.num_unaligned_recv_tokens_per_expert
+            recv_x, recv_idx, recv_weights = self._results(got, handle, use_tma_aligned_col_major_sf)
+            if topk_weights is None:
+                recv_weights = None
+            results = (got.x, recv_x, recv_idx, recv_weights, handle.topk_idx)
+            event = run.event((x, topk_idx, topk_weights, stats), results, got)
+        return recv_x, recv_idx, recv_weights, handle, event
 
     def combine(
         self,
@@ -257,33 +254,37 @@ class ElasticBuffer(NotHere):
             topk_weights: `[num_recv, num_topk]` float32 (only those of local experts count) or, expanded, `[rows]`.
             bias: one or two `[num_tokens, hidden]`; the sum starts from them.
             previous_event, previous_event_before_epilogue: waited for first.
-            async_with_compute_stream: return an event.
-            num_sms, num_qps, allocate_on_comm_stream: ignored.
+            async_with_compute_stream: run on the communication stream and return an event.
+            num_sms: used on GPUs, 0 for the default.
+            num_qps, allocate_on_comm_stream: ignored.
 
         Returns:
             `combined_x [num_tokens, hidden]`, `combined_topk_weights [num_tokens, num_topk]` or None, event.
         """
-        wait_for(previous_event)
-        wait_for(previous_event_before_epilogue)
         known = self._check_handle(handle)
+        waits = (previous_event, previous_event_before_epilogue)
+        with self._run(device_of(x), async_with_compute_stream, *waits) as run:
+            got = self._combine(x, known, topk_weights, bias, num_sms)
+            given = (x, topk_weights, bias, known.topk_idx)
+            return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
+
+    def _combine(
+        self, x: torch.Tensor, known: EPHandle, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
+    ) -> Combined:
         num_recv = known.core.num_recv
         rows: Any = cut(x, num_recv, known.num_rows)
         weights: Any = cut(topk_weights, num_recv, known.num_rows)
         if known.do_expand:
             order = _EXPANDED_ORDER if self.allow_multiple_reduction else _SINGLE_ORDER
         else:
-            order = CombineOrder(by="last_k", bias_first=True, topk_idx=known.topk_idx)
+            order = CombineOrder(by="last_k", bias_first=bias is not None, topk_idx=known.topk_idx)
             local = known.core.recv_topk_idx
             if isinstance(weights, torch.Tensor) and local is not None and weights.shape == local.shape:
                 weights = weights.masked_fill(local < 0, 0)
-        core = known.room.core
-        got = core.combine(rows, known.core, topk_weights=weights, bias=as_bias(bias), order=order)
-        return got.x, got.topk_weights, after(async_with_compute_stream)
-
-    def _rooms(self) -> Rooms:
-        if self.runtime is None:
-            raise InvalidState("the buffer is destroyed; make a new one")
-        return self.runtime
+        sms = known.room.num_sms(num_sms)
+        return known.room.core.combine(
+            rows, known.core, topk_weights=weights, bias=as_bias(bias), order=order, num_sms=sms
+        )
 
     def _check_handle(self, handle: object) -> EPHandle:
         rooms = self._rooms()
@@ -311,10 +312,23 @@ class ElasticBuffer(NotHere):
             raise
         layout = "expert" if options.do_expand else "rank"
         itemsize = max(2, values.dtype.itemsize)
-        need = Need(layout, num_experts, values.shape[1], routing.shape[1], num_max, itemsize, values.device)
-        room = rooms.room(need)
-        got = room.core.dispatch(x, routing, topk_weights, layout=layout, expert_alignment=alignment)
         do_cpu_sync = options.do_cpu_sync is not False
+        is_gpu = rooms.is_gpu(values.device)
+        if is_gpu and options.do_cpu_sync is None and is_capturing():
+            do_cpu_sync = False
+        num_rows = self.num_ranks * num_max if is_gpu else 0
+        kind = "both" if is_gpu else layout  # a room of its own for each layout would be memory there
+        need = Need(kind, num_experts, values.shape[1], routing.shape[1], num_max, itemsize, values.device, num_rows)
+        room = rooms.room(need)
+        got = room.core.dispatch(
+            x,
+            routing,
+            topk_weights,
+            layout=layout,
+            expert_alignment=alignment,
+            num_sms=room.num_sms(options.num_sms),
+            sync=do_cpu_sync or not is_gpu,
+        )
         handle = EPHandle(
             do_expand=options.do_expand,
             num_experts=num_experts,
@@ -365,7 +379,8 @@ class ElasticBuffer(NotHere):
             error = InvalidArgument("dispatch with a handle: " + "; ".join(wrong))
             known.room.core.refuse(error)
             raise error
-        return known.room.core.dispatch(x, topk_weights=topk_weights, handle=known.core)
+        sms = known.room.num_sms(options.num_sms)
+        return known.room.core.dispatch(x, topk_weights=topk_weights, handle=known.core, num_sms=sms)
 
     def _results(self, got: Dispatched, handle: EPHandle, is_col_major: bool) -> Results:
         """Return rows, ids and weights as V2 returns them."""

@@ -15,6 +15,7 @@ import torch
 from epee.compat.deep_ep.layout import dispatch_layout
 from epee.compat.deep_ep.rooms import Room
 from epee.compat.deep_ep.rows import filled_up
+from epee.ep.cuda_handle import CudaHandle
 from epee.ep.handle import Handle
 from epee.errors import UnsupportedError
 
@@ -50,7 +51,7 @@ class EPHandle:
     @property
     def num_ranks(self) -> int:
         """Ranks of the buffer."""
-        return len(self.core.num_received)
+        return self.room.core.num_ranks
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +70,7 @@ class EPHandle:
         """Rows of the expanded results, padding included (the worst case without CPU sync); 0 when not expanded."""
         if not self.do_expand:
             return 0
-        if self.do_cpu_sync:
+        if self.do_cpu_sync or isinstance(self.core, CudaHandle):
             return self.core.num_recv
         num_local, alignment = self.num_experts // self.num_ranks, self.expert_alignment
         per_token = min(self.topk_idx.shape[1], num_local)
@@ -85,6 +86,8 @@ class EPHandle:
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """`[num_local_experts]` int32: (token, k) pairs of each local expert."""
+        if isinstance(self.core, CudaHandle):
+            return self.core.recv_slots
         num_local = self.num_experts // self.num_ranks
         if self.do_expand:
             ends = self._aligned.cumsum(0).to(self.core.src_rank.device)
@@ -134,11 +137,11 @@ class EPHandle:
     @property
     def _local_idx(self) -> torch.Tensor:
         assert self.core.recv_topk_idx is not None
-        return self.core.recv_topk_idx
+        return self.core.recv_topk_idx[self._real_rows]
 
     @property
     def _aligned(self) -> torch.Tensor:
-        return torch.tensor(self.core.num_tokens_per_expert, dtype=torch.int64)
+        return self.core.recv_counts[1:].to(torch.int64)
 
     @cached_property
     def _real_rows(self) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Events as DeepEP hands them out.
 
-Work runs on the caller's current stream, so an event is recorded there after the call and everything a waiter needs is
-behind it. Without CUDA (or before it is first used) calls return when their work is done, and an event is a token
-that nobody has to wait for.
+An event is recorded on the stream that its call ran on, behind everything that a waiter needs. Without CUDA (or before
+it is first used) calls return when their work is done, and an event is a token that nobody has to wait for.
 """
 
 from __future__ import annotations
@@ -24,6 +23,11 @@ class EventHandle:
         if torch.cuda.is_initialized():
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream())
+
+    @property
+    def recorded(self) -> torch.cuda.Event | None:
+        """The CUDA event, None when there is nothing to wait for."""
+        return self._event
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait for the event; the host does not wait."""
@@ -99,6 +103,13 @@ def wait_for(event: Event | None) -> None:
         event = event.event
     if event is not None:
         event.current_stream_wait()
+
+
+def cuda_event_of(event: Event | None) -> torch.cuda.Event | None:
+    """Return the CUDA event of a `previous_event`, whichever of the two classes it is; None where there is nothing."""
+    if isinstance(event, EventOverlap):
+        event = event.event
+    return None if event is None else event.recorded
 
 
 def after(is_async: bool) -> EventOverlap:

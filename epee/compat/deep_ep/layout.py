@@ -27,12 +27,18 @@ class DispatchLayout(NamedTuple):
 
 
 def dispatch_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
-    """Count where tokens go; `topk_idx` is `[num_tokens, num_topk]` int64, -1 for none, checked."""
+    """Count where tokens go; `topk_idx` is `[num_tokens, num_topk]` int64, -1 for none.
+
+    Ids that do not exist count as none (on GPUs nobody has looked at them yet). The host does not wait for the GPU.
+    """
+    topk_idx = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), -1)
     column = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1)  # -1 becomes column 0
     member = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
     is_token_in_rank = member.scatter_(1, column, True)[:, 1:].contiguous()
-    per_expert = torch.bincount(topk_idx.reshape(-1) + 1, minlength=num_experts + 1)[1:]
-    return DispatchLayout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert.to(torch.int32), is_token_in_rank)
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
+    flat = topk_idx.reshape(-1) + 1
+    per_expert.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    return DispatchLayout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert[1:].clone(), is_token_in_rank)
 
 
 def channel_size(num_tokens: int, num_channels: int) -> int:
@@ -61,6 +67,28 @@ def send_head(is_token_in_rank: torch.Tensor, num_channels: int) -> torch.Tensor
     before = _by_channel(is_token_in_rank, num_channels).cumsum(1) - 1
     place = before.reshape(-1, is_token_in_rank.shape[1])[: len(is_token_in_rank)]
     return torch.where(is_token_in_rank, place, -1).to(torch.int32)
+
+
+def recv_channel_prefix_matrix_on_device(
+    src_token: torch.Tensor, received: torch.Tensor, num_tokens: int, num_channels: int
+) -> torch.Tensor:
+    """The same without a word from the host, for ranks that all have as many tokens as this one.
+
+    Args:
+        src_token: `[num_rows]` int64, rows in (source rank, token) order, -1 behind those that came.
+        received: `[num_ranks]`, rows from ranks 0 ... s.
+        num_tokens: of every rank.
+        num_channels: C.
+    """
+    num_ranks, stride = len(received), num_tokens + 1
+    rows = torch.arange(len(src_token), device=src_token.device)
+    src_rank = torch.searchsorted(received.to(torch.int64), rows, right=True)
+    keys = torch.where(src_token < 0, num_ranks * stride, src_rank * stride + src_token)
+    ranks = torch.arange(num_ranks, device=src_token.device)[:, None] * stride
+    channels = torch.arange(num_channels, device=src_token.device)[None] * channel_size(num_tokens, num_channels)
+    first = torch.searchsorted(keys, (ranks + channels.clamp(max=num_tokens)).contiguous())
+    before = torch.searchsorted(keys, ranks.contiguous())
+    return (first - before).to(torch.int32)
 
 
 def recv_channel_prefix_matrix(

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from epee.compat.deep_ep.event import is_capturing
 from epee.ep.bootstrap import all_gather_bytes
 from epee.ep.buffer import Buffer as Core
+from epee.ep.lane import Lanes
 from epee.errors import InvalidState
 
 _WIDEST = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _LEAST_TOKENS = 128
+BALANCED_SHARES = 2  # rows of an expanded room on a GPU, in rows that a rank gets when experts are equally busy
 
 
 def num_tokens_made_for(num_tokens: int) -> int:
@@ -35,13 +37,14 @@ class Need:
     """What a call needs; equal on all ranks.
 
     Attributes:
-        layout: "rank" or "expert".
+        layout: "rank", "expert", or "both".
         num_experts: over all ranks.
         hidden: elements of a row.
         num_topk: columns of `topk_idx`.
         num_tokens: most tokens of a rank.
         itemsize: bytes of an element that travels, there or back: 2, 4 or 8.
         device: of the tensors.
+        num_rows: of a result of the rank layout that is returned in full capacity; 0 when that must not be exact.
     """
 
     layout: str
@@ -51,6 +54,7 @@ class Need:
     num_tokens: int
     itemsize: int
     device: torch.device
+    num_rows: int = 0
 
 
 class Room:
@@ -73,6 +77,10 @@ class Room:
         """Tell whether a call that needs so much can be made here."""
         return need.num_tokens <= self.num_tokens and need.itemsize <= self.itemsize
 
+    def num_sms(self, wanted: int) -> int | None:
+        """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default."""
+        return min(wanted, self.core.max_num_sms) if wanted > 0 and self.core.max_num_sms else None
+
 
 class Rooms:
     """The rooms of one DeepEP buffer.
@@ -87,6 +95,7 @@ class Rooms:
         self._timeout = timeout
         self._rooms: dict[tuple[object, ...], Room] = {}
         self._last: Room | None = None
+        self._lanes: dict[torch.device, Lanes] = {}
         self._is_closed = False
 
     @property
@@ -97,7 +106,14 @@ class Rooms:
     def room(self, need: Need) -> Room:
         """Return the room for a call. Collective when one must be made or grown, which all ranks find alike."""
         self.check_open()
-        key = (need.layout, need.num_experts, need.hidden, need.num_topk, need.device)
+        room = self._find(need)
+        for other in self._rooms.values():
+            if other is not room:
+                other.core.join()  # the calls of one DeepEP buffer run one after another
+        return room
+
+    def _find(self, need: Need) -> Room:
+        key = (need.layout, need.num_experts, need.hidden, need.num_topk, need.device, need.num_rows)
         old = self._rooms.get(key)
         if old is not None and old.fits(need):
             return old
@@ -106,12 +122,10 @@ class Rooms:
                 "this buffer must grow, which it cannot while a CUDA graph is recorded; "
                 "make one call of this shape first"
             )
-        num_tokens = num_tokens_made_for(need.num_tokens)
+        num_tokens = need.num_tokens if need.num_rows else num_tokens_made_for(need.num_tokens)
         itemsize = need.itemsize
         if old is not None:
             num_tokens, itemsize = max(num_tokens, old.num_tokens), max(itemsize, old.itemsize)
-        num_ranks = self.group.size()
-        per_token = min(need.num_topk, need.num_experts // num_ranks) if need.layout == "expert" else 1
         core = Core(
             self.group,
             num_experts=need.num_experts,
@@ -120,11 +134,33 @@ class Rooms:
             max_tokens_per_rank=num_tokens,
             dtype=_WIDEST[itemsize],
             device=None if need.device.type == "cpu" else need.device,
-            max_recv_rows=num_ranks * num_tokens * per_token,
+            max_recv_rows=self._num_rows(need, num_tokens),
             timeout=self._timeout,
         )
         self._last = self._rooms[key] = Room(core, num_tokens, itemsize)
         return self._last
+
+    def _num_rows(self, need: Need, num_tokens: int) -> int:
+        """Return the rows that a room holds: the worst case, but on GPUs not more than twice a balanced share.
+
+        On the CPU rows that nobody sends cost nothing. On a GPU they are memory, and an expanded worst case would be
+        many times what a call brings; a routing that needs more is an error on all ranks.
+        """
+        num_ranks = self.group.size()
+        if need.layout == "rank":
+            return need.num_rows or num_ranks * num_tokens
+        worst = num_ranks * num_tokens * min(need.num_topk, need.num_experts // num_ranks)
+        if need.layout == "expert":
+            return worst
+        return max(num_ranks * num_tokens, min(worst, BALANCED_SHARES * need.num_topk * num_tokens))
+
+    def is_gpu(self, device: torch.device) -> bool:
+        """Whether tensors of this device travel by GPU kernels."""
+        return device.type == "cuda"
+
+    def lanes(self, device: torch.device) -> Lanes:
+        """Return the streams of calls with tensors of a device."""
+        return self._lanes.setdefault(device, Lanes(device))
 
     def share(self, data: bytes) -> list[bytes]:
         """Return everybody's `data` (equally long, not empty), in rank order. Collective."""

@@ -27,6 +27,12 @@ def values_of(x: object) -> torch.Tensor:
     return values
 
 
+def device_of(x: object) -> torch.device:
+    """Return where a payload lies; the CPU for what is no payload, others will judge."""
+    values = x[0] if isinstance(x, (tuple, list)) and x else x
+    return values.device if isinstance(values, torch.Tensor) else torch.device("cpu")
+
+
 def _names() -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
 

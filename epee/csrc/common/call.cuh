@@ -6,18 +6,35 @@
 // kernel advances, so that a captured graph has a new tag at every replay.
 //
 //   written by peers: counts (two parities), dispatch_done and combine_done (a flag for
-//                     each block), combine_ready, barrier, streams (progress of a sender, expert layout only), staged
-//                     (progress of a copy)
-//   written locally:  seq, failed (tag of the call that failed), reported, grid words, grants, scratch
+//                     each block), combine_ready, combine_failed (the peer gave this combine up), barrier, streams
+//                     (progress of a sender, expert layout only), staged (progress of a copy)
+//   written locally:  seq, failed (tag of the last call that failed), exchanged (tag of the last call that all ranks
+//                     were seen to join), reported, grid words, grants, scratch
 //
 // Every params struct starts with a `Call` (generated, `throughput_params.Call`): control blocks of all ranks as this
 // GPU addresses them, host memory for reports and for the abort word, the time-out per wait, rank and operation.
 //
-// A kernel of a failed call moves no payload, but advances `seq` like any other, so ranks stay in step.
+// A kernel of a failed call moves no payload, but advances `seq` like any other, so ranks stay in step. A peer that is
+// late may still be in the failed call and store into what this rank granted there. It has left it when it joins a
+// later call; until then (`is_haunted`) nothing may be put into such memory for others to read.
 #pragma once
 #include "../ptx/memory.cuh"
+#include "stall.cuh"
 
-enum FailureCode : int { kTimeout = 1, kAborted, kMismatch, kRefused, kOverflow, kBadCount, kBadExpert, kBadRow };
+enum FailureCode : int {
+  kTimeout = 1,
+  kAborted,
+  kMismatch,
+  kRefused,
+  kOverflow,
+  kBadCount,
+  kBadExpert,
+  kBadRow,
+  kPeerGaveUp
+};
+
+/// What a dispatch leaves in its handle, and tells a waiting host: whether the handle's numbers may be used.
+enum HandleState : int { kHandleGood = 1, kHandleBad };
 
 /// A failure that the host will raise at its next touch; all words are numbers, the host finds the words for them.
 struct Failure {
@@ -39,9 +56,40 @@ DEVICE u64* local_words(const Call& call, u64 offset) { return control_words(cal
 /// The tag of the call in progress. Any thread, any time before `finish_call` of this kernel.
 DEVICE u64 current_tag(const Call& call) { return *local_words(call, kControlSeqOffset) + 1; }
 
+/// The words in front of a rank's counts in a dispatch. A rank that combines instead sends `kRefusal` alone.
+enum HeaderWord : int { kSignatureLow = 0, kSignatureHigh, kGrant, kRefusal, kChannels, kBlocks, kNumHeaderWords };
+constexpr u64 kOtherCallCode = 2;     // as refusal: the rank makes another kind of call
+constexpr u64 kOtherCallSlot = 0x7E;  // the same in place of a combine's slot
+constexpr u64 kBadHandleCode = 4;     // as refusal of a combine: the dispatch had failed there
+constexpr u64 kBrokenGridCode = 5;    // as refusal: the rank's own blocks did not meet
+constexpr u64 kGaveUpCode = 3;        // as refusal: the rank has left this call without waiting for us
+
+/// Whether a word that a peer stamps with its calls shows a later call than `tag`: it has given this one up.
+DEVICE bool is_later(u64 word, u64 tag) {
+  return static_cast<i32>(static_cast<u32>(word >> 32) - static_cast<u32>(tag)) > 0;
+}
+
+DEVICE u64* counts_row(const Call& call, int owner, int src_rank, u64 tag) {
+  const u64 row = (tag & 1) * kMaxRanks + static_cast<u64>(src_rank);
+  return control_words(call, owner, kControlCountsOffset) + row * kCountsRowWords;
+}
+
 /// Whether an earlier kernel or block of this call failed.
 DEVICE bool has_failed(const Call& call, u64 tag) {
   return ld_relaxed_sys(local_words(call, kControlFailedOffset)) == tag;
+}
+
+/// All ranks have joined this call, so they have left all earlier ones: the host may lend their slots again. One
+/// thread.
+DEVICE void mark_exchanged(const Call& call, u64 tag) {
+  st_relaxed_sys(local_words(call, kControlExchangedOffset), tag);
+  if (call.ordinal) st_relaxed_sys(reinterpret_cast<u64*>(call.exchanged), call.ordinal);
+}
+
+/// Whether a peer may still be in a call that failed here: no call since has been joined by all.
+DEVICE bool is_haunted(const Call& call) {
+  const u64 failed = ld_relaxed_sys(local_words(call, kControlFailedOffset));
+  return failed != 0 && ld_relaxed_sys(local_words(call, kControlExchangedOffset)) <= failed;
 }
 
 /// Marks the call as failed without telling this rank's host, which knows already.
@@ -83,12 +131,15 @@ DEVICE void poll_pause() {
 }
 
 /// Waits until `*word == want`; acquires at system scope. False after the time-out, an abort, or when the call has
-/// failed elsewhere; only the first two are reported. `where` says which wait it was.
+/// failed elsewhere; only the first two are reported. `where` says which wait it was. With `kOrLater` a word of a later
+/// call will do as well.
+template <bool kOrLater = false>
 DEVICE bool wait_for(const Call& call, u64 tag, const u64* word, u64 want, int peer, u64 where) {
+  perhaps_stall(tag, call.rank, 2);
   const u64 start = global_time_ns();
   for (u32 polls = 1;; ++polls) {
     const u64 got = ld_acquire_sys(word);
-    if (got == want) return true;
+    if (got == want || (kOrLater && static_cast<i64>(got - want) > 0)) return true;
     if (polls % kPollsPerLook) continue;
     if (global_time_ns() - start > call.timeout_ns) {
       report_failure(call, tag, {kTimeout, peer, want, got, where});
@@ -103,7 +154,8 @@ DEVICE bool wait_for(const Call& call, u64 tag, const u64* word, u64 want, int p
 }
 
 /// All blocks of the grid meet; memory written before is visible after, on this GPU. Needs co-resident blocks.
-/// Called by all threads. `word` counts arrivals and is zero again afterwards; `gate` receives the tag.
+/// Called by all threads. `word` counts arrivals and is zero again afterwards; `gate` receives the tag. A launch that
+/// starts all blocks together makes the bound of this wait a formality; passing it fails the call.
 DEVICE void grid_barrier(const Call& call, u64 tag, u64 word_offset, u64 gate_offset) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -114,7 +166,10 @@ DEVICE void grid_barrier(const Call& call, u64 tag, u64 word_offset, u64 gate_of
       st_release_gpu(gate, tag);
     } else {
       const u64 start = global_time_ns();
-      while (ld_acquire_gpu(gate) != tag && global_time_ns() - start < kGridTimeoutNs) {
+      while (ld_acquire_gpu(gate) != tag) {
+        if (global_time_ns() - start < kGridTimeoutNs) continue;
+        report_failure(call, tag, {kTimeout, call.rank, tag, *gate, 7});
+        break;
       }
     }
   }
@@ -125,6 +180,8 @@ DEVICE void grid_barrier(const Call& call, u64 tag, u64 word_offset, u64 gate_of
 /// after all memory operations of the block; what they wrote is visible to whoever waits for it in `await_blocks`.
 DEVICE void announce_block(const Call& call, u64 tag, u64 flags_offset, bool to_peers) {
   __syncthreads();
+  allow_next_kernel();  // its blocks take their places while this one's last signals are under way
+  perhaps_stall(tag, call.rank, 1);
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < kNumRanks && (to_peers || peer == call.rank))
     st_release_sys(control_words(call, peer, flags_offset) + call.rank * kMaxBlocks + blockIdx.x, tag);
@@ -137,21 +194,22 @@ DEVICE void await_blocks(const Call& call, u64 tag, u64 flags_offset, const i32*
   const u64* flags = local_words(call, flags_offset);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kNumRanks * kMaxBlocks; i += static_cast<int>(blockDim.x)) {
-    const int rank = i / kMaxBlocks;
-    const int block = i % kMaxBlocks;
+    const int rank = i % kNumRanks;  // neighbours wait for different ranks: most threads have one flag at most
+    const int block = i / kNumRanks;
     const int count = rank == call.rank ? static_cast<int>(gridDim.x) : from_peers ? num_blocks[rank] : 0;
-    if (block < count) wait_for(call, tag, flags + i, tag, rank, where);
+    if (block < count) wait_for(call, tag, flags + rank * kMaxBlocks + block, tag, rank, where);
   }
   __syncthreads();
 }
 
 /// Tells every rank that this rank has reached the point `flags_offset` of the call, and waits for all of them.
-/// All threads of the only block; thread r signals and awaits rank r.
+/// All threads of the only block; thread r signals and awaits rank r, which may have met others since.
 DEVICE void meet_all(const Call& call, u64 tag, u64 flags_offset, u64 where) {
   const int peer = static_cast<int>(threadIdx.x);
+  perhaps_stall(tag, call.rank, 3);
   if (peer < kNumRanks) {
     st_release_sys(control_words(call, peer, flags_offset) + call.rank, tag);
-    wait_for(call, tag, local_words(call, flags_offset) + peer, tag, peer, where);
+    wait_for<true>(call, tag, local_words(call, flags_offset) + peer, tag, peer, where);
   }
   __syncthreads();
 }

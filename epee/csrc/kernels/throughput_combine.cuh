@@ -1,8 +1,7 @@
 // Brings rows back: every rank pulls the rows of its tokens from the peers' slots and sums them in a fixed order.
 //
 //   announce   block 0 tells all ranks which slot holds this rank's rows (combine_ready: tag, signature, slot and
-//   number
-//              of pulling blocks in one word); every block waits for all ranks' words.
+//              number of pulling blocks in one word); every block waits for all ranks' words.
 //   loader     one warp: for each of the block's pieces of work (a token's row, or a chunk of it) finds the rows,
 //              sorted by rank (and by k), and bulk-loads them side by side into a stage of shared memory.
 //   reducer    kReducerWarps warps: sum a stage in float32 in that order, add the biases, round once, write once.
@@ -10,8 +9,9 @@
 //              that peers will pull into this rank's slot, first tokens first, and tell them (`staged`) chunk by chunk,
 //              while the pulling is under way. A rank's own rows are read where they are.
 //   weigher    two warps, only when weights come back: sums or fetches the weights' rows.
-//   Each pulling block that is done says so to every rank (combine_done); block 0 waits for all of them: when the
-//   kernel ends, nobody reads this rank's slot any more.
+//   A pulling block whose rows have come says so to every rank (combine_done), before it has summed the last ones;
+//   block 0 waits for all of them: when the kernel ends, nobody reads this rank's slot any more. A rank that ends
+//   without having heard so from everybody says that first (combine_failed): what peers pull from then on is no row.
 //
 // Rank layout: sum = -0 (so that a sum of one row is that row); for ranks ascending: sum += row. Expert layout: for
 // ranks ascending: part = -0; for k ascending: part += weight * row (both rounded); sum += part. Then the biases. A
@@ -20,9 +20,8 @@
 #include "../common/call.cuh"
 #include "../common/load.cuh"
 #include "../common/work.cuh"
-#include "../ptx/convert.cuh"
+#include "throughput_lanes.cuh"
 
-enum Payload : int { kBf16 = 0, kF16, kF32 };
 constexpr int kMaxEntries = 32;
 constexpr int kMaxStages = 8;
 constexpr u32 kRefusedSlot = 0x7F;
@@ -46,84 +45,8 @@ struct CombineShared {
   i32 is_good;
 };
 
-template <int kPayload>
-struct Lanes {
-  static constexpr int kCount = kPayload == kF32 ? 4 : 8;
-  float value[kCount];
-};
-
-template <int kPayload>
-DEVICE Lanes<kPayload> unpack(const Vec16& v) {
-  Lanes<kPayload> r;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (kPayload == kF32) {
-      r.value[i] = __uint_as_float(v.word[i]);
-    } else if (kPayload == kBf16) {
-      r.value[2 * i % Lanes<kPayload>::kCount] = bf16_to_float(static_cast<u16>(v.word[i]));
-      r.value[(2 * i + 1) % Lanes<kPayload>::kCount] = bf16_to_float(static_cast<u16>(v.word[i] >> 16));
-    } else {
-      r.value[2 * i % Lanes<kPayload>::kCount] = f16_to_float(static_cast<u16>(v.word[i]));
-      r.value[(2 * i + 1) % Lanes<kPayload>::kCount] = f16_to_float(static_cast<u16>(v.word[i] >> 16));
-    }
-  }
-  return r;
-}
-
-template <int kPayload>
-DEVICE Vec16 pack(const Lanes<kPayload>& r) {
-  Vec16 v;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float low = r.value[2 * i % Lanes<kPayload>::kCount];
-    const float high = r.value[(2 * i + 1) % Lanes<kPayload>::kCount];
-    if (kPayload == kF32)
-      v.word[i] = __float_as_uint(r.value[i]);
-    else if (kPayload == kBf16)
-      v.word[i] = float2_to_bf16x2(low, high);
-    else
-      v.word[i] = float_to_f16(low) | static_cast<u32>(float_to_f16(high)) << 16;
-  }
-  return v;
-}
-
-template <int kPayload>
-DEVICE void add(Lanes<kPayload>& to, const Lanes<kPayload>& what) {
-#pragma unroll
-  for (int i = 0; i < Lanes<kPayload>::kCount; ++i) to.value[i] = __fadd_rn(to.value[i], what.value[i]);
-}
-
-template <int kPayload>
-DEVICE void add_scaled(Lanes<kPayload>& to, float weight, const Lanes<kPayload>& what) {
-#pragma unroll
-  for (int i = 0; i < Lanes<kPayload>::kCount; ++i)
-    to.value[i] = __fadd_rn(to.value[i], __fmul_rn(weight, what.value[i]));
-}
-
-template <int kPayload>
-DEVICE Lanes<kPayload> filled(float value) {
-  Lanes<kPayload> r;
-#pragma unroll
-  for (int i = 0; i < Lanes<kPayload>::kCount; ++i) r.value[i] = value;
-  return r;
-}
-
-/// The elements of a bias that belong to the 16 bytes of payload at byte `at` of the output.
-template <int kPayload>
-DEVICE Lanes<kPayload> load_bias(const CombineParams& p, u64 bias, i64 at) {
-  const u8* from = reinterpret_cast<const u8*>(bias);
-  if (kPayload == kF32 || !p.is_bias_f32) return unpack<kPayload>(ld_vec16(from + at));
-  Lanes<kPayload> r;
-  const Vec16 low = ld_vec16(from + 2 * at);
-  const Vec16 high = ld_vec16(from + 2 * at + 16);
-#pragma unroll
-  for (int i = 0; i < Lanes<kPayload>::kCount; ++i)
-    r.value[i] = __uint_as_float(i < 4 ? low.word[i % 4] : high.word[i % 4]);
-  return r;
-}
-
-/// The word by which a rank joins a combine: low half of the tag, 16 bits of signature, slot
-/// (with `kCopyingBit`), number of pulling blocks.
+/// The word by which a rank joins a combine: low half of the tag, 16 bits of signature, slot (with `kCopyingBit`),
+/// number of pulling blocks (behind `kRefusedSlot`: why).
 DEVICE u64 ready_word(u64 tag, u64 signature, u32 slot, u32 num_blocks) {
   return tag << 32 | (signature & 0xFFFF) << 16 | slot << 8 | num_blocks;
 }
@@ -136,6 +59,10 @@ DEVICE bool wait_ready(const Call& call, u64 tag, int rank, u64& word) {
     word = ld_acquire_sys(from);
     if (word >> 32 == (tag & 0xFFFFFFFF)) return true;
     if (polls % kPollsPerLook) continue;
+    if (is_later(word, tag)) {
+      report_failure(call, tag, {kRefused, rank, 0, kGaveUpCode, 3});
+      return false;
+    }
     const bool is_late = global_time_ns() - start > call.timeout_ns;
     if (is_late || is_aborted(call)) {
       report_failure(call, tag, {is_late ? kTimeout : kAborted, rank, tag, word >> 32, 3});
@@ -145,41 +72,59 @@ DEVICE bool wait_ready(const Call& call, u64 tag, int rank, u64& word) {
   }
 }
 
-/// Block 0 announces this rank's slot; every block learns the peers' slots. All threads; true when all are there.
-DEVICE bool announce(const CombineParams& p, u64 tag, CombineShared& s) {
+/// Tells every rank where this rank's rows are, or that it cannot combine. Threads below kNumRanks of block 0. Comes
+/// before anything that needs memory: all ranks wait for this word.
+DEVICE void send_ready(const CombineParams& p, u64 tag, bool is_refused) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer >= kNumRanks) return;
+  perhaps_stall(tag, p.call.rank, 11);
+  u32 slot = static_cast<u32>(p.slot) | (p.num_copy_blocks ? kCopyingBit : 0);
+  int last = p.num_pull_blocks;
+  if (is_refused) {
+    slot = kRefusedSlot;
+    last = p.refused ? p.refused : static_cast<int>(kBadHandleCode);
+  }
+  st_release_sys(control_words(p.call, peer, kControlCombineReadyOffset) + p.call.rank,
+                 ready_word(tag, p.signature, slot, static_cast<u32>(last)));
+  if (!is_refused)  // a peer that dispatches instead need not wait
+    st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kRefusal, tag << 32 | kOtherCallCode);
+}
+
+/// Learns from the word of rank `peer` where its rows are. One thread for each rank; false, with a report, when the
+/// call fails.
+DEVICE bool learn_slot(const CombineParams& p, u64 tag, int peer, CombineShared& s) {
+  u64 word = 0;
+  if (!wait_ready(p.call, tag, peer, word)) return false;
+  const u32 slot = word >> 8 & 0x7F;
+  if (slot == kOtherCallSlot || slot == kRefusedSlot) {
+    report_failure(p.call, tag, {kRefused, peer, 0, slot == kOtherCallSlot ? kOtherCallCode : word & 0xFF, 3});
+    return false;
+  }
+  if ((word >> 16 & 0xFFFF) != (p.signature & 0xFFFF) || slot >= static_cast<u32>(p.num_slots)) {
+    report_failure(p.call, tag, {kMismatch, peer, p.signature & 0xFFFF, word >> 16 & 0xFFFF, 3});
+    return false;
+  }
+  s.num_blocks[peer] = static_cast<i32>(word & 0xFF);
+  s.is_copying[peer] = (word >> 8 & kCopyingBit) != 0 && peer != p.call.rank;
+  s.weights[peer] = p.slots[peer] + slot * p.slot_bytes + p.weights_offset;
+  s.slot[peer] = p.num_copy_blocks && peer == p.call.rank ? p.y : p.slots[peer] + slot * p.slot_bytes;
+  return true;
+}
+
+/// Learns where the rows of all ranks are. All threads of a pulling block; true when all ranks have joined.
+DEVICE bool learn_slots(const CombineParams& p, u64 tag, bool is_refused, CombineShared& s) {
   const int peer = static_cast<int>(threadIdx.x);
   if (threadIdx.x == 0) s.is_good = 1;
   __syncthreads();
-  if (peer < kNumRanks) {
-    if (blockIdx.x == 0) {
-      const u32 slot = p.refused ? kRefusedSlot : static_cast<u32>(p.slot) | (p.num_copy_blocks ? kCopyingBit : 0);
-      st_release_sys(control_words(p.call, peer, kControlCombineReadyOffset) + p.call.rank,
-                     ready_word(tag, p.signature, slot, static_cast<u32>(p.num_pull_blocks)));
-    }
-    u64 word = 0;
-    if (p.refused) {
-      mark_failed(p.call, tag);
-      s.is_good = 0;
-    } else if (!wait_ready(p.call, tag, peer, word)) {
-      s.is_good = 0;
-    } else {
-      const u32 slot = word >> 8 & 0x7F;
-      if (slot == kRefusedSlot) {
-        report_failure(p.call, tag, {kRefused, peer, 0, 1, 3});
-        s.is_good = 0;
-      } else if ((word >> 16 & 0xFFFF) != (p.signature & 0xFFFF) || slot >= static_cast<u32>(p.num_slots)) {
-        report_failure(p.call, tag, {kMismatch, peer, p.signature & 0xFFFF, word >> 16 & 0xFFFF, 3});
-        s.is_good = 0;
-      } else {
-        s.num_blocks[peer] = static_cast<i32>(word & 0xFF);
-        s.is_copying[peer] = (word >> 8 & kCopyingBit) != 0 && peer != p.call.rank;
-        s.weights[peer] = p.slots[peer] + slot * p.slot_bytes + p.weights_offset;
-        s.slot[peer] = p.num_copy_blocks && peer == p.call.rank ? p.y : p.slots[peer] + slot * p.slot_bytes;
-      }
-    }
-    fence_proxy_async();
+  if (is_refused) {
+    if (peer == 0) mark_failed(p.call, tag);
+    if (peer == 0) s.is_good = 0;
+  } else if (peer < kNumRanks) {
+    if (!learn_slot(p, tag, peer, s)) s.is_good = 0;
+    fence_proxy_async();  // what the peers wrote before their word is next read by bulk loads
   }
   __syncthreads();
+  if (s.is_good && blockIdx.x == 0 && threadIdx.x == 0) mark_exchanged(p.call, tag);
   return s.is_good;
 }
 
@@ -208,11 +153,12 @@ DEVICE Found find_rows(const CombineParams& p, int token) {
       }
     }
   } else if (lane < kNumRanks) {
+    const i32 base = reinterpret_cast<const i32*>(p.row_base)[p.num_experts + lane];  // both loads at once
     const i32 place = reinterpret_cast<const i32*>(p.send_prefix)[static_cast<i64>(token) * kNumRanks + lane];
     if (place >= 0) {
       f.rank = lane;
       f.place = place;
-      f.row = reinterpret_cast<const i32*>(p.row_base)[p.num_experts + lane] + place;
+      f.row = base + place;
     }
   }
   if (f.row < 0 || f.row >= p.max_rows) f = {-1, -1, -1, -1, 0.0f, 0};
@@ -237,9 +183,57 @@ DEVICE void wait_staged(const CombineParams& p, u64 tag, int rank, i32 place, i3
   last_seen = chunk;
 }
 
-/// One warp: keeps the stages filled. `next` is what it found for the block's first piece of work.
+/// Waits until all blocks of this rank, and with `from_peers` the pulling blocks of all ranks, have ended. One warp; a
+/// lane looks at one block of every rank at a time, as one look takes as long as many. False, with a report, when not.
+DEVICE bool await_pullers(const CombineParams& p, u64 tag, const CombineShared& s, bool from_peers) {
+  const u64* flags = local_words(p.call, kControlCombineDoneOffset);
+  perhaps_stall(tag, p.call.rank, 2);
+  int most = static_cast<int>(gridDim.x);
+  for (int rank = 0; from_peers && rank < kNumRanks; ++rank) most = max(most, s.num_blocks[rank]);
+  bool has_heard = true;
+#pragma unroll 1
+  for (int block = lane_idx(); block < most; block += 32) {
+    u32 missing = 0;
+#pragma unroll
+    for (int rank = 0; rank < kNumRanks; ++rank) {
+      const int count = rank == p.call.rank ? static_cast<int>(gridDim.x) : from_peers ? s.num_blocks[rank] : 0;
+      const bool is_there = ld_relaxed_sys(flags + rank * kMaxBlocks + block) == tag;
+      missing |= static_cast<u32>(block < count && !is_there) << rank;
+    }
+#pragma unroll 1
+    for (; missing; missing &= missing - 1) {
+      const int rank = __ffs(missing) - 1;
+      has_heard &= wait_for(p.call, tag, flags + rank * kMaxBlocks + block, tag, rank, 5);
+    }
+  }
+  return __ballot_sync(~0u, has_heard) == ~0u;
+}
+
+/// Ends the block's part of the call, and in block 0 the call: tells all ranks that this block pulls no more (only this
+/// rank, unless it is `is_whole`), and makes sure that no peer had given up before. One warp.
+///
+/// The stores need no release: loads that have landed cannot be overtaken, and results are published by the kernel's
+/// end.
+DEVICE void end_block(const CombineParams& p, u64 tag, const CombineShared& s, bool is_whole) {
+  const int lane = lane_idx();
+  const int rank = p.call.rank;
+  perhaps_stall(tag, rank, 5);
+  if (lane < kNumRanks && (lane == rank || is_whole))
+    st_relaxed_sys(control_words(p.call, lane, kControlCombineDoneOffset) + rank * kMaxBlocks + blockIdx.x, tag);
+  if (is_whole && lane < kNumRanks && ld_acquire_sys(local_words(p.call, kControlCombineFailedOffset) + lane) == tag)
+    report_failure(p.call, tag, {kPeerGaveUp, lane, 0, 0, 3});
+  if (blockIdx.x != 0) return;
+  const bool has_heard = await_pullers(p, tag, s, is_whole);
+  if (lane < kNumRanks && !(is_whole && has_heard))  // before this kernel ends, and with it the rows of this rank
+    st_release_sys(control_words(p.call, lane, kControlCombineFailedOffset) + rank, tag);
+  __syncwarp();
+  if (lane == 0) *local_words(p.call, kControlSeqOffset) = tag;
+}
+
+/// One warp: keeps the stages filled. `next` is what it found for the block's first piece of work. True when all loads
+/// have landed.
 template <bool kExpert>
-DEVICE void loader(const CombineParams& p, u64 tag, CombineShared& s, u8* stages, int chunks, Found next) {
+DEVICE bool loader(const CombineParams& p, u64 tag, CombineShared& s, u8* stages, int chunks, Found next) {
   const i64 stage_bytes = static_cast<i64>(p.max_entries) * p.chunk_bytes;
   const int end = p.num_tokens * chunks;
   i32 last_seen = -1;
@@ -249,6 +243,7 @@ DEVICE void loader(const CombineParams& p, u64 tag, CombineShared& s, u8* stages
     const int stage = n % p.num_stages;
     const int use = n / p.num_stages;
     const Found f = next;
+    // The reducers have left the stage when its `empty` has completed once for each earlier use.
     if (use > 0) wait_load(p.call, tag, s.empty + stage, static_cast<u32>(use - 1) & 1);
     const int offset = unit % chunks * p.chunk_bytes;
     const u32 num_bytes = static_cast<u32>(min(p.chunk_bytes, p.row_bytes - offset));
@@ -258,6 +253,7 @@ DEVICE void loader(const CombineParams& p, u64 tag, CombineShared& s, u8* stages
     }
     if (lane_idx() == 0) s.entries[stage].count = f.count;
     __syncwarp();
+    // All bytes of the stage are announced before the first load: else `full` could complete between two of them.
     if (lane_idx() == 0) mbarrier_arrive_expect(s.full + stage, num_bytes * static_cast<u32>(f.count));
     if (f.position >= 0) {
       if (!kExpert && s.is_copying[f.rank]) wait_staged(p, tag, f.rank, f.place, last_seen);
@@ -266,7 +262,12 @@ DEVICE void loader(const CombineParams& p, u64 tag, CombineShared& s, u8* stages
     }
     __syncwarp();
     if (unit + p.num_pull_blocks < end) next = find_rows<kExpert>(p, (unit + p.num_pull_blocks) / chunks);
+    perhaps_stall(tag, p.call.rank, 6);
   }
+  bool is_whole = true;
+  for (int i = max(0, n - p.num_stages); i < n; ++i)
+    is_whole &= wait_load(p.call, tag, s.full + i % p.num_stages, static_cast<u32>(i / p.num_stages) & 1);
+  return __ballot_sync(~0u, is_whole) == ~0u;
 }
 
 /// Copies `num_rows` rows from ordinary memory to the slot. One lane, two stages.
@@ -303,6 +304,11 @@ DEVICE void copy_rows(const CombineParams& p, u64 tag, i64 first_row, int num_ro
 /// Copies what the peers will pull, chunk by chunk, the peers in turn. One lane of each of `num_warps` warps.
 DEVICE void copier(const CombineParams& p, u64 tag, int warp, int num_warps, u8* stages, u64* barriers) {
   const int num_counters = p.num_experts + kNumRanks;
+  if (is_haunted(p.call))  // a late peer may still store into this slot, until it joins this call
+    for (int rank = 0; rank < kNumRanks; ++rank) {
+      u64 word;
+      if (!wait_ready(p.call, tag, rank, word)) return;
+    }
   const i32* matrix = reinterpret_cast<const i32*>(p.count_matrix) + p.num_experts + p.call.rank;
   i32 longest = 0;
   for (int src = 0; src < kNumRanks; ++src) longest = max(longest, matrix[src * num_counters]);
@@ -312,12 +318,13 @@ DEVICE void copier(const CombineParams& p, u64 tag, int warp, int num_warps, u8*
   for (int i = warp; i < num_chunks; i += num_warps) {
     const int src = (p.call.rank + 1 + i) % kNumRanks;
     const i32 first = i / kNumRanks * kStagedRows;
-    const i32 count = matrix[src * num_counters];
+    const i32 count = matrix[src * num_counters];  // checked by the dispatch that made the handle
     if (src == p.call.rank || first >= count) continue;
+    perhaps_stall(tag, p.call.rank, 8);
     i64 base = 0;
     for (int other = 0; other < src; ++other) base += matrix[other * num_counters];
     copy_rows(p, tag, base + first, min(kStagedRows, count - first), stages, barriers, n);
-    bulk_wait<0>();
+    bulk_wait<0>();  // the rows are in the slot, seen by this thread, before the flag says so
     st_release_sys(
         control_words(p.call, src, kControlStagedOffset) + p.call.rank * kMaxStagedChunks + first / kStagedRows, tag);
   }
@@ -362,6 +369,7 @@ DEVICE void reducer(const CombineParams& p, u64 tag, CombineShared& s, const u8*
 #pragma unroll 1
   for (int unit = static_cast<int>(blockIdx.x); unit < end; unit += p.num_pull_blocks, ++n) {
     const int stage = n % p.num_stages;
+    perhaps_stall(tag, p.call.rank, 7);
     wait_load(p.call, tag, s.full + stage, static_cast<u32>(n / p.num_stages) & 1);
     const int offset = unit % chunks * p.chunk_bytes;
     reduce_stage<kExpert, kPayload>(p, s.entries[stage], stages + stage * stage_bytes, unit / chunks, offset,
@@ -400,6 +408,23 @@ DEVICE void weigher(const CombineParams& p, CombineShared& s, int warp, int num_
   }
 }
 
+/// A pulling block. The loader ends its part of the call while the last rows are summed; with weights, which others
+/// pull, the whole block must be done first.
+template <bool kExpert, int kPayload>
+DEVICE void pull(const CombineParams& p, u64 tag, CombineShared& s, u8* stages, int chunks, const Found& first_rows) {
+  // With many tokens the next kernel's blocks would keep their places from others for too long.
+  if (p.num_tokens <= kMaxFewTokens) allow_next_kernel();
+  bool is_whole = true;
+  if (warp_idx() < kReducerWarps)
+    reducer<kExpert, kPayload>(p, tag, s, stages, chunks);
+  else if (warp_idx() == kReducerWarps)
+    is_whole = loader<kExpert>(p, tag, s, stages, chunks, first_rows);
+  else if (p.out_weights)
+    weigher<kExpert>(p, s, warp_idx() - kReducerWarps - 1, static_cast<int>(blockDim.x / 32) - kReducerWarps - 1);
+  if (p.out_weights) __syncthreads();
+  if (warp_idx() == kReducerWarps) end_block(p, tag, s, is_whole);
+}
+
 template <bool kExpert, int kPayload>
 DEVICE void combine(const CombineParams& p) {
   u8* shared = dynamic_shared();
@@ -415,30 +440,24 @@ DEVICE void combine(const CombineParams& p) {
   }
   wait_previous_kernel();
   const u64 tag = current_tag(p.call);
+  // The handle of a dispatch that failed here holds no numbers: this rank only tells the peers that it cannot combine.
+  const bool is_refused = p.refused || reinterpret_cast<const i32*>(p.recv_info)[0] != kHandleGood;
+  if (blockIdx.x == 0) send_ready(p, tag, is_refused);
   const int chunks = (p.row_bytes + p.chunk_bytes - 1) / p.chunk_bytes;
   const int first = static_cast<int>(blockIdx.x) / chunks;
   Found first_rows = {-1, -1, -1, -1, 0.0f, 0};
-  if (warp_idx() == kReducerWarps && first < p.num_tokens) first_rows = find_rows<kExpert>(p, first);
-  const bool is_good = !is_puller || announce(p, tag, s);
-  if (is_puller && is_good) {
-    if (warp_idx() < kReducerWarps)
-      reducer<kExpert, kPayload>(p, tag, s, shared, chunks);
-    else if (warp_idx() == kReducerWarps)
-      loader<kExpert>(p, tag, s, shared, chunks, first_rows);
-    else if (p.out_weights)
-      weigher<kExpert>(p, s, warp_idx() - kReducerWarps - 1, static_cast<int>(blockDim.x / 32) - kReducerWarps - 1);
-  } else if (!kExpert && !is_puller && is_good) {
-    __syncthreads();
-    if (warp_idx() < p.num_copy_warps && lane_idx() == 0)
-      copier(p, tag, (static_cast<int>(blockIdx.x) - p.num_pull_blocks) * p.num_copy_warps + warp_idx(),
-             p.num_copy_blocks * p.num_copy_warps, shared + static_cast<i64>(warp_idx()) * 2 * p.chunk_bytes,
-             s.full + 2 * warp_idx());
+  if (!is_refused && warp_idx() == kReducerWarps && first < p.num_tokens) first_rows = find_rows<kExpert>(p, first);
+  if (is_puller && learn_slots(p, tag, is_refused, s)) {
+    pull<kExpert, kPayload>(p, tag, s, shared, chunks, first_rows);
+    return;
   }
-  const bool is_whole = is_good && !has_failed(p.call, tag);
-  announce_block(p.call, tag, kControlCombineDoneOffset, is_whole && is_puller);
-  if (blockIdx.x != 0) return;
-  await_blocks(p.call, tag, kControlCombineDoneOffset, s.num_blocks, is_whole, 5);
-  finish_call(p.call, tag);
+  __syncthreads();
+  if (!kExpert && !is_puller && !is_refused && warp_idx() < p.num_copy_warps && lane_idx() == 0)
+    copier(p, tag, (static_cast<int>(blockIdx.x) - p.num_pull_blocks) * p.num_copy_warps + warp_idx(),
+           p.num_copy_blocks * p.num_copy_warps, shared + static_cast<i64>(warp_idx()) * 2 * p.chunk_bytes,
+           s.full + 2 * warp_idx());
+  __syncthreads();
+  if (warp_idx() == 0) end_block(p, tag, s, false);
 }
 
 #define COMBINE_KERNEL(name, is_expert, payload)                           \

@@ -7,18 +7,6 @@
 #pragma once
 #include "throughput_sender.cuh"
 
-/// Rows behind the received ones say that no expert wants them (only used when the host does not know the count).
-DEVICE void fill_tail(const DispatchParams& p) {
-  const i32* grants = reinterpret_cast<const i32*>(control_at(p.call, p.call.rank, kControlGrantsOffset));
-  u8* slot = reinterpret_cast<u8*>(p.slots[p.call.rank] + static_cast<u64>(grants[p.call.rank]) * p.slot_bytes);
-  const i64 first = static_cast<i64>(reinterpret_cast<const i32*>(p.recv_info)[kRecvInfoRows]) * p.num_topk;
-  const i64 end = static_cast<i64>(p.max_recv_rows) * p.num_topk;
-  const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
-#pragma unroll 1
-  for (i64 i = first + blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step)
-    reinterpret_cast<i64*>(slot + p.topk_idx_offset)[i] = -1;
-}
-
 template <int kStages>
 DEVICE void dispatch_by_rank(const DispatchParams& p) {
   u8* shared = dynamic_shared();
@@ -39,7 +27,10 @@ DEVICE void dispatch_by_rank(const DispatchParams& p) {
                                 0};
     sender<false, kStages>(p, tag, to, 0, tokens, shared + static_cast<i64>(warp_idx()) * kStages * p.chunk_bytes,
                            barriers + warp_idx() * kStages, nullptr);
-    if (p.fill_tail) fill_tail(p);
+    if (p.fill_tail)
+      fill_tail(p, reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(to.slot), p.call.rank)),
+                reinterpret_cast<const i32*>(p.recv_info)[kRecvInfoRows], static_cast<int>(blockIdx.x),
+                static_cast<int>(gridDim.x));
     if (lane_idx() == 0) bulk_wait<0>();
   }
   announce_block(p.call, tag, kControlDispatchDoneOffset, is_good);

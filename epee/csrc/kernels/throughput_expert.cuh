@@ -18,11 +18,13 @@ DEVICE void publisher(const DispatchParams& p, u64 tag, int first_channel, int n
   constexpr int kLanesPerSender = kNumRanks;
   constexpr int kSenders = 32 / kLanesPerSender;
   const int d = lane_idx() % kLanesPerSender;
+  // In registers: what this lane has told. Several lanes serve a sender, one for each rank.
   u32 told[(kMaxSenderWarps + kSenders - 1) / kSenders];
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(told) / 4); ++i) told[i] = 0;
   bool is_open = true;
   while (__ballot_sync(~0u, is_open)) {
+    perhaps_stall(tag + told[0], p.call.rank, 9);
     is_open = false;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(told) / 4); ++i) {
@@ -60,13 +62,15 @@ DEVICE void expand_row(const DispatchParams& p, u64 tag, const u8* slot, int src
           static_cast<i64>(ld_relaxed_sys(reinterpret_cast<const u64*>(slot + p.src_token_offset) + row));
     }
   }
+  // A row that no expert of this rank wants is not here: every bit of `wanted` is a copy to make.
   const u32 wanted = __ballot_sync(~0u, to >= 0);
+  perhaps_stall(tag + static_cast<u64>(row), p.call.rank, 10);
 #pragma unroll 1
   for (int offset = 0; offset < p.row_bytes; offset += p.chunk_bytes) {
     const u32 num_bytes = static_cast<u32>(min(p.chunk_bytes, p.row_bytes - offset));
     if (lane == 0) {
-      bulk_wait_read<0>();
-      fence_proxy_async();
+      bulk_wait_read<0>();  // the stage may still be on its way out for the row before
+      fence_proxy_async();  // the row was written by another GPU, acquired by an ordinary load, and is read in bulk now
       mbarrier_arrive_expect(barrier, num_bytes);
       bulk_load(stage, slot + row * p.row_bytes + offset, num_bytes, barrier);
       wait_load(p.call, tag, barrier, parity);
@@ -91,6 +95,19 @@ DEVICE void expand_row(const DispatchParams& p, u64 tag, const u8* slot, int src
       const i32 row_at = __shfl_sync(~0u, to, __ffs(left) - 1);
       if (i < p.num_scales) reinterpret_cast<i32*>(p.out_scales)[static_cast<i64>(row_at) * p.num_scales + i] = scale;
     }
+  }
+}
+
+/// Rows behind the last one say that they are nobody's; a share of `num_threads`. Only used when the host does not know
+/// their number.
+DEVICE void fill_expanded_tail(const DispatchParams& p, int thread, int num_threads) {
+#pragma unroll 1
+  for (int row = reinterpret_cast<const i32*>(p.recv_info)[kRecvInfoExpanded] + thread; row < p.max_expanded_rows;
+       row += num_threads) {
+    reinterpret_cast<float*>(p.out_weights)[row] = 0.0f;
+    reinterpret_cast<i64*>(p.out_src_rank)[row] = -1;
+    reinterpret_cast<i64*>(p.out_src_token)[row] = -1;
+    reinterpret_cast<i64*>(p.out_src_k)[row] = -1;
   }
 }
 
@@ -130,6 +147,7 @@ DEVICE void fill_padding(const DispatchParams& p, int warp, int num_warps, u8* s
       for (int s = lane; s < p.num_scales; s += 32) reinterpret_cast<u32*>(p.out_scales)[row * p.num_scales + s] = 0;
     }
   }
+  if (p.fill_tail) fill_expanded_tail(p, warp * 32 + lane, num_warps * 32);
   if (lane == 0) bulk_wait<0>();
   __syncwarp();
 }
@@ -161,6 +179,7 @@ DEVICE void expander(const DispatchParams& p, u64 tag, int warp, int num_warps, 
         is_finished = progress & 1;
         num_ready = static_cast<i32>(progress >> 1 & 0x7FFFFFFF);
         if (num_ready > 0 && num_done == 0) first_row = static_cast<i32>(ld_relaxed_sys(word + 1));
+        // a peer's words are numbers of rows of ours: they are checked before anything is read by them
         const bool is_sane =
             num_ready >= num_done && first_row >= src_first && first_row - src_first + num_ready <= num_expected;
         if (num_ready > 0 && !is_sane) {

@@ -140,6 +140,19 @@ struct Unit {
   }
 };
 
+/// Sends what travels beside a token's row to all its destinations; lane d holds rank d's row, lane k slot k.
+template <bool kExpert>
+DEVICE void send_beside(const DispatchParams& p, const Destination& to, i32 row, int token, i32 expert, float weight,
+                        i32 expanded_row) {
+#pragma unroll 1
+  for (u32 left = __ballot_sync(~0u, row >= 0); left; left &= left - 1) {
+    const int d = __ffs(left) - 1;
+    u8* slot = reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(to.slot), d));
+    send_metadata<kExpert>(p, slot, d, __shfl_sync(~0u, row, d), token, expert, weight, expanded_row);
+  }
+  if (p.num_scales) send_scales(p, to, row, token);
+}
+
 /// A token's rows at its destinations (lane d: rank d's, -1 for none), after sending what travels beside them.
 template <bool kExpert>
 DEVICE i32 begin_token(const DispatchParams& p, const Destination& to, int token) {
@@ -155,15 +168,22 @@ DEVICE i32 begin_token(const DispatchParams& p, const Destination& to, int token
   }
   const i64 place_at = static_cast<i64>(token) * kNumRanks + lane;
   const i32 place = lane < kNumRanks ? reinterpret_cast<const i32*>(p.send_prefix)[place_at] : -1;
+  // The exchange has refused calls that do not fit; this keeps even a damaged handle inside the peer's slot.
   const i32 row = place >= 0 && place + to.first_row < p.max_recv_rows ? place + to.first_row : -1;
-#pragma unroll 1
-  for (u32 left = __ballot_sync(~0u, row >= 0); left; left &= left - 1) {
-    const int d = __ffs(left) - 1;
-    u8* slot = reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(to.slot), d));
-    send_metadata<kExpert>(p, slot, d, __shfl_sync(~0u, row, d), token, expert, weight, expanded_row);
-  }
-  if (p.num_scales) send_scales(p, to, row, token);
+  send_beside<kExpert>(p, to, row, token, expert, weight, expanded_row);
   return row;
+}
+
+/// Rows [first_row, end_row) of a slot say that no expert wants them; this block's share of `num_blocks`. All threads.
+/// Only used when the host does not know the count; nobody else writes there.
+DEVICE void fill_tail(const DispatchParams& p, u8* slot, int first_row, int block, int num_blocks) {
+  i64* topk_idx = reinterpret_cast<i64*>(slot + p.topk_idx_offset);
+  const i64 end = static_cast<i64>(p.max_recv_rows) * p.num_topk;
+  const i64 step = static_cast<i64>(num_blocks) * blockDim.x;
+#pragma unroll 1
+  for (i64 i = static_cast<i64>(first_row) * p.num_topk + block * static_cast<i64>(blockDim.x) + threadIdx.x; i < end;
+       i += step)
+    topk_idx[i] = -1;
 }
 
 /// Stores a chunk at all destinations of its token. All lanes; lane 0 stores.
@@ -188,7 +208,7 @@ DEVICE void sender(const DispatchParams& p, u64 tag, Destination to, int channel
   const int lane = lane_idx();
   const auto load = [&](const Unit& unit) {  // its stage was stored kStages - 1 units ago
     if (lane != 0 || unit.token >= tokens.end) return;
-    bulk_wait_read<kStages - 2>();
+    bulk_wait_read<kStages - 2>();  // groups are per thread and lane 0 commits one per unit, so this counts units
     mbarrier_arrive_expect(barriers + unit.stage, unit.num_bytes(p));
     bulk_load(stages + static_cast<i64>(unit.stage) * p.chunk_bytes,
               reinterpret_cast<const u8*>(p.x) + unit.token * p.x_stride + unit.offset, unit.num_bytes(p),
@@ -206,6 +226,7 @@ DEVICE void sender(const DispatchParams& p, u64 tag, Destination to, int channel
     ahead = unit.next<kStages, !kExpert>(p, tokens);
     load(ahead);
     if (unit.offset == 0) {
+      perhaps_stall(tag, p.call.rank, 4);
       row = begin_token<kExpert>(p, to, unit.token);
       ++num_sent;
       if (kExpert) {

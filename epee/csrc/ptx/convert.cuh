@@ -25,6 +25,7 @@ DEVICE float f16_to_float(u16 bits) {
 
 #else
 
+// To nearest, ties to even, by adding half of the last kept place, and one less where that place is even.
 DEVICE u32 emulated_float_to_bf16(float v) {
   const u32 bits = __float_as_uint(v);
   if (v != v) return 0x7FFF;  // what the hardware gives for every NaN

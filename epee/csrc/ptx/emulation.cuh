@@ -18,7 +18,6 @@
 
 #define __device__
 #define __host__
-#define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -31,15 +30,19 @@ struct Dim3 {
   unsigned x, y, z;
 };
 
+/// Counts arrivals; `phase` tells the waiting that all have come. One OS thread runs all fibers of a block, so plain
+/// integers do.
 struct Barrier {
   unsigned count = 0, phase = 0;
 };
 
+/// What the lanes of a warp share: their barrier, and a word each for shuffles and votes.
 struct Warp {
   Barrier barrier;
   uint64_t slot[32];
 };
 
+/// A CUDA thread.
 struct Fiber {
   ucontext_t context;
   Dim3 index;
@@ -64,6 +67,7 @@ inline thread_local const std::function<void()>* body;
 
 inline Fiber& self() { return block->fibers[block->current]; }
 
+/// Lets the block's other fibers run. Every loop that waits for another thread must come here, or it waits for ever.
 inline void yield() { swapcontext(&self().context, &block->scheduler); }
 
 inline void wait_at(Barrier& barrier, unsigned num_threads) {
@@ -82,6 +86,7 @@ inline void fiber_main() {
   yield();
 }
 
+/// Runs all fibers of a block in turn until each has ended.
 inline void run_block(unsigned index, unsigned grid, unsigned num_threads, size_t shared_bytes) {
   Block mine;
   mine.num_threads = num_threads;
@@ -121,6 +126,7 @@ inline void run_block(unsigned index, unsigned grid, unsigned num_threads, size_
   free(dynamic_shared);
 }
 
+/// Runs a grid to its end: all blocks at once, as if the GPU had room for them.
 template <class F>
 void launch(unsigned grid, unsigned num_threads, size_t shared_bytes, F kernel) {
   const std::function<void()> call = kernel;
@@ -146,6 +152,7 @@ inline void __syncthreads() { emulation::wait_at(emulation::block->barriers[0], 
 
 inline void __syncwarp(unsigned = ~0u) { emulation::wait_at(emulated_warp().barrier, 32); }
 
+// The warp functions ignore their mask: the kernels call them with all lanes.
 template <class T>
 T __shfl_sync(unsigned, T value, int source) {
   emulation::Warp& warp = emulated_warp();
@@ -205,3 +212,5 @@ inline unsigned __float_as_uint(float value) {
   memcpy(&bits, &value, 4);
   return bits;
 }
+
+#define __global__

@@ -122,6 +122,11 @@ DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents
 /// Leaves the issue slots to other warps for about this long.
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
+/// Does nothing for this long, however long that is. For stress tests.
+DEVICE void stall_ns(u32 ns) {
+  for (const u64 start = global_time_ns(); global_time_ns() - start < ns;) sleep_ns(500);
+}
+
 #else
 
 DEVICE u64 ld_acquire_sys(const u64* p) {
@@ -163,5 +168,9 @@ DEVICE u64 global_time_ns() {
 DEVICE void wait_previous_kernel() {}
 DEVICE void allow_next_kernel() {}
 DEVICE void sleep_ns(u32) { emulation::yield(); }
+DEVICE void stall_ns(u32 ns) {
+  const timespec pause = {0, static_cast<long>(ns / 16)};
+  nanosleep(&pause, nullptr);  // the whole block stands still: its fibers share the thread, and each calls this
+}
 
 #endif

@@ -1,0 +1,231 @@
+// The exchange that every dispatch begins with: each rank tells all others who it is, what it sends and what it grants.
+//
+// A rank's row of words lies in the control block of every receiver, one of two copies by the tag's parity: a rank can
+// be one call ahead of a reader, never two, as it needs that reader's row of the call between.
+// Each number travels in one 8-byte store together with the low half of the call's tag, so its arrival needs no flag
+// and no fence, and a word of another call is not mistaken for one of this.
+//
+// A grant says that the slot is free: the peer's kernels that read it ended before this one began. Nothing of a peer's
+// row is used before it is checked. A refused, differing or impossible row fails the call here; since all ranks see
+// the same rows, it fails everywhere.
+#pragma once
+#include "../common/call.cuh"
+#include "../common/work.cuh"
+
+/// Header and totals to every rank; `refusal` is 0 or says why this rank cannot make the call. One block, all threads;
+/// no order among the stores is needed.
+DEVICE void send_counts(const LayoutParams& p, u64 tag, const i32* totals, int refusal) {
+  perhaps_stall(tag, p.call.rank, 11);
+  const u64 mark = tag << 32;
+  const int num_totals = p.do_count ? p.num_experts + kNumRanks : 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < num_totals; i += static_cast<int>(blockDim.x)) {
+    const u64 word = mark | static_cast<u32>(totals[i]);
+#pragma unroll
+    for (int peer = 0; peer < kNumRanks; ++peer)
+      st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kCountsHeaderWords + i, word);
+  }
+  if (threadIdx.x < kNumHeaderWords * kNumRanks) {
+    const int peer = static_cast<int>(threadIdx.x) % kNumRanks;
+    const int which = static_cast<int>(threadIdx.x) / kNumRanks;
+    const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
+    const i32 values[kNumHeaderWords] = {static_cast<i32>(p.signature),
+                                         static_cast<i32>(p.signature >> 32),
+                                         p.grant,
+                                         has_bad_id ? kBadExpert : refusal,
+                                         p.num_channels,
+                                         p.num_blocks};
+    i32 value = 0;
+#pragma unroll
+    for (int i = 0; i < kNumHeaderWords; ++i) value = which == i ? values[i] : value;
+    st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + which, mark | static_cast<u32>(value));
+    if (which == 0 && !p.refused)  // a peer that combines instead need not wait
+      st_relaxed_sys(control_words(p.call, peer, kControlCombineReadyOffset) + p.call.rank, mark | kOtherCallSlot << 8);
+  }
+}
+
+/// Collects word `idx` of the rows of all ranks. False, with a report, when one does not come.
+DEVICE bool collect(const LayoutParams& p, u64 tag, int idx, i32 (&values)[kNumRanks]) {
+  const u64* rows = counts_row(p.call, p.call.rank, 0, tag) + idx;
+  const u64 start = global_time_ns();
+  for (u32 polls = 1;; ++polls) {
+    int missing = -1;
+#pragma unroll
+    for (int src = 0; src < kNumRanks; ++src) {
+      const u64 word = ld_relaxed_sys(rows + src * kCountsRowWords);
+      values[src] = static_cast<i32>(word);
+      if (word >> 32 != (tag & 0xFFFFFFFF)) missing = src;
+    }
+    if (missing < 0) return true;
+    poll_pause();
+    if (polls % kPollsPerLook) continue;
+    if (is_later(rows[missing * kCountsRowWords], tag)) {
+      report_failure(p.call, tag, {kRefused, missing, 0, kGaveUpCode, 0});
+      return false;
+    }
+    const bool is_late = global_time_ns() - start > p.call.timeout_ns;
+    if (is_late || is_aborted(p.call)) {
+      report_failure(p.call, tag,
+                     {is_late ? kTimeout : kAborted, missing, tag, rows[missing * kCountsRowWords] >> 32, 0});
+      return false;
+    }
+    if (has_failed(p.call, tag)) return false;
+  }
+}
+
+/// Whether some rank refuses this call: then its other words mean nothing, and whoever reads the refusals reports them.
+DEVICE bool is_refused(const LayoutParams& p, u64 tag) {
+  i32 refusals[kNumRanks];
+  if (!collect(p, tag, kRefusal, refusals)) return true;
+  bool is_any = false;
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src) is_any |= refusals[src] != 0;
+  return is_any;
+}
+
+/// Checks word `which` of the headers of all ranks. False, with a report, when one refuses, differs or cannot be right.
+DEVICE bool check_header(const LayoutParams& p, u64 tag, int which, const i32 (&values)[kNumRanks]) {
+  const u32 mine = static_cast<u32>(which == kSignatureLow ? p.signature : p.signature >> 32);
+  const i32 limit = which == kGrant ? p.num_slots - 1 : which == kChannels ? kMaxChannels : kMaxBlocks;
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src) {
+    const i32 value = values[src];
+    Failure failure = {kBadCount, src, static_cast<u64>(limit), static_cast<u64>(value), 1};
+    bool is_good = value >= 0 && value <= limit;
+    if (which == kRefusal) {
+      failure = {kRefused, src, 0, static_cast<u64>(value), 0};
+      is_good = value == 0;
+    } else if (which <= kSignatureHigh) {
+      failure = {kMismatch, src, mine, static_cast<u32>(value), static_cast<u64>(which)};
+      is_good = static_cast<u32>(value) == mine;
+    }
+    if (is_good) continue;
+    if (which == kRefusal || !is_refused(p, tag)) report_failure(p.call, tag, failure);
+    return false;
+  }
+  return true;
+}
+
+/// Checks one count of all ranks, before it is used as a size or a place.
+DEVICE bool check_counts(const LayoutParams& p, u64 tag, const i32 (&values)[kNumRanks]) {
+  const int max_count = p.max_tokens * max(1, p.num_topk);
+  bool is_good = true;
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src) {
+    if (values[src] >= 0 && values[src] <= max_count) continue;
+    report_failure(p.call, tag, {kBadCount, src, static_cast<u64>(max_count), static_cast<u64>(values[src]), 2});
+    is_good = false;
+  }
+  return is_good;
+}
+
+/// Collects and checks a header word of all ranks, keeps what the payload kernel needs. One thread for each word.
+DEVICE bool receive_header(const LayoutParams& p, u64 tag, int which) {
+  if (p.refused) {
+    if (which == 0) mark_failed(p.call, tag);
+    return false;
+  }
+  i32 values[kNumRanks];
+  if (!collect(p, tag, which, values) || !check_header(p, tag, which, values)) return false;
+  i32* grants = reinterpret_cast<i32*>(control_at(p.call, p.call.rank, kControlGrantsOffset));
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src) {
+    if (which == kGrant) grants[src] = values[src];
+    if (which == kChannels) grants[kMaxRanks + src] = values[src];
+    if (which == kBlocks) grants[2 * kMaxRanks + src] = values[src];
+  }
+  return true;
+}
+
+/// Copies the checked counts of all ranks into the handle and sums up what each rank will receive. `padded_rows` is
+/// shared memory for one number per expert.
+DEVICE bool receive_counts(const LayoutParams& p, u64 tag, i32* num_recv, i32* num_expanded, i32* padded_rows) {
+  bool is_good = true;
+  const int num_counters = p.num_experts + kNumRanks;
+  i32* matrix = reinterpret_cast<i32*>(p.count_matrix);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) {
+    i32 values[kNumRanks];
+    if (!collect(p, tag, kCountsHeaderWords + i, values)) return false;
+    if (!check_counts(p, tag, values)) is_good = false;
+    i32 sum = 0;
+    i32 before = 0;
+#pragma unroll
+    for (int src = 0; src < kNumRanks; ++src) {
+      matrix[src * num_counters + i] = values[src];
+      if (src < p.call.rank) before += values[src];
+      sum += values[src];
+    }
+    reinterpret_cast<i32*>(p.row_base)[i] = before;
+    if (i >= p.num_experts) {
+      num_recv[i - p.num_experts] = sum;
+      continue;
+    }
+    const int owner = i / p.num_local_experts;
+    const i32 padded = p.expert_alignment == 1 ? sum : round_up(sum, p.expert_alignment);
+    padded_rows[i] = padded;
+    if (p.ordinals) red_add_shared(num_expanded + owner, padded);
+    if (owner == p.call.rank) {
+      const int local_expert = i - owner * p.num_local_experts;
+      reinterpret_cast<i32*>(p.recv_info)[kRecvInfoCounts + local_expert] = padded;
+      if (p.mailbox) st_relaxed_sys(reinterpret_cast<i32*>(p.mailbox) + kRecvInfoCounts + local_expert, padded);
+    }
+  }
+  return is_good;
+}
+
+/// Expert layout: where this rank's rows of each expert begin at its owner; completes what `receive_counts` began.
+DEVICE void place_experts(const LayoutParams& p, const i32* padded_rows) {
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < p.num_experts; e += static_cast<int>(blockDim.x)) {
+    i32 start = 0;
+    for (int other = e / p.num_local_experts * p.num_local_experts; other < e; ++other) start += padded_rows[other];
+    reinterpret_cast<i32*>(p.row_base)[e] += start;
+  }
+}
+
+/// Fails the call when any rank would receive more rows than fit; every rank comes to the same answer.
+DEVICE bool check_capacity(const LayoutParams& p, u64 tag, const i32* num_recv, const i32* num_expanded) {
+  bool is_good = true;
+  for (int d = 0; d < kNumRanks; ++d) {
+    const bool is_expanded = p.max_expanded_rows > 0 && num_expanded[d] > p.max_expanded_rows;
+    const i32 limit = is_expanded ? p.max_expanded_rows : p.max_recv_rows;
+    const i32 rows = is_expanded ? num_expanded[d] : num_recv[d];
+    if (rows <= limit) continue;
+    report_failure(p.call, tag, {kOverflow, d, static_cast<u64>(limit), static_cast<u64>(rows), is_expanded});
+    is_good = false;
+  }
+  return is_good;
+}
+
+/// Collects and checks what all ranks say, writes what the host and later kernels need. One block, all threads; `sums`
+/// is shared memory for 2 * kMaxRanks counters, `padded_rows` for one per expert.
+DEVICE void receive_rows(const LayoutParams& p, u64 tag, i32* sums, i32* padded_rows) {
+  __shared__ u32 has_all;
+  if (threadIdx.x < 2 * kMaxRanks) sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) has_all = 1;
+  __syncthreads();
+  // the last warp sees to the header while the others collect counts
+  const int which = static_cast<int>(blockDim.x - 1 - threadIdx.x);
+  if (which < kNumHeaderWords && !receive_header(p, tag, which)) has_all = 0;
+  if (p.do_count && !p.refused && !receive_counts(p, tag, sums, sums + kMaxRanks, padded_rows)) has_all = 0;
+  __syncthreads();
+  if (p.do_count && p.ordinals) place_experts(p, padded_rows);
+  if (threadIdx.x != 0) return;
+  bool is_good = has_all;
+  if (is_good) mark_exchanged(p.call, tag);
+  if (is_good && p.do_count) is_good = check_capacity(p, tag, sums, sums + kMaxRanks);
+  const i32 rows = is_good ? sums[p.call.rank] : 0;
+  const i32 expanded = is_good ? sums[kMaxRanks + p.call.rank] : 0;
+  if (p.do_count) {
+    reinterpret_cast<i32*>(p.recv_info)[0] = is_good ? kHandleGood : kHandleBad;
+    reinterpret_cast<i32*>(p.recv_info)[kRecvInfoRows] = rows;
+    reinterpret_cast<i32*>(p.recv_info)[kRecvInfoExpanded] = expanded;
+  }
+  if (p.mailbox) {
+    st_relaxed_sys(reinterpret_cast<i32*>(p.mailbox) + kRecvInfoRows, rows);
+    st_relaxed_sys(reinterpret_cast<i32*>(p.mailbox) + kRecvInfoExpanded, expanded);
+    st_release_sys(reinterpret_cast<u64*>(p.mailbox), is_good ? kHandleGood : kHandleBad);
+  }
+}
+

@@ -1,0 +1,74 @@
+"""The end of a call, as an event: something that streams, or the host, can wait for.
+
+A CPU call returns when it is done, so its event is `DONE`. A GPU call returns when its work is on a stream; whoever
+wants the results on another stream waits for the event there. It is recorded right behind the call when that is asked
+for (`async_op`), else when it is first used: later than needed, and right.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InvalidArgument
+
+
+def stream_of(raw: int, device: torch.device) -> torch.cuda.Stream:
+    """Return the stream behind a raw handle. (`ExternalStream(0)` would be a new stream, not the default one.)"""
+    return torch.cuda.ExternalStream(raw, device=device) if raw else torch.cuda.default_stream(device)
+
+
+class Event:
+    """The end of a call.
+
+    Args:
+        device: the GPU that works on it; None when the call is done already.
+        stream: raw handle of the stream that the work is on.
+        recorded: a CUDA event behind that work, if there is one.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, stream: int = 0, recorded: torch.cuda.Event | None = None
+    ) -> None:
+        self._device = device
+        self._stream = stream
+        self._recorded = recorded
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make `stream` (None: the current one) wait for the call; the host does not wait."""
+        recorded = self.recorded()
+        if recorded is not None:
+            (torch.cuda.current_stream(self._device) if stream is None else stream).wait_event(recorded)
+
+    def synchronize(self) -> None:
+        """Make the host wait for the call."""
+        recorded = self.recorded()
+        if recorded is not None:
+            recorded.synchronize()
+
+    def query(self) -> bool:
+        """Tell whether the call is done."""
+        recorded = self.recorded()
+        return recorded is None or recorded.query()
+
+    def recorded(self) -> torch.cuda.Event | None:
+        """Return the CUDA event, None when the call is done already."""
+        if self._recorded is None and self._device is not None:
+            self._recorded = torch.cuda.Event()
+            self._recorded.record(stream_of(self._stream, self._device))
+        return self._recorded
+
+
+DONE = Event()
+
+
+def check_event(event: object) -> Event | torch.cuda.Event | None:
+    """Return a `previous_event`.
+
+    Raises:
+        InvalidArgument: it is neither an epee event, nor a CUDA event, nor None.
+    """
+    if event is None or isinstance(event, (Event, torch.cuda.Event)):
+        return event
+    raise InvalidArgument(
+        f"previous_event must be the .event of a call, a torch.cuda.Event or None, got {type(event).__name__}"
+    )

@@ -1,0 +1,121 @@
+"""On which stream a call runs, what it waits for first, and what must live until it is done.
+
+A call runs on the current stream, or with `async_op` on the buffer's own stream behind the current one (or, when it is
+given, behind `previous_event` only). In both cases its event is behind its work. On the CPU there are no streams: a
+call runs at once, after the host has waited for `previous_event`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .event import DONE, Event, check_event
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a call runs; these need not be equal on all ranks.
+
+    Attributes:
+        num_sms: multiprocessors of the GPU that the call uses, None for the default; nothing on the CPU.
+        async_op: run on the buffer's own stream.
+        previous_event: an `Event`, a `torch.cuda.Event` or None: what the call waits for.
+        sync: dispatch only: the host waits for the counts, so that results have their exact size. On the CPU always.
+    """
+
+    num_sms: int | None = None
+    async_op: bool = False
+    previous_event: object = None
+    sync: bool = True
+
+
+class Lane:
+    """The stream of one call that runs on the host, or on a GPU's current stream."""
+
+    def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
+        """Note what the call reads and what it returns; returns raw streams that will read the results beside its own.
+
+        To be called when everything is on the stream.
+        """
+        del inputs, results
+        return []
+
+    def event(self, device: torch.device, stream: int) -> Event:
+        """Return the event of what is on the raw `stream`."""
+        return DONE if device.type == "cpu" else Event(device, stream)
+
+
+_CURRENT = Lane()
+
+
+class _OwnLane(Lane):
+    def __init__(self, caller: torch.cuda.Stream, own: torch.cuda.Stream) -> None:
+        self._caller = caller
+        self._own = own
+
+    def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
+        for tensors, stream in ((inputs, self._own), (results, self._caller)):
+            for tensor in tensors:
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(stream)
+        return [self._caller.cuda_stream]
+
+    def event(self, device: torch.device, stream: int) -> Event:
+        recorded = torch.cuda.Event()
+        recorded.record(self._own)
+        return Event(device, stream, recorded)
+
+
+class Lanes:
+    """The streams of one buffer.
+
+    Args:
+        device: of its tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own: torch.cuda.Stream | None = None
+
+    def own_stream(self) -> torch.cuda.Stream:
+        """Return the stream of calls with `async_op`."""
+        if self._own is None:
+            self._own = torch.cuda.Stream(self._device)
+        return self._own
+
+    @contextmanager
+    def lane(self, run: RunOptions) -> Iterator[Lane]:
+        """Run a call: what is put on the current stream inside is the call's work.
+
+        Raises:
+            InvalidArgument: `previous_event` is no event.
+        """
+        event = check_event(run.previous_event)
+        if event is None and not run.async_op:
+            yield _CURRENT
+            return
+        if self._device.type != "cuda":
+            if event is not None:
+                event.synchronize()
+            yield _CURRENT
+            return
+        caller = torch.cuda.current_stream(self._device)
+        if not run.async_op:
+            _wait(event, caller)
+            yield _CURRENT
+            return
+        own = self.own_stream()
+        if event is None:
+            own.wait_stream(caller)
+        _wait(event, own)
+        with torch.cuda.stream(own):
+            yield _OwnLane(caller, own)
+
+
+def _wait(event: Event | torch.cuda.Event | None, stream: torch.cuda.Stream) -> None:
+    if event is not None:
+        event.wait(stream)

@@ -1,0 +1,136 @@
+"""DeepEP's buffers over GPU buffers, without a GPU: the cases of the CPU, kernels built by g++, real rank processes.
+
+What the layer does otherwise on GPUs is tested here: results that nobody waits for, capped rooms, orders by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from epee import reference
+from epee.compat.deep_ep import rooms
+from epee.compat.deep_ep.layout import recv_channel_prefix_matrix, recv_channel_prefix_matrix_on_device
+from tests.compat import test_deep_ep_buffer as v1
+from tests.compat import test_deep_ep_elastic as v2
+from tests.csrc.emulated import has_compiler
+from tests.csrc.emulated_buffer import EmulatedBuffer
+from tests.ep.buffer_cases import make_input
+from tests.harness import run_ranks
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.timeout(240),  # the first case for a number of ranks builds the kernels
+    pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
+]
+
+
+def _emulated(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a rank's function with rooms on the emulated GPU."""
+    rooms.Core = EmulatedBuffer  # type: ignore[misc]
+    rooms.Rooms.is_gpu = lambda self, device: True  # type: ignore[method-assign]
+    return function(rank, num_ranks, *args)
+
+
+def _run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return run_ranks(_emulated, num_ranks, function, *args, timeout_s=200)
+
+
+def _clear_tail(value: Any, num_real: int) -> None:
+    """Rows behind those that came are undefined on GPUs: make them what the CPU has there."""
+    for part in value if isinstance(value, tuple) else (value,):
+        if part is not None:
+            part[num_real:] = 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_v1_agrees_with_the_reference(num_ranks: int) -> None:
+    setup = v1._setup(num_ranks)
+    by_rank = _run(num_ranks, v1._run, setup)
+    at = 0
+    for call in setup.calls:
+        inputs = [make_input(setup, call, rank) for rank in range(num_ranks)]
+        wanted = reference.dispatch(inputs, setup.num_experts)
+        for num_worst in (0,) if call.routing == "mask" else (0, v1.NUM_WORST):
+            results = [results[at] for results in by_rank]
+            for rank, got in enumerate(results):
+                if num_worst:
+                    num_recv = len(wanted[rank].src_rank)
+                    for name in ("x", "again", "topk_weights"):
+                        _clear_tail(got[name], num_recv)
+                    if len(set(call.num_tokens)) > 1:  # where ranks have unlike numbers of tokens, this one is a guess
+                        members = [v1.routing_of(setup, given)["is_token_in_rank"] for given in inputs]
+                        got["handle"][2] = v1.v1_handle(members, wanted[rank], rank, v1.NUM_SMS // 2)[2]
+            v1._check(setup, call, results, num_worst)
+            at += 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_v2_agrees_with_the_reference(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, cases = v2._setup(num_ranks), v2._cases(num_ranks)
+    by_rank = _run(num_ranks, v2._run, setup, cases)
+    plain = v2._num_rows
+
+    def num_rows(setup: Any, case: Any, want: Any) -> int:
+        if case.do_cpu_sync is not False or not case.do_expand:
+            return plain(setup, case, want)
+        num_topk, num_local = setup.num_topk, setup.num_local_experts
+        worst = num_ranks * v2.NUM_MAX * min(num_topk, num_local)
+        room = max(num_ranks * v2.NUM_MAX, min(worst, rooms.BALANCED_SHARES * num_topk * v2.NUM_MAX))
+        return room + num_local * (case.call.expert_alignment - 1)
+
+    monkeypatch.setattr(v2, "_num_rows", num_rows)
+    for index, case in enumerate(cases):
+        results = [results[index] for results in by_rank]
+        inputs = [make_input(setup, case.call, rank) for rank in range(num_ranks)]
+        options: Any = {"layout": case.call.layout, "expert_alignment": case.call.expert_alignment}
+        for got, want in zip(results, reference.dispatch(inputs, setup.num_experts, **options), strict=True):
+            if case.do_cpu_sync is False:
+                num_recv = len(want.src_rank)
+                for value in (got["x"], got["topk_weights"], got["again"][0], got["again"][2]):
+                    _clear_tail(value, num_recv)
+        v2._check(setup, case, results)
+
+
+def test_v2_refuses_everywhere_and_works_on() -> None:
+    peer, here = _run(2, v2._refuse)
+    for name, text in here.items():
+        assert name in text, text
+        assert "rank 1 refused" in peer[name]
+        assert text[:60] in peer[name]
+
+
+def test_rooms_grow_and_go() -> None:
+    _run(2, v2._life)
+
+
+def test_an_expanded_room_on_a_gpu_is_capped() -> None:
+    need = rooms.Need("both", 256, 7168, 8, 4096, 2, torch.device("cuda"), 4 * 4096)
+
+    class Group:
+        def size(self) -> int:
+            return 4
+
+    owner = rooms.Rooms(Group())  # type: ignore[arg-type]
+    assert owner._num_rows(need, 4096) == 2 * 8 * 4096
+    assert owner._num_rows(replace(need, num_topk=1), 4096) == 4 * 4096
+    assert owner._num_rows(replace(need, layout="expert", device=torch.device("cpu")), 4096) == 4 * 4096 * 8
+    assert owner._num_rows(replace(need, layout="rank", num_rows=0), 4096) == 4 * 4096
+    assert owner._num_rows(replace(need, layout="rank", num_rows=5000), 4096) == 5000
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_channels_are_found_without_the_host(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_ranks, num_tokens, num_channels = 3, (0, 1, 7, 12, 40)[seed], 4
+    parts = [torch.rand(num_tokens, generator=generator).lt(0.6).nonzero()[:, 0] for _ in range(num_ranks)]
+    counts = [len(part) for part in parts]
+    want = recv_channel_prefix_matrix(torch.cat(parts), counts, [num_tokens] * num_ranks, num_channels)
+    tail = torch.full((5,), -1)
+    received = torch.tensor(counts).cumsum(0)
+    got = recv_channel_prefix_matrix_on_device(torch.cat([*parts, tail]), received, num_tokens, num_channels)
+    assert torch.equal(got, want)

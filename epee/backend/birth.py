@@ -33,6 +33,7 @@ from .attempt import LIFE_FAILED, Attempt, died, failure, read_fields
 from .engine import Engine
 from .home import FOLDER_KEY, Home, pack_home
 from .job import Seat, common_job, job_name, own_hello, pack_member, parse_hello, parse_member, start_job, take_seat
+from .options import MODES
 from .outbox import LIFE, LIFE_BORN, LIFE_READY, Outboxes, outbox_layout
 from .survival import Survival
 from .wake import publish_word
@@ -52,12 +53,12 @@ class Record(NamedTuple):
     pid: int
     start_time: int
     blob: str  # hexadecimal
-    fault_mode: str
+    mode: str
     member: str  # of a job that this group founds, else ""
     epoch: int  # that this rank knows, in a job that runs already
 
 
-def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, fault_mode: str = "raise") -> Engine:
+def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str = MODES[0]) -> Engine:
     """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
 
     Raises:
@@ -79,17 +80,17 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, fault_mod
         if num_ranks > 1:
             seat = _find_seat(this, deadline, region.blob)
         if seat is not None and not seat.is_founder:
-            survival = Survival(seat, fault_mode)
-        records = _exchange(this, _own_record(num_ranks, staging_bytes, region, fault_mode, seat, survival), deadline)
+            survival = Survival(seat, mode)
+        records = _exchange(this, _own_record(num_ranks, staging_bytes, region, mode, seat, survival), deadline)
         for peer, record in enumerate(records):
             if peer != rank:
                 watch.watch(peer, record.pid, record.start_time)
             regions.append(region if peer == rank else _attach(this, peer, record, watch))
         if seat is not None and seat.is_founder:
             start_job(seat, [parse_member(record.member, peer) for peer, record in enumerate(records)])
-            survival = Survival(seat, fault_mode)
+            survival = Survival(seat, mode)
             if rank == 0:
-                home = Home(seat.lane, num_ranks, staging_bytes, fault_mode)
+                home = Home(seat.lane, num_ranks, staging_bytes, mode)
                 seat.job.directory.write_home(pack_home(home))
                 this.store.set(FOLDER_KEY, seat.job.path)
         if survival is not None:
@@ -161,7 +162,7 @@ def _own_record(
     num_ranks: int,
     staging_bytes: int,
     region: HostRegion,
-    fault_mode: str = "raise",
+    mode: str = MODES[0],
     seat: Seat | None = None,
     survival: Survival | None = None,
 ) -> Record:
@@ -176,7 +177,7 @@ def _own_record(
         pid,
         process_start_time(pid),
         region.blob.hex(),
-        fault_mode,
+        mode,
         pack_member(seat.job.runtime.member) if seat is not None and seat.is_founder else "",
         survival.epoch if survival is not None else 1,
     )
@@ -239,7 +240,7 @@ def _parse(raw: bytes, peer: int, mine: Record) -> Record:
             f"rank {peer} speaks version {record.protocol} of the backend's protocol, this rank {PROTOCOL}; "
             "install one version of epee everywhere"
         )
-    for name in ("num_ranks", "staging_bytes", "fault_mode"):
+    for name in ("num_ranks", "staging_bytes", "mode"):
         here, there = getattr(mine, name), getattr(record, name)
         if here != there:
             raise ProtocolError(f"{name} must be equal on all ranks: {here} here, {there} on rank {peer}")

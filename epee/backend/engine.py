@@ -345,6 +345,8 @@ class Engine(Waiting):
 
     def retire(self, op: Driven) -> None:
         """Have the listeners of an ended call told once the lock is free."""
+        if self.survival is not None:
+            self.survival.hide()
         if op.on_done:
             self._after.append(partial(_tell, op))
 

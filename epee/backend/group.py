@@ -90,12 +90,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._engine: Engine
         if getattr(options, "is_extension", False) and not is_in_job():
             self.options = _checked(options, default, num_ranks)
-            mode = self.options.fault_mode
+            mode = self.options.mode
             self._engine = join_engine(dist_opts.store, rank, num_ranks, timeout_s, mode)
         else:
             with attempt(dist_opts.store, rank, num_ranks) as this:
                 self.options = _checked(options, default, num_ranks)
-                mode = self.options.fault_mode
+                mode = self.options.mode
                 self._engine = create_engine(this, timeout_s, self.options.staging_bytes, mode)
         self._engine.timeout_s = self.options.op_timeout_s or timeout_s
         self._rank = rank

@@ -16,7 +16,7 @@ from ..errors import EpeeError, InvalidState, ProtocolError
 from ..memory.host import BLOB_BYTES
 from ..view.endpoint import parse_endpoint
 from ..view.messages import Member
-from .options import FAULT_MODES, MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES
+from .options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
 
 VERSION = 1
 FOLDER_KEY = "epee/job"
@@ -30,12 +30,12 @@ class Home(NamedTuple):
     lane: int
     num_ranks: int
     staging_bytes: int
-    fault_mode: str
+    mode: str
 
 
 def pack_home(home: Home) -> bytes:
     """Return the note for joiners."""
-    return _HOME.pack(VERSION, home.lane, home.num_ranks, home.staging_bytes, FAULT_MODES.index(home.fault_mode))
+    return _HOME.pack(VERSION, home.lane, home.num_ranks, home.staging_bytes, MODES.index(home.mode))
 
 
 def parse_home(raw: bytes) -> Home:
@@ -51,9 +51,9 @@ def parse_home(raw: bytes) -> Home:
         raise ProtocolError(f"the note for joiners has {len(raw)} bytes, {_HOME.size} expected; another version?")
     version, lane, num_ranks, staging_bytes, mode = _HOME.unpack(raw)
     sizes_ok = 2 <= num_ranks <= MAX_RANKS and MIN_STAGING_BYTES <= staging_bytes <= MAX_STAGING_BYTES
-    if version != VERSION or not sizes_ok or staging_bytes % 4096 or mode >= len(FAULT_MODES):
+    if version != VERSION or not sizes_ok or staging_bytes % 4096 or mode >= len(MODES):
         raise ProtocolError("the note for joiners cannot be right; is the job of another version?")
-    return Home(lane, num_ranks, staging_bytes, FAULT_MODES[mode])
+    return Home(lane, num_ranks, staging_bytes, MODES[mode])
 
 
 def pack_extra(lane: int, blob: bytes) -> bytes:

@@ -50,7 +50,7 @@ def find_folder(store: Any) -> JobDirectory:
         return JobDirectory.open(jobs[0])
 
 
-def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, fault_mode: str) -> Engine:
+def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: str) -> Engine:
     """Take `rank`'s place; returns when the members have taken this process in.
 
     Raises:
@@ -61,7 +61,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, fault_m
     deadline = time.monotonic() + timeout_s
     directory = find_folder(store)
     home = parse_home(directory.read_home())
-    _check(home, rank, num_ranks, fault_mode)
+    _check(home, rank, num_ranks, mode)
     layout = outbox_layout(num_ranks, home.staging_bytes)
     region = HostRegion.create(layout.nbytes, f"outbox{rank}")
     job = Job(directory, rank, pack_extra(home.lane, region.blob))
@@ -69,7 +69,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, fault_m
     try:
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()))
         job.enlist()
-        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False), fault_mode)
+        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False), mode)
         survival.join(decision)
         return _start(survival, decision, home, rank, region)
     except BaseException:
@@ -81,14 +81,16 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, fault_m
         raise
 
 
-def _check(home: Home, rank: int, num_ranks: int, fault_mode: str) -> None:
+def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
     if home.num_ranks != num_ranks:
         raise UnsupportedError(
             f"is_extension=True: the running group has {home.num_ranks} ranks, got world_size={num_ranks}; a group "
             "keeps its size in this version: start replacements with the same world_size"
         )
-    if home.fault_mode != fault_mode:
-        raise InvalidArgument(f"fault_mode must be that of the running group, {home.fault_mode!r}, got {fault_mode!r}")
+    if home.mode != mode:
+        raise InvalidArgument(
+            f"fault_mode and on_stall must be those of the running group, {home.mode!r}, got {mode!r}"
+        )
     if not 0 <= rank < num_ranks:
         raise InvalidArgument(f"rank must lie in 0 ... {num_ranks - 1}, got {rank}")
 

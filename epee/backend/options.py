@@ -16,6 +16,8 @@ MAX_RANKS = 64
 MIN_STAGING_BYTES = 64 << 10
 MAX_STAGING_BYTES = 4 << 30
 FAULT_MODES = ("raise", "mask")
+STALL_POLICIES = ("error", "evict", "wait")
+MODES = tuple(f"{fault_mode}/{on_stall}" for fault_mode in FAULT_MODES for on_stall in STALL_POLICIES)
 
 
 class BackendOptions(_CBackend.Options):
@@ -28,7 +30,11 @@ class BackendOptions(_CBackend.Options):
             backend keeps the mask for itself.
         is_extension: this process joins a running group in the place of a lost rank.
         max_group_size: ranks that the group may grow to, 1 ... 64. None: the size at birth.
-        fault_mode: "raise": a call that loses a rank raises `RankFailedError` everywhere. "mask": it goes on without.
+        fault_mode: "raise": the call that loses a rank raises `RankFailedError` on all survivors, the next one runs
+            without it. "mask": the call itself succeeds over those who are left. With `active_ranks` it is "mask".
+        on_stall: what becomes of a rank that lives but does not come until a call's time-out. "error": the call raises
+            `CommTimeoutError`, nobody leaves. "evict": it is voted out, like a dead one. "wait": the call waits on and
+            a warning names the rank. None: "evict" in mode "mask", else "error".
         op_timeout: `timedelta` or seconds that a call waits for a silent peer. None: the group's time-out, which in any
             case is how long the ranks wait for each other while the group is made.
         staging_bytes: size of one staging buffer (two send, two hold reduced data), a multiple of 4096, at least
@@ -45,6 +51,7 @@ class BackendOptions(_CBackend.Options):
         fault_mode: str = "raise",
         op_timeout: timedelta | float | None = None,
         staging_bytes: int | None = None,
+        on_stall: str | None = None,
     ) -> None:
         seconds = _seconds(op_timeout)
         super().__init__("epee", timedelta(seconds=seconds) if seconds else timedelta(minutes=30))
@@ -53,13 +60,21 @@ class BackendOptions(_CBackend.Options):
         self.max_group_size = _size(max_group_size)
         if fault_mode not in FAULT_MODES:
             raise InvalidArgument(f"fault_mode must be one of {FAULT_MODES}, got {fault_mode!r}")
-        self.fault_mode = fault_mode
+        self.fault_mode = fault_mode if active_ranks is None else "mask"
+        if on_stall is not None and on_stall not in STALL_POLICIES:
+            raise InvalidArgument(f"on_stall must be one of {STALL_POLICIES}, got {on_stall!r}")
+        self.on_stall = on_stall or ("evict" if self.fault_mode == "mask" else "error")
         self.op_timeout_s = seconds
         self.staging_bytes = _staging(staging_bytes)
         if active_ranks is not None and max_group_size is not None and active_ranks.numel() != max_group_size:
             raise InvalidArgument(
                 f"active_ranks must have max_group_size={max_group_size} elements, got {active_ranks.numel()}"
             )
+
+    @property
+    def mode(self) -> str:
+        """`fault_mode` and `on_stall` as one word of `MODES`: what all ranks of a group must agree on."""
+        return f"{self.fault_mode}/{self.on_stall}"
 
     def check_group(self, num_ranks: int) -> None:
         """Check what depends on the group's size.

@@ -20,10 +20,11 @@ lost in the next epoch.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import CommTimeoutError, EvictedError, PeerError, RankFailedError
@@ -40,6 +41,9 @@ from .p2p import first_number
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .message import Message
+
+logger = logging.getLogger("epee")
 
 ACCUSE_PAUSE_S = 0.2
 ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
@@ -56,18 +60,18 @@ class Survival:
 
     Attributes:
         box: outboxes of the members of the epoch in which the next call is planned.
-        on_stall: "evict": a silent rank is voted out after the time-out of a call; "error": the call fails.
+        on_stall: what becomes of a rank that is silent until the time-out of a call (`BackendOptions`).
     """
 
-    def __init__(self, seat: Seat, fault_mode: str) -> None:
+    def __init__(self, seat: Seat, mode: str) -> None:
         """Take part in the control plane; the engine comes later (`attach`)."""
-        raises, on_stall = fault_mode == "raise", "error" if fault_mode == "raise" else "evict"
+        fault_mode, _, on_stall = mode.partition("/")
         self.runtime = seat.job.runtime
         self.lane = seat.lane
         self.on_stall = on_stall
         self.error: Exception | None = None
         self._job = seat.job
-        self._raises = raises
+        self._raises = fault_mode == "raise"
         self._slots = seat.slots
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
         self._engine: Engine | None = None
@@ -76,8 +80,9 @@ class Survival:
         self._is_frozen = False
         self._hooks_lock = threading.Lock()  # hooks against `attach`
         self._thawed = threading.Event()
-        self._accused_at = 0.0
-        self.runtime.register(seat.lane, self.freeze, self.thaw, self.decided, self.trouble)
+        self._accused_at = self._warned_at = 0.0
+        self._row = self.runtime.register(seat.lane, self.freeze, self.thaw, self.decided, self.trouble)
+        self._shown: tuple[object, ...] | None = None
         self._known = self.runtime.view()
         self._incarnations: dict[int, int] = {}  # slot -> incarnation that has a part in this lane
 
@@ -342,8 +347,19 @@ class Survival:
                 )
             self.runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
 
+    def _warn(self, op: Operation, ranks: Sequence[int], now: float) -> None:
+        """Name those who are behind, once per time-out."""
+        if now - self._warned_at > op.deadline - op.started:
+            self._warned_at = now
+            names = ", ".join(f"{rank} ({self.runtime.health(self._slots[rank])})" for rank in ranks)
+            told = op.describe(self._full, elapsed=now - op.started)
+            logger.warning("%s: waits for rank(s) %s and goes on waiting (on_stall='wait')", told, names)
+
     def accuse(self, op: Operation, ranks: Sequence[int], now: float) -> bool:
         """Name those who are behind, when the policy is to vote them out; True while that may still help."""
+        if self.on_stall == "wait":
+            self._warn(op, ranks, now)
+            return True
         if self.on_stall != "evict" or now > op.deadline + self.runtime.settings.no_quorum_s:
             return False
         if now - self._accused_at > ACCUSE_PAUSE_S:
@@ -352,7 +368,26 @@ class Survival:
                 self.runtime.accuse(self._slots[rank], self.lane, op.seq)
         return True
 
+    # ---- for hang reports
+
+    def show(self, call: Operation | Message, ranks: Iterable[int]) -> None:
+        """Put on this process's board that `call` waits for `ranks`. For waits that have slept, under the lock."""
+        if self._owner.flags & ENDED:
+            return  # the board may be gone
+        mask = sum(1 << self._slots[rank] for rank in set(ranks))
+        shown = (id(call), call.seq, self._owner.members.epoch, mask)
+        if shown != self._shown:  # the time on the board is since when it waits for these
+            self._shown = shown
+            self._row.show(call.name.encode("ascii", "replace"), call.seq, self._owner.members.epoch, mask)
+
+    def hide(self) -> None:
+        """Take it off again: the call has ended."""
+        if self._shown is not None:
+            self._shown = None
+            self._row.idle()
+
     def close(self) -> None:
         """End the lane, and this process's part in the job if it was the last."""
+        self.hide()
         self.runtime.unregister(self.lane)
         self._job.release()

@@ -37,6 +37,8 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
         silent = head.missing() or silent
+    if engine.survival is not None and not head.done:
+        engine.survival.show(head, silent if isinstance(head, Operation) else head.depends_on(engine.box))
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
     if is_late and isinstance(head, Operation) and engine.survival is not None:
         is_late = not engine.survival.accuse(head, silent, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.errors import CommTimeoutError, EvictedError
+from epee.errors import CommTimeoutError, EvictedError, RankFailedError
 from tests.harness import run_ranks
 
 TIMEOUT_S = 1.0
@@ -107,3 +108,58 @@ def silent_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:
 def test_a_silent_rank_raises_and_stays_a_member(tmp_path: Path) -> None:
     for result in run_ranks(silent_in_raise_mode, 3, str(tmp_path), backend=None, timeout_s=60):
         assert result == (3.0, 1)
+
+
+def evicted_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    options = epee.BackendOptions(op_timeout=TIMEOUT_S, on_stall="evict")
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:  # alive, but it does not call
+        wait_for(Path(folder) / "over", 40.0)
+        with pytest.raises(EvictedError):
+            dist.all_reduce(torch.ones(1))
+        return None
+    with pytest.raises(RankFailedError) as caught:
+        dist.all_reduce(torch.ones(1))
+    assert "voted out" in str(caught.value)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    (Path(folder) / "over").touch()
+    return tuple(caught.value.ranks), x.item(), dist.group.WORLD.epoch
+
+
+def test_with_on_stall_evict_the_call_fails_and_the_next_one_works(tmp_path: Path) -> None:
+    results = run_ranks(evicted_in_raise_mode, 4, str(tmp_path), backend=None, timeout_s=60)
+    assert [results[rank] for rank in (0, 2, 3)] == [((1,), 3.0, 2)] * 3
+
+
+def patient(rank: int, num_ranks: int, folder: str) -> float:
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    options = epee.BackendOptions(op_timeout=0.2, on_stall="wait")
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    if rank == 1:
+        wait_for(Path(folder) / "warned", 40.0)
+    logger = logging.getLogger("epee")
+    handler = _Touch(Path(folder) / "warned")
+    logger.addHandler(handler)
+    x = torch.ones(1)
+    dist.all_reduce(x)  # far longer than op_timeout: until rank 1 has heard of the warning
+    return x.item()
+
+
+class _Touch(logging.Handler):
+    """Touches a file at the first warning that names the silent rank."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called for each message of the logger."""
+        if "waits for rank(s) 1" in record.getMessage():
+            self._path.touch()
+
+
+def test_with_on_stall_wait_a_slow_rank_is_named_and_waited_for(tmp_path: Path) -> None:
+    assert run_ranks(patient, 2, str(tmp_path), backend=None, timeout_s=60) == [2.0, 2.0]

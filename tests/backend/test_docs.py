@@ -30,7 +30,7 @@ def test_every_program_of_the_page_runs_on_two_ranks(number: int) -> None:
 
 
 def test_the_page_has_programs_and_rows() -> None:
-    assert len(PROGRAMS) == 5
+    assert len(PROGRAMS) == 6
     assert len(ROWS) > 40
 
 

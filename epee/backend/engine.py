@@ -485,10 +485,9 @@ class Engine(Waiting):
         for seq in range(self.seq, self.seq + 2):
             futex_wake(box.own_address + 8 * (box.first_cell + seq % NUM_CELLS * CELL_WORDS))
 
-    def lost(self) -> list[int]:
-        """Return the peers that have left, or are dead where no view says who takes part."""
-        dead = self.watch.dead() if self.survival is None else ()
-        return [p for p in self.box.peers if p in dead or self.box.words[p][LIFE] >= LIFE_LEFT]
+    def left(self) -> list[int]:
+        """Return the peers that have left the group."""
+        return [p for p in self.box.peers if self.box.words[p][LIFE] >= LIFE_LEFT]
 
     def _settle(self) -> None:
         interrupts.settle(self)

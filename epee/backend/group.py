@@ -23,12 +23,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, InvalidArgument, InvalidState, RankFailedError, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, RankFailedError, UnsupportedError
 from . import calls
 from .attempt import attempt
 from .birth import create_engine
 from .engine import Engine
-from .entry import ENDED
 from .job import is_in_job
 from .joining import join_engine
 from .message import ANY, Message
@@ -38,6 +37,7 @@ from .outbox import Outboxes
 from .signature import OP_CODE
 from .signature import pack as pack_signature
 from .tensors import carrier_of, source, target
+from .view_calls import ViewCalls
 from .work import DONE, Work
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -74,7 +74,7 @@ def _collective(name: str) -> Callable[[_Method], _Method]:
 _Base: Any = dist.ProcessGroup  # its annotations differ from version to version of torch
 
 
-class ProcessGroup(_Base):  # type: ignore[misc]
+class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
     """A group of the backend "epee". Made by `init_process_group("epee")` and `new_group`, not by users.
 
     Attributes:
@@ -409,66 +409,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Like `shutdown`, and tells the peers that it was not planned. Idempotent."""
         self._engine.close(aborted=True)
         _alive.discard(self)
-
-    # ---- epee's own
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the view in which the group runs."""
-        return self._engine.members.epoch
-
-    def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
-        """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
-
-        All ranks get the same answer: a rank counts as ready when every member has heard of it.
-        """
-        state = torch.zeros(self._num_ranks, dtype=torch.int32)
-        for rank in range(self._num_ranks):
-            state[rank] = int(rank in self._engine.members.members or rank in self.waiting_ranks())
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        options.asyncOp = False
-        self.allreduce([state], options)
-        return [bool(state[rank]) for rank in ranks]
-
-    def waiting_ranks(self) -> tuple[int, ...]:
-        """Return the lost ranks in whose place a process waits, as far as this rank has heard; no communication."""
-        survival = self._engine.survival
-        return () if survival is None else survival.waiting()
-
-    def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
-        """Take in the processes that wait to replace lost ranks; the next call of this rank runs with them.
-
-        Every member calls it at the same point between two calls, or only one: it suffices. Repeating it is harmless.
-
-        Args:
-            ranks: of the group; those that take part already are left alone.
-            timeout_s: how long to wait for the new view; None: the group's time-out.
-        Raises:
-            CommTimeoutError: a process does not come, or the view did not change in time.
-        """
-        if self._engine.survival is None:
-            raise InvalidState("a group of one rank has nobody to recover")
-        for rank in ranks:
-            if not 0 <= rank < self._num_ranks:
-                raise InvalidArgument(f"recover_ranks: ranks must lie in 0 ... {self._num_ranks - 1}, got {rank}")
-        self._engine.survival.recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
-
-    def last_contributors(self) -> tuple[int, ...]:
-        """Return the ranks whose contributions are in the result of the last collective that ended here."""
-        return self._engine.contributors
-
-    def active_ranks(self) -> torch.Tensor:
-        """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part; no communication.
-
-        The tensor `active_ranks` of the options is brought up to date as well.
-        """
-        if self._engine.flags & ENDED:
-            raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
-        mask = self._engine.mask
-        for peer in self._engine.lost():
-            mask[peer] = 0
-        return torch.tensor(mask[: self._num_ranks].tolist(), dtype=torch.int32)
 
 
 def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int) -> BackendOptions:

@@ -328,6 +328,12 @@ class Survival:
         """Return the ranks for which a process asks to come in."""
         return tuple(self._rank_of[slot] for slot in self.runtime.waiting() if slot in self._rank_of)
 
+    def known_lost(self) -> tuple[int, ...]:
+        """Return the ranks that the newest view leaves out, whether or not a call has met that yet. No lock."""
+        present = {member.slot: member.incarnation for member in self.runtime.view().members}
+        known = self._incarnations
+        return tuple(rank for slot, rank in self._rank_of.items() if slot not in present or slot not in known)
+
     def recover(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Admit the processes that wait for `ranks`; returns when a view has them."""
         deadline = time.monotonic() + timeout_s

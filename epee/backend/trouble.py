@@ -68,7 +68,7 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
     """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
     dead = engine.watch.dead()
     gone = [peer for peer in engine.box.peers if engine.box.words[peer][LIFE] >= LIFE_LEFT]
-    for peer in engine.lost():
+    for peer in engine.left():
         engine.mask[peer] = 0
     if isinstance(head, Operation):
         concerned = set(head.missing())

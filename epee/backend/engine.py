@@ -31,49 +31,41 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AbortedError, InvalidArgument, InvalidState
-from ..memory.signals import futex_wake
 from ..view.detector import DeathWatch
 from . import interrupts, trouble
-from .entry import ABORTED, CHANGING, CLOSED, ENDED, FORKED, FROZEN, NEWS, TROUBLED
+from .ending import Driven, Ending
+from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED
 from .helper import Helper
 from .message import Message
 from .operation import NO_ROOM, Block, Make, Operation, RefusedPlan, refused
 from .outbox import (
     BELL,
     CELL_PAYLOAD_BYTES,
-    CELL_WORDS,
     CONSUMED,
     DETAIL,
     DRAINED,
     FILLED,
     GAVE_UP,
-    LIFE,
-    LIFE_ABORTED,
-    LIFE_LEFT,
     MERGED,
-    NUM_CELLS,
     OFFSET,
     PREAMBLE,
     SIGNATURE,
     Outboxes,
 )
 from .p2p import Mailroom
-from .waiting import NAP_ROUNDS, Waiting
+from .waiting import NAP_ROUNDS
 from .wake import publish_word
 
 if TYPE_CHECKING:
     from .survival import Survival
 
-Driven = Operation | Message
 FROZEN_LOOK_S = 0.005
 
 
-class Engine(Waiting):
+class Engine(Ending):
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
     Attributes:
@@ -343,12 +335,9 @@ class Engine(Waiting):
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
         return Operation(plan, op.seq, op.box, 0.0).publish(op.box)
 
-    def retire(self, op: Driven) -> None:
-        """Have the listeners of an ended call told once the lock is free."""
-        if self.survival is not None:
-            self.survival.hide()
-        if op.on_done:
-            self._after.append(partial(_tell, op))
+    def _settle(self) -> None:
+        interrupts.settle(self)
+        self.retire_heads()
 
     def _wait(self, block: Block, head: Driven, op: Driven, until: float | None) -> None:
         """Wait until the block's word is there or something else happened; the caller steps again."""
@@ -415,94 +404,6 @@ class Engine(Waiting):
             survival.raise_trouble()
         if self.flags & FROZEN:
             survival.await_thaw(FROZEN_LOOK_S)
-
-    # ---- ends
-
-    def in_background(self) -> bool:
-        """True on the background thread, whose callers must not wait for it."""
-        return self._helper.is_current()
-
-    def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
-        """Call `listener(op)` when the call has ended, at once when it has already; never with the lock held."""
-        if not self._lock.acquire(False):  # a signal handler may be here inside a call: it has the lock already
-            self._queue_up()
-        try:
-            done = op.done
-            if not done:
-                op.on_done = [*(op.on_done or ()), listener]
-                self._helper.kick(soon=True)
-        finally:
-            self._lock.release()
-        if done:
-            listener(op)
-
-    def close(self, aborted: bool = False) -> None:
-        """End every pending call with `AbortedError`, tell the peers, stop the thread, drop the memory; idempotent.
-
-        From a signal handler that interrupted a call of this group it returns at once: that call does the rest.
-        """
-        if self.flags & (CLOSED | FORKED):
-            return
-        self.raise_flag(CLOSED | (ABORTED if aborted else 0))
-        publish_word(self.box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
-        self._wake_peers_of_head()
-        if self.is_marked_inside():
-            if self.num_calls_below() or self.in_background():
-                self._after.append(self._end)
-                return
-            self.recover()
-        self._end()
-
-    def _end(self) -> None:
-        """The part of `close` that must not run inside a call."""
-        box = self.box
-        got = self._lock.acquire(timeout=5.0)
-        error = AbortedError(
-            f"the process group of rank {box.rank} was {'aborted' if self.flags & ABORTED else 'destroyed'}"
-        )
-        pending: list[Driven] = [*self.queue, *self.mail.pending()]
-        for op in pending:
-            op.fail(error)
-            self.retire(op)
-        self.queue.clear()
-        if got:
-            self._lock.release()
-        self._do_rest()
-        self._helper.stop()
-        self.watch.close()
-        if self.survival is not None:
-            self.survival.close()
-        deadline = time.monotonic() + 1.0
-        while self._asleep and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if got and not self._asleep:
-            self.mail.close()
-            box.close()
-
-    def _wake_peers_of_head(self) -> None:
-        """Peers sleep on the word of the call they wait for; wake them so they see that this rank has left."""
-        box = self.box
-        for seq in range(self.seq, self.seq + 2):
-            futex_wake(box.own_address + 8 * (box.first_cell + seq % NUM_CELLS * CELL_WORDS))
-
-    def left(self) -> list[int]:
-        """Return the peers that have left the group."""
-        return [p for p in self.box.peers if self.box.words[p][LIFE] >= LIFE_LEFT]
-
-    def _settle(self) -> None:
-        interrupts.settle(self)
-        self.retire_heads()
-
-    def forked(self) -> None:
-        """Called in a forked child: nothing here may be used, touched or closed."""
-        self.flags |= FORKED
-
-
-def _tell(op: Driven) -> None:
-    """Call the listeners of a call that has ended."""
-    listeners, op.on_done = op.on_done, None
-    for listener in listeners or ():
-        listener(op)
 
 
 Engine.calls = frozenset(

@@ -22,7 +22,8 @@ from .operation import Block
 from .outbox import BELL
 
 if TYPE_CHECKING:
-    from .engine import Driven, Engine
+    from .ending import Driven
+    from .engine import Engine
 
 GRACE_S = 0.001
 DUE_S = 0.9 * GRACE_S

@@ -22,7 +22,8 @@ from .operation import Operation, refused
 from .outbox import CONSUMED
 
 if TYPE_CHECKING:
-    from .engine import Driven, Engine
+    from .ending import Driven
+    from .engine import Engine
 
 MAX_INTERRUPTS = 100  # in a row, put off while the books are brought in order
 

@@ -15,7 +15,8 @@ from .operation import Block, Operation
 from .outbox import GAVE_UP, LIFE, LIFE_LEFT, Outboxes
 
 if TYPE_CHECKING:
-    from .engine import Driven, Engine
+    from .ending import Driven
+    from .engine import Engine
 
 ENDED = "its process has ended"
 HAS_LEFT = "has left the group (destroyed or aborted it)"

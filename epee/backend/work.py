@@ -18,7 +18,8 @@ from ..errors import EpeeError
 from .message import ANY, Message
 
 if TYPE_CHECKING:
-    from .engine import Driven, Engine
+    from .ending import Driven
+    from .engine import Engine
 
 _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
 

@@ -77,6 +77,7 @@ class Survival:
         self._engine: Engine | None = None
         self._decisions: deque[Decision] = deque()
         self._causes: dict[int, str] = {}
+        self._joined_in = 0  # the epoch in which this process took a lost rank's place; 0 for founders
         self._is_frozen = False
         self._hooks_lock = threading.Lock()  # hooks against `attach`
         self._thawed = threading.Event()
@@ -128,6 +129,7 @@ class Survival:
         known = self._ours(self._known)
         self._course = Course(self.lane, known, self._raises, frozenset(self._slots), joined)
         if joined:
+            self._joined_in = epoch
             engine.seq = self._course.first_seq - 1
             engine.box.own[CONSUMED] = engine.seq
         present = {member.slot for member in known.members}
@@ -138,7 +140,12 @@ class Survival:
         with self._hooks_lock:
             self._engine = engine
             engine.survival = self
-            engine.raise_flag(FROZEN * self._is_frozen | NEWS * bool(self._decisions) | TROUBLED * bool(self.error))
+            engine.raise_flag(
+                CHANGING * joined
+                | FROZEN * self._is_frozen
+                | NEWS * bool(self._decisions)
+                | TROUBLED * bool(self.error)
+            )
 
     # ---- hooks, on the agent thread
 
@@ -263,7 +270,10 @@ class Survival:
         """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
         if op.done or op.writing:
             return
-        place = self._course.place(op.seq, lambda slot, epoch, seq: self._is_whole(op, slot, epoch), op.box.epoch)
+        if op.box.epoch < self.box.epoch:  # it was issued before the change and comes after it
+            self._move(op, self.box)
+        ran_in = None if op.box.epoch == self._joined_in else op.box.epoch  # who joined asks from before the change
+        place = self._course.place(op.seq, lambda slot, epoch, seq: self._is_whole(op, slot, epoch), ran_in)
         if place.failed:
             op.fail(self._failure(op, place))
         elif place.epoch != op.box.epoch:
@@ -315,13 +325,14 @@ class Survival:
     def retired(self, seq: int) -> None:
         """Calls up to `seq` have ended here: later ones are planned for who is left."""
         self._course.forget(seq)
-        if self._course.base != self.box.epoch:
+        if self._course.base > self.box.epoch:
             self._owner.members = self.box = self._boxes[self._course.base]
             self._boxes = {epoch: box for epoch, box in self._boxes.items() if epoch >= self.box.epoch}
             mask = self._owner.mask
             for rank in range(self._full.group_size):
                 mask[rank] = int(rank in self.box.members)
-        if not self._course.turns and not self._decisions:
+        is_over = not self._course.turns and not self._decisions
+        if is_over and all(op.box.epoch >= self.box.epoch for op in self._owner.queue):
             self._owner.lower_flag(CHANGING)
 
     def waiting(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ SOURCES = sorted((ROOT / "epee").rglob("*.py"))
 
 # Higher layers import lower ones, never the reverse (docs/design.md, "Parts").
 LAYER = {"env": 0, "errors": 0, "memory": 1, "jit": 1, "transfer": 1, "view": 2, "ep": 3, "backend": 3}
-LAYER |= dict.fromkeys(("nn", "compat"), 4) | dict.fromkeys(("demo", "cli"), 5)
+LAYER |= dict.fromkeys(("nn", "compat", "sim"), 4) | dict.fromkeys(("demo", "cli"), 5)
 
 
 def imports_of(path: Path) -> set[str]:

@@ -168,6 +168,7 @@ class Engine(Ending):
             return False
         op.writing = True
         plan.take(box, 0, op.offsets)
+        op.look_again(box)
         plan.commit()
         op.done = True
         own[CONSUMED] = seq
@@ -206,6 +207,8 @@ class Engine(Ending):
         op.on_done = None
 
     def _publish_waiting(self) -> None:
+        if self.flags & CHANGING and self.queue and self.survival is not None:
+            self.survival.heed(self.queue[0])
         for op in self.queue:
             if not op.published and not op.done:
                 try:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import MismatchError, ProtocolError, context
+from ..errors import EvictedError, MismatchError, ProtocolError, context
 from ..memory.layout import align_up
 from .outbox import (
     CELL_PAYLOAD_BYTES,
@@ -287,8 +287,31 @@ class Operation:
         if plan.num_halves >= plan.rounds:
             for k in range(plan.rounds):
                 plan.take(box, k, self._round_offsets(k))
+        self.look_again(box)
         plan.commit()
         self.done = True
+
+    def look_again(self, box: Outboxes) -> None:
+        """See that what was read belonged to the call.
+
+        A peer writes a cell anew only when this rank is through with it, or when this rank was voted out: after a stop
+        between the look at the headers and the copy, what was copied may be anything.
+
+        Raises:
+            EvictedError: a header has changed.
+        """
+        cell, tag = self.cell, self.tag
+        for words in box.peer_words:
+            if words[cell] != tag:
+                raise EvictedError(
+                    f"{self.describe(box)}: the others went on while this rank stood still; the result of this call "
+                    "must not be used; start this rank again with is_extension=True",
+                    [box.members[box.rank]],
+                    self.name,
+                    self.seq,
+                    box.epoch,
+                    "stood still",
+                )
 
     def resync(self, box: Outboxes) -> None:
         """After an interrupt: read from the words of this rank's cell how far the call is."""

@@ -36,7 +36,7 @@ from .home import outbox_of
 from .job import Seat
 from .membership import attach_outbox, narrow, replace
 from .operation import Operation
-from .outbox import CONSUMED, FILLED, MERGED, Outboxes
+from .outbox import CONSUMED, FILLED, GAVE_UP, MERGED, Outboxes
 from .p2p import first_number
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Survival:
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
         self._engine: Engine | None = None
         self._decisions: deque[Decision] = deque()
-        self._causes: dict[int, str] = {}
+        self._removed: dict[int, tuple[int, str]] = {}  # rank -> (epoch that began without it, cause)
         self._joined_in = 0  # the epoch in which this process took a lost rank's place; 0 for founders
         self._is_frozen = False
         self._hooks_lock = threading.Lock()  # hooks against `attach`
@@ -134,9 +134,10 @@ class Survival:
             engine.box.own[CONSUMED] = engine.seq
         present = {member.slot for member in known.members}
         members = [rank for rank, slot in enumerate(self._slots) if slot in present]
-        self._boxes = {epoch: narrow(engine.box, members, epoch)}
-        engine.members = self.box = self._boxes[epoch]
-        self._causes = {rank: DEAD for rank in range(len(self._slots)) if rank not in members}
+        self.box = narrow(engine.box, members, epoch)
+        self._boxes = {epoch: [(1, self.box)]}  # see `_boxes_of`
+        engine.members = self.box
+        self._removed = {rank: (epoch, DEAD) for rank in range(len(self._slots)) if rank not in members}
         with self._hooks_lock:
             self._engine = engine
             engine.survival = self
@@ -165,7 +166,8 @@ class Survival:
             head = engine.queue[0] if engine.queue else None
             is_written = head is not None and head.writing
             completed = head.seq if is_written and head is not None else engine.num_retired
-            return LaneState(self.lane, completed, engine.seq)
+            self.take_news()  # what is told as issued depends on the failures that no call has reported yet
+            return LaneState(self.lane, completed, self._course.claimed(engine.seq))
         finally:
             engine._lock.release()
 
@@ -228,13 +230,26 @@ class Survival:
             self._epoch = decision.epoch
             for removal in decision.removed:
                 if removal.slot in self._rank_of and self._incarnations.get(removal.slot) == removal.incarnation:
-                    self._causes[self._rank_of[removal.slot]] = removal.cause
+                    self._removed[self._rank_of[removal.slot]] = (decision.epoch, removal.cause)
             for member in decision.members:
                 self._adopt(member, decision.epoch)
             if self._course.add(self._ours(decision)):
-                members = [rank for rank, slot in enumerate(self._slots) if self._takes_part(slot, decision)]
-                self._boxes[decision.epoch] = narrow(self._full, members, decision.epoch)
+                self._boxes[decision.epoch] = self._boxes_of(decision.epoch)
                 self._owner.raise_flag(CHANGING)
+
+    def _boxes_of(self, epoch: int) -> list[tuple[int, Outboxes]]:
+        """Return (first call, outboxes) of an epoch: who joins in it takes part from a later call than the others."""
+        next_seq = self._owner.seq + 1
+        starts = {start for start in self._course.starts(epoch) if start > next_seq}
+        boxes = []
+        for first in (1, *sorted(starts)):
+            slots = self._course.contributors(max(first, next_seq), epoch)
+            boxes.append((first, narrow(self._full, sorted(self._rank_of[slot] for slot in slots), epoch)))
+        return boxes
+
+    def _box_for(self, epoch: int, seq: int) -> Outboxes:
+        """Return the outboxes of those who take part in call `seq` when it runs in `epoch`."""
+        return next(box for first, box in reversed(self._boxes[epoch]) if first <= seq)
 
     def _adopt(self, member: Member, epoch: int) -> None:
         """Read the outbox of a process that has taken a rank of this group, if it has."""
@@ -256,34 +271,45 @@ class Survival:
         engine.watch.forget(rank)
         engine.watch.watch(rank, pid, start_time)
         self._incarnations[member.slot] = member.incarnation
-        self._causes.pop(rank, None)
 
     def _ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this lane."""
         members = tuple(m for m in decision.members if self._incarnations.get(m.slot, m.incarnation) == m.incarnation)
         return decision._replace(members=members)
 
-    def _takes_part(self, slot: int, decision: Decision) -> bool:
-        return slot in self._course.contributors(self._owner.seq + 1, decision.epoch)
-
     def heed(self, op: Operation) -> None:
         """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
         if op.done or op.writing:
             return
-        if op.box.epoch < self.box.epoch:  # it was issued before the change and comes after it
-            self._move(op, self.box)
-        ran_in = None if op.box.epoch == self._joined_in else op.box.epoch  # who joined asks from before the change
+        ran_in: int | None = max(op.box.epoch, self._course.base)  # it may have been issued before a change long over
+        if ran_in == self._joined_in:
+            ran_in = None  # who joined asks from before the change
         place = self._course.place(op.seq, lambda slot, epoch, seq: self._is_whole(op, slot, epoch), ran_in)
         if place.failed:
             op.fail(self._failure(op, place))
-        elif place.epoch != op.box.epoch:
-            self._move(op, self._boxes[place.epoch])
+            return
+        box = self._box_for(place.epoch, op.seq)
+        if op.box is box:
+            self._mark_lost(op)
         else:
-            op.lost = self._causes.keys()
+            self._move(op, box)
+
+    def _mark_lost(self, op: Operation) -> None:
+        """Tell a call which of its members read nothing any more."""
+        op.lost = {rank for rank, (epoch, _) in self._removed.items() if epoch > op.box.epoch}
 
     def _is_whole(self, op: Operation, slot: int, epoch: int) -> bool:
-        """True when a dead slot has done all that the call needs of it, as far as its words and ours tell."""
-        words = self._full.words[self._rank_of[slot]]
+        """True when a dead slot has done all that the call needs of it, as far as its words and ours tell.
+
+        The outboxes of the epoch asked about have the memory of the process that died, whoever has its place now.
+        """
+        box = op.box if epoch == op.box.epoch else self._box_for(epoch, op.seq)
+        rank = self._rank_of[slot]
+        if rank not in box.members:
+            return True
+        words = box.words[box.members.index(rank)]
+        if words[op.cell] == tag(epoch, op.seq) and words[op.cell + GAVE_UP]:
+            return True  # it had given the call up: that is between it and those who wait for its rounds
         plan = op.plan
         known = epoch == op.box.epoch and op.rounds_known and (plan.rounds > 1 or plan.merge_bytes > 0)
         return is_whole(
@@ -304,11 +330,11 @@ class Survival:
             op.renew(box, op.make(box))
         except Exception as exc:  # noqa: BLE001 - its root is lost, say: it belongs to that call
             op.fail(exc)
-        op.lost = self._causes.keys()
+        self._mark_lost(op)
 
     def _failure(self, op: Operation, place: Place) -> PeerError:
         ranks = [self._rank_of[slot] for slot in place.lost if slot in self._rank_of]
-        causes = sorted({_CAUSE[self._causes[rank]] for rank in ranks})
+        causes = sorted({_CAUSE[self._removed[rank][1]] for rank in ranks})
         kind = PeerError if causes == [_CAUSE[LEFT]] else RankFailedError
         elapsed = time.monotonic() - op.started if op.started else 0.0
         told = op.describe(self._full, peer=", ".join(map(str, ranks)), elapsed=elapsed)
@@ -325,14 +351,16 @@ class Survival:
     def retired(self, seq: int) -> None:
         """Calls up to `seq` have ended here: later ones are planned for who is left."""
         self._course.forget(seq)
-        if self._course.base > self.box.epoch:
-            self._owner.members = self.box = self._boxes[self._course.base]
-            self._boxes = {epoch: box for epoch, box in self._boxes.items() if epoch >= self.box.epoch}
-            mask = self._owner.mask
+        epoch = max(self._course.base, self._joined_in)
+        box = self._box_for(epoch, seq + 1)
+        if box is not self.box:
+            self._owner.members = self.box = box
+            self._boxes = {later: boxes for later, boxes in self._boxes.items() if later >= epoch}
             for rank in range(self._full.group_size):
-                mask[rank] = int(rank in self.box.members)
-        is_over = not self._course.turns and not self._decisions
-        if is_over and all(op.box.epoch >= self.box.epoch for op in self._owner.queue):
+                self._owner.mask[rank] = int(rank in box.members)
+        is_last = box is self._boxes[epoch][-1][1]
+        is_over = is_last and not self._course.turns and not self._decisions
+        if is_over and all(op.box is box for op in self._owner.queue):
             self._owner.lower_flag(CHANGING)
 
     def waiting(self) -> tuple[int, ...]:

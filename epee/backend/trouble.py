@@ -37,7 +37,7 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     now = head.start_clock()
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
-        silent = head.missing() or silent
+        silent = head.missing() or behind(engine, block) or silent
     if engine.survival is not None and not head.done:
         engine.survival.show(head, silent if isinstance(head, Operation) else head.depends_on(engine.box))
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
@@ -63,6 +63,13 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
             f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); "
             "the call goes on and may be waited for again"
         )
+
+
+def behind(engine: Engine, block: Block | None) -> list[int]:
+    """Return all ranks that are behind on the word that a call waits for."""
+    if block is None or block.rank < 0:
+        return []
+    return [rank for rank in engine.members.members if engine.box.words[rank][block.word] < block.value]
 
 
 def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) -> bool:

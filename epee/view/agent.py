@@ -36,7 +36,6 @@ from .events import (
     Left,
     ReadBoard,
     Received,
-    Refused,
     Send,
     Settings,
     Thaw,
@@ -58,6 +57,7 @@ from .messages import (
     Decision,
     Join,
     JoinRefused,
+    LaneState,
     Member,
     Message,
     Nack,
@@ -66,6 +66,7 @@ from .messages import (
     Removal,
     Report,
 )
+from .outcome import first_seq
 from .proposer import Proposer
 
 BLANK_BOARD = BoardState(BLANK, NO_BALLOT, NO_BALLOT, None)
@@ -92,6 +93,7 @@ class Agent(Proposer):
         self.history: deque[Decision] = deque(maxlen=HISTORY)
         self._past: dict[bytes, Member] = {}
         self._proofs: dict[bytes, str] = {}
+        self._joined: Decision | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             Received: self._received,
             Died: lambda event: self._proof(event.nonce, DEAD),
@@ -172,8 +174,15 @@ class Agent(Proposer):
     def _frozen(self, event: Frozen) -> None:
         if self._freezing and event.epoch == self.epoch:
             self._freezing = False
-            self._lanes = event.lanes
+            self._lanes = self._told(event.lanes)
             self._give_promise()
+
+    def _told(self, lanes: tuple[LaneState, ...]) -> tuple[LaneState, ...]:
+        """Return what to promise of the lanes: who joined has completed nothing of what came before it."""
+        joined = self._joined
+        if joined is None:
+            return lanes
+        return tuple(s if s.completed >= first_seq(joined, s.lane) else s._replace(completed=0) for s in lanes)
 
     def _give_promise(self) -> None:
         ballot, self._pending = self._pending, NO_BALLOT
@@ -265,6 +274,8 @@ class Agent(Proposer):
         if mine is None:
             self._end(decision)
             return
+        if not self.epoch:
+            self._joined = decision
         was_frozen = self._freezing or self._lanes is not None
         changed = not is_null(decision, self.decided)
         self.me = mine
@@ -364,14 +375,15 @@ class Agent(Proposer):
     # ---- joins
 
     def _join_asked(self, event: JoinAsked) -> None:
-        if not self.epoch:
+        if not self.epoch and not self._refusal:
             self._contacts = {member.nonce: member for member in event.contacts}
             self._join_at = self._t
 
     def _join_refused(self, sender: bytes, message: JoinRefused) -> None:
-        if not self.epoch and message.nonce == self.me.nonce:
-            self.ended = True
-            self._out.append(Refused(message.reason))
+        """Stop asking. Not the end at once: who refuses may itself be on its way out, and a decision under way."""
+        if not self.epoch and message.nonce == self.me.nonce and not self._refusal:
+            self._refusal = message.reason or "refused"
+            self._join_at = self._t + self.settings.patience_s
 
     def _join(self, sender: bytes, message: Join) -> None:
         """A request: by the joiner itself, or passed on by a member, which means that it is admitted."""

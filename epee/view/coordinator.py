@@ -28,6 +28,7 @@ class Facts(NamedTuple):
         joiners: who may come in, in order of preference.
         replaced: occupants of joiners' slots that do not answer; they go if they stay silent.
         waited_s: how long this ballot runs.
+        join_wait_s: how long it may wait for everybody's promise where only joiners need it.
     """
 
     gone: dict[int, str]
@@ -36,6 +37,7 @@ class Facts(NamedTuple):
     joiners: tuple[Member, ...]
     replaced: frozenset[int]
     waited_s: float
+    join_wait_s: float
 
 
 class Campaign:
@@ -96,6 +98,8 @@ class Campaign:
                 if facts.waited_s < patience_s:
                     return None
                 wanted |= silent
+            elif not facts.gone and facts.waited_s < facts.join_wait_s:
+                return None
             else:
                 wanted, joiners = set(), ()  # what the dead leave cannot wait; the rest is for a later epoch
         return compose(self.current, self.promises, facts.gone, wanted, joiners)

@@ -16,13 +16,21 @@ MAX_PENDING = 256
 
 
 class Request:
-    """A join that waits. Times are the agent's; `probed` is when the occupant of its slot was asked."""
+    """A join that waits. Times are the agent's.
+
+    Attributes:
+        admitted: it may be proposed; else a user has to admit it first.
+        not_before: when it may be proposed.
+        tries: how often it was proposed in vain, because a member did not answer.
+        probed: when the occupant of its slot was asked for a sign of life.
+    """
 
     def __init__(self, member: Member, now: float, admitted: bool) -> None:
         self.member = member
         self.heard = now
         self.admitted = admitted
         self.not_before = now
+        self.tries = 0
         self.probed: float | None = None
         self.occupant_lives = False
 
@@ -62,9 +70,14 @@ class Joins:
                 request.admitted = True
 
     def postpone(self, until: float) -> None:
-        """Propose none of the present requests before `until`."""
+        """Propose none of the present requests before `until`; some member did not answer in time."""
         for request in self.requests.values():
             request.not_before = until
+            request.tries += 1
+
+    def num_tries(self) -> int:
+        """Return how often those that may be proposed have been, at most; each time it may take longer."""
+        return max((request.tries for request in self.requests.values() if request.admitted), default=0)
 
     def heard_from(self, nonce: bytes, occupants: Mapping[int, Member]) -> None:
         """Note a sign of life of a process: who was asked because of a joiner has answered."""

@@ -186,6 +186,10 @@ class Course:
         """Return the slots that take part in call `seq` when it runs in `epoch`, ascending."""
         return tuple(sorted(slot for slot, (_, start) in self._members[epoch].items() if start <= seq))
 
+    def starts(self, epoch: int) -> set[int]:
+        """Return the first calls of those who take part in `epoch`; a founder's is 1."""
+        return {start for _, start in self._members[epoch].values()}
+
     def may_publish(self, seq: int, epoch: int, oldest_seq: int, oldest_epoch: int) -> bool:
         """Return whether a call may be published while an earlier one, the oldest that has not ended, is pending."""
         starts = self._members[epoch].values()

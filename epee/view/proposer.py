@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .coordinator import Campaign, Facts
 from .decision import BLANK
-from .events import Accused, Effect, NoQuorum, Send, Settings
+from .events import Accused, Effect, NoQuorum, Refused, Send, Settings
 from .joins import Joins
 from .messages import (
     NO_BALLOT,
@@ -64,6 +64,7 @@ class Proposer:
         self._freezing = False
         self._contacts: dict[bytes, Member] = {}
         self._join_at = NEVER
+        self._refusal = ""
         self._fresh_epoch()
 
     def _fresh_epoch(self) -> None:
@@ -99,7 +100,8 @@ class Proposer:
         if self.campaign is not None:
             times.append(self._resend_at)
             began = self._campaign_began
-            times += [t for t in (began + answer_s, began + patience_s) if t > self._t]
+            waits = (answer_s, patience_s, self._join_wait())
+            times += [began + wait for wait in waits if began + wait > self._t]
         if self._start_at is not None:
             if self.campaign is None:
                 times += [self._start_at, max(self._report_at, self._t)]
@@ -142,7 +144,13 @@ class Proposer:
             leaving = {*self.gone, *accusers}
             joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.patience_s)
         waited = self._t - self._campaign_began
-        return Facts(self.gone, self.boards, accusers, tuple(joiners), frozenset(replaced), waited)
+        return Facts(self.gone, self.boards, accusers, tuple(joiners), frozenset(replaced), waited, self._join_wait())
+
+    def _join_wait(self) -> float:
+        """Return how long calls may be held up for a joiner: longer when it did not work out before."""
+        if not self.joins.requests:
+            return 0.0
+        return min(self.settings.patience_s, self.settings.answer_s * 2.0 ** min(self.joins.num_tries(), 30))
 
     def _position(self) -> int:
         """Return how many members come before this one as coordinator: those believed alive in lower slots."""
@@ -202,7 +210,10 @@ class Proposer:
             self._out.append(NoQuorum(self.epoch))
 
     def _drive_join(self) -> None:
-        if self._t >= self._join_at:
+        if self._t >= self._join_at and self._refusal:
+            self.ended = True
+            self._out.append(Refused(self._refusal))
+        elif self._t >= self._join_at:
             self._join_at = self._t + self.settings.answer_s
             for member in self._contacts.values():
                 self._out.append(Send(member, Join(self.me)))
@@ -213,10 +224,10 @@ class Proposer:
         for request in self.joins.unprobed(self._t, self.members, leaving):
             request.probed = self._t
             occupant = self.members[request.member.slot]
-            if occupant.slot == self.me.slot:
-                request.occupant_lives = True
-            else:
+            if occupant.slot != self.me.slot:
                 self._out.append(Send(occupant, Ask(self.epoch)))
+            elif self._coordinator() == self.me.slot:
+                request.occupant_lives = True
         for request in list(self.joins.requests.values()):
             if request.occupant_lives:
                 self.joins.drop(request.member.nonce)

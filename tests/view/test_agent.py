@@ -41,6 +41,7 @@ from epee.view.messages import (
     Commit,
     Decision,
     Join,
+    JoinRefused,
     LaneState,
     Nack,
     Prepare,
@@ -289,7 +290,7 @@ def test_of_two_claimants_one_wins_and_the_other_is_refused() -> None:
     for number, joiner in enumerate(claimants):
         group.add(joiner)
         group.post(joiner, JoinAsked((member(number),)))
-    group.late(1.0)
+    group.late(2.5)
     ends = sorted(type(effect).__name__ for joiner in claimants for effect in group.told[joiner.nonce])
     assert ends == ["Decide", "Refused"]
 
@@ -299,7 +300,7 @@ def test_the_slot_of_a_live_member_is_taken() -> None:
     joiner = member(2, 0, 5)
     group.add(joiner)
     group.post(joiner, JoinAsked((member(0), member(1), member(2))))
-    group.late(0.3)
+    group.late(1.5)
     assert group.told[joiner.nonce] == [Refused("slot taken")]
     assert {epoch for epoch, _ in group.views()} == {1}
 
@@ -423,3 +424,58 @@ def test_lost_messages_are_sent_again() -> None:
     group.wire.clear()
     group.late(0.5)
     assert group.views() == {(2, ((0, 1), (1, 1)))}
+
+
+def joining() -> tuple[Agent, Decision, Decision]:
+    """Return a joiner of slot 3 that has asked, the decision that takes it in, and the one after it."""
+    joiner = member(3, 0, 5)
+    agent = Agent(joiner, EVICT)
+    asked = agent.step(JoinAsked((member(0), member(1))), 1.0)
+    assert [message.member for message in sent(asked, Join)] == [joiner, joiner]
+    members = (*first(3).members, joiner._replace(incarnation=2))
+    second = Decision(2, members, starts=(Start(7, 6),))
+    third = Decision(3, members[1:], (Removal(0, 1, DEAD),))
+    return agent, second, third
+
+
+def test_a_joiner_begins_with_the_decision_that_took_it_in() -> None:
+    agent, second, third = joining()
+    assert agent.step(Received(member(0).nonce, Commit((third,))), 1.0) == [Send(member(0), Ask(1))]
+    effects = agent.step(Received(member(0).nonce, Commit((second, third))), 1.0)
+    assert [effect.decision for effect in effects if isinstance(effect, Decide)] == [second, third]
+    assert agent.me.incarnation == 2
+
+
+def test_a_joiner_finds_itself_on_the_board_of_a_contact_that_died() -> None:
+    agent, second, _ = joining()
+    agent.step(Died(member(0).nonce), 1.0)
+    effects = agent.step(BoardRead(member(0).nonce, BoardState(second, NO_BALLOT, NO_BALLOT, None)), 1.0)
+    assert Decide(second) in effects
+
+
+def test_a_joiner_that_was_refused_by_who_is_on_its_way_out_may_still_come_in() -> None:
+    agent, second, _ = joining()
+    assert agent.step(Received(member(1).nonce, JoinRefused(3, agent.me.nonce, "slot taken")), 1.0) == []
+    assert Decide(second) in agent.step(Received(member(0).nonce, Commit((second,))), 1.1)
+    other, _, _ = joining()
+    other.step(Received(member(1).nonce, JoinRefused(3, other.me.nonce, "slot taken")), 1.0)
+    assert other.step(Tick(), 1.0 + EVICT.answer_s) == []
+    told = [effect for tick in range(9) for effect in other.step(Tick(), 1.1 + tick / 10)]
+    assert told == [Refused("slot taken")]
+    assert other.ended
+
+
+def test_a_joiner_promises_no_calls_that_came_before_it() -> None:
+    agent, second, _ = joining()
+    agent.step(Received(member(0).nonce, Commit((second,))), 1.0)
+    agent.step(Received(member(0).nonce, Prepare(Ballot(1, 0), 2)), 1.0)
+    (promise,) = sent(agent.step(Frozen(2, (LaneState(7, 5, 6), LaneState(9, 2, 2))), 1.0), Promise)
+    assert promise.lanes == (LaneState(7, 0, 6), LaneState(9, 2, 2))
+
+
+def test_a_board_of_a_later_epoch_is_no_witness_of_this_one() -> None:
+    agent = alone(0, 2)
+    agent.step(Died(member(1).nonce), 1.0)
+    far = BoardState(first(2)._replace(epoch=4), NO_BALLOT, NO_BALLOT, None)
+    agent.step(BoardRead(member(1).nonce, far), 1.0)
+    assert not agent.boards

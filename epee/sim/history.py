@@ -1,0 +1,208 @@
+"""What processes did, as records, and the rules that every history must obey. For simulated and real runs alike.
+
+A record is 64 bytes, so that a real process can append it to a file or a ring at its own pace; the checker merges the
+records of all processes (each in its own order) and knows nothing about how they came about. What a result should be
+is told by a function, because only the maker of the inputs knows.
+
+Rules, named as in notes/reliability.md: V-1 same view for the same epoch, V-2 one decision per epoch (the counting of
+votes is checked where votes are visible), V-9 what an evicted process reports, V-11 masks change with the epoch only,
+C-3 one outcome per call, C-4 and E-3 whole blocks or none, C-5 nothing written on error, C-10 and C-11 results are
+those of the contributors named.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+VIEW, ISSUED, DONE, EVICTED, NO_QUORUM, DIED = range(1, 7)  # kinds
+OK, FAILED, TIMEOUT, GAVE_UP, GONE = range(1, 6)  # status of DONE; FAILED: at a decision; those after it are local
+KIND_NAMES = ("", "VIEW", "ISSUED", "DONE", "EVICTED", "NO_QUORUM", "DIED")
+STATUS_NAMES = ("", "OK", "FAILED", "TIMEOUT", "GAVE_UP", "GONE")
+
+_FORMAT = struct.Struct("<dHHIQQQQQQ")
+
+
+class Record(NamedTuple):
+    """One thing that a process did or saw.
+
+    Attributes:
+        time_s: its clock.
+        slot, incarnation: who.
+        kind: VIEW, ISSUED, DONE, EVICTED, NO_QUORUM or DIED (written by whoever killed it).
+        status: of DONE.
+        lane, seq: the call; 0 elsewhere.
+        epoch: of the view; of DONE the epoch in which the call ran or at which it failed.
+        contributors: bit mask of slots: who is in the result; of VIEW the members. Slots above 63 are left out.
+        digest: of a result, 0 when nothing was written; of VIEW a digest of the whole decision.
+    """
+
+    time_s: float
+    slot: int
+    incarnation: int
+    kind: int
+    status: int = 0
+    lane: int = 0
+    seq: int = 0
+    epoch: int = 0
+    contributors: int = 0
+    digest: int = 0
+
+    def pack(self) -> bytes:
+        """Return the record as 64 bytes."""
+        kind = self.kind | self.status << 8
+        head = (self.time_s, self.slot, kind, self.incarnation)
+        return _FORMAT.pack(*head, self.lane, self.seq, self.epoch, self.contributors, self.digest, 0)
+
+    @staticmethod
+    def unpack(data: bytes) -> Record:
+        """Return the record that `pack` wrote."""
+        time_s, slot, kind, incarnation, lane, seq, epoch, contributors, digest, _ = _FORMAT.unpack(data)
+        return Record(time_s, slot, incarnation, kind & 255, kind >> 8, lane, seq, epoch, contributors, digest)
+
+    def __str__(self) -> str:
+        name = KIND_NAMES[self.kind] + (f" {STATUS_NAMES[self.status]}" if self.status else "")
+        call = f" lane {self.lane} seq {self.seq}" if self.seq else ""
+        return (
+            f"{self.time_s:.6f} slot {self.slot}.{self.incarnation} {name}{call} epoch {self.epoch} "
+            f"who {slots_of(self.contributors)}"
+        )
+
+
+class Violation(NamedTuple):
+    """A rule that a history breaks."""
+
+    rule: str
+    text: str
+
+
+# what the result of (lane, seq) must be at `slot`, in a view given as slot -> incarnation of the contributors
+Expected = Callable[[int, int, int, dict[int, int]], int]
+
+
+def slots_of(mask: int) -> list[int]:
+    """Return the slots of a mask, ascending."""
+    return [slot for slot in range(64) if mask >> slot & 1]
+
+
+class History:
+    """The records of a run, sorted out. `digest` of VIEW records must identify a decision."""
+
+    def __init__(self, records: Iterable[Record], members: dict[int, dict[int, int]]) -> None:
+        """Take the records and, per epoch, slot -> incarnation as any process that held the epoch told it."""
+        self.members = members
+        self.by_process: dict[tuple[int, int], list[Record]] = defaultdict(list)
+        self.evicted: set[tuple[int, int]] = set()
+        for record in records:
+            process = (record.slot, record.incarnation)
+            self.by_process[process].append(record)
+            if record.kind == EVICTED:
+                self.evicted.add(process)
+
+
+def check(history: History, expected: Expected, voted_out: set[tuple[int, int]]) -> list[Violation]:
+    """Return what is wrong with a history; `voted_out` are the processes (slot, incarnation) removed while alive."""
+    found: list[Violation] = []
+    _check_views(history, found)
+    for process, records in history.by_process.items():
+        _check_process(process, records, history, expected, found)
+    _check_uniform(history, voted_out | history.evicted, found)
+    return found
+
+
+def _check_views(history: History, found: list[Violation]) -> None:
+    first: dict[int, Record] = {}
+    for process, records in history.by_process.items():
+        last = 0
+        for record in records:
+            if record.kind != VIEW:
+                continue
+            other = first.setdefault(record.epoch, record)
+            if other.digest != record.digest:
+                found.append(Violation("V-1", f"two decisions of epoch {record.epoch}: {other} and {record}"))
+            if last and record.epoch != last + 1:
+                found.append(Violation("V-11", f"{process} went from epoch {last} to {record.epoch}"))
+            last = record.epoch
+
+
+def _check_process(
+    process: tuple[int, int],
+    records: list[Record],
+    history: History,
+    expected: Expected,
+    found: list[Violation],
+) -> None:
+    """Check what one process reports against itself."""
+    held = 0
+    before: dict[int, Record] = {}
+    ended: set[tuple[int, int]] = set()
+    out = False
+    for record in records:
+        if record.kind == VIEW:
+            held = record.epoch
+        elif record.kind == EVICTED:
+            out = True
+        elif record.kind == DONE:
+            call = (record.lane, record.seq)
+            if call in ended:
+                found.append(Violation("C-11", f"a call ended twice: {record}"))
+            ended.add(call)
+            if record.status != OK:
+                if record.digest:
+                    found.append(Violation("C-5", f"an error wrote to its output: {record}"))
+                continue
+            if out:
+                found.append(Violation("V-9", f"a result after the process knew that it was voted out: {record}"))
+            _check_result(process, record, held, history, expected, found)
+            last = before.get(record.lane)
+            if last is not None and last.seq < record.seq:
+                shrunk = last.epoch == record.epoch and last.contributors & ~record.contributors
+                if record.epoch < last.epoch or shrunk:
+                    found.append(Violation("V-11", f"the mask flips back: {last} then {record}"))
+            before[record.lane] = record
+
+
+def _check_result(
+    process: tuple[int, int],
+    record: Record,
+    held: int,
+    history: History,
+    expected: Expected,
+    found: list[Violation],
+) -> None:
+    members = history.members.get(record.epoch, {})
+    contributors = slots_of(record.contributors)
+    if record.epoch > held or any(slot not in members for slot in contributors):
+        found.append(Violation("C-3", f"contributors are not members of the view: {record}, members {members}"))
+        return
+    if process[0] not in contributors:
+        found.append(Violation("C-3", f"the process itself is no contributor: {record}"))
+    want = expected(record.lane, record.seq, record.slot, {slot: members[slot] for slot in contributors})
+    if want != record.digest:
+        found.append(Violation("C-10", f"not the result of its contributors: {record}"))
+
+
+def _check_uniform(history: History, voted_out: set[tuple[int, int]], found: list[Violation]) -> None:
+    """C-3: everybody but those voted out alive reports the same (status, epoch, contributors) for a call.
+
+    Those who died later are held to it as well, but not where somebody was voted out alive: what such a one had
+    contributed may have been used by the dead alone.
+    Where calls end in time-outs ("error") the ranks do not agree on them, so this holds up to the first of these.
+    """
+    first: dict[tuple[int, int], Record] = {}
+    until: dict[int, int] = {}
+    for records in history.by_process.values():
+        for record in records:
+            if record.kind == DONE and record.status in (TIMEOUT, GAVE_UP):
+                until[record.lane] = min(record.seq, until.get(record.lane, record.seq))
+    for process, records in history.by_process.items():
+        if process in voted_out or (voted_out and records[-1].kind == DIED):
+            continue
+        for record in records:
+            if record.kind != DONE or record.status > FAILED or record.seq >= until.get(record.lane, record.seq + 1):
+                continue
+            other = first.setdefault((record.lane, record.seq), record)
+            if (other.status, other.epoch, other.contributors) != (record.status, record.epoch, record.contributors):
+                found.append(Violation("C-3", f"two outcomes of one call: {other} and {record}"))

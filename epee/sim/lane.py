@@ -1,0 +1,465 @@
+"""A lane in miniature: outboxes that readers see late, store by store, and an engine that obeys `view/outcome.py`.
+
+The protocol is that of `backend/operation.py` over `backend/outbox.py`: payload, header words, tag; FILLED, MERGED,
+DRAINED per round; CONSUMED before a cell is used again; a new set of outboxes per epoch. Calls are generators that
+yield after every store and every load, so a crash, a stop or another process's step can fall between any two.
+
+Memory: a store goes to the owner's words and to a log; every reader has its own copy, which follows the log with a lag
+of its own (stores of one writer stay in order, as on x86-64). Whoever has proof that the writer is dead sees all of
+its stores.
+
+In runs of odd seeds a process has one outbox for all epochs, as in the backend; in the others a new one for each. With
+one outbox a call that moves to another epoch is written again in the same cell: its tag is cleared before, and who
+reads looks at the tags once more before it takes the result for good. So a process that was stopped while it read,
+and voted out, finds no tag that it waits for.
+
+Calls: kind 0 reduces in one round, 1 in three rounds and two phases through two halves, 2 is an all-to-all, 3 a
+barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from random import Random
+from typing import NamedTuple
+
+from ..memory.signals import SEQ_BITS
+from ..view.messages import Decision, LaneState
+from ..view.outcome import Course, Place, is_whole
+from .history import DONE, FAILED, GAVE_UP, ISSUED, OK, TIMEOUT, Record
+
+LANE = 7
+NUM_CELLS = 3
+MAX_SLOTS = 12
+TAG, FILLED, MERGED, DRAINED, GAVE, PAYLOAD = range(6)
+HALF_WORDS = 2 * MAX_SLOTS
+SHARES = PAYLOAD + 2 * HALF_WORDS
+CELL_WORDS = SHARES + 2
+CONSUMED = NUM_CELLS * CELL_WORDS
+BOX_WORDS = CONSUMED + 1
+PRIME = (1 << 61) - 1
+BLOCKED, MOVED = 0, 1
+
+
+class Kind(NamedTuple):
+    """What a call moves."""
+
+    rounds: int
+    is_two_phase: bool
+    is_pairwise: bool
+    has_payload: bool
+
+
+ONE_ROUND, TWO_PHASES = Kind(1, False, False, True), Kind(3, True, False, True)
+PAIRWISE, BARRIER = Kind(1, False, True, True), Kind(1, False, False, False)
+KINDS = (ONE_ROUND, TWO_PHASES, PAIRWISE, BARRIER)
+
+
+def kind_of(seed: int, seq: int) -> Kind:
+    """Return the kind of a call: a function of the seed, the same at all ranks."""
+    return KINDS[(seed * 7 + seq * 13 + (seed ^ seq) // 3) % 4]
+
+
+def value(slot: int, incarnation: int, seq: int, k: int, dst: int) -> int:
+    """Return what a process contributes to round `k` of a call, for `dst` in pairwise calls (0 else)."""
+    return ((((slot * 1009 + incarnation) * 1013 + seq) * 1019 + k) * 1021 + dst + 1) * 2654435761 % PRIME
+
+
+def expected_result(seed: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
+    """Return the digest of the result of call `seq` at `slot` over contributors slot -> incarnation."""
+    kind = kind_of(seed, seq)
+    total = 1
+    if not kind.has_payload:
+        return total
+    for k in range(kind.rounds):
+        dst = slot if kind.is_pairwise else 0
+        words = {src: value(src, inc, seq, k, dst) for src, inc in contributors.items()}
+        if kind.is_pairwise:
+            total += sum((2 * word + 1) * (src + 3) for src, word in words.items())
+        elif kind.is_two_phase:
+            total += sum(sum(2 * word + 1 for word in words.values()) * (dst + 3) for dst in contributors)
+        else:
+            total += sum(2 * word + 1 for word in words.values())
+    return total % PRIME or 1
+
+
+class Outbox:
+    """What one process lends for one epoch. `log` holds (time, word, value) of every store."""
+
+    __slots__ = ("first_seq", "log", "words")
+
+    def __init__(self) -> None:
+        self.words = [0] * BOX_WORDS
+        self.log: list[tuple[float, int, int]] = []
+        self.first_seq = 0
+
+    def store(self, now: float, word: int, what: int) -> None:
+        """Store a word; readers see it after their lag."""
+        self.words[word] = what
+        self.log.append((now, word, what))
+
+
+class Mirror:
+    """What one reader sees of an outbox."""
+
+    __slots__ = ("lag", "log", "seen", "words")
+
+    def __init__(self, box: Outbox, lag: float) -> None:
+        self.log = box.log
+        self.words = [0] * BOX_WORDS
+        self.seen = 0
+        self.lag = lag
+
+    def sync(self, until: float) -> list[int]:
+        """Take in the stores whose time has come and return the words."""
+        log, seen = self.log, self.seen
+        end = len(log)
+        if seen == end:
+            return self.words
+        words, limit = self.words, until - self.lag
+        while seen < end:
+            when, word, what = log[seen]
+            if when > limit:
+                break
+            words[word] = what
+            seen += 1
+        self.seen = seen
+        return words
+
+
+class Call:
+    """A call that was issued and has not ended."""
+
+    __slots__ = ("is_published", "kind", "moved_at", "need", "place", "seq", "steps")
+
+    def __init__(self, seq: int, kind: Kind, now: float) -> None:
+        self.seq = seq
+        self.kind = kind
+        self.place = Place(0, False)
+        self.steps: Iterator[int] | None = None
+        self.is_published = False
+        self.need = (TAG, 0)
+        self.moved_at = now
+
+
+class Shared:
+    """Memory of the host: every outbox of every process, and the knobs of the run."""
+
+    def __init__(self, seed: int, rng: Random, raises: bool, max_lag: float) -> None:
+        self.seed = seed
+        self.rng = rng
+        self.raises = raises
+        self.max_lag = max_lag
+        self.boxes: dict[tuple[int, int, int], Outbox] = {}
+
+    def key(self, slot: int, incarnation: int, epoch: int) -> tuple[int, int, int]:
+        """Return what tells one outbox from another."""
+        return (slot, incarnation, 0 if self.seed % 2 else epoch)
+
+    def box(self, slot: int, incarnation: int, epoch: int) -> Outbox:
+        """Return the outbox of a process for an epoch; it is made when first touched."""
+        key = self.key(slot, incarnation, epoch)
+        box = self.boxes.get(key)
+        if box is None:
+            box = self.boxes[key] = Outbox()
+        return box
+
+
+class Engine:
+    """The calls of one process in the lane.
+
+    Attributes:
+        completed: the last call that ended with a result; `issued` the last that was issued.
+        ended: the last call that ended, in whatever way.
+    """
+
+    course_type: type[Course] = Course
+
+    def __init__(self, shared: Shared, slot: int, incarnation: int, view: Decision, joined: bool) -> None:
+        self.shared = shared
+        self.slot = slot
+        self.incarnation = incarnation
+        self.records: list[Record] = []
+        self.course = self.course_type(LANE, view, shared.raises, None, joined)
+        self.incarnations = {(view.epoch, m.slot): m.incarnation for m in view.members}
+        self.epoch = view.epoch
+        self.completed = self.issued = self.ended = self.course.first_seq - 1
+        self.calls: list[Call] = []
+        self.unsure: list[int] = []  # ended in a local error since the last result: still asked about, in order
+        self.mirrors: dict[tuple[int, int], Mirror] = {}
+        self.dead: set[tuple[int, int]] = set()
+        self.now = 0.0
+        if joined:
+            self.own(view.epoch).store(0.0, CONSUMED, self.issued)
+
+    # ---- memory
+
+    def own(self, epoch: int) -> Outbox:
+        """Return this process's outbox of an epoch."""
+        return self.shared.box(self.slot, self.incarnation, epoch)
+
+    def look(self, slot: int, epoch: int) -> list[int]:
+        """Return the words of another outbox as this process sees them now."""
+        return self.mirror(slot, epoch).sync(self.now)
+
+    def mirror(self, slot: int, epoch: int) -> Mirror:
+        """Return this process's copy of another outbox."""
+        mirror = self.mirrors.get((slot, epoch))
+        if mirror is None:
+            incarnation = self.incarnations[epoch, slot]
+            lag = self.shared.rng.random() * self.shared.max_lag
+            if (slot, incarnation) in self.dead:
+                lag = -1e9
+            mirror = self.mirrors[slot, epoch] = Mirror(self.shared.box(slot, incarnation, epoch), lag)
+        return mirror
+
+    def tag(self, seq: int, epoch: int) -> int:
+        """Return the tag of a call in an epoch."""
+        return epoch << SEQ_BITS | seq
+
+    def cell(self, seq: int) -> int:
+        """Return the first word of a call's cell."""
+        return seq % NUM_CELLS * CELL_WORDS
+
+    def whole(self, slot: int, epoch: int, seq: int) -> bool:
+        """Return whether a dead slot's contribution is all there, or its word that there will be none."""
+        words, cell, kind = self.look(slot, epoch), self.cell(seq), kind_of(self.shared.seed, seq)
+        wanted = self.tag(seq, epoch)
+        if words[cell + GAVE] == wanted:
+            return True
+        return is_whole(
+            words[cell + TAG], wanted, words[cell + FILLED], words[cell + MERGED], kind.rounds, kind.is_two_phase
+        )
+
+    # ---- what the user and the agent do
+
+    def issue(self, now: float) -> None:
+        """Issue the next call."""
+        self.now = now
+        self.issued += 1
+        call = Call(self.issued, kind_of(self.shared.seed, self.issued), now)
+        self.records.append(Record(now, self.slot, self.incarnation, ISSUED, 0, LANE, call.seq, self.epoch))
+        self.calls.append(call)
+        self._settle([call])
+
+    def state(self) -> tuple[LaneState, ...]:
+        """Return what a promise says of the lane."""
+        return (LaneState(LANE, self.completed, self.course.claimed(self.issued)),)
+
+    def decide(self, decision: Decision, now: float) -> None:
+        """Apply a decision: find out for every pending call where it stands now."""
+        self.now = now
+        self.epoch = decision.epoch
+        for member in decision.members:
+            self.incarnations[decision.epoch, member.slot] = member.incarnation
+        for removal in decision.removed:
+            if removal.cause != "stalled":
+                self._is_dead(removal.slot, removal.incarnation)
+        if self.course.add(decision):
+            for seq in self.unsure:
+                self.course.place(seq, self.whole)
+            self._settle(list(self.calls))
+
+    def _is_dead(self, dead: int, incarnation: int) -> None:
+        """Who knows that a writer is dead sees all that it has stored."""
+        self.dead.add((dead, incarnation))
+        for (slot, epoch), mirror in self.mirrors.items():
+            if slot == dead and self.incarnations[epoch, slot] == incarnation:
+                mirror.lag = -1e9
+
+    def _settle(self, calls: list[Call]) -> None:
+        for call in calls:
+            place = self.course.place(call.seq, self.whole, call.place.epoch or None)
+            if place.failed:
+                self._end(call, FAILED, place.epoch)
+            elif place.epoch != call.place.epoch:
+                call.place = place
+                call.is_published = False
+                call.steps = self._steps(call)
+                call.moved_at = self.now
+
+    def _end(self, call: Call, status: int, epoch: int, contributors: int = 0, digest: int = 0) -> None:
+        self.calls.remove(call)
+        self.ended = max(self.ended, call.seq)
+        if status == OK:
+            self.completed = call.seq
+            self.unsure.clear()
+        elif status != FAILED:
+            self.unsure.append(call.seq)
+        if call.place.epoch or self.shared.seed % 2:
+            box = self.own(call.place.epoch)
+            through = self.calls[0].seq - 1 if self.calls else self.ended
+            if through > box.words[CONSUMED]:
+                box.store(self.now, CONSUMED, through)
+        record = Record(
+            self.now, self.slot, self.incarnation, DONE, status, LANE, call.seq, epoch, contributors, digest
+        )
+        self.records.append(record)
+        if not self.unsure:
+            self.course.forget(self.ended if not self.calls else self.calls[0].seq - 1)
+
+    # ---- moving
+
+    def step(self, now: float, budget: int) -> bool:
+        """Do up to `budget` stores and loads; False when everything waits for somebody else."""
+        self.now = now
+        moved = False
+        position = 0
+        while budget > 0 and position < len(self.calls):
+            call = self.calls[position]
+            assert call.steps is not None
+            outcome = next(call.steps, None)
+            if outcome is None:
+                moved = True  # the call has ended
+                continue
+            if outcome == BLOCKED:
+                if not call.is_published:
+                    break
+                position += 1
+                continue
+            moved = True
+            call.moved_at = now
+            budget -= 1
+        return moved
+
+    def give_up(self, call: Call, status: int = TIMEOUT) -> None:
+        """End a call with a local error; its cell says so."""
+        self.own(call.place.epoch).store(self.now, self.cell(call.seq) + GAVE, self.tag(call.seq, call.place.epoch))
+        self._end(call, status, call.place.epoch)
+
+    def behind(self, call: Call) -> list[int]:
+        """Return the members for which a blocked call waits."""
+        word, least = call.need
+        epoch, cell = call.place.epoch, self.cell(call.seq)
+        tag = self.tag(call.seq, epoch)
+        slots = []
+        for slot in self.course.contributors(call.seq, epoch):
+            if slot == self.slot:
+                continue
+            words = self.look(slot, epoch)
+            if word == CONSUMED:
+                late = words[CONSUMED] < least
+            else:
+                late = words[cell + TAG] != tag or (word != TAG and words[cell + word] < least)
+            if late:
+                slots.append(slot)
+        return slots
+
+    def _steps(self, call: Call) -> Iterator[int]:
+        """Run a call in the epoch that it stands in; every `yield` is a point where anything may happen."""
+        seq, epoch, kind = call.seq, call.place.epoch, call.kind
+        box, cell, tag = self.own(epoch), self.cell(seq), self.tag(seq, epoch)
+        while not (self._may_publish(call) and self._has_room(call, box)):
+            yield BLOCKED
+        if not box.first_seq:
+            box.first_seq = seq
+        yield from self._publish(call, box)
+        while self.calls[0] is not call:
+            yield BLOCKED
+        slots = self.course.contributors(seq, epoch)
+        peers = [self.mirror(slot, epoch) for slot in slots if slot != self.slot]
+        call.need = (TAG, tag)
+        for peer in peers:
+            while peer.sync(self.now)[cell + TAG] != tag:
+                yield BLOCKED
+        total = 1
+        for k in range(kind.rounds):
+            if k > 1 and not (yield from self._wait(call, peers, DRAINED, k - 1)):  # two halves
+                return
+            if k:
+                yield from self._put(call, box, k)
+                box.store(self.now, cell + FILLED, k + 1)
+            if not (yield from self._wait(call, peers, FILLED, k + 1)):
+                return
+            if kind.is_two_phase:
+                share = yield from self._sum(call, slots, box, k)
+                box.store(self.now, cell + SHARES + k % 2, share * (self.slot + 3))
+                yield MOVED
+                box.store(self.now, cell + MERGED, k + 1)
+                if not (yield from self._wait(call, peers, MERGED, k + 1)):
+                    return
+                for slot in slots:
+                    words = box.words if slot == self.slot else self.look(slot, epoch)
+                    total += words[cell + SHARES + k % 2]
+                    yield MOVED
+            elif kind.has_payload:
+                total += yield from self._sum(call, slots, box, k)
+            if kind.rounds > 1:
+                box.store(self.now, cell + DRAINED, k + 1)
+        while not self._still_there(peers, cell, tag):
+            yield BLOCKED
+        mask = sum(1 << slot for slot in slots)
+        self._end(call, OK, epoch, mask, total % PRIME or 1)
+
+    def _still_there(self, peers: list[Mirror], cell: int, tag: int) -> bool:
+        """Return whether what was read belonged to the call: nobody writes a cell anew without clearing its tag."""
+        return all(peer.sync(self.now)[cell + TAG] == tag for peer in peers)
+
+    def _may_publish(self, call: Call) -> bool:
+        oldest = self.calls[0]
+        return self.course.may_publish(call.seq, call.place.epoch, oldest.seq, oldest.place.epoch)
+
+    def _has_room(self, call: Call, box: Outbox) -> bool:
+        """Return whether everybody has read what the call's cell held before."""
+        past = call.seq - NUM_CELLS
+        if not box.first_seq or past < box.first_seq:
+            return True
+        call.need = (CONSUMED, past)
+        epoch = call.place.epoch
+        if box.words[CONSUMED] < past:
+            return False
+        readers = self.course.contributors(past, epoch)
+        return all(slot == self.slot or self.look(slot, epoch)[CONSUMED] >= past for slot in readers)
+
+    def _publish(self, call: Call, box: Outbox) -> Iterator[int]:
+        cell = self.cell(call.seq)
+        box.store(self.now, cell + TAG, 0)
+        yield from self._put(call, box, 0)
+        for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0)):
+            box.store(self.now, cell + word, what)
+        yield MOVED
+        box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+        call.is_published = True
+
+    def _put(self, call: Call, box: Outbox, k: int) -> Iterator[int]:
+        if not call.kind.has_payload:
+            return
+        base = self.cell(call.seq) + PAYLOAD + k % 2 * HALF_WORDS
+        targets = self.course.contributors(call.seq, call.place.epoch) if call.kind.is_pairwise else (0,)
+        for dst in targets:
+            what = value(self.slot, self.incarnation, call.seq, k, dst)
+            box.store(self.now, base + 2 * dst, what)
+            yield MOVED
+            box.store(self.now, base + 2 * dst + 1, what + 1)
+
+    def _wait(self, call: Call, peers: list[Mirror], word: int, least: int) -> Generator[int, None, bool]:
+        """Wait until a counter of all peers is there; returns False when the call ended because a peer gave up."""
+        cell, epoch = self.cell(call.seq), call.place.epoch
+        tag = self.tag(call.seq, epoch)
+        call.need = (word, least)
+        for peer in peers:
+            while True:
+                words = peer.sync(self.now)
+                if words[cell + word] >= least:
+                    break
+                if words[cell + GAVE] == tag:
+                    self.give_up(call, GAVE_UP)
+                    return False
+                yield BLOCKED
+        return True
+
+    def _sum(self, call: Call, slots: tuple[int, ...], box: Outbox, k: int) -> Generator[int, None, int]:
+        """Read everybody's contribution to round `k`, word by word."""
+        kind, epoch = call.kind, call.place.epoch
+        base = self.cell(call.seq) + PAYLOAD + k % 2 * HALF_WORDS + (2 * self.slot if kind.is_pairwise else 0)
+        total = 0
+        for slot in slots:
+            factor = slot + 3 if kind.is_pairwise else 1
+            if slot == self.slot:
+                total += (box.words[base] + box.words[base + 1]) * factor
+                continue
+            mirror = self.mirror(slot, epoch)
+            for word in (base, base + 1):
+                total += mirror.sync(self.now)[word] * factor
+                yield MOVED
+        return total

@@ -1,0 +1,112 @@
+"""The checker of histories: each rule is broken once by hand and must be named; what is right must pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from epee.sim.history import (
+    DIED,
+    DONE,
+    EVICTED,
+    FAILED,
+    OK,
+    TIMEOUT,
+    VIEW,
+    History,
+    Record,
+    check,
+    slots_of,
+)
+
+MEMBERS = {1: {0: 1, 1: 1, 2: 1}, 2: {0: 1, 1: 1}}
+
+
+def expected(lane: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
+    return 1000 * seq + sum(10**src for src in contributors)
+
+
+def view(slot: int, epoch: int, digest: int = 1) -> Record:
+    return Record(0.0, slot, 1, VIEW, epoch=epoch, digest=digest)
+
+
+def done(slot: int, seq: int, epoch: int, who: int, status: int = OK, digest: int | None = None) -> Record:
+    if digest is None:
+        digest = expected(7, seq, slot, dict.fromkeys(slots_of(who), 1)) if status == OK else 0
+    return Record(0.0, slot, 1, DONE, status, 7, seq, epoch, who, digest)
+
+
+def rules(records: list[Record], voted_out: set[tuple[int, int]] | None = None) -> list[str]:
+    return [violation.rule for violation in check(History(records, MEMBERS), expected, voted_out or set())]
+
+
+GOOD = [
+    *(view(slot, 1) for slot in range(3)),
+    *(done(slot, 1, 1, 0b111) for slot in range(3)),
+    view(0, 2),
+    view(1, 2),
+    done(0, 2, 2, 0b011),
+    done(1, 2, 2, 0b011),
+]
+
+
+def test_a_good_history_passes() -> None:
+    assert rules(GOOD) == []
+
+
+def test_a_record_is_64_bytes_and_comes_back() -> None:
+    record = Record(1.5, 3, 70000, DONE, FAILED, 1 << 60, 1 << 39, 1 << 33, (1 << 64) - 1, (1 << 64) - 2)
+    assert len(record.pack()) == 64
+    assert Record.unpack(record.pack()) == record
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ([view(2, 2, digest=2)], "V-1"),
+        ([view(2, 3)], "V-11"),
+        ([done(2, 2, 1, 0b111)], "C-3"),
+        ([done(2, 1, 1, 0b111)], "C-11"),
+        ([done(1, 3, 1, 0b111), done(0, 3, 1, 0b111)], "V-11"),
+        ([done(1, 3, 2, 0b001)], "C-3"),
+        ([done(1, 3, 2, 0b111)], "C-3"),
+        ([done(1, 3, 3, 0b011)], "C-3"),
+        ([done(1, 3, 2, 0b011, digest=5)], "C-10"),
+        ([done(1, 3, 2, 0, FAILED, digest=5)], "C-5"),
+        ([done(1, 3, 2, 0b011), done(0, 3, 2, 0, FAILED)], "C-3"),
+        ([Record(0.0, 1, 1, EVICTED, epoch=3), done(1, 3, 2, 0b011)], "V-9"),
+    ],
+    ids=[
+        "two views of an epoch",
+        "a skipped epoch",
+        "two sets of contributors",
+        "ended twice",
+        "an older epoch again",
+        "without itself",
+        "not members",
+        "of an epoch that it does not hold",
+        "a wrong result",
+        "an error that wrote",
+        "error here, result there",
+        "after the eviction",
+    ],
+)
+def test_a_broken_rule_is_named(more: list[Record], rule: str) -> None:
+    assert rule in rules(GOOD + more)
+
+
+def test_who_was_voted_out_alive_may_have_seen_another_outcome() -> None:
+    more = [done(2, 2, 1, 0b111)]
+    assert "C-3" in rules(GOOD + more)
+    assert rules(GOOD + more, {(2, 1)}) == []
+
+
+def test_the_dead_are_held_to_it_unless_somebody_was_voted_out_alive() -> None:
+    died = Record(0.0, 1, 1, DIED)
+    more = [done(0, 3, 2, 0, FAILED), done(1, 3, 2, 0b011), died]
+    assert rules(GOOD + more) == ["C-3"]
+    assert rules(GOOD + more, {(2, 1)}) == []
+
+
+def test_outcomes_are_compared_up_to_the_first_time_out() -> None:
+    more = [done(0, 3, 2, 0, TIMEOUT), done(1, 3, 2, 0b011), done(0, 4, 2, 0, FAILED), done(1, 4, 2, 0b011)]
+    assert rules(GOOD + more) == []

@@ -1,0 +1,73 @@
+"""The simulator: seeds hold, mistakes are found, a seed replays bit for bit.
+
+`seeds.json` keeps, per mistake (`epee/sim/mutants.py`), the first seed that shows it, and seeds that once showed a
+mistake of our own. They belong to the generator in `epee/sim/plan.py`: when that changes,
+`python -m tests.sim.find_seeds` finds new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from epee.sim.__main__ import main
+from epee.sim.mutants import MUTANTS
+from epee.sim.run import first_bad, run_seed
+
+SAVED = json.loads((Path(__file__).parent / "seeds.json").read_text())
+CHUNK = 250
+NUM_SEEDS = int(os.environ.get("EPEE_TEST_SEEDS", "5000"))  # fewer for a quick look
+
+
+@pytest.mark.parametrize("start", range(0, NUM_SEEDS, CHUNK))
+def test_no_rule_is_broken(start: int) -> None:
+    bad = first_bad(range(start, start + CHUNK))
+    assert bad is None, f"python -m epee.sim --replay {bad.seed}: {bad.violations[0]}"
+
+
+@pytest.mark.parametrize("seed", SAVED["regressions"])
+def test_no_rule_is_broken_where_one_was(seed: int) -> None:
+    assert run_seed(seed).violations == ()
+
+
+def test_all_but_the_rarest_mistakes_are_found_within_a_thousand_seeds() -> None:
+    assert set(SAVED["mutants"]) == set(MUTANTS)
+    rare = {name for name, seed in SAVED["mutants"].items() if seed >= 1000}
+    assert rare <= {"JoinerBeginsLate", "PublishesEarly"}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mistake_is_found(mutant: str) -> None:
+    seed = SAVED["mutants"][mutant]
+    assert run_seed(seed, mutant).violations, f"python -m tests.sim.find_seeds {mutant} finds another seed"
+    assert run_seed(seed).violations == ()
+
+
+@pytest.mark.parametrize("seed", [3, 20, 53])
+def test_a_seed_replays_bit_for_bit(seed: int) -> None:
+    first, second = run_seed(seed), run_seed(seed, trace=lambda line: None)
+    assert first.records
+    assert first.fingerprint() == second.fingerprint()
+    assert first.fingerprint() != run_seed(seed + 1).fingerprint()
+
+
+def test_runs_do_what_they_are_for() -> None:
+    """Decisions are made, calls fail and run again, processes join: where nothing happens nothing is proved."""
+    outcomes = [run_seed(seed) for seed in range(100)]
+    assert sum(outcome.num_decisions for outcome in outcomes) > 50
+    statuses = {record.status for outcome in outcomes for record in outcome.records}
+    assert statuses >= {1, 2, 3, 4, 5}
+    assert any(record.incarnation > 1 for outcome in outcomes for record in outcome.records)
+
+
+def test_the_command_line_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0:20"]) == 0
+    assert "0 seeds with violations" in capsys.readouterr().out
+    seed = SAVED["mutants"]["TagFirst"]
+    assert main(["--seeds", f"{seed}:{seed + 1}", "--mutant", "TagFirst"]) == 1
+    assert f"seed {seed}: C-" in capsys.readouterr().out
+    assert main(["--replay", str(seed)]) == 0
+    assert "a second run is the same" in capsys.readouterr().out

@@ -1,0 +1,58 @@
+"""A process that is replaced before anybody has noticed its death: one change of the view, seen alike by all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from epee.errors import RankFailedError
+
+from . import stages
+from .processes import run_mortal
+from .test_rejoin import start, total
+
+
+def restarted(slot: int, num_processes: int, folder: str, mode: str) -> Any:
+    """Process 3 takes rank 1's place; the others make no call between the death and the view with the replacement."""
+    rank, joins = (1, True) if slot == 3 else (slot, False)
+    if joins:
+        stages.wait_for(folder, "dying")
+    group = start(rank, 3, folder, mode, joins)
+    if not joins:
+        assert total() == 3
+    if slot == 1:
+        stages.reach(folder, "dying")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not joins:
+        stages.wait_for(folder, "dying")
+        deadline = time.monotonic() + 30
+        while 1 not in group.waiting_ranks():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        group.recover_ranks([1], 30.0)
+    told = []
+    for _ in range(4):
+        try:
+            told.append(total())
+        except RankFailedError as exc:
+            told.append(tuple(exc.ranks))
+    return told, group.active_ranks().tolist(), dist.get_world_size()
+
+
+@pytest.mark.parametrize("mode", ["raise", "mask"])
+def test_a_replacement_before_the_next_call(mode: str) -> None:
+    results = run_mortal(restarted, 4, mode, dead={1}, timeout_s=60)
+    assert results[0] == results[2]
+    told, active, size = results[0]
+    assert active == [1, 1, 1], results
+    assert size == 3
+    sums = [entry for entry in told if entry == 3]
+    losses = [entry for entry in told if entry != 3]
+    assert losses in ([], [(1,)]), told
+    joined = results[3][0]
+    assert joined[: len(sums)] == [3] * len(sums) or joined == told

@@ -8,6 +8,9 @@ median (and p99) over the calls on the slowest rank. Bytes:
     logical GB/s = rows received * bytes of a row / time (rows that stay on their rank included)
     wire GB/s    = rows received from other ranks * bytes of a row / time
 NCCL's all_to_all_single moves the same rows in the same run.
+
+Host time of `epee.Buffer` calls (`host_us` in the JSON): median over the calls on the slowest rank, in a row (the GPU
+is behind) and each after a synchronisation (the caches are cold).
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import epee
 from epee.ep.throughput import Throughput
 from epee.ep.throughput_plan import ThroughputConfig, default_expanded_rows
 from epee.ep.throughput_platform import CudaPlatform
@@ -322,6 +326,47 @@ def graph_times(rank: int, num_ranks: int, num_sms: int | None, num_calls: int) 
     return {"pair_cold_us": cold, "pair_us": warm / GRAPH_PAIRS, "barrier_us": barriers / 20}
 
 
+def host_times(rank: int, num_ranks: int, num_tokens: int, num_calls: int) -> dict[str, dict[str, float]]:
+    """Median us that the host spends in a call of `epee.Buffer` without CPU sync, slowest rank."""
+    data = Inputs(rank, num_ranks, num_tokens)
+    x, idx, weights = data.x[rank], data.topk_idx[rank], data.topk_weights[rank]
+    times = {}
+    with epee.Buffer(
+        num_experts=NUM_EXPERTS, hidden=HIDDEN, num_topk=NUM_TOPK, max_tokens_per_rank=num_tokens, device="cuda",
+        timeout=TIMEOUT_S,
+    ) as buffer:  # fmt: skip
+        held = buffer.dispatch(x, idx, weights, sync=False)
+        expert = buffer.dispatch(x, idx, weights, sync=False, layout="expert")
+        calls: dict[str, Callable[[], Any]] = {
+            "dispatch": lambda: buffer.dispatch(x, idx, weights, sync=False),
+            "expert dispatch": lambda: buffer.dispatch(x, idx, weights, sync=False, layout="expert"),
+            "cached dispatch": lambda: buffer.dispatch(x, handle=held.handle, sync=False),
+            "combine": lambda: buffer.combine(held.x, held.handle),  # type: ignore[arg-type]
+            "expert combine": lambda: buffer.combine(expert.x, expert.handle),  # type: ignore[arg-type]
+        }
+        for name, call in calls.items():
+            times[name] = {"in_a_row": _host_time(call, num_calls, False), "cold": _host_time(call, num_calls, True)}
+        buffer.check()
+    return times
+
+
+def _host_time(call: Callable[[], Any], num_calls: int, is_cold: bool) -> float:
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    spent = []
+    for _ in range(num_calls):
+        before = time.perf_counter()
+        call()
+        spent.append((time.perf_counter() - before) * 1e6)
+        if is_cold:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    mine = torch.tensor([sorted(spent)[len(spent) // 2]])
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    return float(mine)
+
+
 def profile(rank: int, name: str, call: Callable[[], Any]) -> None:
     """Print the mean duration of every kernel of a call, as the profiler of rank 0 sees it."""
     from torch.profiler import ProfilerActivity
@@ -409,6 +454,15 @@ def time_all(rank: int, args: argparse.Namespace, buffer: Throughput, results: d
                     f"{case.name:36s} {tokens:5d} tokens {num_sms:3d} SMs: {median:7.1f} us (p99 {p99:7.1f})"
                     f" logical {logical:5.0f} wire {wire:4.0f} GB/s = {wire / WIRE_GBPS:4.0%}, host {host:4.0f} us",
                 )
+    if args.only in "host":
+        for tokens in dict.fromkeys((GRAPH_TOKENS, *args.tokens)):
+            results.setdefault("host_us", {})[tokens] = host_times(rank, args.num_ranks, tokens, args.calls)
+            for name, spent in results["host_us"][tokens].items():
+                say(
+                    rank,
+                    f"host of Buffer, {name:16s} {tokens:5d} tokens: {spent['in_a_row']:5.1f} us in a row, "
+                    f"{spent['cold']:5.1f} us after a synchronisation",
+                )
     if not args.only:
         for num_sms in args.graph_sms:
             times = graph_times(rank, args.num_ranks, num_sms or None, args.calls)
@@ -472,7 +526,7 @@ def main() -> None:
         "--graph-sms", type=numbers, default=[0, 24, 48], help="SMs for the graphs of 128 tokens, 0 for the default"
     )
     parser.add_argument("--calls", type=int, default=50)
-    parser.add_argument("--only", default="", help="time only cases with this in their name")
+    parser.add_argument("--only", default="", help="time only cases with this in their name; host: of Buffer's calls")
     parser.add_argument("--profile", action="store_true", help="print the kernels' own durations instead")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--json", default="")

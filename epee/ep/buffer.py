@@ -13,10 +13,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from .throughput_platform import CudaPlatform, Platform
 
 _log = logging.getLogger(__name__)
 _buffer_ids = itertools.count(1)
+_T = TypeVar("_T")
 
 
 class Buffer:
@@ -123,8 +124,7 @@ class Buffer:
         self._control = ControlPlane(self.config, self.rank, self._exchange)
         self._lanes = Lanes(self.config.device)
         try:
-            with self._on_device():
-                self._path = self._make_path(platform, born, poison)
+            self._path = self._on_device(lambda: self._make_path(platform, born, poison))
         except BaseException:
             born.close()
             self._exchange.release()
@@ -190,19 +190,23 @@ class Buffer:
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
         run = RunOptions(num_sms, async_op, previous_event, sync)
-        with self._call(OP_DISPATCH, timeout) as deadline, self._lanes.lane(check_run(run)) as lane:
-            known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
-            call = check_dispatch(
-                self.config,
-                check_payload(x, self.config),
-                topk_idx,
-                topk_weights,
-                is_token_in_rank,
-                known,
-                layout,
-                expert_alignment,
-            )
-            return self._path.dispatch(call, deadline, lane, run)
+
+        def work(deadline: float) -> Dispatched:
+            with self._lanes.lane(check_run(run)) as lane:
+                known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
+                call = check_dispatch(
+                    self.config,
+                    check_payload(x, self.config),
+                    topk_idx,
+                    topk_weights,
+                    is_token_in_rank,
+                    known,
+                    layout,
+                    expert_alignment,
+                )
+                return self._path.dispatch(call, deadline, lane, run)
+
+        return self._call(OP_DISPATCH, timeout, work)
 
     def combine(
         self,
@@ -243,10 +247,14 @@ class Buffer:
             wrong on the way is raised by the next call, or by `check`, and `out` is then undefined.
         """
         run = RunOptions(num_sms, async_op, previous_event)
-        with self._call(OP_COMBINE, timeout) as deadline, self._lanes.lane(check_run(run)) as lane:
-            known = check_handle(handle, self._id, self._exchange.epoch)
-            call = check_combine(self.config, y, known, topk_weights, bias, out, order)
-            return self._path.combine(call, deadline, lane, run)
+
+        def work(deadline: float) -> Combined:
+            with self._lanes.lane(check_run(run)) as lane:
+                known = check_handle(handle, self._id, self._exchange.epoch)
+                call = check_combine(self.config, y, known, topk_weights, bias, out, order)
+                return self._path.combine(call, deadline, lane, run)
+
+        return self._call(OP_COMBINE, timeout, work)
 
     def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
         """Give every rank the bytes of all ranks. Collective; also a barrier of the ranks' host threads.
@@ -263,10 +271,13 @@ class Buffer:
         Raises:
             As `dispatch`.
         """
-        with self._call(OP_GATHER, timeout) as deadline:
+
+        def work(deadline: float) -> list[bytes]:
             if not isinstance(data, bytes):
                 raise InvalidArgument(f"data must be bytes, got {type(data).__name__}")
             return self._control.all_gather_bytes(data, deadline)
+
+        return self._call(OP_GATHER, timeout, work)
 
     def refuse(self, error: Exception, timeout: float | None = None) -> None:
         """Take part in the peers' next call only to tell them that this rank cannot make it; they raise at once.
@@ -279,17 +290,15 @@ class Buffer:
             error: its text becomes part of the peers' `MismatchError`.
             timeout: seconds to wait for peers that are still in an earlier call.
         """
-        with self._exclusive():
-            op = OP_DISPATCH if self.config.is_cuda else OP_GATHER
-            self._refuse(op, error, time.monotonic() + check_timeout(timeout, self._timeout))
+        op = OP_DISPATCH if self.config.is_cuda else OP_GATHER
+        self._alone(lambda: self._refuse(op, error, time.monotonic() + check_timeout(timeout, self._timeout)))
 
     def check(self) -> None:
         """Raise what has gone wrong on this rank's GPU since the last call. Local; does not wait for the GPU.
 
         Every call does so when it starts. Synchronise first to be sure of what has been launched.
         """
-        with self._exclusive():
-            self._path.check()
+        self._alone(self._path.check)
 
     def join(self) -> None:
         """Let the current stream wait for all work of this buffer on other streams. Local.
@@ -297,8 +306,7 @@ class Buffer:
         Buffers that are used in turn, on several streams, share the GPU better when each is joined before the next is
         used: while calls of several buffers may overlap, each of them takes only part of the multiprocessors.
         """
-        with self._exclusive():
-            self._path.join()
+        self._alone(self._path.join)
 
     def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.
@@ -311,11 +319,14 @@ class Buffer:
             `[num_recv, hidden]`, uninitialised. Do not write into it after the combine: peers may still read it.
             Ordinary memory when all slots are in use.
         """
-        with self._exclusive():
+
+        def work() -> torch.Tensor:
             kind = self.config.dtype if dtype is None else dtype
             if kind not in PAYLOAD_DTYPES or kind.itemsize > self.config.dtype.itemsize:
                 raise InvalidArgument(f"dtype must be a payload no wider than {self.config.dtype}, got {kind}")
             return self._path.combine_input(check_handle(handle, self._id, self._exchange.epoch), kind)
+
+        return self._alone(work)
 
     @property
     def nbytes(self) -> int:
@@ -381,22 +392,25 @@ class Buffer:
         path.set_poison(poison)
         return path
 
-    @contextmanager
-    def _call(self, op: int, timeout: float | None) -> Iterator[float]:
-        """Run one collective call; yields its deadline.
+    def _call(self, op: int, timeout: float | None, work: Callable[[float], _T]) -> _T:
+        """Run one collective call, `work`, which is given its deadline.
 
         An error before the call was announced to the peers (a bad argument, no memory) is announced to them here.
         """
-        with self._exclusive():
+
+        def announced_work() -> _T:
             last_seq = self._path.num_announced(op)
-            deadline = time.monotonic() + self._timeout
+            now = time.monotonic()
+            deadline = now + self._timeout
             try:
-                deadline = time.monotonic() + check_timeout(timeout, self._timeout)
-                yield deadline
+                deadline = now + check_timeout(timeout, self._timeout)
+                return work(deadline)
             except Exception as error:
                 if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
                     self._refuse(op, error, deadline)
                 raise
+
+        return self._alone(announced_work)
 
     def _refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Tell the peers that this call was refused; when even that fails, the refusal is still what is raised."""
@@ -405,15 +419,15 @@ class Buffer:
         except EpeeError as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Make the buffer's GPU the current one, where it is not."""
-        device = self.config.device
-        if device.type != "cuda" or torch.cuda.current_device() == device.index:
-            return nullcontext()
-        return torch.cuda.device(device)
+    def _on_device(self, work: Callable[[], _T]) -> _T:
+        """Do `work` while the buffer's GPU is the current one."""
+        index = self.config.device.index
+        if index is None or torch.cuda.current_device() == index:  # the CPU has no index here
+            return work()
+        with torch.cuda.device(index):
+            return work()
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _alone(self, work: Callable[[], _T]) -> _T:
         """Let one call in at a time; threads queue, a call from within a call is refused."""
         if os.getpid() != self._pid:
             raise ForkError(f"this buffer was made by process {self._pid} before a fork; make a new one in the child")
@@ -426,8 +440,7 @@ class Buffer:
                     raise InvalidState("the buffer is closed; make a new one")
                 self._owner = me
                 try:
-                    with self._on_device():
-                        yield
+                    return self._on_device(work)
                 finally:
                     self._owner = None
         finally:

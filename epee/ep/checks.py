@@ -7,7 +7,7 @@ data; expert ids are looked at once (`aminmax`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ from .layout import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan
 from .order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
 
 
-@dataclass(frozen=True)
-class PayloadRows:
+class PayloadRows(NamedTuple):
     """A payload as it is moved.
 
     Attributes:
@@ -36,8 +35,7 @@ class PayloadRows:
     scale_dtype: torch.dtype | None = None
 
 
-@dataclass(frozen=True)
-class DispatchCall:
+class DispatchCall(NamedTuple):
     """A checked dispatch: fresh routing or a cached one (`handle`), never both.
 
     Attributes:
@@ -57,8 +55,7 @@ class DispatchCall:
     mask: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class CombineCall:
+class CombineCall(NamedTuple):
     """A checked combine.
 
     Attributes:
@@ -95,9 +92,9 @@ def check_run(run: RunOptions) -> RunOptions:
     num_sms = run.num_sms
     if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1):
         raise InvalidArgument(f"num_sms must be an int of at least 1 or None, got {num_sms!r}")
-    for name in ("async_op", "sync"):
-        if not isinstance(getattr(run, name), bool):
-            raise InvalidArgument(f"{name} must be True or False, got {getattr(run, name)!r}")
+    for name, value in (("async_op", run.async_op), ("sync", run.sync)):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name} must be True or False, got {value!r}")
     return run
 
 
@@ -121,7 +118,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> torch.Tensor:
-    """Return `value` detached.
+    """Return `value`, detached where it needs a gradient.
 
     Raises:
         InvalidArgument: it is no dense tensor on `device` of one of `dtypes` and of `shape` (None: any extent).
@@ -133,14 +130,23 @@ def check_tensor(
         raise InvalidArgument(f"{name} must be on {where} like this buffer, got {value.device}; call {remedy}")
     if value.layout != torch.strided or value.is_conj() or value.is_neg():
         raise InvalidArgument(f"{name} must be a plain dense tensor, got {value.layout}; call .to_dense() first")
+    got = value.shape
     if value.dtype not in dtypes:
         raise InvalidArgument(
-            f"{name} must be {_wanted(shape, dtypes)}, got {value.dtype} {list(value.shape)}; call .to({dtypes[0]})"
+            f"{name} must be {_wanted(shape, dtypes)}, got {value.dtype} {list(got)}; call .to({dtypes[0]})"
         )
-    got = value.shape
-    if len(got) != len(shape) or any(want is not None and want != got[at] for at, want in enumerate(shape)):
+    if got != shape and not _fits(got, shape):
         raise InvalidArgument(f"{name} must be {_wanted(shape, dtypes)}, got {value.dtype} {list(got)}")
-    return value.detach()
+    return value.detach() if value.requires_grad else value
+
+
+def _fits(got: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    if len(got) != len(shape):
+        return False
+    for extent, want in zip(got, shape, strict=True):  # noqa: SIM110 - a generator costs more than the comparison
+        if want is not None and want != extent:
+            return False
+    return True
 
 
 def _wanted(shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> str:
@@ -179,8 +185,9 @@ def check_rows(name: str, values: torch.Tensor) -> torch.Tensor:
         InvalidArgument: its rows have gaps, or do not begin at multiples of 16 bytes.
     """
     if values.numel():
-        steps = values.stride(1) if values.shape[1] > 1 else 1, values.stride(0) if values.shape[0] > 1 else 0
-        if steps[0] != 1 or steps[1] * values.itemsize % 16 or values.data_ptr() % 16:
+        (num_rows, num_columns), (row_step, step) = values.shape, values.stride()
+        has_gaps = step != 1 and num_columns > 1
+        if has_gaps or (row_step * values.itemsize % 16 and num_rows > 1) or values.data_ptr() % 16:
             raise InvalidArgument(
                 f"{name} must have rows without gaps that begin at multiples of 16 bytes, as the GPU copies them in "
                 f"one piece; got strides {list(values.stride())} at an address that is {values.data_ptr() % 16} "
@@ -243,8 +250,9 @@ def check_dispatch(
 ) -> DispatchCall:
     """Check the routing of a dispatch and plan it."""
     num_tokens = payload.rows.shape[0]
-    given = [name for name, value in _routings(topk_idx, is_token_in_rank, handle) if value is not None]
-    if len(given) != 1:
+    if (topk_idx is None) + (is_token_in_rank is None) + (handle is None) != 2:
+        routings = {"topk_idx": topk_idx, "is_token_in_rank": is_token_in_rank, "handle": handle}
+        given = [name for name, value in routings.items() if value is not None]
         raise InvalidArgument(
             f"dispatch needs exactly one of topk_idx, is_token_in_rank and handle, got {', '.join(given) or 'none'}"
         )
@@ -263,10 +271,6 @@ def check_dispatch(
     check_topk_idx(idx, config.num_experts)
     plan = plan_by_rank(idx, config) if layout == "rank" else plan_by_expert(idx, config)
     return DispatchCall(payload, layout, expert_alignment, idx, weights, plan, None)
-
-
-def _routings(topk_idx: object, mask: object, handle: object) -> list[tuple[str, object]]:
-    return [("topk_idx", topk_idx), ("is_token_in_rank", mask), ("handle", handle)]
 
 
 def _check_alignment(expert_alignment: object) -> None:
@@ -377,7 +381,7 @@ def _check_lanes(config: BufferConfig, handle: Handle, order: CombineOrder) -> t
 
 
 def _check_out(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> None:
-    if _overlaps_itself(out):
+    if not out.is_contiguous() and _overlaps_itself(out):
         raise InvalidArgument("out must not overlap itself (expanded?), got strides that do; give a .clone()")
     for name, other in (("y", y), ("topk_weights", weights)):
         if other is not None and _overlap(out, other):
@@ -386,13 +390,18 @@ def _check_out(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None)
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Tell whether the spans of memory of two tensors meet."""
-    spans = []
-    for tensor in (first, second):
-        if tensor.numel() == 0:
-            return False
-        reach = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-        spans.append((tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize))
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+    start, other_start = first.data_ptr(), second.data_ptr()
+    end, other_end = start + _span_bytes(first), other_start + _span_bytes(second)
+    return start < other_end and other_start < end and start < end and other_start < other_end
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to behind its last; 0 for an empty one."""
+    count = tensor.numel()
+    if count == 0 or tensor.is_contiguous():
+        return count * tensor.itemsize
+    reach = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.itemsize
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

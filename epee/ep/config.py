@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -60,7 +61,7 @@ class BufferConfig:
     path: str = "cpu"
     device: torch.device = CPU
 
-    @property
+    @cached_property
     def is_cuda(self) -> bool:
         """Whether GPU kernels move the rows."""
         return self.path == "cuda"
@@ -84,7 +85,7 @@ class BufferConfig:
                 f"dtype must be one of {names}, got {self.dtype}; FP8 pairs travel in a buffer of a wider dtype"
             )
 
-    @property
+    @cached_property
     def num_local_experts(self) -> int:
         """Experts that one rank owns."""
         return self.num_experts // self.num_ranks

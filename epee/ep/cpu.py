@@ -339,7 +339,7 @@ class CpuPath:
             num_tokens_per_expert=handle.num_tokens_per_expert,
             handle=handle,
             event=DONE,
-            got=torch.ones(self.config.num_ranks, dtype=torch.bool),
+            num_ranks=self.config.num_ranks,
         )
 
     def _result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:

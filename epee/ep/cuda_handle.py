@@ -18,7 +18,7 @@ from .throughput_params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_R
 from .throughput_types import ThroughputHandle
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CudaHandle(Handle):
     """Remembers one GPU dispatch.
 

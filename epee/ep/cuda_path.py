@@ -14,8 +14,7 @@ A crash leaves kernels of the peers waiting; the time-out ends them, or the host
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -136,7 +135,8 @@ class CudaPath:
     def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch; raises as `Buffer.dispatch`."""
         known = None if call.handle is None else _own(call.handle)
-        if run.sync and known is None and self._platform.is_capturing():
+        is_capturing = self._platform.is_capturing()
+        if run.sync and known is None and is_capturing:
             raise InvalidState(
                 "a dispatch that waits for its counts cannot be recorded in a CUDA graph; pass sync=False"
             )
@@ -144,19 +144,26 @@ class CudaPath:
         options = DispatchOptions(call.layout, call.expert_alignment, is_exact, run.num_sms, _seconds_to(deadline))
         route = call.topk_idx if call.mask is None else call.mask
         payload = call.payload
-        num_copies = self._core.num_copies
-        with self._facing_death("dispatch"):
-            got = self._core.dispatch(
+        core = self._core
+        num_copies = core.num_copies
+        self._face_death("dispatch", is_capturing)
+        try:
+            got = core.dispatch(
                 payload.rows, payload.scales, route, call.topk_weights, None if known is None else known.core, options
             )
-            self._check_early()
-        self.num_copied += self._core.num_copies - num_copies
+            if not is_capturing:
+                core.check()  # what the kernels of this call have reported already
+        except EpeeError as error:
+            self._blame_death("dispatch", error, is_capturing)
+            raise
+        self.num_copied += core.num_copies - num_copies
         handle = self._handle(call, got, known)
         x = _payload(got, payload.scale_dtype)
-        inputs = (payload.rows, payload.scales, route, call.topk_weights)
-        values = x if isinstance(x, tuple) else (x,)
-        kept = (handle.core.words, handle.row_src_rank, handle.row_src_token, handle.row_src_k)
-        got.readers.extend(lane.keep(inputs, (*values, got.topk_idx, got.topk_weights, *kept)))
+        if lane.is_own:
+            inputs = (payload.rows, payload.scales, route, call.topk_weights)
+            values = x if isinstance(x, tuple) else (x,)
+            kept = (handle.core.words, handle.row_src_rank, handle.row_src_token, handle.row_src_k)
+            got.readers.extend(lane.keep(inputs, (*values, got.topk_idx, got.topk_weights, *kept)))
         return Dispatched(
             x=x,
             topk_idx=got.topk_idx,
@@ -164,7 +171,7 @@ class CudaPath:
             num_tokens_per_expert=handle.num_tokens_per_expert,
             handle=handle,
             event=lane.event(self.config.device, got.readers[0]),
-            got=torch.ones(self.config.num_ranks, dtype=torch.bool),
+            num_ranks=self.config.num_ranks,
             readers=got.readers,
         )
 
@@ -172,20 +179,32 @@ class CudaPath:
         """Run one combine; raises as `Buffer.combine`."""
         handle = _own(call.handle)
         bias = call.bias
-        if len({item.dtype for item in bias}) > 1:
+        if len(bias) > 1 and bias[0].dtype != bias[1].dtype:
             bias = tuple(item.float() for item in bias)  # exact, and what the sum is in
         order = None if call.order is RANKS_THEN_BIAS else call.order
         options = CombineOptions(run.num_sms, _seconds_to(deadline), order)
-        with self._facing_death("combine"):
+        is_capturing = self._platform.is_capturing()
+        self._face_death("combine", is_capturing)
+        try:
             out, weights = self._core.combine(call.y, handle.core, call.topk_weights, bias, call.out, options)
-            self._check_early()
-        lane.keep((call.y, call.topk_weights, *bias, handle.core.words), (out, weights))
+            if not is_capturing:
+                self._core.check()  # what the kernels of this call have reported already
+        except EpeeError as error:
+            self._blame_death("combine", error, is_capturing)
+            raise
+        if lane.is_own:
+            lane.keep((call.y, call.topk_weights, *bias, handle.core.words), (out, weights))
         return Combined(out, weights, lane.event(self.config.device, self._platform.stream()))
 
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]`: lent memory, or ordinary memory when none is free."""
-        with self._facing_death("combine_input"):
+        is_capturing = self._platform.is_capturing()
+        self._face_death("combine_input", is_capturing)
+        try:
             place = self._core.combine_input(_own(handle).core, dtype)
+        except EpeeError as error:
+            self._blame_death("combine_input", error, is_capturing)
+            raise
         if place is not None:
             return place
         return torch.empty(handle.num_recv, self.config.hidden, dtype=dtype, device=self.config.device)
@@ -200,8 +219,13 @@ class CudaPath:
 
     def check(self) -> None:
         """Raise what the kernels have reported since the last look."""
-        with self._facing_death("check"):
+        is_capturing = self._platform.is_capturing()
+        self._face_death("check", is_capturing)
+        try:
             self._core.check()
+        except EpeeError as error:
+            self._blame_death("check", error, is_capturing)
+            raise
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
@@ -224,24 +248,16 @@ class CudaPath:
         if self._is_closing() or self._watch.dead():
             self._core.abort()
 
-    def _check_early(self) -> None:
-        """Raise what the kernels of this call have reported already."""
-        if not self._platform.is_capturing():
-            self._core.check()
-
-    @contextmanager
-    def _facing_death(self, op: str) -> Iterator[None]:
-        """Refuse calls once a rank is dead; name the death where it is the cause of another error."""
-        is_capturing = self._platform.is_capturing()
+    def _face_death(self, op: str, is_capturing: bool) -> None:
+        """Refuse a call once a rank is dead."""
         if not is_capturing and (dead := self._watch.dead()):
             raise self._death(op, dead)
-        try:
-            yield
-        except EpeeError as error:
-            is_caused_here = is_capturing or self._is_closing() or isinstance(error, (PeerError, InvalidArgument))
-            if not is_caused_here and (dead := self._watch.dead()):
-                raise self._death(op, dead) from error
-            raise
+
+    def _blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
+        """Raise that a rank is dead where that is the cause of `error`."""
+        is_caused_here = is_capturing or self._is_closing() or isinstance(error, (PeerError, InvalidArgument))
+        if not is_caused_here and (dead := self._watch.dead()):
+            raise self._death(op, dead) from error
 
     def _death(self, op: str, dead: tuple[int, ...]) -> RankFailedError:
         seq, epoch = self._core.num_calls, self.control.exchange.epoch

@@ -26,6 +26,8 @@ class Event:
         recorded: a CUDA event behind that work, if there is one.
     """
 
+    __slots__ = ("__weakref__", "_device", "_recorded", "_stream")
+
     def __init__(
         self, device: torch.device | None = None, stream: int = 0, recorded: torch.cuda.Event | None = None
     ) -> None:

@@ -35,7 +35,7 @@ def _by_k(slots: torch.Tensor, rows: torch.Tensor, num_topk: int) -> list[tuple[
     return [(idx, tokens[idx], part) for idx, part in enumerate(rows[order].split(counts)) if len(part)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: to set the fields of frozen ones takes the host eight times as long
 class Handle(ABC):
     """Remembers where the rows of one dispatch went.
 
@@ -111,7 +111,7 @@ class Handle(ABC):
         """Return a handle of the same rows whose weights are all one (what the gradient of a dispatch needs)."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class HostHandle(Handle):
     """The handle of CPU tensors: the rows that this rank sends, and where all rows lie."""
 
@@ -208,7 +208,7 @@ class HostHandle(Handle):
         return torch.full((self.num_recv,), -1, dtype=torch.int64).index_copy_(0, rows, values)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Dispatched:
     """What this rank received.
 
@@ -222,8 +222,8 @@ class Dispatched:
         num_tokens_per_expert: one int per local expert, rounded up to `expert_alignment`.
         handle: for combine and for cached dispatches.
         event: the end of the call; `event.wait()` makes the current stream wait for it. CPU calls are done at once.
+        num_ranks: of the buffer.
         readers: raw handles of the streams that may read the rows; see `record_stream`.
-        got: `[num_ranks]` bool: whose rows are in.
     """
 
     x: Payload
@@ -232,8 +232,13 @@ class Dispatched:
     num_tokens_per_expert: list[int]
     handle: Handle
     event: Event
-    got: torch.Tensor
+    num_ranks: int
     readers: list[int] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def got(self) -> torch.Tensor:
+        """`[num_ranks]` bool, on the CPU: whose rows are in."""
+        return torch.ones(self.num_ranks, dtype=torch.bool)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the result until work that is on `stream` when it dies is done (as for torch's tensors).
@@ -248,7 +253,7 @@ class Dispatched:
                 tensor.record_stream(stream)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Combined:
     """What came back for this rank's tokens.
 

@@ -7,17 +7,16 @@ call runs at once, after the host has waited for `previous_event`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
 from .event import DONE, Event, check_event
 
 
-@dataclass(frozen=True)
-class RunOptions:
+class RunOptions(NamedTuple):
     """How a call runs; these need not be equal on all ranks.
 
     Attributes:
@@ -34,7 +33,23 @@ class RunOptions:
 
 
 class Lane:
-    """The stream of one call that runs on the host, or on a GPU's current stream."""
+    """The stream of one call that runs on the host, or on a GPU's current stream.
+
+    What is put on the current stream inside of it (`with`) is the call's work.
+
+    Attributes:
+        is_own: whether it is the buffer's own stream, so that `keep` has something to do.
+    """
+
+    is_own = False
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
 
     def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
         """Note what the call reads and what it returns; returns raw streams that will read the results beside its own.
@@ -53,9 +68,21 @@ _CURRENT = Lane()
 
 
 class _OwnLane(Lane):
+    is_own = True
+
     def __init__(self, caller: torch.cuda.Stream, own: torch.cuda.Stream) -> None:
         self._caller = caller
         self._own = own
+        self._inside = torch.cuda.stream(own)
+
+    def __enter__(self) -> Lane:
+        self._inside.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._inside.__exit__(kind, error, traceback)
 
     def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
         for tensors, stream in ((inputs, self._own), (results, self._caller)):
@@ -87,33 +114,28 @@ class Lanes:
             self._own = torch.cuda.Stream(self._device)
         return self._own
 
-    @contextmanager
-    def lane(self, run: RunOptions) -> Iterator[Lane]:
-        """Run a call: what is put on the current stream inside is the call's work.
+    def lane(self, run: RunOptions) -> Lane:
+        """Return where a call runs, behind what it has to wait for.
 
         Raises:
             InvalidArgument: `previous_event` is no event.
         """
         event = check_event(run.previous_event)
         if event is None and not run.async_op:
-            yield _CURRENT
-            return
+            return _CURRENT
         if self._device.type != "cuda":
             if event is not None:
                 event.synchronize()
-            yield _CURRENT
-            return
+            return _CURRENT
         caller = torch.cuda.current_stream(self._device)
         if not run.async_op:
             _wait(event, caller)
-            yield _CURRENT
-            return
+            return _CURRENT
         own = self.own_stream()
         if event is None:
             own.wait_stream(caller)
         _wait(event, own)
-        with torch.cuda.stream(own):
-            yield _OwnLane(caller, own)
+        return _OwnLane(caller, own)
 
 
 def _wait(event: Event | torch.cuda.Event | None, stream: torch.cuda.Stream) -> None:

@@ -203,7 +203,8 @@ def set_payload(
     if payload.topk_weights is not None:
         # An empty tensor's address is 0, which would say "no weights" to the expanders of a rank without tokens.
         a.weights_of = payload.topk_weights.data_ptr() or handle.words.data_ptr()
-    a.x, a.x_stride = payload.x.data_ptr(), payload.x.stride(0) * payload.x.element_size()
+    x = payload.x
+    a.x, a.x_stride = x.data_ptr(), x.stride()[0] * x.itemsize
     a.num_scales = payload.num_scales
     if payload.scales is not None:
         a.scales = payload.scales.data_ptr()
@@ -272,11 +273,11 @@ def view_slot(
     """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot."""
     config, offsets = machine.config, machine.offsets
     rows = config.max_recv_rows if handle.num_recv is None else handle.num_recv
-    base = machine.landing() if taken is None else machine.lease(taken)
+    most, views = config.max_recv_rows, machine.views(taken)
 
     def field(name: str, dtype: torch.dtype, columns: int) -> torch.Tensor:
-        view = base.view(dtype).as_strided((rows, columns), (columns, 1), offsets[name] // dtype.itemsize)
-        return view if taken is not None else view.clone()
+        alias = views.alias(dtype, offsets[name], (most, columns), rows)
+        return alias if taken is not None else alias.clone()
 
     num_topk, num_scales = config.num_topk, payload.num_scales
     got = Received(

@@ -43,6 +43,7 @@ from .throughput_report import ReasonOf, take_report
 from .throughput_share import Share
 from .throughput_slots import SlotPool
 from .throughput_types import ThroughputHandle
+from .throughput_views import SlotViews
 
 DEFAULT_SMS = 24
 NUM_MAILBOXES = 16
@@ -130,6 +131,7 @@ class Machine:
         self.slots = self._share((config.num_slots + 1) * config.slot_bytes)
         self._expert: ExpertPlace | None = None
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
+        self._report_codes = self._report.words[::REPORT_WORDS]
         self._abort = platform.host_words(1)
         self._mailbox_words = -(-config.info_words // 2)
         self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
@@ -144,6 +146,8 @@ class Machine:
         self.plans: dict[tuple[object, ...], Any] = {}
         self._kept: dict[int, weakref.ref[KeptRows]] = {}  # of the last result in each slot
         self._slot_words: dict[int, torch.Tensor] = {}
+        self._views: dict[int, SlotViews] = {}
+        self._lent: dict[int, Taken] = {}  # slots whose aliases are looked after
         self._calls: dict[str, Any] = {}
         for name, kernel in self._kernels.items():
             is_few = name == FEW_KERNEL
@@ -208,6 +212,8 @@ class Machine:
 
     def check(self) -> None:
         """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
+        if not any(self._report_codes):
+            return
         error = take_report(self._report.words, self.config.rank, self.reason_of)
         if error is not None:
             while (later := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
@@ -275,6 +281,8 @@ class Machine:
     def take(self, stream: int, is_granted: bool) -> Taken | None:
         """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
         call = self.num_calls + 1 if is_granted else None
+        for idle in [slot for slot in self._lent if self._views[slot].is_idle()]:
+            self._lent.pop(idle)()  # its result has died
         if self.is_capturing:
             return self._take_for_graph(stream, call)
         slot = self.pool.take(stream, call)
@@ -313,10 +321,16 @@ class Machine:
         slot_bytes = self.config.slot_bytes
         self.poison(self.slots[self.config.rank], slot * slot_bytes, slot_bytes)
 
-    def landing(self) -> torch.Tensor:
-        """Return the bytes of the landing slot, for a result that is copied out at once."""
-        config = self.config
-        return self.slots[config.rank].lease(self.pool.landing * config.slot_bytes, config.slot_bytes, None)
+    def views(self, taken: Taken | None) -> SlotViews:
+        """Return the tensors over a slot, which goes back to the pool when their aliases have died; those over the
+        landing slot for None."""
+        slot = self.pool.landing if taken is None else taken.slot
+        views = self._views.get(slot)
+        if views is None:
+            views = self._views[slot] = SlotViews(self._lease(slot, None))
+        if taken is not None:
+            self._lent[slot] = taken
+        return views
 
     def kept_rows(self, taken: Taken | None, num_rows: int, has_topk: bool, readers: list[int]) -> KeptRows:
         """Return what the handle of a result may be asked for later; in the landing slot it is copied at once."""
@@ -324,8 +338,7 @@ class Machine:
         slot = self.pool.landing if taken is None else taken.slot
         words = self._slot_words.get(slot)
         if words is None:
-            bytes_ = self.slots[config.rank].lease(slot * config.slot_bytes, config.slot_bytes, None)
-            words = self._slot_words[slot] = bytes_.view(torch.int64)
+            words = self._slot_words[slot] = self._lease(slot, None).view(torch.int64)
         places = self.offsets["topk_idx"] // 8 if has_topk else None, self.offsets["src_token"] // 8
         is_graphs = taken is not None and taken.is_graphs
         stream = None if is_graphs else self.platform.stream
@@ -338,14 +351,19 @@ class Machine:
 
     def lease(self, taken: Taken) -> torch.Tensor:
         """Return the bytes of a slot; it goes back to the pool when the last view has died."""
-        config = self.config
-        return self.slots[config.rank].lease(taken.slot * config.slot_bytes, config.slot_bytes, taken)
+        return self._lease(taken.slot, taken)
+
+    def _lease(self, slot: int, released: Callable[[], None] | None) -> torch.Tensor:
+        slot_bytes = self.config.slot_bytes
+        return self.slots[self.config.rank].lease(slot * slot_bytes, slot_bytes, released)
 
     def close(self) -> None:
         """Give up all memory; tensors over it keep what they use. Idempotent."""
         self.is_closed = True
         self._share_of_gpu.leave()
         self._slot_words.clear()
+        self._views.clear()
+        self._lent.clear()
         for region in self._regions:
             region.close()
 

@@ -25,12 +25,15 @@ MAX_LAYOUT_BLOCKS = 32
 MAX_FEW_TOKENS = 512  # that a rank may send by the one-kernel dispatch
 MAX_FEW_WARPS = 16
 NUM_REPORTS = 8
+REMEMBERED_CALLS = 8  # whose words of a peer outlive the peer's later calls
 REPORT_WORDS = 8
 COUNTS_HEADER_WORDS = 8
 COUNTS_ROW_WORDS = COUNTS_HEADER_WORDS + MAX_EXPERTS + MAX_RANKS
 # Words of the numbers that a dispatch reports (device and pinned host): 0-1 state, 1 good and 2 failed; then these.
 RECV_INFO_ROWS, RECV_INFO_EXPANDED, RECV_INFO_COUNTS = 2, 3, 4
 GRID_TIMEOUT_NS = 2_000_000_000  # the blocks of one GPU wait for each other no longer than this
+# A call's end waits that much longer than a time-out for its own blocks: other programs' kernels may keep their places.
+OWN_BLOCKS_TIMEOUT_NS = 60_000_000_000
 
 _PTR = ctypes.c_uint64
 _INT = ctypes.c_int32
@@ -155,9 +158,9 @@ _U64, _I32 = torch.int64, torch.int32
 _CONTROL_FIELDS = (
     Field("counts", _U64, (2, MAX_RANKS, COUNTS_ROW_WORDS), 128),
     Field("dispatch_done", _U64, (MAX_RANKS, MAX_BLOCKS), 128),
-    Field("combine_ready", _U64, (MAX_RANKS,), 128),
+    Field("combine_ready", _U64, (REMEMBERED_CALLS, MAX_RANKS), 128),
     Field("combine_done", _U64, (MAX_RANKS, MAX_BLOCKS), 128),
-    Field("combine_failed", _U64, (MAX_RANKS,), 128),
+    Field("combine_failed", _U64, (REMEMBERED_CALLS, MAX_RANKS), 128),
     Field("barrier", _U64, (MAX_RANKS,), 128),
     Field("streams", _U64, (MAX_RANKS, MAX_CHANNELS, 2), 128),
     Field("staged", _U64, (MAX_RANKS, MAX_STAGED_CHUNKS), 128),
@@ -189,6 +192,7 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
         "kMaxStagedChunks": MAX_STAGED_CHUNKS,
         "kStagedRows": STAGED_ROWS,
         "kNumReports": NUM_REPORTS,
+        "kRememberedCalls": REMEMBERED_CALLS,
         "kCountsHeaderWords": COUNTS_HEADER_WORDS,
         "kCountsRowWords": COUNTS_ROW_WORDS,
         "kRecvInfoRows": RECV_INFO_ROWS,
@@ -197,6 +201,7 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
         "kReducerWarps": reducer_warps,
         "kReducerThreads": 32 * reducer_warps,
         "kGridTimeoutNs": GRID_TIMEOUT_NS,
+        "kOwnBlocksTimeoutNs": OWN_BLOCKS_TIMEOUT_NS,
         "kMaxFewTokens": MAX_FEW_TOKENS,
         "kMaxFewWarps": MAX_FEW_WARPS,
         "kStallOneIn": stall_one_in,

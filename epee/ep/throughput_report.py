@@ -9,6 +9,7 @@ from ..errors import (
     CommTimeoutError,
     EpeeError,
     InvalidArgument,
+    InvalidState,
     MismatchError,
     ProtocolError,
     context,
@@ -26,7 +27,7 @@ REFUSED_BAD_HANDLE, REFUSED_BROKEN_GRID = 4, 5
 _OTHER = {"dispatch": "combine", "combine": "dispatch"}
 _REFUSALS = {
     REFUSED_INVALID_ARGUMENT: "an argument was invalid",
-    REFUSED_BAD_HANDLE: "the dispatch that it combines had failed there",
+    REFUSED_BAD_HANDLE: "the dispatch whose handle it uses had failed there",
     REFUSED_BROKEN_GRID: "the blocks of its counting kernel did not meet",
     BAD_EXPERT: "topk_idx holds a bad expert id",
 }
@@ -39,6 +40,7 @@ _WAITS = {
     5: "the end of its reading",
     6: "its arrival",
     7: "the other blocks of its counting kernel",
+    8: "the other blocks of its kernel",
     9: "a load of this GPU",
 }
 
@@ -66,6 +68,11 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
         return MismatchError(
             f"{context(calls[0][1], seq=seq)}: ranks disagree about op: rank {calls[0][0]} has {calls[0][1]}, "
             f"rank {calls[1][0]} has {calls[1][1]}; all ranks must make the same calls in the same order"
+        )
+    if code == REFUSED and got == REFUSED_BAD_HANDLE and src == rank:
+        return InvalidState(
+            f"{context(name, rank=rank, seq=seq)}: the dispatch that made this handle has failed, so there is nothing "
+            "to go by; dispatch again"
         )
     if code == REFUSED and reason_of is not None and (reason := reason_of(src, seq)):
         return MismatchError(f"{context(name, seq=seq)}: rank {src} refused its call, so nobody's took place: {reason}")

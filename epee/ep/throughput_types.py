@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -37,10 +37,16 @@ class ThroughputHandle:
     has_weights: bool
     num_recv: int | None = None
     num_tokens_per_expert: list[int] | None = None
+    _addresses: bytes = field(default=b"", init=False, repr=False)
 
-    @cached_property
+    @property
     def addresses(self) -> bytes:
         """Where the kernels find its parts: `throughput_params._HANDLE_NAMES`, 0 for what it does not have."""
+        if not self._addresses:
+            self._addresses = self._find_parts()
+        return self._addresses
+
+    def _find_parts(self) -> bytes:
         base, space = self.words.data_ptr(), self.space
         return _ADDRESSES.pack(
             base + 4 * space.send_prefix,
@@ -103,8 +109,7 @@ class Received:
         return self.row_src_token if self.kept is None else self.kept.src_token
 
 
-@dataclass(frozen=True)
-class DispatchOptions:
+class DispatchOptions(NamedTuple):
     """How a dispatch runs.
 
     Attributes:
@@ -120,8 +125,7 @@ class DispatchOptions:
     timeout_s: float = 30.0
 
 
-@dataclass(frozen=True)
-class CombineOptions:
+class CombineOptions(NamedTuple):
     """How a combine runs.
 
     Attributes:

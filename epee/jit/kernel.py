@@ -93,7 +93,9 @@ class Kernel:
         if stream != self._stream:
             config.hStream = cu.CUstream(stream)
             self._stream = stream
-        check(cu.cuLaunchKernelEx(config, self._function, self._argv_address, 0), f"launch {grid} blocks of {block}")
+        result = cu.cuLaunchKernelEx(config, self._function, self._argv_address, 0)
+        if result[0]:
+            check(result, f"launch {grid} blocks of {block}")
 
 
 def _early() -> Any:

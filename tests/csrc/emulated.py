@@ -108,6 +108,12 @@ class EmulatedPlatform:
     def __init__(self, num_sms: int = 3, shared_bytes: int = 24 << 10) -> None:
         self.device = torch.device("cpu")
         self.limits = Limits(num_sms, shared_bytes, MAX_WARPS)
+        self._libraries: dict[str, ctypes.CDLL] = {}
+
+    def pause(self, file: str, place: int, seconds: float) -> None:
+        """Let threads of this process stand still at a place of the kernels of a file; see `emulated_pause_us`."""
+        pauses = (ctypes.c_uint * 16).in_dll(self._libraries[f"kernels/throughput_{file}.cuh"], "emulated_pause_us")
+        pauses[place] = int(seconds * 1e6)
 
     def create(self, nbytes: int) -> EmulatedRegion:
         return EmulatedRegion(HostRegion.create(nbytes, "emulated"))
@@ -117,6 +123,7 @@ class EmulatedPlatform:
 
     def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> dict[str, EmulatedKernel]:
         library = build(path, head, tuple((name, struct.__name__) for name, struct in params.items()))
+        self._libraries[path] = library
         return {name: EmulatedKernel(getattr(library, f"launch_{name}"), struct) for name, struct in params.items()}
 
     def host_words(self, count: int) -> EmulatedWords:

@@ -103,10 +103,17 @@ def expert_output(x: torch.Tensor, rank: int, case: Case) -> torch.Tensor:
 
 
 def make_buffer(
-    case: Case, rank: int, platform_name: str, num_slots: int = 2, max_recv_rows: int = 0, stall_one_in: int = 0
+    case: Case,
+    rank: int,
+    platform_name: str,
+    num_slots: int = 2,
+    max_recv_rows: int = 0,
+    stall_one_in: int = 0,
+    num_sms: int = 3,
 ) -> Throughput:
-    """The rank's end of a buffer, its memory filled with 0xFF; for `stall_one_in` see `kernel_head`."""
-    platform = EmulatedPlatform() if platform_name == "emulated" else CudaPlatform(torch.device("cuda", rank))
+    """The rank's end of a buffer, its memory filled with 0xFF; for `stall_one_in` see `kernel_head`. `num_sms` are the
+    multiprocessors of an emulated GPU."""
+    platform = EmulatedPlatform(num_sms) if platform_name == "emulated" else CudaPlatform(torch.device("cuda", rank))
     platform.limits = replace(platform.limits, stall_one_in=stall_one_in)
     most = max(1, *case.num_tokens)
     rows = default_expanded_rows(case.num_ranks * most, case.num_topk, case.num_local_experts, case.expert_alignment)

@@ -11,7 +11,7 @@ import torch
 from epee import reference
 from epee.ep.throughput import Throughput
 from epee.ep.throughput_types import CombineOptions, DispatchOptions, Received
-from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, MismatchError
+from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
 from tests.csrc.emulated import all_gather_bytes
 from tests.csrc.throughput_cases import Case, expect_equal, expert_output, inputs_of, make_buffer
 from tests.harness import run_ranks
@@ -248,9 +248,10 @@ def check_slot_of_failed_dispatch_holds_no_combine_input_until_all_have_left_it(
 def check_combine_behind_a_failed_dispatch_is_refused(platform: str) -> None:
     """A handle of a dispatch that failed is not used: the peers are told, and everybody goes on."""
     (mine, rows), (peers, _) = run_ranks(combine_of_failed, 2, platform, timeout_s=200)
-    assert mine == ("", "")  # the dispatch's error was this rank's
+    assert mine[0] == InvalidState.__name__
+    assert "the dispatch that made this handle has failed" in mine[1]
     assert peers[0] == MismatchError.__name__
-    assert "rank 0 refused the call, the dispatch that it combines had failed there" in peers[1]
+    assert "rank 0 refused the call, the dispatch whose handle it uses had failed there" in peers[1]
     assert rows > 0
 
 

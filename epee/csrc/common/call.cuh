@@ -6,8 +6,9 @@
 // kernel advances, so that a captured graph has a new tag at every replay.
 //
 //   written by peers: counts (two parities), dispatch_done and combine_done (a flag for
-//                     each block), combine_ready, combine_failed (the peer gave this combine up), barrier, streams
-//                     (progress of a sender, expert layout only), staged (progress of a copy)
+//                     each block), combine_ready, combine_failed (the peer gave this combine up; both for each of the
+//                     last calls, as a rank whose calls fail runs ahead of a slow reader), barrier, streams (progress
+//                     of a sender, expert layout only), staged (progress of a copy)
 //   written locally:  seq, failed (tag of the last call that failed), exchanged (tag of the last call that all ranks
 //                     were seen to join), reported, grid words, grants, scratch
 //
@@ -72,6 +73,23 @@ DEVICE bool is_later(u64 word, u64 tag) {
 DEVICE u64* counts_row(const Call& call, int owner, int src_rank, u64 tag) {
   const u64 row = (tag & 1) * kMaxRanks + static_cast<u64>(src_rank);
   return control_words(call, owner, kControlCountsOffset) + row * kCountsRowWords;
+}
+
+/// The word of rank `src_rank` for call `tag` in the memory of `owner`: later calls of that rank do not overwrite it
+/// before the `kRememberedCalls`-th.
+DEVICE u64* call_word(const Call& call, int owner, u64 offset, int src_rank, u64 tag) {
+  return control_words(call, owner, offset) + tag % kRememberedCalls * kMaxRanks + static_cast<u64>(src_rank);
+}
+
+/// Whether rank `peer` has given up combine `tag`, or is so far ahead that it must have.
+DEVICE bool has_given_up(const Call& call, u64 tag, int peer) {
+  return ld_acquire_sys(call_word(call, call.rank, kControlCombineFailedOffset, peer, tag)) >= tag;
+}
+
+/// Tells rank `peer` that this rank has left combine `tag` without having heard from everybody: what is pulled from it
+/// from then on is no row.
+DEVICE void tell_given_up(const Call& call, u64 tag, int peer) {
+  st_release_sys(call_word(call, peer, kControlCombineFailedOffset, call.rank, tag), tag);
 }
 
 /// Whether an earlier kernel or block of this call failed.
@@ -153,6 +171,18 @@ DEVICE bool wait_for(const Call& call, u64 tag, const u64* word, u64 want, int p
   }
 }
 
+/// Waits until a block of this very grid has announced itself, also when the call has failed or is aborted: a block
+/// that began behind the end of its call would take part in the next one. Blocks end when their own waits do, so this
+/// is bounded by them, and by the time until the GPU has a place for the block.
+DEVICE void wait_own_block(const Call& call, u64 tag, const u64* flag) {
+  const u64 start = global_time_ns();
+  while (ld_acquire_sys(flag) != tag) {
+    if (global_time_ns() - start < call.timeout_ns + kOwnBlocksTimeoutNs) continue;
+    report_failure(call, tag, {kTimeout, call.rank, tag, *flag, 8});
+    return;
+  }
+}
+
 /// All blocks of the grid meet; memory written before is visible after, on this GPU. Needs co-resident blocks.
 /// Called by all threads. `word` counts arrivals and is zero again afterwards; `gate` receives the tag. A launch that
 /// starts all blocks together makes the bound of this wait a formality; passing it fails the call.
@@ -197,7 +227,12 @@ DEVICE void await_blocks(const Call& call, u64 tag, u64 flags_offset, const i32*
     const int rank = i % kNumRanks;  // neighbours wait for different ranks: most threads have one flag at most
     const int block = i / kNumRanks;
     const int count = rank == call.rank ? static_cast<int>(gridDim.x) : from_peers ? num_blocks[rank] : 0;
-    if (block < count) wait_for(call, tag, flags + rank * kMaxBlocks + block, tag, rank, where);
+    const u64* flag = flags + rank * kMaxBlocks + block;
+    if (block >= count) continue;
+    if (rank == call.rank)
+      wait_own_block(call, tag, flag);
+    else
+      wait_for(call, tag, flag, tag, rank, where);
   }
   __syncthreads();
 }

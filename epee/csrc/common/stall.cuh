@@ -10,6 +10,9 @@ constexpr u32 kMaxStallNs = 20000;  // longer than a small call takes, so that e
 
 /// All lanes of a warp, or some: the hash is the same for all.
 DEVICE void perhaps_stall(u64 tag, int rank, u32 place) {
+#ifndef __CUDACC__
+  emulation::pause(place);
+#endif
   if (kStallOneIn == 0) return;
   u64 hash = (tag * 8 + static_cast<u64>(rank)) << 24 ^ blockIdx.x << 16 ^ static_cast<u64>(warp_idx()) << 8 ^ place;
   hash = (hash ^ hash >> 31) * 0x9E3779B97F4A7C15ull;  // a multiplicative hash: neighbours must differ

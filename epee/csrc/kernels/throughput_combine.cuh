@@ -51,15 +51,26 @@ DEVICE u64 ready_word(u64 tag, u64 signature, u32 slot, u32 num_blocks) {
   return tag << 32 | (signature & 0xFFFF) << 16 | slot << 8 | num_blocks;
 }
 
+/// Whether a rank is in a later call. It tells of its calls in turn: then its word of this one has come, or never will.
+DEVICE bool has_passed(const Call& call, u64 tag, int rank) {
+  bool is_any = false;
+#pragma unroll 1
+  for (u64 i = 0; i < kRememberedCalls; ++i)
+    is_any |= is_later(ld_acquire_sys(call_word(call, call.rank, kControlCombineReadyOffset, rank, i)), tag);
+  return is_any;
+}
+
 /// Waits for a rank's ready word of this call. False, with a report, when it does not come.
 DEVICE bool wait_ready(const Call& call, u64 tag, int rank, u64& word) {
-  const u64* from = local_words(call, kControlCombineReadyOffset) + rank;
+  const u64* from = call_word(call, call.rank, kControlCombineReadyOffset, rank, tag);
   const u64 start = global_time_ns();
   for (u32 polls = 1;; ++polls) {
     word = ld_acquire_sys(from);
     if (word >> 32 == (tag & 0xFFFFFFFF)) return true;
     if (polls % kPollsPerLook) continue;
-    if (is_later(word, tag)) {
+    if (has_passed(call, tag, rank)) {
+      word = ld_acquire_sys(from);  // it may have come just now, the later one behind it
+      if (word >> 32 == (tag & 0xFFFFFFFF)) return true;
       report_failure(call, tag, {kRefused, rank, 0, kGaveUpCode, 3});
       return false;
     }
@@ -84,16 +95,18 @@ DEVICE void send_ready(const CombineParams& p, u64 tag, bool is_refused) {
     slot = kRefusedSlot;
     last = p.refused ? p.refused : static_cast<int>(kBadHandleCode);
   }
-  st_release_sys(control_words(p.call, peer, kControlCombineReadyOffset) + p.call.rank,
+  st_release_sys(call_word(p.call, peer, kControlCombineReadyOffset, p.call.rank, tag),
                  ready_word(tag, p.signature, slot, static_cast<u32>(last)));
-  if (!is_refused)  // a peer that dispatches instead need not wait
-    st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kRefusal, tag << 32 | kOtherCallCode);
+  if (!p.refused)  // a peer that dispatches instead need not wait
+    st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kRefusal,
+                   tag << 32 | (is_refused ? kBadHandleCode : kOtherCallCode));
 }
 
 /// Learns from the word of rank `peer` where its rows are. One thread for each rank; false, with a report, when the
 /// call fails.
 DEVICE bool learn_slot(const CombineParams& p, u64 tag, int peer, CombineShared& s) {
   u64 word = 0;
+  perhaps_stall(tag, p.call.rank, 12);
   if (!wait_ready(p.call, tag, peer, word)) return false;
   const u32 slot = word >> 8 & 0x7F;
   if (slot == kOtherCallSlot || slot == kRefusedSlot) {
@@ -117,7 +130,8 @@ DEVICE bool learn_slots(const CombineParams& p, u64 tag, bool is_refused, Combin
   if (threadIdx.x == 0) s.is_good = 1;
   __syncthreads();
   if (is_refused) {
-    if (peer == 0) mark_failed(p.call, tag);
+    if (peer == 0 && p.refused) mark_failed(p.call, tag);
+    if (peer == 0 && !p.refused) report_failure(p.call, tag, {kRefused, p.call.rank, 0, kBadHandleCode, 3});
     if (peer == 0) s.is_good = 0;
   } else if (peer < kNumRanks) {
     if (!learn_slot(p, tag, peer, s)) s.is_good = 0;
@@ -203,7 +217,10 @@ DEVICE bool await_pullers(const CombineParams& p, u64 tag, const CombineShared& 
 #pragma unroll 1
     for (; missing; missing &= missing - 1) {
       const int rank = __ffs(missing) - 1;
-      has_heard &= wait_for(p.call, tag, flags + rank * kMaxBlocks + block, tag, rank, 5);
+      if (rank == p.call.rank)
+        wait_own_block(p.call, tag, flags + rank * kMaxBlocks + block);
+      else
+        has_heard &= wait_for(p.call, tag, flags + rank * kMaxBlocks + block, tag, rank, 5);
     }
   }
   return __ballot_sync(~0u, has_heard) == ~0u;
@@ -220,12 +237,12 @@ DEVICE void end_block(const CombineParams& p, u64 tag, const CombineShared& s, b
   perhaps_stall(tag, rank, 5);
   if (lane < kNumRanks && (lane == rank || is_whole))
     st_relaxed_sys(control_words(p.call, lane, kControlCombineDoneOffset) + rank * kMaxBlocks + blockIdx.x, tag);
-  if (is_whole && lane < kNumRanks && ld_acquire_sys(local_words(p.call, kControlCombineFailedOffset) + lane) == tag)
+  if (is_whole && lane < kNumRanks && has_given_up(p.call, tag, lane))
     report_failure(p.call, tag, {kPeerGaveUp, lane, 0, 0, 3});
   if (blockIdx.x != 0) return;
   const bool has_heard = await_pullers(p, tag, s, is_whole);
   if (lane < kNumRanks && !(is_whole && has_heard))  // before this kernel ends, and with it the rows of this rank
-    st_release_sys(control_words(p.call, lane, kControlCombineFailedOffset) + rank, tag);
+    tell_given_up(p.call, tag, lane);
   __syncwarp();
   if (lane == 0) *local_words(p.call, kControlSeqOffset) = tag;
 }

@@ -25,9 +25,10 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, const i32* totals, int r
     for (int peer = 0; peer < kNumRanks; ++peer)
       st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kCountsHeaderWords + i, word);
   }
-  if (threadIdx.x < kNumHeaderWords * kNumRanks) {
-    const int peer = static_cast<int>(threadIdx.x) % kNumRanks;
-    const int which = static_cast<int>(threadIdx.x) / kNumRanks;
+#pragma unroll 1
+  for (int at = static_cast<int>(threadIdx.x); at < kNumHeaderWords * kNumRanks; at += static_cast<int>(blockDim.x)) {
+    const int peer = at % kNumRanks;
+    const int which = at / kNumRanks;
     const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
     const i32 values[kNumHeaderWords] = {static_cast<i32>(p.signature),
                                          static_cast<i32>(p.signature >> 32),
@@ -40,7 +41,7 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, const i32* totals, int r
     for (int i = 0; i < kNumHeaderWords; ++i) value = which == i ? values[i] : value;
     st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + which, mark | static_cast<u32>(value));
     if (which == 0 && !p.refused)  // a peer that combines instead need not wait
-      st_relaxed_sys(control_words(p.call, peer, kControlCombineReadyOffset) + p.call.rank, mark | kOtherCallSlot << 8);
+      st_relaxed_sys(call_word(p.call, peer, kControlCombineReadyOffset, p.call.rank, tag), mark | kOtherCallSlot << 8);
   }
 }
 
@@ -59,14 +60,15 @@ DEVICE bool collect(const LayoutParams& p, u64 tag, int idx, i32 (&values)[kNumR
     if (missing < 0) return true;
     poll_pause();
     if (polls % kPollsPerLook) continue;
-    if (is_later(rows[missing * kCountsRowWords], tag)) {
+    const u64 seen = ld_relaxed_sys(rows + missing * kCountsRowWords);
+    if (is_later(seen, tag)) {
       report_failure(p.call, tag, {kRefused, missing, 0, kGaveUpCode, 0});
       return false;
     }
     const bool is_late = global_time_ns() - start > p.call.timeout_ns;
     if (is_late || is_aborted(p.call)) {
       report_failure(p.call, tag,
-                     {is_late ? kTimeout : kAborted, missing, tag, rows[missing * kCountsRowWords] >> 32, 0});
+                     {is_late ? kTimeout : kAborted, missing, tag, seen >> 32, 0});
       return false;
     }
     if (has_failed(p.call, tag)) return false;

@@ -152,39 +152,45 @@ DEVICE void fill_padding(const DispatchParams& p, int warp, int num_warps, u8* s
   __syncwarp();
 }
 
-/// Watches up to 32 streams (one per lane) and expands their rows until all are finished. One warp of `num_warps`.
-DEVICE void expander(const DispatchParams& p, u64 tag, int warp, int num_warps, u8* stage, u64* barrier) {
+/// How many rows rank `src_rank` may have at `first_row` and behind it in our slot; 0 when that row is not one of its.
+DEVICE i32 rows_from(const DispatchParams& p, int src_rank, i32 first_row) {
+  const i32* counts = reinterpret_cast<const i32*>(p.count_matrix) + p.num_experts + p.call.rank;
+  i32 begin = 0;
+#pragma unroll 1
+  for (int src = 0; src < src_rank; ++src) begin += counts[src * (p.num_experts + kNumRanks)];
+  const i32 end = begin + counts[src_rank * (p.num_experts + kNumRanks)];
+  return first_row < begin || first_row > end ? 0 : end - first_row;
+}
+
+/// Watches up to 32 streams (one per lane), `first_stream` and every `num_warps`-th from there, and expands their rows
+/// until all are finished. One warp; `parity` is that of its barrier. False when none of them is in use: then none of
+/// those behind them is, either.
+DEVICE bool expand_streams(const DispatchParams& p, u64 tag, int first_stream, int num_warps, u8* stage, u64* barrier,
+                           u32& parity) {
   const i32* grants = reinterpret_cast<const i32*>(control_at(p.call, p.call.rank, kControlGrantsOffset));
-  const u8* slot =
-      reinterpret_cast<const u8*>(p.slots[p.call.rank] + static_cast<u64>(grants[p.call.rank]) * p.slot_bytes);
-  const int stream = warp + lane_idx() * num_warps;
-  const int src_rank = stream % kNumRanks;
-  const int channel = stream / kNumRanks;
-  const int num_counters = p.num_experts + kNumRanks;
-  bool is_open = channel < grants[kMaxRanks + src_rank];
-  const u64* word = stream_at(p.call, p.call.rank, src_rank, is_open ? channel : 0);
-  const i32* matrix = reinterpret_cast<const i32*>(p.count_matrix);
-  const i32 num_expected = matrix[src_rank * num_counters + p.num_experts + p.call.rank];
-  i32 src_first = 0;
-  for (int src = 0; src < src_rank; ++src) src_first += matrix[src * num_counters + p.num_experts + p.call.rank];
-  i32 first_row = 0, num_done = 0;
-  u32 parity = 0;
-  u64 last_news = global_time_ns();
+  const int stream = first_stream + lane_idx() * num_warps;
+  // few variables live through the loop: 64 registers are all there are
+  bool is_open = stream / kNumRanks < grants[kMaxRanks + stream % kNumRanks];  // kMaxChannels at most
+  if (has_failed(p.call, tag)) is_open = false;  // each group of streams would wait for its own time-out
+  i32 first_row = 0, num_done = 0, most = 0;
+  if (!__ballot_sync(~0u, is_open)) return false;
+  u32 last_news = static_cast<u32>(global_time_ns() >> 20);  // about milliseconds
   for (u32 polls = 1; __ballot_sync(~0u, is_open); ++polls) {
     i32 num_ready = num_done;
     bool is_finished = false;
     if (is_open) {
+      const u64* word = stream_at(p.call, p.call.rank, stream % kNumRanks, stream / kNumRanks);
       const u64 progress = ld_acquire_sys(word);
       if (progress >> (64 - kStreamTagBits) == (tag & ((1ull << kStreamTagBits) - 1))) {
         is_finished = progress & 1;
         num_ready = static_cast<i32>(progress >> 1 & 0x7FFFFFFF);
-        if (num_ready > 0 && num_done == 0) first_row = static_cast<i32>(ld_relaxed_sys(word + 1));
+        if (num_ready > 0 && num_done == 0) {
+          first_row = static_cast<i32>(ld_relaxed_sys(word + 1));
+          most = rows_from(p, stream % kNumRanks, first_row);
+        }
         // a peer's words are numbers of rows of ours: they are checked before anything is read by them
-        const bool is_sane =
-            num_ready >= num_done && first_row >= src_first && first_row - src_first + num_ready <= num_expected;
-        if (num_ready > 0 && !is_sane) {
-          report_failure(p.call, tag,
-                         {kBadRow, src_rank, static_cast<u64>(num_expected), progress, static_cast<u64>(first_row)});
+        if (num_ready < num_done || num_ready > most) {
+          report_failure(p.call, tag, {kBadRow, stream % kNumRanks, static_cast<u64>(most), progress, 0});
           num_ready = num_done;
           is_finished = true;
         }
@@ -193,28 +199,40 @@ DEVICE void expander(const DispatchParams& p, u64 tag, int warp, int num_warps, 
     __syncwarp();
     u32 ready = __ballot_sync(~0u, num_ready > num_done);
     const bool is_news = ready != 0;
+    const u8* slot =
+        reinterpret_cast<const u8*>(p.slots[p.call.rank] + static_cast<u64>(grants[p.call.rank]) * p.slot_bytes);
     for (; ready; ready &= ready - 1) {
       const int from = __ffs(ready) - 1;
       const i32 begin = __shfl_sync(~0u, first_row + num_done, from);
       const i32 end = __shfl_sync(~0u, first_row + num_ready, from);
-      const int src = __shfl_sync(~0u, src_rank, from);
+      const int src = (first_stream + from * num_warps) % kNumRanks;
       for (i32 row = begin; row < end; ++row) expand_row(p, tag, slot, src, row, stage, barrier, parity);
     }
     num_done = num_ready;
     if (is_finished) is_open = false;
     if (is_news) {
-      last_news = global_time_ns();
+      last_news = static_cast<u32>(global_time_ns() >> 20);
     } else {
       sleep_ns(kPauseNs);  // hundreds of warps poll
     }
     if (polls % kPollsPerLook)
       continue;  // the abort word lies in host memory: looking at it often would cost more than the rows
-    const bool is_late = global_time_ns() - last_news > p.call.timeout_ns;
+    const bool is_late = static_cast<u32>(global_time_ns() >> 20) - last_news > p.call.timeout_ns >> 20;
     if (is_open && (is_late || is_aborted(p.call))) {
-      report_failure(p.call, tag, {is_late ? kTimeout : kAborted, src_rank, tag, static_cast<u64>(num_done), 2});
+      report_failure(p.call, tag,
+                     {is_late ? kTimeout : kAborted, stream % kNumRanks, tag, static_cast<u64>(num_done), 2});
       is_open = false;
     }
   }
+  return true;
+}
+
+/// Expands the rows of a share of all streams. One warp of `num_warps`. The peers choose how many channels they have,
+/// so there may be more than can be watched at once; no sender waits for that, as each row has its place in the slot.
+DEVICE void expander(const DispatchParams& p, u64 tag, int warp, int num_warps, u8* stage, u64* barrier) {
+  u32 parity = 0;
+#pragma unroll 1
+  for (int first = warp; expand_streams(p, tag, first, num_warps, stage, barrier, parity);) first += 32 * num_warps;
   if (lane_idx() == 0) bulk_wait<0>();
   __syncwarp();
 }

@@ -108,8 +108,9 @@ DEVICE bool learn_places(const FewParams& p, u64 tag, FewShared& s) {
 /// Sends a token to all its destinations, its row first: that is what takes long. One warp.
 DEVICE void send_token(const FewParams& p, u64 tag, const Destination& to, int token, const Traveller& t,
                        const u8* stage, u64* barrier, u32 parity) {
-  // No bound is needed: the places are counts of this very call, and `learn_places` has checked their sums.
-  const i32 row = t.place < 0 ? -1 : t.place + to.first_row;
+  // `learn_places` has checked the sums; the bound is for a routing that somebody overwrites during the call.
+  const i32 place = t.place < 0 ? -1 : t.place + to.first_row;
+  const i32 row = place < p.layout.max_recv_rows ? place : -1;
   perhaps_stall(tag, p.layout.call.rank, 4);
   if (lane_idx() == 0) wait_load(p.layout.call, tag, barrier, parity);
   store_chunk(p.payload, to, row, 0, static_cast<u32>(p.payload.row_bytes), stage);

@@ -104,11 +104,15 @@ extern "C" __global__ void __launch_bounds__(512, 1) throughput_layout(const __g
     if (gridDim.x > 1) add_earlier_blocks(p, tag, counters, num_counters, num_warps);
   }
   const bool is_last = blockIdx.x == gridDim.x - 1;
+  // A cached call whose dispatch had failed here has no places.
+  const bool is_stale = !p.do_count && !p.refused && reinterpret_cast<const i32*>(p.recv_info)[0] != kHandleGood;
   if (is_last) {
     const bool is_broken = gridDim.x > 1 && has_failed(p.call, tag);  // then the sums over blocks are not to be used
-    const int refusal = is_broken ? static_cast<int>(kBrokenGridCode) : p.refused;
+    const u64 own_code = is_stale ? kBadHandleCode : is_broken ? kBrokenGridCode : 0;
+    const int refusal = own_code ? static_cast<int>(own_code) : p.refused;
     send_counts(p, tag, counters + num_warps * num_counters, refusal);
   }
   if (p.do_count) assign_places(p, tokens, mine, kept);
-  if (is_last) receive_rows(p, tag, sums, counters);
+  if (is_stale && threadIdx.x == 0) report_failure(p.call, tag, {kRefused, p.call.rank, 0, kBadHandleCode, 0});
+  if (is_last && !is_stale) receive_rows(p, tag, sums, counters);
 }

@@ -22,13 +22,17 @@ struct OrderedRows {
   i32 ends_part[kMaxOrdered];
 };
 
-/// Where rank `d`'s rows lie, 0 when it has not joined the combine `tag`.
-DEVICE u64 rows_of_rank(const OrderParams& p, u64 tag, int d) {
-  const u64 word = ld_acquire_sys(local_words(p.call, kControlCombineReadyOffset) + d);
+/// Where rank `d`'s rows lie, 0 when it has not joined the combine `tag`. A rank that copies its rows may be at it
+/// still: the one at `place`, counted from our first one there, is waited for. One thread.
+DEVICE u64 rows_of_rank(const OrderParams& p, u64 tag, int d, i32 place) {
+  const u64 word = ld_acquire_sys(call_word(p.call, p.call.rank, kControlCombineReadyOffset, d, tag));
   const u64 slot = word >> 8 & 0x7F;
   if (word >> 32 != (tag & 0xFFFFFFFF) || slot >= static_cast<u64>(p.num_slots)) return 0;
   const bool is_copied = word >> 8 & 0x80;  // our own rows are not copied: they are read where they are
-  return d == p.call.rank && is_copied ? p.y : p.slots[d] + slot * p.slot_bytes;
+  if (d == p.call.rank && is_copied) return p.y;
+  const u64* staged = local_words(p.call, kControlStagedOffset) + d * kMaxStagedChunks + place / kStagedRows;
+  if (is_copied && !wait_for(p.call, tag, staged, tag, d, 4)) return 0;
+  return p.slots[d] + slot * p.slot_bytes;
 }
 
 /// The last k of a token whose expert lives on rank `d`, -1 for none.
@@ -39,8 +43,8 @@ DEVICE int last_k_on(const OrderParams& p, i64 token, int d) {
   return -1;
 }
 
-DEVICE void append(OrderedRows& rows, const OrderParams& p, u64 tag, int d, i64 row, float weight) {
-  const u64 base = rows_of_rank(p, tag, d);
+DEVICE void append(OrderedRows& rows, const OrderParams& p, u64 tag, int d, i64 row, float weight, i32 place) {
+  const u64 base = rows_of_rank(p, tag, d, place);
   if (!base || row < 0 || row >= p.max_rows || rows.count == kMaxOrdered) return;
   rows.address[rows.count] = base + static_cast<u64>(row * p.row_bytes);
   rows.weight[rows.count] = weight;
@@ -55,7 +59,7 @@ DEVICE void append_slot(OrderedRows& rows, const OrderParams& p, u64 tag, i64 to
   if (expert < 0) return;
   const i64 row = reinterpret_cast<const i32*>(p.row_base)[expert] + reinterpret_cast<const i32*>(p.ordinals)[at];
   const float weight = p.weights_of ? reinterpret_cast<const float*>(p.weights_of)[at] : 1.0f;
-  append(rows, p, tag, expert / p.num_local_experts, row, weight);
+  append(rows, p, tag, expert / p.num_local_experts, row, weight, 0);  // this layout's rows are never copied meanwhile
 }
 
 /// Appends what rank `d` has of a token.
@@ -67,7 +71,8 @@ DEVICE void append_rank(OrderedRows& rows, const OrderParams& p, u64 tag, i64 to
     }
   } else {
     const i32 place = reinterpret_cast<const i32*>(p.send_prefix)[token * kNumRanks + d];
-    if (place >= 0) append(rows, p, tag, d, reinterpret_cast<const i32*>(p.row_base)[p.num_experts + d] + place, 1.0f);
+    const i32 base = reinterpret_cast<const i32*>(p.row_base)[p.num_experts + d];
+    if (place >= 0) append(rows, p, tag, d, base + place, 1.0f, place);
   }
   if (rows.count) rows.ends_part[rows.count - 1] = 1;
 }
@@ -167,7 +172,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) throughput_combine_order(co
   if (!is_good) return;
 #pragma unroll 1
   for (int token = static_cast<int>(blockIdx.x); token < p.num_tokens; token += static_cast<int>(gridDim.x)) {
-    if (threadIdx.x == 0) order_rows(p, tag, token, rows);
+    if (threadIdx.x == 0) {
+      perhaps_stall(tag, p.call.rank, 13);
+      order_rows(p, tag, token, rows);
+    }
     __syncthreads();
     const i64 start = static_cast<i64>(token) * p.row_bytes;
 #pragma unroll 1
@@ -177,8 +185,36 @@ extern "C" __global__ void __launch_bounds__(256, 1) throughput_combine_order(co
   }
 }
 
+/// Waits until rank `peer` has read our rows, or has given up. False, with a report, when not.
+DEVICE bool wait_reader(const Call& call, u64 tag, int peer) {
+  const u64* word = local_words(call, kControlBarrierOffset) + peer;
+  const u64 start = global_time_ns();
+  for (u32 polls = 1;; ++polls) {
+    const u64 got = ld_acquire_sys(word);
+    if (static_cast<i64>(got - tag) >= 0) return true;  // it may have met others since
+    if (polls % kPollsPerLook) continue;
+    const bool is_late = global_time_ns() - start > call.timeout_ns;
+    if (has_given_up(call, tag, peer)) {
+      report_failure(call, tag, {kPeerGaveUp, peer, 0, 0, 3});
+      return false;
+    }
+    if (!is_late && !is_aborted(call)) continue;
+    report_failure(call, tag, {is_late ? kTimeout : kAborted, peer, tag, got, 5});
+    return false;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(32, 1)
     throughput_combine_order_end(const __grid_constant__ BarrierParams p) {
   const u64 tag = current_tag(p.call) - 1;
-  if (!has_failed(p.call, tag)) meet_all(p.call, tag, kControlBarrierOffset, 5);
+  const int peer = static_cast<int>(threadIdx.x);
+  const bool is_bad = has_failed(p.call, tag);
+  bool has_met = false;
+  if (peer < kNumRanks && !is_bad) {
+    st_release_sys(control_words(p.call, peer, kControlBarrierOffset) + p.call.rank, tag);
+    has_met = wait_reader(p.call, tag, peer);
+    // it may have given up while our rows were being summed: it says so before its rows are overwritten
+    if (has_met && has_given_up(p.call, tag, peer)) report_failure(p.call, tag, {kPeerGaveUp, peer, 0, 0, 3});
+  }
+  if (__ballot_sync(~0u, peer < kNumRanks && !has_met) && peer < kNumRanks) tell_given_up(p.call, tag, peer);
 }

@@ -24,7 +24,19 @@
 #define __align__(n) alignas(n)
 #define __shared__ static thread_local
 
+/// Tests set these: microseconds that a thread stands still each time it comes to a place of `common/stall.cuh`; entry
+/// 0 is for all blocks but the first, before they begin. A library has its own.
+extern "C" {
+unsigned emulated_pause_us[16];
+}
+
 namespace emulation {
+
+inline void pause(unsigned place) {
+  const unsigned us = emulated_pause_us[place % 16];
+  const timespec time = {us / 1000000, static_cast<long>(us % 1000000) * 1000};
+  if (us) nanosleep(&time, nullptr);
+}
 
 struct Dim3 {
   unsigned x, y, z;
@@ -133,6 +145,7 @@ void launch(unsigned grid, unsigned num_threads, size_t shared_bytes, F kernel) 
   std::vector<std::thread> threads;
   for (unsigned index = 0; index < grid; ++index)
     threads.emplace_back([&call, index, grid, num_threads, shared_bytes] {
+      if (index) pause(0);
       body = &call;
       run_block(index, grid, num_threads, shared_bytes);
     });

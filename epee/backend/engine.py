@@ -54,6 +54,8 @@ from .outbox import (
     PREAMBLE,
     SIGNATURE,
     Outboxes,
+    counted,
+    seal,
 )
 from .p2p import Mailroom
 from .waiting import NAP_ROUNDS
@@ -139,12 +141,13 @@ class Engine(Ending):
         signature, detail = plan.signature, plan.detail
         own[cell + SIGNATURE] = signature
         own[cell + DETAIL] = detail
-        own[cell + OFFSET] = base
+        own[cell + OFFSET] = sealed = seal(tag, signature, detail, base)
         own[cell + GAVE_UP] = 0
         if preamble is not None:
             own[cell + PREAMBLE : cell + PREAMBLE + len(preamble)] = memoryview(preamble)
-            own[cell + FILLED] = op.filled = 1  # a peer may need rounds, and then so do we
-            own[cell + MERGED] = own[cell + DRAINED] = 0
+            own[cell + FILLED] = counted(1)  # a peer may need rounds, and then so do we
+            own[cell + MERGED] = own[cell + DRAINED] = counted(0)
+            op.filled = 1
         op.offsets[box.rank] = base
         publish_word(box, cell, tag)
         op.published = True
@@ -155,8 +158,12 @@ class Engine(Ending):
                         break
                 else:
                     return False
-            offset = words[cell + OFFSET]
-            if words[cell + SIGNATURE] != signature or words[cell + DETAIL] != detail or offset not in (0, inline):
+            offset = base
+            if words[cell + OFFSET] != sealed:
+                offset = inline - base  # a root puts something and the others nothing
+                if words[cell + OFFSET] != seal(tag, signature, detail, offset):
+                    return False
+            if words[cell + SIGNATURE] != signature or words[cell + DETAIL] != detail:
                 return False
             op.offsets[peer] = offset
         if preamble is not None:

@@ -349,8 +349,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         carrier = carrier_of(tensor, "send: tensor")
         self._check_peer(dst_rank, tag, "send")
         message = Message(True, dst_rank, tag, _p2p_signature(carrier.code, tensor.numel()), source(tensor, carrier))
-        self._engine.post(message)
-        return Work(self._engine, [message], tensors)
+        return self._post(message, tensors)
 
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
         """Receive the oldest message of `src_rank` with this tag."""
@@ -367,8 +366,15 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         carrier = carrier_of(tensor, "recv: tensor")
         place = target(tensor, carrier, "recv: tensor")
         message = Message(False, src_rank, tag, _p2p_signature(carrier.code, tensor.numel()), place.array, place)
+        return self._post(message, tensors)
+
+    def _post(self, message: Message, tensors: Sequence[torch.Tensor]) -> Work:
         self._engine.post(message)
-        return Work(self._engine, [message], tensors)
+        try:
+            return Work(self._engine, [message], tensors)
+        except BaseException:  # an interrupt: nobody will hold the request
+            self._engine.take_back(message)
+            raise
 
     def _check_peer(self, peer: int | None, tag: int, name: str) -> None:
         if peer is not None and (peer == self._rank or not 0 <= peer < self._num_ranks):

@@ -47,6 +47,10 @@ from .outbox import (
     PREAMBLE,
     SIGNATURE,
     Outboxes,
+    count_of,
+    counted,
+    seal,
+    unsealed,
 )
 from .signature import OP_CODE, REFUSED, pack, unpack
 from .wake import publish_word
@@ -134,6 +138,7 @@ class Operation:
     published = False
     writing = False  # results are being written: the call can only be finished now
     mismatch = False
+    damaged = -1  # a peer whose header does not fit together
     error: BaseException | None = None
     on_done: Any = None
     started = 0.0
@@ -172,11 +177,10 @@ class Operation:
         own = box.own
         own[cell + SIGNATURE] = plan.signature
         own[cell + DETAIL] = plan.detail
-        own[cell + OFFSET] = self.base
+        own[cell + OFFSET] = seal(self.tag, plan.signature, plan.detail, self.base)
         self.filled = 1
-        own[cell + FILLED] = 1
-        own[cell + MERGED] = 0
-        own[cell + DRAINED] = 0
+        own[cell + FILLED] = counted(1)
+        own[cell + MERGED] = own[cell + DRAINED] = counted(0)
         own[cell + GAVE_UP] = 0
         if plan.preamble is not None:
             own[cell + PREAMBLE : cell + PREAMBLE + len(plan.preamble)] = memoryview(plan.preamble)
@@ -209,7 +213,7 @@ class Operation:
         plan = self.plan
         if plan.put_bytes:
             plan.put(box, self.filled, self.base + self.filled % plan.num_halves * plan.round_bytes)
-        publish_word(box, self.cell + FILLED, self.filled + 1)
+        publish_word(box, self.cell + FILLED, counted(self.filled + 1))
         self.filled += 1
 
     # ---- step
@@ -227,9 +231,12 @@ class Operation:
             if words[cell] != tag:
                 self.seen = position
                 return Block(box.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
-            if words[cell + SIGNATURE] != plan.signature or words[cell + DETAIL] != plan.detail:
+            signature, detail, sealed = words[cell + SIGNATURE], words[cell + DETAIL], words[cell + OFFSET]
+            if signature != plan.signature or detail != plan.detail:
                 self.mismatch = True
-            self.offsets[peer] = words[cell + OFFSET]
+            self.offsets[peer] = offset = unsealed(sealed)
+            if sealed != seal(tag, signature, detail, offset):
+                self.damaged = peer
         self.seen = len(peers)
         try:
             self._check(box)
@@ -247,6 +254,12 @@ class Operation:
     def _check(self, box: Outboxes) -> None:
         """Compare what the peers put; all headers are there."""
         plan = self.plan
+        if self.damaged >= 0:
+            raise ProtocolError(
+                f"{self.describe(box)}: the header of rank {box.members[self.damaged]} does not fit together (it names "
+                f"offset {self.offsets[self.damaged]}); is its memory damaged? No result was written; the next call "
+                "pairs by its number"
+            )
         if self.mismatch:
             raise self._mismatch(box)
         if plan.read_bytes and not self.drained:
@@ -259,7 +272,7 @@ class Operation:
         """True when a peer has taken the call to a later epoch while its header was read: what was read is void."""
         if all(words[self.cell] == self.tag for words in box.peer_words):
             return False
-        self.seen, self.mismatch, self.agreed = 0, False, False
+        self.seen, self.mismatch, self.agreed, self.damaged = 0, False, False, -1
         return True
 
     def renew(self, box: Outboxes, plan: Plan) -> None:
@@ -273,6 +286,7 @@ class Operation:
         self.tag = box.epoch_bits | self.seq
         self.offsets = [0] * box.num_ranks
         self.published = self.mismatch = self.agreed = False
+        self.damaged = -1
         self.seen = self.base = self.filled = self.merged = self.drained = self.patience = 0
 
     @property
@@ -318,7 +332,7 @@ class Operation:
         cell, own = self.cell, box.own
         self.published = own[cell] == self.tag
         if self.published and (self.plan.rounds > 1 or self.plan.merge_bytes):
-            self.filled, self.merged, self.drained = own[cell + FILLED], own[cell + MERGED], own[cell + DRAINED]
+            self.filled, self.merged, self.drained = (count_of(own[cell + word]) for word in (FILLED, MERGED, DRAINED))
 
     def _check_offsets(self, box: Outboxes, nbytes: int) -> None:
         limit = box.payload_bytes - nbytes
@@ -368,20 +382,29 @@ class Operation:
             return None
         block = self._behind(box, DRAINED, free_after)
         if block is None and self.drained < free_after:
-            block = Block(box.members[box.rank], self.cell + DRAINED, free_after)
+            block = Block(box.members[box.rank], self.cell + DRAINED, counted(free_after))
         return block
 
     def _drain(self, box: Outboxes) -> None:
         self.plan.take(box, self.drained, self._round_offsets(self.drained))
-        publish_word(box, self.cell + DRAINED, self.drained + 1)
+        publish_word(box, self.cell + DRAINED, counted(self.drained + 1))
         self.drained += 1
 
     def _behind(self, box: Outboxes, word: int, value: int) -> Block | None:
-        index = self.cell + word
+        index, wanted = self.cell + word, counted(value)
         for peer in box.peers:
-            if box.words[peer][index] < value and not (word == DRAINED and box.members[peer] in self.lost):
-                return Block(box.members[peer], index, value)
+            found = box.words[peer][index]
+            if found > wanted and count_of(found) < 0:
+                raise self._damaged_count(box, peer, found)
+            if found < wanted and not (word == DRAINED and box.members[peer] in self.lost):
+                return Block(box.members[peer], index, wanted)
         return None
+
+    def _damaged_count(self, box: Outboxes, peer: int, word: int) -> ProtocolError:
+        return ProtocolError(
+            f"{self.describe(box)}: rank {box.members[peer]} counts its rounds with {word:#x}, which cannot be; is its "
+            "memory damaged? No result was written; the next call pairs by its number"
+        )
 
     def _merge(self, box: Outboxes) -> None:
         plan, k = self.plan, self.merged
@@ -389,7 +412,7 @@ class Operation:
         offsets = [offset + half * plan.round_bytes for offset in self.offsets]
         own = self.base + plan.num_halves * plan.round_bytes + half * plan.merge_bytes
         plan.merge(box, k, offsets, own)
-        publish_word(box, self.cell + MERGED, k + 1)
+        publish_word(box, self.cell + MERGED, counted(k + 1))
         self.merged += 1
 
     def _round_offsets(self, k: int) -> list[int]:
@@ -452,7 +475,7 @@ class Operation:
     def _words_of(self, box: Outboxes, rank: int, signature: int, detail: int) -> str:
         if signature & 63 != REFUSED:
             return f"called {unpack(signature)}"
-        offset = box.words[rank][self.cell + OFFSET]
+        offset = unsealed(box.words[rank][self.cell + OFFSET])
         length = min(detail, CELL_PAYLOAD_BYTES)
         text = box.bytes_at(rank, offset, length).decode(errors="replace")
         return f"refused the call: {text}"

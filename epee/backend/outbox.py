@@ -37,7 +37,7 @@ CELL_BYTES = 2048
 CELL_WORDS = CELL_BYTES // 8
 CELL_PAYLOAD_BYTES = CELL_BYTES - 64
 
-# words of a cell
+# words of a cell; OFFSET is sealed (`seal`), FILLED, MERGED and DRAINED hold counts (`counted`)
 TAG, SIGNATURE, DETAIL, OFFSET, FILLED, MERGED, DRAINED, GAVE_UP = range(8)
 PREAMBLE = 8  # first word of the payload, where some calls put lists that must agree
 
@@ -76,6 +76,35 @@ def outbox_layout(num_ranks: int, staging_bytes: int) -> Layout:
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
         Field("lane_data", torch.uint8, (num_ranks, LANE_BYTES), align_bytes=4096),
     )
+
+
+_PRIME = (1 << 32) - 5  # no power of two is a multiple of it
+
+
+def seal(tag: int, signature: int, detail: int, offset: int) -> int:
+    """Return the OFFSET word of a header: where the payload is, and above that a check over the header.
+
+    A reader that computes the same word from what it reads knows that the words belong together: one flipped bit in
+    any of them, or the header of another call under this call's tag, gives another word. `offset` is in bytes, a
+    multiple of 64 below 2^38.
+    """
+    return offset >> 6 | (tag ^ signature ^ detail ^ offset) % _PRIME << 32
+
+
+def unsealed(word: int) -> int:
+    """Return the offset in bytes that an OFFSET word names."""
+    return (word & 0xFFFFFFFF) << 6
+
+
+def counted(count: int) -> int:
+    """Return the word FILLED, MERGED or DRAINED for `count`: it, and its complement below. Words order as counts do."""
+    return count << 32 | count ^ 0xFFFFFFFF
+
+
+def count_of(word: int) -> int:
+    """Return the count in such a word; -1 when it cannot be right."""
+    count = word >> 32
+    return count if word == counted(count) else -1
 
 
 class Outboxes:

@@ -36,7 +36,7 @@ from .home import outbox_of
 from .job import Seat
 from .membership import attach_outbox, narrow, replace
 from .operation import Operation
-from .outbox import CONSUMED, FILLED, GAVE_UP, MERGED, Outboxes
+from .outbox import CONSUMED, FILLED, GAVE_UP, MERGED, Outboxes, count_of
 from .p2p import first_number
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Survival:
 
     def _boxes_of(self, epoch: int) -> list[tuple[int, Outboxes]]:
         """Return (first call, outboxes) of an epoch: who joins in it takes part from a later call than the others."""
-        next_seq = self._owner.seq + 1
+        next_seq = self._owner.num_retired + 1  # not that of the call in flight: it may move here without them
         starts = {start for start in self._course.starts(epoch) if start > next_seq}
         boxes = []
         for first in (1, *sorted(starts)):
@@ -315,8 +315,8 @@ class Survival:
         return is_whole(
             words[op.cell],
             tag(epoch, op.seq),
-            words[op.cell + FILLED] if known else 1,
-            words[op.cell + MERGED] if known else 1,
+            count_of(words[op.cell + FILLED]) if known else 1,
+            count_of(words[op.cell + MERGED]) if known else 1,
             plan.rounds if known else 1,
             known and plan.merge_bytes > 0,
         )
@@ -366,12 +366,6 @@ class Survival:
     def waiting(self) -> tuple[int, ...]:
         """Return the ranks for which a process asks to come in."""
         return tuple(self._rank_of[slot] for slot in self.runtime.waiting() if slot in self._rank_of)
-
-    def known_lost(self) -> tuple[int, ...]:
-        """Return the ranks that the newest view leaves out, whether or not a call has met that yet. No lock."""
-        present = {member.slot: member.incarnation for member in self.runtime.view().members}
-        known = self._incarnations
-        return tuple(rank for slot, rank in self._rank_of.items() if slot not in present or slot not in known)
 
     def recover(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Admit the processes that wait for `ranks`; returns when a view has them."""

@@ -71,17 +71,14 @@ class ViewCalls:
         return self._engine.contributors
 
     def active_ranks(self) -> torch.Tensor:
-        """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part, as far as known; no communication.
+        """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part in this rank's next call.
 
-        The tensor `active_ranks` of the options changes between two calls of this rank, with the epoch; this one shows
-        a loss as soon as the view does.
+        A death or a replacement changes it between the same two calls on every rank, with the epoch, so what a program
+        derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
         """
         engine = self._engine
         if engine.flags & ENDED:
             raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
         for peer in engine.left():
             engine.mask[peer] = 0
-        mask = torch.tensor(engine.mask[: self._num_ranks].tolist(), dtype=torch.int32)
-        lost = engine.watch.dead() if engine.survival is None else engine.survival.known_lost()
-        mask[list(lost)] = 0
-        return mask
+        return torch.tensor(engine.mask[: self._num_ranks].tolist(), dtype=torch.int32)

@@ -6,7 +6,9 @@ import typer
 
 
 def demo(
-    ranks: int = typer.Option(2, help="Processes to train on; must divide the 8 experts."),
+    ranks: int | None = typer.Option(
+        None, help="Processes to train on; must divide the 8 experts. 2, or 4 when one is to be lost."
+    ),
     seconds: float = typer.Option(55.0, help="How long to train."),
     steps: int | None = typer.Option(None, help="Train exactly this many steps instead."),
     out: str = typer.Option("epee-demo", help="Folder for pictures and numbers."),
@@ -17,18 +19,35 @@ def demo(
     backend: str = typer.Option(
         "epee", help="torch.distributed backend that sums the shared gradients (gloo works as well)."
     ),
+    kill: int | None = typer.Option(None, help="Kill this rank in the midst of the training; a new one takes over."),
+    stall: int | None = typer.Option(None, help="The same with SIGSTOP instead of SIGKILL."),
 ) -> None:
     """Train a small Mixture-of-Experts language model over local processes, its tokens travelling through epee.
 
     Shows loss, speed and bytes per link while it trains; then expert load, a text sample, and the proof that one step
     through epee equals the same step in one dense process. Exit code 1 when a rank or the proof fails.
+
+    With --kill or --stall a rank is lost on purpose: the others go on with copies of its experts, and a new process
+    takes its place and its experts. The loss curve shows both moments.
     """
     from rich.console import Console
 
     from ..demo.run import run
     from ..demo.settings import Settings
+    from ..errors import InvalidArgument
 
+    if kill is not None and stall is not None:
+        raise InvalidArgument(f"--kill and --stall exclude each other, got {kill} and {stall}; lose one rank at a time")
+    victim = kill if kill is not None else stall
     settings = Settings(
-        num_ranks=ranks, seconds=seconds, num_steps=steps, out=out, text=text, seed=seed, backend=backend
+        num_ranks=ranks if ranks is not None else 2 if victim is None else 4,
+        seconds=seconds,
+        num_steps=steps,
+        out=out,
+        text=text,
+        seed=seed,
+        backend=backend,
+        victim=victim,
+        fault="stall" if stall is not None else "kill",
     )
     raise typer.Exit(run(settings, Console()))

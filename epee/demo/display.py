@@ -51,6 +51,10 @@ class Display:
         else:
             self._console.print(f"{name} ...", highlight=False)
 
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
     def progress(self, message: Message) -> None:
         """Show a `progress` message of rank 0."""
         self._last = message

@@ -19,8 +19,12 @@ TIMEOUT_S = 60.0
 
 
 @contextmanager
-def process_group(backend: str, store_path: str, rank: int, num_ranks: int) -> Iterator[dist.ProcessGroup]:
+def process_group(
+    backend: str, store_path: str, rank: int, num_ranks: int, options: object = None
+) -> Iterator[dist.ProcessGroup]:
     """Open the default process group over a file store and yield it; closed on a normal end only.
+
+    `options` are the backend's `pg_options`.
 
     After a failure it is left to the end of the process: closing would wait for peers that may be gone.
     """
@@ -30,6 +34,7 @@ def process_group(backend: str, store_path: str, rank: int, num_ranks: int) -> I
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=TIMEOUT_S),
+        pg_options=options,
     )
     group = dist.group.WORLD
     assert group is not None

@@ -9,7 +9,8 @@ that outlives a process (memory is anonymous, sockets are closed by the kernel),
 
 Which rank failed first: a failing rank reports before it dies, so its report comes before those of peers that missed
 it. A rank that dies without a word (a signal) may be reported by its peers first; the parent therefore looks for such
-a death before it believes an error report.
+a death before it believes an error report. One rank may be *mortal*: its death is no failure, and another process may
+be started in its place.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import RankFailedError
 
@@ -35,6 +36,15 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "epee", "epee
 _SILENT_DEATH_S = 0.5  # how long a death without a word may lag behind the peers' reports of it
 _GRACE_S = 1.0  # from SIGTERM to SIGKILL
 Message = dict[str, Any]
+
+
+class Replacement(NamedTuple):
+    """What `on_message` returns to have a process started in the place of a lost one."""
+
+    rank: int
+    argument: Any
+
+
 Send = Callable[[Message], None]
 RankFunction = Callable[[int, Any, Send], None]
 
@@ -43,34 +53,51 @@ def run_ranks(
     function: RankFunction,
     num_ranks: int,
     argument: Any,
-    on_message: Callable[[int, Message], None],
+    on_message: Callable[[int, Message], Replacement | None],
     on_idle: Callable[[], None] = lambda: None,
+    mortal: int | None = None,
 ) -> None:
     """Call `function(rank, argument, send)` in `num_ranks` processes and return when all have finished.
 
     Args:
         function: a module-level function, found again by name in the ranks.
         argument: handed to each rank.
-        on_message: called here with (rank, message) for every message that a rank sends.
+        on_message: called here with (rank, message) for every message that a rank sends; it may ask for one more
+            process, which calls `function(replacement.rank, replacement.argument, send)`.
         on_idle: called here at least ten times a second.
+        mortal: a rank whose first process may die without a word.
 
     Raises:
         RankFailedError: a rank raised or died; `ranks` names it, `cause` holds its traceback. No rank is left running,
             whatever is raised, `KeyboardInterrupt` included.
     """
-    ranks: list[tuple[ForkServerProcess, Connection]] = []
-    try:
+    ranks: list[Rank] = []
+    first: list[Rank] = []
+
+    def start(rank: int, its_argument: Any) -> Rank:
         with _interrupt_blocked():
-            for rank in range(num_ranks):
-                ranks.append(_start(function, rank, argument))
-        _listen(ranks, on_message, on_idle)
-        for process, _ in ranks:
-            process.join(_GRACE_S)
+            ranks.append(_start(function, rank, its_argument))
+        return ranks[-1]
+
+    try:
+        for rank in range(num_ranks):
+            first.append(start(rank, argument))
+        _listen(first, on_message, on_idle, start, None if mortal is None else first[mortal].connection)
+        for one in ranks:
+            one.process.join(_GRACE_S)
     finally:
         _end(ranks)
 
 
-def _start(function: RankFunction, rank: int, argument: Any) -> tuple[ForkServerProcess, Connection]:
+class Rank(NamedTuple):
+    """A process and the parent's end of the socket to it."""
+
+    number: int
+    process: ForkServerProcess
+    connection: Connection
+
+
+def _start(function: RankFunction, rank: int, argument: Any) -> Rank:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe()
@@ -79,7 +106,7 @@ def _start(function: RankFunction, rank: int, argument: Any) -> tuple[ForkServer
     )
     process.start()
     theirs.close()
-    return process, ours
+    return Rank(rank, process, ours)
 
 
 @contextmanager
@@ -117,24 +144,31 @@ def _end_with_parent(fd: int) -> None:
 
 
 def _listen(
-    ranks: list[tuple[ForkServerProcess, Connection]],
-    on_message: Callable[[int, Message], None],
+    ranks: list[Rank],
+    on_message: Callable[[int, Message], Replacement | None],
     on_idle: Callable[[], None],
+    start: Callable[[int, Any], Rank],
+    mortal: Connection | None,
 ) -> None:
-    pending = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    pending = {one.connection: one for one in ranks}
     while pending:
         for ready in wait(list(pending), timeout=0.1):
             assert isinstance(ready, Connection)
-            rank = pending[ready]
+            one = pending[ready]
             message = _receive(ready)
-            if message is None:
-                raise _died(rank, ranks[rank][0])
-            if message["kind"] == "error":
-                raise _blame(rank, message, ranks, pending)
-            if message["kind"] == "done":
+            if message is None and ready is mortal:
+                del pending[ready]
+            elif message is None:
+                raise _died(one)
+            elif message["kind"] == "error":
+                raise _blame(one, message, [other for other in pending.values() if other.connection is not mortal])
+            elif message["kind"] == "done":
                 del pending[ready]
             else:
-                on_message(rank, message)
+                wanted = on_message(one.number, message)
+                if wanted is not None:
+                    another = start(wanted.rank, wanted.argument)
+                    pending[another.connection] = another
         on_idle()
 
 
@@ -147,41 +181,41 @@ def _receive(connection: Connection) -> Message | None:
     return message
 
 
-def _died(rank: int, process: ForkServerProcess) -> RankFailedError:
-    process.join(_GRACE_S)
-    code = process.exitcode
+def _died(one: Rank) -> RankFailedError:
+    one.process.join(_GRACE_S)
+    code = one.process.exitcode
     how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    return RankFailedError(f"rank {rank} failed: it died without a word ({how})", ranks=(rank,), op="demo", cause=how)
+    return RankFailedError(
+        f"rank {one.number} failed: it died without a word ({how})", ranks=(one.number,), op="demo", cause=how
+    )
 
 
-def _blame(
-    rank: int,
-    message: Message,
-    ranks: list[tuple[ForkServerProcess, Connection]],
-    pending: dict[Connection, int],
-) -> RankFailedError:
-    """Return the error to show for a report of `rank`: the report, or the silent death of a peer behind it."""
+def _blame(failed: Rank, message: Message, pending: list[Rank]) -> RankFailedError:
+    """Return the error to show for a report of `failed`: the report, or the silent death of a peer behind it."""
     deadline = time.monotonic() + _SILENT_DEATH_S
-    others = {connection: peer for connection, peer in pending.items() if peer != rank}
+    others = {other.connection: other for other in pending if other is not failed}
     while others and time.monotonic() < deadline:
         for ready in wait(list(others), timeout=0.05):
             assert isinstance(ready, Connection)
             later = _receive(ready)
             if later is None:
-                return _died(others[ready], ranks[others[ready]][0])
+                return _died(others[ready])
             if later["kind"] in ("done", "error"):
                 del others[ready]
     return RankFailedError(
-        f"rank {rank} failed: {message['error']}", ranks=(rank,), op="demo", cause=message["traceback"]
+        f"rank {failed.number} failed: {message['error']}",
+        ranks=(failed.number,),
+        op="demo",
+        cause=message["traceback"],
     )
 
 
-def _end(ranks: list[tuple[ForkServerProcess, Connection]]) -> None:
-    for process, _ in ranks:
-        if process.is_alive():
-            process.terminate()
+def _end(ranks: list[Rank]) -> None:
+    for one in ranks:
+        if one.process.is_alive():
+            one.process.terminate()
     deadline = time.monotonic() + _GRACE_S
-    for process, connection in ranks:
+    for _, process, connection in ranks:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..nn import DenseMoELayer, MoELayer
+from .movable import MovableMoELayer
 from .settings import ModelSize
 
 NUM_BYTES = 256
-MoE = MoELayer | DenseMoELayer
+MoE = MoELayer | DenseMoELayer | MovableMoELayer
 
 
 class Attention(nn.Module):

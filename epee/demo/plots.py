@@ -73,13 +73,27 @@ def _draw_loss(path: Path, settings: Settings, result: Message) -> Path:
         f"{valid[-1]:.2f}", (valid_s[-1], valid[-1]), xytext=(8, 0), textcoords="offset points", va="center",
         color=_ACCENT, fontsize=10, fontweight="bold",
     )  # fmt: skip
+    _mark_events(axes, settings, result.get("events", []))
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel("seconds of training", color=_QUIET, fontsize=9)
     axes.set_xlim(0, valid_s[-1] * 1.07)
-    axes.legend(frameon=False, fontsize=9, labelcolor=_INK)
+    axes.legend(loc="upper right", frameon=False, fontsize=9, labelcolor=_INK)
     figure.savefig(path)
     return path
+
+
+def _mark_events(axes: Any, settings: Settings, events: Sequence[Message]) -> None:
+    """Draw a line where a rank was lost, and one where its replacement was in."""
+    names = {"kill": "killed", "stall": "stopped", "rejoined": "replaced"}
+    for event in events:
+        if event["what"] in names:
+            axes.axvline(event["seconds"], color=_INK, linewidth=1, linestyle=(0, (3, 2)))
+            axes.annotate(
+                f"rank {settings.victim} {names[event['what']]}", (event["seconds"], 1),
+                xycoords=("data", "axes fraction"), xytext=(-4, -4), textcoords="offset points",
+                rotation=90, ha="right", va="top", fontsize=8, color=_INK,
+            )  # fmt: skip
 
 
 def _draw_load(path: Path, settings: Settings, expert_load: list[list[int]]) -> Path:

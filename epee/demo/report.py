@@ -29,6 +29,8 @@ def show(console: Console, result: Message) -> None:
         f"{result['num_parameters']:,} parameters",
         highlight=False,
     )
+    if result.get("events"):
+        console.print(_event_table(result["events"]))
     console.print(check_line(result["check"]), highlight=False)
 
 
@@ -61,6 +63,15 @@ def _load_table(expert_load: list[list[int]]) -> Table:
     for layer, row in enumerate(expert_load):
         total = max(1, sum(row))
         table.add_row(str(layer), *(_cell(count / total, even) for count in row))
+    return table
+
+
+def _event_table(events: list[Message]) -> Table:
+    table = Table(title="what happened to the ranks", title_justify="left", title_style="")
+    table.add_column("seconds", justify="right", style="dim")
+    table.add_column("what", overflow="fold")
+    for event in events:
+        table.add_row(f"{event['seconds']:.2f}", Text(event["text"]))
     return table
 
 

@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,8 +16,9 @@ from rich.markup import escape
 from ..errors import EpeeError, RankFailedError
 from . import plots, report
 from .display import Display
-from .launch import Message, run_ranks
+from .launch import Message, Replacement, run_ranks
 from .settings import Settings
+from .story import Story
 from .text import read_text
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -77,16 +79,24 @@ def _train(settings: Settings, text: bytes, console: Console) -> Message:
         text_path, store_path = Path(folder) / "text", Path(folder) / "store"
         text_path.write_bytes(text)
 
-        def on_message(rank: int, message: Message) -> None:
+        job, story = Job(settings, str(text_path), str(store_path)), Story(settings)
+
+        def on_message(rank: int, message: Message) -> Replacement | None:
             kind = message.pop("kind")
             if kind == "progress":
                 display.progress(message)
             elif kind == "phase":
                 display.phase(message["text"])
+            elif kind == "event":
+                display.note(story.hear(message))
             else:
                 results.append(message)
+            if story.wants_replacement(kind, message):
+                display.note(story.start())
+                return Replacement(story.victim, replace(job, joins=True))
+            return None
 
-        run_ranks(run_rank, settings.num_ranks, Job(settings, str(text_path), str(store_path)), on_message)
+        run_ranks(run_rank, settings.num_ranks, job, on_message, mortal=settings.victim)
     if not results:
         raise EpeeError("the ranks ended without a result; this is a bug in the demo")
-    return results[0]
+    return {**results[0], "events": story.told(results[0].pop("began"))}

@@ -44,6 +44,12 @@ class Settings:
         batch: sequences per rank and step.
         valid_windows: sequences per rank that the validation loss is a mean of, always the same ones.
         sample_bytes: how much the trained model writes.
+        victim: rank that is lost in the midst of training; None: nobody.
+        fault: "kill" (SIGKILL) or "stall" (SIGSTOP).
+        fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started.
+        snapshot_every: steps between two copies of the experts to their neighbours.
+        stall_s, kill_s: how long a silent rank is waited for, in the buffer and then in the group, before it is voted
+            out. A death needs no waiting, so there only a machine that crawls gets so far.
     """
 
     num_ranks: int = 2
@@ -58,6 +64,13 @@ class Settings:
     sample_bytes: int = 200
     learning_rate: float = 4e-3
     aux_coefficient: float = 0.01
+    victim: int | None = None
+    fault: str = "kill"
+    fault_at: float = 0.35
+    replace_at: float = 0.6
+    snapshot_every: int = 5
+    stall_s: float = 5.0
+    kill_s: float = 15.0
     size: ModelSize = field(default_factory=ModelSize)
 
     def check(self) -> None:
@@ -68,6 +81,13 @@ class Settings:
             raise InvalidArgument(
                 f"--ranks must divide the {num_experts} experts, got {self.num_ranks}; use one of {', '.join(fits)}"
             )
+        if self.victim is not None and not 1 <= self.victim < self.num_ranks:
+            raise InvalidArgument(
+                f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {self.victim}; rank 0 keeps the "
+                "clock and speaks to the screen"
+            )
+        if self.victim is not None and self.backend != "epee":
+            raise InvalidArgument(f"--{self.fault} needs --backend epee, got {self.backend}; others do not survive it")
         if self.num_steps is not None and self.num_steps < 1:
             raise InvalidArgument(f"--steps must be 1 or more, got {self.num_steps}; leave it out to train by time")
         if not 1 <= self.seconds <= 86400:
@@ -81,6 +101,11 @@ class Settings:
     def tokens_per_rank(self) -> int:
         """Tokens (bytes) that a rank trains on in one step; no forward has more."""
         return self.batch * self.size.context
+
+    @property
+    def patience_s(self) -> float:
+        """How long a silent rank is waited for when one is lost on purpose."""
+        return self.stall_s if self.fault == "stall" else self.kill_s
 
     def as_dict(self) -> dict[str, object]:
         """Return the settings as plain values, for JSON."""

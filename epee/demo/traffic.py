@@ -17,7 +17,8 @@ FORMULA = (
     "dispatched[s][d] = rows that rank s sent to rank d in dispatches, one per (token, expert), summed over layers and "
     "steps (handle.num_sent), counted twice in training steps because the backward moves the same rows again; each "
     "dispatched row is answered by one row of a combine, which crosses the link the other way. Payload rows only: "
-    "weights, ids and counts (below 4 % of it) are left out. The diagonal stays inside a rank."
+    "weights, ids and counts (below 4 % of it) are left out. The diagonal stays inside a rank. The counts of a process "
+    "that was lost are lost with it."
 )
 
 

@@ -28,7 +28,7 @@ from .traffic import Traffic, bytes_per_link
 VALIDATE_EVERY = 0.08  # share of the training between two validations
 _VALIDATION_COST = 0.1  # largest share of the time that validations may take, on a slow machine
 _WARMUP = 0.04  # share of the training time over which the learning rate rises
-_WORD_LOSS, _WORD_PROGRESS, _WORD_VALIDATE, _WORD_ROWS = 0, 1, 2, 3
+_WORD_LOSS, _WORD_PROGRESS, _WORD_VALIDATE, _WORD_CALL, _WORD_ROWS = 0, 1, 2, 3, 4
 
 
 @dataclass
@@ -51,12 +51,14 @@ class _Step(NamedTuple):
         loss: mean cross entropy over the ranks.
         progress: rank 0's share of the training that is done, 1 or more at the end.
         is_validation_due: rank 0's word.
+        call: what rank 0 calls the others to, above 0 for something (see `Trainer._call`).
         rows: `[num_ranks, num_ranks]` dispatched rows so far, to about seven digits.
     """
 
     loss: float
     progress: float
     is_validation_due: bool
+    call: float
     rows: Tensor
 
 
@@ -64,11 +66,14 @@ class Trainer:
     """Trains `model` on this rank, in step with all others.
 
     Attributes:
-        model: as given.
+        model: as given, or as `rebuild` was given since.
+        members: the ranks that train, ascending; all of them unless some are lost (`survive.py`).
         history: losses so far.
         expert_load: `[num_layers, num_experts]` int64, slots that this rank's tokens gave each expert in training.
         traffic: rows that this rank dispatched.
         train_s: seconds spent in training steps, validation left out.
+        num_tokens: tokens that the members have trained on.
+        began: when the training began, on the machine's clock (`time.perf_counter`).
     """
 
     def __init__(self, rank: int, settings: Settings, model: Transformer, text: Text, send: Send) -> None:
@@ -76,16 +81,22 @@ class Trainer:
         self.history = History()
         self.expert_load = torch.zeros(size.num_layers, size.num_experts, dtype=torch.int64)
         self.traffic = Traffic(settings.num_ranks)
-        self.train_s = 0.0
-        self._began = self._validated_at = self._validation_s = self._validated_progress = 0.0
-        self.model = model
+        self.train_s = self.began = 0.0
+        self.num_tokens = 0
+        self.progress = 0.0
+        self._validated_at = self._validation_s = self._validated_progress = 0.0
         self._rank, self._settings, self._text, self._send = rank, settings, text, send
+        self._generator = torch.Generator().manual_seed(settings.seed * 1000003 + rank)
+        self.rebuild(model, tuple(range(settings.num_ranks)))
+
+    def rebuild(self, model: Transformer, members: tuple[int, ...]) -> None:
+        """Train `model` from now on, over `members`, with a fresh optimiser."""
+        self.model, self.members = model, members
         self._shared = SharedGradients(
-            [parameter for _, parameter in named(model, experts=False)], _WORD_ROWS + settings.num_ranks**2
+            [parameter for _, parameter in named(model, experts=False)], _WORD_ROWS + self._settings.num_ranks**2
         )
         self._experts = [parameter for _, parameter in named(model, experts=True)]
-        self._optimizer = make_optimizer(model, settings.learning_rate)
-        self._generator = torch.Generator().manual_seed(settings.seed * 1000003 + rank)
+        self._optimizer = make_optimizer(model, self._settings.learning_rate)
 
     @property
     def num_steps(self) -> int:
@@ -93,19 +104,21 @@ class Trainer:
         return len(self.history.steps)
 
     def run(self) -> None:
-        """Train until the time (or the steps) are used up; collective."""
-        self._began = self._validated_at = time.perf_counter()
-        progress = 0.0
-        while progress < 1.0:
+        """Train until the time (or the steps) are used up, from where it stands; collective."""
+        if not self.began:
+            self.began = self._validated_at = time.perf_counter()
+        while self.progress < 1.0:
             begin = time.perf_counter()
-            step = self._step(progress)
-            progress = step.progress
+            step = self._step(self.progress)
+            self.progress = step.progress
             self.train_s += time.perf_counter() - begin
-            self.history.steps.append((self.num_steps + 1, time.perf_counter() - self._began, step.loss))
-            if step.is_validation_due and progress < 1.0:
+            self.num_tokens += self._settings.tokens_per_rank * len(self.members)
+            self.history.steps.append((self.num_steps + 1, time.perf_counter() - self.began, step.loss))
+            if step.is_validation_due and self.progress < 1.0:
                 self._validate()
-                self._validated_progress = progress
+                self._validated_progress = self.progress
             self._report(step)
+            self._after_step(step.call)  # last: who is taken in there begins with the next step
         self._validate()
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
@@ -122,7 +135,7 @@ class Trainer:
         self._shared.zero()
         for expert in self._experts:
             expert.grad = None
-        loss = backward(self.model, self.next_batch(), settings)
+        loss = backward(self.model, self.next_batch(), settings, len(self.members))
         layers = self.model.layers()
         self.expert_load += torch.stack([layer.expert_load for layer in layers])
         self.traffic.add((layer.num_sent for layer in layers), backward=True)
@@ -130,17 +143,30 @@ class Trainer:
         if self._rank == 0:
             words[_WORD_PROGRESS] = here = self._progress_here()
             words[_WORD_VALIDATE] = float(self._is_validation_due(here))
+            words[_WORD_CALL] = self._call()
         words[_WORD_ROWS:].view(settings.num_ranks, -1)[self._rank] = self.traffic.rows.to(words.dtype)
         self._shared.sum_over_ranks()
+        self._require_all()
         self._optimizer.step()
         rows = words[_WORD_ROWS:].view(settings.num_ranks, -1).clone()
-        loss, progress, is_due = (float(words[idx]) for idx in (_WORD_LOSS, _WORD_PROGRESS, _WORD_VALIDATE))
-        return _Step(loss, progress, is_due > 0, rows)
+        agreed = (_WORD_LOSS, _WORD_PROGRESS, _WORD_VALIDATE, _WORD_CALL)
+        loss, progress, is_due, call = (float(words[idx]) for idx in agreed)
+        return _Step(loss, progress, is_due > 0, call, rows)
+
+    def _require_all(self) -> None:
+        """After a collective: raise if the result lacks a member. Without faults that cannot be."""
+
+    def _call(self) -> float:
+        """On rank 0: what to call the others to after this step; 0 for nothing."""
+        return 0.0
+
+    def _after_step(self, call: float) -> None:
+        """Between two steps, on all ranks with the same `call`."""
 
     def _progress_here(self) -> float:
         if self._settings.num_steps is not None:
             return (self.num_steps + 1) / self._settings.num_steps
-        return min(1.0, (time.perf_counter() - self._began) / self._settings.seconds)
+        return min(1.0, (time.perf_counter() - self.began) / self._settings.seconds)
 
     def _is_validation_due(self, progress: float) -> bool:
         if progress < self._validated_progress + VALIDATE_EVERY:
@@ -155,15 +181,19 @@ class Trainer:
         context = self._settings.size.context
         num_windows = self._settings.valid_windows * self._settings.num_ranks
         starts = spread_starts(self._text.valid, num_windows, context)
+        num_each = num_windows // len(self.members)  # equally many forwards on all members
+        mine = starts[self.members.index(self._rank) :: len(self.members)][:num_each]
         losses = []
         with torch.no_grad():
-            for chunk in starts[self._rank :: self._settings.num_ranks].split(self._settings.batch):
+            for chunk in mine.split(self._settings.batch):
                 losses.append(self.model.loss(*windows(self._text.valid, chunk, context)))
                 self.traffic.add((layer.num_sent for layer in self.model.layers()), backward=False)
-        loss = float(gather(torch.stack(losses)).mean())
+        whole = gather(torch.stack(losses))
+        self._require_all()
+        loss = float(whole[list(self.members)].mean())
         self._validated_at = time.perf_counter()
         self._validation_s = self._validated_at - begin
-        self.history.valid.append((self.num_steps, self._validated_at - self._began, loss))
+        self.history.valid.append((self.num_steps, self._validated_at - self.began, loss))
 
     def _report(self, step: _Step) -> None:
         if self._rank:
@@ -179,21 +209,25 @@ class Trainer:
                 "seconds": seconds,
                 "loss": step.loss,
                 "valid": self.history.valid[-1][2] if self.history.valid else None,
-                "tokens_per_s": num_steps * settings.tokens_per_rank * settings.num_ranks / self.train_s,
+                "tokens_per_s": self.num_tokens / self.train_s,
                 "bytes_per_link": bytes_per_link(step.rows.double(), row_bytes).tolist(),
             }
         )
 
 
-def backward(model: Transformer, batch: tuple[Tensor, Tensor], settings: Settings) -> float:
+def backward(
+    model: Transformer, batch: tuple[Tensor, Tensor], settings: Settings, num_ranks: int | None = None
+) -> float:
     """Run forward and backward of this rank's share of the loss; return its cross entropy over `num_ranks`.
 
-    The total over the ranks is the mean cross entropy plus `aux_coefficient` times the layers' load-balance losses.
+    `num_ranks` is how many take part, all by default. The total over them is the mean cross entropy plus
+    `aux_coefficient` times the layers' load-balance losses.
     """
+    num_ranks = num_ranks or settings.num_ranks
     cross_entropy = model.loss(*batch)
-    total = (cross_entropy + settings.aux_coefficient * model.aux_loss()) / settings.num_ranks
+    total = (cross_entropy + settings.aux_coefficient * model.aux_loss()) / num_ranks
     total.backward()
-    return float(cross_entropy.detach()) / settings.num_ranks
+    return float(cross_entropy.detach()) / num_ranks
 
 
 def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:

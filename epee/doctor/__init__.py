@@ -4,4 +4,6 @@ Checks are plain functions that try something and return a `Finding` (`finding.p
 (`machine.py`), about what processes may share (`sharing.py`, with real children), about settings (`settings.py`), and
 about GPUs (`gpu.py`, in a process of its own, because a driver may hang or crash). `report.py` runs them all. Nothing
 is changed and nothing is left behind; every check is bounded in time, and none throws.
+
+`hang.py` is another thing: what the ranks of a running job are doing (`epee doctor --pid`).
 """

@@ -50,7 +50,7 @@ def _wrong_claims(rank: int, num_ranks: int) -> list[str]:
     blob = blobs[1 - rank]
     errors = []
     late = blob[:16] + bytes([blob[16] ^ 1]) + blob[17:]
-    wrong_cookie = blob[:-1] + bytes([blob[-1] ^ 1])
+    wrong_cookie = blob[:40] + bytes([blob[40] ^ 1]) + blob[41:]
     for data in (late, wrong_cookie):
         try:
             CudaRegion.attach(data, rank)

@@ -216,6 +216,8 @@ class Engine(Ending):
     def _publish_waiting(self) -> None:
         if self.flags & CHANGING and self.queue and self.survival is not None:
             self.survival.heed(self.queue[0])
+            if not self.survival.may_publish(self.queue[0]):
+                return
         for op in self.queue:
             if not op.published and not op.done:
                 try:
@@ -308,6 +310,8 @@ class Engine(Ending):
         head = self.queue[0]
         if self.flags & CHANGING and self.survival is not None:
             self.survival.heed(head)
+            if not head.done and not self.survival.may_publish(head):
+                return NO_ROOM
         try:
             block = head.step(head.box)
         except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call

@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from ..errors import InvalidArgument, InvalidState, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, UnsupportedError
 from ..memory.host import HostRegion
 from ..view.detector import DeathWatch
 from ..view.directory import JobDirectory, find_jobs
@@ -22,7 +22,6 @@ from .birth import keep
 from .engine import Engine
 from .home import FOLDER_KEY, Home, outbox_of, pack_extra, parse_home
 from .job import Job, Seat, job_name
-from .membership import attach_outbox
 from .outbox import LIFE, LIFE_READY, Outboxes, outbox_layout
 from .p2p import first_number
 from .survival import Survival
@@ -95,6 +94,22 @@ def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
         raise InvalidArgument(f"rank must lie in 0 ... {num_ranks - 1}, got {rank}")
 
 
+def _map(peer: int, blob: bytes, pid: int, nbytes: int) -> HostRegion:
+    """Map a member's outbox. It may just have died; then this process cannot know what it had put, unlike the others.
+
+    Raises:
+        RankFailedError: it has ended; nothing was put by this process yet, which may be started again.
+    """
+    try:
+        region = HostRegion.attach(blob)
+    except EpeeError as exc:
+        raise RankFailedError(f"rank {peer} died while this process joined; start it again", [peer], "join") from exc
+    if region.owner_pid != pid or region.nbytes < nbytes:
+        region.close()
+        raise ProtocolError(f"rank {peer} names process {pid} and an outbox of {nbytes} bytes, but it is another one")
+    return region
+
+
 def _start(survival: Survival, decision: Decision, home: Home, rank: int, region: HostRegion) -> Engine:
     """Map everybody's outbox and make the engine. Lost ranks get a blank one that nobody writes."""
     nbytes = region.nbytes
@@ -102,12 +117,10 @@ def _start(survival: Survival, decision: Decision, home: Home, rank: int, region
     regions: list[HostRegion] = [region] * home.num_ranks
     places = {member.slot: outbox_of(member, home.lane) for member in decision.members}
     blank = HostRegion.create(nbytes, "blank")
-    shape = Outboxes(rank, [region] * home.num_ranks, home.staging_bytes, epoch=1)
     for peer in range(home.num_ranks):
         place = places.get(peer)
-        if peer == rank:
-            continue
-        regions[peer] = blank if place is None else attach_outbox(place[0], place[1], shape)
+        if peer != rank:
+            regions[peer] = blank if place is None else _map(peer, place[0], place[1], nbytes)
     box = Outboxes(rank, regions, home.staging_bytes, epoch=1)
     for member in decision.members:
         if member.slot != rank:

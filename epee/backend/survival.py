@@ -77,6 +77,7 @@ class Survival:
         self._engine: Engine | None = None
         self._decisions: deque[Decision] = deque()
         self._removed: dict[int, tuple[int, str]] = {}  # rank -> (epoch that began without it, cause)
+        self._is_adopted = False
         self._joined_in = 0  # the epoch in which this process took a lost rank's place; 0 for founders
         self._is_frozen = False
         self._hooks_lock = threading.Lock()  # hooks against `attach`
@@ -130,6 +131,8 @@ class Survival:
         self._course = Course(self.lane, known, self._raises, frozenset(self._slots), joined)
         if joined:
             self._joined_in = epoch
+            for peer in engine.box.peers:  # for those who joined in the same epoch, see `may_publish`
+                engine.box.own[engine.box.verdict_base[peer]] = first_number(epoch) - 1
             engine.seq = self._course.first_seq - 1
             engine.box.own[CONSUMED] = engine.seq
         present = {member.slot for member in known.members}
@@ -348,6 +351,18 @@ class Survival:
             ", ".join(causes),
         )
 
+    def may_publish(self, op: Operation) -> bool:
+        """True when this rank may put its part of `op`: all who take part in it have mapped this rank's outbox.
+
+        Else a joiner that dies early would have a part in the eyes of those who had mapped it and none in those of the
+        others. Who has mapped it says so where it counts the message slots that it has freed (`Receiver.renew`).
+        """
+        if not self._joined_in or self._is_adopted:
+            return True
+        index, wanted = self._full.verdict_base[self._full.rank], first_number(self._joined_in) - 1
+        self._is_adopted = all(words[index] >= wanted for words in op.box.peer_words)
+        return self._is_adopted
+
     def retired(self, seq: int) -> None:
         """Calls up to `seq` have ended here: later ones are planned for who is left."""
         self._course.forget(seq)
@@ -360,6 +375,7 @@ class Survival:
                 self._owner.mask[rank] = int(rank in box.members)
         is_last = box is self._boxes[epoch][-1][1]
         is_over = is_last and not self._course.turns and not self._decisions
+        is_over = is_over and (self._is_adopted or not self._joined_in)
         if is_over and all(op.box is box for op in self._owner.queue):
             self._owner.lower_flag(CHANGING)
 

@@ -331,7 +331,7 @@ class Engine(Ending):
             op = queue[0]
             if op.error is not None and op.published:
                 own[op.cell + GAVE_UP] = 1
-            elif op.error is not None and not self._publish_failed(op):
+            elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
             own[CONSUMED] = op.seq
             self.contributors = op.box.members if op.error is None else ()

@@ -149,6 +149,7 @@ class Operation:
     base = 0
     filled = merged = drained = 0
     agreed = False
+    by_view = False  # it failed because of a change of the view, on all ranks alike: nobody waits for its header
     make: Make | None = None  # plans the call again for other outboxes; None for refusals
     lost: Collection[int] = ()  # ranks that read nothing any more
 

@@ -290,6 +290,7 @@ class Survival:
         place = self._course.place(op.seq, lambda slot, epoch, seq: self._is_whole(op, slot, epoch), ran_in)
         if place.failed:
             op.fail(self._failure(op, place))
+            op.by_view = True
             return
         box = self._box_for(place.epoch, op.seq)
         if op.box is box:
@@ -333,6 +334,7 @@ class Survival:
             op.renew(box, op.make(box))
         except Exception as exc:  # noqa: BLE001 - its root is lost, say: it belongs to that call
             op.fail(exc)
+            op.by_view = True
         self._mark_lost(op)
 
     def _failure(self, op: Operation, place: Place) -> PeerError:

@@ -35,12 +35,15 @@ def restarted(slot: int, num_processes: int, folder: str, mode: str) -> Any:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         group.recover_ranks([1], 30.0)
-    told = []
-    for _ in range(4):
+    told: list[Any] = []
+    while told.count(3) < 3 and len(told) < 20:
         try:
             told.append(total())
         except RankFailedError as exc:
             told.append(tuple(exc.ranks))
+    stages.reach(folder, f"done{slot}")
+    for other in (0, 2, 3):
+        stages.wait_for(folder, f"done{other}")
     return told, group.active_ranks().tolist(), dist.get_world_size()
 
 
@@ -51,8 +54,5 @@ def test_a_replacement_before_the_next_call(mode: str) -> None:
     told, active, size = results[0]
     assert active == [1, 1, 1], results
     assert size == 3
-    sums = [entry for entry in told if entry == 3]
-    losses = [entry for entry in told if entry != 3]
-    assert losses in ([], [(1,)]), told
-    joined = results[3][0]
-    assert joined[: len(sums)] == [3] * len(sums) or joined == told
+    assert told in ([3, 3, 3], [(1,), 3, 3, 3]), told
+    assert results[3][0] in ([3, 3, 3], told)

@@ -54,8 +54,9 @@ class Helper:
             self._unpark()
 
     def _start(self) -> None:
-        thread = self._thread = threading.Thread(target=self._main, name="epee-backend", daemon=True)
+        thread = threading.Thread(target=self._main, name="epee-backend", daemon=True)
         try:
+            self._thread = thread  # inside: an interrupt must not leave a thread here that nobody starts
             thread.start()
         except BaseException:  # an interrupt, or no more threads: the next call tries again, a stray thread ends itself
             if not thread.is_alive():
@@ -84,7 +85,7 @@ class Helper:
             return
         if self._parked:
             self._unpark()
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.ident is not None:
             thread.join(timeout=5.0)
 
     def _main(self) -> None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..backend import BackendOptions
-from ..errors import EpeeError, EvictedError, InvalidState, ProtocolError, RankFailedError
+from ..errors import EpeeError, EvictedError, InvalidArgument, InvalidState, ProtocolError, RankFailedError
 from .group import TIMEOUT_S, gather
 from .launch import Send
 from .model import Block, Transformer
@@ -113,17 +113,23 @@ class SurvivingTrainer(Trainer):
             EvictedError: the others went on without this rank.
             EpeeError: it cannot be made good: too many are lost, or the group does not agree in time.
         """
-        while True:
+        furthest, num_vain = -1, 0
+        while num_vain < _ATTEMPTS:
             try:
                 if not self._snapshots:
                     self._take_snapshot()
                 super().run()
                 return
-            except EvictedError:
+            except (EvictedError, InvalidArgument):
                 raise
             except EpeeError as exc:
+                last = exc
+                # an error that comes back at the same step is no loss of a rank: it must not be retried for ever
+                num_vain = 0 if self.num_steps > furthest else num_vain + 1
+                furthest = max(furthest, self.num_steps)
                 self._be_patient(self._settings.patience_s)
                 self._recover(exc)
+        raise last
 
     def close(self) -> None:
         """Close the buffer."""

@@ -261,7 +261,7 @@ class Engine(Ending):
         """
         if not op.done:
             try:
-                self.enter()
+                self.enter(while_frozen=True)
             except (AbortedError, InvalidState):
                 if op.error is not None:  # an abort has ended the call in the meantime
                     raise op.error from None
@@ -283,6 +283,7 @@ class Engine(Ending):
             while not op.done:
                 while self.flags & ~CHANGING:
                     self._wait_ended(op)
+                    trouble.raise_if_overdue(self, op, until, op.start_clock())
                 block = self.advance(op)
                 if block is not None and not op.done:
                     head = op if isinstance(op, Message) or self.queue[0].done else self.queue[0]
@@ -399,7 +400,7 @@ class Engine(Ending):
             finally:
                 self._take_back()
 
-    def _may_go_on(self) -> bool:
+    def _may_go_on(self, while_frozen: bool = False) -> bool:
         if self.flags & NEWS and self.survival is not None:
             self.survival.take_news()
         eviction = None if self.survival is None else self.survival.eviction
@@ -407,7 +408,7 @@ class Engine(Ending):
             for op in self.queue:
                 op.fail(eviction)  # nobody may be waiting, only a future
             self.retire_heads()
-        return not self.flags & (ENDED | FROZEN | TROUBLED)
+        return not self.flags & (ENDED | TROUBLED | (0 if while_frozen else FROZEN))
 
     def _anomaly(self) -> None:
         survival = self.survival

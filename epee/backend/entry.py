@@ -54,16 +54,26 @@ class Entry:
         self._asleep: set[int] = set()  # threads inside a call that gave the lock back to sleep
         self._after: deque[Callable[[], None]] = deque()  # to be done without the lock by whoever gives it back
 
-    def enter(self) -> None:
-        """Take the lock and check that the group can be used."""
+    def enter(self, while_frozen: bool = False) -> None:
+        """Take the lock and check that the group can be used.
+
+        While the lane is frozen only those come in who just wait (`while_frozen`); they keep to their own time-outs.
+        """
         lock = self._lock
         if self.flags or self._asleep or lock._is_owned():
             self._look_around()
         if not lock.acquire(False):
             self._queue_up()
-        while self.flags and not self._may_go_on():
+        until = 0.0
+        while self.flags and not self._may_go_on(while_frozen):
             self.leave()
+            until = until or time.monotonic() + self.timeout_s
             self._anomaly()
+            if time.monotonic() > until:
+                raise CommTimeoutError(
+                    f"the ranks have not agreed on a view for {self.timeout_s:.0f} s (rank={self.box.rank}); no call "
+                    "was made, it may be tried again"
+                )
             self._queue_up()
 
     def raise_flag(self, bit: int) -> None:
@@ -89,7 +99,7 @@ class Entry:
             return False
         return True
 
-    def _may_go_on(self) -> bool:
+    def _may_go_on(self, while_frozen: bool = False) -> bool:
         """Look at `flags` with the lock held; False when a call must not run now."""
         return not self.flags & ENDED
 

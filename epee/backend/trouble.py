@@ -58,6 +58,11 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
             engine.retire(head)
         else:
             engine.retire_heads()
+    raise_if_overdue(engine, op, until, now)
+
+
+def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float) -> None:
+    """Raise `CommTimeoutError` when `wait()` has lasted until `until`; the call goes on."""
     if until is not None and now > until and not op.done:
         raise CommTimeoutError(
             f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); "

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,26 @@ class _Touch(logging.Handler):
 
 def test_with_on_stall_wait_a_slow_rank_is_named_and_waited_for(tmp_path: Path) -> None:
     assert run_ranks(patient, 2, str(tmp_path), backend=None, timeout_s=60) == [2.0, 2.0]
+
+
+def waits_while_frozen(rank: int, num_ranks: int, folder: str) -> None:
+    group = start(rank, num_ranks, folder, "raise")
+    dist.all_reduce(torch.ones(1))
+    if rank == 0:
+        survival = group._engine.survival
+        x = torch.ones(1)
+        work = dist.all_reduce(x, async_op=True)
+        survival.freeze()  # as an agreement does that finds no end
+        with pytest.raises(CommTimeoutError, match="time-out of wait"):
+            work.wait(timedelta(seconds=0.2))
+        survival.thaw()
+        (Path(folder) / "told").touch()
+        work.wait()
+        assert x.item() == num_ranks
+    else:
+        wait_for(Path(folder) / "told")
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_wait_keeps_its_time_out_while_an_agreement_is_under_way(tmp_path: Path) -> None:
+    run_ranks(waits_while_frozen, 2, str(tmp_path), backend=None, timeout_s=60)

@@ -25,6 +25,7 @@ from ..errors import (
     EpeeError,
     InvalidArgument,
     InvalidState,
+    MismatchError,
     PeerError,
     RankFailedError,
     context,
@@ -254,9 +255,12 @@ class CudaPath:
             raise self._death(op, dead)
 
     def _blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
-        """Raise that a rank is dead where that is the cause of `error`."""
-        is_caused_here = is_capturing or self._is_closing() or isinstance(error, (PeerError, InvalidArgument))
-        if not is_caused_here and (dead := self._watch.dead()):
+        """Raise that a rank is dead where that is the cause of `error`.
+
+        A peer that refused its call and ended its process right after is no such case: the refusal is what happened.
+        """
+        has_cause = isinstance(error, (PeerError, InvalidArgument, MismatchError))
+        if not (has_cause or is_capturing or self._is_closing()) and (dead := self._watch.dead()):
             raise self._death(op, dead) from error
 
     def _death(self, op: str, dead: tuple[int, ...]) -> RankFailedError:

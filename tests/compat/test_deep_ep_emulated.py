@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from epee import reference
 from epee.compat.deep_ep import rooms
@@ -33,7 +34,9 @@ def _emulated(rank: int, num_ranks: int, function: Callable[..., Any], *args: An
     """Run a rank's function with rooms on the emulated GPU."""
     rooms.Core = EmulatedBuffer  # type: ignore[misc]
     rooms.Rooms.is_gpu = lambda self, device: True  # type: ignore[method-assign]
-    return function(rank, num_ranks, *args)
+    result = function(rank, num_ranks, *args)
+    dist.barrier()  # a rank that leaves while another is still in its last call is a death to it, as it should be
+    return result
 
 
 def _run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -5,8 +5,8 @@ calls `_allgather_base`, `_reduce_scatter_base`, `alltoall_base` and the `*_into
 `all_gather_single` and its kin; both sets are here, one implementation each. Every method returns a Work, never None:
 a C++ caller would crash on it.
 
-Device dispatch is in one place: `tensors.carrier_of` refuses what is not on the CPU, and `_box` hands out the CPU data
-path; a CUDA data path will be chosen there.
+Device dispatch is in one place: `tensors.carrier_of` raises `NeedsStaging` for a tensor on a GPU, and the call is then
+run on copies of its tensors in host memory (`staging.py`). Calls on CPU tensors pay nothing for that.
 
 A call whose arguments are refused raises `InvalidArgument` here; its sequence number is used up all the same and the
 peers get a `MismatchError` with the reason, so nobody waits for a call that does not come.
@@ -36,7 +36,8 @@ from .options import BackendOptions
 from .outbox import Outboxes
 from .signature import OP_CODE
 from .signature import pack as pack_signature
-from .tensors import carrier_of, source, target
+from .staging import run_staged
+from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import ViewCalls
 from .work import DONE, Work
 
@@ -54,6 +55,8 @@ def _collective(name: str) -> Callable[[_Method], _Method]:
             seq = self._engine.seq
             try:
                 return method(self, *args, **kwargs)
+            except NeedsStaging:
+                pass  # below, where a further error is not one during this one
             except (InvalidArgument, UnsupportedError) as exc:
                 self._engine.refuse(name, exc)
                 raise
@@ -65,6 +68,24 @@ def _collective(name: str) -> Callable[[_Method], _Method]:
                 if self._engine.seq == seq:  # numpy's or torch's own word about an argument, or no memory
                     self._engine.refuse(name, exc)
                 raise
+            return run_staged(self, name, call, args, kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _message(name: str) -> Callable[[_Method], _Method]:
+    """Let a message's tensor lie on a GPU."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except NeedsStaging:
+                pass
+            return run_staged(self, name, method, args, kwargs)
 
         return call  # type: ignore[return-value]
 
@@ -343,6 +364,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
 
     # ---- point to point
 
+    @_message("send")
     def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
         """Send a tensor; done when the receiver has matched it."""
         tensor = calls.one(tensors, "send")
@@ -351,11 +373,13 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         message = Message(True, dst_rank, tag, _p2p_signature(carrier.code, tensor.numel()), source(tensor, carrier))
         return self._post(message, tensors)
 
+    @_message("recv")
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
         """Receive the oldest message of `src_rank` with this tag."""
         self._check_peer(src_rank, tag, "recv")
         return self._recv(tensors, src_rank, tag)
 
+    @_message("recv")
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
         """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
         self._check_peer(None, tag, "recv")

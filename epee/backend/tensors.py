@@ -23,6 +23,10 @@ from .signature import DTYPE_CODE
 Array = np.ndarray[Any, Any]
 
 
+class NeedsStaging(UnsupportedError):
+    """A tensor lies on a GPU: the call is to be run on copies of it (`staging.py`)."""
+
+
 class Carrier(NamedTuple):
     """How a torch dtype travels: `direct` says that numpy has the type itself."""
 
@@ -71,6 +75,7 @@ def carrier_of(tensor: torch.Tensor, name: str) -> Carrier:
 
     Raises:
         InvalidArgument: not a strided tensor of a supported dtype with storage.
+        NeedsStaging: it lies on a GPU.
         UnsupportedError: a device that this build does not serve.
     """
     carrier = CARRIERS.get(tensor.dtype)
@@ -80,9 +85,11 @@ def carrier_of(tensor: torch.Tensor, name: str) -> Carrier:
         raise InvalidArgument(f"{name} must be a strided tensor, got {tensor.layout}; call .to_dense()")
     if tensor.device.type == "meta":
         raise InvalidArgument(f"{name} must have data, got a meta tensor")
+    if tensor.is_cuda:
+        raise NeedsStaging(f"{name} lies on {tensor.device}; this call takes CPU tensors; move it with .cpu()")
     if not tensor.is_cpu:
         raise UnsupportedError(
-            f"{name} lies on {tensor.device}; epee's backend serves CPU tensors so far; move it with .cpu() "
+            f"{name} lies on {tensor.device}; epee's backend serves CPU and CUDA tensors; move it with .cpu() "
             "or use another backend for that device"
         )
     raise InvalidArgument(f"{name} has dtype {tensor.dtype}, which cannot be communicated; convert it first")

@@ -86,6 +86,10 @@ class Work(_WorkBase):  # type: ignore[misc]
         An exception from a signal handler leaves the request open and waits may be repeated, except inside torch's
         blocking `send` and `recv`: nobody could wait for that request again, so it is taken back.
         """
+        return self._drive(timeout)
+
+    def _drive(self, timeout: timedelta | None) -> bool:
+        """The body of `wait`, which is the only one to call it."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         try:
             for op in self._ops:
@@ -94,7 +98,7 @@ class Work(_WorkBase):  # type: ignore[misc]
         except EpeeError:
             raise
         except BaseException:
-            if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+            if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.distributed_c10d":
                 for op in self._ops:
                     self._engine.take_back(op)
             raise

@@ -1,0 +1,313 @@
+"""CUDA tensors on a group: through pinned host memory, until collectives run on GPUs themselves.
+
+Data path: each tensor of a call that lies on a GPU gets a *twin*, a contiguous pinned tensor of the same shape. The
+call then runs on the twins like any other, and what it has written goes back.
+
+Order, for one call:
+1. On the caller's current stream: values are copied into the twins, and a mark is put behind the copies. The stream
+   reaches the mark when everything before the call is done, so the values are those that the caller means.
+2. The host waits for the mark (bounded by the group's time-out), then issues the call. This is the price of staging:
+   a call, asynchronous ones too, is issued only when the GPU has come to it.
+3. The call ends. Twins are copied back on the caller's current stream when the call was synchronous, else on a stream
+   of our own that waits for the mark first. `Work.wait` makes the stream that is current *then* wait for that copy, as
+   NCCL's does; `is_completed` is true when the copy is done; a future carries the copy's event to who uses its value.
+
+Twins are filled before every call, so what a call leaves untouched (rows of lost ranks, everything after an error)
+stays what it was. A twin's memory is not used again before the copies from and to it are done: torch's pinned allocator
+remembers the streams, and the caller's tensors are noted on our stream (`record_stream`).
+
+A rank whose copies fail refuses its call: the peers get `MismatchError` with the reason, as for any other argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from ..errors import AbortedError, CommTimeoutError, EpeeError, UnsupportedError, context
+from .entry import CLOSED
+from .tensors import refuse_overlap, refuse_shared
+from .work import Work
+
+if TYPE_CHECKING:
+    from .group import ProcessGroup
+
+SPIN_S = 100e-6  # a GPU that is about done is met without sleeping
+NAP_S = 50e-6
+
+
+class Twin(NamedTuple):
+    """A tensor of the caller and its place in pinned memory."""
+
+    tensor: torch.Tensor
+    host: torch.Tensor
+
+
+class Device(Protocol):
+    """What staging asks of a kind of device; the tests have one whose streams run when they please."""
+
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return contiguous pinned memory for `tensor`, uninitialised; `UnsupportedError` inside a recording."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Put a copy on the current stream of the GPU tensor among the two."""
+
+    def marks(self, twins: Sequence[Twin]) -> list[Any]:
+        """Return a mark behind what is on the current stream of each GPU of the tensors."""
+
+    def is_done(self, mark: Any) -> bool:
+        """Whether a stream has come to the mark."""
+
+    def copy_back(self, twins: Sequence[Twin], behind: Sequence[Any]) -> list[Any]:
+        """Copy twins back on streams of our own, behind the marks; returns the marks behind the copies."""
+
+    def join(self, marks: Sequence[Any]) -> None:
+        """Make the current streams wait for the marks."""
+
+    def future(self, twins: Sequence[Twin]) -> Any:
+        """Return a future whose value may lie on the tensors' GPUs."""
+
+    def fulfil(self, future: Any, value: Any, marks: Sequence[Any]) -> None:
+        """Complete a future with a value that is ready at the marks."""
+
+
+class Cuda:
+    """The GPUs of this process."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return pinned memory of torch's caching allocator."""
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a collective on CUDA tensors needs the host, so a CUDA graph cannot record it; make the call outside"
+            )
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Put a copy on the current stream."""
+        on_gpu = source if source.is_cuda else destination
+        with torch.cuda.device(on_gpu.device):
+            destination.copy_(source, non_blocking=True)
+
+    def marks(self, twins: Sequence[Twin]) -> list[Any]:
+        """Return an event per GPU."""
+        events = []
+        for index in sorted({twin.tensor.device.index for twin in twins}):
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(index))
+            events.append((index, event))
+        return events
+
+    def is_done(self, mark: Any) -> bool:
+        """Whether the event has come."""
+        return bool(mark[1].query())
+
+    def copy_back(self, twins: Sequence[Twin], behind: Sequence[Any]) -> list[Any]:
+        """Copy on our own stream of each GPU."""
+        marks = []
+        for index, event in behind:
+            stream = self._stream(index)
+            stream.wait_event(event)
+            with torch.cuda.stream(stream):
+                for twin in twins:
+                    if twin.tensor.device.index == index:
+                        twin.tensor.copy_(twin.host, non_blocking=True)
+                        twin.tensor.record_stream(stream)
+            done = torch.cuda.Event()
+            done.record(stream)
+            marks.append((index, done))
+        return marks
+
+    def join(self, marks: Sequence[Any]) -> None:
+        """Make the current stream of each GPU wait."""
+        for index, event in marks:
+            torch.cuda.current_stream(index).wait_event(event)
+
+    def future(self, twins: Sequence[Twin]) -> Any:
+        """Return a future that knows the GPUs."""
+        indices = sorted({twin.tensor.device.index for twin in twins})
+        return torch.futures.Future(devices=[torch.device("cuda", index) for index in indices])
+
+    def fulfil(self, future: Any, value: Any, marks: Sequence[Any]) -> None:
+        """Complete it where our streams are current: it puts its own events there."""
+        if not marks:
+            future.set_result(value)
+            return
+        with torch.cuda.stream(self._stream(marks[0][0])):
+            self.fulfil(future, value, marks[1:])
+
+    def _stream(self, index: int) -> torch.cuda.Stream:
+        stream = self._streams.get(index)
+        if stream is None:
+            stream = self._streams.setdefault(index, torch.cuda.Stream(index))
+        return stream
+
+
+_device: Device = Cuda()
+
+
+class Staged:
+    """The twins of one call."""
+
+    def __init__(self, name: str, args: Sequence[Any], is_read: bool, is_written: bool) -> None:
+        self._twins: dict[int, Twin] = {}
+        self._lock = threading.Lock()
+        self._back: list[Any] | None = None
+        self._broken: RuntimeError | None = None
+        first = list(_tensors_of(args[0])) if is_written else []
+        for tensor in first:
+            refuse_overlap(tensor, f"{name}: output")
+        refuse_shared(first, f"{name}: outputs")
+        self.args = [self._replace(arg) for arg in args]
+        self.written = [self._twins[id(tensor)] for tensor in first if id(tensor) in self._twins]
+        twins = list(self._twins.values())
+        self._is_read = is_read
+        for twin in twins if is_read else ():
+            _device.copy(twin.host, twin.tensor)
+        self.marks = _device.marks(twins)
+
+    def _replace(self, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            if not arg.is_cuda:
+                return arg
+            if id(arg) not in self._twins:
+                plain = arg.detach()
+                self._twins[id(arg)] = Twin(plain, _device.host_like(plain))
+            return self._twins[id(arg)].host
+        if isinstance(arg, (list, tuple)):
+            return [self._replace(item) for item in arg]
+        return arg
+
+    def await_values(self, group: ProcessGroup, name: str) -> None:
+        """Let the host wait until the twins hold the caller's values."""
+        engine = group._engine
+        started = time.monotonic()
+        for mark in self.marks if self._is_read else ():
+            while not _device.is_done(mark):
+                elapsed = time.monotonic() - started
+                if engine.flags & CLOSED:
+                    raise AbortedError(f"{name}: the process group was closed while the GPU was at work before it")
+                if elapsed > engine.timeout_s:
+                    facts = context(name, rank=group.rank(), seq=engine.seq, elapsed_s=elapsed)
+                    raise CommTimeoutError(
+                        f"{facts}: this rank's GPU has not come to the call within the group's time-out"
+                    )
+                if elapsed > SPIN_S:
+                    time.sleep(NAP_S)
+
+    def copy_now(self) -> None:
+        """Put the results on the current stream."""
+        for twin in self.written:
+            _device.copy(twin.tensor, twin.host)
+
+    def copy_back(self) -> list[Any]:
+        """Have the results copied on our own streams, once; returns the marks behind the copies."""
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            if self._back is None:
+                try:
+                    self._back = _device.copy_back(self.written, self.marks)
+                except RuntimeError as exc:  # CUDA's word; the thread that comes first may not be the one to tell
+                    self._broken = exc
+                    raise
+            return self._back
+
+    def futures_device(self) -> Any:
+        """Return a future that may hold this call's tensors."""
+        return _device.future(list(self._twins.values()))
+
+
+class StagedWork(Work):
+    """An asynchronous call on twins. Its results go back when it ends, also when nobody asks for them."""
+
+    def __init__(self, work: Work, staged: Staged, outputs: Any) -> None:
+        super().__init__(work._engine, work._ops, outputs)
+        self._staged = staged
+        self._engine.listen(self._ops[-1], self._copy_back)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the call as `Work.wait`; the current streams then wait for the copy of its results."""
+        self._drive(timeout)
+        _device.join(self._staged.copy_back())
+        return True
+
+    def is_completed(self) -> bool:
+        """True when the call has ended and its results, if it ended well, are in the caller's tensors."""
+        if not super().is_completed():
+            return False
+        return not super().is_success() or all(map(_device.is_done, self._staged.copy_back()))
+
+    def is_success(self) -> bool:
+        """True when it has ended well."""
+        return super().is_success() and self.is_completed()
+
+    def get_future(self) -> Any:
+        """Return a future of the output tensors; whoever uses its value waits on its streams, not on the host."""
+        if self._future is None:
+            if self._engine.in_background():
+                with contextlib.suppress(EpeeError):  # the future raises it
+                    self._drive(None)
+            ended = self._staged.futures_device()
+            self._future = ended.then(self._value)
+            self._engine.listen(self._ops[-1], lambda op: self._fulfil(ended))
+        return self._future
+
+    def _copy_back(self, op: Any) -> None:
+        if op.error is None:
+            with contextlib.suppress(RuntimeError):  # whoever waits is told
+                self._staged.copy_back()
+
+    def _fulfil(self, future: Any) -> None:
+        marks: list[Any] = []
+        if super().is_success():
+            with contextlib.suppress(RuntimeError):  # `_value` raises it
+                marks = self._staged.copy_back()
+        _device.fulfil(future, self._outputs if marks else None, marks)
+
+    def _value(self, ended: Any) -> Any:
+        if super().exception() is None:
+            self._staged.copy_back()  # raises what the copies met
+        return super()._value(ended)
+
+
+def run_staged(
+    group: ProcessGroup, name: str, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run one call of `group` on twins; the first of its arguments is what it writes.
+
+    Raises:
+        AbortedError, CommTimeoutError: the GPU did not come to the call.
+        InvalidArgument: what is written overlaps itself. Else as the call does.
+    """
+    roots = [opts.rootRank for opts in (*args, *kwargs.values()) if hasattr(opts, "rootRank")]
+    is_root = roots == [group.rank()]
+    is_written = {"send": False, "broadcast": not is_root, "reduce": is_root}.get(name, True)
+    try:
+        staged = Staged(name, args, name != "recv", is_written)
+        staged.await_values(group, name)
+    except Exception as exc:
+        if name not in ("send", "recv"):
+            group._engine.refuse(name, exc)
+        raise
+    work = method(group, *staged.args, **kwargs)
+    if isinstance(work, Work):
+        return StagedWork(work, staged, args[0])
+    staged.copy_now()
+    return work
+
+
+def _tensors_of(arg: Any) -> list[torch.Tensor]:
+    if isinstance(arg, torch.Tensor):
+        return [arg]
+    if isinstance(arg, (list, tuple)):
+        return [tensor for item in arg for tensor in _tensors_of(item)]
+    return []

@@ -1,0 +1,268 @@
+"""CUDA tensors on a group, with a device whose streams run late: whoever reads too early sees poison."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+import epee.compat.mooncake.pg
+from epee.backend import staging
+from epee.backend.staging import Twin
+from tests.harness import run_ranks
+
+LATE_LOOKS = 3  # how often a mark says "not yet"
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU. Its bytes are read and written by `LateDevice` only."""
+
+    is_cpu = False  # type: ignore[assignment]
+    is_cuda = True  # type: ignore[assignment]
+
+
+def on_gpu(values: torch.Tensor) -> torch.Tensor:
+    return values.clone().as_subclass(OnGpu)
+
+
+class LateDevice:
+    """One stream that is the caller's and one that is ours; both do nothing until somebody waits for a mark."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, deque[Callable[[], Any]]] = {"caller": deque(), "own": deque()}
+        self.looks: Counter[Any] = Counter()
+        self.reached: set[Any] = set()
+        self.num_marks = 0
+
+    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host.view(-1).view(torch.uint8).fill_(0xA5)
+        return host
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: str = "caller") -> None:
+        self.streams[stream].append(lambda: _plain(destination).copy_(_plain(source)))
+
+    def marks(self, twins: Sequence[Twin]) -> list[Any]:
+        return [self._mark("caller")] if twins else []
+
+    def _mark(self, stream: str) -> tuple[str, int]:
+        self.num_marks += 1
+        mark = (stream, self.num_marks)
+        self.streams[stream].append(lambda: self.reached.add(mark))
+        return mark
+
+    def _run_to(self, mark: tuple[str, int]) -> None:
+        while mark not in self.reached:
+            self.streams[mark[0]].popleft()()
+
+    def is_done(self, mark: Any) -> bool:
+        self.looks[mark] += 1
+        if self.looks[mark] > LATE_LOOKS:
+            self._run_to(mark)
+        return mark in self.reached
+
+    def copy_back(self, twins: Sequence[Twin], behind: Sequence[Any]) -> list[Any]:
+        self.streams["own"].extend(partial(self._run_to, mark) for mark in behind)
+        for twin in twins:
+            self.copy(twin.tensor, twin.host, "own")
+        return [self._mark("own")] if twins else []
+
+    def join(self, marks: Sequence[Any]) -> None:
+        self.streams["caller"].extend(partial(self._run_to, mark) for mark in marks)
+
+    def future(self, twins: Sequence[Twin]) -> Any:
+        return torch.futures.Future()
+
+    def fulfil(self, future: Any, value: Any, marks: Sequence[Any]) -> None:
+        self.join(marks)
+        future.set_result(value)
+
+    def synchronize(self) -> None:
+        """What `torch.cuda.current_stream().synchronize()` does."""
+        while self.streams["caller"]:
+            self.streams["caller"].popleft()()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor)
+
+
+def _device() -> LateDevice:
+    device = LateDevice()
+    staging._device = device
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[method-assign] # dist.broadcast asks
+    return device
+
+
+def _call(name: str, rank: int, num_ranks: int, to: Callable[[torch.Tensor], torch.Tensor], is_async: bool) -> Any:
+    """Make one call on tensors made by `to`; returns its work and what it wrote."""
+    x = to(torch.arange(6, dtype=torch.float32).view(2, 3) + 10 * rank)
+    wide = to(torch.full((num_ranks * 2, 3), -1.0))
+    many = [to(torch.full((2, 3), -1.0)) for _ in range(num_ranks)]
+    rows = [to(torch.full((2, 3), float(rank + r))) for r in range(num_ranks)]
+    run: dict[str, Callable[[], Any]] = {
+        "broadcast": lambda: dist.broadcast(x, 1, async_op=is_async),
+        "all_reduce": lambda: dist.all_reduce(x, async_op=is_async),
+        "reduce": lambda: dist.reduce(x, 1, async_op=is_async),
+        "all_gather": lambda: dist.all_gather(many, x, async_op=is_async),
+        "all_gather_single": lambda: dist.all_gather_into_tensor(wide, x, async_op=is_async),
+        "gather": lambda: dist.gather(x, many if rank == 1 else None, 1, async_op=is_async),
+        "scatter": lambda: dist.scatter(x, rows if rank == 1 else None, 1, async_op=is_async),
+        "reduce_scatter": lambda: dist.reduce_scatter(x, rows, async_op=is_async),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_tensor(x, wide, async_op=is_async),
+        "all_to_all": lambda: dist.all_to_all(many, rows, async_op=is_async),
+        "all_to_all_single": lambda: dist.all_to_all_single(
+            wide, to(torch.arange(6.0 * num_ranks).view(-1, 3)), async_op=is_async
+        ),
+        "strided": lambda: dist.all_reduce(wide.t(), async_op=is_async),
+    }
+    return run[name](), [x, wide, *many, *rows]
+
+
+CALLS = [
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "all_gather_single",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "all_to_all",
+    "all_to_all_single",
+    "strided",
+]
+
+
+def _same_as_cpu(rank: int, num_ranks: int) -> None:
+    device = _device()
+    for name in CALLS:
+        for is_async in (False, True):
+            _, wanted = _call(name, rank, num_ranks, torch.clone, False)
+            work, got = _call(name, rank, num_ranks, on_gpu, is_async)
+            if is_async:
+                assert work.wait()
+            device.synchronize()
+            for one, other in zip(got, wanted, strict=True):
+                assert torch.equal(_plain(one), other), (name, is_async)
+
+
+@pytest.mark.parametrize(("num_ranks", "backend"), [(2, "epee"), (3, "epee"), (2, "mooncake")])
+def test_every_collective_does_what_it_does_on_cpu_tensors(num_ranks: int, backend: str) -> None:
+    run_ranks(_same_as_cpu, num_ranks, backend=backend)
+
+
+def _messages(rank: int, num_ranks: int) -> None:
+    device = _device()
+    x = on_gpu(torch.arange(5.0) + rank)
+    if rank == 0:
+        dist.send(x, 1)
+        work = dist.isend(x, 1, tag=4)
+        assert work is not None
+        work.wait()
+        x.copy_(torch.zeros(5))  # ours again
+    else:
+        got, other = on_gpu(torch.full((5,), -1.0)), on_gpu(torch.full((5,), -1.0))
+        dist.recv(got, 0)
+        assert dist.recv(other, None, tag=4) == 0
+        device.synchronize()
+        assert torch.equal(_plain(got), torch.arange(5.0))
+        assert torch.equal(_plain(other), torch.arange(5.0))
+    reqs = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, (y := on_gpu(torch.zeros(5))), 1 - rank)]
+    )
+    for req in reqs:
+        req.wait()
+    device.synchronize()
+    assert torch.equal(_plain(y), torch.arange(5.0) + 1 if rank == 0 else torch.zeros(5))
+
+
+def test_messages() -> None:
+    run_ranks(_messages, 2, backend="epee")
+
+
+def _asynchronous(rank: int, num_ranks: int) -> None:
+    device = _device()
+    x = on_gpu(torch.full((4,), rank + 1.0))
+    work = dist.all_reduce(x, async_op=True)
+    future = work.get_future()
+    assert future.wait()[0] is x
+    device.synchronize()
+    assert _plain(x).tolist() == [3.0] * 4
+    assert work.is_completed()
+    assert work.is_success()
+
+    y = on_gpu(torch.full((4,), rank + 1.0))
+    work = dist.all_reduce(y, async_op=True)
+    while not work.is_completed():  # without a wait: true only when the values are there
+        pass
+    assert _plain(y).tolist() == [3.0] * 4
+
+    z = on_gpu(torch.full((4,), rank + 1.0))
+    dist.all_reduce(z, async_op=True)  # nobody asks for it
+    dist.barrier()
+    for _ in range(2000):
+        if device.streams["own"]:
+            break
+        torch.zeros(1000).sum()
+    while device.streams["own"]:
+        device.streams["own"].popleft()()
+    assert _plain(z).tolist() == [3.0] * 4
+    dist.barrier()
+
+
+def test_asynchronous_calls_end_as_streams_expect() -> None:
+    run_ranks(_asynchronous, 2, backend="epee")
+
+
+def _errors(rank: int, num_ranks: int) -> None:
+    device = _device()
+    x = on_gpu(torch.arange(4.0))
+    with pytest.raises(epee.InvalidArgument if rank else epee.MismatchError, match=r"overlap itself"):
+        dist.all_reduce(x[:1].expand(4) if rank else x)
+    with pytest.raises(epee.MismatchError, match="float64"):
+        dist.all_reduce(x.double() if rank else x)
+    device.synchronize()
+    assert torch.equal(_plain(x), torch.arange(4.0))
+    if rank == 0:
+        device.is_done = lambda mark: False  # type: ignore[method-assign] # a GPU that never comes
+        dist.group.WORLD.set_timeout(timedelta(seconds=0.3))  # type: ignore[union-attr]
+        with pytest.raises(epee.CommTimeoutError, match="this rank's GPU has not come"):
+            dist.all_reduce(x)
+        del device.is_done
+        dist.group.WORLD.set_timeout(timedelta(seconds=30))  # type: ignore[union-attr]
+    else:
+        with pytest.raises(epee.MismatchError, match="rank 0 refused"):
+            dist.all_reduce(x)
+    dist.all_reduce(x)
+    device.synchronize()
+    assert torch.equal(_plain(x), torch.arange(4.0) * num_ranks)
+
+
+def test_errors_reach_every_rank_and_the_group_works_on() -> None:
+    run_ranks(_errors, 2, backend="epee")
+
+
+def _mixed(rank: int, num_ranks: int) -> None:
+    device = _device()
+    x = torch.full((3,), rank + 1.0)
+    x = on_gpu(x) if rank else x
+    dist.all_reduce(x)
+    device.synchronize()
+    assert _plain(x).tolist() == [3.0] * 3
+    out = torch.zeros(num_ranks * 3)
+    dist.all_gather_into_tensor(out, on_gpu(torch.full((3,), float(rank))))
+    device.synchronize()
+    assert out.tolist() == [0.0] * 3 + [1.0] * 3
+
+
+def test_ranks_and_arguments_may_lie_on_different_devices() -> None:
+    run_ranks(_mixed, 2, backend="epee")

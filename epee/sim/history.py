@@ -7,7 +7,7 @@ is told by a function, because only the maker of the inputs knows.
 Rules, named as in notes/reliability.md: V-1 same view for the same epoch, V-2 one decision per epoch (the counting of
 votes is checked where votes are visible), V-9 what an evicted process reports, V-11 masks change with the epoch only,
 C-3 one outcome per call, C-4 and E-3 whole blocks or none, C-5 nothing written on error, C-10 and C-11 results are
-those of the contributors named.
+those of the contributors named, V-10 who joins begins with the view that took it in.
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ def _check_views(history: History, found: list[Violation]) -> None:
                 found.append(Violation("V-1", f"two decisions of epoch {record.epoch}: {other} and {record}"))
             if last and record.epoch != last + 1:
                 found.append(Violation("V-11", f"{process} went from epoch {last} to {record.epoch}"))
+            if not last and record.epoch != record.incarnation:
+                found.append(Violation("V-10", f"{process} came in by another view than its first: {record}"))
             last = record.epoch
 
 

@@ -68,7 +68,7 @@ def make_plan(seed: int) -> Plan:
     num_calls = rng.randint(5, 9)
     think_s = rng.choice((0.0005, 0.002, 0.01, 0.03))
     span = num_calls * (think_s + 0.006)
-    return Plan(
+    plan = Plan(
         seed=seed,
         num_members=num_members,
         num_calls=num_calls,
@@ -84,12 +84,21 @@ def make_plan(seed: int) -> Plan:
         max_lag_s=rng.choice((0.0, 0.0005, 0.003, 0.02)),
         faults=_faults(rng, num_members, span),
     )
+    return _with_newcomer(plan, rng) if seed % 8 == 7 and num_members < 7 else plan
 
 
 def _faults(rng: Random, num_members: int, span: float) -> tuple[Fault, ...]:
     """Draw faults: mostly anything at any time, sometimes a course of events that chance alone rarely finds."""
     draw = rng.choice(STYLES) if num_members > 2 else _anything
     return draw(rng, num_members, span)
+
+
+def _with_newcomer(plan: Plan, rng: Random) -> Plan:
+    """Return a plan about a newcomer whose first moments as a member are the worst; everything else as drawn."""
+    if rng.random() < 0.5:
+        return plan._replace(faults=_unheard(rng, plan))
+    plan = plan._replace(window=max(2, plan.window), num_calls=20, think_s=0.002, max_delay_s=0.0005)
+    return plan._replace(faults=_overtaken(rng, plan.num_members))
 
 
 def _step(rng: Random) -> int:
@@ -202,6 +211,37 @@ def _minority_wakes_up(rng: Random, num_members: int, span: float) -> tuple[Faul
     faults += [Fault(start, STOP, slot, 0.5 + 0.1 * rng.random()) for slot in out]
     faults += [Fault(over, CRASH, slot) for slot in range(1, num_members - num_out)]
     faults.append(Fault(over, STOP, 0, 1.0))
+    return tuple(sorted(faults))
+
+
+def _overtaken(rng: Random, num_members: int) -> tuple[Fault, ...]:
+    """Somebody comes in, one member stands still in a call from before, another goes ahead of it and dies.
+
+    What the dead one has put is whole for the newcomer's first call, and not for the one before it.
+    """
+    start = rng.random() * 0.005
+    faults = []
+    for newcomer in range(num_members, num_members + 3):
+        held, victim = rng.sample(range(num_members), 2)
+        then = start + 0.001 + 0.003 * rng.random()
+        faults.append(Fault(start, JOIN, newcomer))
+        faults.append(Fault(then, HOLD, held, 0.03))
+        faults.append(Fault(then + 0.002 + 0.02 * rng.random(), CRASH, victim))
+        start = then + 0.06
+    return tuple(sorted(faults))
+
+
+def _unheard(rng: Random, plan: Plan) -> tuple[Fault, ...]:
+    """Somebody is taken in and does not hear of it; then another dies, and it hears of that first."""
+    newcomer = plan.num_members
+    start = rng.random() * 0.6 * plan.num_calls * (plan.think_s + 0.006)
+    inwards = sum(1 << i * 12 + newcomer for i in range(plan.num_members))
+    for_s = 0.003 + 0.03 * rng.random()
+    victim = rng.randrange(plan.num_members)
+    faults = [Fault(start, JOIN, newcomer), Fault(start, PART, newcomer, for_s, inwards)]
+    faults.append(Fault(start + for_s - (0.002 + plan.max_delay_s) * rng.random(), CRASH, victim))
+    if rng.random() < 0.5:
+        faults.append(Fault(start + for_s + 0.05 * rng.random(), CRASH, rng.randrange(plan.num_members)))
     return tuple(sorted(faults))
 
 

@@ -64,6 +64,7 @@ def test_a_record_is_64_bytes_and_comes_back() -> None:
     [
         ([view(2, 2, digest=2)], "V-1"),
         ([view(2, 3)], "V-11"),
+        ([Record(0.0, 2, 2, VIEW, epoch=3, digest=1)], "V-10"),
         ([done(2, 2, 1, 0b111)], "C-3"),
         ([done(2, 1, 1, 0b111)], "C-11"),
         ([done(1, 3, 1, 0b111), done(0, 3, 1, 0b111)], "V-11"),
@@ -78,6 +79,7 @@ def test_a_record_is_64_bytes_and_comes_back() -> None:
     ids=[
         "two views of an epoch",
         "a skipped epoch",
+        "a joiner with a later view than its own",
         "two sets of contributors",
         "ended twice",
         "an older epoch again",

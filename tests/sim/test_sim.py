@@ -33,10 +33,9 @@ def test_no_rule_is_broken_where_one_was(seed: int) -> None:
     assert run_seed(seed).violations == ()
 
 
-def test_all_but_the_rarest_mistakes_are_found_within_a_thousand_seeds() -> None:
+def test_every_mistake_is_found_within_a_thousand_seeds() -> None:
     assert set(SAVED["mutants"]) == set(MUTANTS)
-    rare = {name for name, seed in SAVED["mutants"].items() if seed >= 1000}
-    assert rare <= {"JoinerBeginsLate", "PublishesEarly"}
+    assert [name for name, seed in SAVED["mutants"].items() if seed >= 1000] == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -100,18 +100,18 @@ class Throughput:
         # all memory before the first kernel: behind it there is no way back without the peers
         expanded = allocate_expanded(machine, payload, handle, stream) if handle.is_expert else None
         taken = None if handle.is_expert else machine.take(stream, is_granted=True)
-        slot = machine.pool.landing if taken is None else taken.slot
-        if machine.is_poisoned:
-            machine.poison_slot(slot)
-        mailbox = machine.open_mailbox() if options.sync and is_fresh else None
-        word = dispatch_signature(
-            handle.layout, handle.expert_alignment, x.dtype, payload.num_scales,
-            None if scales is None else scales.dtype, handle.has_topk, topk_weights is not None,
-            0 if is_fresh else handle.call_idx,
-        )  # fmt: skip
-        exchange = Exchange(slot, word, mailbox)
-        weights = topk_weights if is_fresh else None
         try:
+            slot = machine.pool.landing if taken is None else taken.slot
+            if machine.is_poisoned:
+                machine.poison_slot(slot)
+            mailbox = machine.open_mailbox() if options.sync and is_fresh else None
+            word = dispatch_signature(
+                handle.layout, handle.expert_alignment, x.dtype, payload.num_scales,
+                None if scales is None else scales.dtype, handle.has_topk, topk_weights is not None,
+                0 if is_fresh else handle.call_idx,
+            )  # fmt: skip
+            exchange = Exchange(slot, word, mailbox)
+            weights = topk_weights if is_fresh else None
             if launch.few_warps and route is not None:
                 launch_few(machine, payload, handle, route, exchange, launch, stream, options)
             else:

@@ -22,7 +22,9 @@ class Request:
         admitted: it may be proposed; else a user has to admit it first.
         not_before: when it may be proposed.
         tries: how often it was proposed in vain, because a member did not answer.
-        probed: when the occupant of its slot was asked for a sign of life.
+        probed: when the occupant of its slot was first asked for a sign of life.
+        probe_again: the request was repeated since the occupant was asked last; the question may have been lost, or
+            have come before an occupant that is new itself knew that it is one.
     """
 
     def __init__(self, member: Member, now: float, admitted: bool) -> None:
@@ -32,6 +34,7 @@ class Request:
         self.not_before = now
         self.tries = 0
         self.probed: float | None = None
+        self.probe_again = False
         self.occupant_lives = False
 
 
@@ -47,6 +50,7 @@ class Joins:
         if request is not None:
             request.heard = now
             request.admitted |= admitted
+            request.probe_again = True
             return False
         if len(self.requests) >= MAX_PENDING:
             return False
@@ -104,12 +108,12 @@ class Joins:
         return members, replaced
 
     def unprobed(self, now: float, occupants: Mapping[int, Member], leaving: Collection[int]) -> list[Request]:
-        """Return the admitted requests whose slot is occupied by somebody who was not yet asked."""
+        """Return the admitted requests whose slot is occupied by somebody who is to be asked, maybe once more."""
         return [
             request
             for request in self.requests.values()
             if request.admitted
-            and request.probed is None
+            and (request.probed is None or request.probe_again)
             and request.member.slot in occupants
             and request.member.slot not in leaving
         ]

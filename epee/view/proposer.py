@@ -222,7 +222,8 @@ class Proposer:
         """Ask the occupants of slots that somebody else wants; refuse the joiner when they answer."""
         leaving = {*self.gone, *self._accusers}
         for request in self.joins.unprobed(self._t, self.members, leaving):
-            request.probed = self._t
+            request.probed = self._t if request.probed is None else request.probed
+            request.probe_again = False
             occupant = self.members[request.member.slot]
             if occupant.slot != self.me.slot:
                 self._out.append(Send(occupant, Ask(self.epoch)))

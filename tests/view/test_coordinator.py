@@ -114,3 +114,14 @@ def test_an_occupied_slot_is_free_only_when_its_occupant_goes_or_stays_silent() 
     assert joins.ready(10.0, occupants, (), 1.0) == ([member(2, 0, 5)], {2})
     joins.heard_from(member(2).nonce, occupants)
     assert joins.ready(10.0, occupants, (), 1.0) == ([], set())
+
+
+def test_a_repeated_request_has_the_occupant_asked_once_more() -> None:
+    """The first question may have come before a new occupant knew that it was in (simulator, seed 3536705)."""
+    joins, occupants = Joins(), {2: member(2)}
+    joins.note(member(2, 0, 5), 0.0, True)
+    (request,) = joins.unprobed(0.0, occupants, ())
+    request.probed = 0.0
+    assert joins.unprobed(0.1, occupants, ()) == []
+    joins.note(member(2, 0, 5), 0.2, True)
+    assert joins.unprobed(0.2, occupants, ()) == [request]

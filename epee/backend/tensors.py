@@ -172,15 +172,17 @@ def in_place(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
 def refuse_overlap(tensor: torch.Tensor, name: str) -> None:
     """Raise `InvalidArgument` when two elements of `tensor` share memory, or may and are too many to look."""
     reach = 0
-    for stride, extent in sorted((s, e) for s, e in zip(tensor.stride(), tensor.shape, strict=True) if e > 1):
+    steps = sorted((s, e) for s, e in zip(tensor.stride(), tensor.shape, strict=True) if e > 1)
+    for stride, extent in steps:
         if stride <= reach:
             break
         reach += stride * (extent - 1)
     else:
         return  # each dimension steps over all that the smaller ones reach
-    if tensor.numel() == 0 or (0 not in tensor.stride() and _is_distinct(tensor)):
+    is_expanded = bool(steps) and steps[0][0] == 0  # dimensions of one element may have any stride
+    if tensor.numel() == 0 or (not is_expanded and _is_distinct(tensor)):
         return
-    sure = 0 in tensor.stride() or tensor.numel() <= MAX_OVERLAP_SEARCH
+    sure = is_expanded or tensor.numel() <= MAX_OVERLAP_SEARCH
     raise InvalidArgument(
         f"{name} must not overlap itself, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
         f"{'' if sure else ', which may overlap'}; call .contiguous() and use the copy"

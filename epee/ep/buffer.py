@@ -39,12 +39,17 @@ from .cuda_path import CudaPath, throughput_config
 from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
 from .handle import Combined, Dispatched, Handle, Payload
 from .lane import Lanes, RunOptions
+from .latency import LatencyCpuPath
+from .latency_calls import LatencyCalls, Waits
+from .latency_checks import check_only_in
+from .latency_types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from .order import CombineOrder
 from .throughput_platform import CudaPlatform, Platform
 
 _log = logging.getLogger(__name__)
 _buffer_ids = itertools.count(1)
 _T = TypeVar("_T")
+_Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
 
 class Buffer:
@@ -68,6 +73,8 @@ class Buffer:
             (the worst case) and `1.5 * max_tokens_per_rank * num_topk` in the expert layout. Padding of the expert
             layout, `num_local_experts * (expert_alignment - 1)` rows, is always added.
         timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
+        mode: "throughput", or "latency" for small batches: padded results per expert, a send and a receive half, masks
+            of lost ranks (docs/low-latency.md). `num_slots` is then how many calls may be sent and not yet received.
 
     Memory: on CPUs each layout gets an arena at its first use, `2 * num_slots + 2` slots of `rows` rows; docs/buffer.md
     has the formula. That is address space: pages are taken when they are first written, and slots are reused lowest
@@ -96,6 +103,7 @@ class Buffer:
         num_slots: int = 2,
         max_recv_rows: int | None = None,
         timeout: float | None = None,
+        mode: str = "throughput",
     ) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
@@ -107,13 +115,23 @@ class Buffer:
         self.rank = members.rank()
         self.num_ranks = members.size()
         self.config = BufferConfig(
-            self.num_ranks, num_experts, hidden, num_topk, max_tokens_per_rank, dtype, num_slots, max_recv_rows or 0
+            self.num_ranks,
+            num_experts,
+            hidden,
+            num_topk,
+            max_tokens_per_rank,
+            dtype,
+            num_slots,
+            max_recv_rows or 0,
+            mode=mode,
         )
         refusal: EpeeError | None = None
         self._timeout, poison, platform = 0.0, False, None
         try:
             self._timeout, poison = _settings(self.config, max_recv_rows, timeout)
             platform = self._platform_of(device)
+            if platform is not None and mode == "latency":
+                raise UnsupportedError("latency mode serves CPU tensors so far; leave device out")
             if platform is not None:
                 self.config = replace(self.config, path="cuda", device=platform.device)
                 throughput_config(self.config, self.rank).check()
@@ -125,6 +143,7 @@ class Buffer:
         self._lanes = Lanes(self.config.device)
         try:
             self._path = self._on_device(lambda: self._make_path(platform, born, poison))
+            self._latency = self._make_latency()
         except BaseException:
             born.close()
             self._exchange.release()
@@ -150,6 +169,12 @@ class Buffer:
         async_op: bool = False,
         previous_event: object = None,
         sync: bool = True,
+        use_fp8: bool = False,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int | None = None,
+        return_hook: bool = False,
     ) -> Dispatched:
         """Send each token to the ranks that own its experts. Collective.
 
@@ -175,6 +200,12 @@ class Buffer:
             sync: False: the host does not wait for the counts, so results have as many rows as may come (ids of the
                 others are -1, their values undefined) and `handle.recv_counts` tells how many there are. Needed while
                 a CUDA graph is recorded. On the CPU results have their exact size all the same.
+            use_fp8, round_scale, use_ue8m0: latency mode: quantise x on the way, with float32 scales per 128 channels,
+                powers of two, packed four to an int32.
+            active_ranks: latency mode: `[num_ranks or more]` int32, 1 = active, read and written: a rank that is 0, or
+                does not come in time, is left out as a whole. Without it a rank that does not come is an error.
+            timeout_us: `timeout` in microseconds, latency mode only.
+            return_hook: latency mode: only send; `.hook()` receives.
 
         Returns:
             `Dispatched`. Its `x` lives as long as the tensor does; with `num_slots` of them alive, further results
@@ -190,9 +221,18 @@ class Buffer:
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
         run = RunOptions(num_sms, async_op, previous_event, sync)
+        how, waits = (
+            Quantisation(use_fp8, round_scale, use_ue8m0),
+            Waits(active_ranks, timeout_us, timeout, return_hook),
+        )
 
         def work(deadline: float) -> Dispatched:
             with self._lanes.lane(check_run(run)) as lane:
+                if self._latency is not None:
+                    check_only_in("throughput", {"is_token_in_rank": is_token_in_rank, "handle": handle})
+                    check_only_in("throughput", {"layout": layout != "rank", "expert_alignment": expert_alignment != 1})
+                    return self._hooked(self._latency.dispatch(x, topk_idx, topk_weights, how, waits, lane, run))
+                check_only_in("latency", {**how._asdict(), **waits._replace(timeout=None)._asdict()})
                 known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
                 call = check_dispatch(
                     self.config,
@@ -204,14 +244,14 @@ class Buffer:
                     layout,
                     expert_alignment,
                 )
-                return self._path.dispatch(call, deadline, lane, run)
+                return self._rows.dispatch(call, deadline, lane, run)
 
         return self._call(OP_DISPATCH, timeout, work)
 
     def combine(
         self,
         y: torch.Tensor,
-        handle: Handle,
+        handle: Handle | LatencyHandle,
         *,
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -221,6 +261,10 @@ class Buffer:
         num_sms: int | None = None,
         async_op: bool = False,
         previous_event: object = None,
+        partial_dtype: torch.dtype | None = None,
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int | None = None,
+        return_hook: bool = False,
     ) -> Combined:
         """Bring expert outputs back to the tokens' ranks and sum them. Collective.
 
@@ -237,6 +281,10 @@ class Buffer:
             order: of the additions; None for epee's own, which is the fastest.
             timeout: seconds to wait for a silent peer.
             num_sms, async_op, previous_event: as in `dispatch`.
+            partial_dtype: latency mode: what each rank's sum is rounded to before it crosses, bfloat16 (default) or
+                float32. There y is padded like the dispatch's result, epee multiplies by the weights, and
+                `topk_weights`, `[num_tokens, num_topk]` of this rank's tokens, replaces those of the dispatch.
+            active_ranks, timeout_us, return_hook: as in `dispatch`.
 
         Returns:
             `Combined`: for each token the sum over the ranks, ascending, in float32 (float64 for float64), rounded
@@ -247,12 +295,18 @@ class Buffer:
             wrong on the way is raised by the next call, or by `check`, and `out` is then undefined.
         """
         run = RunOptions(num_sms, async_op, previous_event)
+        waits = Waits(active_ranks, timeout_us, timeout, return_hook)
 
         def work(deadline: float) -> Combined:
             with self._lanes.lane(check_run(run)) as lane:
+                if self._latency is not None:
+                    check_only_in("throughput", {"bias": bias, "order": order})
+                    partial = partial_dtype or torch.bfloat16
+                    return self._hooked(self._latency.combine(y, handle, topk_weights, partial, out, waits, lane, run))
+                check_only_in("latency", {"partial_dtype": partial_dtype, **waits._replace(timeout=None)._asdict()})
                 known = check_handle(handle, self._id, self._exchange.epoch)
                 call = check_combine(self.config, y, known, topk_weights, bias, out, order)
-                return self._path.combine(call, deadline, lane, run)
+                return self._rows.combine(call, deadline, lane, run)
 
         return self._call(OP_COMBINE, timeout, work)
 
@@ -308,7 +362,32 @@ class Buffer:
         """
         self._alone(self._path.join)
 
-    def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def sync(self, active_ranks: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
+        """Agree with the other ranks on who takes part. Latency mode; collective for all ranks that live.
+
+        Ranks that come are in, whoever had counted them out; ranks that are dead, or do not come in time, are not.
+        All go on from the same call. No call may be waiting for its hook.
+
+        Args:
+            active_ranks: this rank's mask; whom it counts out is not waited for long. Overwritten with the agreed one.
+            timeout: seconds to wait for a silent rank.
+
+        Returns:
+            `[num_ranks]` int32 on the CPU, 1 = takes part; equal on all of them.
+
+        Raises:
+            NoQuorumError: too few ranks came to decide, or the others agreed without this one.
+            InvalidState: a hook has not been called.
+        """
+
+        def work() -> torch.Tensor:
+            if self._latency is None:
+                raise InvalidState('only a buffer made with mode="latency" has a mask to agree on')
+            return self._latency.sync(active_ranks, time.monotonic() + check_timeout(timeout, self._timeout))
+
+        return self._alone(work)
+
+    def combine_input(self, handle: Handle | LatencyHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.
 
         Args:
@@ -316,15 +395,17 @@ class Buffer:
             dtype: of y, the buffer's by default.
 
         Returns:
-            `[num_recv, hidden]`, uninitialised. Do not write into it after the combine: peers may still read it.
-            Ordinary memory when all slots are in use.
+            `[num_recv, hidden]` (latency mode: padded), uninitialised. Do not write into it after the combine: peers
+            may still read it. Ordinary memory when all slots are in use.
         """
 
         def work() -> torch.Tensor:
+            if self._latency is not None:
+                return self._latency.combine_input(handle, dtype)
             kind = self.config.dtype if dtype is None else dtype
             if kind not in PAYLOAD_DTYPES or kind.itemsize > self.config.dtype.itemsize:
                 raise InvalidArgument(f"dtype must be a payload no wider than {self.config.dtype}, got {kind}")
-            return self._path.combine_input(check_handle(handle, self._id, self._exchange.epoch), kind)
+            return self._rows.combine_input(check_handle(handle, self._id, self._exchange.epoch), kind)
 
         return self._alone(work)
 
@@ -382,7 +463,30 @@ class Buffer:
             raise UnsupportedError(f"device is {device}, but torch sees no GPU here; leave it out to use CPU tensors")
         return CudaPlatform(torch.device(device))
 
-    def _make_path(self, platform: Platform | None, born: Born, poison: bool) -> CpuPath | CudaPath:
+    @property
+    def _rows(self) -> CpuPath | CudaPath:
+        """The path of throughput mode."""
+        assert not isinstance(self._path, LatencyCpuPath)
+        return self._path
+
+    def _make_latency(self) -> LatencyCalls | None:
+        if not isinstance(self._path, LatencyCpuPath):
+            return None
+        return LatencyCalls(self.config, self._path, self._exchange, self._id, self._timeout)
+
+    def _hooked(self, result: _Latent) -> _Latent:
+        """Let one hook run at a time, as calls do."""
+        hook = result.hook
+        if hook is not None:
+            result.hook = lambda: self._alone(hook)
+        return result
+
+    def _make_path(self, platform: Platform | None, born: Born, poison: bool) -> CpuPath | CudaPath | LatencyCpuPath:
+        if self.config.is_latency:
+            deadline = time.monotonic() + self._timeout
+            return LatencyCpuPath(
+                self.config, self.rank, self._control, born.watch, self._closing.check, self._id, poison, deadline
+            )
         if platform is None:
             return CpuPath(self.config, self.rank, self._control, self._id, poison)
         closing = self._closing  # not self: the path must not keep a dropped buffer alive
@@ -459,7 +563,7 @@ class _Closing:
             raise AbortedError("the buffer was closed while this call was waiting")
 
 
-def _return_all(path: CpuPath | CudaPath, born: Born, exchange: Exchange) -> None:
+def _return_all(path: CpuPath | CudaPath | LatencyCpuPath, born: Born, exchange: Exchange) -> None:
     path.close()
     born.close()
     exchange.release()

@@ -342,7 +342,7 @@ def check_combine(
         _check_out(target, rows, weights)
         _check_whole("out", target, config)
         # out is written while biases are still to be read
-        checked = tuple(item.clone() if _overlap(target, item) else item for item in checked)
+        checked = tuple(item.clone() if overlap(target, item) else item for item in checked)
     wanted = check_order(order, handle.layout)
     lanes = None
     if handle.layout == "rank" and wanted.by == "last_k":
@@ -384,11 +384,11 @@ def _check_out(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None)
     if not out.is_contiguous() and _overlaps_itself(out):
         raise InvalidArgument("out must not overlap itself (expanded?), got strides that do; give a .clone()")
     for name, other in (("y", y), ("topk_weights", weights)):
-        if other is not None and _overlap(out, other):
+        if other is not None and overlap(out, other):
             raise InvalidArgument(f"out must not share memory with {name}, which is read while out is written")
 
 
-def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Tell whether the spans of memory of two tensors meet."""
     start, other_start = first.data_ptr(), second.data_ptr()
     end, other_end = start + _span_bytes(first), other_start + _span_bytes(second)

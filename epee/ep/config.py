@@ -12,11 +12,14 @@ from ..errors import InvalidArgument
 from ..memory.layout import Field, Layout, align_up
 
 LAYOUTS = ("rank", "expert")
+MODES = ("throughput", "latency")  # the order is part of the protocol
 PATHS = ("cpu", "cuda")  # by what moves the rows; the order is part of the protocol
 CPU = torch.device("cpu")
 SCALE_BLOCK = 128  # channels that share one FP8 scale
 MAX_TOPK = 32
 MAX_EXPERT_ALIGNMENT = 4096
+MAX_LATENCY_TOKENS = 1 << 14
+MAX_LATENCY_RANKS = 384
 FP8 = torch.float8_e4m3fn
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The exchange names a payload by its place here; the order is part of the protocol.
@@ -47,6 +50,7 @@ class BufferConfig:
         num_slots: results (and combine inputs) of a layout that may live in the arena at once.
         max_recv_rows: capacity of a layout in rows, 0 for the default.
         path: "cpu" or "cuda".
+        mode: "throughput" or "latency".
         device: of this rank's tensors; the only attribute that ranks do not share.
     """
 
@@ -60,6 +64,7 @@ class BufferConfig:
     max_recv_rows: int = 0
     path: str = "cpu"
     device: torch.device = CPU
+    mode: str = "throughput"
 
     @cached_property
     def is_cuda(self) -> bool:
@@ -84,6 +89,30 @@ class BufferConfig:
             raise InvalidArgument(
                 f"dtype must be one of {names}, got {self.dtype}; FP8 pairs travel in a buffer of a wider dtype"
             )
+        if self.mode not in MODES:
+            raise InvalidArgument(f"mode must be 'throughput' or 'latency', got {self.mode!r}")
+        if self.is_latency:
+            self._check_latency()
+
+    def _check_latency(self) -> None:
+        if self.dtype != torch.bfloat16:
+            raise InvalidArgument(f"latency mode moves bfloat16 (and makes FP8 of it), got dtype {self.dtype}")
+        if self.num_slots < 2:
+            raise InvalidArgument("latency mode needs num_slots of at least 2, the calls in flight, got 1")
+        if self.max_recv_rows:
+            raise InvalidArgument(
+                "max_recv_rows has no meaning in latency mode, whose results are padded; leave it out"
+            )
+        if self.max_tokens_per_rank > MAX_LATENCY_TOKENS or self.num_ranks > MAX_LATENCY_RANKS:
+            raise InvalidArgument(
+                f"latency mode serves at most {MAX_LATENCY_TOKENS} tokens per rank and {MAX_LATENCY_RANKS} ranks, got "
+                f"{self.max_tokens_per_rank} and {self.num_ranks}; use throughput mode"
+            )
+
+    @cached_property
+    def is_latency(self) -> bool:
+        """Whether results are padded per expert, with halves, hooks and masks."""
+        return self.mode == "latency"
 
     @cached_property
     def num_local_experts(self) -> int:
@@ -146,6 +175,7 @@ class BufferConfig:
             self.num_slots,
             self.max_recv_rows,
             PATHS.index(self.path),
+            MODES.index(self.mode),
         )
 
 
@@ -160,6 +190,7 @@ CONFIG_NAMES = (
     "num_slots",
     "max_recv_rows",
     "device",
+    "mode",
 )
 
 
@@ -169,6 +200,8 @@ def describe_word(name: str, value: int) -> str:
         return str(DTYPE_CODES[value]) if 0 <= value < len(DTYPE_CODES) else f"unknown dtype {value}"
     if name == "device":
         return PATHS[value] if 0 <= value < len(PATHS) else f"unknown device {value}"
+    if name == "mode":
+        return MODES[value] if 0 <= value < len(MODES) else f"unknown mode {value}"
     if name == "layout":
         return repr(LAYOUTS[value]) if 0 <= value < len(LAYOUTS) else f"unknown layout {value}"
     return str(value)

@@ -8,12 +8,13 @@ and from which call on it takes part. Nobody waits for it before that decision, 
 
 from __future__ import annotations
 
+import logging
 import time
 from datetime import timedelta
 from typing import Any
 
 from .. import env
-from ..errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, RankFailedError, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, UnsupportedError
 from ..memory.host import HostRegion
 from ..view.detector import DeathWatch
 from ..view.directory import JobDirectory, find_jobs
@@ -27,6 +28,8 @@ from .outbox import LIFE, LIFE_READY, Outboxes, outbox_layout
 from .p2p import first_number
 from .survival import Survival
 from .wake import publish_word
+
+logger = logging.getLogger("epee")
 
 STORE_WAIT_S = 2.0
 
@@ -67,9 +70,9 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
     job = Job(directory, rank, pack_extra(home.lane, region.blob))
     survival = None
     try:
-        decision = job.runtime.join(max(0.1, deadline - time.monotonic()))
+        decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True)
         job.enlist()
-        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False), mode)
+        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False), mode, decision)
         survival.join(decision)
         return _start(survival, decision, home, rank, region)
     except BaseException:
@@ -95,16 +98,17 @@ def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
         raise InvalidArgument(f"rank must lie in 0 ... {num_ranks - 1}, got {rank}")
 
 
-def _map(peer: int, blob: bytes, pid: int, nbytes: int) -> HostRegion:
-    """Map a member's outbox. It may just have died; then this process cannot know what it had put, unlike the others.
+def _map(peer: int, blob: bytes, pid: int, nbytes: int, blank: HostRegion) -> HostRegion:
+    """Map a member's outbox; one that has just died gets a blank one.
 
-    Raises:
-        RankFailedError: it has ended; nothing was put by this process yet, which may be started again.
+    That says the same to this process as the real one to the others: nobody puts anything into a call that this process
+    takes part in before it is ready (`Survival.may_publish`).
     """
     try:
         region = HostRegion.attach(blob)
     except EpeeError as exc:
-        raise RankFailedError(f"rank {peer} died while this process joined; start it again", [peer], "join") from exc
+        logger.info("rank %d cannot be mapped (%s); its death will be noticed", peer, exc)
+        return blank
     if region.owner_pid != pid or region.nbytes < nbytes:
         region.close()
         raise ProtocolError(f"rank {peer} names process {pid} and an outbox of {nbytes} bytes, but it is another one")
@@ -121,7 +125,7 @@ def _start(survival: Survival, decision: Decision, home: Home, rank: int, region
     for peer in range(home.num_ranks):
         place = places.get(peer)
         if peer != rank:
-            regions[peer] = blank if place is None else _map(peer, place[0], place[1], nbytes)
+            regions[peer] = blank if place is None else _map(peer, place[0], place[1], nbytes, blank)
     box = Outboxes(rank, regions, home.staging_bytes, epoch=1)
     for member in decision.members:
         if member.slot != rank:

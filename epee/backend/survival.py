@@ -36,7 +36,7 @@ from .home import outbox_of
 from .job import Seat
 from .membership import attach_outbox, narrow, replace
 from .operation import Operation
-from .outbox import CONSUMED, FILLED, GAVE_UP, MERGED, Outboxes, count_of
+from .outbox import CONSUMED, FILLED, GAVE_UP, LIFE, LIFE_BORN, MERGED, Outboxes, count_of
 from .p2p import first_number
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ logger = logging.getLogger("epee")
 
 ACCUSE_PAUSE_S = 0.2
 ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
+UNSEEN_DEATH_S = 3.0  # a process of some GB takes that long to end on a busy machine
 _CAUSE = {
     DEAD: "its process has ended",
     LEFT: "has left the group (destroyed or aborted it)",
@@ -63,8 +64,8 @@ class Survival:
         on_stall: what becomes of a rank that is silent until the time-out of a call (`BackendOptions`).
     """
 
-    def __init__(self, seat: Seat, mode: str) -> None:
-        """Take part in the control plane; the engine comes later (`attach`)."""
+    def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None) -> None:
+        """Take part in the control plane, which `joined_by` may have taken this process into; `attach` comes later."""
         fault_mode, _, on_stall = mode.partition("/")
         self.runtime = seat.job.runtime
         self.lane = seat.lane
@@ -83,9 +84,11 @@ class Survival:
         self._hooks_lock = threading.Lock()  # hooks against `attach`
         self._thawed = threading.Event()
         self._accused_at = self._warned_at = 0.0
+        self._known = joined_by or self.runtime.view()
+        self._is_joiner = joined_by is not None
         self._row = self.runtime.register(seat.lane, self.freeze, self.thaw, self.decided, self.trouble)
         self._shown: tuple[object, ...] | None = None
-        self._known = self.runtime.view()
+        self._known = joined_by or self.runtime.view()
         self._incarnations: dict[int, int] = {}  # slot -> incarnation that has a part in this lane
 
     # ---- birth
@@ -115,7 +118,6 @@ class Survival:
 
     def join(self, decision: Decision) -> None:
         """Begin with the view that took this process in, and learn what was decided since."""
-        self._known = decision
         with self._hooks_lock:
             newest = self._decisions[0].epoch if self._decisions else FOREVER
             missed = [later for later in self.runtime.since(decision.epoch) if later.epoch < newest]
@@ -141,6 +143,9 @@ class Survival:
         self._boxes = {epoch: [(1, self.box)]}  # see `_boxes_of`
         engine.members = self.box
         self._removed = {rank: (epoch, DEAD) for rank in range(len(self._slots)) if rank not in members}
+        for removal in self._known.removed if joined else ():  # one of them had this process's own rank, maybe
+            if removal.slot in self._rank_of:
+                self._removed[self._rank_of[removal.slot]] = (epoch, removal.cause)
         with self._hooks_lock:
             self._engine = engine
             engine.survival = self
@@ -159,7 +164,7 @@ class Survival:
             self._is_frozen = True
             engine = self._engine
         if engine is None:
-            return LaneState(self.lane, 0, 0)
+            return LaneState(self.lane, 0, self._claimed_unborn())
         while not engine._lock.acquire(timeout=LOCK_SLICE_S):
             if engine.flags & ENDED:
                 return LaneState(self.lane, engine.seq, engine.seq)
@@ -173,6 +178,13 @@ class Survival:
             return LaneState(self.lane, completed, self._course.claimed(engine.seq))
         finally:
             engine._lock.release()
+
+    def _claimed_unborn(self) -> int:
+        """Return what to tell as the last call issued before there is an engine: the others may die and leave us."""
+        course = Course(self.lane, self._known, self._raises, frozenset(self._slots), self._is_joiner)
+        for decision in self.runtime.since(self._known.epoch):
+            course.add(decision)
+        return course.claimed(course.first_seq - 1)
 
     def thaw(self) -> None:
         """Go on."""
@@ -288,6 +300,12 @@ class Survival:
         if ran_in == self._joined_in:
             ran_in = None  # who joined asks from before the change
         place = self._course.place(op.seq, lambda slot, epoch, seq: self._is_whole(op, slot, epoch), ran_in)
+        for epoch in place.via:
+            box = self._box_for(epoch, op.seq)
+            if op.box is not box:
+                self._move(op, box)
+            if op.done:
+                return
         if place.failed:
             op.fail(self._failure(op, place))
             op.by_view = True
@@ -354,16 +372,42 @@ class Survival:
         )
 
     def may_publish(self, op: Operation) -> bool:
-        """True when this rank may put its part of `op`: all who take part in it have mapped this rank's outbox.
+        """True when this rank may put its part of `op`: all who take part in it can read each other's outboxes.
 
-        Else a joiner that dies early would have a part in the eyes of those who had mapped it and none in those of the
-        others. Who has mapped it says so where it counts the message slots that it has freed (`Receiver.renew`).
+        Else one that dies early would have a part in the eyes of those who had mapped its outbox and none in those of
+        the others. A newcomer that has mapped all others' is ready (LIFE). Who has mapped a newcomer's says so where it
+        counts the message slots that it has freed (`Receiver.renew`).
         """
+        if self.unready(op.box):
+            return False
         if not self._joined_in or self._is_adopted:
             return True
         index, wanted = self._full.verdict_base[self._full.rank], first_number(self._joined_in) - 1
         self._is_adopted = all(words[index] >= wanted for words in op.box.peer_words)
         return self._is_adopted
+
+    @staticmethod
+    def unready(box: Outboxes) -> list[int]:
+        """Return the newcomers among the members of `box` that have not mapped all others' outboxes yet."""
+        return [box.members[peer] for peer in box.peers if box.words[peer][LIFE] == LIFE_BORN]
+
+    def ended_without(self, op: Operation) -> list[int]:
+        """Return the ranks that are through with `op` and have put nothing into it, nor ever will.
+
+        They know of no decision that this rank has not heard of, so they do not run it in a later epoch. It happens
+        where a newcomer calls with another root than those who did not know of it, and theirs is lost.
+        """
+        box = op.box
+        through = [p for p in box.peers if box.words[p][CONSUMED] >= op.seq and box.words[p][op.cell] < op.tag]
+        ranks = [box.members[peer] for peer in through]
+        if not ranks or any(self.runtime.epoch_of(self._slots[rank]) > self._epoch for rank in ranks):
+            return []
+        self.heed(op)  # the last decision may not have been looked at for this call
+        return ranks if op.box is box and not op.done else []
+
+    def removed_in(self, epoch: int) -> list[int]:
+        """Return the ranks that the decision of `epoch` has removed, as far as it is still known."""
+        return sorted(rank for rank, (when, _) in self._removed.items() if when == epoch)
 
     def retired(self, seq: int) -> None:
         """Calls up to `seq` have ended here: later ones are planned for who is left."""
@@ -377,7 +421,7 @@ class Survival:
                 self._owner.mask[rank] = int(rank in box.members)
         is_last = box is self._boxes[epoch][-1][1]
         is_over = is_last and not self._course.turns and not self._decisions
-        is_over = is_over and (self._is_adopted or not self._joined_in)
+        is_over = is_over and (self._is_adopted or not self._joined_in) and not self.unready(box)
         if is_over and all(op.box is box for op in self._owner.queue):
             self._owner.lower_flag(CHANGING)
 
@@ -386,12 +430,22 @@ class Survival:
         return tuple(self._rank_of[slot] for slot in self.runtime.waiting() if slot in self._rank_of)
 
     def recover(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Admit the processes that wait for `ranks`; returns when a view has them."""
-        deadline = time.monotonic() + timeout_s
+        """Admit the processes that wait for `ranks`; returns when a view has them.
+
+        Where a process waits for the place of a member, that member may have died unseen: it is given some time to
+        prove it, else it has its place by right.
+        """
+        began = time.monotonic()
+        deadline = began + timeout_s
         wanted = {self._slots[rank] for rank in ranks}
+        first = {member.slot: member.nonce for member in self.runtime.view().members}
         while True:
             view = self.runtime.view()
-            missing = wanted - {member.slot for member in view.members if outbox_of(member, self.lane) is not None}
+            there = {m.slot: m.nonce for m in view.members if outbox_of(m, self.lane) is not None}
+            missing = wanted - there.keys()
+            if time.monotonic() - began < UNSEEN_DEATH_S:
+                asked_for = wanted.intersection(self.runtime.waiting())
+                missing |= {slot for slot in asked_for if there.get(slot) == first.get(slot)}
             if not missing:
                 return
             self.runtime.admit(sorted(missing))
@@ -424,6 +478,11 @@ class Survival:
             for rank in ranks:
                 self.runtime.accuse(self._slots[rank], self.lane, op.seq)
         return True
+
+    def found_dead(self, ranks: Iterable[int]) -> None:
+        """Pass on that a wait has found ranks dead; the agent's own sources may be later."""
+        for rank in ranks:
+            self.runtime.look_at(self._slots[rank])
 
     # ---- for hang reports
 

@@ -1,8 +1,8 @@
 """Why nothing comes: what a wait looks at when it has lasted for long, and how a call ends because of it.
 
-Evidence, strongest first: the peer's process has ended (pidfd), it has left the group (its LIFE word), it has given the
-same call up (GAVE_UP), the deadline has passed. Before a call is failed for a peer's sake, the word that it waits for
-is read once more: what a peer stored before it died counts. Everything runs under the engine's lock.
+Evidence, strongest first: the peer's process has ended (`view/detector.py`), it has left the group (its LIFE word), it
+has given the same call up (GAVE_UP), the deadline has passed. Before a call is failed for a peer's sake, the word that
+it waits for is read once more: what a peer stored before it died counts. Everything runs under the engine's lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     now = head.start_clock()
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
-        silent = head.missing() or behind(engine, block) or silent
+        unready = [] if engine.survival is None or head.published else engine.survival.unready(head.box)
+        silent = unready or head.missing() or behind(engine, block) or silent
+    found = engine.watch.look(sorted(silent if isinstance(head, Operation) else head.depends_on(engine.box)))
+    if found and engine.survival is not None:
+        engine.survival.found_dead(found)
     if engine.survival is not None and not head.done:
         engine.survival.show(head, silent if isinstance(head, Operation) else head.depends_on(engine.box))
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
@@ -98,6 +102,11 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
             concerned = set()
     lost = sorted(concerned.intersection(dead))
     is_judged = isinstance(head, Operation) and engine.survival is not None
+    if not head.done and isinstance(head, Operation) and engine.survival is not None:
+        quitters = engine.survival.ended_without(head)
+        if quitters:
+            head.fail(_unmet(engine, quitters, head, now))
+            return True
     if is_judged and (lost or now - head.started < LEAVE_GRACE_S):
         return head.done  # who is lost leaves the view as well, and the view says what becomes of the call
     if lost:
@@ -108,6 +117,16 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
         head.fail(_peer_error(engine.box, left, head, now, HAS_LEFT))
         return True
     return head.done
+
+
+def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> PeerError:
+    """Return the error of a call that others have ended without putting anything into it."""
+    assert engine.survival is not None
+    lost = engine.survival.removed_in(head.box.epoch)
+    names = ", ".join(map(str, quitters))
+    told = head.describe(engine.box, peer=names, elapsed=now - head.started)
+    text = f"{told}: not possible for rank(s) {names} in this view; results are untouched; the next call runs in it"
+    return RankFailedError(text, lost or quitters, head.name, head.seq, head.box.epoch, GAVE_THE_CALL_UP)
 
 
 def _peer_error(box: Outboxes, ranks: list[int], head: Driven, now: float, cause: str) -> PeerError:

@@ -51,13 +51,14 @@ from .events import (
     Waiting,
     WriteBoard,
 )
-from .messages import Accept, Commit, Decision, Join, LaneState, Member, Message
+from .messages import DEAD, Accept, Commit, Decision, Join, LaneState, Member, Message, Report
 from .peers import Peers
 from .switchboard import Switchboard
 
 logger = logging.getLogger("epee")
 
 IDLE_S = 1.0  # the loop turns at least this often, and at least twice in what the agent takes for a stop of its process
+ENDING_S = 2.0  # how long it waits for the dead to be gone, so that the last of all can remove the folder
 FLUSH_S = 0.5  # how long a process that leaves goes on sending
 
 
@@ -114,6 +115,8 @@ class Loop:
         self._is_running = True
         self._waiting: dict[bytes, int] = {}
         self._later: list[Callable[[], None]] = []  # registrations that wait for the thaw
+        self.owes_lane = False  # who joins promises nothing before it can say how far its lane is
+        self._owed: Freeze | None = None
         self._next_look = self._deadline = 0.0
         settings = agent.settings
         self._idle_s = min(IDLE_S, settings.answer_s + settings.patience_s / 2)
@@ -165,12 +168,16 @@ class Loop:
         finally:
             self.shared.has_ended = True
             self.board.wake()
+            self.peers.await_ends(ENDING_S)
             self.close()
             self._inbox.clear()  # who waits for an answer sees that the loop has ended
 
     def step(self, event: Event) -> None:
         """Give one event to the agent, do what follows, and all that follows from that."""
         self._events.append(event)
+        self._drain()
+
+    def _drain(self) -> None:
         while self._events:
             for effect in self.agent.step(self._events.popleft(), time.monotonic()):
                 self._do(effect)
@@ -182,11 +189,22 @@ class Loop:
             return
         self._lanes[lane] = hooks
         answer(self.board.row(lane))
+        self.owes_lane = False
+        if self._owed is not None:
+            self._freeze(self._owed)
+            self._drain()
 
     def unregister(self, lane: int, row: LaneRow) -> None:
         """Forget a lane."""
         if self._lanes.pop(lane, None) is not None:
             row.clear()
+
+    def look_at(self, slot: int) -> None:
+        """Look closely at a member that somebody takes for dead, and bury it if it is."""
+        member = self.agent.members.get(slot)
+        peer = self.peers.look_at(member.nonce) if member is not None else None
+        if peer is not None:
+            self._bury(peer.member)
 
     def ask_to_join(self) -> None:
         """Ask all whose sockets are in the folder to take this process in.
@@ -274,6 +292,10 @@ class Loop:
             pid = self.switchboard.pid_of(sender) if sender == message.member.nonce else 0
             if not self._meet(message.member, pid) or not self.peers.is_mapped(message.member.nonce):
                 return
+        elif isinstance(message, Report):
+            for cause in message.causes:
+                if cause.cause == DEAD:
+                    self.look_at(cause.slot)
         for member in members:
             self._meet(member)
         self.step(Received(sender, message))
@@ -315,12 +337,16 @@ class Loop:
             self._events.append(BoardRead(nonce, None))
 
     def _freeze(self, effect: Freeze) -> None:
+        self._owed = effect if self.owes_lane else None
+        if self.owes_lane:
+            return
         self._is_frozen = True
         states = tuple(self._lanes[lane].freeze() for lane in sorted(self._lanes))
         self._events.append(Frozen(effect.epoch, states))
 
     def _thaw(self, effect: Thaw) -> None:
         self._is_frozen = False
+        self._owed = None
         for hooks in list(self._lanes.values()):
             hooks.thaw()
         later, self._later = self._later, []

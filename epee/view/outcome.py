@@ -32,11 +32,16 @@ Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contributi
 
 
 class Place(NamedTuple):
-    """Where a call stands. `failed`: it ended at the decision of `epoch`; else it runs in `epoch`."""
+    """Where a call stands. `failed`: it ended at the decision of `epoch`; else it runs in `epoch`.
+
+    `via` are the epochs to which it moves, in order. Whoever hears of several decisions at once goes through all of
+    them, because a call may find its end on the way (its root is lost, say), and then it ends there for everybody.
+    """
 
     epoch: int
     failed: bool
     lost: tuple[int, ...] = ()
+    via: tuple[int, ...] = ()
 
 
 class Turn:
@@ -148,6 +153,7 @@ class Course:
     def place(self, seq: int, whole: Whole, epoch: int | None = None) -> Place:
         """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far."""
         epoch = self.base if epoch is None else max(epoch, self.base)
+        via: tuple[int, ...] = ()
         for turn in self.turns:
             if turn.epoch <= epoch:
                 continue
@@ -155,9 +161,10 @@ class Course:
                 turn.hit = seq
             if turn.hit is not None and seq >= turn.hit:
                 if self.raises and turn.fails(seq):
-                    return Place(turn.epoch, True, tuple(slot for slot, _, _ in turn.removed))
+                    return Place(turn.epoch, True, tuple(slot for slot, _, _ in turn.removed), via)
                 epoch = turn.epoch
-        return Place(epoch, False)
+                via = (*via, epoch)
+        return Place(epoch, False, (), via)
 
     def _goes_on(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> bool:
         """Return whether a call that runs in `epoch` needs nothing more from those whom `turn` removed."""

@@ -4,9 +4,10 @@ Data path: an endpoint names a process, its board and its heartbeat. `add` opens
 process which is meant (start time), and maps board and beat while their owner lives; the mappings stay readable after
 its death. The agent thread alone calls all of it.
 
-Who writes: each process its own board and beat. What is believed: a pidfd that is readable is proof of death; anything
-else (a beat that stands still, a state in /proc) is for messages to people and for reports. A member that cannot be
-mapped has no board here: it is then no witness, and nothing worse.
+Who writes: each process its own board and beat. What is believed: a pidfd that is readable is proof of death, and so
+is an address space that is gone (`detector.py`); anything else (a beat that stands still, a state in /proc) is for
+messages to people and for reports. A member that cannot be mapped has no board here: it is then no witness, and
+nothing worse.
 
 A forked child closes its copies of the descriptors; a crash leaves nothing.
 """
@@ -25,6 +26,7 @@ from ..errors import ProtocolError, ResourceError
 from ..memory.host import process_start_time
 from .beat import PERIOD_S, BeatView
 from .board import BoardView
+from .detector import is_torn_down
 from .endpoint import Endpoint, parse_endpoint
 from .messages import BoardState, Decision, Member
 
@@ -101,6 +103,7 @@ class Peers:
         self._me, self._poll = me, poll
         self._peers: dict[bytes, Peer] = {}
         self._nonce_of: dict[int, bytes] = {}  # of pidfds
+        self._ending: list[int] = []  # pidfds of processes that are dead but not gone
 
     def add(self, member: Member, pid: int = 0) -> bool:
         """Watch a member; False when it is proved dead already (nobody can map its board any more).
@@ -149,11 +152,33 @@ class Peers:
         """
         if fd not in self._nonce_of or not _is_readable(fd):
             return None
-        peer = self._peers[self._nonce_of.pop(fd)]
-        self._poll.unregister(fd)
-        os.close(fd)
-        peer.pidfd = -1
+        peer = self._peers[self._nonce_of[fd]]
+        os.close(self._take_pidfd(peer))
         return peer
+
+    def look_at(self, nonce: bytes) -> Peer | None:
+        """Look closely at a peer that others take for dead; return it if it is, and was not known to be."""
+        peer = self._peers.get(nonce)
+        if peer is None or peer.pidfd < 0 or not is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
+            return None
+        self._ending = [fd for fd in self._ending if not _has_ended(fd)]
+        self._ending.append(self._take_pidfd(peer))
+        return peer
+
+    def _take_pidfd(self, peer: Peer) -> int:
+        fd, peer.pidfd = peer.pidfd, -1
+        del self._nonce_of[fd]
+        self._poll.unregister(fd)
+        return fd
+
+    def await_ends(self, timeout_s: float) -> None:
+        """Wait until those that died with their memory still to be given back are gone: they hold locks until then."""
+        deadline = time.monotonic() + timeout_s
+        while self._ending:
+            poll = select.poll()
+            poll.register(self._ending[-1], select.POLLIN)
+            poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+            os.close(self._ending.pop())
 
     def read_board(self, nonce: bytes) -> BoardState | None:
         """Return what is on a board, None when it was never written.
@@ -201,6 +226,9 @@ class Peers:
         """Drop everything; idempotent. Touches nothing that a forked child shares with its parent."""
         for peer in self._peers.values():
             peer.close()
+        for fd in self._ending:
+            os.close(fd)
+        self._ending.clear()
         self._peers.clear()
         self._nonce_of.clear()
 
@@ -212,6 +240,14 @@ def process_state(pid: int) -> str:
     except OSError:
         return "X"
     return stat[stat.rindex(b")") + 2 :][:1].decode("ascii", "replace")
+
+
+def _has_ended(fd: int) -> bool:
+    """Return whether the process of a pidfd is gone, and close the pidfd then."""
+    if not _is_readable(fd):
+        return False
+    os.close(fd)
+    return True
 
 
 def _is_readable(fd: int) -> bool:

@@ -31,6 +31,8 @@ from ..errors import (
     InvalidState,
     NoQuorumError,
     PeerError,
+    ProtocolError,
+    ResourceError,
     context,
 )
 from ..memory.host import process_start_time
@@ -41,7 +43,7 @@ from .directory import JobDirectory
 from .endpoint import Endpoint, pack_endpoint
 from .events import Accused, Admit, Settings
 from .loop import Hooks, Loop
-from .messages import Decision, LaneState, Member
+from .messages import FOREVER, Decision, LaneState, Member
 from .wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
 
 ANSWER_S = 5.0  # how long the agent thread may take to fulfil a wish
@@ -127,15 +129,20 @@ class Runtime:
         self._run()
         return first
 
-    def join(self, timeout_s: float) -> Decision:
+    def join(self, timeout_s: float, has_lane: bool = False) -> Decision:
         """Ask to be taken in as a new member; return the first view that has this process.
 
+        Args:
+            timeout_s: how long to wait for it.
+            has_lane: a lane is registered as soon as this returns; until then this process promises nothing, because
+                it may soon be the only one that knows how far the lane is.
         Raises:
             InvalidState: the members have refused it (the slot is taken, for instance).
             CommTimeoutError: nobody has answered in time; the request is withdrawn.
         """
         self.listen()
         assert self._loop is not None
+        self._loop.owes_lane = has_lane
         self._run()
         self._loop.post(self._loop.ask_to_join)
         try:
@@ -244,6 +251,11 @@ class Runtime:
         """Why calls cannot end well: `EvictedError` for good, `NoQuorumError` for the time being; else None."""
         return None if self._loop is None else self._loop.shared.error
 
+    def look_at(self, slot: int) -> None:
+        """Say that member `slot` has died, as somebody who waited for it has seen; the agent looks for itself."""
+        loop = self._running()
+        loop.post(lambda: loop.look_at(slot))
+
     def await_decision(self, after_epoch: int, timeout_s: float) -> Decision | None:
         """Wait for a view of a later epoch; None when there is none in time.
 
@@ -292,6 +304,17 @@ class Runtime:
             if member.slot == slot and peer is not None:
                 return peer.health(time.monotonic())
         return "unknown"
+
+    def epoch_of(self, slot: int) -> int:
+        """Return the epoch that another member knew at least when it was asked; `FOREVER` where that cannot be read."""
+        loop = self._running()
+        for member in self.view().members:
+            peer = loop.peers.get(member.nonce)
+            if member.slot == slot and peer is not None and peer.board is not None:
+                with contextlib.suppress(ValueError, ProtocolError, ResourceError):  # closed, or not readable
+                    state = peer.board.read()
+                    return FOREVER if state is None else state.decided.epoch
+        return FOREVER
 
     def kill_evicted(self, slot: int, incarnation: int) -> None:
         """SIGKILL a process that was voted out and still lives, through its pidfd; nothing else can be hit."""

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests import harness
+
 from . import kill_points, report
 from .flips import flip_round
 from .histories import ALL_OPS, COLLECTIVES, Entry, check_histories
@@ -26,6 +28,8 @@ from .pool import Pool, collect
 from .processes import DEAD
 from .rounds import LONG, NUM_ZOMBIE_CALLS, ZOMBIE, KillRound, beside_a_zombie, kill_round, zombie
 
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "epee", "tests.harness")
+WORKERS_USE = ("epee.backend.group", "tests.survive.rounds", "tests.survive.flips")
 ROUND_S = 40.0
 NUM_RANKS = 4
 NUM_ZOMBIE_RANKS = 3
@@ -180,7 +184,7 @@ class Campaign:
     def kills(self, part: str, rounds: Iterator[KillRound], num_kills: int, until: float) -> None:
         """Run kill rounds until there were `num_kills` kills, or it is `until`."""
         result = self.results.setdefault(
-            part, {"kills": 0, "rounds": 0, "not_on_the_way": 0, "latencies_ms": [], "covered": {}}
+            part, {"kills": 0, "rounds": 0, "not_on_the_way": 0, "latencies_ms": [], "loads": [], "covered": {}}
         )
         began = time.monotonic()
         while result["kills"] < num_kills and time.time() < until:
@@ -190,6 +194,7 @@ class Campaign:
             result["kills"] += len(spec.victims)
             if told is not None:
                 result["latencies_ms"] += told["latencies_ms"]
+                result["loads"] += [os.getloadavg()[0]] * len(told["latencies_ms"])
                 result["not_on_the_way"] += sum(not hit for hit in told["hit"].values())
                 for rank, (point, _) in spec.victims.items():
                     key = f"{spec.op} {point} {rank} {spec.mode}"
@@ -287,10 +292,12 @@ def main() -> int:
         ("seed", "of all choices"),
     ):
         parser.add_argument(f"--{name}", type=int, default=0, help=help_text)
+    parser.add_argument("--mtbf", type=float, default=0.5, help="mean seconds between two kills of the soak")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no further round after this time")
     parser.add_argument("--out", default="", help="write OUT.json and OUT.png")
     args = parser.parse_args()
     until = time.time() + args.limit_s
+    harness._CONTEXT.set_forkserver_preload([*PRELOAD, *WORKERS_USE])
     with Pool() as pool:
         campaign = Campaign(pool)
         if args.kills:
@@ -304,7 +311,7 @@ def main() -> int:
         if args.flips:
             campaign.flips(args.flips, until, args.seed)
         if args.soak:
-            campaign.soak(args.soak, until, args.seed)
+            campaign.soak(args.soak, until, args.seed, args.mtbf)
     told = report.summary(campaign.results, campaign.violations, sys.argv[1:])
     report.show(told)
     if args.out:

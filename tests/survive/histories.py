@@ -21,7 +21,7 @@ ALL_OPS = (*COLLECTIVES, "send_recv")
 
 
 class Entry(NamedTuple):
-    """One call of one rank. `status` is "ok" or the name of the error; `ranks` whom the error names."""
+    """One call of one rank. `status` is "ok" or the name of the error; `ranks` whom the error names, `text` it."""
 
     seq: int
     op: str
@@ -34,6 +34,7 @@ class Entry(NamedTuple):
     rank: int
     root: int = 0
     ended_ns: int = 0
+    text: str = ""
 
 
 UNTOUCHED = -7
@@ -85,8 +86,8 @@ def check_histories(histories: list[list[Entry]], num_ranks: int, victims: set[i
             for entry in entries:
                 _check_messages(entry, num_ranks, victims)
             continue
-        told: set[Any] = {entry._replace(elapsed_s=0.0, rank=-1, value=(), ended_ns=0) for entry in entries}
-        assert len(told) == 1, f"survivors disagree: {told}"
+        told: set[Any] = {entry._replace(elapsed_s=0.0, rank=-1, value=(), ended_ns=0, text="") for entry in entries}
+        assert len(told) == 1, f"survivors disagree: {entries}"
         for entry in entries:
             _check_entry(entry, num_ranks, victims)
 

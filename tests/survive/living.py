@@ -68,6 +68,7 @@ class _Group:
         self.dice = random.Random(seed)
         self.num_kills = self.num_rejoins = 0
         self.workers: dict[int, Worker] = {}
+        self._strike_at = 0.0
         self._pool, self._folder, self._mode, self._num_ranks, self._seed = pool, folder, mode, num_ranks, seed
 
     def start(self) -> None:
@@ -87,8 +88,10 @@ class _Group:
         self.num_rejoins += 1
 
     def strike(self, pause_s: float) -> None:
-        """After a pause, kill anybody, if another member is left; a replacement starts at once."""
-        self._until(lambda: False, "a moment", pause_s, False)
+        """Kill anybody `pause_s` after the strike before, if another member is left; a replacement starts at once."""
+        now = time.monotonic()
+        self._strike_at = max(now, (self._strike_at or now) + pause_s)  # what a strike costs does not delay the next
+        self._until(lambda: False, "a moment", self._strike_at - now, False)
         members = [rank for rank in self.workers if self._is_in(rank)]
         targets = [rank for rank in self.workers if set(members) - {rank}]
         if not targets:
@@ -146,6 +149,16 @@ def compare_logs(folder: str) -> int:
         for entry in LOG.iter_unpack(raw[: len(raw) // LOG.size * LOG.size]):
             seq, told = entry[0], entry[1:]
             other, who = seen.setdefault(seq, (told, path.name))
-            assert other == told, f"call {seq} ({ALL_OPS[told[0]]}): {path.name} says {told}, {who} says {other}"
+            if other != told:
+                what = f"call {seq} ({ALL_OPS[told[0]]}): {path.name} says {told}, {who} says {other}"
+                raise AssertionError(f"{what}\n{_failures(folder, seq)}")
             num_entries += 1
     return num_entries
+
+
+def _failures(folder: str, seq: int) -> str:
+    """Return what ranks said about call `seq` where it failed."""
+    found = []
+    for path in sorted(Path(folder).glob("failed-*")):
+        found += [f"{path.name}: {line}" for line in path.read_text().splitlines() if line.startswith(f"{seq} ")]
+    return "\n".join(found)

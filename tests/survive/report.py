@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -21,6 +22,9 @@ FORMULA = (
 )
 
 
+LOADS = (0, 3, 6, 12, 24, 10**6)
+
+
 def percentile(values: list[float], share: float) -> float:
     """Return the smallest value that at least `share` of all values do not exceed; 0 for none."""
     ordered = sorted(values)
@@ -31,7 +35,7 @@ def summary(results: dict[str, dict[str, Any]], violations: list[dict[str, str]]
     """Return everything that a reader needs, without the single samples."""
     parts = {}
     for name, result in results.items():
-        part = {key: value for key, value in result.items() if key not in ("latencies_ms", "covered")}
+        part = {key: value for key, value in result.items() if key not in ("latencies_ms", "loads", "covered")}
         values = result.get("latencies_ms")
         if values:
             part["latency_ms"] = {
@@ -40,6 +44,7 @@ def summary(results: dict[str, dict[str, Any]], violations: list[dict[str, str]]
                 "max": round(max(values), 2),
                 "samples": len(values),
             }
+            part["latency_ms_by_load"] = by_load(values, result["loads"])
         if "covered" in result:
             part["combinations"] = len(result["covered"])
         parts[name] = part
@@ -62,16 +67,34 @@ def summary(results: dict[str, dict[str, Any]], violations: list[dict[str, str]]
     }
 
 
+def by_load(values: list[float], loads: list[float]) -> dict[str, dict[str, float]]:
+    """Return the percentiles of the samples by how many processes wanted to run (1-minute average)."""
+    found = {}
+    for low, high in itertools.pairwise(LOADS):
+        some = [value for value, load in zip(values, loads, strict=True) if low <= load < high]
+        if some:
+            name = f"{low} to {high}" if high < LOADS[-1] else f"{low} and more"
+            found[name] = {"p50": percentile(some, 0.5), "p99": percentile(some, 0.99), "samples": len(some)}
+    return {load: {key: round(value, 1) for key, value in row.items()} for load, row in found.items()}
+
+
 def show(told: dict[str, Any]) -> None:
     """Print the table."""
     table = Table("part", "numbers", "latency ms p50 / p99 / max", "seconds")
     for name, part in told["parts"].items():
         latency = part.get("latency_ms")
         text = f"{latency['p50']} / {latency['p99']} / {latency['max']}" if latency else ""
-        numbers = ", ".join(f"{k} {v}" for k, v in part.items() if k not in ("latency_ms", "seconds"))
+        numbers = ", ".join(
+            f"{k} {v}" for k, v in part.items() if k not in ("latency_ms", "latency_ms_by_load", "seconds")
+        )
         table.add_row(name, numbers, text, f"{part.get('seconds', 0.0):.0f}")
     console = Console(width=160)
     console.print(table)
+    for name, part in told["parts"].items():
+        for load, row in part.get("latency_ms_by_load", {}).items():
+            console.print(
+                f"{name}, load {load}: p50 {row['p50']} ms, p99 {row['p99']} ms, {row['samples']:.0f} samples"
+            )
     console.print(told["formula"])
     console.print(f"machine {told['machine']}, versions {told['versions']}, violations: {len(told['violations'])}")
 

@@ -103,6 +103,10 @@ class Process:
         return self.lane.decisions[-1][1]
 
     def lane_facts(self) -> tuple[bool, int, list[str]]:
+        """Return (frozen, how often, troubles); the thaw comes a moment after the decision."""
+        deadline = time.monotonic() + 5.0
+        while self.lane.is_frozen and time.monotonic() < deadline:
+            time.sleep(0.001)
         return self.lane.is_frozen, self.lane.num_freezes, self.lane.troubles
 
     def accuse_until(self, slot: int, epoch: int, timeout_s: float) -> Decision | None:

@@ -336,7 +336,7 @@ class Buffer:
     def refuse(self, error: Exception, timeout: float | None = None) -> None:
         """Take part in the peers' next call only to tell them that this rank cannot make it; they raise at once.
 
-        On GPUs that call must be a dispatch or a combine.
+        On GPUs, and in latency mode, that call must be a dispatch or a combine.
 
         For callers of this buffer that find something wrong with their own arguments, before they raise `error`.
 
@@ -344,7 +344,7 @@ class Buffer:
             error: its text becomes part of the peers' `MismatchError`.
             timeout: seconds to wait for peers that are still in an earlier call.
         """
-        op = OP_DISPATCH if self.config.is_cuda else OP_GATHER
+        op = OP_DISPATCH if self.config.is_cuda or self.config.is_latency else OP_GATHER
         self._alone(lambda: self._refuse(op, error, time.monotonic() + check_timeout(timeout, self._timeout)))
 
     def check(self) -> None:

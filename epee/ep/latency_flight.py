@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from ..errors import CommTimeoutError, InvalidState, MismatchError, RankFailedError, context
 from .control import reason_bytes
 from .latency_types import LatencyCombined, LatencyDispatched, LatencyOptions
@@ -48,6 +50,7 @@ class Flight:
         options: of the call.
         lost: ranks that did not come, and why.
         active: ranks that this half counts on.
+        wait_us: microseconds that the receive half has waited for each rank.
     """
 
     def __init__(self, seq: int, head: Head, options: LatencyOptions, num_ranks: int) -> None:
@@ -56,6 +59,7 @@ class Flight:
         self.options = options
         self.lost: dict[int, str] = {}
         self.active = [True] * num_ranks
+        self.wait_us = torch.zeros(num_ranks, dtype=torch.int64)
         self.start()
 
     def start(self) -> None:
@@ -93,7 +97,7 @@ class Flights:
         flight = Flight(self.wire.begin(), head, options, self.wire.config.num_ranks)
         self.read_mask(flight)
         if options.active_ranks is not None:
-            self.wire.set_cut(flight.active, flight.seq)
+            self.wire.set_cut(flight.active)
         return flight
 
     def read_mask(self, flight: Flight) -> None:
@@ -128,7 +132,7 @@ class Flights:
         """Note that a peer is lost for this call, and why."""
         if peer in self.wire.watch.dead():
             flight.lost[peer] = "dead"
-        elif self.wire.is_cut_by(peer, flight.seq):
+        elif self.wire.is_cut_by(peer):
             flight.lost[peer] = "cut"
         else:
             flight.lost[peer] = "silent"
@@ -137,7 +141,10 @@ class Flights:
         """Wait for everybody who counts; return the headers of those who came, ranks ascending."""
         heads = {}
         for src in flight.peers():
-            if self.has_come(flight, src):
+            before = time.monotonic_ns()
+            has_come = self.has_come(flight, src)
+            flight.wait_us[src] = (time.monotonic_ns() - before) // 1000
+            if has_come:
                 head, reason = self.wire.head_of(src, flight.seq)
                 self.agree(flight, src, head, reason)
                 heads[src] = head
@@ -175,6 +182,7 @@ class Flights:
 
     def finish(self, flight: Flight, result: _Result, receive: Callable[[], None]) -> _Result:
         """Receive now, or hand out a hook that does."""
+        result.wait_us = flight.wait_us
         if not flight.options.return_hook:
             self.receive(flight, receive)
             return result
@@ -206,9 +214,8 @@ class Flights:
             return
         for peer in flight.lost:
             mask[peer] = 0
-        self.wire.set_cut(
-            [rank in flight.peers() or rank == self.wire.rank for rank in range(self.wire.config.num_ranks)], flight.seq
-        )
+        counted = flight.peers()
+        self.wire.set_cut([peer in counted for peer in range(self.wire.config.num_ranks)])
 
     def require_all(self, flight: Flight) -> None:
         """Without a mask a lost rank is an error."""

@@ -126,12 +126,15 @@ class LatencyDispatched(Dispatched):
         handle: for combine.
         hook: runs the receive half, once; None without `return_hook`.
         got: `[num_ranks]` bool on the buffer's device: whose rows are in. A source that is not is missing as a whole.
+        wait_us: `[num_ranks]` int64: microseconds that the receive half waited for each rank; None where nobody
+            measures it (GPUs).
     """
 
     num_tokens_per_expert: torch.Tensor  # type: ignore[assignment]  # a device tensor: nobody waits for the counts
     handle: LatencyHandle  # type: ignore[assignment]
     hook: Hook | None = None
     got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    wait_us: torch.Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -144,12 +147,14 @@ class LatencyCombined(Combined):
         got: `[num_ranks]` bool on the buffer's device: whose experts are in the sums.
         hook: runs the receive half, once; None without `return_hook`.
         lost: what `lost_weight` calls.
+        wait_us: as in `LatencyDispatched`.
     """
 
     event: Event = DONE
     got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
     hook: Hook | None = None
     lost: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
+    wait_us: torch.Tensor | None = None
 
     @property
     def lost_weight(self) -> torch.Tensor:

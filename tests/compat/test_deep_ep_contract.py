@@ -147,7 +147,7 @@ def test_a_v2_handle_has_the_documented_fields() -> None:
 UNSUPPORTED = [
     name
     for name in SIGNATURES
-    if any(word in name for word in ("low_latency", "internode", "local_buffer", "engram", ".pp_", "_pp_", "agrs"))
+    if any(word in name for word in ("internode", "local_buffer", "engram", ".pp_", "_pp_", "agrs"))
 ] + ["ElasticBuffer.all_gather"]
 
 

@@ -258,10 +258,3 @@ def test_a_users_script_works_by_changing_its_import(module: str) -> None:
         [sys.executable, "-c", SCRIPT.format(module=module)], capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_gpu_buffer_says_that_it_does_not_exist() -> None:
-    from epee.compat.mooncake import ep
-
-    with pytest.raises(epee.errors.UnsupportedError, match=r"epee\.Buffer"):
-        ep.Buffer(None, 0)

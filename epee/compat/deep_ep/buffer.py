@@ -27,7 +27,7 @@ from epee.compat.deep_ep.layout import (
     recv_channel_prefix_matrix_on_device,
     send_head,
 )
-from epee.compat.deep_ep.low_latency import NotHere, unsupported
+from epee.compat.deep_ep.low_latency import LowLatency, NotHere, unsupported
 from epee.compat.deep_ep.owner import Owner
 from epee.compat.deep_ep.rooms import Need, Room, Rooms
 from epee.compat.deep_ep.rows import as_bias, cut, device_of, filled_up, int64_routing, payload_filled_up, values_of
@@ -61,16 +61,16 @@ def _blind(need: Need, num_worst_tokens: int) -> Need:
     return replace(need, num_tokens=min(num_worst_tokens, _MOST_BLIND_TOKENS), num_rows=num_worst_tokens)
 
 
-class Buffer(Owner, NotHere):
-    """DeepEP V1's buffer, normal mode, on the ranks of one host.
+class Buffer(LowLatency, Owner, NotHere):
+    """DeepEP V1's buffer, normal and low-latency calls, on the ranks of one host.
 
     Args:
         group: of the ranks, any backend (gloo is enough).
         num_nvl_bytes, num_rdma_bytes: kept as attributes; they bound nothing, the buffer makes room as calls need it.
-        low_latency_mode: kept as attribute; the `low_latency_*` methods raise `UnsupportedError`.
+        low_latency_mode: kept as attribute; low-latency calls work either way.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: accepted and ignored.
         explicitly_destroy: `destroy` may be called; else the memory goes with the object.
-        enable_shrink: kept as attribute.
+        enable_shrink: low-latency calls mask a rank that does not come, instead of raising.
         comm: must be None.
 
     Raises:
@@ -104,6 +104,16 @@ class Buffer(Owner, NotHere):
         self.enable_shrink = enable_shrink
         self.runtime: Rooms | None = Rooms(self.group)
         self._handles: Any = WeakTensorKeyDictionary()
+        self._init_low_latency(self.group)
+
+    def destroy(self) -> None:
+        """Give back all memory. Local; results stay valid, handles do not.
+
+        Raises:
+            InvalidState: the buffer was not made with `explicitly_destroy=True`, or is destroyed already.
+        """
+        super().destroy()
+        self._padded.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:

@@ -1,7 +1,10 @@
-"""What a V1 `Buffer` has in DeepEP and not here: low-latency mode, traffic between hosts, the raw buffer.
+"""DeepEP V1's low-latency calls on epee's latency mode; and what a V1 `Buffer` has in DeepEP and not here.
 
-The signatures are DeepEP's, so that code which inspects them or calls by keyword gets this module's answer and no
-TypeError. Every method raises `UnsupportedError` with one sentence that names it and says what to use.
+Data path: `epee.compat.padded` finds or makes an epee buffer in latency mode and turns arguments and results around;
+what is left here is DeepEP's names, its mask (`enable_shrink`) and its statistics. Without `enable_shrink` a rank that
+does not come is an error. Traffic between hosts and the raw buffer do not exist: these methods have DeepEP's
+signatures, so that code which inspects them or calls by keyword gets this module's answer and no TypeError, and raise
+`UnsupportedError` with one sentence that names the method and says what to use.
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from epee.errors import UnsupportedError
+from epee.compat.deep_ep.event import EventOverlap
+from epee.compat.padded import Hook, PaddedHandle, PaddedRooms, Ways, size_hint
+from epee.ep.handle import Payload
+from epee.ep.latency_types import LatencyCombined, LatencyDispatched, Quantisation
+from epee.errors import InvalidArgument, InvalidState, UnsupportedError
 
-_LATENCY = "low-latency mode does not exist in epee yet; use dispatch and combine (normal mode) instead"
 _HOSTS = "nothing travels between hosts (RDMA) in epee yet; use dispatch and combine on the ranks of one host"
 
 
@@ -21,19 +27,32 @@ def unsupported(name: str, why: str) -> NoReturn:
     raise UnsupportedError(f"{name} is not supported: {why}")
 
 
-class NotHere:
-    """Methods of DeepEP's `Buffer` that raise `UnsupportedError`."""
+class LowLatency:
+    """The low-latency calls of DeepEP's `Buffer`, beside its normal ones.
+
+    Attributes:
+        enable_shrink: a rank that does not come is masked instead of being an error.
+        group_size: number of ranks.
+    """
+
+    enable_shrink: bool
+    group_size: int
+    rank: int
+    _padded: PaddedRooms
+
+    def _init_low_latency(self, group: Any) -> None:
+        self._padded = PaddedRooms(group)
+        self._active: dict[torch.device, torch.Tensor] = {}
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Unsupported."""
-        unsupported("get_low_latency_rdma_size_hint", _LATENCY)
+        """Return the bytes that a rank lends for calls of this size. They bound nothing."""
+        return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Unsupported."""
-        unsupported("clean_low_latency_buffer", _LATENCY)
+        """Do nothing: normal and low-latency calls share no memory, and no call leaves anything to clean."""
 
     def low_latency_dispatch(
         self,
@@ -48,9 +67,38 @@ class NotHere:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> Any:
-        """Unsupported."""
-        unsupported("low_latency_dispatch", _LATENCY)
+    ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook]:
+        """Send each token to its experts, padded. Collective.
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16.
+            topk_idx: `[num_tokens, num_topk]` int64, -1 for none.
+            num_max_dispatch_tokens_per_rank: most tokens of a rank, equal on all.
+            num_experts: over all ranks.
+            cumulative_local_expert_recv_stats: `[num_local_experts]` int32, the counts are added.
+            dispatch_wait_recv_cost_stats: `[num_ranks]` int64, the microseconds waited for each rank are added.
+            use_fp8, round_scale, use_ue8m0: quantise on the way.
+            async_finish: return an event.
+            return_recv_hook: only send; the hook receives.
+
+        Returns:
+            `recv_x [num_local_experts, num_ranks * max, hidden]` or (values, scales), counts `[num_local_experts]`
+            int32, handle, event, hook (None unless asked for).
+        """
+
+        def count(got: LatencyDispatched) -> None:
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(got.num_tokens_per_expert)
+            _add_cost(dispatch_wait_recv_cost_stats, got)
+
+        return self._padded.dispatch(
+            x,
+            topk_idx,
+            (num_max_dispatch_tokens_per_rank, num_experts),
+            Quantisation(use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0),
+            self._ways(x, async_finish, return_recv_hook),
+            count,
+        )
 
     def low_latency_combine(
         self,
@@ -64,25 +112,102 @@ class NotHere:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
-    ) -> Any:
-        """Unsupported."""
-        unsupported("low_latency_combine", _LATENCY)
+    ) -> tuple[torch.Tensor, EventOverlap, Hook]:
+        """Bring expert outputs back and sum them, weighted. Collective.
+
+        Args:
+            x: `[num_local_experts, num_ranks * max, hidden]` bfloat16.
+            topk_idx: that of the dispatch.
+            topk_weights: `[num_tokens, num_topk]` float32.
+            handle: of the dispatch.
+            use_logfmt: rows may cross in a format of 10 bits; here they cross as bfloat16 all the same.
+            zero_copy: take what was written into `get_next_low_latency_combine_buffer(handle)` instead of x.
+            async_finish, return_recv_hook: as in the dispatch.
+            out: `[num_tokens, hidden]` bfloat16, written instead of new memory.
+            combine_wait_recv_cost_stats: as in the dispatch.
+
+        Returns:
+            `combined_x [num_tokens, hidden]` bfloat16, event, hook.
+        """
+        if use_logfmt and zero_copy:
+            raise InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
+        return self._padded.combine(
+            x,
+            topk_idx,
+            topk_weights,
+            handle,
+            out,
+            self._ways(x, async_finish, return_recv_hook),
+            zero_copy,
+            lambda got: _add_cost(combine_wait_recv_cost_stats, got),
+        )
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Unsupported."""
-        unsupported("low_latency_update_mask_buffer", _LATENCY)
+        """Leave a rank out of low-latency calls (`mask`), or count on it again. Local.
+
+        Raises:
+            InvalidState: the buffer was not made with `enable_shrink=True`.
+        """
+        self._require_shrink()
+        if not 0 <= rank_to_mask < self.group_size:
+            raise InvalidArgument(f"rank_to_mask must lie in 0 ... {self.group_size - 1}, got {rank_to_mask}")
+        for active in self._masks():
+            active[rank_to_mask] = int(not mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Unsupported."""
-        unsupported("low_latency_query_mask_buffer", _LATENCY)
+        """Write 1 for each rank that is left out, 0 for the others, into `mask_status [num_ranks]` int32. Local.
+
+        Raises:
+            InvalidState: the buffer was not made with `enable_shrink=True`.
+        """
+        self._require_shrink()
+        mask_status.copy_(1 - self._active_on(mask_status.device))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Unsupported."""
-        unsupported("low_latency_clean_mask_buffer", _LATENCY)
+        """Count on all ranks again. Local.
+
+        Raises:
+            InvalidState: the buffer was not made with `enable_shrink=True`.
+        """
+        self._require_shrink()
+        for active in self._masks():
+            active.fill_(1)
 
     def get_next_low_latency_combine_buffer(self, handle: object) -> torch.Tensor:
-        """Unsupported."""
-        unsupported("get_next_low_latency_combine_buffer", _LATENCY)
+        """Return `[num_local_experts, num_ranks * max, hidden]` bfloat16 for a combine with `zero_copy`. Local."""
+        return self._padded.next_combine_buffer(handle)
+
+    def _ways(self, x: object, async_finish: bool, return_recv_hook: bool) -> Ways:
+        active = None
+        if self.enable_shrink and isinstance(x, torch.Tensor):
+            active = self._active_on(x.device)
+        return Ways(active, None, async_finish, return_recv_hook)
+
+    def _require_shrink(self) -> None:
+        if not self.enable_shrink:
+            raise InvalidState("this buffer has no mask; make it with enable_shrink=True")
+
+    def _masks(self) -> list[torch.Tensor]:
+        """Return the masks of all devices, at least the CPU's."""
+        self._active_on(torch.device("cpu"))
+        return list(self._active.values())
+
+    def _active_on(self, device: torch.device) -> torch.Tensor:
+        """Return the mask of a device; one that is made later starts as the CPU's is."""
+        active = self._active.get(device)
+        if active is None:
+            first = self._active.get(torch.device("cpu"), torch.ones(self.group_size, dtype=torch.int32))
+            active = self._active[device] = first.to(device)
+        return active
+
+
+def _add_cost(stats: torch.Tensor | None, got: LatencyDispatched | LatencyCombined) -> None:
+    if stats is not None and got.wait_us is not None:
+        stats.add_(got.wait_us)
+
+
+class NotHere:
+    """Methods of DeepEP's `Buffer` that raise `UnsupportedError`."""
 
     def internode_dispatch(
         self,

@@ -1,10 +1,24 @@
-"""`mooncake.ep`: re-exports `pg`, as Mooncake does. Its `Buffer` stands on GPU kernels that do not exist here yet."""
+"""`mooncake.ep`: re-exports `pg`, as Mooncake does, and has its `Buffer`: calls with a mask and a time-out.
+
+Data path: `epee.compat.padded` finds or makes an epee buffer in latency mode and turns arguments and results around;
+what is left here is Mooncake's names. Tensors lie on CPUs or GPUs. What only makes sense with an RDMA network card
+raises `UnsupportedError`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
-from ...errors import UnsupportedError
+import torch
+import torch.distributed as dist
+
+from epee.compat.deep_ep.event import EventOverlap
+from epee.compat.padded import Hook, PaddedHandle, PaddedRooms, Ways, size_hint
+from epee.ep.bootstrap import group_of
+from epee.ep.handle import Payload
+from epee.ep.latency_types import Quantisation
+
+from ...errors import InvalidArgument, UnsupportedError
 from . import pg
 from .pg import *  # noqa: F403
 
@@ -12,7 +26,201 @@ __all__ = [*pg.__all__, "Buffer"]
 
 
 class Buffer:
-    """Mooncake's GPU buffer. Not available: use `epee.Buffer`, whose `dispatch` and `combine` run on the CPU too."""
+    """Mooncake's buffer for expert-parallel calls, on the ranks of one host.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError("mooncake.ep.Buffer does not exist in this version; use epee.Buffer")
+    Args:
+        group: of the ranks, any backend; with Mooncake's or epee's, its mask is the default of `active_ranks`.
+        num_ep_buffer_bytes: kept as attribute; it bounds nothing, memory is made at the first call of a shape.
+        disable_p2p: must be False: ranks reach each other's memory, or not at all.
+
+    Raises:
+        UnsupportedError: the C++ form `(rank, num_ranks, num_ep_buffer_bytes, device_name)`, or `disable_p2p`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, num_ep_buffer_bytes: int = 0, disable_p2p: bool = False
+    ) -> None:
+        if isinstance(group, int):
+            raise UnsupportedError(
+                "Buffer(rank, num_ranks, num_ep_buffer_bytes, device_name) needs an RDMA device; give a process group"
+            )
+        if disable_p2p:
+            raise UnsupportedError("disable_p2p=True leaves only RDMA, which does not exist here; leave it out")
+        self.group = group_of(group)
+        self.rank = self.group.rank()
+        self.group_size = self.group.size()
+        self.num_ep_buffer_bytes = num_ep_buffer_bytes
+        self._padded = PaddedRooms(self.group, _group_timeout_s(self.group))
+
+    @staticmethod
+    def get_ep_buffer_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Return the bytes that a rank lends for calls of this size. They bound nothing."""
+        return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        active_ranks: torch.Tensor | None,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        timeout_us: int,
+        use_fp8: bool | None = None,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook]:
+        """Send each token to its experts, padded. Collective.
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16.
+            topk_idx: `[num_tokens, num_topk]` int64, -1 for none.
+            active_ranks: `[num_ranks or more]` int32, 1 = active; a rank that does not come is set to 0. None: the
+                mask of the group, or all.
+            num_max_dispatch_tokens_per_rank: most tokens of a rank, equal on all.
+            num_experts: over all ranks.
+            timeout_us: microseconds to wait for a silent rank; -1 for the group's time-out.
+            use_fp8: quantise on the way; None means True.
+            async_finish: return an event.
+            return_recv_hook: only send; the hook receives.
+
+        Returns:
+            `recv_x [num_local_experts, num_ranks * max, hidden]` or (values, scales), counts `[num_local_experts]`
+            int32, handle, event, hook (None unless asked for).
+        """
+        return self._padded.dispatch(
+            x,
+            topk_idx,
+            (num_max_dispatch_tokens_per_rank, num_experts),
+            Quantisation(use_fp8 is None or use_fp8),
+            self._ways(x, active_ranks, timeout_us, async_finish, return_recv_hook),
+        )
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        active_ranks: torch.Tensor | None,
+        timeout_us: int,
+        handle: tuple[Any, ...],
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook]:
+        """Bring expert outputs back and sum them, weighted. Collective.
+
+        Args:
+            x: `[num_local_experts, num_ranks * max, hidden]` bfloat16.
+            topk_idx: that of the dispatch.
+            topk_weights: `[num_tokens, num_topk]` float32.
+            active_ranks, timeout_us, async_finish, return_recv_hook: as in `dispatch`.
+            handle: of the dispatch.
+            zero_copy: take what was written into `get_next_combine_buffer(handle)` instead of x.
+            out: `[num_tokens, hidden]` bfloat16, written instead of new memory.
+
+        Returns:
+            `combined_x [num_tokens, hidden]` bfloat16, event, hook.
+        """
+        ways = self._ways(x, active_ranks, timeout_us, async_finish, return_recv_hook)
+        return self._padded.combine(x, topk_idx, topk_weights, handle, out, ways, zero_copy)
+
+    def get_next_combine_buffer(self, handle: object) -> torch.Tensor:
+        """Return `[num_local_experts, num_ranks * max, hidden]` bfloat16 for a combine with `zero_copy`. Local."""
+        return self._padded.next_combine_buffer(handle)
+
+    def connect(self) -> None:
+        """Do nothing: ranks connect at the first call of a shape."""
+
+    def update_ep_member(self) -> None:
+        """Meet again after the group has recovered ranks: the next call connects all of its members. All ranks call it.
+
+        Handles of earlier dispatches end.
+        """
+        self._padded.forget()
+
+    def ibgda_disabled(self) -> bool:
+        """Return True: there is no RDMA."""
+        return True
+
+    def p2p_enabled(self) -> bool:
+        """Return True: ranks reach each other's memory."""
+        return True
+
+    def use_fast_path(self) -> bool:
+        """Return True: there is no fallback over collectives."""
+        return True
+
+    def is_roce(self) -> bool:
+        """Return False: there is no RDMA."""
+        return False
+
+    def sync_ib(self, *args: Any) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("sync_ib")
+
+    def sync_roce(self, *args: Any) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("sync_roce")
+
+    def sync_ibgda_peers(self, *args: Any) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("sync_ibgda_peers")
+
+    def sync_nvlink_ipc_handles(self, *args: Any) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("sync_nvlink_ipc_handles")
+
+    def get_ipc_handle(self) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("get_ipc_handle")
+
+    def get_mr_info(self) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("get_mr_info")
+
+    def get_gid(self) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("get_gid")
+
+    def get_local_qpns(self) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("get_local_qpns")
+
+    def get_local_lids(self) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("get_local_lids")
+
+    def update_local_qpns(self, *args: Any) -> NoReturn:
+        """Unsupported."""
+        _needs_rdma("update_local_qpns")
+
+    def _ways(
+        self, x: object, active_ranks: torch.Tensor | None, timeout_us: int, async_finish: bool, return_recv_hook: bool
+    ) -> Ways:
+        if timeout_us != -1 and (isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0):
+            raise InvalidArgument(f"timeout_us must be above 0, or -1 for the group's time-out, got {timeout_us!r}")
+        if active_ranks is None:
+            active_ranks = self._mask_of_group(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
+        return Ways(active_ranks, None if timeout_us == -1 else timeout_us, async_finish, return_recv_hook)
+
+    def _mask_of_group(self, device: torch.device) -> torch.Tensor:
+        mask = getattr(self.group, "active_ranks", None)
+        found = torch.ones(self.group_size, dtype=torch.int32) if mask is None else mask()
+        return found.to(device=device, dtype=torch.int32)
+
+
+def _needs_rdma(name: str) -> NoReturn:
+    raise UnsupportedError(f"{name} is not supported: epee's ranks meet by themselves, through the process group")
+
+
+def _group_timeout_s(group: Any) -> float:
+    """Return the seconds after which calls of a group end by themselves."""
+    engine = getattr(group, "_engine", None)
+    if engine is not None:
+        return float(engine.timeout_s)
+    kinds = {torch.device(kind).type for kind in getattr(group, "_device_types", [])}
+    backend = group._get_backend(torch.device("cpu" if not kinds or "cpu" in kinds else "cuda"))
+    return float(backend.options._timeout.total_seconds())

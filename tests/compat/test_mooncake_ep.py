@@ -1,0 +1,180 @@
+"""Mooncake's `ep.Buffer`: tuples, values, mask and time-out, on gloo groups and on Mooncake's own."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epee.compat.mooncake import ep, pg
+from epee.errors import InvalidArgument, UnsupportedError
+from epee.reference import latency as oracle
+from tests.compat.test_deep_ep_low_latency import check_rows
+from tests.ep.latency_cases import BF16, Shape, bits, expert_outputs, inputs
+from tests.harness import RankFailure, run_ranks
+
+SHAPE = Shape(num_experts=8, hidden=512, num_topk=3, max_tokens=4)
+NUM_TOKENS = (4, 1, 0, 3)
+LONG_US = 30_000_000
+
+ENDS = "async_finish=False, return_recv_hook=False"
+SIGNATURES = {
+    "__init__": "self, group, num_ep_buffer_bytes=0, disable_p2p=False",
+    "get_ep_buffer_size_hint": "num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts",
+    "dispatch": "self, x, topk_idx, active_ranks, num_max_dispatch_tokens_per_rank, num_experts, timeout_us, "
+    f"use_fp8=None, {ENDS}",
+    "combine": f"self, x, topk_idx, topk_weights, active_ranks, timeout_us, handle, zero_copy=False, {ENDS}, out=None",
+    "get_next_combine_buffer": "self, handle",
+    "update_ep_member": "self",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_signature_is_mooncakes(name: str) -> None:
+    parameters = inspect.signature(getattr(ep.Buffer, name)).parameters.values()
+    shown = [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in parameters]
+    assert ", ".join(shown) == SIGNATURES[name]
+
+
+def a_round(
+    buffer: Any,
+    active: torch.Tensor | None,
+    seed: int,
+    got: list[bool],
+    *,
+    timeout_us: int = -1,
+    use_fp8: bool | None = False,
+    use_hook: bool = False,
+    zero_copy: bool = False,
+    is_async: bool = False,
+) -> None:
+    """One dispatch and combine, compared with the oracle; `got` is what must be reported of each rank."""
+    rank, num_ranks = buffer.rank, buffer.group_size
+    given = inputs(SHAPE, NUM_TOKENS[:num_ranks], seed)
+    mine, mask = given[rank], [got] * num_ranks
+    packed = oracle.dispatch(given, SHAPE.num_experts, SHAPE.max_tokens, use_fp8=use_fp8 is not False, got=mask)
+    ends = {"async_finish": is_async, "return_recv_hook": use_hook}
+    recv_x, counts, handle, event, hook = buffer.dispatch(
+        mine.x, mine.topk_idx, active, SHAPE.max_tokens, SHAPE.num_experts, timeout_us, use_fp8, **ends
+    )
+    assert (hook is not None) == use_hook
+    if hook is not None:
+        hook()
+    if is_async:
+        event.current_stream_wait()
+    assert isinstance(recv_x, tuple) == (use_fp8 is not False)
+    check_rows(recv_x, counts, packed[rank])
+    assert torch.equal(handle[1], packed[rank].layout_range)
+    assert handle[2:] == (SHAPE.max_tokens, SHAPE.hidden, SHAPE.num_experts)
+    outputs = expert_outputs(packed, seed)
+    y = outputs[rank]
+    if zero_copy:
+        buffer.get_next_combine_buffer(handle).copy_(y)
+        y = torch.full_like(y, float("nan"))
+    out = torch.empty(len(mine.x), SHAPE.hidden, dtype=BF16) if seed % 2 else None
+    combined, event, hook = buffer.combine(
+        y, mine.topk_idx, mine.topk_weights, active, timeout_us, handle, zero_copy, **ends, out=out
+    )
+    if hook is not None:
+        hook()
+    with event:
+        assert out is None or combined is out
+    assert torch.equal(bits(combined), bits(oracle.combine(given, packed, outputs, got=mask)[rank]))
+
+
+def _calls(rank: int, num_ranks: int) -> None:
+    os.environ["EPEE_POISON"] = "1"
+    buffer = ep.Buffer(dist.group.WORLD, ep.Buffer.get_ep_buffer_size_hint(4, 512, num_ranks, 8))
+    everybody = [True] * num_ranks
+    active = torch.ones(num_ranks + 3, dtype=torch.int32)  # may be longer
+    seed = 0
+    for use_fp8 in (False, True, None):
+        for use_hook, zero_copy, is_async in ((False, False, False), (True, True, False), (False, True, True)):
+            ways = {"use_hook": use_hook, "zero_copy": zero_copy, "is_async": is_async}
+            a_round(buffer, active if seed % 2 else None, seed, everybody, use_fp8=use_fp8, **ways)
+            seed += 1
+    assert active.all()
+    buffer.connect()
+    buffer.update_ep_member()
+    a_round(buffer, active, seed, everybody)
+    assert buffer.ibgda_disabled()
+    assert buffer.p2p_enabled()
+    assert buffer.use_fast_path()
+    assert not buffer.is_roce()
+
+
+@pytest.mark.parametrize(("num_ranks", "backend"), [(1, "gloo"), (4, "gloo"), (2, "mooncake-cpu")])
+def test_tuples_and_values(num_ranks: int, backend: str) -> None:
+    assert pg.get_active_ranks  # importing it registers the backend
+    run_ranks(_calls, num_ranks, backend=backend)
+
+
+def _lost(rank: int, num_ranks: int, folder: str, kind: str) -> None:
+    buffer = ep.Buffer(dist.group.WORLD)
+    active = torch.ones(num_ranks, dtype=torch.int32)
+    a_round(buffer, active, 0, [True] * num_ranks, timeout_us=LONG_US)
+    dist.barrier()
+    if rank == 2:
+        (Path(folder) / "victim").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    got = [True, True, False, True]
+    for seed in range(1, 6):
+        a_round(buffer, active, seed, got, timeout_us=LONG_US if kind == "kill" else 2_000_000, use_hook=seed == 2)
+        assert active.tolist() == [1, 1, 0, 1]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(active.tolist()))
+    if rank == 0 and kind == "stop":
+        while not all((Path(folder) / f"{other}.json").exists() for other in (0, 1, 3)):
+            time.sleep(0.01)
+        os.kill(int((Path(folder) / "victim").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_rank_that_does_not_come_is_marked_and_left_out(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(_lost, 4, str(tmp_path), kind)
+    assert "rank 0:" not in str(caught.value), caught.value
+    for rank in (0, 1, 3):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [1, 1, 0, 1]
+
+
+def _mistakes(rank: int, num_ranks: int) -> None:
+    buffer = ep.Buffer(None)
+    mine = inputs(SHAPE, NUM_TOKENS[:num_ranks], 1)[rank]
+    for timeout_us in (0, -2, 1.5, True):
+        with pytest.raises(InvalidArgument, match="timeout_us must be above 0, or -1"):
+            buffer.dispatch(mine.x, mine.topk_idx, None, SHAPE.max_tokens, SHAPE.num_experts, timeout_us)
+    for short in (torch.ones(0, dtype=torch.int32), torch.ones(1)):
+        with pytest.raises(InvalidArgument, match="active_ranks must"):
+            buffer.dispatch(mine.x, mine.topk_idx, short, SHAPE.max_tokens, SHAPE.num_experts, -1)
+    with pytest.raises(InvalidArgument, match="handle must be"):
+        buffer.get_next_combine_buffer(None)
+    for name in (
+        "sync_ib",
+        "sync_roce",
+        "sync_ibgda_peers",
+        "sync_nvlink_ipc_handles",
+        "get_ipc_handle",
+        "get_mr_info",
+        "get_gid",
+        "get_local_qpns",
+        "get_local_lids",
+        "update_local_qpns",
+    ):
+        with pytest.raises(UnsupportedError, match=f"^{name} is not supported"):
+            getattr(buffer, name)()
+
+
+def test_mistakes_are_named() -> None:
+    run_ranks(_mistakes, 1)
+    with pytest.raises(UnsupportedError, match="give a process group"):
+        ep.Buffer(0, 8)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="disable_p2p"):
+        ep.Buffer(None, disable_p2p=True)

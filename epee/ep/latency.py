@@ -344,9 +344,10 @@ class LatencyCpuPath:
         if active_ranks is not None:
             active = [mark != 0 for mark in active_ranks[:num_ranks].tolist()]
             active[self.rank] = True
-        self.wire.set_cut([True] * num_ranks, self.wire.seq)
+        self.wire.set_cut([True] * num_ranks)  # before anybody can go on
         decision = self._agreement.sync(active, deadline)
         self.wire.restart(decision.seq)
+        self.wire.set_cut(decision.members)
         members = torch.tensor(decision.members, dtype=torch.int32)
         if active_ranks is not None:
             active_ranks[:num_ranks] = members

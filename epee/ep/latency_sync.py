@@ -74,10 +74,14 @@ class Agreement:
             before = table.words[table.at("round")]
             if before:
                 self._members = self._read(before).members
-            self._say_hello(active, before + 1)
-            self._wait(before, started, deadline)
-            if table.words[table.at("round")] == before:
-                self._decide(before, deadline)
+            try:
+                self._say_hello(active, before + 1)
+                self._wait(before, started, deadline)
+                if table.words[table.at("round")] == before:
+                    self._decide(before, deadline)
+            except BaseException:
+                table.words[table.at("hello", wire.rank)] = 0  # nobody is to count on this rank any more
+                raise
             decision = self._read(before + 1)
             if decision.members[wire.rank]:
                 return decision
@@ -153,7 +157,11 @@ class Agreement:
             if table.words[table.at("round")] != before:
                 return
             present = self._present(before + 1)
-            self._check_quorum(present)
+            try:
+                self._check_quorum(present)
+            except NoQuorumError:  # taken back under the lock, so that no decision can have it
+                table.words[table.at("hello", self._wire.rank)] = 0
+                raise
             came = [rank for rank, is_there in enumerate(present) if is_there]
             index = table.at("decided", (before + 1) % NUM_DECISIONS)
             table.words[index] = 0

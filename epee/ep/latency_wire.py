@@ -4,7 +4,7 @@ Each rank lends one region. Calls are numbered; call n uses slot `n % num_slots`
 has a **section** of its own that no other rank writes:
 
     region of a rank:  freed   [num_slots]          written by the owner: the last call whose section may be overwritten
-                       cut     [num_ranks]          written by the source: the call from which on it sends nothing here
+                       cut     [num_ranks]          written by the source: 1 while it sends nothing here
                        waiting [1]                  written by the owner: its last wait: which call, until when
                        head    [num_slots][source]  word 0 = tag of the call, stored last; header and a refusal's reason
                        early   [num_slots][source]  tag of a combine whose weights have arrived
@@ -240,23 +240,22 @@ class Wire:
 
     # -- whom this rank talks to
 
-    def set_cut(self, active: Sequence[bool], seq: int) -> None:
-        """Tell peers that they are counted out from call `seq` on, or in again."""
+    def set_cut(self, active: Sequence[bool]) -> None:
+        """Tell peers that they are counted out, or in again. Between two halves only: what was sent has its tag."""
         for peer, is_active in enumerate(active):
             if peer != self.rank and is_active == (peer in self._cut):
                 region = self.regions[peer]
                 index = region.at("cut", self.rank)
-                region.words[index] = 0 if is_active else tag(self._epoch(), seq)
+                region.words[index] = int(not is_active)
                 (self._cut.discard if is_active else self._cut.add)(peer)
                 for slot in range(self.config.num_slots):  # the peer sleeps on what it waits for
                     futex_wake(region.address + 8 * region.at("head", slot, self.rank))
                     futex_wake(region.address + 8 * region.at("early", slot, self.rank))
 
-    def is_cut_by(self, peer: int, seq: int) -> bool:
-        """Whether `peer` has said that it sends nothing here for call `seq`."""
+    def is_cut_by(self, peer: int) -> bool:
+        """Whether `peer` has said that it sends nothing here."""
         own = self.regions[self.rank]
-        word = own.words[own.at("cut", peer)]
-        return word != 0 and word <= tag(self._epoch(), seq)
+        return own.words[own.at("cut", peer)] != 0
 
     # -- waiting
 
@@ -324,7 +323,7 @@ class Wire:
                 return True
             self.interrupt()
             now = time.monotonic()
-            if peer in self.watch.dead() or self.is_cut_by(peer, seq):
+            if peer in self.watch.dead() or self.is_cut_by(peer):
                 return is_there(words[index])  # what was stored before it died counts
             if now > until:
                 later = min(self._waits_until(peer, seq) + patience.timeout_s, limit)

@@ -19,32 +19,11 @@
 // late may still be in the failed call and store into what this rank granted there. It has left it when it joins a
 // later call; until then (`is_haunted`) nothing may be put into such memory for others to read.
 #pragma once
-#include "../ptx/memory.cuh"
+#include "report.cuh"
 #include "stall.cuh"
-
-enum FailureCode : int {
-  kTimeout = 1,
-  kAborted,
-  kMismatch,
-  kRefused,
-  kOverflow,
-  kBadCount,
-  kBadExpert,
-  kBadRow,
-  kPeerGaveUp
-};
 
 /// What a dispatch leaves in its handle, and tells a waiting host: whether the handle's numbers may be used.
 enum HandleState : int { kHandleGood = 1, kHandleBad };
-
-/// A failure that the host will raise at its next touch; all words are numbers, the host finds the words for them.
-struct Failure {
-  FailureCode code;
-  int peer;
-  u64 expected;
-  u64 got;
-  u64 where;
-};
 
 DEVICE u8* control_at(const Call& call, int rank, u64 offset) {
   return reinterpret_cast<u8*>(call.control[rank] + offset);
@@ -113,21 +92,6 @@ DEVICE bool is_haunted(const Call& call) {
 /// Marks the call as failed without telling this rank's host, which knows already.
 DEVICE void mark_failed(const Call& call, u64 tag) { st_relaxed_sys(local_words(call, kControlFailedOffset), tag); }
 
-/// Writes a report, unless the call has one already.
-DEVICE_COLD void write_report(u64* failed, u64* reported, u64* reports, u64 tag, u64 code_and_op, i64 peer,
-                              u64 expected, u64 got, u64 where) {
-  st_relaxed_sys(failed, tag);
-  if (atom_exch_relaxed_gpu(reported, tag) == tag) return;
-  u64* report = reports + (tag % kNumReports) * 8;
-  st_relaxed_sys(report + 1, tag);
-  st_relaxed_sys(report + 2, code_and_op >> 32);
-  st_relaxed_sys(report + 3, static_cast<u64>(peer));
-  st_relaxed_sys(report + 4, expected);
-  st_relaxed_sys(report + 5, got);
-  st_relaxed_sys(report + 6, where);
-  st_release_sys(report, code_and_op & 0xFFFFFFFF);
-}
-
 /// Marks the call as failed and tells the host; the first report of a call wins.
 DEVICE void report_failure(const Call& call, u64 tag, const Failure& failure) {
   write_report(local_words(call, kControlFailedOffset), local_words(call, kControlReportedOffset),
@@ -135,18 +99,7 @@ DEVICE void report_failure(const Call& call, u64 tag, const Failure& failure) {
                failure.expected, failure.got, failure.where);
 }
 
-/// How many polls pass between two looks at the clock and at the abort word. The latter lies in host memory: hundreds
-/// of warps that looked at it every 64 polls cost more than half of the link (measured), so about a millisecond it is.
-constexpr u32 kPollsPerLook = 1024;
-
 DEVICE bool is_aborted(const Call& call) { return ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) != 0; }
-
-/// Between two polls of memory that another block, GPU or process writes.
-DEVICE void poll_pause() {
-#ifndef __CUDACC__
-  emulation::yield();
-#endif
-}
 
 /// Waits until `*word == want`; acquires at system scope. False after the time-out, an abort, or when the call has
 /// failed elsewhere; only the first two are reported. `where` says which wait it was. With `kOrLater` a word of a later

@@ -1,4 +1,4 @@
-// Between float32 and the 16-bit payload types; every conversion rounds once, to nearest even.
+// Between float32 and the narrower payload types; every conversion rounds once, to nearest even.
 #pragma once
 #include "types.cuh"
 
@@ -23,7 +23,29 @@ DEVICE float f16_to_float(u16 bits) {
   return r;
 }
 
+/// Two floats to two e4m3, saturating at 448; `low` goes to the lower address.
+DEVICE u32 float2_to_e4m3x2(float low, float high) {
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+
 #else
+
+// To nearest, ties to even, in units of 2^-9 below 2^-6, else to three places behind the point.
+DEVICE u32 emulated_float_to_e4m3(float v) {
+  const u32 bits = __float_as_uint(v);
+  const u32 sign = bits >> 24 & 0x80;
+  u32 size = bits & 0x7FFFFFFF;
+  if (size > 0x7F800000) return 0x7F;         // NaN
+  if (size >= 0x43E00000) return sign | 0x7E;  // 448 or more
+  if (size < 0x3C800000) return sign | static_cast<u32>(nearbyintf(fabsf(v) * 512.0f));
+  size += 0x7FFFF + (size >> 20 & 1);
+  return sign | ((size >> 20) - (120 << 3));
+}
+DEVICE u32 float2_to_e4m3x2(float low, float high) {
+  return emulated_float_to_e4m3(low) | emulated_float_to_e4m3(high) << 8;
+}
 
 // To nearest, ties to even, by adding half of the last kept place, and one less where that place is even.
 DEVICE u32 emulated_float_to_bf16(float v) {

@@ -4,6 +4,7 @@
 // Used by tests only: it runs the kernels' own sources in real rank processes and finds errors of protocol and of
 // indexing. It cannot find memory-model errors, missing proxy fences or blocks that are not co-resident.
 #pragma once
+#include <emmintrin.h>
 #include <math.h>
 #include <sched.h>
 #include <stdint.h>

@@ -82,6 +82,40 @@ DEVICE u64 atom_exch_relaxed_gpu(u64* p, u64 v) {
   return old;
 }
 
+/// Adds and returns the old value; orders the blocks of one grid that meet at the word.
+DEVICE u64 atom_add_acq_rel_gpu(u64* p, u64 v) {
+  u64 old;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
+  return old;
+}
+
+/// Sets bits, without order; later atomics of this thread at the same word see them.
+DEVICE void red_or_relaxed_gpu(u64* p, u64 v) {
+  asm volatile("red.or.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+/// Sets bits of a word in shared memory, without order.
+DEVICE void red_or_shared(u32* p, u32 v) { atomicOr(p, v); }
+
+/// Sixteen bytes at once, without order: whoever reads them so sees all of a store or nothing of it.
+DEVICE void st_relaxed_sys_128(void* p, const Vec16& v) {
+  asm volatile(
+      "{\n.reg .b128 q;\n.reg .b64 low, high;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\n"
+      "mov.b128 q, {low, high};\nst.relaxed.sys.global.b128 [%0], q;\n}" ::"l"(p),
+      "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+      : "memory");
+}
+DEVICE Vec16 ld_relaxed_sys_128(const void* p) {
+  Vec16 v;
+  asm volatile(
+      "{\n.reg .b128 q;\n.reg .b64 low, high;\nld.relaxed.sys.global.b128 q, [%4];\nmov.b128 {low, high}, q;\n"
+      "mov.b64 {%0, %1}, low;\nmov.b64 {%2, %3}, high;\n}"
+      : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+      : "l"(p)
+      : "memory");
+  return v;
+}
+
 /// Adds to a word in shared memory, without order.
 DEVICE void red_add_shared(i32* p, i32 v) { atomicAdd(p, v); }
 
@@ -151,6 +185,20 @@ DEVICE u32 ld_acquire_cta(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQ
 DEVICE u32 atom_add_acq_rel_gpu(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 DEVICE u32 atom_add_relaxed_gpu(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 atom_exch_relaxed_gpu(u64* p, u64 v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }
+DEVICE u64 atom_add_acq_rel_gpu(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+DEVICE void red_or_relaxed_gpu(u64* p, u64 v) { __atomic_fetch_or(p, v, __ATOMIC_RELAXED); }
+DEVICE void red_or_shared(u32* p, u32 v) { *p |= v; }
+// x86 moves an aligned vector register at once (all processors with AVX).
+DEVICE void st_relaxed_sys_128(void* p, const Vec16& v) {
+  _mm_store_si128(static_cast<__m128i*>(p), _mm_loadu_si128(reinterpret_cast<const __m128i*>(&v)));
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+DEVICE Vec16 ld_relaxed_sys_128(const void* p) {
+  Vec16 v;
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(&v), _mm_load_si128(static_cast<const __m128i*>(p)));
+  return v;
+}
 DEVICE void red_add_shared(i32* p, i32 v) { *p += v; }
 DEVICE void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void fence_proxy_async() {}

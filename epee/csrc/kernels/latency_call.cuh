@@ -1,0 +1,255 @@
+// What dispatch and combine of the latency mode share: the lent region, tags, slots, bounded waits, the end of a call.
+//
+// Region of a rank (offsets from the Python `Layout`; two `LatencyPlaces` say where dispatch and combine have theirs).
+// Peers write into it; each place has one writer, named by its index, and belongs to one of `num_slots` slots, tag
+// modulo that:
+//   heads     [slot][src][word]   u64, low half of the tag above and 32 bits of value below: who needs a word polls it
+//   weights   [slot][src][token][k] u64 likewise (combine only)
+//   flags     [slot][src][token]  u64 tag, released behind a row's bytes
+//   rows      [slot][src][token]  bytes of a record
+//   packets   [slot][src][token]  the same record in packets of three words and the low half of the tag, each stored
+//                                 at once: for few tokens, where the trip of a flag would cost more than bytes do
+// and locally: `peers` (where this GPU sees the regions of all ranks, 0 for none), the tags of the last calls, a word
+// by which the blocks of a grid end together.
+//
+// Everything that decides who takes part is read from memory (tags, peers, mask, abort), so a graph replays into the
+// view of its day. A tag never repeats; what waits does so for equality. A peer's word of a later call means that the
+// peer has gone on without us.
+//
+// With F calls in flight a rank sends call n only behind its own receipt of call n - F, for which every peer that it
+// still takes part with has sent, and so had received call n - 2F: hence 2F slots, and no acknowledgement.
+//
+// A source is taken whole or not at all. A block that misses something of it says so in the grid's word when it ends;
+// the last block to end knows what all have seen and, when they differ, does the receiving again without those
+// sources: all that came lies in the slot still.
+#pragma once
+#include "../common/report.cuh"
+#include "../common/stall.cuh"
+#include "../common/work.cuh"
+
+constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at the mask, both near
+enum Half : int { kSendHalf = 1, kReceiveHalf = 2 };
+enum HeadFlag : u32 { kHeadExcluded = 1u << 16, kHeadRefused = 1u << 17 };
+constexpr u32 kHeadTokens = 0xFFFF;
+constexpr int kHeadKindShift = 18;
+
+/// A block's view of the call.
+struct CallShared {
+  u64 peer[kMaxRanks];  // regions of all ranks
+  u64 send_tag, receive_tag;
+  u64 deadline_ns;
+  u32 active;   // ranks that take part, this one always
+  u32 mapped;   // ranks that have a region
+  u32 late;     // of the active ones: those whose part does not count in this call
+  u32 refused;  // of these: those that said so themselves, because of an error that passes
+  u32 verdict;  // of the whole grid: left out in bits 0 ... 7, taken in by some block in bits 8 ... 15
+  u32 is_last;
+};
+
+DEVICE u64* own_words(const LatencyCall& call, u64 offset) { return reinterpret_cast<u64*>(call.own + offset); }
+
+DEVICE int slot_of(const LatencyPlaces& at, u64 tag) { return static_cast<int>(tag & (at.num_slots - 1)); }
+
+/// Index of (slot, source, token), from which flags, rows and packets follow.
+DEVICE i64 place_of(const LatencyPlaces& at, u64 tag, int src, int token, int num_tokens) {
+  return (static_cast<i64>(slot_of(at, tag)) * kNumRanks + src) * num_tokens + token;
+}
+DEVICE u64* head_at(const LatencyPlaces& at, u64 region, u64 tag, int src) {
+  return reinterpret_cast<u64*>(region + at.heads_offset) + place_of(at, tag, src, 0, at.head_words);
+}
+DEVICE u64* flag_at(const LatencyPlaces& at, u64 region, u64 tag, int src, int token) {
+  return reinterpret_cast<u64*>(region + at.flags_offset) + place_of(at, tag, src, token, at.max_tokens);
+}
+DEVICE u8* row_at(const LatencyPlaces& at, u64 region, u64 tag, int src, int token) {
+  return reinterpret_cast<u8*>(region + at.rows_offset) +
+         place_of(at, tag, src, token, at.max_tokens) * static_cast<i64>(at.row_stride);
+}
+DEVICE u8* packets_at(const LatencyPlaces& at, u64 region, u64 tag, int src, int token) {
+  return reinterpret_cast<u8*>(region + at.packets_offset) +
+         place_of(at, tag, src, token, at.packet_tokens) * static_cast<i64>(at.packet_stride);
+}
+
+DEVICE u64 marked(u64 tag, u32 value) { return tag << 32 | value; }
+
+/// Reads view and tags. First warp; the caller synchronises the block.
+DEVICE void open_call(const LatencyCall& call, CallShared& s) {
+  if (warp_idx() != 0) return;
+  const int lane = lane_idx();
+  u64 peer = 0;
+  bool is_active = false;
+  if (lane < kNumRanks) {
+    peer = ld_relaxed_sys(own_words(call, call.peers_offset) + lane);
+    is_active = lane == call.rank || ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + lane) != 0;
+    s.peer[lane] = peer;
+  }
+  const u32 mapped = __ballot_sync(~0u, peer != 0);
+  const u32 active = __ballot_sync(~0u, is_active) & mapped;
+  if (lane != 0) return;
+  const u64* tags = own_words(call, call.tags_offset);
+  s.send_tag = ld_relaxed_sys(tags) + 1;
+  s.receive_tag = ld_relaxed_sys(tags + 1) + 1;
+  s.deadline_ns = global_time_ns() + call.timeout_ns;
+  s.active = active;
+  s.mapped = mapped;
+  s.late = s.refused = 0;
+}
+
+/// Tells the host of an error; the first one of a call wins.
+DEVICE_COLD void report_error(const LatencyCall& call, u64 tag, FailureCode code, int peer, u64 expected, u64 got,
+                              u64 where) {
+  u64* words = own_words(call, call.reported_offset);
+  write_report(words, words + 1, reinterpret_cast<u64*>(call.report), tag, static_cast<u64>(call.op) << 32 | code, peer,
+               expected, got, where);
+}
+
+/// Whether a wait for `peer` goes on after `polls` looks: not when the time is over, the call aborted, the peer taken
+/// out of the mask meanwhile, or known to the block as late.
+DEVICE bool may_wait(const LatencyCall& call, const CallShared& s, int peer, u32 polls) {
+  poll_pause();
+  if (*const_cast<const volatile u32*>(&s.late) >> peer & 1) return false;
+  if (polls % kPollsPerGlance) return true;
+  if (global_time_ns() > s.deadline_ns) return false;
+  if (peer != call.rank && ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + peer) == 0) return false;
+  return polls % kPollsPerLook || ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) == 0;
+}
+
+/// Waits for a marked word, which orders nothing but itself. False when it does not come, or a later one is there.
+DEVICE bool wait_marked(const LatencyCall& call, const CallShared& s, u64 tag, const u64* word, int peer, u32& value) {
+  perhaps_stall(tag, call.rank, 2);
+  for (u32 polls = 1;; ++polls) {
+    const u64 got = ld_relaxed_sys(word);
+    value = static_cast<u32>(got);
+    const i32 ahead = static_cast<i32>(static_cast<u32>(got >> 32) - static_cast<u32>(tag));
+    if (ahead == 0) return true;
+    if ((got && ahead > 0) || !may_wait(call, s, peer, polls)) return false;
+  }
+}
+
+/// Waits for the flag of a row; acquires. False when it does not come.
+DEVICE bool wait_flag(const LatencyCall& call, const CallShared& s, u64 tag, const u64* flag, int peer) {
+  perhaps_stall(tag, call.rank, 3);
+  for (u32 polls = 1;; ++polls) {
+    const u64 got = ld_acquire_sys(flag);
+    if (got == tag) return true;
+    if (got > tag || !may_wait(call, s, peer, polls)) return false;
+  }
+}
+
+/// Waits for a packet; its last word is the mark. False when it does not come.
+DEVICE bool wait_packet(const LatencyCall& call, const CallShared& s, u64 tag, const u8* from, int peer, Vec16& v) {
+  for (u32 polls = 1;; ++polls) {
+    v = ld_relaxed_sys_128(from);
+    if (v.word[3] == static_cast<u32>(tag)) return true;
+    if (!may_wait(call, s, peer, polls)) return false;
+  }
+}
+
+/// Sends a record of `num_words` words from shared memory to the place (this rank, token) of every rank in `ranks`.
+/// All threads, behind a barrier; afterwards the record may be written again. `kIsOne`: there is one rank in `ranks`.
+template <bool kIsOne>
+DEVICE void store_record(const LatencyCall& call, const LatencyPlaces& at, const CallShared& s, u64 tag, int token,
+                         u32 ranks, const u8* record, int num_words, bool is_packed) {
+  const int tid = static_cast<int>(threadIdx.x);
+  const int step = static_cast<int>(blockDim.x);
+  const int num_packets = (num_words + 2) / 3;
+  const int count = is_packed ? num_packets : (num_words + 3) / 4;
+  const u32* words = reinterpret_cast<const u32*>(record);
+  u8* const place = is_packed ? packets_at(at, 0, tag, call.rank, token) : row_at(at, 0, tag, call.rank, token);
+  if (lane_idx() == 0) perhaps_stall(tag, call.rank, 4);
+#pragma unroll 1
+  for (int i = tid; i < count; i += step) {
+    Vec16 v;
+    if (is_packed) {
+      v.word[0] = words[i];
+      v.word[1] = words[num_packets + i];
+      v.word[2] = words[2 * num_packets + i];  // up to two words behind the record: nobody looks at them
+      v.word[3] = static_cast<u32>(tag);
+    } else {
+      v = *reinterpret_cast<const Vec16*>(record + 16 * i);
+    }
+#pragma unroll
+    for (int n = 1; n <= (kIsOne ? 1 : kNumRanks); ++n) {  // each begins behind itself, so that no inlet is crowded
+      int d = call.rank + n < kNumRanks ? call.rank + n : call.rank + n - kNumRanks;
+      if (kIsOne) d = __ffs(ranks) - 1;
+      if (!(ranks >> d & 1)) continue;
+      u8* to = place + s.peer[d] + 16 * i;
+      if (is_packed)
+        st_relaxed_sys_128(to, v);
+      else
+        st_vec16(to, v);
+    }
+  }
+  __syncthreads();
+  perhaps_stall(tag, call.rank, 5);
+  if (!is_packed && tid < kNumRanks && (ranks >> tid & 1))
+    st_release_sys(flag_at(at, s.peer[tid], tag, call.rank, token), tag);
+}
+
+/// Waits for a head word of every source in `awaited` and understands it: this block's `late` and `refused` grow.
+/// `kind` is what all ranks must agree about. Threads below kNumRanks, each for one source; returns its value.
+DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShared& s, u32 awaited, u32 kind) {
+  const int src = static_cast<int>(threadIdx.x);
+  u32 value = 0;
+  if (src >= kNumRanks || !(awaited >> src & 1)) return 0;
+  const bool is_there =
+      wait_marked(call, s, s.receive_tag, head_at(at, call.own, s.receive_tag, src), src, value);
+  const u32 other = value >> kHeadKindShift;
+  if (is_there && !(value & (kHeadExcluded | kHeadRefused)) && other == kind &&
+      (value & kHeadTokens) <= static_cast<u32>(at.max_tokens))
+    return value;
+  red_or_shared(&s.late, 1u << src);
+  if (is_there && (value & kHeadRefused)) red_or_shared(&s.refused, 1u << src);
+  if (is_there && !(value & (kHeadExcluded | kHeadRefused)) && other != kind) {
+    red_or_shared(&s.refused, 1u << src);
+    report_error(call, s.receive_tag, kMismatch, src, kind, other, 0);
+  }
+  return 0;
+}
+
+/// Ends a block's part. True in the last block to end, which then knows what all blocks have seen. All threads, after
+/// all memory operations. `taken`: the sources whose rows this block has laid out; of these, `s.late` do not count.
+DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 taken, u64 word_offset) {
+  constexpr u32 kAll = (1u << kNumRanks) - 1;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    u64* word = own_words(call, word_offset);
+    const u64 left_out = kAll & ~(taken & ~s.late);
+    red_or_relaxed_gpu(word, left_out << 32 | static_cast<u64>(taken) << 40);
+    const u64 seen = atom_add_acq_rel_gpu(word, 1);
+    s.is_last = static_cast<u32>(seen) == gridDim.x - 1;
+    s.verdict = static_cast<u32>(seen >> 32);
+    if (s.is_last) *word = 0;
+  }
+  __syncthreads();
+  return s.is_last;
+}
+
+/// What counts in the end, and whether blocks have differed, so that the last one must do all again.
+DEVICE u32 counted_sources(const CallShared& s) { return (s.verdict >> 8 & ~s.verdict) & ((1u << kNumRanks) - 1); }
+DEVICE bool has_differed(const CallShared& s) { return (s.verdict & s.verdict >> 8 & 0xFF) != 0; }
+
+/// The last block's last act: takes silent sources out of the mask and tells the host, or in a strict call reports them;
+/// writes `got`, moves the tags on. All threads.
+DEVICE void finish_call(const LatencyCall& call, const CallShared& s, u32 counted, u32 awaited, u64 out_got) {
+  const int src = static_cast<int>(threadIdx.x);
+  const u32 silent = awaited & ~counted & ~s.refused;
+  const bool is_aborted = ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) != 0;
+  if (src < kNumRanks && (call.halves & kReceiveHalf)) {
+    if (out_got) reinterpret_cast<u8*>(out_got)[src] = static_cast<u8>(counted >> src & 1);
+    const bool is_taken_out = (silent >> src & 1) && src != call.rank && !is_aborted && !call.is_strict;
+    if (is_taken_out) reinterpret_cast<i32*>(call.mask)[src] = 0;
+  }
+  if (src != 0) return;
+  u64* tags = own_words(call, call.tags_offset);
+  if (call.halves & kSendHalf) tags[0] = s.send_tag;
+  if (!(call.halves & kReceiveHalf)) return;
+  tags[1] = s.receive_tag;
+  if (is_aborted)
+    report_error(call, s.receive_tag, kAborted, call.rank, 0, 0, 0);
+  else if (call.is_strict && silent)
+    report_error(call, s.receive_tag, kTimeout, __ffs(silent) - 1, s.receive_tag, silent, 0);
+  else if (call.is_strict && (awaited & ~counted))
+    report_error(call, s.receive_tag, kRefused, __ffs(awaited & ~counted) - 1, s.receive_tag, 0, 0);
+  else if (awaited & ~counted)
+    st_relaxed_sys(reinterpret_cast<u64*>(call.lost), marked(s.receive_tag, awaited & ~counted));
+}

@@ -1,0 +1,520 @@
+"""Latency mode on the GPUs of one host: the host side of its dispatch and combine.
+
+Data path: `csrc/kernels/latency_dispatch.cuh` and `latency_combine.cuh` move everything, from GPU to GPU; a call is one
+launch, or two when the caller wants its send half and its receive half apart (`return_hook`). The host waits for
+nothing and learns nothing by itself: counts, `got` and the mask are tensors on the device.
+
+Memory of a rank: one region (`latency_kernels.LatencyConfig.region_layout`), lent to all ranks, into which peers store;
+results are ordinary tensors. Who writes what, and why slots are safe to reuse, says `csrc/kernels/latency_call.cuh`.
+
+Protocol on the host: all ranks make the same calls of a kind in the same order. A receive half takes the oldest call of
+its kind, so hooks are called in the order of their calls. Everything runs behind what the buffer has put on other
+streams before. What kernels report lies in pinned memory and is raised by `check`, which every call begins with.
+
+A crash of a peer leaves its words unset: kernels wait for the time-out, then leave that source out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgument, InvalidState
+from .latency_kernels import (
+    BOTH_HALVES,
+    KERNELS,
+    OP_COMBINE,
+    OP_DISPATCH,
+    RECEIVE_HALF,
+    SCALE_BLOCK,
+    SCALES_FLOAT,
+    SCALES_POWER,
+    SCALES_UE8M0,
+    SEND_HALF,
+    HandleSpace,
+    LatencyConfig,
+    Launch,
+    combine_launch,
+    dispatch_launch,
+    handle_space,
+    kernel_head,
+)
+from .latency_report import take_report
+from .throughput_machine import AllGather
+from .throughput_params import NUM_REPORTS, REPORT_WORDS
+from .throughput_platform import Launcher, Platform, Region
+from .throughput_share import Share
+
+FP8 = torch.float8_e4m3fn
+_OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    """How a call runs.
+
+    Attributes:
+        timeout_s: bound of the kernel's waits.
+        is_strict: a source that does not come is an error (`check`), and is awaited again by the next call.
+        return_hook: send only; the result's `hook` receives.
+        use_fp8, round_scale, use_ue8m0: of a dispatch, as `reference.latency` says.
+    """
+
+    timeout_s: float = 10.0
+    is_strict: bool = False
+    return_hook: bool = False
+    use_fp8: bool = False
+    round_scale: bool = False
+    use_ue8m0: bool = False
+
+    @property
+    def scale_kind(self) -> int:
+        """How scales are rounded and stored."""
+        return SCALES_UE8M0 if self.use_ue8m0 else SCALES_POWER if self.round_scale else SCALES_FLOAT
+
+    @property
+    def kind(self) -> int:
+        """What all ranks must agree about in a dispatch."""
+        return 1 + self.scale_kind if self.use_fp8 else 0
+
+
+class LatencyHandle:
+    """Device metadata of one dispatch: views of one int32 tensor, made when they are read.
+
+    Attributes:
+        num_tokens: that this rank sent.
+        words: the tensor; valid behind the receive half.
+    """
+
+    def __init__(self, config: LatencyConfig, num_tokens: int, words: torch.Tensor) -> None:
+        self.num_tokens = num_tokens
+        self.words = words
+        self.space: HandleSpace = handle_space(config, num_tokens)
+        self._config = config
+
+    def address(self, part: str) -> int:
+        """Return where a part lies."""
+        return self.words.data_ptr() + 4 * int(getattr(self.space, part))
+
+    def _part(self, name: str, count: int) -> torch.Tensor:
+        start = int(getattr(self.space, name))
+        return self.words[start : start + count]
+
+    @property
+    def got(self) -> torch.Tensor:
+        """`[num_ranks]` bool: whose tokens are in the result."""
+        return self._part("got", 2).view(torch.bool)[: self._config.num_ranks]
+
+    @property
+    def num_tokens_per_expert(self) -> torch.Tensor:
+        """`[num_local_experts]` int32."""
+        return self._part("counts", self._config.num_local_experts)
+
+    @property
+    def layout_range(self) -> torch.Tensor:
+        """`[num_local_experts, num_ranks]` int64: `begin << 32 | count` of each source's rows."""
+        shape = self._config.num_local_experts, self._config.num_ranks
+        return self._part("ranges", 2 * shape[0] * shape[1]).view(torch.int64).view(shape)
+
+    @property
+    def src_token(self) -> torch.Tensor:
+        """`[num_local_experts, num_ranks * max_tokens]` int32: the token's number there; undefined behind rows."""
+        shape = self._config.num_local_experts, self._config.capacity
+        return self._part("src_token", shape[0] * shape[1]).view(shape)
+
+
+@dataclass
+class LatencyReceived:
+    """What a dispatch brings: `x` `[L, ranks * T, hidden]`, scales `[L, ranks * T, n]` with FP8, and the hook that
+    receives when only the send half has been launched."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    handle: LatencyHandle
+    hook: Callable[[], None] | None
+
+
+@dataclass
+class LatencyCombined:
+    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `got` `[num_ranks]` bool, and the hook."""
+
+    x: torch.Tensor
+    got: torch.Tensor
+    hook: Callable[[], None] | None
+
+
+class LatencyCore:
+    """A rank's end of a latency buffer. One call at a time; calls of a kind in the same order on all ranks.
+
+    Args:
+        platform: the GPU.
+        config: sizes, equal on all ranks.
+        all_gather: gives everybody's bytes in rank order; called at construction.
+
+    Attributes:
+        active_ranks: `[num_ranks]` int32 on the device, the mask of calls that bring none.
+        nbytes: GPU memory that this rank lends.
+    """
+
+    def __init__(self, platform: Platform, config: LatencyConfig, all_gather: AllGather) -> None:
+        config.check()
+        self.config, self.platform = config, platform
+        self.is_closed = False
+        self._kernels: dict[str, Launcher] = {}
+        head = kernel_head(config.num_ranks, platform.limits.stall_one_in)
+        for path, params in KERNELS.items():
+            self._kernels.update(platform.kernels(path, head, params))
+        self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
+        self._abort = platform.host_words(1)
+        self._lost = platform.host_words(1)
+        self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
+        self._own: Region = platform.create(config.region_layout.nbytes)
+        self.nbytes = self._own.nbytes
+        self._peers: list[Region] = self._attach(all_gather)
+        self._write_words("peers", [region.address for region in self._peers])
+        self._share = Share(platform.device, platform.limits.num_sms)
+        self._is_alone = True
+        self._last_stream: int | None = None
+        self._open: dict[int, deque[_Half]] = {OP_DISPATCH: deque(), OP_COMBINE: deque()}
+        for name, kernel in self._kernels.items():
+            self._set_constants(kernel.args, "dispatch" if "dispatch" in name else "combine")
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        options: LatencyOptions,
+        active_ranks: torch.Tensor | None = None,
+        stats: torch.Tensor | None = None,
+    ) -> LatencyReceived:
+        """Send tokens, and receive them unless a hook is wanted; the caller has checked the arguments.
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16, unit stride in the last dimension, rows 16-byte aligned.
+            topk_idx: `[num_tokens, num_topk]` int64, contiguous.
+            topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for ones.
+            options: how.
+            active_ranks: `[num_ranks]` or longer, int32 on the device: who takes part; silent sources become 0.
+            stats: `[num_local_experts]` int32 on the device to which the counts are added, or None.
+        Raises:
+            what an earlier call left behind; InvalidState: too many receive halves are outstanding.
+        """
+        config = self.config
+        self._begin(OP_DISPATCH, options.return_hook)
+        num_tokens, device = topk_idx.shape[0], self.platform.device
+        handle = LatencyHandle(
+            config,
+            num_tokens,
+            torch.empty(handle_space(config, num_tokens).total, dtype=torch.int32, device=device),
+        )
+        shape = config.num_local_experts, config.capacity, config.hidden
+        out = torch.empty(shape, dtype=FP8 if options.use_fp8 else torch.bfloat16, device=device)
+        scales = None
+        if options.use_fp8:
+            per_word = 4 * SCALE_BLOCK if options.use_ue8m0 else SCALE_BLOCK
+            kind = torch.int32 if options.use_ue8m0 else torch.float32
+            scales = torch.empty(shape[0], shape[2] // per_word, shape[1], dtype=kind, device=device)
+        tensors = (x, topk_idx, topk_weights, out, scales, active_ranks, stats)
+        launch = partial(self._launch_dispatch, tensors, handle, options)
+        hook = self._run(OP_DISPATCH, launch, options.return_hook)
+        return LatencyReceived(out, None if scales is None else scales.transpose(1, 2), handle, hook)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: LatencyHandle,
+        topk_weights: torch.Tensor | None,
+        options: LatencyOptions,
+        is_wide: bool = False,
+        out: torch.Tensor | None = None,
+        active_ranks: torch.Tensor | None = None,
+    ) -> LatencyCombined:
+        """Sum the experts' rows of this rank's tokens; the caller has checked the arguments.
+
+        Args:
+            y: `[L, ranks * T, hidden]` bfloat16, contiguous, anywhere on this GPU; never copied.
+            handle: of the dispatch.
+            topk_weights: `[num_tokens, num_topk]` float32, contiguous, instead of the dispatch's (on all or none).
+            options: how.
+            is_wide: partials cross as float32 (on all ranks or none).
+            out: `[num_tokens, hidden]` bfloat16, contiguous, or None.
+            active_ranks: as in `dispatch`.
+        Raises: as `dispatch`.
+        """
+        self._begin(OP_COMBINE, options.return_hook)
+        device = self.platform.device
+        if out is None:
+            out = torch.empty(handle.num_tokens, self.config.hidden, dtype=torch.bfloat16, device=device)
+        got = torch.empty(self.config.num_ranks, dtype=torch.bool, device=device)
+        tensors = (y, topk_weights, out, got, active_ranks)
+        launch = partial(self._launch_combine, tensors, handle, options, is_wide)
+        return LatencyCombined(out, got, self._run(OP_COMBINE, launch, options.return_hook))
+
+    def refuse(self, op: int) -> None:
+        """Take part in the peers' next call of a kind only to say that this rank's was invalid."""
+        self._begin(op, False, do_check=False)
+        name = "latency_dispatch_bf16" if op == OP_DISPATCH else "latency_combine_bf16"
+        kernel = self._kernels[name]
+        a = kernel.args
+        self._set_call(a, LatencyOptions(), None, BOTH_HALVES)
+        a.num_tokens, a.refused = 0, 1
+        shared_bytes = dispatch_launch(self.config, 0, BOTH_HALVES, 1, self.platform.limits).shared_bytes
+        if op == OP_COMBINE:
+            a.handle_got = a.recv_info = self._own.address  # read, and not used
+        else:
+            a.sent_to = self._own.address + self.config.region_layout.offset("scratch")
+        self._launch(kernel, Launch(1, 32 * self.platform.limits.max_warps, shared_bytes))
+        a.refused = 0
+
+    def _launch_dispatch(
+        self, tensors: tuple[Any, ...], handle: LatencyHandle, options: LatencyOptions, halves: int
+    ) -> None:
+        x, topk_idx, topk_weights, out, scales, active_ranks, stats = tensors
+        config = self.config
+        kernel = self._kernels["latency_dispatch_fp8" if options.use_fp8 else "latency_dispatch_bf16"]
+        a = kernel.args
+        self._set_call(a, options, active_ranks, halves)
+        a.x, a.topk_idx, a.topk_weights = x.data_ptr(), topk_idx.data_ptr(), _address(topk_weights)
+        a.x_stride = x.stride(0) * x.itemsize
+        a.out_x, a.out_scales, a.stats = out.data_ptr(), _address(scales), _address(stats)
+        for name in ("counts", "ranges", "src_token", "got"):
+            setattr(a, f"out_{name}", handle.address(name))
+        for name in ("recv_rows", "recv_weights", "recv_info", "sent_to"):
+            setattr(a, name, handle.address(name))
+        a.num_tokens, a.kind, a.scale_kind = handle.num_tokens, options.kind, options.scale_kind
+        a.row_words = config.hidden * out.itemsize // 4
+        a.scale_words = 0 if scales is None else scales.shape[1]
+        max_sms = self._max_sms()
+        self._launch(kernel, dispatch_launch(config, handle.num_tokens, halves, max_sms, self.platform.limits))
+
+    def _launch_combine(
+        self, tensors: tuple[Any, ...], handle: LatencyHandle, options: LatencyOptions, is_wide: bool, halves: int
+    ) -> None:
+        y, topk_weights, out, got, active_ranks = tensors
+        kernel = self._kernels["latency_combine_f32" if is_wide else "latency_combine_bf16"]
+        a = kernel.args
+        self._set_call(a, options, active_ranks, halves)
+        a.y, a.y_stride, a.out, a.out_got = y.data_ptr(), 2 * self.config.hidden, out.data_ptr(), got.data_ptr()
+        a.topk_weights, a.has_weights = _address(topk_weights), int(topk_weights is not None)
+        a.handle_got = handle.address("got")
+        for name in ("recv_rows", "recv_weights", "recv_info", "sent_to"):
+            setattr(a, name, handle.address(name))
+        a.num_tokens, a.kind = handle.num_tokens, int(is_wide) | 2 * a.has_weights
+        launch = combine_launch(self.config, handle.num_tokens, halves, self._max_sms(), self.platform.limits)
+        self._launch(kernel, launch)
+
+    # --- order of calls -------------------------------------------------------------------------------------------
+
+    def _begin(self, op: int, is_split: bool, do_check: bool = True) -> None:
+        """Refuse what cannot start, raise what earlier calls have left behind, join the streams."""
+        if self.is_closed:
+            raise InvalidState("the buffer is closed; make a new one")
+        outstanding = len(self._open[op])
+        if outstanding and not is_split:
+            raise InvalidState(
+                f"{_OPS[op]}: {outstanding} earlier calls have not received yet; call their hooks first, or pass "
+                "return_hook=True"
+            )
+        if outstanding >= self.config.max_in_flight:
+            raise InvalidState(
+                f"{_OPS[op]}: {outstanding} calls have not received yet, {self.config.max_in_flight} may be in flight; "
+                "call the oldest hook first"
+            )
+        if do_check and not self.platform.is_capturing():
+            self.check()
+        self._join()
+
+    def _join(self) -> None:
+        if self.platform.is_capturing():
+            return
+        stream = self.platform.stream()
+        if self._last_stream is not None and self._last_stream != stream:
+            self.platform.wait(self.platform.mark(self._last_stream))
+        self._last_stream = stream
+
+    def _run(self, op: int, launch: Callable[[int], None], is_split: bool) -> Callable[[], None] | None:
+        if not is_split:
+            launch(BOTH_HALVES)
+            return None
+        half = _Half(self, op, launch)
+        launch(SEND_HALF)
+        self._open[op].append(half)
+        return half
+
+    def _max_sms(self) -> int:
+        capturing = self.platform.is_capturing()
+        max_sms, self._is_alone = self._share.limit(self.platform.stream(), capturing)
+        if capturing:
+            self._share.in_graphs = True
+        return max_sms
+
+    def _launch(self, kernel: Launcher, launch: Launch) -> None:
+        stream = self.platform.stream()
+        mode, at_once = "plain", launch.grid
+        if self._is_alone or 2 * launch.grid <= self.platform.limits.num_sms:
+            mode, at_once = "early", 2 * launch.grid  # the next kernel's blocks take their places beside this one's
+        self._share.stream = stream
+        self._share.width = max(self._share.width, at_once)
+        kernel(launch.grid, launch.block, launch.shared_bytes, stream, mode)
+
+    def _set_call(self, a: Any, options: LatencyOptions, active_ranks: torch.Tensor | None, halves: int) -> None:
+        mask = self.active_ranks if active_ranks is None else active_ranks
+        a.call.mask, a.call.halves = mask.data_ptr(), halves
+        a.call.timeout_ns, a.call.is_strict = int(options.timeout_s * 1e9), int(options.is_strict)
+
+    # --- view and memory ------------------------------------------------------------------------------------------
+
+    def tags(self) -> int:
+        """Return the highest call number that this rank has used; waits for the GPU."""
+        self.platform.synchronize()
+        return max(int(self._words(name).max()) for name in ("dispatch_tags", "combine_tags"))
+
+    def set_view(self, active: Sequence[bool], tag: int) -> None:
+        """Go on in an agreed view: every member calls this with equal arguments, and no call is in flight anywhere.
+
+        Args:
+            active: who is in.
+            tag: above everybody's `tags()`, so that nothing of earlier calls passes for new.
+        """
+        self._open[OP_DISPATCH].clear()
+        self._open[OP_COMBINE].clear()
+        self.platform.synchronize()
+        self._write_words("dispatch_tags", [tag, tag])
+        self._write_words("combine_tags", [tag, tag])
+        self.active_ranks.copy_(torch.tensor([int(bool(one)) for one in active], dtype=torch.int32))
+        self.platform.synchronize()
+
+    @property
+    def blob(self) -> bytes:
+        """What a replaced peer needs to attach this rank's region."""
+        return self._own.blob
+
+    def replace_peer(self, rank: int, blob: bytes | None) -> None:
+        """Use another region for a rank that was replaced, or none (None); no call may be in flight."""
+        region = None if blob is None else self.platform.attach(blob)
+        if region is not None and region.nbytes != self.nbytes:
+            raise InvalidArgument(f"rank {rank} lends {region.nbytes} bytes, this rank {self.nbytes}; use equal sizes")
+        self.platform.synchronize()
+        addresses = self._words("peers").tolist()
+        addresses[rank] = 0 if region is None else region.address
+        self._write_words("peers", addresses[: self.config.num_ranks])
+        self.platform.synchronize()
+        self._peers[rank].close()
+        if region is not None:
+            self._peers[rank] = region
+
+    def lost(self) -> tuple[int, ...]:
+        """Return the ranks that the calls since the last look have left out, without waiting for the GPU."""
+        word = self._lost.words[0]
+        if not word:
+            return ()
+        self._lost.words[0] = 0
+        return tuple(rank for rank in range(self.config.num_ranks) if word >> rank & 1)
+
+    def check(self) -> None:
+        """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
+        error = take_report(self._report.words, self.config.rank)
+        if error is not None:
+            raise error
+
+    def drain(self, grace_s: float) -> None:
+        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
+        if self.is_closed or self._last_stream is None or self.platform.is_capturing():
+            return
+        mark, deadline = self.platform.mark(self._last_stream), time.monotonic() + grace_s
+        while not self.platform.is_done(mark):
+            if time.monotonic() > deadline:
+                self.abort()
+                break
+            time.sleep(1e-4)
+        self.platform.synchronize()
+
+    def abort(self) -> None:
+        """End every wait of the kernels in flight, from any thread; close the buffer afterwards."""
+        self._abort.words[0] = 1
+
+    def close(self) -> None:
+        """Give up all memory; results live on. Idempotent. No kernel may be in flight."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._share.leave()
+        for region in self._peers:
+            region.close()
+        self._own.close()
+
+    def _attach(self, all_gather: AllGather) -> list[Region]:
+        rank = self.config.rank
+        blobs = all_gather(self._own.blob)
+        regions = [self._own if peer == rank else self.platform.attach(blob) for peer, blob in enumerate(blobs)]
+        for peer, region in enumerate(regions):
+            if region.nbytes != self.nbytes:
+                raise InvalidArgument(
+                    f"rank {peer} lends {region.nbytes} bytes, this rank {self.nbytes}; "
+                    "all ranks must make the buffer with the same sizes"
+                )
+        all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
+        return regions
+
+    def _words(self, name: str) -> torch.Tensor:
+        layout = self.config.region_layout
+        return self._own.lease(layout.offset(name), layout[name].nbytes, None).view(torch.int64)
+
+    def _write_words(self, name: str, values: Sequence[int]) -> None:
+        self._words(name)[: len(values)].copy_(torch.tensor(values, dtype=torch.int64))
+
+    def _set_constants(self, args: Any, op: str) -> None:
+        config, layout = self.config, self.config.region_layout
+        call = args.call
+        call.own, call.report, call.abort = self._own.address, self._report.address, self._abort.address
+        call.lost, call.rank = self._lost.address, config.rank
+        call.op = OP_DISPATCH if op == "dispatch" else OP_COMBINE
+        call.peers_offset, call.reported_offset = layout.offset("peers"), layout.offset("reported")
+        call.tags_offset, call.end_offset = layout.offset(f"{op}_tags"), layout.offset(f"{op}_end")
+        args.at = config.places(op)
+        args.num_topk, args.hidden, args.token_words = config.num_topk, config.hidden, config.token_words
+        if op == "dispatch":
+            args.num_experts, args.num_local_experts = config.num_experts, config.num_local_experts
+            args.meta_words = config.meta_words
+        else:
+            args.weights_offset = layout.offset("combine_weights")
+            args.num_rows = config.num_local_experts * config.capacity
+
+
+class _Half:
+    """The receive half of a call, to be run once and in turn."""
+
+    def __init__(self, core: LatencyCore, op: int, launch: Callable[[int], None]) -> None:
+        self._core, self._op, self._launch = core, op, launch
+        self._is_done = False
+
+    def __call__(self) -> None:
+        """Receive, on the current stream.
+
+        Raises:
+            InvalidState: it has run, the buffer is closed, or an earlier call of this kind has not received yet.
+        """
+        waiting = self._core._open[self._op]
+        if self._is_done:
+            raise InvalidState(f"{_OPS[self._op]}: the hook has been called already")
+        if self._core.is_closed or self not in waiting:
+            raise InvalidState(f"{_OPS[self._op]}: the buffer was closed, or went on in another view, before this hook")
+        if waiting[0] is not self:
+            raise InvalidState(f"{_OPS[self._op]}: call the hooks in the order of their calls, the oldest first")
+        self._core._join()
+        self._launch(RECEIVE_HALF)
+        waiting.popleft()
+        self._is_done = True
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,405 @@
+"""What the latency mode does when something is wrong, on any platform: whole sources or none, the right error, no trap,
+and a buffer that works on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from epee.ep.latency_gpu import LatencyCore, LatencyOptions
+from epee.ep.latency_kernels import OP_COMBINE, OP_DISPATCH
+from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
+from epee.reference import latency as reference
+from tests.csrc.emulated import all_gather_bytes
+from tests.csrc.latency_cases import (
+    Plan,
+    Round,
+    bring,
+    check_received,
+    expected,
+    expected_sums,
+    expert_output,
+    inputs_of,
+    make_core,
+    play,
+    same,
+    send,
+    wait_for,
+)
+from tests.harness import RankFailure, run_ranks
+
+SHORT_S, LONG_S = 1.5, 60.0  # a test that waits for the latter fails by its own time-out
+FEW, MANY = Round((3, 2, 4), use_fp8=True, seed=3), Round((9, 12, 8), use_fp8=True, seed=4)
+PLAN = Plan((FEW,), max_tokens=12)
+
+
+def pause(core: LatencyCore, op: str, place: int, seconds: float) -> None:
+    """Let threads of this process stand still at a place of a kernel; only emulated ones can."""
+    library = core.platform._libraries[f"kernels/latency_{op}.cuh"]  # type: ignore[attr-defined]
+    (ctypes.c_uint * 16).in_dll(library, "emulated_pause_us")[place] = int(seconds * 1e6)
+
+
+def error_of(call: Any) -> tuple[str, str]:
+    """The name and text of what `call` raises."""
+    try:
+        call()
+    except EpeeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def mask_of(core: LatencyCore, *values: int) -> torch.Tensor:
+    """A mask of the caller's."""
+    return torch.tensor(values, dtype=torch.int32, device=core.platform.device)
+
+
+def options(this: Round, timeout_s: float, *, strict: bool = False) -> LatencyOptions:
+    """How a call runs here."""
+    return LatencyOptions(timeout_s, strict, use_fp8=this.use_fp8)
+
+
+def exchange(
+    core: LatencyCore, this: Round, mask: torch.Tensor, timeout_s: float, got: Sequence[Sequence[bool]]
+) -> None:
+    """A dispatch and a combine in which `got[me]` comes; compares both with the reference."""
+    rank = core.config.rank
+    inputs, packed = expected(PLAN, this, got)
+    d = send(core, this, inputs[rank], options(this, timeout_s), active_ranks=mask)
+    wait_for(core)
+    check_received(d, packed[rank], f"rank {rank}: dispatch")
+    y = expert_output(PLAN, packed[rank], rank)
+    c = bring(core, this, y, inputs[rank], d, options(this, timeout_s), active_ranks=mask)
+    wait_for(core)
+    want = expected_sums(PLAN, this, inputs, packed, got)
+    same(c.x.cpu(), want[rank], f"rank {rank}: combine")
+    heard = [bool(packed[dst].got[rank] and got[rank][dst]) for dst in range(len(inputs))]
+    same(c.got.cpu(), torch.tensor(heard), f"rank {rank}: got of combine")
+    core.check()
+
+
+WITHOUT_2 = [[True, True, False], [True, True, False], [True, True, True]]
+ALONE_2 = [[True, True, False], [True, True, False], [False, False, True]]
+
+
+def missing(rank: int, num_ranks: int, platform: str, this: Round) -> Any:
+    """Rank 2 stays away from the first exchange, and comes when it is over."""
+    core = make_core(PLAN, rank, platform)
+    mask = mask_of(core, 1, 1, 1)
+    if rank < 2:
+        exchange(core, this, mask, SHORT_S, WITHOUT_2)
+        lost = core.lost()
+        exchange(core, replace(this, seed=8), mask, LONG_S, WITHOUT_2)  # nobody waits for it again
+        all_gather_bytes(b"over")
+        return mask.tolist(), lost, core.lost()
+    all_gather_bytes(b"over")
+    inputs, packed = expected(PLAN, this)
+    d = send(core, this, inputs[rank], options(this, LONG_S), active_ranks=mask)  # all had sent to it
+    wait_for(core)
+    check_received(d, packed[rank], "who was late")
+    later = replace(this, seed=8)
+    inputs, packed = expected(PLAN, later, ALONE_2)
+    d = send(core, later, inputs[rank], options(this, LONG_S), active_ranks=mask)  # they have said that they went on
+    wait_for(core)
+    check_received(d, packed[rank], "who was left out")
+    return mask.tolist(), core.lost(), ()
+
+
+def slow_rows(rank: int, num_ranks: int, platform: str, this: Round, op: str) -> Any:
+    """Rank 1 announces itself and is slow with its rows, in dispatch or in combine, so that others have laid out."""
+    core = make_core(PLAN, rank, platform)
+    mask = mask_of(core, 1, 1, 1)
+    everybody = [[True] * 3] * 3
+    without_1 = [[True, False, True], [True, True, True], [True, False, True]]
+    inputs, packed = expected(PLAN, this, without_1 if op == "dispatch" else everybody)
+    if rank == 1:
+        pause(core, op, 4, 0.9)  # for each warp and record
+    timeout_s = SHORT_S if rank != 1 else LONG_S
+    first = SHORT_S if op == "dispatch" and rank != 1 else LONG_S
+    d = send(core, this, inputs[rank], options(this, first), active_ranks=mask)
+    wait_for(core)
+    check_received(d, packed[rank], f"rank {rank}: dispatch")
+    if op == "combine":
+        y = expert_output(PLAN, packed[rank], rank)
+        c = bring(core, this, y, inputs[rank], d, options(this, timeout_s), active_ranks=mask)
+        wait_for(core)
+        same(c.got.cpu(), torch.tensor(without_1[rank]), f"rank {rank}: got of combine")
+        same(c.x.cpu(), expected_sums(PLAN, this, inputs, packed, without_1)[rank], f"rank {rank}: combine")
+    all_gather_bytes(b"over")
+    return mask.tolist(), core.lost()
+
+
+def masked(rank: int, num_ranks: int, platform: str, this: Round) -> None:
+    """Rank 2 is out from the start, and makes its own calls alone."""
+    core = make_core(PLAN, rank, platform)
+    mask = mask_of(core, 1, 1, 0) if rank < 2 else mask_of(core, 0, 0, 1)
+    for seed in range(5):
+        exchange(core, replace(this, seed=seed), mask, LONG_S, ALONE_2)
+    all_gather_bytes(b"over")
+    assert core.lost() == ()
+
+
+def strict(rank: int, num_ranks: int, platform: str) -> Any:
+    """Without a mask of the caller's, a silent rank is an error, and is awaited again."""
+    core = make_core(PLAN, rank, platform)
+    given = inputs_of(PLAN, FEW, rank)
+    error = ("", "")
+    if rank != 2:
+        send(core, FEW, given, options(FEW, SHORT_S, strict=True))
+        wait_for(core)
+        error = error_of(core.check)
+        all_gather_bytes(b"over")
+    else:
+        all_gather_bytes(b"over")
+        send(core, FEW, given, options(FEW, LONG_S, strict=True))
+    play(core, PLAN, MANY, f"rank {rank}")
+    return error, core.active_ranks.tolist()
+
+
+def bad_expert(rank: int, num_ranks: int, platform: str, value: int) -> Any:
+    """A bad id is taken as -1 and reported; nothing is written anywhere else."""
+    core = make_core(PLAN, rank, platform)
+    inputs = [inputs_of(PLAN, FEW, src) for src in range(num_ranks)]
+    given = inputs[rank]
+    if rank == 0:
+        given.topk_idx[1, 2] = value
+    d = send(core, FEW, given, options(FEW, LONG_S, strict=True))
+    wait_for(core)
+    error = error_of(core.check)
+    inputs[0].topk_idx[1, 2] = -1
+    packed = reference.dispatch(inputs, 12, PLAN.max_tokens, use_fp8=True)
+    check_received(d, packed[rank], f"rank {rank}")
+    play(core, PLAN, MANY, f"rank {rank}")
+    return error
+
+
+def differing(rank: int, num_ranks: int, platform: str) -> Any:
+    """Rank 2 sends bfloat16 where the others send FP8."""
+    core = make_core(PLAN, rank, platform)
+    this = FEW if rank < 2 else replace(FEW, use_fp8=False)
+    d = send(core, this, inputs_of(PLAN, FEW, rank), options(this, LONG_S, strict=True))
+    wait_for(core)
+    error, got = error_of(core.check), d.handle.got.tolist()
+    play(core, PLAN, MANY, f"rank {rank}")
+    return error, got
+
+
+def refused(rank: int, num_ranks: int, platform: str, op: int) -> Any:
+    """Rank 0 cannot make a call; its refusal keeps everybody in step."""
+    core = make_core(PLAN, rank, platform)
+    inputs, packed = expected(PLAN, FEW)
+    error = ("", "")
+    if op == OP_DISPATCH:
+        if rank == 0:
+            core.refuse(op)
+        else:
+            send(core, FEW, inputs[rank], options(FEW, LONG_S, strict=True))
+    else:
+        d = send(core, FEW, inputs[rank], options(FEW, LONG_S, strict=True))
+        wait_for(core)
+        y = expert_output(PLAN, packed[rank], rank)
+        if rank == 0:
+            core.refuse(op)
+        else:
+            bring(core, FEW, y, inputs[rank], d, options(FEW, LONG_S, strict=True))
+    wait_for(core)
+    error = error_of(core.check)
+    play(core, PLAN, MANY, f"rank {rank}")
+    return error
+
+
+def hooks(rank: int, num_ranks: int, platform: str) -> list[tuple[str, str]]:
+    """Two calls in flight, received in order; everything else is refused."""
+    core = make_core(PLAN, rank, platform)
+    split = replace(options(FEW, LONG_S), return_hook=True)
+    rounds = [replace(FEW, seed=seed) for seed in range(6)]
+    known = [expected(PLAN, this) for this in rounds]
+    errors: list[tuple[str, str]] = []
+    first = send(core, rounds[0], known[0][0][rank], split)
+    for before, this in enumerate(rounds[1:]):
+        second = send(core, this, known[before + 1][0][rank], split)
+        assert first.hook is not None
+        assert second.hook is not None
+        if not before:
+            errors.append(error_of(second.hook))
+            errors.append(error_of(lambda: send(core, FEW, known[0][0][rank], split)))
+            errors.append(error_of(lambda: send(core, FEW, known[0][0][rank], options(FEW, LONG_S))))
+        first.hook()
+        if not before:
+            errors.append(error_of(first.hook))
+        wait_for(core)
+        check_received(first, known[before][1][rank], f"rank {rank}, call {before}")
+        first = second
+    core.set_view([True] * num_ranks, core.tags() + 100)
+    assert first.hook is not None
+    errors.append(error_of(first.hook))
+    return errors
+
+
+def rejoined(rank: int, num_ranks: int, platform: str) -> list[int]:
+    """After a loss the ranks agree on a view again, and everything is as in a fresh buffer."""
+    core = make_core(PLAN, rank, platform)
+    mask = core.active_ranks
+    if rank < 2:
+        exchange(core, FEW, mask, SHORT_S, WITHOUT_2)
+    left = mask.tolist()
+    assert core.lost() == ((2,) if rank < 2 else ())
+    tags = [int.from_bytes(raw, "little") for raw in all_gather_bytes(core.tags().to_bytes(8, "little"))]
+    core.set_view([True] * num_ranks, max(tags) + 8)
+    all_gather_bytes(b"agreed")
+    for seed in range(4):
+        play(core, PLAN, replace(MANY if seed % 2 else FEW, seed=seed), f"rank {rank}")
+    return left
+
+
+def aborted(rank: int, num_ranks: int, platform: str) -> tuple[str, str]:
+    """A close while a kernel waits."""
+    core = make_core(PLAN, rank, platform)
+    error = ("", "")
+    if rank == 0:
+        core.abort()
+        send(core, FEW, inputs_of(PLAN, FEW, rank), options(FEW, LONG_S))
+        wait_for(core)
+        error = error_of(core.check)
+    all_gather_bytes(b"over")
+    core.close()
+    core.close()
+    return error
+
+
+def killed(rank: int, num_ranks: int, platform: str, point: str) -> None:
+    """Rank 1 dies at `point` of its fourth dispatch; the others go on without it, and know it."""
+    core = make_core(PLAN, rank, platform)
+    mask = mask_of(core, 1, 1, 1)
+    for number in range(7):
+        this = replace(MANY if number % 2 else FEW, is_split=point == "between", seed=number)
+        how = replace(options(this, SHORT_S), return_hook=this.is_split)
+        inputs, packed = expected(PLAN, this)
+        if rank == 1 and number == 3:
+            if point != "before":
+                send(core, this, inputs[1], how, active_ranks=mask)
+            if point == "after":
+                wait_for(core)
+            os.kill(os.getpid(), signal.SIGKILL)
+        d = send(core, this, inputs[rank], how, active_ranks=mask)
+        if d.hook is not None:
+            d.hook()
+        wait_for(core)
+        came = bool(d.handle.got[1])
+        assert came or number >= 3, number
+        got = [[True, came, True]] * num_ranks
+        inputs, packed = expected(PLAN, this, got)
+        check_received(d, packed[rank], f"rank {rank}, call {number}")
+        c = bring(core, this, expert_output(PLAN, packed[rank], rank), inputs[rank], d, how, active_ranks=mask)
+        if c.hook is not None:
+            c.hook()
+        wait_for(core)
+        heard = [[True, bool(c.got[1]), True]] * num_ranks
+        want = expected_sums(PLAN, this, inputs, packed, heard)
+        same(c.x.cpu(), want[rank], f"rank {rank}, call {number}: combine")
+    assert mask.tolist() == [1, 0, 1]
+    core.check()  # and no error of the GPU's that stays
+
+
+def check_missing_source_is_left_out_whole_and_not_awaited_again(platform: str) -> None:
+    """In packets and in rows."""
+    for this in (FEW, MANY):
+        results = run_ranks(missing, 3, platform, this, timeout_s=50)
+        assert results[0] == results[1] == ([1, 1, 0], (2,), ())
+        assert results[2] == ([0, 0, 1], (0, 1), ())
+
+
+def check_masked_rank_is_neither_awaited_nor_served(platform: str) -> None:
+    """All results are those of the ranks that are in."""
+    run_ranks(masked, 3, platform, MANY, timeout_s=50)
+
+
+def check_silent_rank_without_a_mask_is_an_error_and_comes_back(platform: str) -> None:
+    """Named; the mask stays."""
+    (first, mask), (second, _), (third, _) = run_ranks(strict, 3, platform, timeout_s=50)
+    assert first[0] == second[0] == CommTimeoutError.__name__
+    assert "rank 2 was silent too long" in first[1]
+    assert third == ("", "")
+    assert mask == [1, 1, 1]
+
+
+def check_bad_expert_id_is_named_and_goes_nowhere(platform: str) -> None:
+    """Above all experts, and below -1."""
+    for value in (12, -2):
+        errors = run_ranks(bad_expert, 3, platform, value, timeout_s=50)
+        assert errors[0][0] == InvalidArgument.__name__
+        assert f"got {value} at token 1, k 2" in errors[0][1]
+        assert errors[1:] == [("", ""), ("", "")]
+
+
+def check_different_calls_are_a_mismatch_on_every_rank(platform: str) -> None:
+    """And leave the differing ranks out."""
+    results = run_ranks(differing, 3, platform, timeout_s=50)
+    for (name, text), _ in results:
+        assert name == MismatchError.__name__
+        assert "ranks disagree about the call" in text
+    assert [got for _, got in results] == [[True, True, False], [True, True, False], [False, False, True]]
+
+
+def check_refused_call_is_an_error_of_the_peers(platform: str) -> None:
+    """Dispatch and combine."""
+    for op in (OP_DISPATCH, OP_COMBINE):
+        own, *peers = run_ranks(refused, 3, platform, op, timeout_s=50)
+        assert own == ("", "")
+        for name, text in peers:
+            assert name == MismatchError.__name__, text
+            assert "rank 0 refused the call" in text
+
+
+def check_hooks_come_in_order_and_two_calls_may_be_in_flight(platform: str) -> None:
+    """What else is tried is refused, and names the way out."""
+    for errors in run_ranks(hooks, 3, platform, timeout_s=50):
+        texts = ("in the order", "call the oldest hook first", "call their hooks first", "already", "another view")
+        for (name, text), part in zip(errors, texts, strict=True):
+            assert name == InvalidState.__name__
+            assert part in text
+
+
+def check_agreed_view_brings_a_lost_rank_back(platform: str) -> None:
+    """Bit for bit."""
+    assert run_ranks(rejoined, 3, platform, timeout_s=50) == [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def check_abort_ends_a_wait(platform: str) -> None:
+    """Long before the time-out."""
+    assert run_ranks(aborted, 2, platform, timeout_s=50)[0][0] == "AbortedError"
+
+
+def check_survivors_of_a_killed_rank_go_on(platform: str) -> None:
+    """Killed before, in, between and after the halves of a dispatch; an emulated launch is over when it returns."""
+    for point in ("before", "during", "between", "after") if platform == "cuda" else ("before", "between"):
+        text = "nobody died"
+        try:
+            run_ranks(killed, 3, platform, point, timeout_s=50)
+        except RankFailure as failure:
+            text = str(failure)
+        assert "--- rank 1" in text
+        assert "--- rank 0" not in text, text
+        assert "--- rank 2" not in text, text
+
+
+CHECKS = {
+    check.__name__.removeprefix("check_").replace("_", " "): check
+    for check in (
+        check_missing_source_is_left_out_whole_and_not_awaited_again,
+        check_masked_rank_is_neither_awaited_nor_served,
+        check_silent_rank_without_a_mask_is_an_error_and_comes_back,
+        check_bad_expert_id_is_named_and_goes_nowhere,
+        check_different_calls_are_a_mismatch_on_every_rank,
+        check_refused_call_is_an_error_of_the_peers,
+        check_hooks_come_in_order_and_two_calls_may_be_in_flight,
+        check_agreed_view_brings_a_lost_rank_back,
+        check_abort_ends_a_wait,
+        check_survivors_of_a_killed_rank_go_on,
+    )
+}

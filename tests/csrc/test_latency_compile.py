@@ -1,0 +1,28 @@
+"""Every latency kernel compiles for every architecture and number of ranks, without spilling a register."""
+
+from __future__ import annotations
+
+import pytest
+
+from epee.ep.latency_kernels import KERNELS, kernel_head
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
+
+from epee.jit.compile import compile_source, resources
+from epee.jit.source import flatten
+
+BLOCKS_PER_SM = {"kernels/latency_dispatch.cuh": 1, "kernels/latency_combine.cuh": 2}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize(("architecture", "num_ranks"), [("sm_90a", 4), ("sm_90a", 8), ("sm_100a", 8)])
+def test_kernels_compile_without_spills(path: str, architecture: str, num_ranks: int) -> None:
+    compiled = compile_source(flatten(path, kernel_head(num_ranks)), architecture, path)
+    found = resources(compiled.log)
+    assert set(found) == set(KERNELS[path])
+    for name, needs in found.items():
+        assert needs.spill_bytes == 0, name
+        assert needs.stack_bytes == 0, name
+        assert needs.registers * 512 * BLOCKS_PER_SM[path] <= 65536, f"{name}: blocks of 512 threads must fit"
+    assert "warning" not in compiled.log

@@ -42,6 +42,7 @@ from .lane import Lanes, RunOptions
 from .latency import LatencyCpuPath
 from .latency_calls import LatencyCalls, Waits
 from .latency_checks import check_only_in
+from .latency_gpu_path import LatencyCudaPath, latency_config
 from .latency_types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from .order import CombineOrder
 from .throughput_platform import CudaPlatform, Platform
@@ -130,11 +131,9 @@ class Buffer:
         try:
             self._timeout, poison = _settings(self.config, max_recv_rows, timeout)
             platform = self._platform_of(device)
-            if platform is not None and mode == "latency":
-                raise UnsupportedError("latency mode serves CPU tensors so far; leave device out")
             if platform is not None:
                 self.config = replace(self.config, path="cuda", device=platform.device)
-                throughput_config(self.config, self.rank).check()
+                (latency_config if self.config.is_latency else throughput_config)(self.config, self.rank).check()
         except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
         born = meet(members, self.config, refusal)
@@ -466,11 +465,11 @@ class Buffer:
     @property
     def _rows(self) -> CpuPath | CudaPath:
         """The path of throughput mode."""
-        assert not isinstance(self._path, LatencyCpuPath)
+        assert not isinstance(self._path, (LatencyCpuPath, LatencyCudaPath))
         return self._path
 
     def _make_latency(self) -> LatencyCalls | None:
-        if not isinstance(self._path, LatencyCpuPath):
+        if not isinstance(self._path, (LatencyCpuPath, LatencyCudaPath)):
             return None
         return LatencyCalls(self.config, self._path, self._exchange, self._id, self._timeout)
 
@@ -481,8 +480,10 @@ class Buffer:
             result.hook = lambda: self._alone(hook)
         return result
 
-    def _make_path(self, platform: Platform | None, born: Born, poison: bool) -> CpuPath | CudaPath | LatencyCpuPath:
-        if self.config.is_latency:
+    def _make_path(
+        self, platform: Platform | None, born: Born, poison: bool
+    ) -> CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath:
+        if self.config.is_latency and platform is None:
             deadline = time.monotonic() + self._timeout
             return LatencyCpuPath(
                 self.config, self.rank, self._control, born.watch, self._closing.check, self._id, poison, deadline
@@ -490,7 +491,8 @@ class Buffer:
         if platform is None:
             return CpuPath(self.config, self.rank, self._control, self._id, poison)
         closing = self._closing  # not self: the path must not keep a dropped buffer alive
-        path = CudaPath(
+        kind = LatencyCudaPath if self.config.is_latency else CudaPath
+        path = kind(
             self.config, self.rank, self._control, self._id, platform, born.watch, lambda: closing.asked, self._timeout
         )
         path.set_poison(poison)
@@ -563,7 +565,7 @@ class _Closing:
             raise AbortedError("the buffer was closed while this call was waiting")
 
 
-def _return_all(path: CpuPath | CudaPath | LatencyCpuPath, born: Born, exchange: Exchange) -> None:
+def _return_all(path: CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath, born: Born, exchange: Exchange) -> None:
     path.close()
     born.close()
     exchange.release()

@@ -34,7 +34,7 @@ from .event import DONE
 from .exchange import OP_GATHER
 from .lane import Lane, RunOptions
 from .latency_birth import meet_regions
-from .latency_flight import Flight, Flights
+from .latency_flight import Flight, Flights, NoFreeSlot
 from .latency_rows import (
     FP8,
     Floats,
@@ -129,7 +129,7 @@ class LatencyCpuPath:
 
     def is_told(self, error: Exception) -> bool:
         """Tell whether the peers know about `error`, or cannot be told."""
-        return isinstance(error, (CommTimeoutError, PeerError, AbortedError, InvalidState))
+        return isinstance(error, (CommTimeoutError, PeerError, AbortedError, NoFreeSlot))
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
@@ -273,8 +273,6 @@ class LatencyCpuPath:
         """Run one combine, or its send half; raises as `Buffer.combine`."""
         handle = call.handle
         assert isinstance(handle, HostLatencyHandle)
-        if not handle.is_received:
-            raise InvalidState("the handle's dispatch has not been received; call its hook first")
         self._flights.require_slot()
         out = call.out
         if out is None:

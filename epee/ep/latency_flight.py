@@ -41,6 +41,10 @@ def _shown(name: str, value: int) -> str:
     return {"op": OP_NAMES, "kind": _KINDS}[name][value] if name in ("op", "kind") else str(value)
 
 
+class NoFreeSlot(InvalidState):
+    """A call cannot even be refused: there is no slot to tell the peers in. Its caller sees an `InvalidState`."""
+
+
 class Flight:
     """One call between its first step and its last.
 
@@ -85,9 +89,9 @@ class Flights:
         self._epoch = epoch
 
     def require_slot(self) -> None:
-        """Raise `InvalidState` when as many calls as there are slots wait for their hooks."""
+        """Raise `NoFreeSlot` when as many calls as there are slots wait for their hooks."""
         if not self.wire.is_free():
-            raise InvalidState(
+            raise NoFreeSlot(
                 f"{self.wire.num_open} calls have been sent and not received; call their hooks first "
                 f"(num_slots={self.wire.config.num_slots} calls may be in flight)"
             )
@@ -96,8 +100,7 @@ class Flights:
         """Start the next call."""
         flight = Flight(self.wire.begin(), head, options, self.wire.config.num_ranks)
         self.read_mask(flight)
-        if options.active_ranks is not None:
-            self.wire.set_cut(flight.active)
+        self.wire.set_cut(flight.active)
         return flight
 
     def read_mask(self, flight: Flight) -> None:

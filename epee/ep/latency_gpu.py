@@ -19,13 +19,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import InvalidArgument, InvalidState
+from .latency_gpu_types import CoreCombined, CoreHandle, CoreOptions, CoreReceived
 from .latency_kernels import (
     BOTH_HALVES,
     KERNELS,
@@ -33,11 +33,7 @@ from .latency_kernels import (
     OP_DISPATCH,
     RECEIVE_HALF,
     SCALE_BLOCK,
-    SCALES_FLOAT,
-    SCALES_POWER,
-    SCALES_UE8M0,
     SEND_HALF,
-    HandleSpace,
     LatencyConfig,
     Launch,
     combine_launch,
@@ -52,101 +48,8 @@ from .throughput_platform import Launcher, Platform, Region
 from .throughput_share import Share
 
 FP8 = torch.float8_e4m3fn
+_FOR_COMBINE = ("recv_rows", "recv_weights", "recv_info", "sent_to")
 _OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
-
-
-@dataclass(frozen=True)
-class LatencyOptions:
-    """How a call runs.
-
-    Attributes:
-        timeout_s: bound of the kernel's waits.
-        is_strict: a source that does not come is an error (`check`), and is awaited again by the next call.
-        return_hook: send only; the result's `hook` receives.
-        use_fp8, round_scale, use_ue8m0: of a dispatch, as `reference.latency` says.
-    """
-
-    timeout_s: float = 10.0
-    is_strict: bool = False
-    return_hook: bool = False
-    use_fp8: bool = False
-    round_scale: bool = False
-    use_ue8m0: bool = False
-
-    @property
-    def scale_kind(self) -> int:
-        """How scales are rounded and stored."""
-        return SCALES_UE8M0 if self.use_ue8m0 else SCALES_POWER if self.round_scale else SCALES_FLOAT
-
-    @property
-    def kind(self) -> int:
-        """What all ranks must agree about in a dispatch."""
-        return 1 + self.scale_kind if self.use_fp8 else 0
-
-
-class LatencyHandle:
-    """Device metadata of one dispatch: views of one int32 tensor, made when they are read.
-
-    Attributes:
-        num_tokens: that this rank sent.
-        words: the tensor; valid behind the receive half.
-    """
-
-    def __init__(self, config: LatencyConfig, num_tokens: int, words: torch.Tensor) -> None:
-        self.num_tokens = num_tokens
-        self.words = words
-        self.space: HandleSpace = handle_space(config, num_tokens)
-        self._config = config
-
-    def address(self, part: str) -> int:
-        """Return where a part lies."""
-        return self.words.data_ptr() + 4 * int(getattr(self.space, part))
-
-    def _part(self, name: str, count: int) -> torch.Tensor:
-        start = int(getattr(self.space, name))
-        return self.words[start : start + count]
-
-    @property
-    def got(self) -> torch.Tensor:
-        """`[num_ranks]` bool: whose tokens are in the result."""
-        return self._part("got", 2).view(torch.bool)[: self._config.num_ranks]
-
-    @property
-    def num_tokens_per_expert(self) -> torch.Tensor:
-        """`[num_local_experts]` int32."""
-        return self._part("counts", self._config.num_local_experts)
-
-    @property
-    def layout_range(self) -> torch.Tensor:
-        """`[num_local_experts, num_ranks]` int64: `begin << 32 | count` of each source's rows."""
-        shape = self._config.num_local_experts, self._config.num_ranks
-        return self._part("ranges", 2 * shape[0] * shape[1]).view(torch.int64).view(shape)
-
-    @property
-    def src_token(self) -> torch.Tensor:
-        """`[num_local_experts, num_ranks * max_tokens]` int32: the token's number there; undefined behind rows."""
-        shape = self._config.num_local_experts, self._config.capacity
-        return self._part("src_token", shape[0] * shape[1]).view(shape)
-
-
-@dataclass
-class LatencyReceived:
-    """What a dispatch brings: `x` `[L, ranks * T, hidden]`, scales `[L, ranks * T, n]` with FP8, and the hook that
-    receives when only the send half has been launched."""
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    handle: LatencyHandle
-    hook: Callable[[], None] | None
-
-
-@dataclass
-class LatencyCombined:
-    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `got` `[num_ranks]` bool, and the hook."""
-
-    x: torch.Tensor
-    got: torch.Tensor
-    hook: Callable[[], None] | None
 
 
 class LatencyCore:
@@ -160,18 +63,22 @@ class LatencyCore:
     Attributes:
         active_ranks: `[num_ranks]` int32 on the device, the mask of calls that bring none.
         nbytes: GPU memory that this rank lends.
+        num_calls: calls that this rank has begun; those recorded in graphs do not count.
+        is_poisoned: fill results with 0xFF before each call.
     """
 
     def __init__(self, platform: Platform, config: LatencyConfig, all_gather: AllGather) -> None:
         config.check()
         self.config, self.platform = config, platform
         self.is_closed = False
+        self.is_poisoned = False
+        self.num_calls = 0
         self._kernels: dict[str, Launcher] = {}
         head = kernel_head(config.num_ranks, platform.limits.stall_one_in)
         for path, params in KERNELS.items():
             self._kernels.update(platform.kernels(path, head, params))
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
-        self._abort = platform.host_words(1)
+        self._abort = platform.host_words(2)  # 1 to end all waits; bits of the ranks that are dead
         self._lost = platform.host_words(1)
         self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
         self._own: Region = platform.create(config.region_layout.nbytes)
@@ -184,6 +91,7 @@ class LatencyCore:
         self._open: dict[int, deque[_Half]] = {OP_DISPATCH: deque(), OP_COMBINE: deque()}
         for name, kernel in self._kernels.items():
             self._set_constants(kernel.args, "dispatch" if "dispatch" in name else "combine")
+        platform.synchronize()  # calls may come on any stream
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -192,10 +100,10 @@ class LatencyCore:
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        options: LatencyOptions,
+        options: CoreOptions,
         active_ranks: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
-    ) -> LatencyReceived:
+    ) -> CoreReceived:
         """Send tokens, and receive them unless a hook is wanted; the caller has checked the arguments.
 
         Args:
@@ -211,7 +119,7 @@ class LatencyCore:
         config = self.config
         self._begin(OP_DISPATCH, options.return_hook)
         num_tokens, device = topk_idx.shape[0], self.platform.device
-        handle = LatencyHandle(
+        handle = CoreHandle(
             config,
             num_tokens,
             torch.empty(handle_space(config, num_tokens).total, dtype=torch.int32, device=device),
@@ -223,21 +131,24 @@ class LatencyCore:
             per_word = 4 * SCALE_BLOCK if options.use_ue8m0 else SCALE_BLOCK
             kind = torch.int32 if options.use_ue8m0 else torch.float32
             scales = torch.empty(shape[0], shape[2] // per_word, shape[1], dtype=kind, device=device)
+        self._poison(out, scales, handle.words)
+        if options.return_hook:
+            handle.got.zero_()  # until the hook has run
         tensors = (x, topk_idx, topk_weights, out, scales, active_ranks, stats)
         launch = partial(self._launch_dispatch, tensors, handle, options)
         hook = self._run(OP_DISPATCH, launch, options.return_hook)
-        return LatencyReceived(out, None if scales is None else scales.transpose(1, 2), handle, hook)
+        return CoreReceived(out, None if scales is None else scales.transpose(1, 2), handle, hook)
 
     def combine(
         self,
         y: torch.Tensor,
-        handle: LatencyHandle,
+        handle: CoreHandle,
         topk_weights: torch.Tensor | None,
-        options: LatencyOptions,
+        options: CoreOptions,
         is_wide: bool = False,
         out: torch.Tensor | None = None,
         active_ranks: torch.Tensor | None = None,
-    ) -> LatencyCombined:
+    ) -> CoreCombined:
         """Sum the experts' rows of this rank's tokens; the caller has checked the arguments.
 
         Args:
@@ -254,10 +165,12 @@ class LatencyCore:
         device = self.platform.device
         if out is None:
             out = torch.empty(handle.num_tokens, self.config.hidden, dtype=torch.bfloat16, device=device)
-        got = torch.empty(self.config.num_ranks, dtype=torch.bool, device=device)
+            self._poison(out)
+        empty = torch.zeros if options.return_hook else torch.empty
+        got = empty(self.config.num_ranks, dtype=torch.bool, device=device)
         tensors = (y, topk_weights, out, got, active_ranks)
         launch = partial(self._launch_combine, tensors, handle, options, is_wide)
-        return LatencyCombined(out, got, self._run(OP_COMBINE, launch, options.return_hook))
+        return CoreCombined(out, got, self._run(OP_COMBINE, launch, options.return_hook))
 
     def refuse(self, op: int) -> None:
         """Take part in the peers' next call of a kind only to say that this rank's was invalid."""
@@ -265,7 +178,8 @@ class LatencyCore:
         name = "latency_dispatch_bf16" if op == OP_DISPATCH else "latency_combine_bf16"
         kernel = self._kernels[name]
         a = kernel.args
-        self._set_call(a, LatencyOptions(), None, BOTH_HALVES)
+        self._count()
+        self._set_call(a, CoreOptions(), None, BOTH_HALVES)
         a.num_tokens, a.refused = 0, 1
         shared_bytes = dispatch_launch(self.config, 0, BOTH_HALVES, 1, self.platform.limits).shared_bytes
         if op == OP_COMBINE:
@@ -275,9 +189,7 @@ class LatencyCore:
         self._launch(kernel, Launch(1, 32 * self.platform.limits.max_warps, shared_bytes))
         a.refused = 0
 
-    def _launch_dispatch(
-        self, tensors: tuple[Any, ...], handle: LatencyHandle, options: LatencyOptions, halves: int
-    ) -> None:
+    def _launch_dispatch(self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, halves: int) -> None:
         x, topk_idx, topk_weights, out, scales, active_ranks, stats = tensors
         config = self.config
         kernel = self._kernels["latency_dispatch_fp8" if options.use_fp8 else "latency_dispatch_bf16"]
@@ -288,7 +200,7 @@ class LatencyCore:
         a.out_x, a.out_scales, a.stats = out.data_ptr(), _address(scales), _address(stats)
         for name in ("counts", "ranges", "src_token", "got"):
             setattr(a, f"out_{name}", handle.address(name))
-        for name in ("recv_rows", "recv_weights", "recv_info", "sent_to"):
+        for name in (*_FOR_COMBINE, "own_ids", "own_weights"):
             setattr(a, name, handle.address(name))
         a.num_tokens, a.kind, a.scale_kind = handle.num_tokens, options.kind, options.scale_kind
         a.row_words = config.hidden * out.itemsize // 4
@@ -297,7 +209,7 @@ class LatencyCore:
         self._launch(kernel, dispatch_launch(config, handle.num_tokens, halves, max_sms, self.platform.limits))
 
     def _launch_combine(
-        self, tensors: tuple[Any, ...], handle: LatencyHandle, options: LatencyOptions, is_wide: bool, halves: int
+        self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, is_wide: bool, halves: int
     ) -> None:
         y, topk_weights, out, got, active_ranks = tensors
         kernel = self._kernels["latency_combine_f32" if is_wide else "latency_combine_bf16"]
@@ -306,7 +218,7 @@ class LatencyCore:
         a.y, a.y_stride, a.out, a.out_got = y.data_ptr(), 2 * self.config.hidden, out.data_ptr(), got.data_ptr()
         a.topk_weights, a.has_weights = _address(topk_weights), int(topk_weights is not None)
         a.handle_got = handle.address("got")
-        for name in ("recv_rows", "recv_weights", "recv_info", "sent_to"):
+        for name in _FOR_COMBINE:
             setattr(a, name, handle.address(name))
         a.num_tokens, a.kind = handle.num_tokens, int(is_wide) | 2 * a.has_weights
         launch = combine_launch(self.config, handle.num_tokens, halves, self._max_sms(), self.platform.limits)
@@ -342,6 +254,7 @@ class LatencyCore:
         self._last_stream = stream
 
     def _run(self, op: int, launch: Callable[[int], None], is_split: bool) -> Callable[[], None] | None:
+        self._count()
         if not is_split:
             launch(BOTH_HALVES)
             return None
@@ -349,6 +262,15 @@ class LatencyCore:
         launch(SEND_HALF)
         self._open[op].append(half)
         return half
+
+    def _poison(self, *tensors: torch.Tensor | None) -> None:
+        for tensor in tensors if self.is_poisoned else ():
+            if tensor is not None:
+                tensor.view(torch.uint8).fill_(0xFF)
+
+    def _count(self) -> None:
+        if not self.platform.is_capturing():
+            self.num_calls += 1
 
     def _max_sms(self) -> int:
         capturing = self.platform.is_capturing()
@@ -366,7 +288,7 @@ class LatencyCore:
         self._share.width = max(self._share.width, at_once)
         kernel(launch.grid, launch.block, launch.shared_bytes, stream, mode)
 
-    def _set_call(self, a: Any, options: LatencyOptions, active_ranks: torch.Tensor | None, halves: int) -> None:
+    def _set_call(self, a: Any, options: CoreOptions, active_ranks: torch.Tensor | None, halves: int) -> None:
         mask = self.active_ranks if active_ranks is None else active_ranks
         a.call.mask, a.call.halves = mask.data_ptr(), halves
         a.call.timeout_ns, a.call.is_strict = int(options.timeout_s * 1e9), int(options.is_strict)
@@ -412,6 +334,16 @@ class LatencyCore:
         if region is not None:
             self._peers[rank] = region
 
+    @property
+    def num_outstanding(self) -> int:
+        """Calls that have been sent and not received."""
+        return sum(map(len, self._open.values()))
+
+    def join(self) -> None:
+        """Let the current stream go on behind everything that this buffer has put on any other."""
+        if not self.is_closed:
+            self._join()
+
     def lost(self) -> tuple[int, ...]:
         """Return the ranks that the calls since the last look have left out, without waiting for the GPU."""
         word = self._lost.words[0]
@@ -441,6 +373,10 @@ class LatencyCore:
     def abort(self) -> None:
         """End every wait of the kernels in flight, from any thread; close the buffer afterwards."""
         self._abort.words[0] = 1
+
+    def mark_dead(self, ranks: Sequence[int]) -> None:
+        """Say which ranks are dead: waits for them end, also in kernels in flight. Any thread, one at a time."""
+        self._abort.words[1] = sum(1 << rank for rank in ranks)
 
     def close(self) -> None:
         """Give up all memory; results live on. Idempotent. No kernel may be in flight."""

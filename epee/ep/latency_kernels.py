@@ -43,9 +43,10 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 class LatencyCall(ctypes.Structure):
     """What every kernel gets first.
 
-    `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory;
-    offsets into the region; `timeout_ns`: of the call's waits; `halves`: which of them this launch does;
-    `is_strict`: a source that does not come is an error and stays in the mask.
+    `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory
+    (`abort[0]` ends all waits, `abort[1]` has a bit for each rank that is dead); offsets into the region; `timeout_ns`:
+    of the call's waits; `halves`: which of them this launch does; `is_strict`: a source that does not come is an error
+    and stays in the mask.
     """
 
     _fields_ = (
@@ -72,14 +73,15 @@ class LatencyDispatchParams(ctypes.Structure):
     `out_counts` int32 [L]; `out_ranges` int64 [L, ranks]; `out_src_token` int32 [L, ranks * T]; `out_got` bool [ranks];
     `stats` int32 [L] to which counts are added, or 0. The handle: `recv_rows` int32 and `recv_weights` float32
     [ranks, T, num_topk], `recv_info` int32 [ranks, 1 + token_words] (tokens of the rank, and which of them came),
-    `sent_to` int32 [1 + num_tokens] (bits of the ranks in the call, and of each token's).
+    `sent_to` int32 [1 + num_tokens] (bits of the ranks in the call, and of each token's),
+    `own_ids` int32 and `own_weights` float32 [num_tokens, num_topk] (what this rank sent).
     """
 
     _fields_ = (
         ("call", LatencyCall),
         ("at", LatencyPlaces),
         *_fields(_PTR, "x topk_idx topk_weights out_x out_scales out_counts out_ranges out_src_token out_got stats"),
-        *_fields(_PTR, "recv_rows recv_weights recv_info sent_to"),
+        *_fields(_PTR, "recv_rows recv_weights recv_info sent_to own_ids own_weights"),
         ("x_stride", _LONG),
         *_fields(_INT, "num_tokens num_topk num_experts num_local_experts hidden token_words"),
         *_fields(_INT, "meta_words row_words scale_words scale_kind kind refused"),
@@ -261,6 +263,8 @@ class HandleSpace:
     recv_weights: int
     recv_info: int
     sent_to: int
+    own_ids: int
+    own_weights: int
     total: int
 
 
@@ -277,6 +281,8 @@ def handle_space(config: LatencyConfig, num_tokens: int) -> HandleSpace:
         choices,
         config.num_ranks * (1 + config.token_words),
         1 + num_tokens,
+        num_tokens * config.num_topk,
+        num_tokens * config.num_topk,
     )
     offsets = [0]
     for size in sizes:

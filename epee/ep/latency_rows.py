@@ -70,7 +70,9 @@ def as_sent(x: torch.Tensor, how: Quantisation) -> Rows:
     if not how.use_fp8:
         return Rows(x, None)
     num_tokens, hidden = x.shape
-    wide = x.to(torch.float32).view(num_tokens, hidden // SCALE_BLOCK, SCALE_BLOCK)
+    wide = x.to(torch.float32, memory_format=torch.contiguous_format).view(
+        num_tokens, hidden // SCALE_BLOCK, SCALE_BLOCK
+    )
     amax = wide.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(2).clamp_(min=_LEAST_AMAX)
     largest = torch.full_like(amax, _FP8_MAX)  # a number on the left of `/` would become a reciprocal and a product
     scales, factor = amax / largest, largest / amax

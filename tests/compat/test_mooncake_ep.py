@@ -20,6 +20,8 @@ from epee.reference import latency as oracle
 from tests.compat.test_deep_ep_low_latency import check_rows
 from tests.ep.latency_cases import BF16, Shape, bits, expert_outputs, inputs
 from tests.harness import RankFailure, run_ranks
+from tests.survive import stages
+from tests.survive.processes import DEAD, run_mortal
 
 SHAPE = Shape(num_experts=8, hidden=512, num_topk=3, max_tokens=4)
 NUM_TOKENS = (4, 1, 0, 3)
@@ -143,6 +145,41 @@ def test_a_rank_that_does_not_come_is_marked_and_left_out(tmp_path: Path, kind: 
     assert "rank 0:" not in str(caught.value), caught.value
     for rank in (0, 1, 3):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == [1, 1, 0, 1]
+
+
+def _replaced(slot: int, num_processes: int, folder: str) -> list[int]:
+    """Processes 0 and 1 are the ranks; process 2 takes rank 1's place when that is dead."""
+    rank, joins = (1, True) if slot == 2 else (slot, False)
+    if joins:
+        stages.wait_for(folder, "lost")
+    store = dist.FileStore(f"{folder}/store", 2)
+    options = pg.MooncakeBackendOptions(torch.ones(2, dtype=torch.int32), joins)
+    dist.init_process_group("mooncake-cpu", store=store, rank=rank, world_size=2, pg_options=options)
+    group = dist.group.WORLD
+    buffer = ep.Buffer(group)
+    active = torch.ones(2, dtype=torch.int32)
+    if not joins:
+        a_round(buffer, active, 0, [True, True], timeout_us=LONG_US)
+        if slot == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for seed in range(1, 4):
+            a_round(buffer, active, seed, [True, False], timeout_us=LONG_US)
+        while pg.get_active_ranks(group).sum() == 2:
+            dist.all_reduce(torch.ones(1))
+        stages.reach(folder, "lost")
+        while not pg.get_peer_state(group, [1])[0]:
+            time.sleep(0.01)
+        pg.recover_ranks(group, [1])
+        buffer.update_ep_member()
+        active.fill_(1)
+    for seed in range(4, 8):
+        a_round(buffer, active, seed, [True, True], timeout_us=LONG_US)
+    return active.tolist()
+
+
+def test_a_replacement_is_connected_after_update_ep_member() -> None:
+    results = run_mortal(_replaced, 3, dead={1}, timeout_s=60)
+    assert results == [[1, 1], DEAD, [1, 1]]
 
 
 def _mistakes(rank: int, num_ranks: int) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from epee.ep.latency_gpu import LatencyCombined, LatencyCore, LatencyOptions, LatencyReceived
+from epee.ep.latency_gpu import LatencyCore
+from epee.ep.latency_gpu_types import CoreCombined, CoreOptions, CoreReceived
 from epee.ep.latency_kernels import LatencyConfig
 from epee.ep.throughput_platform import CudaPlatform
 from epee.reference import latency as reference
@@ -98,9 +99,9 @@ def expert_output(plan: Plan, packed: Packed, rank: int) -> torch.Tensor:
     return y
 
 
-def options_of(this: Round, timeout_s: float = TIMEOUT_S) -> LatencyOptions:
+def options_of(this: Round, timeout_s: float = TIMEOUT_S) -> CoreOptions:
     """How its calls run."""
-    return LatencyOptions(timeout_s, False, this.is_split, this.use_fp8, this.round_scale, this.use_ue8m0)
+    return CoreOptions(timeout_s, False, this.is_split, this.use_fp8, this.round_scale, this.use_ue8m0)
 
 
 def make_core(plan: Plan, rank: int, platform_name: str) -> LatencyCore:
@@ -132,7 +133,7 @@ def wait_for(core: LatencyCore) -> None:
         torch.cuda.synchronize()
 
 
-def send(core: LatencyCore, this: Round, given: Sent, options: LatencyOptions, **more: Any) -> LatencyReceived:
+def send(core: LatencyCore, this: Round, given: Sent, options: CoreOptions, **more: Any) -> CoreReceived:
     """Dispatch what `given` says."""
     device = core.platform.device
     weights = given.topk_weights if this.weights == "dispatch" else None
@@ -142,9 +143,9 @@ def send(core: LatencyCore, this: Round, given: Sent, options: LatencyOptions, *
 
 
 def bring(
-    core: LatencyCore, this: Round, y: torch.Tensor, given: Sent, d: LatencyReceived, options: LatencyOptions,
+    core: LatencyCore, this: Round, y: torch.Tensor, given: Sent, d: CoreReceived, options: CoreOptions,
     **more: Any,
-) -> LatencyCombined:  # fmt: skip
+) -> CoreCombined:  # fmt: skip
     """Combine into memory full of NaN."""
     device = core.platform.device
     weights = given.topk_weights if this.weights == "combine" else None
@@ -173,7 +174,7 @@ def expected_sums(
     return reference.combine(inputs, packed, ys, partial_dtype=dtype, got=got)
 
 
-def check_received(d: LatencyReceived, want: Packed, who: str) -> None:
+def check_received(d: CoreReceived, want: Packed, who: str) -> None:
     """Compare a dispatch, bit for bit; nobody looks behind the counts."""
     handle = d.handle
     counts = want.num_tokens_per_expert

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from epee.ep.latency_gpu import LatencyCore, LatencyOptions
+from epee.ep.latency_gpu import LatencyCore
+from epee.ep.latency_gpu_types import CoreOptions
 from epee.ep.latency_kernels import OP_COMBINE, OP_DISPATCH
 from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
 from epee.reference import latency as reference
@@ -59,9 +60,9 @@ def mask_of(core: LatencyCore, *values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=core.platform.device)
 
 
-def options(this: Round, timeout_s: float, *, strict: bool = False) -> LatencyOptions:
+def options(this: Round, timeout_s: float, *, strict: bool = False) -> CoreOptions:
     """How a call runs here."""
-    return LatencyOptions(timeout_s, strict, use_fp8=this.use_fp8)
+    return CoreOptions(timeout_s, strict, use_fp8=this.use_fp8)
 
 
 def exchange(

@@ -38,7 +38,7 @@ SHAPE = Shape(num_experts=8, hidden=256, num_topk=3, max_tokens=5)
 NUM_TOKENS = (5, 3, 4, 5)
 VICTIM = 1
 LONG_US = 30_000_000  # a wait of that length fails the test by its own time-out
-SHORT_US = 300_000
+SHORT_US = 2_000_000
 
 
 def outputs(x: torch.Tensor, rank: int, num_local: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ def _survive(rank: int, num_ranks: int, folder: str, kind: str, when: str) -> No
         masked_round(buffer, mask, 1, timeout_us, step)
     for seed in range(1, 12):
         seen.append(masked_round(buffer, mask, seed, timeout_us, late_weights=seed % 2 == 0))
-    agreed = buffer.sync(mask, timeout=0.3 if kind in ("away", "stop") else 30)
+    agreed = buffer.sync(mask, timeout=30)
     assert torch.equal(agreed, mask[:num_ranks])
     last = masked_round(buffer, mask, 99, LONG_US)
     report = {"seen": seen, "mask": mask.tolist(), "last": last}

@@ -102,15 +102,17 @@ DEVICE_COLD void report_error(const LatencyCall& call, u64 tag, FailureCode code
                expected, got, where);
 }
 
-/// Whether a wait for `peer` goes on after `polls` looks: not when the time is over, the call aborted, the peer taken
-/// out of the mask meanwhile, or known to the block as late.
+/// Whether a wait for `peer` goes on after `polls` looks: not when the time is over, the call aborted, the peer dead
+/// or taken out of the mask meanwhile, or known to the block as late.
 DEVICE bool may_wait(const LatencyCall& call, const CallShared& s, int peer, u32 polls) {
   poll_pause();
   if (*const_cast<const volatile u32*>(&s.late) >> peer & 1) return false;
   if (polls % kPollsPerGlance) return true;
   if (global_time_ns() > s.deadline_ns) return false;
   if (peer != call.rank && ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + peer) == 0) return false;
-  return polls % kPollsPerLook || ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) == 0;
+  if (polls % kPollsPerLook) return true;
+  const u64* news = reinterpret_cast<const u64*>(call.abort);
+  return ld_relaxed_sys(news) == 0 && !(ld_relaxed_sys(news + 1) >> peer & 1);
 }
 
 /// Waits for a marked word, which orders nothing but itself. False when it does not come, or a later one is there.

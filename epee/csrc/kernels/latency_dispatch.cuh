@@ -129,7 +129,11 @@ DEVICE void write_meta(const LatencyDispatchParams& p, DispatchShared& s, const 
     for (int lanes = 16; lanes; lanes /= 2) before += __shfl_xor_sync(~0u, before, lanes);
     const float weight = p.topk_weights ? reinterpret_cast<const float*>(p.topk_weights)[first + k] : 1.0f;
     const u32 entry = (id & kRepeated) << 16 | before << 16 | (id & kNoExpert);
-    if (lane == 0) meta[k] = static_cast<u64>(__float_as_uint(weight)) << 32 | entry;
+    if (lane != 0) continue;
+    meta[k] = static_cast<u64>(__float_as_uint(weight)) << 32 | entry;
+    const bool is_none = (id & kNoExpert) == kNoExpert;
+    reinterpret_cast<i32*>(p.own_ids)[first + k] = is_none ? -1 : static_cast<i32>(id & kNoExpert);
+    reinterpret_cast<float*>(p.own_weights)[first + k] = weight;
   }
   if (warp_idx() != 0) return;
   u32 ranks = lane < p.num_topk ? rank_bit(p, ids[first + lane]) : 0;

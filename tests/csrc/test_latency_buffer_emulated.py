@@ -1,0 +1,117 @@
+"""`epee.Buffer(mode="latency")` over the emulated GPU: the tests of the CPU path, and what only a GPU path has."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import epee
+import epee.errors
+from epee.ep.throughput_platform import Platform
+from epee.reference import latency as oracle
+from tests.csrc.emulated import EmulatedPlatform, has_compiler
+from tests.csrc.emulated_buffer import EmulatedBuffer
+from tests.ep import test_latency_buffer as cpu_tests
+from tests.ep.latency_cases import (
+    Shape,
+    bits,
+    check_dispatched,
+    check_round,
+    combine,
+    dispatch,
+    expert_outputs,
+    inputs,
+    make,
+)
+from tests.harness import RankFailure, run_ranks
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.timeout(240),  # the first one builds the kernels
+    pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
+]
+
+
+class EmulatedLatencyBuffer(EmulatedBuffer):
+    """A GPU buffer without a GPU, with room for a few tokens."""
+
+    @staticmethod
+    def _platform_of(device: torch.device | str | None) -> Platform | None:
+        return EmulatedPlatform(shared_bytes=64 << 10)
+
+
+def emulated(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a rank's function with `epee.Buffer` on the emulated GPU."""
+    epee.Buffer = EmulatedLatencyBuffer  # type: ignore[misc]
+    return function(rank, num_ranks, *args)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_way_to_call_gives_the_oracles_rows(num_ranks: int) -> None:
+    run_ranks(emulated, num_ranks, cpu_tests._combinations, timeout_s=200)
+
+
+def test_weights_of_either_call_and_partials_of_either_type() -> None:
+    run_ranks(emulated, 4, cpu_tests._weights_and_partials, timeout_s=200)
+
+
+SHAPE = Shape(num_experts=6, hidden=512, num_topk=2, max_tokens=6)
+
+
+def _lost(rank: int, num_ranks: int) -> list[int] | None:
+    """Rank 2 ends; with a mask the others go on and know what is lost, without it is an error; then they agree."""
+    buffer = make(SHAPE, timeout=30.0)
+    given = inputs(SHAPE, [6, 3, 5], 1)
+    dispatch(buffer, given[rank])
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mask = torch.ones(3, dtype=torch.int32)
+    got = dispatch(buffer, given[rank], active_ranks=mask)
+    want = oracle.dispatch(given, 6, 6, got=[[True, True, False]] * 3)
+    check_dispatched(got, want[rank])
+    outputs = expert_outputs(want, 1)
+    back = combine(buffer, outputs[rank], got, active_ranks=mask)
+    sums = oracle.combine(given, want, outputs, got=[[True, True, False]] * 3)
+    assert torch.equal(bits(back.x), bits(sums[rank]))
+    assert torch.equal(back.lost_weight, oracle.lost_weight(given[rank], 2, [True, True, False]))
+    with pytest.raises(epee.errors.RankFailedError, match="rank 2 is dead"):
+        dispatch(buffer, given[rank])
+    agreed = buffer.sync(mask)
+    assert mask.tolist() == agreed.tolist() == [1, 1, 0]
+    got = dispatch(buffer, given[rank], active_ranks=mask)
+    check_dispatched(got, want[rank])
+    buffer.close()
+    return agreed.tolist()
+
+
+def test_survivors_of_a_kill_go_on_and_agree() -> None:
+    text = "nobody died"
+    try:
+        run_ranks(emulated, 3, _lost, timeout_s=100)
+    except RankFailure as failure:
+        text = str(failure)
+    assert "--- rank 2" in text
+    assert "--- rank 0" not in text, text
+    assert "--- rank 1" not in text, text
+
+
+def _refused(rank: int, num_ranks: int) -> str:
+    """A bad argument on one rank: everybody hears of it, and goes on."""
+    with make(SHAPE, timeout=30.0) as buffer:
+        given = inputs(SHAPE, [4, 4], 2)
+        error = ""
+        try:
+            dispatch(buffer, given[rank], use_ue8m0=rank == 0)
+        except epee.errors.EpeeError as caught:
+            error = type(caught).__name__
+        check_round(buffer, SHAPE, [4, 4], 3)
+        return error
+
+
+def test_bad_argument_of_one_rank_is_an_error_on_all() -> None:
+    assert run_ranks(emulated, 2, _refused, timeout_s=100) == ["InvalidArgument", "MismatchError"]

@@ -1,0 +1,468 @@
+"""Latency mode: hooks, calls in flight, bad arguments, ranks that disagree, errors without a mask, corrupt memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.ep.latency_wire import Head
+from epee.errors import AbortedError, ForkError, InvalidState, ProtocolError, StaleHandleError
+from epee.reference import latency as oracle
+from tests.ep.latency_cases import (
+    BF16,
+    Shape,
+    bits,
+    check_dispatched,
+    check_round,
+    combine,
+    dispatch,
+    expert_outputs,
+    inputs,
+    make,
+)
+from tests.harness import RankFailure, run_ranks
+
+SHAPE = Shape()
+NUM_TOKENS = (6, 3, 0, 5)
+
+
+def _two_in_flight(rank: int, num_ranks: int, num_slots: int) -> None:
+    with make(SHAPE, num_slots=num_slots) as buffer:
+        for seed in range(6):
+            flights = []
+            for nth in range(num_slots):
+                given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 10 * seed + nth)
+                packed = oracle.dispatch(given, SHAPE.num_experts, SHAPE.max_tokens)
+                flights.append((given, packed, dispatch(buffer, given[rank], return_hook=True)))
+            with pytest.raises(InvalidState, match=f"{num_slots} calls have been sent and not received"):
+                dispatch(buffer, given[rank])
+            order = flights if seed % 2 else list(reversed(flights))
+            for _, packed, got in order:
+                assert got.hook is not None
+                got.hook()
+                check_dispatched(got, packed[rank])
+                with pytest.raises(InvalidState, match="called already"):
+                    got.hook()
+            backs = []
+            for nth, (_, packed, got) in enumerate(order):
+                y = expert_outputs(packed, nth)[rank]
+                backs.append(combine(buffer, y, got, return_hook=True))
+            for nth, ((given, packed, got), back) in enumerate(reversed(list(zip(order, backs, strict=True)))):
+                assert back.hook is not None
+                back.hook()
+                want = oracle.combine(given, packed, expert_outputs(packed, num_slots - 1 - nth))[rank]
+                assert torch.equal(bits(back.x), bits(want))
+                check_dispatched(got, packed[rank])
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_calls_in_flight_do_not_mix_whatever_the_order_of_their_hooks(num_slots: int) -> None:
+    run_ranks(_two_in_flight, 4, num_slots)
+
+
+def _overlapped(rank: int, num_ranks: int) -> None:
+    with make(SHAPE) as buffer:
+        given = [inputs(SHAPE, NUM_TOKENS[:num_ranks], seed) for seed in range(12)]
+        packed = [oracle.dispatch(each, SHAPE.num_experts, SHAPE.max_tokens) for each in given]
+        waiting = dispatch(buffer, given[0][rank], return_hook=True)
+        for seed in range(11):  # the combine of one batch runs while the dispatch of the next is in flight
+            assert waiting.hook is not None
+            waiting.hook()
+            coming = dispatch(buffer, given[seed + 1][rank], return_hook=True)
+            check_dispatched(waiting, packed[seed][rank])
+            outputs = expert_outputs(packed[seed], seed)
+            back = combine(buffer, outputs[rank], waiting)
+            assert torch.equal(bits(back.x), bits(oracle.combine(given[seed], packed[seed], outputs)[rank]))
+            waiting = coming
+        assert waiting.hook is not None
+        waiting.hook()
+
+
+def test_two_batches_overlap() -> None:
+    run_ranks(_overlapped, 4)
+
+
+def _states(rank: int, num_ranks: int) -> None:
+    buffer = make(SHAPE)
+    given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 1)[rank]
+    got = dispatch(buffer, given, return_hook=True)
+    y = buffer.combine_input(got.handle)
+    error = InvalidState if rank == 0 else epee.MismatchError
+    call: Callable[[], Any] = (lambda: combine(buffer, y, got)) if rank == 0 else (lambda: dispatch(buffer, given))
+    with pytest.raises(error, match="call its hook first"):
+        call()
+    with pytest.raises(InvalidState, match="not received"):
+        buffer.sync()
+    assert got.hook is not None
+    got.hook()
+    y.zero_()
+    for _ in range(3):  # a handle serves as often as it is wanted
+        assert not combine(buffer, y, got).x.any()
+    assert buffer.nbytes > 0
+    buffer.check()
+    buffer.join()
+    with make(SHAPE) as other, pytest.raises(StaleHandleError, match="another buffer"):
+        combine(other, y, got)
+    pending = dispatch(buffer, given, return_hook=True)
+    buffer.close()
+    assert pending.hook is not None
+    with pytest.raises(InvalidState, match="closed"):
+        pending.hook()
+    with pytest.raises(InvalidState, match="closed"):
+        dispatch(buffer, given)
+    assert torch.equal(bits(got.x), bits(got.x))  # results outlive the buffer
+
+
+def test_states() -> None:
+    run_ranks(_states, 2)
+
+
+WRONG_DISPATCH: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
+    ("x must be bfloat16", lambda call: {"x": call["x"].float()}),
+    ("x must be bfloat16", lambda call: {"x": call["x"][:, :8]}),
+    ("x must have at most max_tokens_per_rank=6", lambda call: {"x": call["x"][:1].expand(7, -1)}),
+    ("topk_idx must be int64", lambda call: {"topk_idx": call["topk_idx"].int()}),
+    ("topk_idx must be int64", lambda call: {"topk_idx": call["topk_idx"][:, :1]}),
+    ("topk_idx must hold expert ids", lambda call: {"topk_idx": call["topk_idx"] + 8}),
+    ("topk_weights must be float32", lambda call: {"topk_weights": call["topk_weights"].double()}),
+    ("round_scale needs use_fp8", lambda call: {"round_scale": True}),
+    ("use_ue8m0 needs", lambda call: {"use_fp8": True, "use_ue8m0": True}),
+    ("use_fp8 must be True or False", lambda call: {"use_fp8": 1}),
+    ("active_ranks must have an entry for each", lambda call: {"active_ranks": torch.ones(1, dtype=torch.int32)}),
+    ("active_ranks must be int32", lambda call: {"active_ranks": torch.ones(4)}),
+    ("timeout_us must be an int above 0", lambda call: {"timeout_us": -1}),
+    ("timeout and timeout_us say the same", lambda call: {"timeout_us": 5, "timeout": 5.0}),
+    ("return_hook must be", lambda call: {"return_hook": 3}),
+    ("exclude each other", lambda call: {"return_hook": True, "async_op": True}),
+    ("is_token_in_rank has a meaning", lambda call: {"is_token_in_rank": torch.ones(6, 2, dtype=torch.bool)}),
+    ("layout has a meaning", lambda call: {"layout": "expert"}),
+    ("expert_alignment has a meaning", lambda call: {"expert_alignment": 8}),
+]
+WRONG_COMBINE: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = [
+    ("y must be bfloat16", lambda call: {"y": call["y"][:, :1]}),
+    ("y must be contiguous", lambda call: {"y": call["y"].transpose(0, 1).contiguous().transpose(0, 1)}),
+    ("handle must be the .handle", lambda call: {"handle": None}),
+    ("topk_weights must be float32", lambda call: {"topk_weights": torch.ones(5, 9)}),
+    ("partial_dtype must be", lambda call: {"partial_dtype": torch.float16}),
+    ("out must be bfloat16", lambda call: {"out": torch.empty(1, 1, dtype=BF16)}),
+    ("out must be contiguous", lambda call: {"out": torch.empty(SHAPE.hidden, 6, dtype=BF16).t()}),
+    ("out must not share memory with y", lambda call: {"out": call["y"].view(-1, SHAPE.hidden)[:6]}),
+    ("bias has a meaning", lambda call: {"bias": torch.zeros(6, SHAPE.hidden, dtype=BF16)}),
+]
+
+
+def _refusals(rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    seen = []
+    with make(SHAPE) as buffer:
+        given = inputs(SHAPE, (6, 6), 3)[rank]
+        mask = torch.ones(2, dtype=torch.int32)
+        call = {"x": given.x, "topk_idx": given.topk_idx, "topk_weights": given.topk_weights}
+        error = epee.InvalidArgument if rank == 0 else epee.MismatchError
+        for number, (word, wrong) in enumerate(WRONG_DISPATCH):
+            changes: Any = wrong(call) if rank == 0 else {"active_ranks": mask if number % 2 else None}
+            with pytest.raises(error) as caught:
+                buffer.dispatch(**{**call, **changes})
+            seen.append((word, str(caught.value)))
+        got = dispatch(buffer, given)
+        back: dict[str, Any] = {"y": got.x, "handle": got.handle}
+        out = torch.full((6, SHAPE.hidden), 5.0, dtype=BF16)
+        for word, wrong in WRONG_COMBINE:
+            changes = wrong(back) if rank == 0 else {"out": out}
+            with pytest.raises(error) as caught:
+                buffer.combine(**{**back, **changes})
+            seen.append((word, str(caught.value)))
+        assert (out == 5).all()
+        with pytest.raises(epee.InvalidArgument, match="dtype must be"):
+            buffer.combine_input(got.handle, torch.float32)
+        assert mask.all()
+        check_round(buffer, SHAPE, (6, 6), 4)
+    return seen
+
+
+def test_bad_arguments_are_named_on_all_ranks_and_the_buffer_goes_on() -> None:
+    here, peer = run_ranks(_refusals, 2)
+    for (word, mine), (_, told) in zip(here, peer, strict=True):
+        assert word in mine
+        assert "rank 0 refused its call" in told
+        assert word in told
+
+
+def _disagreements(rank: int, num_ranks: int) -> list[str]:
+    texts = []
+    with make(SHAPE) as buffer:
+        given = inputs(SHAPE, (6, 6), 3)[rank]
+        first, second = dispatch(buffer, given), dispatch(buffer, given)
+        y = buffer.combine_input(first.handle).zero_()
+        pairs: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+            (lambda: dispatch(buffer, given), lambda: dispatch(buffer, given, use_fp8=True)),
+            (
+                lambda: dispatch(buffer, given, use_fp8=True, round_scale=True),
+                lambda: dispatch(buffer, given, use_fp8=True),
+            ),
+            (lambda: dispatch(buffer, given), lambda: combine(buffer, y, first)),
+            (lambda: combine(buffer, y, first), lambda: combine(buffer, y, second)),
+            (
+                lambda: combine(buffer, y, first),
+                lambda: combine(buffer, y, first, topk_weights=given.topk_weights),
+            ),
+            (lambda: combine(buffer, y, first), lambda: combine(buffer, y, first, partial_dtype=torch.float32)),
+        ]
+        for pair in pairs:
+            for call in (pair[rank], pair[1 - rank]):
+                with pytest.raises(epee.MismatchError) as caught:
+                    call()
+                texts.append(str(caught.value))
+        check_round(buffer, SHAPE, (6, 6), 4, late_weights=True)
+    return texts
+
+
+def test_ranks_that_disagree_hear_about_what() -> None:
+    words = ("type of the rows", "type of the rows", "the call", "handle in use", "topk_weights", "type of the rows")
+    for texts in run_ranks(_disagreements, 2):
+        for number, text in enumerate(texts):
+            assert words[number // 2] in text or "refused its call" in text
+        assert sum("disagree" in text for text in texts) >= len(texts) // 2
+
+
+def _modes(rank: int, num_ranks: int) -> None:
+    for changes, word in (
+        ({"dtype": torch.float32}, "bfloat16"),
+        ({"num_slots": 1}, "num_slots"),
+        ({"max_recv_rows": 5}, "max_recv_rows"),
+        ({"max_tokens_per_rank": 1 << 15}, "tokens per rank"),
+        ({"mode": "fast"}, "mode must be"),
+    ):
+        with pytest.raises(epee.InvalidArgument, match=word):
+            make(SHAPE, **changes)
+    with pytest.raises(epee.MismatchError, match="disagree about mode: rank 0 has throughput, rank 1 has latency"):
+        make(SHAPE, mode="latency" if rank else "throughput")
+    with make(SHAPE, mode="throughput") as buffer:
+        given = inputs(SHAPE, (6, 6), 3)[rank]
+        for options in (
+            {"use_fp8": True},
+            {"active_ranks": torch.ones(2, dtype=torch.int32)},
+            {"timeout_us": 5},
+            {"return_hook": True},
+        ):
+            with pytest.raises(epee.InvalidArgument, match='mode="latency"'):
+                dispatch(buffer, given, **options)
+        with pytest.raises(InvalidState, match='mode="latency"'):
+            buffer.sync()
+        got = buffer.dispatch(given.x, given.topk_idx)
+        with make(SHAPE) as other, pytest.raises(epee.InvalidArgument, match="handle must be"):
+            other.combine(got.x, got.handle)  # type: ignore[arg-type]
+
+
+def test_modes_do_not_mix() -> None:
+    run_ranks(_modes, 2)
+
+
+def _silent(rank: int, num_ranks: int) -> str:
+    text = ""
+    with make(SHAPE) as buffer:
+        check_round(buffer, SHAPE, NUM_TOKENS[:num_ranks], 1)
+        given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 2)
+        if rank == 1:
+            dist.barrier()
+            dispatch(buffer, given[rank])  # too late for the others, whose halves lie there
+        else:
+            with pytest.raises(epee.CommTimeoutError) as caught:
+                dispatch(buffer, given[rank], timeout_us=2_000_000)
+            text = str(caught.value)
+            assert caught.value.ranks == (1,)
+            dist.barrier()
+        for seed in range(3, 8):
+            check_round(buffer, SHAPE, NUM_TOKENS[:num_ranks], seed, use_hook=seed % 2 == 0)
+    return text
+
+
+def test_without_a_mask_a_silent_rank_is_an_error_and_the_buffer_goes_on() -> None:
+    results = run_ranks(_silent, 4)
+    for rank in (0, 2, 3):
+        for words in ("dispatch", f"rank={rank}", "peer=1", "seq=3", "waited ", "rank 1 did not send its half"):
+            assert words in results[rank]
+
+
+def _dead(rank: int, num_ranks: int, folder: str) -> None:
+    buffer = make(SHAPE)
+    check_round(buffer, SHAPE, NUM_TOKENS[:num_ranks], 1)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 2)[rank]
+    pending = dispatch(buffer, given, return_hook=True)
+    assert pending.hook is not None
+    for call in (pending.hook, lambda: dispatch(buffer, given)):
+        with pytest.raises(epee.RankFailedError, match="rank 1 is dead") as caught:
+            call()
+        assert (caught.value.ranks, caught.value.op) == ((1,), "dispatch")
+    mask = torch.ones(num_ranks, dtype=torch.int32)
+    dispatch(buffer, given, active_ranks=mask)
+    assert mask.tolist() == [1, 0, 1, 1]
+    (Path(folder) / str(rank)).touch()
+
+
+def test_without_a_mask_a_dead_rank_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(_dead, 4, str(tmp_path))
+    assert "rank 0:" not in str(caught.value), caught.value
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "2").exists()
+
+
+def _corrupt(rank: int, num_ranks: int) -> None:
+    with make(SHAPE) as buffer:
+        wire = buffer._path.wire  # type: ignore[union-attr]
+        given = inputs(SHAPE, (6, 6), 3, "everywhere")[rank]
+        post, write_meta = wire.post, wire.write_meta
+
+        def bad_head(dst: int, seq: int, head: Head, reason: bytes = b"") -> None:
+            post(dst, seq, head._replace(num_rows=1 << 20) if dst != rank else head, reason)
+
+        def bad_meta(dst: int, seq: int, tokens: Any, ids: Any, weights: Any) -> None:
+            write_meta(dst, seq, tokens + (7 if dst != rank else 0), ids, weights)
+
+        for name, lie in (("post", bad_head), ("write_meta", bad_meta)):
+            setattr(wire, name, lie)
+            with pytest.raises(ProtocolError, match="memory is corrupt"):
+                dispatch(buffer, given)
+            wire.post, wire.write_meta = post, write_meta  # type: ignore[method-assign]
+        check_round(buffer, SHAPE, (6, 6), 4)
+
+
+def test_what_a_peer_says_is_checked() -> None:
+    run_ranks(_corrupt, 2)
+
+
+def _interrupted(rank: int, num_ranks: int) -> None:
+    """Ctrl-C in rank 0 while it writes: the others hear of it, and everybody goes on in step."""
+    with make(SHAPE) as buffer:
+        wire = buffer._path.wire  # type: ignore[union-attr]
+        given = inputs(SHAPE, (6, 6), 3, "everywhere")[rank]
+        got = dispatch(buffer, given)
+        y = buffer.combine_input(got.handle).zero_()
+        for call in (lambda: dispatch(buffer, given), lambda: combine(buffer, y, got)):
+            write_rows = wire.write_rows
+
+            def press(*args: Any) -> None:
+                raise KeyboardInterrupt
+
+            if rank == 0:
+                wire.write_rows = press  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt if rank == 0 else epee.MismatchError):
+                call()
+            wire.write_rows = write_rows  # type: ignore[method-assign]
+            check_round(buffer, SHAPE, (6, 6), 4)
+        assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"\1"]
+        error = epee.InvalidArgument("of a caller of this buffer")
+        if rank == 0:
+            buffer.refuse(error)
+        else:
+            with pytest.raises(epee.MismatchError, match="of a caller"):
+                dispatch(buffer, given)
+        check_round(buffer, SHAPE, (6, 6), 5)
+
+
+def test_an_interrupted_call_is_told_to_the_peers() -> None:
+    run_ranks(_interrupted, 2)
+
+
+def _strided(rank: int, num_ranks: int) -> None:
+    with make(SHAPE) as buffer:
+        given = inputs(SHAPE, (6, 6), 3)
+        columns = given[rank].x.t().contiguous().t()
+        twice = torch.stack([given[rank].x, given[rank].x], 1)[:, 0]
+        idx = given[rank].topk_idx.t().contiguous().t()
+        for use_fp8 in (False, True):
+            packed = oracle.dispatch(given, SHAPE.num_experts, SHAPE.max_tokens, use_fp8=use_fp8)
+            for x in (columns, twice):
+                got = dispatch(buffer, oracle.Sent(x, idx, given[rank].topk_weights), use_fp8=use_fp8)
+                check_dispatched(got, packed[rank])
+
+
+def test_rows_may_have_any_strides() -> None:
+    run_ranks(_strided, 2)
+
+
+def _closing(rank: int, num_ranks: int) -> None:
+    buffer = make(SHAPE)
+    given = inputs(SHAPE, (6, 6), 3)[rank]
+    if rank == 0:
+        timer = threading.Timer(0.1, buffer.close)
+        timer.start()
+        with pytest.raises(AbortedError, match="closed"):
+            dispatch(buffer, given)
+        timer.join()
+    dist.barrier()
+    again = make(SHAPE)
+    check_round(again, SHAPE, (6, 6), 4)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dispatch(again, given)
+        except ForkError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        again = make(SHAPE)  # the old one is dropped, not closed
+        check_round(again, SHAPE, (6, 6), 5)
+        gc.collect()
+        dist.barrier()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+
+
+def test_closing_forking_and_dropping() -> None:
+    run_ranks(_closing, 2)
+
+
+def _slow(rank: int, num_ranks: int) -> None:
+    """Rank 1 comes after rank 0 has given it up: it gets what rank 0 had sent, and hears then that it is out."""
+    with make(SHAPE) as buffer:
+        mask = torch.ones(num_ranks, dtype=torch.int32)
+        given = inputs(SHAPE, (6, 6), 3)[rank]
+        if rank == 1:
+            dist.barrier()
+        got = dispatch(buffer, given, active_ranks=mask, timeout_us=100_000)
+        if rank == 0:
+            dist.barrier()
+        assert mask.tolist() == ([1, 0] if rank == 0 else [1, 1])
+        assert got.got.tolist() == ([True, False] if rank == 0 else [True, True])
+        dist.barrier()
+        got = dispatch(buffer, given, active_ranks=mask, timeout_us=300_000_000)
+        assert mask.tolist() == [int(src == rank) for src in range(2)]
+        assert got.got.tolist() == [src == rank for src in range(2)]
+
+
+def test_who_is_cut_off_does_not_wait() -> None:
+    run_ranks(_slow, 2)
+
+
+def _patient(rank: int, num_ranks: int) -> None:
+    """Rank 2 stays away. Rank 1 waits two seconds for it; the others do not, and wait half a second for rank 1."""
+    with make(SHAPE) as buffer:
+        given = inputs(SHAPE, NUM_TOKENS, 3)[rank]
+        mask = torch.tensor([1, 1, int(rank in (1, 2)), 1], dtype=torch.int32)
+        if rank != 2:
+            got = dispatch(buffer, given, active_ranks=mask, timeout_us=2_000_000)
+            assert got.got.tolist() == [True, True, False, True]
+            y = buffer.combine_input(got.handle).zero_()
+            back = combine(buffer, y, got, active_ranks=mask, timeout_us=2_000_000 if rank == 1 else 500_000)
+            assert back.got.tolist() == [True, True, False, True]
+            assert mask.tolist() == [1, 1, 0, 1]
+        dist.barrier()
+
+
+def test_a_rank_that_waits_for_another_is_not_silent() -> None:
+    run_ranks(_patient, 4)

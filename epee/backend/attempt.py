@@ -29,13 +29,12 @@ from ..errors import (
 )
 from ..memory.host import HostRegion
 from ..view.detector import DeathWatch
-from .outbox import LIFE, LIFE_ABORTED, STATE_WORDS
+from .outbox import LIFE, LIFE_FAILED, STATE_WORDS
 
 MAX_RECORD_BYTES = 4096
 WHATS = ("", "/hello", "/folder")  # the records of one rank, see `birth.py`
 MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
 MAX_KIND_CHARS = 60
-LIFE_FAILED = LIFE_ABORTED + 1  # this rank could not make its part of the group; the reason is in the store
 REASON_WAIT_S = 2.0  # a store may be slower than shared memory
 
 _REFUSALS = (InvalidArgument.__name__, UnsupportedError.__name__)

@@ -29,12 +29,12 @@ from ..errors import CommTimeoutError, EpeeError, ProtocolError, UnsupportedErro
 from ..memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ..view.detector import DeathWatch
 from ..view.directory import JobDirectory
-from .attempt import LIFE_FAILED, Attempt, died, failure, read_fields
+from .attempt import Attempt, died, failure, read_fields
 from .engine import Engine
 from .home import FOLDER_KEY, Home, pack_home
 from .job import Seat, common_job, job_name, own_hello, pack_member, parse_hello, parse_member, start_job, take_seat
 from .options import MODES
-from .outbox import LIFE, LIFE_BORN, LIFE_READY, Outboxes, outbox_layout
+from .outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, Outboxes, outbox_layout
 from .survival import Survival
 from .wake import publish_word
 

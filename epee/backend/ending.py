@@ -22,7 +22,7 @@ from ..view.detector import DeathWatch
 from .entry import ABORTED, CLOSED, FORKED
 from .message import Message
 from .operation import Operation
-from .outbox import CELL_WORDS, LIFE, LIFE_ABORTED, LIFE_LEFT, NUM_CELLS
+from .outbox import CELL_WORDS, LIFE, LIFE_ABORTED, LIFE_LEFT, NUM_CELLS, has_left
 from .waiting import Waiting
 from .wake import publish_word
 
@@ -120,7 +120,7 @@ class Ending(Waiting):
 
     def left(self) -> list[int]:
         """Return the peers that have left the group."""
-        return [p for p in self.box.peers if self.box.words[p][LIFE] >= LIFE_LEFT]
+        return [p for p in self.box.peers if has_left(self.box.words[p])]
 
     def forked(self) -> None:
         """Called in a forked child: nothing here may be used, touched or closed."""

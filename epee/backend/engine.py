@@ -45,6 +45,7 @@ from .outbox import (
     BELL,
     CELL_PAYLOAD_BYTES,
     CONSUMED,
+    CONSUMED_TOO,
     DETAIL,
     DRAINED,
     FILLED,
@@ -54,6 +55,7 @@ from .outbox import (
     PREAMBLE,
     SIGNATURE,
     Outboxes,
+    consumed_of,
     counted,
     seal,
 )
@@ -94,7 +96,7 @@ class Engine(Ending):
     @property
     def num_retired(self) -> int:
         """Calls up to this number have ended on this rank."""
-        return int(self.box.own[CONSUMED])
+        return consumed_of(self.box.own)
 
     def run(self, make: Make, opts: Any = None) -> Operation:
         """Plan a collective and run it to its end in the caller's thread. Raises what the call ends with."""
@@ -178,7 +180,7 @@ class Engine(Ending):
         op.look_again(box)
         plan.commit()
         op.done = True
-        own[CONSUMED] = seq
+        own[CONSUMED] = own[CONSUMED_TOO] = seq
         self.contributors = box.members
         return True
 
@@ -334,13 +336,13 @@ class Engine(Ending):
                 own[op.cell + GAVE_UP] = 1
             elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
-            own[CONSUMED] = op.seq
+            own[CONSUMED] = own[CONSUMED_TOO] = op.seq
             self.contributors = op.box.members if op.error is None else ()
             retired = True
             self.retire(op)
             queue.popleft()  # last: all of this may be run again after an interrupt
         if self.flags & CHANGING and self.survival is not None:
-            self.survival.retired(own[CONSUMED])
+            self.survival.retired(self.num_retired)
         if retired and queue:
             self._publish_waiting()
 

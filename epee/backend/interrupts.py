@@ -19,7 +19,6 @@ from ..errors import InvalidState
 from .entry import ENDED
 from .message import Message
 from .operation import Operation, refused
-from .outbox import CONSUMED
 
 if TYPE_CHECKING:
     from .ending import Driven
@@ -70,7 +69,7 @@ def settle(engine: Engine, op: Driven | None = None) -> None:
     """
     engine.mail.settle()
     queue, box = engine.queue, engine.box
-    last = queue[-1].seq if queue else box.own[CONSUMED]
+    last = queue[-1].seq if queue else engine.num_retired
     if engine.seq > last:  # counted, but neither in the queue nor through
         if not isinstance(op, Operation) or op.seq != engine.seq:
             error = InvalidState("the call was interrupted")

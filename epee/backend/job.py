@@ -77,6 +77,11 @@ class Job:
         """This process's rank number in the job."""
         return self.runtime.member.slot
 
+    def retain(self) -> None:
+        """Something else of this process needs the job (a buffer); `release` follows."""
+        with _lock:
+            self.num_groups += 1
+
     def release(self) -> None:
         """A group has gone; the last one takes the process out of the job."""
         with _lock:

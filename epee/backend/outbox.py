@@ -41,11 +41,15 @@ CELL_PAYLOAD_BYTES = CELL_BYTES - 64
 TAG, SIGNATURE, DETAIL, OFFSET, FILLED, MERGED, DRAINED, GAVE_UP = range(8)
 PREAMBLE = 8  # first word of the payload, where some calls put lists that must agree
 
-# words of the state field, one cache line apart. CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
+# words of the state field, one cache line apart. CONSUMED has a copy beside it and readers take the smaller one, so a
+# damaged word never frees what somebody still reads; the values of LIFE are four bits apart.
+# CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
 # BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders ring it (`wake.py`).
 CONSUMED, SLEEPERS, LIFE, CORE, BELL = 0, 8, 16, 24, 32
+CONSUMED_TOO = CONSUMED + 1
 STATE_WORDS = 40
-LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED = 0, 1, 2, 3
+LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED = 0, 0xF, 0xF0, 0xF00, 0xF000
+_GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED))
 
 NUM_LANE_SLOTS = 256
 LANE_SLOT_BYTES = 64 << 10
@@ -105,6 +109,17 @@ def count_of(word: int) -> int:
     """Return the count in such a word; -1 when it cannot be right."""
     count = word >> 32
     return count if word == counted(count) else -1
+
+
+def consumed_of(words: memoryview) -> int:
+    """Return the last call that the rank of these words is through with."""
+    first, second = words[CONSUMED], words[CONSUMED_TOO]
+    return int(first if first < second else second)
+
+
+def has_left(words: memoryview) -> bool:
+    """Return whether the rank of these words has left the group, or never came into it; a damaged word says no."""
+    return words[LIFE] in _GONE
 
 
 class Outboxes:
@@ -174,10 +189,10 @@ class Outboxes:
 
     def least_consumed(self) -> int:
         """Return the last call that every rank, this one too, is through with; who has left is through with all."""
-        least: int = self.own[CONSUMED]
+        least = consumed_of(self.own)
         for words in self.peer_words:
-            consumed = words[CONSUMED]
-            if consumed < least and words[LIFE] <= LIFE_READY:
+            consumed = consumed_of(words)
+            if consumed < least and not has_left(words):
                 least = consumed
         return least
 

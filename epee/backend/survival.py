@@ -36,7 +36,18 @@ from .home import outbox_of
 from .job import Seat
 from .membership import attach_outbox, narrow, replace
 from .operation import Operation
-from .outbox import CONSUMED, FILLED, GAVE_UP, LIFE, LIFE_BORN, MERGED, Outboxes, count_of
+from .outbox import (
+    CONSUMED,
+    CONSUMED_TOO,
+    FILLED,
+    GAVE_UP,
+    LIFE,
+    LIFE_BORN,
+    MERGED,
+    Outboxes,
+    consumed_of,
+    count_of,
+)
 from .p2p import first_number
 
 if TYPE_CHECKING:
@@ -136,7 +147,7 @@ class Survival:
             for peer in engine.box.peers:  # for those who joined in the same epoch, see `may_publish`
                 engine.box.own[engine.box.verdict_base[peer]] = first_number(epoch) - 1
             engine.seq = self._course.first_seq - 1
-            engine.box.own[CONSUMED] = engine.seq
+            engine.box.own[CONSUMED] = engine.box.own[CONSUMED_TOO] = engine.seq
         present = {member.slot for member in known.members}
         members = [rank for rank, slot in enumerate(self._slots) if slot in present]
         self.box = narrow(engine.box, members, epoch)
@@ -398,7 +409,7 @@ class Survival:
         where a newcomer calls with another root than those who did not know of it, and theirs is lost.
         """
         box = op.box
-        through = [p for p in box.peers if box.words[p][CONSUMED] >= op.seq and box.words[p][op.cell] < op.tag]
+        through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and box.words[p][op.cell] < op.tag]
         ranks = [box.members[peer] for peer in through]
         if not ranks or any(self.runtime.epoch_of(self._slots[rank]) > self._epoch for rank in ranks):
             return []

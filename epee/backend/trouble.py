@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import CommTimeoutError, PeerError, RankFailedError
 from .message import Message
 from .operation import Block, Operation
-from .outbox import GAVE_UP, LIFE, LIFE_LEFT, Outboxes
+from .outbox import GAVE_UP, Outboxes
 
 if TYPE_CHECKING:
     from .ending import Driven
@@ -84,8 +84,8 @@ def behind(engine: Engine, block: Block | None) -> list[int]:
 def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) -> bool:
     """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
     dead = engine.watch.dead()
-    gone = [peer for peer in engine.box.peers if engine.box.words[peer][LIFE] >= LIFE_LEFT]
-    for peer in engine.left():
+    gone = engine.left()
+    for peer in gone:
         engine.mask[peer] = 0
     if isinstance(head, Operation):
         concerned = set(head.missing())
@@ -126,7 +126,8 @@ def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> 
     names = ", ".join(map(str, quitters))
     told = head.describe(engine.box, peer=names, elapsed=now - head.started)
     text = f"{told}: not possible for rank(s) {names} in this view; results are untouched; the next call runs in it"
-    return RankFailedError(text, lost or quitters, head.name, head.seq, head.box.epoch, GAVE_THE_CALL_UP)
+    kind = RankFailedError if lost else PeerError
+    return kind(text, lost or quitters, head.name, head.seq, head.box.epoch, GAVE_THE_CALL_UP)
 
 
 def _peer_error(box: Outboxes, ranks: list[int], head: Driven, now: float, cause: str) -> PeerError:

@@ -135,14 +135,14 @@ class ZombieRound:
         return {}
 
 
-def run_flips(pool: Pool, num_calls: int, seed: int) -> dict[str, Any]:
-    """Make calls with a flipped bit each among three ranks."""
+def run_flips(pool: Pool, num_calls: int, seed: int, states: bool) -> dict[str, Any]:
+    """Make calls with a flipped bit each among three ranks: in headers, or in state words."""
     num_ranks = 3
     workers = pool.hire(num_ranks)
     try:
         with pool.folder() as folder:
             for rank, worker in enumerate(workers):
-                worker.start(flip_round, rank, folder, num_ranks, num_calls, seed, timeout_s=60 + num_calls)
+                worker.start(flip_round, rank, folder, num_ranks, num_calls, seed, states, timeout_s=60 + num_calls)
             results = collect(workers, set(), 60.0 + num_calls)
     finally:
         for worker in workers:
@@ -218,13 +218,14 @@ class Campaign:
                 result["right"] += told is not None
         result["seconds"] = time.monotonic() - began
 
-    def flips(self, number: int, until: float, seed: int) -> None:
+    def flips(self, number: int, until: float, seed: int, states: bool = False) -> None:
         """Flip `number` bits, in groups that live for 500 calls."""
-        result = self.results.setdefault("flips", {"flips": 0, "outcomes": {}})
+        part = "flips of state words" if states else "flips"
+        result = self.results.setdefault(part, {"flips": 0, "outcomes": {}})
         began = time.monotonic()
         while result["flips"] < number and time.time() < until:
             num_calls = min(500, number - result["flips"])
-            told = self.attempt("flips", seed, lambda n=num_calls, s=seed: run_flips(self.pool, n, s))  # type: ignore[misc]
+            told = self.attempt(part, seed, lambda n=num_calls, s=seed: run_flips(self.pool, n, s, states))  # type: ignore[misc]
             result["flips"] += num_calls
             seed += 1
             for key, count in (told or {"outcomes": {}})["outcomes"].items():
@@ -288,6 +289,7 @@ def main() -> int:
         ("zombies", "SIGSTOPs with a replacement"),
         ("rejoins", "kill-and-replace rounds"),
         ("flips", "header bit flips"),
+        ("state-flips", "bit flips in state words"),
         ("soak", "seconds of kills at random moments"),
         ("seed", "of all choices"),
     ):
@@ -310,6 +312,8 @@ def main() -> int:
             campaign.rejoins(args.rejoins, until, args.seed)
         if args.flips:
             campaign.flips(args.flips, until, args.seed)
+        if args.state_flips:
+            campaign.flips(args.state_flips, until, args.seed, True)
         if args.soak:
             campaign.soak(args.soak, until, args.seed, args.mtbf)
     told = report.summary(campaign.results, campaign.violations, sys.argv[1:])

@@ -2,7 +2,7 @@
 
 In each call one rank flips one bit of one word, just before its tag appears (so that every peer reads it), or of the
 tag itself. All ranks know from the number of the call who flips what. State words (`STATE_WORDS`) can be flipped as
-well, for as long as a call lasts, when asked for: they are not sealed, see docs/reliability.md.
+well, for as long as a call lasts; a flip there changes no result, at most it delays one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from epee.backend import engine, operation
-from epee.backend.outbox import BELL, CONSUMED, CORE, LIFE, SLEEPERS, TAG
+from epee.backend.outbox import BELL, CONSUMED, CONSUMED_TOO, CORE, LIFE, SLEEPERS, TAG
 
 from .histories import COLLECTIVES, before, expected
 from .rounds import LONG, begin, one_call
 
 CELL_WORD_NAMES = ("TAG", "SIGNATURE", "DETAIL", "OFFSET", "FILLED", "MERGED", "DRAINED", "GAVE_UP")
-STATE_WORDS = {"CONSUMED": CONSUMED, "SLEEPERS": SLEEPERS, "LIFE": LIFE, "CORE": CORE, "BELL": BELL}
+STATE_WORDS = {
+    "CONSUMED": CONSUMED,
+    "CONSUMED_TOO": CONSUMED_TOO,
+    "SLEEPERS": SLEEPERS,
+    "LIFE": LIFE,
+    "CORE": CORE,
+    "BELL": BELL,
+}
 TIMEOUT_S = 0.05
 CLEAN_ERRORS = ("ProtocolError", "MismatchError", "CommTimeoutError", "PeerError")
 NUM_CLEAN_CALLS = 150  # at the end, without flips: more than there are cells
@@ -109,7 +116,7 @@ class Flipper:
         self._seq = -1
         if self._undo is not None:
             words, index, value = self._undo
-            if index != CONSUMED:
+            if index not in (CONSUMED, CONSUMED_TOO):
                 words[index] = value
             self._undo = None
 

@@ -8,7 +8,7 @@ What happens, in order:
 3. Whoever has had such an error closes its buffer and asks the others, by a gather over the group in mode "mask", who
    is left and which snapshot all have. The call completes for all with the same contributors; a rank that waits in
    another call meanwhile gets a mismatch and comes, too. All go back to that snapshot, the holder serves the victim's
-   experts, and a new buffer spans those who are left (`Buffer` itself cannot leave a rank out yet).
+   experts, and a new buffer spans those who are left: the experts are placed anew on them.
 4. A replacement process asks to join. Rank 0 hears of it and says so with the gradients of a step, so that all call
    `recover_ranks` behind the same step. A new buffer spans all ranks; rank 0 sends the replacement what all share,
    the holder sends it its experts, as they have been trained meanwhile.

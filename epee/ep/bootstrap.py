@@ -13,22 +13,30 @@ from __future__ import annotations
 
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, InvalidArgument, MismatchError, ProtocolError, ResourceError, UnsupportedError
+from ..errors import (
+    EpeeError,
+    InvalidArgument,
+    MismatchError,
+    ProtocolError,
+    RankFailedError,
+    ResourceError,
+    UnsupportedError,
+)
 from ..memory.host import BLOB_BYTES, HostRegion
 from ..view.detector import DeathWatch
 from .config import CONFIG_NAMES, BufferConfig, describe_word
 from .exchange import inbox_layout
 
-PROTOCOL_VERSION = 1
-_TEXT_BYTES = 400
+PROTOCOL_VERSION = 2
+TEXT_BYTES = 400
 _HOST_BYTES = 16
-_RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{_HOST_BYTES}s{BLOB_BYTES}s{_TEXT_BYTES}s")
+_RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{_HOST_BYTES}s{BLOB_BYTES}s{TEXT_BYTES}s")
 
 
 def host_id() -> bytes:
@@ -51,6 +59,13 @@ def all_gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(parts, mine, group=group)
     return [part.cpu().numpy().tobytes() for part in parts]
+
+
+def gather_present(group: dist.ProcessGroup, data: bytes) -> dict[int, bytes]:
+    """Gather as `all_gather_bytes`, by rank; a group of the backend "epee" may have lost some."""
+    parts = all_gather_bytes(group, data)
+    contributors = getattr(group, "last_contributors", None)
+    return {rank: parts[rank] for rank in (range(len(parts)) if contributors is None else contributors())}
 
 
 def _group_device(group: dist.ProcessGroup) -> torch.device:
@@ -97,27 +112,38 @@ def meet(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError | No
         except EpeeError as exc:
             refusal = exc
     try:
-        record = _pack(config, host, inbox, refusal)
-        records = [_Record(data) for data in all_gather_bytes(group, record)]
+        blob = inbox.blob if inbox is not None else bytes(BLOB_BYTES)
+        parts = gather_present(group, pack(config, host, blob, refusal))
+        records = {rank: Record(data) for rank, data in parts.items()}
         if refusal is not None:
             raise refusal
-        _judge(records)
-        return _attach_all(group, inbox, [record.blob for record in records])
+        judge(records)
+        if len(records) < group.size():
+            lost = sorted(set(range(group.size())) - set(records))
+            raise RankFailedError(
+                f"Buffer: rank(s) {', '.join(map(str, lost))} of the group are lost, and a buffer of this device "
+                "needs all; make a group of the others (new_group) for it",
+                lost,
+                "Buffer",
+            )
+        return _attach_all(group, inbox, [record.blob for record in records.values()])
     except BaseException:
         if inbox is not None:
             inbox.close()
         raise
 
 
-def _pack(config: BufferConfig, host: bytes, inbox: HostRegion | None, refusal: EpeeError | None) -> bytes:
+def pack(config: BufferConfig, host: bytes, blob: bytes, refusal: EpeeError | None) -> bytes:
+    """Return the record of this rank: `blob` is at most `BLOB_BYTES` bytes for whoever maps its memory."""
     text = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
     words = config.words() if refusal is None else [0] * len(CONFIG_NAMES)
-    blob = inbox.blob if inbox is not None else bytes(BLOB_BYTES)
     status = int(refusal is not None)
-    return _RECORD.pack(PROTOCOL_VERSION, status, *words, host, blob, text.encode()[:_TEXT_BYTES])
+    return _RECORD.pack(PROTOCOL_VERSION, status, *words, host, blob, text.encode()[:TEXT_BYTES])
 
 
-class _Record:
+class Record:
+    """What a rank tells of itself, parsed."""
+
     def __init__(self, data: bytes) -> None:
         if len(data) != _RECORD.size:
             raise ProtocolError(f"a buffer record has {_RECORD.size} bytes, got {len(data)}")
@@ -127,25 +153,27 @@ class _Record:
         self.text = text.rstrip(b"\0").decode("utf-8", "replace")
 
 
-def _judge(records: list[_Record]) -> None:
-    first = records[0]
-    for rank, record in enumerate(records):
+def judge(records: Mapping[int, Record]) -> None:
+    """Raise unless all ranks can make a buffer together; the same on all of them."""
+    lead = min(records)
+    first = records[lead]
+    for rank, record in records.items():
         if record.version != first.version:
             raise ProtocolError(
-                f"rank 0 speaks version {first.version} of epee's protocol, rank {rank} version {record.version}; "
+                f"rank {lead} speaks version {first.version} of epee's protocol, rank {rank} version {record.version}; "
                 "install the same epee on all ranks"
             )
-    for rank, record in enumerate(records):
+    for rank, record in records.items():
         if record.refused:
             raise MismatchError(f"Buffer: rank {rank} refused its arguments, so no buffer was made: {record.text}")
-    for rank, record in enumerate(records):
+    for rank, record in records.items():
         if record.host != first.host:
-            raise UnsupportedError(f"rank 0 and rank {rank} run on different hosts; epee serves one host so far")
-    for rank, record in enumerate(records):
+            raise UnsupportedError(f"rank {lead} and rank {rank} run on different hosts; epee serves one host so far")
+    for rank, record in records.items():
         for name, mine, other in zip(CONFIG_NAMES, first.words, record.words, strict=True):
             if mine != other:
                 raise MismatchError(
-                    f"Buffer: ranks disagree about {name}: rank 0 has {describe_word(name, mine)}, "
+                    f"Buffer: ranks disagree about {name}: rank {lead} has {describe_word(name, mine)}, "
                     f"rank {rank} has {describe_word(name, other)}; give all ranks the same"
                 )
 
@@ -162,7 +190,7 @@ def _attach_all(group: dist.ProcessGroup, inbox: HostRegion | None, blobs: list[
     except EpeeError as exc:
         problem = f"{type(exc).__name__}: {exc}"
     try:
-        texts = all_gather_bytes(group, problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
+        texts = all_gather_bytes(group, problem.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
         for rank, data in enumerate(texts):
             text = data.rstrip(b"\0").decode("utf-8", "replace")
             if text:

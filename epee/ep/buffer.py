@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from .. import env
 from ..errors import AbortedError, EpeeError, ForkError, InvalidArgument, InvalidState, UnsupportedError
+from ..view.detector import DeathWatch
+from . import birth
 from .bootstrap import Born, group_of, meet
 from .checks import (
     check_combine,
@@ -36,8 +38,8 @@ from .config import PATHS, PAYLOAD_DTYPES, BufferConfig
 from .control import ControlPlane
 from .cpu import CpuPath
 from .cuda_path import CudaPath, throughput_config
-from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
-from .handle import Combined, Dispatched, Handle, Payload
+from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, Exchange, Moved
+from .handle import Combined, Dispatched, Handle, Payload, mask_of
 from .lane import Lanes, RunOptions
 from .latency import LatencyCpuPath
 from .latency_calls import LatencyCalls, Waits
@@ -45,6 +47,8 @@ from .latency_checks import check_only_in
 from .latency_gpu_path import LatencyCudaPath, latency_config
 from .latency_types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from .order import CombineOrder
+from .roster import seat_of
+from .survivor import Survivor
 from .throughput_platform import CudaPlatform, Platform
 
 _log = logging.getLogger(__name__)
@@ -60,7 +64,7 @@ class Buffer:
 
     Args:
         group: any c10d process group of the ranks (gloo, nccl ...), None for the default group. Used now, never in
-            a call.
+            a call. A replacement in a group of the backend "epee" takes part in the buffer that runs.
         num_experts: over all ranks, a multiple of the number of ranks. Rank r owns `num_experts / num_ranks`
             experts, starting at r times that.
         hidden: elements of a row, a multiple of 8 (of 128 for FP8 pairs).
@@ -82,7 +86,8 @@ class Buffer:
     first. On GPUs `num_slots + 1` slots of the rank layout are taken at construction, and two of the expert layout at
     its first combine.
 
-    After an error the buffer works, except after `RankFailedError`: a dead rank cannot come back into this buffer.
+    After an error the buffer works. When ranks die, are voted out or come back: CPU tensors on a group of the backend
+    "epee" go on without or with them (docs/buffer.md); else `RankFailedError` ends the buffer.
 
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).
@@ -136,8 +141,14 @@ class Buffer:
                 (latency_config if self.config.is_latency else throughput_config)(self.config, self.rank).check()
         except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
-        born = meet(members, self.config, refusal)
+        Survivor.retire()
+        seat = None if self.config.is_cuda or self.config.is_latency else seat_of(members)
+        begun = None if seat is None else birth.begin(members, seat, self.config, refusal, self._timeout)
+        born = meet(members, self.config, refusal) if begun is None else Born([], DeathWatch())
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
+        self._survivor = None
+        if begun is not None:
+            self._survivor = Survivor(self.config, self.rank, begun, self._exchange, self._timeout, self._closing.check)
         self._control = ControlPlane(self.config, self.rank, self._exchange)
         self._lanes = Lanes(self.config.device)
         try:
@@ -147,9 +158,11 @@ class Buffer:
             born.close()
             self._exchange.release()
             raise
-        self._inbox_bytes = born.inboxes[self.rank].mapped_bytes
+        if self._survivor is not None:
+            self._survivor.forget = self._path.close
+        self._inbox_bytes = born.inboxes[self.rank].mapped_bytes if born.inboxes else 0
         # a buffer that is dropped without close() returns its memory as well
-        self._finalizer = weakref.finalize(self, _return_all, self._path, born, self._exchange)
+        self._finalizer = weakref.finalize(self, _return_all, self._path, born, self._exchange, self._survivor)
         self._finalizer.atexit = False
         self._closed = False
 
@@ -216,7 +229,9 @@ class Buffer:
             MismatchError: the ranks made different calls, or a peer's call was refused. Same text on all ranks.
             StaleHandleError: the handle is of another buffer or epoch.
             CommTimeoutError: a peer did not come in time.
-            RankFailedError: a peer's process has ended; the buffer cannot be used any more.
+            RankFailedError: a peer has died. On a group of the backend "epee" (CPU tensors) the next call runs
+                without it; else the buffer cannot be used any more.
+            EvictedError: the others have gone on without this rank.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
         run = RunOptions(num_sms, async_op, previous_event, sync)
@@ -242,6 +257,7 @@ class Buffer:
                     known,
                     layout,
                     expert_alignment,
+                    self._members,
                 )
                 return self._rows.dispatch(call, deadline, lane, run)
 
@@ -304,7 +320,7 @@ class Buffer:
                     return self._hooked(self._latency.combine(y, handle, topk_weights, partial, out, waits, lane, run))
                 check_only_in("latency", {"partial_dtype": partial_dtype, **waits._replace(timeout=None)._asdict()})
                 known = check_handle(handle, self._id, self._exchange.epoch)
-                call = check_combine(self.config, y, known, topk_weights, bias, out, order)
+                call = check_combine(self.config, y, known, topk_weights, bias, out, order, self._members)
                 return self._rows.combine(call, deadline, lane, run)
 
         return self._call(OP_COMBINE, timeout, work)
@@ -331,6 +347,11 @@ class Buffer:
             return self._control.all_gather_bytes(data, deadline)
 
         return self._call(OP_GATHER, timeout, work)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the last call ran; handles of other epochs are stale. 0 where membership cannot change."""
+        return self._exchange.epoch
 
     def refuse(self, error: Exception, timeout: float | None = None) -> None:
         """Take part in the peers' next call only to tell them that this rank cannot make it; they raise at once.
@@ -362,13 +383,16 @@ class Buffer:
         self._alone(self._path.join)
 
     def sync(self, active_ranks: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
-        """Agree with the other ranks on who takes part. Latency mode; collective for all ranks that live.
+        """Agree with the other ranks on who takes part. Collective for all ranks that live; a barrier of their hosts.
 
-        Ranks that come are in, whoever had counted them out; ranks that are dead, or do not come in time, are not.
-        All go on from the same call. No call may be waiting for its hook.
+        Latency mode: ranks that come are in, whoever had counted them out; ranks that are dead, or do not come in time,
+        are not. All go on from the same call. No call may be waiting for its hook.
+
+        Throughput mode: the members of the present epoch, which the next call runs with unless the view changes again.
 
         Args:
-            active_ranks: this rank's mask; whom it counts out is not waited for long. Overwritten with the agreed one.
+            active_ranks: latency mode: this rank's mask; whom it counts out is not waited for long. The agreed one is
+                written into it.
             timeout: seconds to wait for a silent rank.
 
         Returns:
@@ -377,14 +401,20 @@ class Buffer:
         Raises:
             NoQuorumError: too few ranks came to decide, or the others agreed without this one.
             InvalidState: a hook has not been called.
+            As `dispatch`, in throughput mode.
         """
+        latency = self._latency
+        if latency is not None:
+            return self._alone(
+                lambda: latency.sync(active_ranks, time.monotonic() + check_timeout(timeout, self._timeout))
+            )
 
-        def work() -> torch.Tensor:
-            if self._latency is None:
-                raise InvalidState('only a buffer made with mode="latency" has a mask to agree on')
-            return self._latency.sync(active_ranks, time.monotonic() + check_timeout(timeout, self._timeout))
+        def work(deadline: float) -> torch.Tensor:
+            check_only_in("latency", {"active_ranks": active_ranks})
+            self._control.all_gather_bytes(b"", deadline)
+            return mask_of(self._exchange.members, self.num_ranks)
 
-        return self._alone(work)
+        return self._call(OP_GATHER, timeout, work)
 
     def combine_input(self, handle: Handle | LatencyHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.
@@ -413,7 +443,8 @@ class Buffer:
         """Bytes of shared memory that this rank maps for others: its inbox and the arenas made so far."""
         if self._closed:
             return 0
-        return self._inbox_bytes + self._path.nbytes
+        inbox_bytes = self._inbox_bytes if self._survivor is None else self._survivor.inbox_bytes
+        return inbox_bytes + self._path.nbytes
 
     @property
     def max_num_sms(self) -> int:
@@ -442,6 +473,7 @@ class Buffer:
             if not self._closed:
                 self._closed = True
                 self._finalizer()
+                Survivor.retire()
 
     def __enter__(self) -> Buffer:
         return self
@@ -505,24 +537,36 @@ class Buffer:
         """
 
         def announced_work() -> _T:
-            last_seq = self._path.num_announced(op)
             now = time.monotonic()
-            deadline = now + self._timeout
-            try:
-                deadline = now + check_timeout(timeout, self._timeout)
-                return work(deadline)
-            except Exception as error:
-                if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
-                    self._refuse(op, error, deadline)
-                raise
+            while True:
+                last_seq = self._path.num_announced(op)
+                deadline = now + self._timeout
+                try:
+                    deadline = now + check_timeout(timeout, self._timeout)
+                    survivor = self._survivor
+                    if survivor is not None and survivor.has_turned:
+                        survivor.turn(OP_NAMES[op], deadline)
+                        last_seq = self._path.num_announced(op)
+                    return work(deadline)
+                except Moved:  # the view has changed, and the call is to be made again with who is left
+                    now = time.monotonic()
+                except Exception as error:
+                    if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
+                        self._refuse(op, error, deadline)
+                    raise
 
         return self._alone(announced_work)
+
+    @property
+    def _members(self) -> tuple[int, ...] | None:
+        """The ranks of a view that leaves some out; None when all take part."""
+        return self._exchange.members if self._exchange.is_reduced else None
 
     def _refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Tell the peers that this call was refused; when even that fails, the refusal is still what is raised."""
         try:
             self._path.refuse(op, error, deadline)
-        except EpeeError as problem:
+        except (EpeeError, Moved) as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)
 
     def _on_device(self, work: Callable[[], _T]) -> _T:
@@ -565,10 +609,17 @@ class _Closing:
             raise AbortedError("the buffer was closed while this call was waiting")
 
 
-def _return_all(path: CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath, born: Born, exchange: Exchange) -> None:
+def _return_all(
+    path: CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath,
+    born: Born,
+    exchange: Exchange,
+    survivor: Survivor | None,
+) -> None:
     path.close()
     born.close()
     exchange.release()
+    if survivor is not None:
+        survivor.close()
 
 
 def _settings(config: BufferConfig, max_recv_rows: int | None, timeout: float | None) -> tuple[float, bool]:

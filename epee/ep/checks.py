@@ -7,6 +7,7 @@ data; expert ids are looked at once (`aminmax`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class DispatchCall(NamedTuple):
 
     Attributes:
         plan: the rows to send by destination; None when cached, and on GPUs, where kernels find it.
-        mask: `[num_tokens, num_ranks]` bool, contiguous, when it is the routing; GPUs only.
+        mask: `[num_tokens, num_ranks]` bool, when it is the routing (contiguous on GPUs).
         topk_idx: `[num_tokens, num_topk]` int64; None when cached or without top-k routing.
         topk_weights: `[num_tokens, num_topk]` float32 or float64, contiguous, or None.
     """
@@ -247,8 +248,9 @@ def check_dispatch(
     handle: Handle | None,
     layout: str,
     expert_alignment: int,
+    members: Sequence[int] | None = None,
 ) -> DispatchCall:
-    """Check the routing of a dispatch and plan it."""
+    """Check the routing of a dispatch and plan it: to `members` only, where a view leaves ranks out (CPU)."""
     num_tokens = payload.rows.shape[0]
     if (topk_idx is None) + (is_token_in_rank is None) + (handle is None) != 2:
         routings = {"topk_idx": topk_idx, "is_token_in_rank": is_token_in_rank, "handle": handle}
@@ -262,15 +264,23 @@ def check_dispatch(
     if handle is not None:
         return _check_cached(config, payload, topk_weights, handle)
     if is_token_in_rank is not None:
-        return _check_mask(config, payload, is_token_in_rank, topk_weights, layout)
+        return _check_mask(config, payload, is_token_in_rank, topk_weights, layout, members)
     shape = (num_tokens, config.num_topk)
     idx = check_tensor("topk_idx", topk_idx, shape, (torch.int64,), config.device).contiguous()
     weights = _check_weights(topk_weights, shape, payload.dtype, config)
     if config.is_cuda:  # kernels look at the ids and plan: reading them here would make the host wait
         return DispatchCall(payload, layout, expert_alignment, idx, weights, None, None)
     check_topk_idx(idx, config.num_experts)
-    plan = plan_by_rank(idx, config) if layout == "rank" else plan_by_expert(idx, config)
+    sent = idx if members is None else _among(idx, members, config)
+    plan = plan_by_rank(sent, config) if layout == "rank" else plan_by_expert(sent, config)
     return DispatchCall(payload, layout, expert_alignment, idx, weights, plan, None)
+
+
+def _among(topk_idx: torch.Tensor, members: Sequence[int], config: BufferConfig) -> torch.Tensor:
+    """Return expert ids with -1 for those whose rank is not a member."""
+    is_there = torch.zeros(config.num_ranks + 1, dtype=torch.bool)
+    is_there[list(members)] = True
+    return torch.where(is_there[topk_idx.div(config.num_local_experts, rounding_mode="floor")], topk_idx, -1)
 
 
 def _check_alignment(expert_alignment: object) -> None:
@@ -290,7 +300,12 @@ def _check_cached(config: BufferConfig, payload: PayloadRows, topk_weights: obje
 
 
 def _check_mask(
-    config: BufferConfig, payload: PayloadRows, mask: object, topk_weights: object, layout: str
+    config: BufferConfig,
+    payload: PayloadRows,
+    mask: object,
+    topk_weights: object,
+    layout: str,
+    members: Sequence[int] | None,
 ) -> DispatchCall:
     if layout != "rank":
         raise InvalidArgument("is_token_in_rank routes the rank layout only; give topk_idx for layout='expert'")
@@ -300,7 +315,11 @@ def _check_mask(
     member = check_tensor("is_token_in_rank", mask, shape, (torch.bool,), config.device)
     if config.is_cuda:
         return DispatchCall(payload, layout, 1, None, None, None, None, member.contiguous())
-    return DispatchCall(payload, layout, 1, None, None, plan_by_mask(member, config), None)
+    sent = member
+    if members is not None:
+        sent = torch.zeros_like(member)
+        sent[:, list(members)] = member[:, list(members)]
+    return DispatchCall(payload, layout, 1, None, None, plan_by_mask(sent, config), None, member)
 
 
 def _check_weights(
@@ -320,8 +339,9 @@ def check_combine(
     bias: object,
     out: object,
     order: object = None,
+    members: Sequence[int] | None = None,
 ) -> CombineCall:
-    """Check the arguments of a combine."""
+    """Check the arguments of a combine; `members` where a view leaves ranks out (CPU)."""
     rows = check_tensor("y", y, (handle.num_recv, config.hidden), PAYLOAD_DTYPES, config.device)
     if rows.dtype.itemsize > config.dtype.itemsize:
         raise InvalidArgument(f"y must be no wider than the buffer's dtype {config.dtype}, got {rows.dtype}")
@@ -346,7 +366,7 @@ def check_combine(
     wanted = check_order(order, handle.layout)
     lanes = None
     if handle.layout == "rank" and wanted.by == "last_k":
-        lanes = _check_lanes(config, handle, wanted)
+        lanes = _check_lanes(config, handle, wanted, members)
     # on GPUs whether an order is wanted must not depend on what only this rank gives
     if is_own_order(wanted, config.num_ranks, 2 if config.is_cuda else len(checked)):
         wanted = RANKS_THEN_BIAS
@@ -354,7 +374,9 @@ def check_combine(
     return CombineCall(rows.contiguous(), handle, weights, checked, target, wanted, lanes)
 
 
-def _check_lanes(config: BufferConfig, handle: Handle, order: CombineOrder) -> torch.Tensor | None:
+def _check_lanes(
+    config: BufferConfig, handle: Handle, order: CombineOrder, members: Sequence[int] | None
+) -> torch.Tensor | None:
     """Return `last_k` of the order's routing, which must name the ranks that the handle's rows went to.
 
     A GPU's handle keeps the routing of its dispatch, which is what counts there; the order's is not looked at.
@@ -368,6 +390,7 @@ def _check_lanes(config: BufferConfig, handle: Handle, order: CombineOrder) -> t
     shape = (handle.num_tokens, config.num_topk)
     topk_idx = check_tensor("order.topk_idx", order.topk_idx, shape, (torch.int64,), config.device)
     check_topk_idx(topk_idx, config.num_experts)
+    topk_idx = topk_idx if members is None else _among(topk_idx, members, config)
     lanes = last_k(topk_idx, config.num_ranks, config.num_local_experts)
     sent = torch.zeros(lanes.shape, dtype=torch.bool)
     for segment in handle.placement.segments:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import DTYPE_CODES, BufferConfig
+from .config import DTYPE_CODES, MAX_EXPERT_ALIGNMENT, BufferConfig
 from .exchange import OP_GATHER, REASON_BYTES, Exchange, Header
 
 
@@ -27,14 +27,20 @@ class ControlPlane:
         self.exchange = exchange
 
     def all_gather_bytes(self, data: bytes, deadline: float) -> list[bytes]:
-        """Return everybody's `data`, in rank order; one exchange for each `REASON_BYTES` bytes."""
+        """Return everybody's `data`, in rank order; one exchange for each `REASON_BYTES` bytes.
+
+        Who is not in the view has none. Pieces carry their number, so that none is taken for another when the view
+        changes between two of them.
+        """
         parts: list[bytes] = [b""] * self.config.num_ranks
-        for first in range(0, max(1, len(data)), REASON_BYTES):
+        for idx, first in enumerate(range(0, max(1, len(data)), REASON_BYTES)):
             piece = data[first : first + REASON_BYTES]
-            header = self._bare_header(OP_GATHER)._replace(handle=len(data))
+            number = 1 + idx % MAX_EXPERT_ALIGNMENT
+            header = self._bare_header(OP_GATHER)._replace(handle=len(data), expert_alignment=number)
             self.exchange.publish(header, None, piece, deadline)
-            texts = self.exchange.gather(deadline).texts
-            parts = [got + text[: len(piece)] for got, text in zip(parts, texts, strict=True)]
+            rows = self.exchange.gather(deadline)
+            for rank in rows.parties:
+                parts[rank] += rows.texts[rank][: len(piece)]
         return parts
 
     def refuse(self, op: int, error: BaseException, deadline: float) -> None:

@@ -10,7 +10,9 @@ Combine pulls: a rank puts its expert outputs into a slot of its own arena (or f
 in ascending rank order and rounds once. A slot stays untouched until all peers have passed the call.
 
 What a crash between two steps leaves: half-written rows in a slot whose `data` tag never comes. The receiver raises
-and lets the slot cool; nothing half-written is ever returned.
+and lets the slot cool; nothing half-written is ever returned. Where the group has a view (`survivor.py`) the call may
+end without the dead: rows of the others are then packed into ordinary memory (`partial.py`), and the next call finds
+other arenas. A result that all sources have completed stays where it is: nobody has a grant to write there again.
 
 Arguments come checked (`checks.py`); what comes from peers is checked here and in `exchange.py`.
 """
@@ -18,28 +20,31 @@ Arguments come checked (`checks.py`); what comes from peers is checked here and 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
-from ..errors import AbortedError, CommTimeoutError, InvalidArgument, PeerError, ProtocolError, context
+from ..errors import AbortedError, CommTimeoutError, EpeeError, InvalidArgument, PeerError, ProtocolError, context
 from ..memory.arena import Arena, Slots, num_pool_slots
 from ..memory.host import BLOB_BYTES
 from ..memory.layout import Field
+from .announce import combine_header, dispatch_header
 from .checks import CombineCall, DispatchCall, PayloadRows
-from .config import DTYPE_CODES, LAYOUTS, BufferConfig
+from .config import LAYOUTS, BufferConfig
 from .control import ControlPlane
 from .event import DONE
-from .exchange import OP_COMBINE, OP_DISPATCH, Header, Rows
-from .handle import Combined, Dispatched, Handle, HostHandle, Payload
+from .exchange import OP_NAMES, Rows
+from .handle import Combined, Dispatched, Handle, HostHandle, Payload, Routing
 from .lane import Lane, RunOptions
 from .layout import Counts, Segment, num_rows_needed, place
 from .order import RANKS_THEN_BIAS
+from .partial import lost_weight, pack_rows, without_destinations, without_sources
 from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
 from .reduce_ordered import combine_expert_rows_in_order, combine_rank_rows_in_order
 from .slot_io import pack_meta, received_meta, rows_of, typed, write_meta, write_rows
-
-_SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 
 
 def _own(handle: Handle) -> HostHandle:
@@ -79,7 +84,7 @@ class CpuPath:
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been announced to the peers."""
-        return self.exchange.seq
+        return self.exchange.num_calls
 
     def is_told(self, error: Exception) -> bool:
         """Tell whether the peers know about `error`, or cannot be told: it was they who caused it."""
@@ -87,6 +92,11 @@ class CpuPath:
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
+        survivor = self.exchange.survivor
+        if survivor is not None and survivor.has_turned:
+            if survivor.has_losses_to_tell():
+                return  # the peers' call fails by itself
+            survivor.turn(OP_NAMES[op], deadline)
         self.control.refuse(op, error, deadline)
 
     def check(self) -> None:
@@ -109,15 +119,19 @@ class CpuPath:
         self._settle(deadline)
         slot = self._take(arena)
         counts = call.plan.counts if call.plan is not None else None
+        survivor = self.exchange.survivor
         last_seq = self.exchange.seq
         try:
-            self.exchange.publish(self._dispatch_header(call, slot), counts, arena.region.blob, deadline)
+            header = dispatch_header(call, self.rank, slot, self._alignment[call.layout])
+            self.exchange.publish(header, counts, arena.region.blob, deadline)
             rows = self.exchange.gather(deadline)
             handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
-            slots = self._attach(call.layout, rows)
+            slots = self._attach(call.layout, rows, deadline)
             self._send(call, handle, rows, slots)
-            self.exchange.wait_data(deadline)
-            return self._receive(call, handle, arena, slot)
+            missing = self.exchange.wait_data(deadline, rows.parties)
+            if missing and survivor is not None and survivor.raises:
+                raise survivor.unfinished(missing, "dispatch")
+            return self._receive(call, handle, arena, slot, missing)
         except BaseException:
             self._let_go(arena, slot, last_seq)
             if self.exchange.seq > last_seq:
@@ -135,9 +149,10 @@ class CpuPath:
         last_seq = self.exchange.seq
         try:
             self._stage(call, arena, slot, is_staged)
-            self.exchange.publish(self._combine_header(call, slot), None, arena.region.blob, deadline)
+            header = combine_header(call, self.rank, slot, self._alignment[layout])
+            self.exchange.publish(header, None, arena.region.blob, deadline)
             rows = self.exchange.gather(deadline)
-            return self._pull(call, self._attach(layout, rows), rows)
+            return self._pull(call, self._attach(layout, rows, deadline), rows)
         finally:
             self._let_go(arena, slot, last_seq)
 
@@ -153,52 +168,19 @@ class CpuPath:
         return arena.lease(slot, [Field("payload", dtype, shape)], "input")[0]
 
     def close(self) -> None:
-        """Drop all memory; tensors that the user still holds keep theirs. Idempotent."""
+        """Drop all memory; tensors that the user still holds keep theirs. Idempotent.
+
+        Also between two epochs: the arenas of the next one are made by its calls.
+        """
         for peers in self._peers.values():
             for slots in peers.values():
                 slots.close()
             peers.clear()
+        for blobs in self._blobs.values():
+            blobs.clear()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
-
-    def _dispatch_header(self, call: DispatchCall, slot: int) -> Header:
-        payload = call.payload
-        return Header(
-            op=OP_DISPATCH,
-            layout=LAYOUTS.index(call.layout),
-            dtype=DTYPE_CODES.index(payload.dtype),
-            handle=call.handle.seq if call.handle is not None else 0,
-            with_topk=int(call.topk_idx is not None),
-            with_weights=call.topk_weights.element_size() if call.topk_weights is not None else 0,
-            scale_words=payload.scales.shape[1] if payload.scales is not None else 0,
-            scale_kind=_SCALE_KINDS[payload.scale_dtype],
-            expert_alignment=call.expert_alignment,
-            arena_alignment=self._alignment[call.layout],
-            refused=0,
-            num_tokens=payload.rows.shape[0],
-            slot=slot,
-            rank=self.rank,
-        )
-
-    def _combine_header(self, call: CombineCall, slot: int) -> Header:
-        handle = call.handle
-        return Header(
-            op=OP_COMBINE,
-            layout=LAYOUTS.index(handle.layout),
-            dtype=DTYPE_CODES.index(call.y.dtype),
-            handle=handle.seq,
-            with_topk=0,
-            with_weights=call.topk_weights.element_size() if call.topk_weights is not None else 0,
-            scale_words=0,
-            scale_kind=0,
-            expert_alignment=handle.expert_alignment,
-            arena_alignment=self._alignment[handle.layout],
-            refused=0,
-            num_tokens=handle.num_tokens,
-            slot=slot,
-            rank=self.rank,
-        )
 
     # -- memory
 
@@ -236,28 +218,41 @@ class CpuPath:
         else:
             arena.pool.give_back(slot)
 
-    def _attach(self, layout: str, rows: Rows) -> dict[int, Slots]:
-        """Return everybody's slots; map what is new: a peer's first arena, or one that it has made larger."""
+    def _attach(self, layout: str, rows: Rows, deadline: float) -> dict[int, Slots]:
+        """Return the slots of all with a part in the call; one that has died before it was mapped has none.
+
+        What is new is mapped: a peer's first arena, or one that it has made larger.
+        """
         peers, blobs = self._peers[layout], self._blobs[layout]
-        for src, text in enumerate(rows.texts):
+        for src in rows.parties:
+            text = rows.texts[src]
             if src == self.rank:
                 peers[src] = self._arenas[layout]
             elif blobs.get(src) != text:
-                header = rows.headers[src]
-                alignment = max(1, header.arena_alignment)
-                if layout == "expert" and alignment < header.expert_alignment:
-                    raise ProtocolError(
-                        f"rank {src}: its arena is aligned to {alignment}, its call to {header.expert_alignment} rows"
-                    )
-                slot_layout = self.config.slot_layout(layout, alignment)
-                new = Slots.attach(text[:BLOB_BYTES], slot_layout, num_pool_slots(self.config.num_slots))
-                if new.region.owner_pid != self.exchange.pids[src]:
-                    new.close()
-                    raise ProtocolError(f"the arena that rank {src} names belongs to process {new.region.owner_pid}")
-                if src in peers:
-                    peers[src].close()
-                peers[src], blobs[src] = new, text
+                survivor = self.exchange.survivor
+                try:
+                    self._attach_one(layout, src, rows)
+                except EpeeError:
+                    if survivor is None or not survivor.await_end_of(src, deadline):
+                        raise
         return peers
+
+    def _attach_one(self, layout: str, src: int, rows: Rows) -> None:
+        peers, blobs = self._peers[layout], self._blobs[layout]
+        text, header = rows.texts[src], rows.headers[src]
+        alignment = max(1, header.arena_alignment)
+        if layout == "expert" and alignment < header.expert_alignment:
+            raise ProtocolError(
+                f"rank {src}: its arena is aligned to {alignment}, its call to {header.expert_alignment} rows"
+            )
+        slot_layout = self.config.slot_layout(layout, alignment)
+        new = Slots.attach(text[:BLOB_BYTES], slot_layout, num_pool_slots(self.config.num_slots))
+        if new.region.owner_pid != self.exchange.pids[src]:
+            new.close()
+            raise ProtocolError(f"the arena that rank {src} names belongs to process {new.region.owner_pid}")
+        if src in peers:
+            peers[src].close()
+        peers[src], blobs[src] = new, text
 
     # -- dispatch
 
@@ -275,6 +270,16 @@ class CpuPath:
             with_topk=call.topk_idx is not None,
             plan=call.plan,
             placement=place(counts, self.rank, call.layout, call.expert_alignment, self.config),
+            routing=self._routing(call),
+        )
+
+    def _routing(self, call: DispatchCall) -> Routing | None:
+        """Return a copy of the routing where some of it may be lost: in a reduced view, or where a loss is no error."""
+        survivor = self.exchange.survivor
+        if survivor is None or (survivor.raises and not self.exchange.is_reduced):
+            return None
+        return Routing(
+            *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
         )
 
     def _check_counts(self, rows: Rows, layout: str, alignment: int) -> Counts:
@@ -311,6 +316,8 @@ class CpuPath:
         packed = pack_meta(call, handle, self.config.meta_words(handle.layout))
         for step in range(1, self.config.num_ranks + 1):
             dst_rank = (self.rank + step) % self.config.num_ranks
+            if dst_rank not in slots:
+                continue
             target, slot = slots[dst_rank], rows.headers[dst_rank].slot
             for segment in by_rank.get(dst_rank, ()):
                 write_rows(call.payload, handle, segment, target, slot)
@@ -319,20 +326,29 @@ class CpuPath:
             if dst_rank != self.rank:
                 self.exchange.signal_data(dst_rank)
 
-    def _receive(self, call: DispatchCall, handle: HostHandle, arena: Arena, slot: int) -> Dispatched:
+    def _receive(
+        self, call: DispatchCall, handle: HostHandle, arena: Arena, slot: int, missing: list[int]
+    ) -> Dispatched:
         if call.handle is None or call.topk_weights is not None:
             words = self.config.meta_words(handle.layout)
             meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
             handle = received_meta(call, handle, meta, self.rank * self.config.num_local_experts)
-        for first, end in handle.placement.padding:
-            rows_of(arena, slot, "payload", first, end - first, call.payload.rows.shape[1]).zero_()
-            if call.payload.scales is not None:
-                rows_of(arena, slot, "scales", first, end - first, call.payload.scales.shape[1]).zero_()
+        if call.handle is not None and call.topk_weights is not None and handle.routing is not None:
+            handle = replace(handle, routing=handle.routing._replace(topk_weights=call.topk_weights.clone()))
+        source = None
+        if missing:
+            whole_recv = handle.num_recv
+            handle, source = without_sources(handle, missing)
+        if source is None:
+            self._clear_padding(call, handle, arena, slot)
+            x = self._result(call.payload, handle.num_recv, arena, slot)
+        else:
+            x = self._packed(call.payload, whole_recv, source, arena, slot)
         weights = handle.recv_weights
         if call.handle is not None and call.topk_weights is None and handle.layout == "rank":
             weights = None
         return Dispatched(
-            x=self._result(call.payload, handle.num_recv, arena, slot),
+            x=x,
             # copies: the handle's own must not change with what the user does to these
             topk_idx=None if handle.recv_topk_idx is None else handle.recv_topk_idx.clone(),
             topk_weights=None if weights is None else weights.clone(),
@@ -340,14 +356,33 @@ class CpuPath:
             handle=handle,
             event=DONE,
             num_ranks=self.config.num_ranks,
+            epoch=self.exchange.epoch,
+            lost_ranks=self._lost(missing),
         )
 
-    def _result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
-        """Return the received rows: a lease on the slot, or a copy when as many are out as may be."""
+    def _lost(self, missing: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the ranks that are not members, and those of `missing`."""
+        if not missing and not self.exchange.is_reduced:
+            return ()
+        there = set(self.exchange.members) - set(missing)
+        return tuple(rank for rank in range(self.config.num_ranks) if rank not in there)
+
+    def _clear_padding(self, call: DispatchCall, handle: HostHandle, arena: Arena, slot: int) -> None:
+        for first, end in handle.placement.padding:
+            rows_of(arena, slot, "payload", first, end - first, call.payload.rows.shape[1]).zero_()
+            if call.payload.scales is not None:
+                rows_of(arena, slot, "scales", first, end - first, call.payload.scales.shape[1]).zero_()
+
+    def _fields(self, payload: PayloadRows, num_recv: int) -> list[Field]:
         fields = [Field("payload", payload.dtype, (num_recv, self.config.hidden))]
         if payload.scales is not None:
             assert payload.scale_dtype is not None
             fields.append(Field("scales", payload.scale_dtype, (num_recv, payload.scales.shape[1])))
+        return fields
+
+    def _result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
+        """Return the received rows: a lease on the slot, or a copy when as many are out as may be."""
+        fields = self._fields(payload, num_recv)
         if num_recv == 0:
             arena.pool.give_back(slot)
             tensors = [torch.empty(field.shape, dtype=field.dtype) for field in fields]
@@ -357,6 +392,11 @@ class CpuPath:
             tensors = [typed(arena, slot, field).clone() for field in fields]
             arena.pool.give_back(slot)
             self.num_copied += 1
+        return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
+
+    def _packed(self, payload: PayloadRows, num_recv: int, source: torch.Tensor, arena: Arena, slot: int) -> Payload:
+        """Return the rows that have come, copied out; the slot is never used again."""
+        tensors = [pack_rows(typed(arena, slot, field), source) for field in self._fields(payload, num_recv)]
         return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
 
     # -- combine
@@ -380,6 +420,10 @@ class CpuPath:
 
     def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
         handle, hidden = _own(call.handle), self.config.hidden
+        missing = [rank for rank in self.exchange.members if rank not in rows.parties or rank not in slots]
+        if missing:
+            handle = without_destinations(handle, missing)
+            call = call._replace(handle=handle)
         dtype = call.y.dtype
         out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype)
         granted = [header.slot for header in rows.headers]
@@ -390,13 +434,28 @@ class CpuPath:
             else:
                 combine_rank_rows_in_order(handle, parts, call.bias, out, call.order, call.last_k)
         else:
-            whole = [slots[src].field(granted[src], "payload").view(dtype) for src in range(self.config.num_ranks)]
-            views = [flat[: flat.numel() // hidden * hidden].view(-1, hidden) for flat in whole]
+            views = [self._whole(slots.get(src), granted[src], dtype) for src in range(self.config.num_ranks)]
             if call.order is RANKS_THEN_BIAS:
                 combine_expert_rows(handle, views, call.bias, out)
             else:
                 combine_expert_rows_in_order(handle, views, call.bias, out, call.order)
-        return Combined(out, self._returned_weights(call, slots, granted))
+        lost = self._lost(missing)
+        return Combined(
+            out,
+            self._returned_weights(call, slots, granted),
+            num_ranks=self.config.num_ranks,
+            epoch=self.exchange.epoch,
+            lost_ranks=lost,
+            lost=None if handle.routing is None else partial(lost_weight, handle.routing, lost, self.config),
+        )
+
+    def _whole(self, slots: Slots | None, slot: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return all rows of a slot; none of a rank without a part."""
+        hidden = self.config.hidden
+        if slots is None:
+            return torch.empty(0, hidden, dtype=dtype)
+        flat = slots.field(slot, "payload").view(dtype)
+        return flat[: flat.numel() // hidden * hidden].view(-1, hidden)
 
     def _segment_rows(
         self, call: CombineCall, segment: Segment, slots: dict[int, Slots], granted: list[int]

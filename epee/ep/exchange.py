@@ -21,7 +21,10 @@ still have to read the call before in it. A reader looks at `data` again after i
 that or of an earlier call was stored before.)
 
 What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
-in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer.
+in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer, unless
+its group has a view (`survivor.py`). Then each epoch has inboxes of its own, of its members only; a wait ends when the
+view changes, and the survivor says what becomes of the call. A rank stores its row into its own inbox first, so a row
+that anybody has seen can be read there, also after the death of its writer.
 
 Everything in a row is a peer's word. It is copied out of shared memory first and checked then, so that it cannot
 change between the check and its use.
@@ -29,91 +32,64 @@ change between the check and its use.
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import CommTimeoutError, MismatchError, ProtocolError, RankFailedError, context
-from ..memory.arena import num_pool_slots
 from ..memory.host import BLOB_BYTES, HostRegion
 from ..memory.layout import Field, Layout
-from ..memory.signals import SEQ_BITS, futex_wake, tag, wait_equal
+from ..memory.signals import futex_wake, tag, wait_equal
 from ..view.detector import DeathWatch
-from .config import DTYPE_CODES, LAYOUTS, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
+from .config import BufferConfig
+from .header import HEADER as _HEADER
+from .header import LABELS, NUM_AGREED, NUM_HEADER, describe_field, limits_of, parse_header
+from .header import OP_COMBINE as OP_COMBINE  # whoever uses an exchange finds these words here
+from .header import OP_DISPATCH as OP_DISPATCH
+from .header import OP_GATHER as OP_GATHER
+from .header import OP_NAMES as OP_NAMES
+from .header import REASON_BYTES as REASON_BYTES
+from .header import Header as Header
 from .layout import Ints
 
-OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
-OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
-REASON_BYTES = 248
+if TYPE_CHECKING:
+    from .survivor import Survivor
 
-
-class Header(NamedTuple):
-    """The fixed words of a row, in order, behind the tag. The first `NUM_AGREED` must be equal on all ranks.
-
-    Attributes:
-        op: `OP_DISPATCH`, `OP_COMBINE` or `OP_GATHER`.
-        layout: index into `LAYOUTS`.
-        dtype: index into `DTYPE_CODES`.
-        handle: call that made the handle in use, 0 without one; the number of bytes of an `OP_GATHER`.
-        with_topk: 1 when routed by topk_idx, 0 by is_token_in_rank.
-        with_weights: bytes of one weight that travels, 0 without weights.
-        scale_words: 4-byte words of scales per row.
-        scale_kind: 0 none, 1 float32, 2 packed int32.
-        expert_alignment: rows.
-        arena_alignment: alignment that this rank's arena of the layout was made for, at least `expert_alignment`.
-        refused: 1 when this rank's call was refused; the row then holds the reason.
-        num_tokens: tokens of this rank.
-        slot: of this rank's arena, that peers may write (dispatch) or read (combine).
-        rank: the writer.
-        reserved: 0.
-    """
-
-    op: int
-    layout: int
-    dtype: int
-    handle: int
-    with_topk: int
-    with_weights: int
-    scale_words: int
-    scale_kind: int
-    expert_alignment: int
-    arena_alignment: int
-    refused: int
-    num_tokens: int
-    slot: int
-    rank: int
-    reserved: int = 0
-
-
-NUM_AGREED = 9
-_NUM_HEADER = len(Header._fields)
-_HEADER = struct.Struct(f"{_NUM_HEADER}Q")
-_TEXT_AT = 1 + _NUM_HEADER
+_TEXT_AT = 1 + NUM_HEADER
 _COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
 _DATA_STRIDE = 8  # words: one cache line per writer
 _NUM_REASONS = 8
+RETRY_S = 0.1  # between two complaints about a rank that is silent beyond the time-out
 _REASON_WORDS = 1 + REASON_BYTES // 8
-Limits: TypeAlias = tuple[tuple[int, int], ...]
 assert BLOB_BYTES <= REASON_BYTES
 
 
+class Moved(Exception):
+    """The view has changed and nobody will end this call in its epoch: it is to be made again in the new one."""
+
+
+class Turned(Exception):
+    """The view has changed while something was waited for."""
+
+
 class Rows(NamedTuple):
-    """What one exchange brought, copied and checked.
+    """What one exchange brought, copied and checked. Of a rank without a part in the call: zeros.
 
     Attributes:
         headers: one per rank.
         counts: `[num_ranks, num_ranks + num_experts]` int64; rows that each rank sends to each rank, then (token, k)
             slots that it gives each expert.
         texts: the free bytes of each row: the blob of the rank's arena.
+        parties: the ranks with a part in the call, ascending.
     """
 
     headers: list[Header]
     counts: Ints
     texts: list[bytes]
+    parties: tuple[int, ...]
 
 
 def inbox_layout(config: BufferConfig) -> Layout:
@@ -133,14 +109,19 @@ class Exchange:
     Args:
         config: of the buffer.
         rank: this rank.
-        inboxes: one region per rank, the own one included.
+        inboxes: one region per rank, the own one included; none where a survivor will bring them (`begin`).
         watch: knows which ranks are dead.
         interrupt: called while waiting; raises to end the wait.
 
     Attributes:
-        epoch: of the view; 0 while membership cannot change.
+        epoch: of the view; 0 while membership cannot change, and before the first epoch.
+        members: ranks of the epoch, ascending.
+        is_reduced: whether these are not all.
         pids: the ranks' processes.
         settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
+        gathered: the last call whose rows were seen, or that is over for another reason.
+        num_calls: published so far, in all epochs.
+        survivor: says what a new view does to a call; None where a dead rank ends the buffer.
     """
 
     def __init__(
@@ -153,10 +134,8 @@ class Exchange:
     ) -> None:
         self.config = config
         self.rank = rank
-        self.epoch = 0
-        self.settled = 0
-        self._row = (0, b"")  # number and bytes of the last call's row
-        self._stored = 0  # the last call whose row has been stored into every inbox
+        self.num_calls = 0
+        self.survivor: Survivor | None = None
         self._watch = watch
         self._interrupt = interrupt
         layout = inbox_layout(config)
@@ -164,12 +143,23 @@ class Exchange:
         self._rows_at = layout.offset("rows") // 8
         self._data_at = layout.offset("data") // 8
         self._reasons_at = layout.offset("reasons") // 8
-        num_words = layout.nbytes // 8
-        self._words = [inbox.words(0, num_words) for inbox in inboxes]
-        self._addresses = [inbox.address for inbox in inboxes]
-        self.pids = [inbox.owner_pid for inbox in inboxes]
-        self._limits = _limits(config)
+        self._num_words = layout.nbytes // 8
+        self._limits = limits_of(config)
         self._op = "none"
+        self.begin(0, dict(enumerate(inboxes)))
+
+    def begin(self, epoch: int, inboxes: Mapping[int, HostRegion]) -> None:
+        """Begin an epoch with the inboxes of its members; calls are counted from 1 again."""
+        self.epoch = epoch
+        self.settled = self.gathered = 0
+        self._row = (0, b"")  # number and bytes of the last call's row
+        self._stored = 0  # the last call whose row has been stored into every inbox
+        self.members = tuple(sorted(inboxes))
+        self.is_reduced = len(self.members) < self.config.num_ranks
+        self._peers = tuple(rank for rank in self.members if rank != self.rank)
+        self._words = {rank: inboxes[rank].words(0, self._num_words) for rank in self.members}
+        self._addresses = {rank: inboxes[rank].address for rank in self.members}
+        self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Start the next call: write this rank's row into every inbox.
@@ -179,30 +169,46 @@ class Exchange:
             counts: `[num_ranks + num_experts]` int64, or None when the receivers know them from a handle.
             text: at most `REASON_BYTES` bytes.
             deadline: `time.monotonic()` value; peers that have not passed the last call by then end it.
+
+        Raises:
+            Moved: the view has changed before the call was started.
         """
         self.settle(deadline)
         self._op = OP_NAMES[header.op]
         numbers = bytes(8 * (self._row_words - _COUNTS_AT)) if counts is None else counts.tobytes()
         row = _HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
+        if self.survivor is not None and not self.survivor.issue(self.seq + 1):
+            raise Moved
+        self.num_calls += 1
         # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
         self._row = (self.seq + 1, row.ljust(8 * (self._row_words - 1), b"\0"))
         self._store_row()
 
     @property
     def seq(self) -> int:
-        """Number of the last published call, from 1."""
+        """Number of the last published call of the epoch, from 1."""
         return self._row[0]
 
+    @property
+    def header(self) -> Header:
+        """What this rank has published last."""
+        return Header(*_HEADER.unpack_from(self._row[1]))
+
+    def reason(self) -> bytes:
+        """Return the free bytes of the last row."""
+        return self._row[1][8 * NUM_HEADER :][:REASON_BYTES]
+
     def _store_row(self) -> None:
-        """Write the current row into every inbox; storing it again changes nothing."""
+        """Write the current row into every inbox, the own one first; storing it again changes nothing."""
         seq, row = self._row
         start = self._row_at(seq & 1, self.rank)
         mark = tag(self.epoch, seq)
         data = memoryview(row).cast("Q")
-        for peer, words in enumerate(self._words):
+        for rank in (self.rank, *self._peers):
+            words = self._words[rank]
             words[start + 1 : start + self._row_words] = data
             words[start] = mark
-            futex_wake(self._addresses[peer] + 8 * start)
+            futex_wake(self._addresses[rank] + 8 * start)
         self._stored = seq
 
     def gather(self, deadline: float) -> Rows:
@@ -212,20 +218,56 @@ class Exchange:
             MismatchError: the ranks disagree, or a peer's call was refused; the same on every rank that was not.
             CommTimeoutError, RankFailedError: a peer did not come.
             ProtocolError: a row cannot be right.
+            Moved: the view has changed; see there.
         """
-        self._wait_rows(deadline)
-        first = self._row_at(self.seq & 1, 0)
+        parties = self.members
         num_ranks, width = self.config.num_ranks, 8 * self._row_words
-        copy = bytes(self._words[self.rank][first : first + num_ranks * self._row_words])
+        try:
+            self._wait_rows(deadline)
+            is_gathered = self.survivor is None or self.survivor.gather(self.seq)
+        except Turned:
+            is_gathered = False
+        if is_gathered and not self.is_reduced:
+            first = self._row_at(self.seq & 1, 0)
+            copy = bytes(self._words[self.rank][first : first + num_ranks * self._row_words])
+        else:
+            if not is_gathered and self.survivor is not None:
+                parties = self.survivor.decide(self._op, self.seq, self.header.op == OP_COMBINE, deadline)
+            copy = self._copy_rows(parties)
+        self.gathered = self.seq
         own = copy[self.rank * width + 8 : (self.rank + 1) * width]
         if own != self._row[1]:
             raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
-        headers = [_parse(_HEADER.unpack_from(copy, src * width + 8), src, self._limits) for src in range(num_ranks)]
+        headers = [
+            parse_header(_HEADER.unpack_from(copy, src * width + 8), src, self._limits) for src in range(num_ranks)
+        ]
         texts = [copy[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in range(num_ranks)]
-        self._agree(headers, texts)
+        self._agree(headers, texts, parties)
         words = np.frombuffer(copy, dtype=np.int64).reshape(num_ranks, self._row_words)
         counts = words[:, _COUNTS_AT : _COUNTS_AT + num_ranks + self.config.num_experts]
-        return Rows(headers, counts, texts)
+        return Rows(headers, counts, texts, parties)
+
+    def _copy_rows(self, parties: tuple[int, ...]) -> bytes:
+        """Return the rows of the current call, `num_ranks` of them.
+
+        A row that did not come here lies in its writer's own inbox. Who has no part gets a row that says nothing.
+        """
+        num_ranks, width = self.config.num_ranks, self._row_words
+        words = self._words[self.rank]
+        empty = self.header._replace(num_tokens=0, slot=0, refused=0)
+        parts = []
+        for src in range(num_ranks):
+            if src not in parties:
+                parts.append((bytes(8) + _HEADER.pack(*empty._replace(rank=src))).ljust(8 * width, b"\0"))
+                continue
+            at = self._row_at(self.seq & 1, src)
+            there = words if words[at] == tag(self.epoch, self.seq) else self._words[src]
+            parts.append(bytes(there[at : at + width]))
+        return b"".join(parts)
+
+    def has_row_of(self, src: int) -> bool:
+        """Return whether a rank has announced the current call, as its own inbox says."""
+        return self._words[src][self._row_at(self.seq & 1, src)] == tag(self.epoch, self.seq)
 
     def signal_data(self, dst_rank: int) -> None:
         """Tell `dst_rank` that this rank's payload of the current call lies whole in its arena."""
@@ -236,17 +278,32 @@ class Exchange:
     def abandon(self) -> None:
         """Tell all peers that this rank's payload of the current call will not come."""
         index = self._data_at + self.rank * _DATA_STRIDE
-        for peer, words in enumerate(self._words):
-            if peer != self.rank:
-                words[index + 1] = tag(self.epoch, self.seq)
-                futex_wake(self._addresses[peer] + 8 * index)  # a reader of `data` sleeps on word 0
+        for peer in self._peers:
+            self._words[peer][index + 1] = tag(self.epoch, self.seq)
+            futex_wake(self._addresses[peer] + 8 * index)  # a reader of `data` sleeps on word 0
 
-    def wait_data(self, deadline: float) -> None:
-        """Wait until the payload of every peer has arrived whole."""
+    def wait_data(self, deadline: float, parties: Sequence[int] | None = None) -> list[int]:
+        """Wait until the payload of every peer with a part in the call has arrived whole.
+
+        Returns:
+            The ranks that are gone from the view and have left theirs unfinished.
+        """
         want = tag(self.epoch, self.seq)
-        for src in range(self.config.num_ranks):
-            if src != self.rank:
-                self._wait(self._data_at + src * _DATA_STRIDE, want, src, deadline, is_data=True)
+        unfinished: list[int] = []
+        if self.survivor is not None and self.survivor.has_turned:
+            deadline = self.survivor.patience(deadline)
+        for src in self._peers if parties is None else parties:
+            if src == self.rank:
+                continue
+            index = self._data_at + src * _DATA_STRIDE
+            try:
+                self._wait(index, want, src, deadline, is_data=True)
+            except Turned:  # it is gone: nothing more may count, but what came before does
+                if self._words[self.rank][index] != want:
+                    unfinished.append(src)
+                if self.survivor is not None:
+                    deadline = self.survivor.patience(deadline)
+        return unfinished
 
     def post_reason(self, call: int, reason: bytes) -> None:
         """Say why this rank refuses GPU call number `call` (above 0); at most `REASON_BYTES` bytes."""
@@ -270,17 +327,26 @@ class Exchange:
         self._words.clear()
 
     def settle(self, deadline: float) -> None:
-        """Wait until all peers have announced the last call, so that none can be behind it."""
+        """Wait until all peers have announced the last call, so that none can be behind it.
+
+        Raises:
+            Moved: the view has changed meanwhile.
+        """
         if self._stored < self.seq:
             self._store_row()
         if self.settled < self.seq:
-            self._wait_rows(deadline)
+            try:
+                self._wait_rows(deadline)
+            except Turned:
+                raise Moved from None
+            if self.gathered < self.seq and self.survivor is not None and not self.survivor.gather(self.seq):
+                raise Moved
+            self.gathered = self.seq
 
     def _wait_rows(self, deadline: float) -> None:
         want = tag(self.epoch, self.seq)
-        for src in range(self.config.num_ranks):
-            if src != self.rank:
-                self._wait(self._row_at(self.seq & 1, src), want, src, deadline)
+        for src in self._peers:
+            self._wait(self._row_at(self.seq & 1, src), want, src, deadline)
         self.settled = self.seq
 
     def _wait(self, index: int, want: int, src: int, deadline: float, is_data: bool = False) -> None:
@@ -288,6 +354,7 @@ class Exchange:
         if words[index] == want:
             return
         started = time.monotonic()
+        survivor = self.survivor
 
         def check() -> None:
             self._interrupt()
@@ -295,6 +362,8 @@ class Exchange:
             dead = self._watch.dead()
             if words[index] == want:
                 return
+            if survivor is not None:
+                survivor.check(src, is_data)
             # a peer may have met a death first and given up: the death is the cause, so it comes first
             if src in dead or (dead and gave_up):
                 raise self._death(dead, started)
@@ -302,15 +371,29 @@ class Exchange:
                 facts = context(self._op, rank=self.rank, peer=src, seq=self.seq, epoch=self.epoch)
                 raise MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
 
-        if not wait_equal(words, index, want, self._addresses[self.rank], deadline, check):
+        patience = deadline
+        while not wait_equal(words, index, want, self._addresses[self.rank], patience, check):
             elapsed = time.monotonic() - started
             facts = context(self._op, rank=self.rank, peer=src, seq=self.seq, epoch=self.epoch, elapsed=elapsed)
+            behind = self._behind(want, is_data)
+            if survivor is not None and survivor.insist(behind, facts, self.seq, deadline):
+                patience = time.monotonic() + RETRY_S
+                continue
             what = "its rows" if is_data else "its call"
             raise CommTimeoutError(
                 f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {words[index]:#x}); "
                 "the buffer can be used again, raise timeout= if the peer is only slow",
                 [src],
             )
+
+    def _behind(self, want: int, is_data: bool) -> list[int]:
+        """Return the ranks whose row, or payload, of the current call is not here."""
+        words = self._words[self.rank]
+        places = {
+            src: self._data_at + src * _DATA_STRIDE if is_data else self._row_at(self.seq & 1, src)
+            for src in self._peers
+        }
+        return [src for src, index in places.items() if words[index] != want]
 
     def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
         elapsed = time.monotonic() - started
@@ -325,69 +408,27 @@ class Exchange:
             "process ended",
         )
 
-    def _agree(self, headers: list[Header], texts: list[bytes]) -> None:
+    def _agree(self, headers: list[Header], texts: list[bytes], parties: Sequence[int]) -> None:
         """Raise `MismatchError` unless all ranks made the same call; its text is the same on all of them."""
-        first = headers[0]
+        lead = parties[0]
+        first = headers[lead]
         for src, header in enumerate(headers):
             if header.refused:
                 where = context(OP_NAMES[header.op], seq=self.seq, epoch=self.epoch)
                 reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
                 raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
-        for src, header in enumerate(headers):
+        for src in parties:
+            header = headers[src]
             if header[:NUM_AGREED] == first[:NUM_AGREED]:
                 continue
             where = context(OP_NAMES[first.op], seq=self.seq, epoch=self.epoch)
             for name, mine, other in zip(Header._fields[:NUM_AGREED], first, header, strict=False):
                 if mine != other:
                     raise MismatchError(
-                        f"{where}: ranks disagree about {_LABELS.get(name, name)}: rank 0 has {_describe(name, mine)}, "
-                        f"rank {src} has {_describe(name, other)}; all ranks must make the same calls in the same order"
+                        f"{where}: ranks disagree about {LABELS.get(name, name)}: "
+                        f"rank {lead} has {describe_field(name, mine)}, rank {src} has {describe_field(name, other)}; "
+                        "all ranks must make the same calls in the same order"
                     )
 
     def _row_at(self, parity: int, src: int) -> int:
         return self._rows_at + (parity * self.config.num_ranks + src) * self._row_words
-
-
-def _parse(words: tuple[int, ...], src: int, limits: Limits) -> Header:
-    header = Header(*words)
-    for name, value, (low, high) in zip(Header._fields, header, limits, strict=True):
-        if not low <= value <= high:
-            raise ProtocolError(f"row of rank {src}: {name} must be {low} ... {high}, got {value}; memory is corrupt")
-    if header.rank != src:
-        raise ProtocolError(f"row of rank {src} says it is of rank {header.rank}; memory is corrupt")
-    return header
-
-
-def _limits(config: BufferConfig) -> Limits:
-    """Return lowest and highest value of each header field."""
-    return (
-        (1, len(OP_NAMES) - 1),
-        (0, len(LAYOUTS) - 1),
-        (0, len(DTYPE_CODES) - 1),
-        (0, 1 << SEQ_BITS),
-        (0, 1),
-        (0, 8),
-        (0, config.scale_words),
-        (0, 2),
-        (1, MAX_EXPERT_ALIGNMENT),
-        (0, MAX_EXPERT_ALIGNMENT),
-        (0, 1),
-        (0, config.max_tokens_per_rank),
-        (0, num_pool_slots(config.num_slots) - 1),
-        (0, config.num_ranks - 1),
-        (0, 0),
-    )
-
-
-# How a user would call a header field; the others have the user's own words.
-_LABELS = {
-    "handle": "the handle in use (number of the call that made it; for all_gather_bytes the number of bytes)",
-    "with_topk": "routing by topk_idx (1) or otherwise (0)",
-    "with_weights": "topk_weights (bytes of a weight, 0 without)",
-    "scale_words": "the width of the FP8 scales",
-    "scale_kind": "the dtype of the FP8 scales (0 none, 1 float32, 2 packed int32)",
-}
-
-
-def _describe(name: str, value: int) -> str:
-    return OP_NAMES[value] if name == "op" else describe_word(name, value)

@@ -6,6 +6,7 @@ A `Handle` is what users see; each path has its own kind: `HostHandle` here, `cu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -25,6 +26,20 @@ class Pull(NamedTuple):
 
     dst_rank: int
     runs: list[tuple[int, torch.Tensor, torch.Tensor]]
+
+
+class Routing(NamedTuple):
+    """Where a dispatch wanted its tokens to go: kept where some of it may be lost, to say how much was.
+
+    Attributes:
+        topk_idx: `[num_tokens, num_topk]` int64, or None.
+        topk_weights: `[num_tokens, num_topk]`, or None.
+        mask: `[num_tokens, num_ranks]` bool, when that was the routing.
+    """
+
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    mask: torch.Tensor | None
 
 
 def _by_k(slots: torch.Tensor, rows: torch.Tensor, num_topk: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -122,6 +137,7 @@ class HostHandle(Handle):
     recv_weights: torch.Tensor | None = None
     recv_src_token: torch.Tensor | None = None
     recv_src_k: torch.Tensor | None = None
+    routing: Routing | None = None
 
     @property
     def num_recv(self) -> int:
@@ -224,6 +240,8 @@ class Dispatched:
         event: the end of the call; `event.wait()` makes the current stream wait for it. CPU calls are done at once.
         num_ranks: of the buffer.
         readers: raw handles of the streams that may read the rows; see `record_stream`.
+        epoch: in which the call ended.
+        lost_ranks: ranks whose rows are not in, ascending: they are not members, or died in the midst of the call.
     """
 
     x: Payload
@@ -234,11 +252,13 @@ class Dispatched:
     event: Event
     num_ranks: int
     readers: list[int] = field(default_factory=list, repr=False)
+    epoch: int = 0
+    lost_ranks: tuple[int, ...] = ()
 
     @cached_property
     def got(self) -> torch.Tensor:
-        """`[num_ranks]` bool, on the CPU: whose rows are in."""
-        return torch.ones(self.num_ranks, dtype=torch.bool)
+        """`[num_ranks]` int32, on the CPU: 1 for a rank whose rows are in, all of them; 0 for one without any."""
+        return 1 - mask_of(self.lost_ranks, self.num_ranks)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the result until work that is on `stream` when it dies is done (as for torch's tensors).
@@ -261,8 +281,36 @@ class Combined:
         x: `[num_tokens, hidden]` in the dtype of `y`; ordinary memory (or `out`).
         topk_weights: `[num_tokens, num_topk]` summed over the ranks, None when none were given.
         event: as in `Dispatched`.
+        num_ranks: of the buffer.
+        epoch: in which the call ended.
+        lost_ranks: ranks whose rows are not in the sums, ascending.
+        lost: what `lost_weight` calls; None where nobody can be lost.
     """
 
     x: torch.Tensor
     topk_weights: torch.Tensor | None
     event: Event = DONE
+    num_ranks: int = 0
+    epoch: int = 0
+    lost_ranks: tuple[int, ...] = ()
+    lost: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
+
+    @cached_property
+    def got(self) -> torch.Tensor:
+        """`[num_ranks]` int32, on the CPU: 1 for a rank whose rows are in the sums."""
+        return 1 - mask_of(self.lost_ranks, self.num_ranks)
+
+    @property
+    def lost_weight(self) -> torch.Tensor:
+        """`[num_tokens]` float32: the sum of each token's weights whose ranks are lost (see `lost_ranks`).
+
+        Of those that its dispatch named; without weights an expert counts 1. The others' weights are not scaled up.
+        """
+        return torch.zeros(len(self.x), device=self.x.device) if self.lost is None else self.lost()
+
+
+def mask_of(ranks: Sequence[int], num_ranks: int) -> torch.Tensor:
+    """Return `[num_ranks]` int32: 1 for each of `ranks`."""
+    mask = torch.zeros(num_ranks, dtype=torch.int32)
+    mask[list(ranks)] = 1
+    return mask

@@ -92,8 +92,8 @@ class Flights:
         """Raise `NoFreeSlot` when as many calls as there are slots wait for their hooks."""
         if not self.wire.is_free():
             raise NoFreeSlot(
-                f"{self.wire.num_open} calls have been sent and not received; call their hooks first "
-                f"(num_slots={self.wire.config.num_slots} calls may be in flight)"
+                f"{self.wire.num_open} calls have been sent and not received, among them the one "
+                f"num_slots={self.wire.config.num_slots} calls ago, whose slot this call needs; call its hook first"
             )
 
     def begin(self, head: Head, options: LatencyOptions) -> Flight:

@@ -7,20 +7,21 @@ nothing and learns nothing by itself: counts, `got` and the mask are tensors on 
 Memory of a rank: one region (`latency_kernels.LatencyConfig.region_layout`), lent to all ranks, into which peers store;
 results are ordinary tensors. Who writes what, and why slots are safe to reuse, says `csrc/kernels/latency_call.cuh`.
 
-Protocol on the host: all ranks make the same calls of a kind in the same order. A receive half takes the oldest call of
-its kind, so hooks are called in the order of their calls. Everything runs behind what the buffer has put on other
-streams before. What kernels report lies in pinned memory and is raised by `check`, which every call begins with.
+Protocol on the host: all ranks make the same calls of a kind in the same order; hooks may be called in any. Everything
+runs behind what the buffer has put on other streams before. What kernels report lies in pinned memory and is raised by
+`check`, which every call begins with.
 
 A crash of a peer leaves its words unset: kernels wait for the time-out, then leave that source out.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +51,14 @@ from .throughput_share import Share
 FP8 = torch.float8_e4m3fn
 _FOR_COMBINE = ("recv_rows", "recv_weights", "recv_info", "sent_to")
 _OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
+
+
+class Turn(NamedTuple):
+    """Which halves a launch does, and its place: calls sent before it and not received, calls received with it."""
+
+    halves: int
+    ahead: int
+    advance: int
 
 
 class LatencyCore:
@@ -117,7 +126,7 @@ class LatencyCore:
             what an earlier call left behind; InvalidState: too many receive halves are outstanding.
         """
         config = self.config
-        self._begin(OP_DISPATCH, options.return_hook)
+        self._begin(OP_DISPATCH)
         num_tokens, device = topk_idx.shape[0], self.platform.device
         handle = CoreHandle(
             config,
@@ -161,7 +170,7 @@ class LatencyCore:
             active_ranks: as in `dispatch`.
         Raises: as `dispatch`.
         """
-        self._begin(OP_COMBINE, options.return_hook)
+        self._begin(OP_COMBINE)
         device = self.platform.device
         if out is None:
             out = torch.empty(handle.num_tokens, self.config.hidden, dtype=torch.bfloat16, device=device)
@@ -174,12 +183,13 @@ class LatencyCore:
 
     def refuse(self, op: int) -> None:
         """Take part in the peers' next call of a kind only to say that this rank's was invalid."""
-        self._begin(op, False, do_check=False)
-        name = "latency_dispatch_bf16" if op == OP_DISPATCH else "latency_combine_bf16"
-        kernel = self._kernels[name]
+        self._begin(op, do_check=False)
+        self._run(op, partial(self._launch_refusal, op), False)
+
+    def _launch_refusal(self, op: int, turn: Turn) -> None:
+        kernel = self._kernels["latency_dispatch_bf16" if op == OP_DISPATCH else "latency_combine_bf16"]
         a = kernel.args
-        self._count()
-        self._set_call(a, CoreOptions(), None, BOTH_HALVES)
+        self._set_call(a, CoreOptions(), None, turn)
         a.num_tokens, a.refused = 0, 1
         shared_bytes = dispatch_launch(self.config, 0, BOTH_HALVES, 1, self.platform.limits).shared_bytes
         if op == OP_COMBINE:
@@ -189,12 +199,12 @@ class LatencyCore:
         self._launch(kernel, Launch(1, 32 * self.platform.limits.max_warps, shared_bytes))
         a.refused = 0
 
-    def _launch_dispatch(self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, halves: int) -> None:
+    def _launch_dispatch(self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, turn: Turn) -> None:
         x, topk_idx, topk_weights, out, scales, active_ranks, stats = tensors
         config = self.config
         kernel = self._kernels["latency_dispatch_fp8" if options.use_fp8 else "latency_dispatch_bf16"]
         a = kernel.args
-        self._set_call(a, options, active_ranks, halves)
+        self._set_call(a, options, active_ranks, turn)
         a.x, a.topk_idx, a.topk_weights = x.data_ptr(), topk_idx.data_ptr(), _address(topk_weights)
         a.x_stride = x.stride(0) * x.itemsize
         a.out_x, a.out_scales, a.stats = out.data_ptr(), _address(scales), _address(stats)
@@ -206,40 +216,34 @@ class LatencyCore:
         a.row_words = config.hidden * out.itemsize // 4
         a.scale_words = 0 if scales is None else scales.shape[1]
         max_sms = self._max_sms()
-        self._launch(kernel, dispatch_launch(config, handle.num_tokens, halves, max_sms, self.platform.limits))
+        self._launch(kernel, dispatch_launch(config, handle.num_tokens, turn.halves, max_sms, self.platform.limits))
 
     def _launch_combine(
-        self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, is_wide: bool, halves: int
+        self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, is_wide: bool, turn: Turn
     ) -> None:
         y, topk_weights, out, got, active_ranks = tensors
         kernel = self._kernels["latency_combine_f32" if is_wide else "latency_combine_bf16"]
         a = kernel.args
-        self._set_call(a, options, active_ranks, halves)
+        self._set_call(a, options, active_ranks, turn)
         a.y, a.y_stride, a.out, a.out_got = y.data_ptr(), 2 * self.config.hidden, out.data_ptr(), got.data_ptr()
         a.topk_weights, a.has_weights = _address(topk_weights), int(topk_weights is not None)
         a.handle_got = handle.address("got")
         for name in _FOR_COMBINE:
             setattr(a, name, handle.address(name))
         a.num_tokens, a.kind = handle.num_tokens, int(is_wide) | 2 * a.has_weights
-        launch = combine_launch(self.config, handle.num_tokens, halves, self._max_sms(), self.platform.limits)
+        launch = combine_launch(self.config, handle.num_tokens, turn.halves, self._max_sms(), self.platform.limits)
         self._launch(kernel, launch)
 
     # --- order of calls -------------------------------------------------------------------------------------------
 
-    def _begin(self, op: int, is_split: bool, do_check: bool = True) -> None:
+    def _begin(self, op: int, do_check: bool = True) -> None:
         """Refuse what cannot start, raise what earlier calls have left behind, join the streams."""
         if self.is_closed:
             raise InvalidState("the buffer is closed; make a new one")
-        outstanding = len(self._open[op])
-        if outstanding and not is_split:
+        if len(self._open[op]) >= self.config.max_in_flight:
             raise InvalidState(
-                f"{_OPS[op]}: {outstanding} earlier calls have not received yet; call their hooks first, or pass "
-                "return_hook=True"
-            )
-        if outstanding >= self.config.max_in_flight:
-            raise InvalidState(
-                f"{_OPS[op]}: {outstanding} calls have not received yet, {self.config.max_in_flight} may be in flight; "
-                "call the oldest hook first"
+                f"{_OPS[op]}: the oldest of {len(self._open[op])} calls has not received yet, "
+                f"{self.config.max_in_flight} may be in flight; call the oldest hook first"
             )
         if do_check and not self.platform.is_capturing():
             self.check()
@@ -253,24 +257,27 @@ class LatencyCore:
             self.platform.wait(self.platform.mark(self._last_stream))
         self._last_stream = stream
 
-    def _run(self, op: int, launch: Callable[[int], None], is_split: bool) -> Callable[[], None] | None:
-        self._count()
-        if not is_split:
-            launch(BOTH_HALVES)
-            return None
+    def _run(self, op: int, launch: Callable[[Turn], None], is_split: bool) -> Callable[[], None] | None:
+        """Launch a call, or its send half; then what is returned receives."""
         half = _Half(self, op, launch)
-        launch(SEND_HALF)
+        if not self.platform.is_capturing():
+            self.num_calls += 1
+        if is_split:
+            launch(Turn(SEND_HALF, 0, 0))
+            self._open[op].append(half)
+            return half
         self._open[op].append(half)
-        return half
+        try:
+            half.receive(BOTH_HALVES)
+        except BaseException:
+            self._open[op].remove(half)
+            raise
+        return None
 
     def _poison(self, *tensors: torch.Tensor | None) -> None:
         for tensor in tensors if self.is_poisoned else ():
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(0xFF)
-
-    def _count(self) -> None:
-        if not self.platform.is_capturing():
-            self.num_calls += 1
 
     def _max_sms(self) -> int:
         capturing = self.platform.is_capturing()
@@ -288,9 +295,10 @@ class LatencyCore:
         self._share.width = max(self._share.width, at_once)
         kernel(launch.grid, launch.block, launch.shared_bytes, stream, mode)
 
-    def _set_call(self, a: Any, options: CoreOptions, active_ranks: torch.Tensor | None, halves: int) -> None:
+    def _set_call(self, a: Any, options: CoreOptions, active_ranks: torch.Tensor | None, turn: Turn) -> None:
         mask = self.active_ranks if active_ranks is None else active_ranks
-        a.call.mask, a.call.halves = mask.data_ptr(), halves
+        a.call.mask = mask.data_ptr()
+        a.call.halves, a.call.ahead, a.call.advance = turn
         a.call.timeout_ns, a.call.is_strict = int(options.timeout_s * 1e9), int(options.is_strict)
 
     # --- view and memory ------------------------------------------------------------------------------------------
@@ -337,7 +345,7 @@ class LatencyCore:
     @property
     def num_outstanding(self) -> int:
         """Calls that have been sent and not received."""
-        return sum(map(len, self._open.values()))
+        return sum(not half._is_done for halves in self._open.values() for half in halves)
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
@@ -427,9 +435,9 @@ class LatencyCore:
 
 
 class _Half:
-    """The receive half of a call, to be run once and in turn."""
+    """The receive half of a call, to be run once."""
 
-    def __init__(self, core: LatencyCore, op: int, launch: Callable[[int], None]) -> None:
+    def __init__(self, core: LatencyCore, op: int, launch: Callable[[Turn], None]) -> None:
         self._core, self._op, self._launch = core, op, launch
         self._is_done = False
 
@@ -437,19 +445,28 @@ class _Half:
         """Receive, on the current stream.
 
         Raises:
-            InvalidState: it has run, the buffer is closed, or an earlier call of this kind has not received yet.
+            InvalidState: it has run, the buffer is closed, or the ranks have agreed on a view since.
         """
-        waiting = self._core._open[self._op]
         if self._is_done:
             raise InvalidState(f"{_OPS[self._op]}: the hook has been called already")
-        if self._core.is_closed or self not in waiting:
+        if self._core.is_closed or self not in self._core._open[self._op]:
             raise InvalidState(f"{_OPS[self._op]}: the buffer was closed, or went on in another view, before this hook")
-        if waiting[0] is not self:
-            raise InvalidState(f"{_OPS[self._op]}: call the hooks in the order of their calls, the oldest first")
         self._core._join()
-        self._launch(RECEIVE_HALF)
-        waiting.popleft()
+        self.receive(RECEIVE_HALF)
+
+    def receive(self, halves: int) -> None:
+        """Launch `halves`; the kernels' count of received calls goes on when all calls before this one are received."""
+        calls = self._core._open[self._op]
+        ahead = calls.index(self)
+        advance = 0
+        if ahead == 0:
+            advance = 1 + sum(
+                1 for _ in itertools.takewhile(lambda other: other._is_done, itertools.islice(calls, 1, None))
+            )
+        self._launch(Turn(halves, ahead, advance))
         self._is_done = True
+        for _ in range(advance):
+            calls.popleft()
 
 
 def _address(tensor: torch.Tensor | None) -> int:

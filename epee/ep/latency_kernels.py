@@ -46,12 +46,13 @@ class LatencyCall(ctypes.Structure):
     `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory
     (`abort[0]` ends all waits, `abort[1]` has a bit for each rank that is dead); offsets into the region; `timeout_ns`:
     of the call's waits; `halves`: which of them this launch does; `is_strict`: a source that does not come is an error
-    and stays in the mask.
+    and stays in the mask; `ahead`: calls sent before the one to receive and not received yet; `advance`: how many calls
+    in a row are received with this one.
     """
 
     _fields_ = (
         *_fields(_PTR, "own mask report abort lost"),
-        *_fields(_WORD, "peers_offset tags_offset end_offset reported_offset timeout_ns"),
+        *_fields(_WORD, "peers_offset tags_offset end_offset reported_offset timeout_ns ahead advance"),
         *_fields(_INT, "rank op halves is_strict"),
     )
 

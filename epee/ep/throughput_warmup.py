@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import InvalidArgument
 from ..jit.kernel import cubin_of
+from . import latency_kernels
 from .throughput_params import KERNELS, MAX_RANKS, kernel_head
 from .throughput_plan import Limits
 
@@ -13,7 +14,7 @@ ARCHITECTURES = ("sm_90a", "sm_100a")
 
 
 def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTURES) -> int:
-    """Compile every throughput kernel that buffers of these sizes will load, unless it is cached already.
+    """Compile every kernel that buffers of these sizes will load, unless it is cached already.
 
     Args:
         num_ranks: sizes of groups.
@@ -26,7 +27,9 @@ def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTUR
     for size in num_ranks:
         if not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"num_ranks must be 1 ... {MAX_RANKS}, got {size}")
-    wanted = [(path, size, target) for path in KERNELS for size in num_ranks for target in architectures]
-    for path, size, target in wanted:
-        cubin_of(path, kernel_head(size, Limits.max_warps), target)
-    return len(wanted)
+    wanted = [(path, kernel_head(size, Limits.max_warps)) for path in KERNELS for size in num_ranks]
+    wanted += [(path, latency_kernels.kernel_head(size)) for path in latency_kernels.KERNELS for size in num_ranks]
+    for path, head in wanted:
+        for target in architectures:
+            cubin_of(path, head, target)
+    return len(wanted) * len(architectures)

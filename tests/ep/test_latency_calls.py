@@ -256,8 +256,9 @@ def _modes(rank: int, num_ranks: int) -> None:
         ):
             with pytest.raises(epee.InvalidArgument, match='mode="latency"'):
                 dispatch(buffer, given, **options)
-        with pytest.raises(InvalidState, match='mode="latency"'):
-            buffer.sync()
+        with pytest.raises(epee.InvalidArgument if rank == 0 else epee.MismatchError, match='mode="latency"'):
+            buffer.sync(torch.ones(2, dtype=torch.int32) if rank == 0 else None)
+        assert buffer.sync().tolist() == [1, 1]
         got = buffer.dispatch(given.x, given.topk_idx)
         with make(SHAPE) as other, pytest.raises(epee.InvalidArgument, match="handle must be"):
             other.combine(got.x, got.handle)  # type: ignore[arg-type]
@@ -443,6 +444,33 @@ def _slow(rank: int, num_ranks: int) -> None:
         got = dispatch(buffer, given, active_ranks=mask, timeout_us=300_000_000)
         assert mask.tolist() == [int(src == rank) for src in range(2)]
         assert got.got.tolist() == [src == rank for src in range(2)]
+        dist.barrier()  # a rank whose process ends would be left out for that
+
+
+def _not_had(rank: int, num_ranks: int) -> None:
+    """Rank 0 has not got rank 1's tokens, rank 1 has got rank 0's; both count on each other again in the combine."""
+    with make(SHAPE) as buffer:
+        mask = torch.ones(num_ranks, dtype=torch.int32)
+        given = inputs(SHAPE, (6, 6), 3)
+        if rank == 1:
+            dist.barrier()
+        got = dispatch(buffer, given[rank], active_ranks=mask, timeout_us=100_000)
+        if rank == 0:
+            dist.barrier()
+        packed = oracle.dispatch(given, SHAPE.num_experts, SHAPE.max_tokens, got=[[True, False], [True, True]])
+        check_dispatched(got, packed[rank])
+        mask.fill_(1)
+        dist.barrier()
+        outputs = expert_outputs(packed, 3)
+        back = combine(buffer, outputs[rank], got, active_ranks=mask, timeout_us=300_000_000)
+        assert mask.all()
+        assert back.got.tolist() == oracle.counted(packed, rank) == [[True, True], [False, True]][rank]
+        assert torch.equal(bits(back.x), bits(oracle.combine(given, packed, outputs)[rank]))
+        dist.barrier()
+
+
+def test_a_rank_without_the_tokens_has_no_part_in_their_sums() -> None:
+    run_ranks(_not_had, 2)
 
 
 def test_who_is_cut_off_does_not_wait() -> None:

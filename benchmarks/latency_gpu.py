@@ -211,10 +211,13 @@ def half_times(call: Callable[[], Callable[[], None] | None], name: str) -> tupl
         for _ in range(30):
             both()
         torch.cuda.synchronize()
-    kernels = [event for event in prof.events() if name in event.name]
+    kind = torch.autograd.DeviceType.CUDA
+    kernels = [event for event in prof.events() if name in event.name and event.device_type == kind]
     kernels.sort(key=lambda event: event.time_range.start)
     spent = [event.time_range.end - event.time_range.start for event in kernels]
-    assert len(spent) == 60, len(spent)
+    if len(spent) != 60:
+        say(dist.get_rank(), f"{name}: the profiler saw {len(spent)} kernels of 60, so the halves are not timed")
+        spent = [float("nan")] * 60
     halves = (sorted(spent[first::2])[15] for first in (0, 1))
     send, receive = (slowest(float(half)) for half in halves)
     return send, receive
@@ -334,7 +337,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
             started = time.perf_counter()
             core = make_core(rank, args.num_ranks, packet_tokens)
             say(rank, f"buffer of {core.nbytes / 1e6:.0f} MB in {time.perf_counter() - started:.2f} s")
-            check_all(core, args.check)
+            check_all(core, args.check if packet_tokens == args.packets[0] else args.check[-2:])
             for tokens in args.tokens:
                 rows = time_size(core, tokens, packet_tokens == args.packets[0])
                 print_rows(rank, packet_tokens, rows)

@@ -36,9 +36,9 @@ PLANS = {
     "three ranks, wide rows": Plan(
         random_rounds(3, 5, 3, 5, 1032), hidden=1032, max_tokens=5, num_topk=11, packet_tokens=2
     ),
-    "four ranks": Plan(random_rounds(4, 8, 4, 40, 256), num_local_experts=3, num_topk=8, max_tokens=40, num_sms=4),
+    "four ranks": Plan(random_rounds(4, 5, 4, 40, 256), num_local_experts=3, num_topk=8, max_tokens=40, num_sms=4),
     "eight ranks": Plan(
-        random_rounds(8, 4, 8, 6, 128), num_local_experts=2, hidden=128, max_tokens=6, num_topk=6, num_sms=2
+        random_rounds(8, 3, 8, 6, 128), num_local_experts=2, hidden=128, max_tokens=6, num_topk=6, num_sms=2
     ),
     "one expert for all": Plan(
         (Round((16, 16), routing="one expert", **FP8), Round((4, 3), routing="one expert")), num_local_experts=1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import epee
 from tests.csrc.latency_cases import (
     Plan,
     Round,
@@ -152,3 +154,51 @@ DEATH = Plan((Round((9, 5, 7), use_fp8=True),), max_tokens=12, hidden=2048)
 def test_time_out_is_true_within_ten_percent() -> None:
     for spent in run_ranks(_late, 3, timeout_s=60)[::2]:
         assert 0.95 < spent < 1.1, spent
+
+
+BUFFER = Plan((Round((0, 0)),), hidden=512, max_tokens=20, num_local_experts=5, num_topk=4)
+
+
+def _buffer(rank: int, num_ranks: int) -> None:
+    """`epee.Buffer` on GPUs: hooks, its own stream, zero-copy, packed scales, agreement."""
+    torch.cuda.set_device(rank)
+    with epee.Buffer(
+        num_experts=num_ranks * BUFFER.num_local_experts, hidden=BUFFER.hidden, num_topk=BUFFER.num_topk,
+        max_tokens_per_rank=BUFFER.max_tokens, mode="latency", device="cuda", timeout=20.0,
+    ) as buffer:  # fmt: skip
+        for seed in range(12):
+            use_fp8 = seed % 3 > 0
+            this = Round((3, 20) if seed % 4 else (20, 1), use_fp8, use_fp8, seed % 3 == 2, seed=seed)
+            plan = replace(BUFFER, rounds=(this,))
+            inputs, packed = expected(plan, this)
+            given = [part.cuda() for part in (inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights)]  # type: ignore[union-attr]
+            way = {"return_hook": seed % 2 == 0, "async_op": seed % 2 == 1}
+            d: Any = buffer.dispatch(*given, use_fp8=use_fp8, round_scale=use_fp8, use_ue8m0=this.use_ue8m0, **way)
+            _end(d)
+            want = packed[rank]
+            same(d.got.cpu(), want.got, "got")
+            same(d.num_tokens_per_expert.cpu(), want.num_tokens_per_expert, "counts")
+            same(d.handle.layout_range.cpu(), want.layout_range, "layout_range")
+            parts = zip(*(x if isinstance(x, tuple) else (x,) for x in (d.x, want.x)), strict=True)
+            for mine, theirs in parts:
+                for expert, count in enumerate(want.num_tokens_per_expert.tolist()):
+                    same(mine.cpu()[expert, :count], theirs[expert, :count], f"rows of expert {expert}")
+            y = buffer.combine_input(d.handle).copy_(expert_output(plan, want, rank))
+            c: Any = buffer.combine(y, d.handle, **way)
+            _end(c)
+            same(c.x.cpu(), expected_sums(plan, this, inputs, packed)[rank], "combine")
+            assert not c.lost_weight.any()
+            buffer.check()
+            if seed == 6:
+                assert buffer.sync().tolist() == [1] * num_ranks
+
+
+def _end(result: Any) -> None:
+    if result.hook is not None:
+        result.hook()
+    result.event.wait()
+
+
+@pytest.mark.gpu(2)
+def test_buffer_in_latency_mode() -> None:
+    run_ranks(_buffer, 2, timeout_s=100)

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
+from epee.ep import latency_kernels
 from epee.ep.throughput_params import KERNELS, kernel_head
 from epee.ep.throughput_warmup import warm_up
 from epee.errors import CompileError, InvalidArgument
@@ -48,9 +49,11 @@ def test_second_request_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest
 def test_warm_up_leaves_nothing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CubinCache(tmp_path / "cache", 1 << 26)
     monkeypatch.setattr(kernel_module, "_cache", lambda: cache)
-    assert warm_up([2], ["sm_90a"]) == len(KERNELS)
+    assert warm_up([2], ["sm_90a"]) == len(KERNELS) + len(latency_kernels.KERNELS)
     monkeypatch.setenv("EPEE_JIT_COMPILE", "0")
     for path in KERNELS:
         kernel_module.cubin_of(path, kernel_head(2, 16), "sm_90a")
+    for path in latency_kernels.KERNELS:
+        kernel_module.cubin_of(path, latency_kernels.kernel_head(2), "sm_90a")
     with pytest.raises(InvalidArgument, match=r"num_ranks must be 1 \.\.\. 8, got 9"):
         warm_up([9])

@@ -87,7 +87,7 @@ DEVICE void open_call(const LatencyCall& call, CallShared& s) {
   if (lane != 0) return;
   const u64* tags = own_words(call, call.tags_offset);
   s.send_tag = ld_relaxed_sys(tags) + 1;
-  s.receive_tag = ld_relaxed_sys(tags + 1) + 1;
+  s.receive_tag = ld_relaxed_sys(tags + 1) + 1 + call.ahead;
   s.deadline_ns = global_time_ns() + call.timeout_ns;
   s.active = active;
   s.mapped = mapped;
@@ -243,9 +243,10 @@ DEVICE void finish_call(const LatencyCall& call, const CallShared& s, u32 counte
   }
   if (src != 0) return;
   u64* tags = own_words(call, call.tags_offset);
+  u64* lost = reinterpret_cast<u64*>(call.lost);  // grows until the host has looked
   if (call.halves & kSendHalf) tags[0] = s.send_tag;
   if (!(call.halves & kReceiveHalf)) return;
-  tags[1] = s.receive_tag;
+  tags[1] = s.receive_tag - 1 - call.ahead + call.advance;
   if (is_aborted)
     report_error(call, s.receive_tag, kAborted, call.rank, 0, 0, 0);
   else if (call.is_strict && silent)
@@ -253,5 +254,5 @@ DEVICE void finish_call(const LatencyCall& call, const CallShared& s, u32 counte
   else if (call.is_strict && (awaited & ~counted))
     report_error(call, s.receive_tag, kRefused, __ffs(awaited & ~counted) - 1, s.receive_tag, 0, 0);
   else if (awaited & ~counted)
-    st_relaxed_sys(reinterpret_cast<u64*>(call.lost), marked(s.receive_tag, awaited & ~counted));
+    st_relaxed_sys(lost, marked(s.receive_tag, static_cast<u32>(ld_relaxed_sys(lost)) | (awaited & ~counted)));
 }

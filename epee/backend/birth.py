@@ -32,7 +32,18 @@ from ..view.directory import JobDirectory
 from .attempt import Attempt, died, failure, read_fields
 from .engine import Engine
 from .home import FOLDER_KEY, Home, pack_home
-from .job import Seat, common_job, job_name, own_hello, pack_member, parse_hello, parse_member, start_job, take_seat
+from .job import (
+    Greeting,
+    Seat,
+    common_job,
+    job_name,
+    own_hello,
+    pack_member,
+    parse_hello,
+    parse_member,
+    start_job,
+    take_seat,
+)
 from .options import MODES
 from .outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, Outboxes, outbox_layout
 from .survival import Survival
@@ -72,13 +83,18 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
     """
     deadline = time.monotonic() + timeout_s
     rank, num_ranks = this.rank, this.num_ranks
-    this.region = region = HostRegion.create(outbox_layout(num_ranks, staging_bytes).nbytes, f"outbox{rank}")
     watch = DeathWatch()
     regions: list[HostRegion] = []
-    box = seat = survival = None
+    box = greeting = seat = survival = None
+    capacity = num_ranks
     try:
         if num_ranks > 1:
-            seat = _find_seat(this, deadline, region.blob)
+            greeting = _greet(this, deadline)
+            capacity = greeting.capacity
+        layout = outbox_layout(capacity, staging_bytes)
+        this.region = region = HostRegion.create(layout.nbytes, f"outbox{rank}")
+        if greeting is not None:
+            seat = take_seat(greeting, rank, region.blob)
         if seat is not None and not seat.is_founder:
             survival = Survival(seat, mode)
         records = _exchange(this, _own_record(num_ranks, staging_bytes, region, mode, seat, survival), deadline)
@@ -95,7 +111,7 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
                 this.store.set(FOLDER_KEY, seat.job.path)
         if survival is not None:
             survival.begin(max(record.epoch for record in records), _left(deadline).total_seconds())
-        box = Outboxes(rank, regions, staging_bytes, epoch=1)
+        box = Outboxes(rank, regions, staging_bytes, 1, capacity)
         _await_all(this, box, watch, deadline)
     except BaseException as exc:
         this.fail(exc)
@@ -104,6 +120,8 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
             survival.close()
         elif seat is not None:
             seat.job.release()
+        elif greeting is not None:
+            greeting.withdraw()
         if box is not None:
             box.close()
         for mapped in regions:
@@ -139,23 +157,28 @@ def _attach(this: Attempt, peer: int, record: Record, watch: DeathWatch) -> Host
     return region
 
 
-def _find_seat(this: Attempt, deadline: float, blob: bytes) -> Seat:
-    """Agree with the others on the job of the group; a rank's place in it."""
+def _greet(this: Attempt, deadline: float) -> Greeting:
+    """Hear from all ranks which jobs they are in; all come to the same choice for the group."""
     mine, directory = own_hello(this.rank, this.num_ranks)
-    this.store.set(this.key(this.rank) + "/hello", json.dumps(mine._asdict()))
-    hellos = []
-    for peer in range(this.num_ranks):
-        raw = _read(this, peer, "/hello", deadline)
-        this.others_know = True
-        hellos.append(parse_hello(read_fields(raw, peer), peer, this.num_ranks))
-        this.others_know = False
-    folder = hellos[0].folder
-    if not folder and not common_job(hellos):
-        if this.rank == 0:
-            directory = JobDirectory.create(job_name())
-            this.store.set(this.key(0) + "/folder", json.dumps({"folder": str(directory.path)}))
-        folder = str(read_fields(_read(this, 0, "/folder", deadline), 0).get("folder", ""))
-    return take_seat(hellos, this.rank, directory, folder, blob)
+    try:
+        this.store.set(this.key(this.rank) + "/hello", json.dumps(mine._asdict()))
+        hellos = []
+        for peer in range(this.num_ranks):
+            raw = _read(this, peer, "/hello", deadline)
+            this.others_know = True
+            hellos.append(parse_hello(read_fields(raw, peer), peer, this.num_ranks))
+            this.others_know = False
+        folder = hellos[0].folder
+        if not folder and not common_job(hellos):
+            if this.rank == 0:
+                directory = JobDirectory.create(job_name())
+                this.store.set(this.key(0) + "/folder", json.dumps({"folder": str(directory.path)}))
+            folder = str(read_fields(_read(this, 0, "/folder", deadline), 0).get("folder", ""))
+    except BaseException:
+        if directory is not None:
+            directory.leave()
+        raise
+    return Greeting(hellos, directory, folder)
 
 
 def _own_record(

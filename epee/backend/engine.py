@@ -29,8 +29,8 @@ Seams for failure handling, and what they promise:
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AbortedError, InvalidArgument, InvalidState
@@ -60,6 +60,7 @@ from .outbox import (
     seal,
 )
 from .p2p import Mailroom
+from .sizes import Mask
 from .waiting import NAP_ROUNDS
 from .wake import publish_word
 
@@ -89,7 +90,7 @@ class Engine(Ending):
         self.members = box
         self.survival: Survival | None = None
         self.contributors: tuple[int, ...] = ()
-        self.mask = memoryview(array("i", [1] * box.num_ranks))  # 1: takes part; the group may put in the user's own
+        self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
 
     # ---- collectives
 
@@ -119,9 +120,14 @@ class Engine(Ending):
         except BaseException as exc:
             interrupts.broken_off(self, exc, op)
             raise
-        if op.error is not None:
-            raise op.error
-        return op
+        if op.error is None:
+            return op
+        error = op.error
+        del op  # else the error, this frame and the call would keep each other, and lost ranks' outboxes, alive
+        try:
+            raise error
+        finally:
+            del error
 
     def _express(self, op: Operation) -> bool:
         """Run a small call from end to end when nothing is in its way; False leaves the rest to `drive`.
@@ -206,6 +212,16 @@ class Engine(Ending):
             interrupts.broken_off(self, exc, op)
             raise
         return op
+
+    def look(self, step: Callable[[], None]) -> None:
+        """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
+        self.enter()
+        try:
+            step()
+            self.leave()
+        except BaseException as exc:
+            interrupts.broken_off(self, exc)
+            raise
 
     def refuse(self, name: str, exc: Exception) -> None:
         """Tell the peers that this rank's next collective is refused, and use up its sequence number."""
@@ -425,5 +441,13 @@ class Engine(Ending):
 
 Engine.calls = frozenset(
     function.__code__
-    for function in (Engine.run, Engine.start, Engine.post, Engine.wait, Engine.take_back, Engine.listen)
+    for function in (
+        Engine.run,
+        Engine.start,
+        Engine.look,
+        Engine.post,
+        Engine.wait,
+        Engine.take_back,
+        Engine.listen,
+    )
 )

@@ -28,7 +28,7 @@ from . import calls
 from .attempt import attempt
 from .birth import create_engine
 from .engine import Engine
-from .job import is_in_job
+from .job import is_in_job, meeting_place
 from .joining import join_engine
 from .message import ANY, Message
 from .operation import Make, Plan
@@ -36,6 +36,7 @@ from .options import BackendOptions
 from .outbox import Outboxes
 from .signature import OP_CODE
 from .signature import pack as pack_signature
+from .sizes import Mask
 from .staging import run_staged
 from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import ViewCalls
@@ -114,7 +115,8 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
             mode = self.options.mode
             self._engine = join_engine(dist_opts.store, rank, num_ranks, timeout_s, mode)
         else:
-            with attempt(dist_opts.store, rank, num_ranks) as this:
+            store = meeting_place(dist_opts.store, dist_opts.global_ranks_in_group)
+            with attempt(store, rank, num_ranks) as this:
                 self.options = _checked(options, default, num_ranks)
                 mode = self.options.mode
                 self._engine = create_engine(this, timeout_s, self.options.staging_bytes, mode)
@@ -122,9 +124,11 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         self._rank = rank
         self._num_ranks = num_ranks
         self._store = dist_opts.store
+        if self._engine.survival is not None:
+            self._engine.survival.remember(self._store)
         self._group_name = ""
         self._group_desc = ""
-        self._engine.mask = _shared_mask(self.options, num_ranks)
+        self._engine.mask = _shared_mask(self.options, self._engine.members)
         weakref.finalize(self, self._engine.close)
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
@@ -264,10 +268,9 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """Several `all_gather` calls as one: `output_lists[r][i]` gets rank r's `inputs[i]`. Done when it returns."""
-        if len(output_lists) != self._num_ranks or any(len(outs) != len(inputs) for outs in output_lists):
-            raise InvalidArgument(
-                f"all_gather_coalesced: outputs must be {self._num_ranks} lists of {len(inputs)} tensors"
-            )
+        size = self.num_slots
+        if len(output_lists) != size or any(len(outs) != len(inputs) for outs in output_lists):
+            raise InvalidArgument(f"all_gather_coalesced: outputs must be {size} lists of {len(inputs)} tensors")
         _check_one_dtype(inputs)
         for outs in output_lists:
             for position, (out, tensor) in enumerate(zip(outs, inputs, strict=True)):
@@ -276,11 +279,11 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
                         f"all_gather_coalesced: outputs[r][{position}] must be {tensor.dtype} with {tensor.numel()} "
                         f"elements like the input, got {out.dtype} with {out.numel()}"
                     )
-        wide = [torch.empty(self._num_ranks * tensor.numel(), dtype=tensor.dtype) for tensor in inputs]
-        self._engine.run(lambda box: calls.all_gather_coalesced(box, wide, inputs), opts)
+        wide = [torch.empty(size * tensor.numel(), dtype=tensor.dtype) for tensor in inputs]
+        op = self._engine.run(lambda box: calls.all_gather_coalesced(box, wide, inputs), opts)
         for gathered, outs in zip(wide, zip(*output_lists, strict=True), strict=True):
-            for part, out in zip(gathered.chunk(self._num_ranks), outs, strict=True):
-                out.detach().copy_(part.view(out.shape))
+            for rank in op.box.members:
+                outs[rank].detach().copy_(gathered.view(size, -1)[rank].view(outs[rank].shape))
         return DONE
 
     @_collective("gather")
@@ -401,11 +404,8 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
             raise
 
     def _check_peer(self, peer: int | None, tag: int, name: str) -> None:
-        if peer is not None and (peer == self._rank or not 0 <= peer < self._num_ranks):
-            raise InvalidArgument(
-                f"{name}: the peer must be another rank of the group (size {self._num_ranks}, this is rank "
-                f"{self._rank}), got {peer}"
-            )
+        if peer is not None:
+            self.check_peer(peer, name)
         if not 0 <= tag <= _MAX_TAG:
             raise InvalidArgument(f"{name}: tag must be a number >= 0, got {tag}")
 
@@ -455,14 +455,13 @@ def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int
     return options
 
 
-def _shared_mask(options: BackendOptions, num_ranks: int) -> memoryview:
-    """Return the mask that the engine keeps up to date, one word per rank that may be: the user's tensor if given."""
-    mask = options.active_ranks
-    if mask is None:
-        mask = torch.zeros(options.max_group_size or num_ranks, dtype=torch.int32)
-    mask[:num_ranks] = 1
-    mask[num_ranks:] = 0
-    return mask.numpy().data
+def _shared_mask(options: BackendOptions, members: Outboxes) -> Mask:
+    """Return the mask that the engine keeps up to date; it writes to the user's tensor if there is one."""
+    tensor = options.active_ranks
+    limit = options.max_group_size or members.group_size
+    if tensor is None:
+        return Mask(limit, members.members)
+    return Mask(tensor.numel(), members.members, tensor.numpy().data)
 
 
 def _check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:

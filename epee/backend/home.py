@@ -1,8 +1,9 @@
-"""What a process must know to take a lost rank's place in a running group, and where it finds it.
+"""What a process must know to join a running group, in the place of a lost rank or beyond, and where it finds it.
 
 The first group of a job is its *home*: who joins the job joins that group. Rank 0 of the founders leaves a note in
 the job's folder (`Home`: id of the lane, sizes, mode) and the folder's path in the store. Each process tells the blob
-of its outbox, and for which lane it is, in its `Member.endpoint` (`extra`), so every decision says how to reach all.
+of its outbox, for which lane it is, and how many ranks it was told that the group has, in its `Member.endpoint`
+(`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it (`Part`).
 
 Both are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
 """
@@ -18,19 +19,34 @@ from ..view.endpoint import parse_endpoint
 from ..view.messages import Member
 from .options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
 
-VERSION = 1
+VERSION = 2
 FOLDER_KEY = "epee/job"
 _HOME = struct.Struct("<IQIQI")
-_EXTRA = struct.Struct(f"<Q{BLOB_BYTES}s")
+_EXTRA = struct.Struct(f"<QI{BLOB_BYTES}s")
 
 
 class Home(NamedTuple):
-    """The first group of a job: id of its lane, number of ranks, bytes of a staging buffer, mode."""
+    """The first group of a job: id of its lane, number of ranks at birth, bytes of a staging buffer, mode."""
 
     lane: int
     num_ranks: int
     staging_bytes: int
     mode: str
+
+
+class Part(NamedTuple):
+    """A process's part in a lane.
+
+    Attributes:
+        blob: of its outbox.
+        pid: with `start_time` the process.
+        num_ranks: the world size that it was started with.
+    """
+
+    blob: bytes
+    pid: int
+    start_time: int
+    num_ranks: int
 
 
 def pack_home(home: Home) -> bytes:
@@ -56,18 +72,20 @@ def parse_home(raw: bytes) -> Home:
     return Home(lane, num_ranks, staging_bytes, MODES[mode])
 
 
-def pack_extra(lane: int, blob: bytes) -> bytes:
-    """Return what a process tells in its endpoint: the outbox with `blob` is its part of `lane`."""
-    return _EXTRA.pack(lane, blob)
+def pack_extra(lane: int, num_ranks: int, blob: bytes) -> bytes:
+    """Return what a process tells in its endpoint: the outbox with `blob` is its part of `lane`, see `Part`."""
+    return _EXTRA.pack(lane, num_ranks, blob)
 
 
-def outbox_of(member: Member, lane: int) -> tuple[bytes, int, int] | None:
-    """Return (blob, pid, start time) of a member's outbox in `lane`, or None when it has none in that lane."""
+def outbox_of(member: Member, lane: int) -> Part | None:
+    """Return a member's part in `lane`, None when it has none or tells what cannot be."""
     try:
         endpoint = parse_endpoint(member.endpoint)
     except EpeeError:
         return None  # an endpoint that cannot be right is nobody's outbox
     if len(endpoint.extra) != _EXTRA.size:
         return None
-    told, blob = _EXTRA.unpack(endpoint.extra)
-    return (blob, endpoint.pid, endpoint.start_time) if told == lane else None
+    told, num_ranks, blob = _EXTRA.unpack(endpoint.extra)
+    if told != lane or not member.slot < num_ranks <= MAX_RANKS:
+        return None
+    return Part(blob, endpoint.pid, endpoint.start_time, num_ranks)

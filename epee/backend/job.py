@@ -17,8 +17,11 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import PrefixStore
 
 from .. import env
 from ..errors import ProtocolError
@@ -28,6 +31,7 @@ from ..view.messages import Member
 from ..view.runtime import Runtime
 from ..view.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
 from .home import pack_extra
+from .options import MAX_RANKS
 
 MAX_JOBS_TOLD = 8
 SETTINGS = Settings(policy="evict", admit="ask")  # whether anybody is accused is each group's own choice
@@ -50,16 +54,56 @@ class Hello(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """This process's place in the job of a group: the job, the slot of each rank, the id of the group's lane."""
+    """This process's place in the job of a group.
+
+    Attributes:
+        slots: of each rank.
+        lane: id of the group's lane.
+        is_founder: the group founds the job.
+        is_home: it is the first group of the job, which who joins the job joins.
+    """
 
     job: Job
     slots: list[int]
     lane: int
     is_founder: bool
+    is_home: bool
+
+
+class Greeting(NamedTuple):
+    """What all ranks of a group have told before it has a job.
+
+    Attributes:
+        directory: the folder of a new job that rank 0 has made, in case; None on the others.
+        folder: of the new job, if one is needed.
+    """
+
+    hellos: list[Hello]
+    directory: JobDirectory | None
+    folder: str
+
+    @property
+    def capacity(self) -> int:
+        """For how many ranks outboxes need room: the first group of a job may grow, others keep their size."""
+        return len(self.hellos) if common_job(self.hellos) else MAX_RANKS
+
+    def withdraw(self) -> None:
+        """Give up: remove a folder that nobody will use. After `take_seat` the job does that."""
+        if self.directory is not None:
+            self.directory.leave()
 
 
 class Job:
-    """A `Runtime` and how many groups use it."""
+    """A `Runtime` and how many groups use it.
+
+    Attributes:
+        store: through which the first group was made, or joined.
+        name_later: says where the ranks of a later group meet in that store (`Intake.name_later`); dead or None when
+            the first group has gone.
+    """
+
+    store: Any = None
+    name_later: weakref.WeakMethod[Callable[[Sequence[int]], str]] | None = None
 
     def __init__(self, directory: JobDirectory, slot: int, extra: bytes) -> None:
         self.path = str(directory.path)
@@ -103,6 +147,22 @@ def is_in_job() -> bool:
         return bool(_jobs)
 
 
+def meeting_place(store: Any, ranks: Sequence[int]) -> Any:
+    """Return the store in which the ranks of a new group find each other: torch's, unless it cannot work.
+
+    torch names groups by counting those that a process has made. Who joined has made fewer than the others, so where
+    somebody has joined the name is made of what all members know alike.
+    """
+    with _lock:
+        jobs = list(_jobs.values())
+    for job in reversed(jobs):
+        name_later = None if job.name_later is None else job.name_later()
+        name = "" if name_later is None else name_later(ranks)
+        if name:
+            return PrefixStore(name, job.store)
+    return store
+
+
 def job_name() -> str:
     """Return what the processes of a job have in common before they meet: where their rendezvous is."""
     return f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
@@ -127,18 +187,20 @@ def common_job(hellos: Sequence[Hello]) -> str:
     return ""
 
 
-def take_seat(hellos: Sequence[Hello], rank: int, directory: JobDirectory | None, folder: str, blob: bytes) -> Seat:
-    """Return this rank's seat, in the common job or in a new one: in `directory` (rank 0's own) or in `folder`."""
+def take_seat(greeting: Greeting, rank: int, blob: bytes) -> Seat:
+    """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox."""
+    hellos, directory, folder = greeting
     path = common_job(hellos)
     lane = hellos[0].lane
     with _lock:
         if path and path in _jobs:
             job = _jobs[path]
             job.num_groups += 1
-            return Seat(job, [hello.jobs[path] for hello in hellos], lane, False)
-    job = Job(directory or JobDirectory.open(folder), rank, pack_extra(lane, blob))
+            return Seat(job, [hello.jobs[path] for hello in hellos], lane, False, False)
+    extra = pack_extra(lane, len(hellos), blob)
+    job = Job(directory or JobDirectory.open(folder), rank, extra)
     job.runtime.listen()
-    return Seat(job, list(range(len(hellos))), lane, True)
+    return Seat(job, list(range(len(hellos))), lane, True, True)
 
 
 def start_job(seat: Seat, members: Sequence[Member]) -> None:

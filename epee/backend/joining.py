@@ -1,4 +1,4 @@
-"""A process takes the place of a lost rank in a running group (`is_extension=True`).
+"""A process joins a running group (`is_extension=True`), in the place of a lost rank or where nobody has been before.
 
 It finds the job's folder through the store or, when the store is gone, among this user's running jobs; reads the note
 about the group (`home.py`); makes its outbox; and asks the members to be taken in. They do so when one of them calls
@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from .. import env
-from ..errors import EpeeError, InvalidArgument, InvalidState, ProtocolError, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, InvalidState, ProtocolError
 from ..memory.host import HostRegion
 from ..view.detector import DeathWatch
 from ..view.directory import JobDirectory, find_jobs
@@ -24,6 +24,8 @@ from .birth import keep
 from .engine import Engine
 from .home import FOLDER_KEY, Home, outbox_of, pack_extra, parse_home
 from .job import Job, Seat, job_name
+from .membership import make_blank
+from .options import MAX_RANKS
 from .outbox import LIFE, LIFE_READY, Outboxes, outbox_layout
 from .p2p import first_number
 from .survival import Survival
@@ -56,23 +58,25 @@ def find_folder(store: Any) -> JobDirectory:
 def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: str) -> Engine:
     """Take `rank`'s place; returns when the members have taken this process in.
 
+    Args:
+        num_ranks: the world size that this process was started with; the group has at least so many ranks then.
     Raises:
         InvalidState: no group can be joined, or the slot is taken.
-        InvalidArgument: the group has another size or mode.
-        CommTimeoutError: no member has called `recover_ranks` within `timeout_s`.
+        InvalidArgument: the group has another mode.
+        CommTimeoutError: no member has called `recover_ranks` or `extend_group_size_to` within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     directory = find_folder(store)
     home = parse_home(directory.read_home())
     _check(home, rank, num_ranks, mode)
-    layout = outbox_layout(num_ranks, home.staging_bytes)
+    layout = outbox_layout(MAX_RANKS, home.staging_bytes)
     region = HostRegion.create(layout.nbytes, f"outbox{rank}")
-    job = Job(directory, rank, pack_extra(home.lane, region.blob))
+    job = Job(directory, rank, pack_extra(home.lane, num_ranks, region.blob))
     survival = None
     try:
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True)
         job.enlist()
-        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False), mode, decision)
+        survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
         survival.join(decision)
         return _start(survival, decision, home, rank, region)
     except BaseException:
@@ -85,17 +89,27 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
 
 
 def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
-    if home.num_ranks != num_ranks:
-        raise UnsupportedError(
-            f"is_extension=True: the running group has {home.num_ranks} ranks, got world_size={num_ranks}; a group "
-            "keeps its size in this version: start replacements with the same world_size"
-        )
     if home.mode != mode:
         raise InvalidArgument(
             f"fault_mode and on_stall must be those of the running group, {home.mode!r}, got {mode!r}"
         )
-    if not 0 <= rank < num_ranks:
-        raise InvalidArgument(f"rank must lie in 0 ... {num_ranks - 1}, got {rank}")
+    if not 0 <= rank < num_ranks <= MAX_RANKS:
+        raise InvalidArgument(
+            f"rank must be below world_size, and that at most {MAX_RANKS}, got rank {rank} of {num_ranks}"
+        )
+
+
+def _size(decision: Decision, home: Home) -> int:
+    """Return how many ranks the group counts: what its newcomers were told, and room for all who are there.
+
+    The others may count more, if the group has lost ranks beyond: lists are a rank's own affair.
+    """
+    size = 1 + max(member.slot for member in decision.members)
+    for member in decision.members:
+        part = outbox_of(member, home.lane)
+        if part is not None and member.incarnation == decision.epoch:
+            size = max(size, part.num_ranks)
+    return size
 
 
 def _map(peer: int, blob: bytes, pid: int, nbytes: int, blank: HostRegion) -> HostRegion:
@@ -116,17 +130,19 @@ def _map(peer: int, blob: bytes, pid: int, nbytes: int, blank: HostRegion) -> Ho
 
 
 def _start(survival: Survival, decision: Decision, home: Home, rank: int, region: HostRegion) -> Engine:
-    """Map everybody's outbox and make the engine. Lost ranks get a blank one that nobody writes."""
+    """Map everybody's outbox and make the engine. Absent ranks get a blank one that nobody writes."""
     nbytes = region.nbytes
     watch = DeathWatch()
-    regions: list[HostRegion] = [region] * home.num_ranks
-    places = {member.slot: outbox_of(member, home.lane) for member in decision.members}
-    blank = HostRegion.create(nbytes, "blank")
-    for peer in range(home.num_ranks):
-        place = places.get(peer)
+    parts = {member.slot: outbox_of(member, home.lane) for member in decision.members}
+    size = _size(decision, home)
+    regions: list[HostRegion] = [region] * size
+    blank = make_blank(nbytes)
+    for peer in range(size):
+        part = parts.get(peer)
         if peer != rank:
-            regions[peer] = blank if place is None else _map(peer, place[0], place[1], nbytes, blank)
-    box = Outboxes(rank, regions, home.staging_bytes, epoch=1)
+            regions[peer] = blank if part is None else _map(peer, part.blob, part.pid, nbytes, blank)
+    box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS)
+    box.blanks.update(peer for peer in range(size) if regions[peer] is blank)
     for member in decision.members:
         if member.slot != rank:
             endpoint = parse_endpoint(member.endpoint)

@@ -2,8 +2,9 @@
 
 Collectives (`collectives/`) know positions among the members, not ranks: shares, segments and sums run over positions
 in ascending order of rank. At birth both are the same. When a view leaves ranks out, `narrow` makes outboxes of the
-rest over the same memory; `calls.py` picks the members' tensors out of the user's lists (one per rank of the group,
-always) and what belongs to lost ranks is not touched.
+rest over the same memory; `calls.py` picks the members' tensors out of the user's lists (one per rank that the group
+counts, lost ones included) and what belongs to lost ranks is not touched. When a view takes in a rank that has never
+been here, `replace` makes the full outboxes longer; those who are there map nothing anew (ADR 42).
 
 Who writes, who reads: nothing here is shared with other processes; narrowing means not reading some of them any more.
 """
@@ -21,7 +22,8 @@ from .outbox import Outboxes
 logger = logging.getLogger("epee")
 
 _SHARED = (
-    "group_size",
+    "blanks",
+    "capacity",
     "first_cell",
     "verdict_base",
     "lane_base",
@@ -32,8 +34,10 @@ _SHARED = (
 )
 
 
-def narrow(box: Outboxes, members: Sequence[int], epoch: int) -> Outboxes:
+def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | None = None) -> Outboxes:
     """Return outboxes of `members` (ranks of the group, ascending, this one included) for calls of `epoch`.
+
+    In these calls the group counts `group_size` ranks; None: as many as in `box`.
 
     The memory, the staging ring and the cells are those of `box`, which must contain all members and must stay open; a
     call of the new epoch has the old cell of its number and another tag.
@@ -48,6 +52,7 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int) -> Outboxes:
     new: Outboxes = object.__new__(Outboxes)
     for name in _SHARED:
         setattr(new, name, getattr(box, name))
+    new.group_size = box.group_size if group_size is None else group_size
     new.members = tuple(members)
     new.num_ranks = len(positions)
     new.rank = new.members.index(own)
@@ -78,17 +83,52 @@ def attach_outbox(blob: bytes, pid: int, like: Outboxes) -> HostRegion:
         region.close()
     except EpeeError as exc:
         logger.info("the outbox of process %d cannot be mapped (%s); its death will be noticed", pid, exc)
-    return HostRegion.create(nbytes, "blank")
+    return make_blank(nbytes)
+
+
+def make_blank(nbytes: int) -> HostRegion:
+    """Return an outbox that nobody writes; it costs addresses and a descriptor, no pages.
+
+    Raises:
+        ResourceError: there is no memory.
+    """
+    made = HostRegion.create(nbytes, "blank")
+    try:
+        return HostRegion.attach(made.blob)
+    finally:
+        made.close()
 
 
 def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
-    """Read `rank`'s outbox in `region` from now on; `box` has all ranks. What was narrowed before keeps the old one."""
-    num_words = len(box.own)
-    box.regions[rank] = region
-    box.words[rank] = region.words(0, num_words)
-    box.address[rank] = region.address
+    """Read `rank`'s outbox in `region` from now on; `box` has all ranks. What was narrowed before keeps the old one.
+
+    A rank above those that `box` has makes it longer; places between them are blank until somebody comes.
+
+    Raises:
+        ResourceError: there is no memory for a blank.
+    """
+    if rank > box.num_ranks:
+        blank = make_blank(region.nbytes)
+        for hole in range(box.num_ranks, rank):
+            _put(box, hole, blank)
+            box.blanks.add(hole)
+    _put(box, rank, region)
+    box.blanks.discard(rank)
+    box.num_ranks = box.group_size = len(box.regions)
+    box.members = tuple(range(box.num_ranks))
+    box.peers = tuple(peer for peer in box.members if peer != box.rank)
     box.peer_words = [box.words[peer] for peer in box.peers]
     box._views = {}
+
+
+def _put(box: Outboxes, rank: int, region: HostRegion) -> None:
+    words = region.words(0, len(box.own))
+    if rank < len(box.regions):
+        box.regions[rank], box.words[rank], box.address[rank] = region, words, region.address
+    else:
+        box.regions.append(region)
+        box.words.append(words)
+        box.address.append(region.address)
 
 
 def position_of(box: Outboxes, rank: int, name: str) -> int:

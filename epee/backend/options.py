@@ -26,10 +26,11 @@ class BackendOptions(_CBackend.Options):
     Args:
         active_ranks: int32 tensor `[max_group_size]` of ones and zeros that the backend keeps up to date: 1 = the rank
             takes part. A rank that died or left gets its 0 when a call of this process meets the loss, or when
-            `group.active_ranks()` is asked. It must be contiguous and on the CPU, and belong to one group. None: the
-            backend keeps the mask for itself.
-        is_extension: this process joins a running group in the place of a lost rank.
-        max_group_size: ranks that the group may grow to, 1 ... 64. None: the size at birth.
+            `group.active_ranks()` is asked. It must be contiguous and on the CPU, and belong to one group. Ranks beyond
+            its end are shown by `group.active_ranks()` only. None: the backend keeps the mask for itself.
+        is_extension: this process joins a running group in the place of a lost rank, or beyond its last one.
+        max_group_size: length of `active_ranks`, 1 ... 64, for groups that shall grow. None: the size at birth. It is
+            no limit: a group may grow to 64 ranks.
         fault_mode: "raise": the call that loses a rank raises `RankFailedError` on all survivors, the next one runs
             without it. "mask": the call itself succeeds over those who are left. With `active_ranks` it is "mask".
         on_stall: what becomes of a rank that lives but does not come until a call's time-out. "error": the call raises

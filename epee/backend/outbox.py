@@ -15,8 +15,8 @@ Order: a writer stores the payload, then the header's words, then the tag (x86-6
 sleeps. A crash before the tag leaves an old tag, so half a contribution is never read. A cell or slot is written again
 only when every reader has said, in its own outbox, that it is through with it.
 
-Memory is lazy: the file is sparse, only pages that were used exist (a rank with 64 peers maps 1.1 GiB per outbox and
-touches 300 KiB of it before the first call).
+Memory is lazy: the file is sparse, only pages that were used exist. The first group of a job may grow, so its outboxes
+have room for lanes to 64 ranks from the beginning (ADR 42): 1.1 GiB of addresses each, some pages of it touched.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ ALIGN_BYTES = 64
 _BYTE = np.dtype(np.uint8)
 
 
-def outbox_layout(num_ranks: int, staging_bytes: int) -> Layout:
-    """Return the layout of an outbox in a group of `num_ranks`; `staging_bytes` is the size of one staging buffer.
+def outbox_layout(capacity: int, staging_bytes: int) -> Layout:
+    """Return the layout of an outbox in a group that may have `capacity` ranks; `staging_bytes`: of one staging buffer.
 
     Four such buffers are laid out: two that send and two that hold what a rank has reduced for others.
     """
     return Layout(
         Field("state", torch.uint64, (STATE_WORDS,)),
         Field("cells", torch.uint64, (NUM_CELLS, CELL_WORDS)),
-        Field("verdicts", torch.uint64, (num_ranks, SOURCE_WORDS)),
-        Field("lanes", torch.uint64, (num_ranks, LANE_WORDS)),
+        Field("verdicts", torch.uint64, (capacity, SOURCE_WORDS)),
+        Field("lanes", torch.uint64, (capacity, LANE_WORDS)),
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
-        Field("lane_data", torch.uint8, (num_ranks, LANE_BYTES), align_bytes=4096),
+        Field("lane_data", torch.uint8, (capacity, LANE_BYTES), align_bytes=4096),
     )
 
 
@@ -133,7 +133,10 @@ class Outboxes:
         members: the ranks of the group that these outboxes belong to. At birth all of them, and all lists here are
             indexed by rank. When some have been lost, `membership.narrow` makes outboxes of the rest; `rank` and
             `peers` are then positions in `members`, and only messages and the user's lists know ranks.
-        group_size: number of ranks of the group, lost ones included.
+        group_size: number of ranks that the group counts in these calls, lost ones included: the length of the user's
+            lists with one element per rank.
+        capacity: ranks for which there is room in each outbox; the same in all.
+        blanks: ranks that have never been here: their places hold a blank outbox that nobody writes.
         cells_free_until: calls up to this sequence number find their cell free (refreshed when reached).
         epoch_bits: the upper part of every tag of this epoch.
         first_cell: word index of the cells; a call with sequence number s has cell s modulo NUM_CELLS.
@@ -141,9 +144,12 @@ class Outboxes:
         payload_bytes: offsets handed out by peers must end at or below this.
     """
 
-    def __init__(self, rank: int, regions: list[HostRegion], staging_bytes: int, epoch: int) -> None:
+    def __init__(
+        self, rank: int, regions: list[HostRegion], staging_bytes: int, epoch: int, capacity: int | None = None
+    ) -> None:
         num_ranks = len(regions)
-        layout = outbox_layout(num_ranks, staging_bytes)
+        self.capacity = capacity = num_ranks if capacity is None else capacity
+        layout = outbox_layout(capacity, staging_bytes)
         for peer, region in enumerate(regions):
             if region.nbytes < layout.nbytes:
                 raise ProtocolError(f"outbox of rank {peer} has {region.nbytes} bytes, {layout.nbytes} expected")
@@ -151,6 +157,7 @@ class Outboxes:
         self.num_ranks = num_ranks
         self.members = tuple(range(num_ranks))
         self.group_size = num_ranks
+        self.blanks: set[int] = set()
         self.epoch = epoch
         self.epoch_bits = epoch << SEQ_BITS
         self.regions = regions
@@ -163,9 +170,9 @@ class Outboxes:
         self.peer_words = [self.words[peer] for peer in self.peers]
         self.cells_free_until = NUM_CELLS
         self.first_cell = layout.offset("cells") // 8
-        self.verdict_base = [layout.offset("verdicts") // 8 + SOURCE_WORDS * peer for peer in range(num_ranks)]
-        self.lane_base = [layout.offset("lanes") // 8 + LANE_WORDS * peer for peer in range(num_ranks)]
-        self.lane_data = [layout.offset("lane_data") + LANE_BYTES * peer for peer in range(num_ranks)]
+        self.verdict_base = [layout.offset("verdicts") // 8 + SOURCE_WORDS * peer for peer in range(capacity)]
+        self.lane_base = [layout.offset("lanes") // 8 + LANE_WORDS * peer for peer in range(capacity)]
+        self.lane_data = [layout.offset("lane_data") + LANE_BYTES * peer for peer in range(capacity)]
         self.payload_bytes = layout.nbytes
         self.staging_bytes = staging_bytes
         self.ring = StagingRing(layout.offset("staging"), 4 * staging_bytes)

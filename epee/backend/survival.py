@@ -23,19 +23,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..errors import CommTimeoutError, EvictedError, PeerError, RankFailedError
+from ..errors import CommTimeoutError, EvictedError, InvalidArgument, MismatchError, PeerError, RankFailedError
 from ..memory.signals import tag
-from ..view.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
+from ..view.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState
 from ..view.outcome import Course, Place, is_whole
 from .entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
-from .home import outbox_of
+from .intake import Intake
 from .job import Seat
-from .membership import attach_outbox, narrow, replace
+from .membership import narrow
 from .operation import Operation
+from .options import MAX_RANKS
 from .outbox import (
     CONSUMED,
     CONSUMED_TOO,
@@ -49,6 +51,7 @@ from .outbox import (
     count_of,
 )
 from .p2p import first_number
+from .sizes import Sizes
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -57,8 +60,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("epee")
 
 ACCUSE_PAUSE_S = 0.2
-ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
-UNSEEN_DEATH_S = 3.0  # a process of some GB takes that long to end on a busy machine
 _CAUSE = {
     DEAD: "its process has ended",
     LEFT: "has left the group (destroyed or aborted it)",
@@ -67,7 +68,7 @@ _CAUSE = {
 LOCK_SLICE_S = 0.5
 
 
-class Survival:
+class Survival(Intake):
     """The lane of one engine.
 
     Attributes:
@@ -77,15 +78,18 @@ class Survival:
 
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None) -> None:
         """Take part in the control plane, which `joined_by` may have taken this process into; `attach` comes later."""
+        super().__init__()
         fault_mode, _, on_stall = mode.partition("/")
+        self.is_home = seat.is_home
         self.runtime = seat.job.runtime
         self.lane = seat.lane
         self.on_stall = on_stall
         self.error: Exception | None = None
         self._job = seat.job
         self._raises = fault_mode == "raise"
-        self._slots = seat.slots
-        self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
+        self._slots = seat.slots  # of the ranks that this process was told of
+        self._slot_of = list(range(MAX_RANKS)) if seat.is_home else seat.slots  # who is beyond may come
+        self._rank_of = {slot: rank for rank, slot in enumerate(self._slot_of)}
         self._engine: Engine | None = None
         self._decisions: deque[Decision] = deque()
         self._removed: dict[int, tuple[int, str]] = {}  # rank -> (epoch that began without it, cause)
@@ -123,7 +127,7 @@ class Survival:
                 raise CommTimeoutError(f"init: epoch {epoch} of the view did not come; is a rank in another job?")
             self._known = found[0]
         present = {member.slot for member in self._known.members}
-        lost = [rank for rank, slot in enumerate(self._slots) if slot not in present]
+        lost = [rank for rank in range(len(self._slots)) if self._slots[rank] not in present]
         if lost:
             raise RankFailedError(f"init: rank {', '.join(map(str, lost))} is not in the view of epoch {epoch}", lost)
 
@@ -141,19 +145,21 @@ class Survival:
         self._epoch = epoch
         self._incarnations = {m.slot: m.incarnation for m in self._known.members if m.slot in self._rank_of}
         known = self._ours(self._known)
-        self._course = Course(self.lane, known, self._raises, frozenset(self._slots), joined)
+        self._course = Course(self.lane, known, self._raises, frozenset(self._slot_of), joined)
         if joined:
-            self._joined_in = epoch
+            self._joined_in = self._join_epoch = epoch
+            self._first_call[engine.box.rank] = self._course.first_seq
             for peer in engine.box.peers:  # for those who joined in the same epoch, see `may_publish`
                 engine.box.own[engine.box.verdict_base[peer]] = first_number(epoch) - 1
             engine.seq = self._course.first_seq - 1
             engine.box.own[CONSUMED] = engine.box.own[CONSUMED_TOO] = engine.seq
         present = {member.slot for member in known.members}
-        members = [rank for rank, slot in enumerate(self._slots) if slot in present]
+        members = [rank for rank, slot in enumerate(self._slot_of) if slot in present]
+        self._sizes = Sizes(engine.box.group_size)
         self.box = narrow(engine.box, members, epoch)
-        self._boxes = {epoch: [(1, self.box)]}  # see `_boxes_of`
+        self._boxes = {epoch: [(1, self.box)]}  # see `boxes_of`
         engine.members = self.box
-        self._removed = {rank: (epoch, DEAD) for rank in range(len(self._slots)) if rank not in members}
+        self._removed = {rank: (epoch, DEAD) for rank in engine.box.members if rank not in members}
         for removal in self._known.removed if joined else ():  # one of them had this process's own rank, maybe
             if removal.slot in self._rank_of:
                 self._removed[self._rank_of[removal.slot]] = (epoch, removal.cause)
@@ -192,7 +198,7 @@ class Survival:
 
     def _claimed_unborn(self) -> int:
         """Return what to tell as the last call issued before there is an engine: the others may die and leave us."""
-        course = Course(self.lane, self._known, self._raises, frozenset(self._slots), self._is_joiner)
+        course = Course(self.lane, self._known, self._raises, frozenset(self._slot_of), self._is_joiner)
         for decision in self.runtime.since(self._known.epoch):
             course.add(decision)
         return course.claimed(course.first_seq - 1)
@@ -257,46 +263,10 @@ class Survival:
             for removal in decision.removed:
                 if removal.slot in self._rank_of and self._incarnations.get(removal.slot) == removal.incarnation:
                     self._removed[self._rank_of[removal.slot]] = (decision.epoch, removal.cause)
-            for member in decision.members:
-                self._adopt(member, decision.epoch)
+            self.adopt(decision)
             if self._course.add(self._ours(decision)):
-                self._boxes[decision.epoch] = self._boxes_of(decision.epoch)
+                self._boxes[decision.epoch] = self.boxes_of(decision.epoch)
                 self._owner.raise_flag(CHANGING)
-
-    def _boxes_of(self, epoch: int) -> list[tuple[int, Outboxes]]:
-        """Return (first call, outboxes) of an epoch: who joins in it takes part from a later call than the others."""
-        next_seq = self._owner.num_retired + 1  # not that of the call in flight: it may move here without them
-        starts = {start for start in self._course.starts(epoch) if start > next_seq}
-        boxes = []
-        for first in (1, *sorted(starts)):
-            slots = self._course.contributors(max(first, next_seq), epoch)
-            boxes.append((first, narrow(self._full, sorted(self._rank_of[slot] for slot in slots), epoch)))
-        return boxes
-
-    def _box_for(self, epoch: int, seq: int) -> Outboxes:
-        """Return the outboxes of those who take part in call `seq` when it runs in `epoch`."""
-        return next(box for first, box in reversed(self._boxes[epoch]) if first <= seq)
-
-    def _adopt(self, member: Member, epoch: int) -> None:
-        """Read the outbox of a process that has taken a rank of this group, if it has."""
-        rank = self._rank_of.get(member.slot)
-        if rank is None or self._incarnations.get(member.slot) == member.incarnation:
-            return
-        found = outbox_of(member, self.lane)
-        if found is None:
-            return  # it came to the job without a part in this group
-        blob, pid, start_time = found
-        engine = self._owner
-        for message in engine.mail.pending():
-            if message.wanted == rank or message.peer == rank:
-                message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))
-                engine.mail.cancel(message)
-                engine.retire(message)
-        replace(self._full, rank, attach_outbox(blob, pid, self._full))
-        engine.mail.renew(rank, first_number(epoch))
-        engine.watch.forget(rank)
-        engine.watch.watch(rank, pid, start_time)
-        self._incarnations[member.slot] = member.incarnation
 
     def _ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this lane."""
@@ -307,13 +277,13 @@ class Survival:
         """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
         if op.done or op.writing:
             return
-        ran_in: int | None = max(op.box.epoch, self._course.base)  # it may have been issued before a change long over
-        if ran_in == self._joined_in:
-            ran_in = None  # who joined asks from before the change
+        ran_in = max(op.box.epoch, self._course.base)  # it may have been issued before a change long over
+        if ran_in <= max(self._joined_in, self._shown_epoch):
+            ran_in = 0  # it was planned in a change that no call has been asked about: ask from before that
         place = self._course.place(op.seq, lambda slot, epoch, seq: self._is_whole(op, slot, epoch), ran_in)
         for epoch in place.via:
-            box = self._box_for(epoch, op.seq)
-            if op.box is not box:
+            box = self.box_for(epoch, op.seq)
+            if op.box is not box and op.box.epoch <= epoch:  # else it was planned in a later one: see `show_joined`
                 self._move(op, box)
             if op.done:
                 return
@@ -321,7 +291,7 @@ class Survival:
             op.fail(self._failure(op, place))
             op.by_view = True
             return
-        box = self._box_for(place.epoch, op.seq)
+        box = self.box_for(place.epoch, op.seq)
         if op.box is box:
             self._mark_lost(op)
         else:
@@ -336,7 +306,7 @@ class Survival:
 
         The outboxes of the epoch asked about have the memory of the process that died, whoever has its place now.
         """
-        box = op.box if epoch == op.box.epoch else self._box_for(epoch, op.seq)
+        box = op.box if epoch == op.box.epoch else self.box_for(epoch, op.seq)
         rank = self._rank_of[slot]
         if rank not in box.members:
             return True
@@ -361,6 +331,14 @@ class Survival:
             return
         try:
             op.renew(box, op.make(box))
+        except InvalidArgument as exc:  # here only: others knew that the group grows, so they must find a header
+            op.renew(box, op.plan)
+            op.fail(
+                MismatchError(
+                    f"{op.describe(box)}: the group has grown with this call, in epoch {box.epoch}, and counts "
+                    f"{box.group_size} ranks (group.num_slots): {exc}"
+                )
+            )
         except Exception as exc:  # noqa: BLE001 - its root is lost, say: it belongs to that call
             op.fail(exc)
             op.by_view = True
@@ -411,7 +389,7 @@ class Survival:
         box = op.box
         through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and box.words[p][op.cell] < op.tag]
         ranks = [box.members[peer] for peer in through]
-        if not ranks or any(self.runtime.epoch_of(self._slots[rank]) > self._epoch for rank in ranks):
+        if not ranks or any(self.runtime.epoch_of(self._slot_of[rank]) > self._epoch for rank in ranks):
             return []
         self.heed(op)  # the last decision may not have been looked at for this call
         return ranks if op.box is box and not op.done else []
@@ -423,57 +401,22 @@ class Survival:
     def retired(self, seq: int) -> None:
         """Calls up to `seq` have ended here: later ones are planned for who is left."""
         self._course.forget(seq)
-        epoch = max(self._course.base, self._joined_in)
-        box = self._box_for(epoch, seq + 1)
-        if box is not self.box:
-            self._owner.members = self.box = box
+        self._sizes.forget(seq)
+        epoch, box = self.first_epoch(), self.next_box()
+        self.plan_with(box)
+        if min(self._boxes) < epoch:
             self._boxes = {later: boxes for later, boxes in self._boxes.items() if later >= epoch}
-            for rank in range(self._full.group_size):
-                self._owner.mask[rank] = int(rank in box.members)
         is_last = box is self._boxes[epoch][-1][1]
         is_over = is_last and not self._course.turns and not self._decisions
         is_over = is_over and (self._is_adopted or not self._joined_in) and not self.unready(box)
         if is_over and all(op.box is box for op in self._owner.queue):
             self._owner.lower_flag(CHANGING)
 
-    def waiting(self) -> tuple[int, ...]:
-        """Return the ranks for which a process asks to come in."""
-        return tuple(self._rank_of[slot] for slot in self.runtime.waiting() if slot in self._rank_of)
-
-    def recover(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Admit the processes that wait for `ranks`; returns when a view has them.
-
-        Where a process waits for the place of a member, that member may have died unseen: it is given some time to
-        prove it, else it has its place by right.
-        """
-        began = time.monotonic()
-        deadline = began + timeout_s
-        wanted = {self._slots[rank] for rank in ranks}
-        first = {member.slot: member.nonce for member in self.runtime.view().members}
-        while True:
-            view = self.runtime.view()
-            there = {m.slot: m.nonce for m in view.members if outbox_of(m, self.lane) is not None}
-            missing = wanted - there.keys()
-            if time.monotonic() - began < UNSEEN_DEATH_S:
-                asked_for = wanted.intersection(self.runtime.waiting())
-                missing |= {slot for slot in asked_for if there.get(slot) == first.get(slot)}
-            if not missing:
-                return
-            self.runtime.admit(sorted(missing))
-            if time.monotonic() > deadline:
-                lost = sorted(self._rank_of[slot] for slot in missing)
-                raise CommTimeoutError(
-                    f"recover_ranks: rank(s) {', '.join(map(str, lost))} did not come back within {timeout_s:.1f} s; "
-                    "start a process with is_extension=True for each",
-                    lost,
-                )
-            self.runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
-
     def _warn(self, op: Operation, ranks: Sequence[int], now: float) -> None:
         """Name those who are behind, once per time-out."""
         if now - self._warned_at > op.deadline - op.started:
             self._warned_at = now
-            names = ", ".join(f"{rank} ({self.runtime.health(self._slots[rank])})" for rank in ranks)
+            names = ", ".join(f"{rank} ({self.runtime.health(self._slot_of[rank])})" for rank in ranks)
             told = op.describe(self._full, elapsed=now - op.started)
             logger.warning("%s: waits for rank(s) %s and goes on waiting (on_stall='wait')", told, names)
 
@@ -487,13 +430,13 @@ class Survival:
         if now - self._accused_at > ACCUSE_PAUSE_S:
             self._accused_at = now
             for rank in ranks:
-                self.runtime.accuse(self._slots[rank], self.lane, op.seq)
+                self.runtime.accuse(self._slot_of[rank], self.lane, op.seq)
         return True
 
     def found_dead(self, ranks: Iterable[int]) -> None:
         """Pass on that a wait has found ranks dead; the agent's own sources may be later."""
         for rank in ranks:
-            self.runtime.look_at(self._slots[rank])
+            self.runtime.look_at(self._slot_of[rank])
 
     # ---- for hang reports
 
@@ -501,7 +444,7 @@ class Survival:
         """Put on this process's board that `call` waits for `ranks`. For waits that have slept, under the lock."""
         if self._owner.flags & ENDED:
             return  # the board may be gone
-        mask = sum(1 << self._slots[rank] for rank in set(ranks))
+        mask = sum(1 << self._slot_of[rank] for rank in set(ranks))
         shown = (id(call), call.seq, self._owner.members.epoch, mask)
         if shown != self._shown:  # the time on the board is since when it waits for these
             self._shown = shown
@@ -512,6 +455,11 @@ class Survival:
         if self._shown is not None:
             self._shown = None
             self._row.idle()
+
+    def remember(self, store: Any) -> None:
+        """Let later groups of the job meet through `store`, by what this group knows, if it is the first one."""
+        if self.is_home:
+            self._job.store, self._job.name_later = store, weakref.WeakMethod(self.name_later)
 
     def close(self) -> None:
         """End the lane, and this process's part in the job if it was the last."""

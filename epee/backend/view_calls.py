@@ -1,4 +1,4 @@
-"""What a group says about its view, and how lost ranks come back: epee's own methods of the process group.
+"""What a group says about its view, how lost ranks come back and how it grows: epee's own methods of the process group.
 
 They read what the group's own calls have made of the view (`survival.py`), so all answers are those of this rank's last
 call, except where a method says otherwise. Nothing here writes to shared memory.
@@ -12,66 +12,157 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, InvalidState
+from ..errors import InvalidArgument, InvalidState, RankFailedError
 from .engine import Engine
 from .entry import ENDED
+from .options import MAX_RANKS
+from .survival import Survival
 
 
 class ViewCalls:
     """Part of `group.ProcessGroup`."""
 
     _engine: Engine
-    _num_ranks: int
+    _rank: int
     allreduce: Any
+    barrier: Any
 
     @property
     def epoch(self) -> int:
         """The epoch of the view in which the group runs."""
         return self._engine.members.epoch
 
+    @property
+    def num_slots(self) -> int:
+        """How many ranks the group counts in this rank's next call: the length of lists with one element per rank.
+
+        Lost ranks count. It changes between the same two calls on all ranks (`extend_group_size_to`), while
+        `get_world_size()` stays what this process was started with.
+        """
+        return self._engine.members.group_size
+
     def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
         """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
 
         All ranks get the same answer: a rank counts as ready when every member has heard of it.
+
+        Args:
+            ranks: 0 ... 63; those that have never been there may ask to come in, too.
         """
-        state = torch.zeros(self._num_ranks, dtype=torch.int32)
-        for rank in range(self._num_ranks):
-            state[rank] = int(rank in self._engine.members.members or rank in self.waiting_ranks())
+        _check_ranks(ranks, "get_peer_state")
+        known = self.ready_ranks()
+        state = torch.tensor([int(rank in known) for rank in range(MAX_RANKS)], dtype=torch.int32)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         options.asyncOp = False
         self.allreduce([state], options)
         return [bool(state[rank]) for rank in ranks]
 
+    def get_num_synced_ranks(self) -> int:
+        """Return how many ranks take part or are ready to, beyond the group's size as well. A collective call."""
+        return sum(self.get_peer_state(range(MAX_RANKS)))
+
     def waiting_ranks(self) -> tuple[int, ...]:
-        """Return the lost ranks in whose place a process waits, as far as this rank has heard; no communication."""
+        """Return the ranks, lost or new, for which a process waits, as far as this rank has heard; no communication."""
         survival = self._engine.survival
         return () if survival is None else survival.waiting()
 
+    def ready_ranks(self) -> set[int]:
+        """Return the ranks that take part, and those for which a process waits or has just been taken in.
+
+        As far as this rank has heard; no communication. `get_peer_state` is what all members have heard.
+        """
+        survival = self._engine.survival
+        return {*self._engine.members.members, *(() if survival is None else survival.ready())}
+
     def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
-        """Take in the processes that wait to replace lost ranks; the next call of this rank runs with them.
+        """Take in the processes that wait for these ranks; the next call of this rank runs with them.
 
         Every member calls it at the same point between two calls, or only one: it suffices. Repeating it is harmless.
+        `active_ranks` and `num_slots` show them after that call, on all old members alike. For ranks beyond the group's
+        size use `extend_group_size_to`, after which they show before it: the call needs longer lists.
 
         Args:
-            ranks: of the group; those that take part already are left alone.
-            timeout_s: how long to wait for the new view; None: the group's time-out.
+            ranks: 0 ... 63; those that take part already are left alone.
+            timeout_s: how long to wait for all of them; None: the group's time-out.
         Raises:
             CommTimeoutError: a process does not come, or the view did not change in time.
+            InvalidState: a group that takes nobody in: of one rank, or made with `new_group`.
         """
+        _check_ranks(ranks, "recover_ranks")
+        self._survival().recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+
+    def extend_group_size_to(self, size: int, timeout_s: float | None = None) -> None:
+        """Let the group count `size` ranks from the next call on. All members call it at the same point.
+
+        A larger group: takes in the processes that wait for the ranks beyond the present size, all of them. A smaller
+        one: the ranks beyond must have left or died. Lost ranks below stay lost (`recover_ranks`).
+
+        Args:
+            size: 1 ... 64. The option `max_group_size` is no limit, it is the length of `active_ranks`.
+            timeout_s: how long to wait for newcomers; None: the group's time-out.
+        Raises:
+            InvalidArgument: ranks beyond `size` take part.
+            RankFailedError: mode "raise", and a rank has been lost that no call had reported yet. The newcomers are in;
+                call it again.
+            CommTimeoutError, InvalidState: as `recover_ranks`.
+        """
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_RANKS:
+            raise InvalidArgument(f"extend_group_size_to: size must be a number from 1 to {MAX_RANKS}, got {size!r}")
+        beyond = [rank for rank in self._engine.members.members if rank >= size]
+        if beyond:
+            raise InvalidArgument(
+                f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} take part; they must leave first"
+            )
+        present = self.num_slots
+        if size == present and self._engine.survival is None:
+            return
+        survival = self._survival()
+        survival.recover(range(present, size), self._engine.timeout_s if timeout_s is None else timeout_s)
+        self._engine.look(survival.show_joined)
+        while not survival.is_settled():  # a loss must be reported first, by a call among those who were there
+            options: Any = dist.BarrierOptions()
+            options.asyncOp = False
+            self.barrier(options)
+        self._engine.look(lambda: survival.set_size(size))
+
+    def _survival(self) -> Survival:
         if self._engine.survival is None:
-            raise InvalidState("a group of one rank has nobody to recover")
-        for rank in ranks:
-            if not 0 <= rank < self._num_ranks:
-                raise InvalidArgument(f"recover_ranks: ranks must lie in 0 ... {self._num_ranks - 1}, got {rank}")
-        self._engine.survival.recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+            raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")
+        return self._engine.survival
+
+    def check_peer(self, peer: int, name: str) -> None:
+        """Check the other rank of a message.
+
+        Raises:
+            InvalidArgument: it is no other rank of the group.
+            RankFailedError: it is not in the view, and has not been since this process came.
+        """
+        box = self._engine.box
+        if peer >= box.num_ranks or peer in box.blanks:
+            self._engine.look(lambda: None)  # it may have come just now
+        size = max(box.num_ranks, self.num_slots)
+        if peer == self._rank or not 0 <= peer < size:
+            raise InvalidArgument(
+                f"{name}: the peer must be another rank of the group (size {size}, this is rank {self._rank}), got "
+                f"{peer}"
+            )
+        if peer >= box.num_ranks or peer in box.blanks:
+            raise RankFailedError(
+                f"{name}: rank {peer} is not in the view (epoch {self.epoch}); it was lost or has not come yet",
+                [peer],
+                name,
+                0,
+                self.epoch,
+                "not in the view",
+            )
 
     def last_contributors(self) -> tuple[int, ...]:
         """Return the ranks whose contributions are in the result of the last collective that ended here."""
         return self._engine.contributors
 
     def active_ranks(self) -> torch.Tensor:
-        """Return an int32 tensor `[num_ranks]`: 1 for a rank that takes part in this rank's next call.
+        """Return an int32 tensor `[num_slots]`: 1 for a rank that takes part in this rank's next call.
 
         A death or a replacement changes it between the same two calls on every rank, with the epoch, so what a program
         derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
@@ -81,4 +172,10 @@ class ViewCalls:
             raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
         for peer in engine.left():
             engine.mask[peer] = 0
-        return torch.tensor(engine.mask[: self._num_ranks].tolist(), dtype=torch.int32)
+        return torch.tensor(engine.mask.first(self.num_slots), dtype=torch.int32)
+
+
+def _check_ranks(ranks: Sequence[int], name: str) -> None:
+    for rank in ranks:
+        if not 0 <= rank < MAX_RANKS:
+            raise InvalidArgument(f"{name}: ranks must lie in 0 ... {MAX_RANKS - 1}, got {rank}")

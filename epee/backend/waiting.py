@@ -35,11 +35,14 @@ class Waiting(Entry):
 
     def __init__(self, box: Outboxes) -> None:
         super().__init__(box)
-        # Polling longer gains nothing on an idle machine and loses much on a busy one.
-        self._own_core = box.num_ranks <= len(os.sched_getaffinity(0))
-        self._num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
+        self.count_ranks(box.num_ranks)
         self._shares_core = False
         self._moved = 0.0
+
+    def count_ranks(self, num_ranks: int) -> None:
+        """Suit the patience to the number of ranks: polling for long loses much on a busy machine and gains little."""
+        self._own_core = num_ranks <= len(os.sched_getaffinity(0))
+        self._num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
 
     # ---- waiting, with the lock held
 

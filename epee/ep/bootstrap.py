@@ -52,11 +52,16 @@ def host_id() -> bytes:
         raise ResourceError(f"cannot tell this host from others: {path}: {exc}") from exc
 
 
+def size_of(group: dist.ProcessGroup) -> int:
+    """Return how many ranks a group has; one of the backend "epee" may have grown since torch was told its size."""
+    return int(getattr(group, "num_slots", group.size()))
+
+
 def all_gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     """Gather equally long byte strings from all ranks of `group`, in rank order."""
     device = _group_device(group)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    parts = [torch.empty_like(mine) for _ in range(size_of(group))]
     dist.all_gather(parts, mine, group=group)
     return [part.cpu().numpy().tobytes() for part in parts]
 
@@ -118,8 +123,8 @@ def meet(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError | No
         if refusal is not None:
             raise refusal
         judge(records)
-        if len(records) < group.size():
-            lost = sorted(set(range(group.size())) - set(records))
+        if len(records) < size_of(group):
+            lost = sorted(set(range(size_of(group))) - set(records))
             raise RankFailedError(
                 f"Buffer: rank(s) {', '.join(map(str, lost))} of the group are lost, and a buffer of this device "
                 "needs all; make a group of the others (new_group) for it",

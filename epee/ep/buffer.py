@@ -25,7 +25,7 @@ from .. import env
 from ..errors import AbortedError, EpeeError, ForkError, InvalidArgument, InvalidState, UnsupportedError
 from ..view.detector import DeathWatch
 from . import birth
-from .bootstrap import Born, group_of, meet
+from .bootstrap import Born, group_of, meet, size_of
 from .checks import (
     check_combine,
     check_dispatch,
@@ -119,7 +119,7 @@ class Buffer:
         self._id = next(_buffer_ids)
         members = group_of(group)
         self.rank = members.rank()
-        self.num_ranks = members.size()
+        self.num_ranks = size_of(members)
         self.config = BufferConfig(
             self.num_ranks,
             num_experts,
@@ -142,7 +142,7 @@ class Buffer:
         except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
         Survivor.retire()
-        seat = None if self.config.is_cuda or self.config.is_latency else seat_of(members)
+        seat = None if self.config.is_cuda or self.config.is_latency else seat_of(members, self.num_ranks)
         begun = None if seat is None else birth.begin(members, seat, self.config, refusal, self._timeout)
         born = meet(members, self.config, refusal) if begun is None else Born([], DeathWatch())
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)

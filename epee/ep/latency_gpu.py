@@ -320,6 +320,8 @@ class LatencyCore:
         self.platform.synchronize()
         self._write_words("dispatch_tags", [tag, tag])
         self._write_words("combine_tags", [tag, tag])
+        self._write_words("dispatch_heard", [tag] * self.config.num_ranks)
+        self._write_words("combine_heard", [tag] * self.config.num_ranks)
         self.active_ranks.copy_(torch.tensor([int(bool(one)) for one in active], dtype=torch.int32))
         self.platform.synchronize()
 
@@ -424,6 +426,7 @@ class LatencyCore:
         call.op = OP_DISPATCH if op == "dispatch" else OP_COMBINE
         call.peers_offset, call.reported_offset = layout.offset("peers"), layout.offset("reported")
         call.tags_offset, call.end_offset = layout.offset(f"{op}_tags"), layout.offset(f"{op}_end")
+        call.heard_offset, call.max_in_flight = layout.offset(f"{op}_heard"), config.max_in_flight
         args.at = config.places(op)
         args.num_topk, args.hidden, args.token_words = config.num_topk, config.hidden, config.token_words
         if op == "dispatch":

@@ -52,7 +52,8 @@ class LatencyCall(ctypes.Structure):
 
     _fields_ = (
         *_fields(_PTR, "own mask report abort lost"),
-        *_fields(_WORD, "peers_offset tags_offset end_offset reported_offset timeout_ns ahead advance"),
+        *_fields(_WORD, "peers_offset tags_offset heard_offset end_offset reported_offset"),
+        *_fields(_WORD, "timeout_ns ahead advance max_in_flight"),
         *_fields(_INT, "rank op halves is_strict"),
     )
 
@@ -224,6 +225,8 @@ class LatencyConfig:
             words("peers", MAX_RANKS),
             words("dispatch_tags", 2),
             words("combine_tags", 2),
+            words("dispatch_heard", MAX_RANKS),
+            words("combine_heard", MAX_RANKS),
             words("dispatch_end", 1),
             words("combine_end", 1),
             words("reported", 2),

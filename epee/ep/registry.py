@@ -20,6 +20,7 @@ word: a blob is checked by `HostRegion.attach`, its owner against the process th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import weakref
@@ -29,6 +30,8 @@ from ..errors import EpeeError, ProtocolError, ResourceError
 from ..memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ..memory.signals import futex_wake
 from .verdict import Record
+
+logger = logging.getLogger("epee")
 
 FRESH_NS = 500_000_000  # a rank that waits says so several times in this time, unless it has stopped
 MAX_BUFFERS = 32  # of one group at the same time
@@ -182,11 +185,14 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
         path = f"{folder}/{entry}"
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(path).split(" ")[0] == wanted:
-                return _attach(path, pid, start_time)
+                found = _attach(path, pid, start_time)
+                if found is not None:
+                    return found
     return None
 
 
 def _attach(path: str, pid: int, start_time: int) -> Registry | None:
+    """Map the registry behind a descriptor; None when it is not this process's own, or is just coming or going."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         raw = os.pread(fd, 8 * (_OWN_BLOB + _BLOB_WORDS), HEADER_BYTES)
@@ -196,11 +202,13 @@ def _attach(path: str, pid: int, start_time: int) -> Registry | None:
         return None  # just being made
     try:
         region = HostRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES])
-    except ResourceError:
-        return None  # it has just ended
-    except EpeeError as exc:
-        raise ProtocolError(f"the list of buffers of process {pid} cannot be used: {exc}") from exc
-    if (region.owner_pid, region.owner_start_time) != (pid, start_time) or region.nbytes < 8 * _NUM_WORDS:
+    except EpeeError as exc:  # it has just ended, or closed it; whoever waits for it has a time-out
+        logger.info("the list of buffers of process %d cannot be used: %s", pid, exc)
+        return None
+    if (region.owner_pid, region.owner_start_time) != (pid, start_time):
         region.close()
-        raise ProtocolError(f"the list of buffers of process {pid} names process {region.owner_pid}; is it ours?")
+        return None  # another process's, which this one was just mapping
+    if region.nbytes < 8 * _NUM_WORDS:
+        region.close()
+        raise ProtocolError(f"the list of buffers of process {pid} has {region.nbytes} bytes; another version of epee?")
     return Registry(region)

@@ -63,7 +63,7 @@ class Seat(NamedTuple):
     job: Any
 
 
-def seat_of(group: object) -> Seat | None:
+def seat_of(group: Any, num_ranks: int) -> Seat | None:
     """Return the seat of a group of the backend "epee", None for groups of other backends and of one rank."""
     survival = getattr(getattr(group, "_engine", None), "survival", None)
     if survival is None:
@@ -71,7 +71,7 @@ def seat_of(group: object) -> Seat | None:
     return Seat(
         survival.runtime,
         survival.lane,
-        tuple(survival._slots),
+        tuple(getattr(survival, "_slot_of", survival._slots)[:num_ranks]),  # the group may have grown
         survival._raises,
         survival.on_stall,
         dict(survival._incarnations),

@@ -67,18 +67,22 @@ class HostRegion:
         mapped_bytes: size of the mapping.
         owner_pid: the process that made it.
         owner_start_time: when that process started, in clock ticks since boot.
-        address: of the first usable byte in this process.
+        address: of the first usable byte in this process; 0 where the mapping can only be read.
     """
 
-    def __init__(self, fd: int, claim: Claim) -> None:
+    def __init__(self, fd: int, claim: Claim, is_writable: bool = True) -> None:
         self.nbytes = claim.nbytes - HEADER_BYTES
         self.mapped_bytes = claim.nbytes
         self.owner_pid = claim.pid
         self.owner_start_time = claim.start_time
         self._fd = fd
         self._blob = claim.pack()
-        self._map: mmap.mmap | None = mmap.mmap(fd, claim.nbytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + HEADER_BYTES
+        self._map: mmap.mmap | None = mmap.mmap(
+            fd, claim.nbytes, access=mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
+        )
+        self.address = 0
+        if is_writable:
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + HEADER_BYTES
 
     @classmethod
     def create(cls, nbytes: int, name: str) -> HostRegion:
@@ -106,8 +110,10 @@ class HostRegion:
         return region
 
     @classmethod
-    def attach(cls, data: bytes) -> HostRegion:
+    def attach(cls, data: bytes, is_writable: bool = True) -> HostRegion:
         """Map the region that `data` (a peer's `blob`) describes, after checking every claim in it.
+
+        Without `is_writable` a stray store of this process faults instead of damaging what the peer says.
 
         Raises:
             ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
@@ -117,7 +123,7 @@ class HostRegion:
         fd = _open_peer_fd(claim)
         try:
             _check_file(fd, claim)
-            region = cls(fd, claim)
+            region = cls(fd, claim, is_writable)
         except (OSError, ValueError) as exc:
             os.close(fd)
             raise ResourceError(f"cannot map the region of process {claim.pid}: {exc}") from exc

@@ -117,7 +117,7 @@ class BeatView:
 
     def __init__(self, blob: bytes) -> None:
         """Map it; raises as `HostRegion.attach`."""
-        self._region = HostRegion.attach(blob)
+        self._region = HostRegion.attach(blob, is_writable=False)
         self._words = self._region.words(0, 1)
 
     @property

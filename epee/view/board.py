@@ -170,7 +170,7 @@ class BoardView:
     @classmethod
     def attach(cls, blob: bytes) -> BoardView:
         """Map the board that `blob` describes; raises `ProtocolError`, `ResourceError` (see `HostRegion.attach`)."""
-        region = HostRegion.attach(blob)
+        region = HostRegion.attach(blob, is_writable=False)
         try:
             return cls(region)
         except ProtocolError:

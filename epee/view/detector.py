@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..errors import ResourceError
 from ..memory.host import process_start_time
@@ -26,7 +27,7 @@ NUM_LOOKS = 4  # at a time; each costs some 20 us
 def is_torn_down(pid: int, start_time: int) -> bool:
     """Return whether process `pid`, started at `start_time`, has threads but no address space: it stores nothing.
 
-    False also when the process has gone altogether; a pidfd says that.
+    False also when the process has gone altogether; a pidfd says that. One that nobody has waited for counts.
     """
     try:
         if not _has_no_memory(f"/proc/{pid}/statm"):  # the leader's: what all but the dying show
@@ -35,9 +36,15 @@ def is_torn_down(pid: int, start_time: int) -> bool:
         if not all(_has_no_memory(f"/proc/{pid}/task/{thread}/statm") for thread in threads):
             return False
         # a thread that was not listed can only come from one that was, and would be listed by now
-        return set(os.listdir(f"/proc/{pid}/task")) == threads and process_start_time(pid) == start_time
+        return set(os.listdir(f"/proc/{pid}/task")) == threads and _started_at(pid) == start_time
     except OSError:
         return False
+
+
+def _started_at(pid: int) -> int:
+    """Return when the process that has this number now was started, also when it is a zombie."""
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])  # the command's name may hold spaces and brackets
 
 
 def _has_no_memory(path: str) -> bool:

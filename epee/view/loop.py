@@ -356,9 +356,10 @@ class Loop:
     def _decide(self, decision: Decision) -> None:
         for member in decision.members:
             self._meet(member)
-            self._set_waiting(member.nonce, None)
         self.shared.decision = decision
         self.shared.error = None
+        for member in decision.members:  # after it is shown: who looks here first and there then misses nobody
+            self._set_waiting(member.nonce, None)
         for hooks in list(self._lanes.values()):
             hooks.decided(decision)
         self.board.decide(decision.epoch)

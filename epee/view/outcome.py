@@ -197,6 +197,24 @@ class Course:
         """Return the first calls of those who take part in `epoch`; a founder's is 1."""
         return {start for _, start in self._members[epoch].values()}
 
+    def present(self) -> tuple[int, ...]:
+        """Return the slots in the newest view, ascending."""
+        return tuple(sorted(self._members[self._latest]))
+
+    def passes(self, seq: int, epoch: int) -> bool:
+        """Return whether call `seq` runs in `epoch` or later and has not failed on the way, whatever the words say.
+
+        It is so when every turn up to `epoch` hits it for what is known of the calls issued, and none fails it.
+        """
+        for turn in self.turns:
+            if turn.epoch > epoch:
+                return True
+            if turn.cap is None or seq <= turn.cap:
+                return False
+            if self.raises and turn.removed and seq <= max(turn.last, turn.cap + 1):
+                return False
+        return True
+
     def may_publish(self, seq: int, epoch: int, oldest_seq: int, oldest_epoch: int) -> bool:
         """Return whether a call may be published while an earlier one, the oldest that has not ended, is pending."""
         starts = self._members[epoch].values()

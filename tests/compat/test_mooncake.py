@@ -99,7 +99,10 @@ def healthy(rank: int, num_ranks: int, folder: str, backend: str) -> None:
         with pytest.raises(InvalidArgument, match="ranks"):
             pg.get_peer_state(group, [nonsense])
     with pytest.raises(InvalidArgument, match="ranks"):
-        pg.activate_ranks(group, [2])
+        pg.activate_ranks(group, [64])
+    absent = pg.activate_ranks(group, [2])
+    assert absent.status is pg.ProposalStatus.Rejected
+    assert "no process waits" in absent.reject_reason
     bad = dist.all_reduce(torch.ones(1 + rank), async_op=True)
     assert not pg.get_local_success(bad)
     dist.barrier()

@@ -136,13 +136,15 @@ def slow_rows(rank: int, num_ranks: int, platform: str, this: Round, op: str) ->
 
 
 def masked(rank: int, num_ranks: int, platform: str, this: Round) -> None:
-    """Rank 2 is out from the start, and makes its own calls alone."""
+    """Rank 2 is out from the start, and makes its own calls alone; then all are in."""
     core = make_core(PLAN, rank, platform)
     mask = mask_of(core, 1, 1, 0) if rank < 2 else mask_of(core, 0, 0, 1)
     for seed in range(5):
         exchange(core, replace(this, seed=seed), mask, LONG_S, ALONE_2)
     all_gather_bytes(b"over")
     assert core.lost() == ()
+    mask.fill_(1)  # they have made as many calls, so they find each other again
+    exchange(core, replace(this, seed=9), mask, LONG_S, [[True] * 3] * 3)
 
 
 def strict(rank: int, num_ranks: int, platform: str) -> Any:
@@ -262,6 +264,27 @@ def rejoined(rank: int, num_ranks: int, platform: str) -> list[int]:
     return left
 
 
+def far_behind(rank: int, num_ranks: int, platform: str) -> list[tuple[str, str]]:
+    """Rank 2 misses one strict call after the other; who is too far behind is neither written to nor awaited."""
+    core = make_core(PLAN, rank, platform)
+    errors = []
+    if rank < 2:
+        for number in range(5):  # more than there are slots; the last ones would take LONG_S if they waited
+            how = options(MANY, SHORT_S if number < PLAN_IN_FLIGHT else LONG_S, strict=True)
+            send(core, MANY, inputs_of(PLAN, MANY, rank), how)
+            wait_for(core)
+            errors.append(error_of(core.check))
+    tags = [int.from_bytes(raw, "little") for raw in all_gather_bytes(core.tags().to_bytes(8, "little"))]
+    core.set_view([True] * num_ranks, max(tags) + 8)
+    all_gather_bytes(b"agreed")
+    for seed in range(4):
+        play(core, PLAN, replace(MANY, seed=seed), f"rank {rank}")
+    return errors
+
+
+PLAN_IN_FLIGHT = 2
+
+
 def aborted(rank: int, num_ranks: int, platform: str) -> tuple[str, str]:
     """A close while a kernel waits."""
     core = make_core(PLAN, rank, platform)
@@ -375,6 +398,15 @@ def check_agreed_view_brings_a_lost_rank_back(platform: str) -> None:
     assert run_ranks(rejoined, 3, platform, timeout_s=50) == [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
 
 
+def check_rank_that_is_far_behind_is_left_out_until_all_agree(platform: str) -> None:
+    """Each of its misses is an error; its slots are not written over."""
+    results = run_ranks(far_behind, 3, platform, timeout_s=50)
+    assert results[2] == []
+    for errors in results[:2]:
+        assert [name for name, _ in errors] == [CommTimeoutError.__name__] * 5
+        assert all("rank 2 was silent too long" in text for _, text in errors)
+
+
 def check_abort_ends_a_wait(platform: str) -> None:
     """Long before the time-out."""
     assert run_ranks(aborted, 2, platform, timeout_s=50)[0][0] == "AbortedError"
@@ -404,6 +436,7 @@ CHECKS = {
         check_refused_call_is_an_error_of_the_peers,
         check_two_calls_may_be_in_flight_and_their_hooks_come_in_any_order,
         check_agreed_view_brings_a_lost_rank_back,
+        check_rank_that_is_far_behind_is_left_out_until_all_agree,
         check_abort_ends_a_wait,
         check_survivors_of_a_killed_rank_go_on,
     )

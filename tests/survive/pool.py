@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ def tell(value: Any) -> None:
 def _work(connection: Connection, runtime_folder: str) -> None:
     """Main loop of a worker. It dies with the server that forked it, which dies with the owner of the pool."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.freeze()  # a collection over all of torch holds the GIL for half a second, for ten times that on a busy machine
+    faulthandler.register(signal.SIGUSR1)  # for who wants to know what the others were doing
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own about names that both exist
     os.environ["EPEE_RUNTIME_DIR"] = runtime_folder

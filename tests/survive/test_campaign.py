@@ -74,6 +74,13 @@ def test_bit_flips_in_headers(campaign: Campaign) -> None:
     assert sum(outcomes.values()) == 3 * 500
 
 
+def test_bit_flips_in_state_words(campaign: Campaign) -> None:
+    campaign.flips(200, FOREVER, SEED, states=True)
+    outcomes = campaign.results["flips of state words"]["outcomes"]
+    assert outcomes["ok"] > 0
+    assert sum(outcomes.values()) == 3 * 200
+
+
 def test_kills_at_random_moments(campaign: Campaign) -> None:
     campaign.soak(4.0, time.time() + 60, SEED, mtbf_s=0.4)
     assert campaign.results["soak"]["kills"] > 0

@@ -54,6 +54,8 @@ def test_the_last_state_is_read() -> None:
     mine.close()
     mine.close()
     assert view.read() == state(3)
+    with pytest.raises(TypeError, match="read-only"):
+        view._words[0] = 0  # only its owner writes it
     view.close()
     view.close()
 

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from epee.memory.host import process_start_time
-from epee.view.detector import DeathWatch
+from epee.view.detector import DeathWatch, is_torn_down
 
 
 @pytest.fixture
@@ -81,3 +82,42 @@ def test_close_returns_every_descriptor(victim: subprocess.Popen[bytes]) -> None
     watch.close()
     watch.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_address_space_that_is_gone_is_a_proof() -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; b = bytearray(1 << 26); time.sleep(600)"])
+    start = process_start_time(sleeper.pid)
+    watch = DeathWatch()
+    try:
+        watch.watch(3, sleeper.pid, start)
+        assert not is_torn_down(sleeper.pid, start)
+        assert watch.look([3, 4]) == ()
+        sleeper.kill()
+        deadline = time.monotonic() + 30
+        while not is_torn_down(sleeper.pid, start):  # it stays a zombie: nobody has waited for it
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert not is_torn_down(sleeper.pid, start + 1), "another process of that number"
+        assert watch.look([3, 4]) == (3,)
+        assert watch.look([3, 4]) == (), "told once"
+        assert watch.dead() == (3,)
+    finally:
+        sleeper.wait()
+        watch.close()
+    assert not is_torn_down(sleeper.pid, start), "that one is the pidfd's"
+
+
+def test_a_thread_that_lives_keeps_its_process_alive() -> None:
+    """The first thread of a process may end before the others; its own address space is gone then."""
+    code = "import ctypes, threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+    sleeper = subprocess.Popen([sys.executable, "-c", code + "ctypes.CDLL(None).pthread_exit(None)"])
+    start = process_start_time(sleeper.pid)
+    try:
+        deadline = time.monotonic() + 30
+        while not Path(f"/proc/{sleeper.pid}/statm").read_text().startswith("0 "):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert not is_torn_down(sleeper.pid, start)
+    finally:
+        sleeper.kill()
+        sleeper.wait()

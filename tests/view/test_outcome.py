@@ -173,3 +173,24 @@ def test_whole_is_tag_and_all_rounds_and_in_two_phases_the_shares_too() -> None:
     assert not is_whole(5, 5, 2, 3, 3, False)
     assert is_whole(5, 5, 3, 3, 3, True)
     assert not is_whole(5, 5, 3, 2, 3, True)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("last", range(14))
+def test_a_call_that_surely_passes_does_so_whatever_the_words_say(raises: bool, last: int) -> None:
+    lost = after(FIRST, {3: DEAD}, issued=6)
+    for joined in (
+        after(lost, joins=(3,), issued=8),  # the loss may fail one call that nobody has made
+        after(lost, {1: DEAD}, joins=(3, 5), issued=8),  # another loss in the same change
+    ):
+        one = course(raises, lost, joined)
+        assert one.present() == tuple(m.slot for m in joined.members)
+        passing = [seq for seq in range(1, 15) if one.passes(seq, 3)]
+        assert passing == list(range(passing[0], 15))
+        assert passing[0] <= 11
+        found = {seq: one.place(seq, whole_up_to(last)) for seq in range(1, 15)}
+        for seq in passing:
+            assert (found[seq].epoch, found[seq].failed) == (3, False), (seq, found[seq])
+        if last >= 6:
+            assert found[6].epoch == 1, "a call that the lost one has left whole passes only by its words"
+            assert 6 not in passing

@@ -2,8 +2,9 @@
 
 A `backend` argument is the process group itself (`dist.group.WORLD` or what `new_group` returned).
 
-A lost rank leaves the view by itself, and a replacement (`is_extension=True`) comes in by `recover_ranks`. What does
-not exist (putting a healthy rank out, another group size) is rejected with a reason, never pretended.
+A lost rank leaves the view by itself; a replacement (`is_extension=True`) comes in by `recover_ranks`, ranks beyond
+the group's size by `extend_group_size_to`. What does not exist (putting a healthy rank out) is rejected with a reason,
+never pretended.
 """
 
 from __future__ import annotations
@@ -105,40 +106,42 @@ def _fields(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 # ---- membership
 
 
-def _checked(backend: Any, ranks: Sequence[int]) -> list[int]:
-    size = backend.size()
-    bad = [rank for rank in ranks if not 0 <= rank < size]
+def _checked(ranks: Sequence[int]) -> list[int]:
+    bad = [rank for rank in ranks if not 0 <= rank < MAX_RANKS]
     if bad:
-        raise InvalidArgument(f"ranks must lie in 0 ... {size - 1}, got {bad}")
+        raise InvalidArgument(f"ranks must lie in 0 ... {MAX_RANKS - 1}, got {bad}")
     return list(ranks)
+
+
+def _active(backend: Any) -> set[int]:
+    return {rank for rank, is_active in enumerate(backend.active_ranks().tolist()) if is_active}
 
 
 def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
     """Return for each rank whether it takes part, or waits to. A collective call: all members make it.
 
-    A rank beyond the present size does neither.
+    A rank beyond the present size may wait as well.
 
     Raises:
         InvalidArgument: a rank that no group can have, below 0 or above 63.
     """
-    bad = [rank for rank in ranks if not 0 <= rank < MAX_RANKS]
-    if bad:
-        raise InvalidArgument(f"ranks must lie in 0 ... {MAX_RANKS - 1}, got {bad}")
-    size = backend.size()
-    states = backend.get_peer_state(range(size))
-    return [rank < size and states[rank] for rank in ranks]
+    states: list[bool] = backend.get_peer_state(_checked(ranks))
+    return states
 
 
 def get_active_ranks(backend: Any) -> torch.Tensor:
-    """Return the int32 mask `[max_group_size]`: 1 = takes part."""
+    """Return the int32 mask: 1 = takes part. As long as the group is, or `max_group_size` if that is more."""
     mask: torch.Tensor = backend.active_ranks()
-    limit = backend.options.max_group_size or len(mask)
-    return torch.cat([mask, torch.zeros(limit - len(mask), dtype=torch.int32)])
+    num_more = max(0, (backend.options.max_group_size or 0) - len(mask))
+    return torch.cat([mask, torch.zeros(num_more, dtype=torch.int32)])
 
 
 def get_num_synced_ranks(backend: Any) -> int:
-    """Return how many ranks take part or wait to. A collective call: all members get the same answer."""
-    return sum(backend.get_peer_state(range(backend.size())))
+    """Return how many ranks take part or wait to, those beyond the present size included.
+
+    A collective call: all members get the same answer.
+    """
+    return int(backend.get_num_synced_ranks())
 
 
 def get_current_epoch(backend: Any) -> int:
@@ -154,13 +157,14 @@ def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRespo
     """Take in the processes that wait in the place of these ranks; they take part from the next call on.
 
     One member suffices, all may call it. A rank for which nobody waits is a reason to reject; nothing changes then.
+    Ranks beyond the present size make the group grow; then all members call it.
     """
-    mask = backend.active_ranks()
-    lost = [rank for rank in _checked(backend, ranks) if not mask[rank]]
+    active = _active(backend)
+    lost = [rank for rank in _checked(ranks) if rank not in active]
     if lost:
-        absent = sorted(set(lost) - set(backend.waiting_ranks()))
+        absent = sorted(set(lost) - backend.ready_ranks())
         if absent:
-            return _reject(backend, f"rank {absent[0]} is lost and no process waits in its place; start one")
+            return _reject(backend, f"rank {absent[0]} is not there and no process waits in its place; start one")
         backend.recover_ranks(lost)
     return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
 
@@ -170,8 +174,8 @@ recover_ranks = activate_ranks
 
 def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
     """Ask for these ranks not to take part; only those that are lost already can be left out."""
-    mask = backend.active_ranks()
-    active = [rank for rank in _checked(backend, ranks) if mask[rank]]
+    there = _active(backend)
+    active = [rank for rank in _checked(ranks) if rank in there]
     if active:
         return _reject(backend, f"rank {active[0]} is active: it cannot be put out in this version")
     return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
@@ -184,9 +188,25 @@ def join_group(backend: Any) -> None:
 
 
 def extend_group_size_to(backend: Any, size: int) -> None:
-    """Do nothing when the group has this size, as Mooncake today; growing does not exist in this version."""
-    if size != backend.size():
-        raise InvalidArgument(f"the group has {backend.size()} ranks and cannot change to {size} in this version")
+    """Let the group count `size` ranks from the next call on, and take in who waits for a rank below. All call it.
+
+    Call it when `get_num_synced_ranks` shows that the newcomers are there, or to give up ranks at the end that have
+    left.
+
+    Raises:
+        InvalidArgument: nobody waits for one of the new ranks, or ranks beyond `size` take part.
+    """
+    ready = backend.ready_ranks()
+    absent = [rank for rank in range(backend.num_slots, size) if rank not in ready]
+    if absent:
+        raise InvalidArgument(
+            f"extend_group_size_to({size}): no process waits for rank {absent[0]} (the group has {backend.num_slots} "
+            "ranks); start it with is_extension=True"
+        )
+    wanted = [rank for rank in sorted(ready - _active(backend)) if rank < size]
+    if wanted:
+        backend.recover_ranks(wanted)
+    backend.extend_group_size_to(size)
 
 
 def sync_after_failure(backend: Any) -> SyncAfterFailureResponse:
@@ -213,10 +233,14 @@ def get_local_success(work: Any) -> bool:
 
 
 def get_failed_ranks_hint(work: Any) -> torch.Tensor:
-    """Wait for `work`; return an int32 tensor `[max_group_size]` with 1 for ranks that it failed because of."""
+    """Wait for `work`; return an int32 tensor with 1 for ranks that it failed because of.
+
+    It is as long as the group is, or `max_group_size` if that is more.
+    """
     get_local_success(work)
     failed = getattr(work.exception(), "ranks", ())
-    hint = torch.zeros(len(work._engine.mask), dtype=torch.int32)
+    engine = work._engine
+    hint = torch.zeros(max(engine.mask.limit, engine.members.group_size), dtype=torch.int32)
     hint[list(failed)] = 1
     return hint
 

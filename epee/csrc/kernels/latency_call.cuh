@@ -17,7 +17,9 @@
 // peer has gone on without us.
 //
 // With F calls in flight a rank sends call n only behind its own receipt of call n - F, for which every peer that it
-// still takes part with has sent, and so had received call n - 2F: hence 2F slots, and no acknowledgement.
+// still takes part with has sent, and so had received call n - 2F: hence 2F slots, and no acknowledgement. `heard` has
+// the last call of each peer that has come; who is more than F behind (its calls were errors) is left out until the
+// ranks agree on a view.
 //
 // A source is taken whole or not at all. A block that misses something of it says so in the grid's word when it ends;
 // the last block to end knows what all have seen and, when they differ, does the receiving again without those
@@ -38,7 +40,8 @@ struct CallShared {
   u64 peer[kMaxRanks];  // regions of all ranks
   u64 send_tag, receive_tag;
   u64 deadline_ns;
-  u32 active;   // ranks that take part, this one always
+  u32 wanted;   // ranks in the mask, this one always
+  u32 active;   // those of them that take part: they are not so far behind that their slots are in use still
   u32 mapped;   // ranks that have a region
   u32 late;     // of the active ones: those whose part does not count in this call
   u32 refused;  // of these: those that said so themselves, because of an error that passes
@@ -71,8 +74,19 @@ DEVICE u8* packets_at(const LatencyPlaces& at, u64 region, u64 tag, int src, int
 
 DEVICE u64 marked(u64 tag, u32 value) { return tag << 32 | value; }
 
+/// The last call that a source has announced, also if it takes no part; `tag` is the call in progress.
+DEVICE u64 last_head(const LatencyPlaces& at, u64 own, u64 tag, int src) {
+  i32 ahead = -static_cast<i32>((tag < 0x7FFFFFFF ? tag : 0x7FFFFFFF));
+#pragma unroll 1
+  for (int slot = 0; slot < at.num_slots; ++slot) {
+    const u64 word = ld_relaxed_sys(head_at(at, own, static_cast<u64>(slot), src));
+    if (word) ahead = max(ahead, static_cast<i32>(static_cast<u32>(word >> 32) - static_cast<u32>(tag)));
+  }
+  return tag + static_cast<i64>(ahead);
+}
+
 /// Reads view and tags. First warp; the caller synchronises the block.
-DEVICE void open_call(const LatencyCall& call, CallShared& s) {
+DEVICE void open_call(const LatencyCall& call, const LatencyPlaces& at, CallShared& s) {
   if (warp_idx() != 0) return;
   const int lane = lane_idx();
   u64 peer = 0;
@@ -82,14 +96,22 @@ DEVICE void open_call(const LatencyCall& call, CallShared& s) {
     is_active = lane == call.rank || ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + lane) != 0;
     s.peer[lane] = peer;
   }
-  const u32 mapped = __ballot_sync(~0u, peer != 0);
-  const u32 active = __ballot_sync(~0u, is_active) & mapped;
-  if (lane != 0) return;
   const u64* tags = own_words(call, call.tags_offset);
-  s.send_tag = ld_relaxed_sys(tags) + 1;
-  s.receive_tag = ld_relaxed_sys(tags + 1) + 1 + call.ahead;
+  const u64 send_tag = ld_relaxed_sys(tags) + 1;
+  const u64 receive_tag = ld_relaxed_sys(tags + 1) + 1 + call.ahead;
+  const u64 tag = call.halves & kSendHalf ? send_tag : receive_tag;
+  const u64* heard = own_words(call, call.heard_offset);
+  bool is_near = lane >= kNumRanks || lane == call.rank || tag <= ld_relaxed_sys(heard + lane) + call.max_in_flight;
+  if (!is_near) is_near = tag <= last_head(at, call.own, tag, lane) + call.max_in_flight;  // it was out for a while
+  const u32 mapped = __ballot_sync(~0u, peer != 0);
+  const u32 wanted = __ballot_sync(~0u, is_active) & mapped;
+  const u32 near = __ballot_sync(~0u, is_near);
+  if (lane != 0) return;
+  s.send_tag = send_tag;
+  s.receive_tag = receive_tag;
   s.deadline_ns = global_time_ns() + call.timeout_ns;
-  s.active = active;
+  s.wanted = wanted;
+  s.active = wanted & near;
   s.mapped = mapped;
   s.late = s.refused = 0;
 }
@@ -240,6 +262,8 @@ DEVICE void finish_call(const LatencyCall& call, const CallShared& s, u32 counte
     if (out_got) reinterpret_cast<u8*>(out_got)[src] = static_cast<u8>(counted >> src & 1);
     const bool is_taken_out = (silent >> src & 1) && src != call.rank && !is_aborted && !call.is_strict;
     if (is_taken_out) reinterpret_cast<i32*>(call.mask)[src] = 0;
+    u64* heard = own_words(call, call.heard_offset) + src;
+    if ((counted >> src & 1) && *heard < s.receive_tag) *heard = s.receive_tag;
   }
   if (src != 0) return;
   u64* tags = own_words(call, call.tags_offset);

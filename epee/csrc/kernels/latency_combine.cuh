@@ -350,7 +350,7 @@ template <bool kIsWide>
 DEVICE void combine(const LatencyCombineParams& p) {
   __shared__ CombineShared s;
   wait_previous_kernel();
-  open_call(p.call, s.call);
+  open_call(p.call, p.at, s.call);
   open_handle(p, s);
   __syncthreads();
   if (p.call.halves & kSendHalf) {

@@ -326,7 +326,7 @@ DEVICE void receive_half(const LatencyDispatchParams& p, DispatchShared& s, cons
     step = num_warps;
   }
   write_results(p, s, m, taken);
-  finish_call(p.call, s.call, taken, s.call.active, p.out_got);
+  finish_call(p.call, s.call, taken, s.call.wanted, p.out_got);
 }
 
 template <bool kFp8>
@@ -339,7 +339,7 @@ DEVICE void dispatch(const LatencyDispatchParams& p) {
   wait_previous_kernel();
   Input in = {};
   if (is_sending && first >= 0 && first < p.num_tokens) in = load_input<kFp8>(p, first, 0);
-  open_call(p.call, s.call);
+  open_call(p.call, p.at, s.call);
   __syncthreads();
   if (is_sending) send_half<kFp8>(p, s, m, first, num_senders, in);
   allow_next_kernel();

@@ -1,0 +1,45 @@
+"""The program about growth in docs/backend.md does what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "backend.md"
+
+
+def test_the_program_about_growth_runs(tmp_path: Path) -> None:
+    found = re.search(r"```python \(tests/survive/test_grow_docs.py\)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    script = tmp_path / "grow.py"
+    script.write_text(found[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+
+    def launch(rank: int, world_size: int, joins: int) -> subprocess.Popen[str]:
+        mine = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "JOINS": str(joins)}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "EPEE_RUNTIME_DIR": str(tmp_path / "run")}
+        where["PYTHONPATH"] = str(Path(__file__).parents[2])
+        return subprocess.Popen(
+            [sys.executable, str(script)], env=os.environ | where | mine, stdout=subprocess.PIPE, text=True
+        )
+
+    ranks = [launch(rank, 2, 0) for rank in range(2)]
+    try:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("run/job-*/home")):  # the group is there
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks += [launch(rank, 4, 1) for rank in (2, 3)]
+        told = [process.communicate(timeout=45)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert told == [f"rank {rank}: 4 of 4, world size {4 if rank > 1 else 2}\n" for rank in range(4)]

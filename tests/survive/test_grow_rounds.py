@@ -1,0 +1,93 @@
+"""Grow and shrink, again and again: nothing is left behind in those who stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from . import stages
+from .growing import await_ranks, every_operation, start, total
+from .processes import run_mortal
+from .test_grow import lose
+
+ROUNDS = int(os.environ.get("EPEE_TEST_ROUNDS", "4"))
+
+
+def resources() -> dict[str, int]:
+    """Return what this process holds: descriptors, threads, mapped outboxes and boards."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "outboxes": sum("epee-outbox" in line for line in maps),
+        "blanks": sum("epee-blank" in line for line in maps),
+        "boards": sum("epee-board" in line for line in maps),
+    }
+
+
+def grown(now: dict[str, int], before: dict[str, int]) -> list[str]:
+    return [name for name in now if now[name] > before[name]]
+
+
+def settled(before: dict[str, int] | None) -> dict[str, int]:
+    """Return the resources when they are no more than `before`; what is on its way out may take a moment."""
+    deadline = time.monotonic() + 10
+    while True:
+        now = resources()
+        if before is None or not grown(now, before) or time.monotonic() > deadline:
+            return now
+        time.sleep(0.02)
+
+
+def breathing(slot: int, num_processes: int, folder: str, mode: str) -> Any:
+    """Processes 0 and 1 stay; in round k processes 2 + 2k and 3 + 2k are ranks 2 and 3: one is killed, one leaves."""
+    seen = []
+    if slot < 2:
+        group = start(slot, 2, folder, mode)
+        dist.all_reduce(torch.ones(1), async_op=True).wait()  # the background thread is there from now on
+        for k in range((num_processes - 2) // 2):
+            stages.reach(folder, f"room{k}")
+            await_ranks(group, 4)
+            group.extend_group_size_to(4)
+            every_operation(group, [0, 1, 2, 3])
+            for peer in (2, 3):
+                x = torch.zeros(40_000)
+                dist.recv(x, peer) if slot == 0 else dist.send(x, peer)
+            dist.barrier()
+            lose(group, 2)
+            group.extend_group_size_to(2)
+            assert total() == 2
+            every_operation(group, [0, 1])
+            seen.append(settled(seen[1] if k > 1 else None))
+        return seen
+    k, rank = (slot - 2) // 2, 2 + slot % 2
+    stages.wait_for(folder, f"room{k}", 30.0 + 20 * num_processes)
+    group = start(rank, 4, folder, mode, joins=True)
+    every_operation(group, [0, 1, 2, 3])
+    x = torch.ones(40_000)
+    dist.send(x, 0)
+    dist.recv(x, 1)
+    dist.barrier()
+    if slot % 2:
+        dist.destroy_process_group()
+        return seen
+    os.kill(os.getpid(), signal.SIGKILL)
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["raise", "mask"])
+def test_growing_and_shrinking_leaves_nothing_behind(mode: str) -> None:
+    num_processes = 2 + 2 * ROUNDS
+    dead = set(range(2, num_processes, 2))
+    results = run_mortal(breathing, num_processes, mode, dead=dead, timeout_s=60 + 20 * ROUNDS)
+    for seen in results[:2]:
+        assert len(seen) == ROUNDS
+        assert not grown(seen[-1], seen[1]), seen

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .. import env
-from ..errors import AbortedError, EpeeError, ForkError, InvalidArgument, InvalidState, UnsupportedError
+from ..errors import EpeeError, InvalidArgument
 from ..view.detector import DeathWatch
 from . import birth
 from .bootstrap import Born, group_of, meet, size_of
@@ -34,7 +30,7 @@ from .checks import (
     check_run,
     check_timeout,
 )
-from .config import PATHS, PAYLOAD_DTYPES, BufferConfig
+from .config import PAYLOAD_DTYPES, BufferConfig
 from .control import ControlPlane
 from .cpu import CpuPath
 from .cuda_path import CudaPath, throughput_config
@@ -47,9 +43,10 @@ from .latency_checks import check_only_in
 from .latency_gpu_path import LatencyCudaPath, latency_config
 from .latency_types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from .order import CombineOrder
+from .paths import make_path, platform_of, return_all, settings
 from .roster import seat_of
 from .survivor import Survivor
-from .throughput_platform import CudaPlatform, Platform
+from .turns import Turns
 
 _log = logging.getLogger(__name__)
 _buffer_ids = itertools.count(1)
@@ -57,7 +54,7 @@ _T = TypeVar("_T")
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
 
-class Buffer:
+class Buffer(Turns):
     """Shared memory of the ranks of a group, through which tokens travel to experts and back.
 
     Construction is collective: all ranks of `group` make their buffer together, with equal arguments.
@@ -111,11 +108,7 @@ class Buffer:
         timeout: float | None = None,
         mode: str = "throughput",
     ) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._closing = _Closing()
-        self._closed = True  # until everything is made
-        self._pid = os.getpid()
+        super().__init__()
         self._id = next(_buffer_ids)
         members = group_of(group)
         self.rank = members.rank()
@@ -134,7 +127,7 @@ class Buffer:
         refusal: EpeeError | None = None
         self._timeout, poison, platform = 0.0, False, None
         try:
-            self._timeout, poison = _settings(self.config, max_recv_rows, timeout)
+            self._timeout, poison = settings(self.config, max_recv_rows, timeout)
             platform = self._platform_of(device)
             if platform is not None:
                 self.config = replace(self.config, path="cuda", device=platform.device)
@@ -152,7 +145,9 @@ class Buffer:
         self._control = ControlPlane(self.config, self.rank, self._exchange)
         self._lanes = Lanes(self.config.device)
         try:
-            self._path = self._on_device(lambda: self._make_path(platform, born, poison))
+            self._path = self._on_device(
+                lambda: make_path(self._control, self._id, platform, born, self._closing, (self._timeout, poison))
+            )
             self._latency = self._make_latency()
         except BaseException:
             born.close()
@@ -162,7 +157,7 @@ class Buffer:
             self._survivor.forget = self._path.close
         self._inbox_bytes = born.inboxes[self.rank].mapped_bytes if born.inboxes else 0
         # a buffer that is dropped without close() returns its memory as well
-        self._finalizer = weakref.finalize(self, _return_all, self._path, born, self._exchange, self._survivor)
+        self._finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange, self._survivor)
         self._finalizer.atexit = False
         self._closed = False
 
@@ -456,43 +451,14 @@ class Buffer:
         """Dispatches whose result had to be copied because `num_slots` results were still alive."""
         return self._path.num_copied
 
-    def close(self) -> None:
-        """Return all memory, mappings and descriptors. Local, idempotent, never waits for peers.
+    def _end_waits(self) -> None:
+        self._path.abort()
 
-        A call in progress in another thread ends with `AbortedError`. Tensors that the user still holds stay valid;
-        handles do not.
-        """
-        self._closing.asked = True
-        if self._pid == os.getpid() and self._owner not in (None, threading.get_ident()):
-            self._path.abort()
-        if self._pid != os.getpid():
-            return  # a forked child: the mappings are the parent's business
-        if self._owner == threading.get_ident():
-            return  # called from a signal handler inside a call: that call ends and closes on its way out
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._finalizer()
-                Survivor.retire()
+    def _give_back(self) -> None:
+        self._finalizer()
+        Survivor.retire()
 
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @staticmethod
-    def _platform_of(device: torch.device | str | None) -> Platform | None:
-        """Return the GPU that moves the rows, None for the CPU."""
-        if device is None or torch.device(device).type == "cpu":
-            return None
-        if torch.device(device).type not in PATHS:
-            raise UnsupportedError(f"device must be the CPU or a CUDA device, got {device}")
-        if not torch.cuda.is_available():
-            raise UnsupportedError(f"device is {device}, but torch sees no GPU here; leave it out to use CPU tensors")
-        return CudaPlatform(torch.device(device))
+    _platform_of = staticmethod(platform_of)
 
     @property
     def _rows(self) -> CpuPath | CudaPath:
@@ -511,24 +477,6 @@ class Buffer:
         if hook is not None:
             result.hook = lambda: self._alone(hook)
         return result
-
-    def _make_path(
-        self, platform: Platform | None, born: Born, poison: bool
-    ) -> CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath:
-        if self.config.is_latency and platform is None:
-            deadline = time.monotonic() + self._timeout
-            return LatencyCpuPath(
-                self.config, self.rank, self._control, born.watch, self._closing.check, self._id, poison, deadline
-            )
-        if platform is None:
-            return CpuPath(self.config, self.rank, self._control, self._id, poison)
-        closing = self._closing  # not self: the path must not keep a dropped buffer alive
-        kind = LatencyCudaPath if self.config.is_latency else CudaPath
-        path = kind(
-            self.config, self.rank, self._control, self._id, platform, born.watch, lambda: closing.asked, self._timeout
-        )
-        path.set_poison(poison)
-        return path
 
     def _call(self, op: int, timeout: float | None, work: Callable[[float], _T]) -> _T:
         """Run one collective call, `work`, which is given its deadline.
@@ -568,63 +516,3 @@ class Buffer:
             self._path.refuse(op, error, deadline)
         except (EpeeError, Moved) as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)
-
-    def _on_device(self, work: Callable[[], _T]) -> _T:
-        """Do `work` while the buffer's GPU is the current one."""
-        index = self.config.device.index
-        if index is None or torch.cuda.current_device() == index:  # the CPU has no index here
-            return work()
-        with torch.cuda.device(index):
-            return work()
-
-    def _alone(self, work: Callable[[], _T]) -> _T:
-        """Let one call in at a time; threads queue, a call from within a call is refused."""
-        if os.getpid() != self._pid:
-            raise ForkError(f"this buffer was made by process {self._pid} before a fork; make a new one in the child")
-        me = threading.get_ident()
-        if self._owner == me:
-            raise InvalidState("a call on this buffer is in progress in this thread (signal handler or callback?)")
-        try:
-            with self._lock:
-                if self._closed or self._closing.asked:
-                    raise InvalidState("the buffer is closed; make a new one")
-                self._owner = me
-                try:
-                    return self._on_device(work)
-                finally:
-                    self._owner = None
-        finally:
-            if self._closing.asked:
-                self.close()
-
-
-class _Closing:
-    """Whether somebody asked to close; apart from the buffer, so that nothing keeps a dropped buffer alive."""
-
-    asked = False
-
-    def check(self) -> None:
-        """End a waiting call once the buffer is to be closed."""
-        if self.asked:
-            raise AbortedError("the buffer was closed while this call was waiting")
-
-
-def _return_all(
-    path: CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath,
-    born: Born,
-    exchange: Exchange,
-    survivor: Survivor | None,
-) -> None:
-    path.close()
-    born.close()
-    exchange.release()
-    if survivor is not None:
-        survivor.close()
-
-
-def _settings(config: BufferConfig, max_recv_rows: int | None, timeout: float | None) -> tuple[float, bool]:
-    """Check this rank's arguments and environment; return (default time-out in seconds, whether to poison)."""
-    if max_recv_rows == 0:
-        raise InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
-    config.check()
-    return check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S")), env.get_bool("EPEE_POISON")

@@ -1,0 +1,77 @@
+"""Which path moves a buffer's rows: CPU or GPU, throughput or latency mode; and what a buffer gives back in the end."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from .. import env
+from ..errors import InvalidArgument, UnsupportedError
+from .bootstrap import Born
+from .checks import check_timeout
+from .config import PATHS, BufferConfig
+from .control import ControlPlane
+from .cpu import CpuPath
+from .cuda_path import CudaPath
+from .exchange import Exchange
+from .latency import LatencyCpuPath
+from .latency_gpu_path import LatencyCudaPath
+from .survivor import Survivor
+from .throughput_platform import CudaPlatform, Platform
+from .turns import Closing
+
+Path = CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath
+
+
+def platform_of(device: torch.device | str | None) -> Platform | None:
+    """Return the GPU that moves the rows, None for the CPU."""
+    if device is None or torch.device(device).type == "cpu":
+        return None
+    if torch.device(device).type not in PATHS:
+        raise UnsupportedError(f"device must be the CPU or a CUDA device, got {device}")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"device is {device}, but torch sees no GPU here; leave it out to use CPU tensors")
+    return CudaPlatform(torch.device(device))
+
+
+def make_path(
+    control: ControlPlane,
+    buffer_id: int,
+    platform: Platform | None,
+    born: Born,
+    closing: Closing,
+    options: tuple[float, bool],
+) -> Path:
+    """Return the path of a buffer's device and mode; `options` as `settings` returns them.
+
+    It gets `closing`, not the buffer: it must not keep a dropped buffer alive.
+    """
+    config, rank = control.config, control.rank
+    timeout_s, poison = options
+    if config.is_latency and platform is None:
+        deadline = time.monotonic() + timeout_s
+        return LatencyCpuPath(config, rank, control, born.watch, closing.check, buffer_id, poison, deadline)
+    if platform is None:
+        return CpuPath(config, rank, control, buffer_id, poison)
+    kind = LatencyCudaPath if config.is_latency else CudaPath
+    path = kind(config, rank, control, buffer_id, platform, born.watch, lambda: closing.asked, timeout_s)
+    path.set_poison(poison)
+    return path
+
+
+def return_all(path: Path, born: Born, exchange: Exchange, survivor: Survivor | None) -> None:
+    """Give back all that a buffer has."""
+    path.close()
+    born.close()
+    exchange.release()
+    if survivor is not None:
+        survivor.close()
+
+
+def settings(config: BufferConfig, max_recv_rows: int | None, timeout: float | None) -> tuple[float, bool]:
+    """Check this rank's arguments and environment; return (default time-out in seconds, whether to poison)."""
+    if max_recv_rows == 0:
+        raise InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
+    config.check()
+    return check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S")), env.get_bool("EPEE_POISON")

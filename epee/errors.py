@@ -25,6 +25,10 @@ class InvalidState(EpeeError):
     """The call does not fit the object's state: closed, re-entered, used twice."""
 
 
+class SlotTakenError(InvalidState):
+    """A process asked for a rank that another process holds, or has just got."""
+
+
 class StaleHandleError(EpeeError):
     """A handle of another buffer, of an earlier epoch or of a closed buffer."""
 

@@ -61,7 +61,8 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
     Args:
         num_ranks: the world size that this process was started with; the group has at least so many ranks then.
     Raises:
-        InvalidState: no group can be joined, or the slot is taken.
+        InvalidState: no group can be joined.
+        SlotTakenError: another process has this rank.
         InvalidArgument: the group has another mode.
         CommTimeoutError: no member has called `recover_ranks` or `extend_group_size_to` within `timeout_s`.
     """

@@ -11,6 +11,7 @@ from typing import NamedTuple
 FOREVER = (1 << 40) - 1  # a cut above every seq: what the removed slot has left complete counts
 
 DEAD, STALLED, LEFT = "dead", "stalled", "left"  # causes of a removal; only STALLED may still be alive
+SLOT_TAKEN = "slot taken"  # why most joiners that are refused are
 
 
 class Ballot(NamedTuple):

@@ -15,6 +15,7 @@ from .events import Accused, Effect, NoQuorum, Refused, Send, Settings
 from .joins import Joins
 from .messages import (
     NO_BALLOT,
+    SLOT_TAKEN,
     STALLED,
     Accept,
     Accepted,
@@ -232,7 +233,7 @@ class Proposer:
         for request in list(self.joins.requests.values()):
             if request.occupant_lives:
                 self.joins.drop(request.member.nonce)
-                self._refuse(request.member, "slot taken")
+                self._refuse(request.member, SLOT_TAKEN)
 
     def _refuse(self, joiner: Member, reason: str) -> None:
         self._out.append(Send(joiner, JoinRefused(joiner.slot, joiner.nonce, reason)))
@@ -245,7 +246,7 @@ class Proposer:
             if request.member.slot in new and decision.epoch > 1:
                 self.joins.drop(request.member.nonce)
                 if new[request.member.slot] != request.member.nonce:
-                    self._refuse(request.member, "slot taken")
+                    self._refuse(request.member, SLOT_TAKEN)
 
     def _pass_on(self, message: Join) -> None:
         """Tell the coordinator about an admitted joiner."""

@@ -33,6 +33,7 @@ from ..errors import (
     PeerError,
     ProtocolError,
     ResourceError,
+    SlotTakenError,
     context,
 )
 from ..memory.host import process_start_time
@@ -43,7 +44,7 @@ from .directory import JobDirectory
 from .endpoint import Endpoint, pack_endpoint
 from .events import Accused, Admit, Settings
 from .loop import Hooks, Loop
-from .messages import FOREVER, Decision, LaneState, Member
+from .messages import FOREVER, SLOT_TAKEN, Decision, LaneState, Member
 from .wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
 
 ANSWER_S = 5.0  # how long the agent thread may take to fulfil a wish
@@ -137,7 +138,8 @@ class Runtime:
             has_lane: a lane is registered as soon as this returns; until then this process promises nothing, because
                 it may soon be the only one that knows how far the lane is.
         Raises:
-            InvalidState: the members have refused it (the slot is taken, for instance).
+            SlotTakenError: another process holds the slot, or was faster.
+            InvalidState: the members have refused it for another reason.
             CommTimeoutError: nobody has answered in time; the request is withdrawn.
         """
         self.listen()
@@ -273,7 +275,8 @@ class Runtime:
             if shared.error is not None:
                 raise shared.error
             if shared.refused:
-                raise InvalidState(f"slot {self._me.slot} may not join: {shared.refused}")
+                kind = SlotTakenError if shared.refused == SLOT_TAKEN else InvalidState
+                raise kind(f"slot {self._me.slot} may not join: {shared.refused}")
             if shared.has_ended:
                 self._require_usable()
                 raise InvalidState("the agent has ended; this process no longer takes part") from shared.failure

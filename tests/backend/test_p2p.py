@@ -16,6 +16,7 @@ from tests.harness import run_ranks
 from . import cases
 from .cases import DTYPES, Placed, same, values
 
+PATIENCE = timedelta(seconds=30)
 SIZES = (0, 1, 1000, 16_384, 16_385, 100_000)
 
 
@@ -231,14 +232,15 @@ def test_a_wait_that_timed_out_may_be_repeated() -> None:
 
 
 def timed_out_receive(rank: int, num_ranks: int, folder: str) -> None:
-    cases.init(rank, num_ranks, folder, op_timeout=0.3)
+    cases.init(rank, num_ranks, folder, op_timeout=0.3 if rank else 30.0)
     out = torch.full((3,), 5.0)
     if rank == 1:
         with pytest.raises(CommTimeoutError, match="src_rank=0") as caught:
             dist.recv(out, 0)
         assert caught.value.ranks == (0,)
         assert out.tolist() == [5.0] * 3
-    dist.barrier() if rank else (time.sleep(0.4), dist.barrier())
+        dist.group.WORLD.set_timeout(PATIENCE)  # type: ignore[union-attr]
+    dist.barrier()
     if rank == 0:
         dist.send(torch.ones(3), 1)
     else:
@@ -252,14 +254,16 @@ def test_a_receive_that_timed_out_leaves_tensor_and_lane_usable(tmp_path: object
 
 
 def cancelled_send(rank: int, num_ranks: int, folder: str) -> None:
-    cases.init(rank, num_ranks, folder, op_timeout=0.3)
+    cases.init(rank, num_ranks, folder, op_timeout=30.0 if rank else 0.3)
     big = torch.full((9_000_000,), 2.0)  # does not fit the lane, so it is partly written when it times out
     if rank == 0:
         with pytest.raises(CommTimeoutError):
             dist.send(big, 1)
+        dist.group.WORLD.set_timeout(PATIENCE)  # type: ignore[union-attr]
+        dist.barrier()
         dist.send(big.fill_(3.0), 1)
     else:
-        time.sleep(0.45)
+        dist.barrier()  # the first send has timed out
         dist.recv(big, 0)
         assert big.unique().tolist() == [3.0]
     dist.destroy_process_group()

@@ -244,7 +244,7 @@ def test_of_two_claimants_of_a_slot_one_wins_and_the_other_is_told() -> None:
     outcomes = sorted(results[2:], key=str)
     assert outcomes[1] == [3] * 3 or outcomes[0] == [3] * 3
     told = next(outcome for outcome in outcomes if isinstance(outcome, str))
-    assert told.startswith("InvalidState")
+    assert told.startswith("SlotTakenError")
     assert "slot 2" in told
     assert "taken" in told
     assert results[0] == results[1] == [3] * 3

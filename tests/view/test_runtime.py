@@ -134,7 +134,7 @@ def test_a_slot_that_is_occupied_is_refused(tmp_path: Path) -> None:
         ranks = job.born(2)
         with pytest.raises(Refusal, match="slot taken") as refusal:
             job.joiner(1).ask("join", 20.0)
-        assert refusal.value.kind == "InvalidState"
+        assert refusal.value.kind == "SlotTakenError"
         assert all(rank.ask("call", "view").epoch == 1 for rank in ranks)
 
 

@@ -173,6 +173,9 @@ class Peers:
 
     def await_ends(self, timeout_s: float) -> None:
         """Wait until those that died with their memory still to be given back are gone: they hold locks until then."""
+        for peer in self._peers.values():  # whose end others may have seen first
+            if peer.pidfd >= 0 and is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
+                self._ending.append(self._take_pidfd(peer))
         deadline = time.monotonic() + timeout_s
         while self._ending:
             poll = select.poll()

@@ -133,8 +133,8 @@ class _Group:
 
         came = take_until(list(self.workers.values()), lambda: bool(ended()) or condition(), timeout_s)
         if ended():
-            for worker in self.workers.values():
-                if worker.result is None:
+            for rank, worker in self.workers.items():
+                if worker.result is None and self._is_in(rank):
                     os.kill(worker.pid, signal.SIGUSR1)  # its stacks go to stderr
             take_until(list(self.workers.values()), lambda: False, 3.0)
             raise AssertionError("a rank ended: " + "\n".join(ended()))

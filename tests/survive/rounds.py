@@ -236,7 +236,8 @@ def live(rank: int, num_ranks: int, folder: str, mode: str, joins: bool, seed: i
             is_new = epoch != group.epoch or not counts
             entry = one_call(group, op, dice.choice((1, 1, 1, 1, 300, LONG // 4)))
             try:
-                _check_alone(entry, num_ranks, mode, is_new or epoch != group.epoch)
+                is_new = is_new or epoch != group.epoch or _is_first_of_somebody(engine, seq)
+                _check_alone(entry, num_ranks, mode, is_new)
             except AssertionError as exc:
                 raise AssertionError(f"{exc}; {_place_of(group, counts)}") from exc
             mask = sum(1 << other for other in entry.contributors)
@@ -278,6 +279,11 @@ def _note_failure(path: str, entry: Entry, place: str) -> None:
     """Keep what a failed call said, to be shown when the logs differ."""
     with open(path, "a") as file:
         file.write(f"{entry.seq} {entry.status} {entry.text}; {place}\n")
+
+
+def _is_first_of_somebody(engine: Any, seq: int) -> bool:
+    course = engine.survival._course
+    return seq in course.starts(course._latest)
 
 
 def _place_of(group: Any, counts: dict[str, int]) -> str:

@@ -36,7 +36,7 @@ from .buffer_rounds import (
 )
 from .processes import DEAD, run_mortal
 
-STALL_S = 2.0
+STALL_S = 3.0  # a busy machine may keep a rank that is well from its core for a second or two
 
 
 def stop_once() -> Callable[[], None]:

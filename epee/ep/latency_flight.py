@@ -100,7 +100,7 @@ class Flights:
         """Start the next call."""
         flight = Flight(self.wire.begin(), head, options, self.wire.config.num_ranks)
         self.read_mask(flight)
-        self.wire.set_cut(flight.active)
+        self.wire.set_cut(flight.active, flight.seq)
         return flight
 
     def read_mask(self, flight: Flight) -> None:
@@ -135,7 +135,7 @@ class Flights:
         """Note that a peer is lost for this call, and why."""
         if peer in self.wire.watch.dead():
             flight.lost[peer] = "dead"
-        elif self.wire.is_cut_by(peer):
+        elif self.wire.is_cut_by(peer, flight.seq):
             flight.lost[peer] = "cut"
         else:
             flight.lost[peer] = "silent"
@@ -218,7 +218,7 @@ class Flights:
         for peer in flight.lost:
             mask[peer] = 0
         counted = flight.peers()
-        self.wire.set_cut([peer in counted for peer in range(self.wire.config.num_ranks)])
+        self.wire.set_cut([peer in counted for peer in range(self.wire.config.num_ranks)], flight.seq)
 
     def require_all(self, flight: Flight) -> None:
         """Without a mask a lost rank is an error."""

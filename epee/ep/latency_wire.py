@@ -4,7 +4,7 @@ Each rank lends one region. Calls are numbered; call n uses slot `n % num_slots`
 has a **section** of its own that no other rank writes:
 
     region of a rank:  freed   [num_slots]          written by the owner: the last call whose section may be overwritten
-                       cut     [num_ranks]          written by the source: 1 while it sends nothing here
+                       cut     [num_ranks]          written by the source: up to which call it sends nothing here
                        waiting [1]                  written by the owner: its last wait: which call, until when
                        head    [num_slots][source]  word 0 = tag of the call, stored last; header and a refusal's reason
                        early   [num_slots][source]  tag of a combine whose weights have arrived
@@ -22,7 +22,8 @@ earlier call.
 A rank that waits in an earlier call for somebody else is not silent: the time-out for it starts when its own wait ends
 (`waiting`), or a rank that stays away would make those who waited for it in vain look late to the others.
 
-`cut` tells a rank that a peer counts it out, so that it need not wait for the time-out to find out.
+`cut` tells a rank that a peer counts it out, so that it need not wait for the time-out to find out. It names the call:
+who has not begun the next one yet may count this rank in again there, so that is waited for.
 
 What a crash leaves: a section without its tag, which nobody reads. A word is a peer's word: it is copied before it is
 checked and used.
@@ -54,6 +55,7 @@ LATENCY_DISPATCH, LATENCY_COMBINE = 1, 2
 REASON_BYTES = 240
 _LINE = 8  # words: one cache line per writer
 NUM_DECISIONS = 8
+FOREVER = 1 << 62  # later than any call
 
 
 class Head(NamedTuple):
@@ -240,22 +242,25 @@ class Wire:
 
     # -- whom this rank talks to
 
-    def set_cut(self, active: Sequence[bool]) -> None:
-        """Tell peers that they are counted out, or in again. Between two halves only: what was sent has its tag."""
-        for peer, is_active in enumerate(active):
-            if peer != self.rank and is_active == (peer in self._cut):
-                region = self.regions[peer]
-                index = region.at("cut", self.rank)
-                region.words[index] = int(not is_active)
-                (self._cut.discard if is_active else self._cut.add)(peer)
-                for slot in range(self.config.num_slots):  # the peer sleeps on what it waits for
-                    futex_wake(region.address + 8 * region.at("head", slot, self.rank))
-                    futex_wake(region.address + 8 * region.at("early", slot, self.rank))
+    def set_cut(self, active: Sequence[bool], seq: int = FOREVER) -> None:
+        """Tell peers that they are counted out up to call `seq`, or in again.
 
-    def is_cut_by(self, peer: int) -> bool:
-        """Whether `peer` has said that it sends nothing here."""
+        Between two halves only: what was sent has its tag.
+        """
+        for peer, is_active in enumerate(active):
+            if peer == self.rank or (is_active and peer not in self._cut):
+                continue
+            region = self.regions[peer]
+            region.words[region.at("cut", self.rank)] = 0 if is_active else seq
+            (self._cut.discard if is_active else self._cut.add)(peer)
+            for slot in range(self.config.num_slots):  # the peer sleeps on what it waits for
+                futex_wake(region.address + 8 * region.at("head", slot, self.rank))
+                futex_wake(region.address + 8 * region.at("early", slot, self.rank))
+
+    def is_cut_by(self, peer: int, seq: int) -> bool:
+        """Whether `peer` has said that it sends nothing here in call `seq`."""
         own = self.regions[self.rank]
-        return own.words[own.at("cut", peer)] != 0
+        return own.words[own.at("cut", peer)] >= seq
 
     # -- waiting
 
@@ -323,7 +328,7 @@ class Wire:
                 return True
             self.interrupt()
             now = time.monotonic()
-            if peer in self.watch.dead() or self.is_cut_by(peer):
+            if peer in self.watch.dead() or self.is_cut_by(peer, seq):
                 return is_there(words[index])  # what was stored before it died counts
             if now > until:
                 later = min(self._waits_until(peer, seq) + patience.timeout_s, limit)

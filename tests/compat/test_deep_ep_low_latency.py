@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def _shrink(rank: int, num_ranks: int, folder: str) -> None:
         outputs = expert_outputs(packed, seed)
         combined, _, _ = buffer.low_latency_combine(outputs[rank], mine.topk_idx, mine.topk_weights, handle)
         want = oracle.combine(given, packed, outputs, got=[got] * num_ranks)[rank]
-        assert torch.equal(bits(combined), bits(want))
+        assert torch.equal(bits(combined), bits(want)), seed
         buffer.low_latency_query_mask_buffer(status)
         assert status.tolist() == [int(src == lost) for src in range(num_ranks)]
 
@@ -213,7 +214,10 @@ def _shrink(rank: int, num_ranks: int, folder: str) -> None:
     dist.barrier()
     a_round(2, None)
     dist.barrier()
+    (Path(folder) / f"ready{rank}").touch()
     if rank == 1:
+        while len(list(Path(folder).glob("ready*"))) < num_ranks:  # nobody is in gloo's barrier any more
+            time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
     for seed in range(3, 6):
         a_round(seed, 1)
@@ -234,7 +238,10 @@ def _without_shrink(rank: int, num_ranks: int, folder: str) -> None:
     arguments = (mine.x, mine.topk_idx, SHAPE.max_tokens, SHAPE.num_experts)
     buffer.low_latency_dispatch(*arguments)
     dist.barrier()
+    (Path(folder) / f"ready{rank}").touch()
     if rank == 1:
+        while len(list(Path(folder).glob("ready*"))) < num_ranks:  # nobody is in gloo's barrier any more
+            time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankFailedError, match="rank 1 is dead"):
         buffer.low_latency_dispatch(*arguments)

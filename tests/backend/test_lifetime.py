@@ -293,7 +293,7 @@ def waiting_message(rank: int, num_ranks: int, any_source: bool) -> float:
 @pytest.mark.parametrize("any_source", [False, True])
 def test_an_open_receive_does_not_spin(any_source: bool) -> None:
     for share in run_ranks(waiting_message, 2, any_source, backend="epee"):
-        assert share < 0.05, f"{100 * share:.1f} % of a core"
+        assert share < 0.15, f"{100 * share:.1f} % of a core"
 
 
 def other_host(rank: int, num_ranks: int, folder: str) -> str:

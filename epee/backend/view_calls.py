@@ -96,7 +96,8 @@ class ViewCalls:
         """Let the group count `size` ranks from the next call on. All members call it at the same point.
 
         A larger group: takes in the processes that wait for the ranks beyond the present size, all of them. A smaller
-        one: the ranks beyond must have left or died. Lost ranks below stay lost (`recover_ranks`).
+        one: the ranks beyond must have left or died; where some still count, a barrier finds out what became of them.
+        Lost ranks below stay lost (`recover_ranks`).
 
         Args:
             size: 1 ... 64. The option `max_group_size` is no limit, it is the length of `active_ranks`.
@@ -109,7 +110,10 @@ class ViewCalls:
         """
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"extend_group_size_to: size must be a number from 1 to {MAX_RANKS}, got {size!r}")
-        beyond = [rank for rank in self._engine.members.members if rank >= size]
+        beyond = self._beyond(size)
+        if beyond:
+            self._meet()  # they may have left: that is agreed on by a call, then all ranks see the same here
+            beyond = self._beyond(size)
         if beyond:
             raise InvalidArgument(
                 f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} take part; they must leave first"
@@ -121,10 +125,16 @@ class ViewCalls:
         survival.recover(range(present, size), self._engine.timeout_s if timeout_s is None else timeout_s)
         self._engine.look(survival.show_joined)
         while not survival.is_settled():  # a loss must be reported first, by a call among those who were there
-            options: Any = dist.BarrierOptions()
-            options.asyncOp = False
-            self.barrier(options)
+            self._meet()
         self._engine.look(lambda: survival.set_size(size))
+
+    def _beyond(self, size: int) -> list[int]:
+        return [rank for rank in self._engine.members.members if rank >= size]
+
+    def _meet(self) -> None:
+        options: Any = dist.BarrierOptions()
+        options.asyncOp = False
+        self.barrier(options)
 
     def _survival(self) -> Survival:
         if self._engine.survival is None:

@@ -316,6 +316,8 @@ class Loop:
         return True
 
     def _look_around(self) -> None:
+        self.peers.reap()
+        self.peers.retire_former(self.agent.decided)
         for nonce in self.peers.left():
             self.step(Left(nonce))
         if self.agent.decided.members:

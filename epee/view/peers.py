@@ -44,6 +44,7 @@ class Peer:
         member: as it was told; the incarnation may be 0 still.
         endpoint: where it is.
         pidfd: -1 once it is proved dead.
+        was_member: it stood in a decision that this process has seen committed.
         board, beat: None where they could not be mapped.
     """
 
@@ -51,6 +52,7 @@ class Peer:
         self.member = member
         self.endpoint = endpoint
         self.pidfd = _open_pidfd(endpoint)
+        self.was_member = False
         self.board: BoardView | None = None
         self.beat: BeatView | None = None
         self._seen: dict[str, tuple[int, float]] = {}  # counter -> its last value and when it changed
@@ -161,9 +163,13 @@ class Peers:
         peer = self._peers.get(nonce)
         if peer is None or peer.pidfd < 0 or not is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
             return None
-        self._ending = [fd for fd in self._ending if not _has_ended(fd)]
+        self.reap()
         self._ending.append(self._take_pidfd(peer))
         return peer
+
+    def reap(self) -> None:
+        """Drop the descriptors of those that were dead before they were gone, once they are gone."""
+        self._ending = [fd for fd in self._ending if not _has_ended(fd)]
 
     def _take_pidfd(self, peer: Peer) -> int:
         fd, peer.pidfd = peer.pidfd, -1
@@ -201,7 +207,7 @@ class Peers:
         found = []
         for nonce, peer in self._peers.items():
             peer.look(now)
-            if peer.board is not None and peer.board.has_left:
+            if _has_left(peer):
                 found.append(nonce)
         return found
 
@@ -209,13 +215,27 @@ class Peers:
         """Forget who is no member any more and is dead or has left. Who was voted out but lives stays watched."""
         there = {member.nonce for member in decision.members}
         for nonce, peer in list(self._peers.items()):
-            has_left = peer.board is not None and peer.board.has_left
-            if nonce not in there and (peer.pidfd < 0 or has_left):
-                if peer.pidfd >= 0:
-                    self._poll.unregister(peer.pidfd)
-                    del self._nonce_of[peer.pidfd]
-                peer.close()
-                del self._peers[nonce]
+            if nonce in there:
+                peer.was_member = True
+            elif peer.pidfd < 0 or _has_left(peer):
+                self._drop(nonce)
+
+    def retire_former(self, decision: Decision) -> None:
+        """Forget the former members that have died or left since `decision`, which left them out.
+
+        A joiner stays: a decision that is under way may have made it a member, and its board is then a witness.
+        """
+        there = {member.nonce for member in decision.members}
+        for nonce, peer in list(self._peers.items()):
+            if peer.was_member and nonce not in there and (peer.pidfd < 0 or _has_left(peer)):
+                self._drop(nonce)
+
+    def _drop(self, nonce: bytes) -> None:
+        peer = self._peers.pop(nonce)
+        if peer.pidfd >= 0:
+            self._poll.unregister(peer.pidfd)
+            del self._nonce_of[peer.pidfd]
+        peer.close()
 
     def kill_former(self, slot: int, incarnation: int, decision: Decision) -> None:
         """SIGKILL a process that is no member of `decision`, through its pidfd: it cannot hit another process."""
@@ -234,6 +254,10 @@ class Peers:
         self._ending.clear()
         self._peers.clear()
         self._nonce_of.clear()
+
+
+def _has_left(peer: Peer) -> bool:
+    return peer.board is not None and peer.board.has_left
 
 
 def process_state(pid: int) -> str:

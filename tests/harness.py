@@ -35,7 +35,7 @@ def run_ranks(
     function: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout_s: float = 40.0,
+    timeout_s: float = 100.0,
     backend: str | None = "gloo",
 ) -> list[Any]:
     """Call `function(rank, num_ranks, *args)` on `num_ranks` processes and return their results in rank order.

@@ -63,6 +63,7 @@ from .p2p import Mailroom
 from .sizes import Mask
 from .waiting import NAP_ROUNDS
 from .wake import publish_word
+from .withdrawal import withdrawn
 
 if TYPE_CHECKING:
     from .survival import Survival
@@ -179,7 +180,7 @@ class Engine(Ending):
             op.agreed = True
             if plan.rounds > 1:
                 return False
-        if self.flags:
+        if self.flags or (box.num_ranks > 2 and withdrawn(op, box)):  # one peer was looked at after all had arrived
             return False
         op.writing = True
         plan.take(box, 0, op.offsets)
@@ -349,7 +350,7 @@ class Engine(Ending):
         while queue and queue[0].done:
             op = queue[0]
             if op.error is not None and op.published:
-                own[op.cell + GAVE_UP] = 1
+                own[op.cell + GAVE_UP] = op.tag
             elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
             own[CONSUMED] = own[CONSUMED_TOO] = op.seq

@@ -54,6 +54,7 @@ from .outbox import (
 )
 from .signature import OP_CODE, REFUSED, pack, unpack
 from .wake import publish_word
+from .withdrawal import Withdrawal, withdrawn
 
 
 class Block(NamedTuple):
@@ -152,6 +153,8 @@ class Operation:
     by_view = False  # it failed because of a change of the view, on all ranks alike: nobody waits for its header
     make: Make | None = None  # plans the call again for other outboxes; None for refusals
     lost: Collection[int] = ()  # ranks that read nothing any more
+    withdrawal: Withdrawal | None = None  # this rank's time-out, or another's, has passed
+    completing = False  # it was withdrawn here, but a peer had completed it: it must be, here too
 
     def __init__(self, plan: Plan, seq: int, box: Outboxes, timeout_s: float, opts: Any = None) -> None:
         self.plan = plan
@@ -225,11 +228,16 @@ class Operation:
             return None
         if not self.published and not self.publish(box):
             return NO_ROOM
+        if self.withdrawal is not None and not self.completing:
+            if not self.withdrawal.is_over(self, box):
+                return NO_ROOM
+            if self.done:
+                return None
         cell, tag, peers, plan = self.cell, self.tag, box.peers, self.plan
         for position in range(self.seen, len(peers)):
             peer = peers[position]
             words = box.words[peer]
-            if words[cell] != tag:
+            if words[cell] != tag and not (self.completing and words[cell + GAVE_UP] == tag):
                 self.seen = position
                 return Block(box.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
             signature, detail, sealed = words[cell + SIGNATURE], words[cell + DETAIL], words[cell + OFFSET]
@@ -249,8 +257,15 @@ class Operation:
             block = self._rounds(box)
             if block is not None:
                 return block
+        if not self.completing and withdrawn(self, box):
+            self.withdraw(box, [])
+            return NO_ROOM
         self.finish(box)
         return None
+
+    def withdraw(self, box: Outboxes, silent: list[int]) -> None:
+        """Take the call back, which `silent` ranks kept waiting (none: another rank has); `step` tells how it ends."""
+        self.withdrawal = Withdrawal(self, box, silent)
 
     def _check(self, box: Outboxes) -> None:
         """Compare what the peers put; all headers are there."""
@@ -271,7 +286,7 @@ class Operation:
 
     def _has_moved_on(self, box: Outboxes) -> bool:
         """True when a peer has taken the call to a later epoch while its header was read: what was read is void."""
-        if all(words[self.cell] == self.tag for words in box.peer_words):
+        if self.completing or all(words[self.cell] == self.tag for words in box.peer_words):
             return False
         self.seen, self.mismatch, self.agreed, self.damaged = 0, False, False, -1
         return True
@@ -286,7 +301,8 @@ class Operation:
         self.box, self.plan = box, plan
         self.tag = box.epoch_bits | self.seq
         self.offsets = [0] * box.num_ranks
-        self.published = self.mismatch = self.agreed = False
+        self.published = self.mismatch = self.agreed = self.completing = False
+        self.withdrawal = None
         self.damaged = -1
         self.seen = self.base = self.filled = self.merged = self.drained = self.patience = 0
 
@@ -307,7 +323,7 @@ class Operation:
         self.done = True
 
     def look_again(self, box: Outboxes) -> None:
-        """See that what was read belonged to the call.
+        """See that what was read belonged to the call, also where a peer has withdrawn it in the meantime.
 
         A peer writes a cell anew only when this rank is through with it, or when this rank was voted out: after a stop
         between the look at the headers and the copy, what was copied may be anything.
@@ -317,7 +333,7 @@ class Operation:
         """
         cell, tag = self.cell, self.tag
         for words in box.peer_words:
-            if words[cell] != tag:
+            if words[cell] != tag != words[cell + GAVE_UP]:
                 raise EvictedError(
                     f"{self.describe(box)}: the others went on while this rank stood still; the result of this call "
                     "must not be used; start this rank again with is_extension=True",
@@ -331,7 +347,7 @@ class Operation:
     def resync(self, box: Outboxes) -> None:
         """After an interrupt: read from the words of this rank's cell how far the call is."""
         cell, own = self.cell, box.own
-        self.published = own[cell] == self.tag
+        self.published = self.tag in (own[cell], own[cell + GAVE_UP])
         if self.published and (self.plan.rounds > 1 or self.plan.merge_bytes):
             self.filled, self.merged, self.drained = (count_of(own[cell + word]) for word in (FILLED, MERGED, DRAINED))
 
@@ -454,7 +470,11 @@ class Operation:
     def missing(self) -> list[int]:
         """Return the ranks whose header has not arrived."""
         box = self.box
-        return [box.members[peer] for peer in box.peers if box.words[peer][self.cell] < self.tag]
+        return [box.members[peer] for peer in box.peers if self.is_missing(box.words[peer])]
+
+    def is_missing(self, words: memoryview) -> bool:
+        """Return whether the rank of these words has put no header for this call, nor taken one back."""
+        return words[self.cell] < self.tag != words[self.cell + GAVE_UP]
 
     def _mismatch(self, box: Outboxes) -> MismatchError:
         plan, cell = self.plan, self.cell

@@ -311,7 +311,7 @@ class Survival(Intake):
         if rank not in box.members:
             return True
         words = box.words[box.members.index(rank)]
-        if words[op.cell] == tag(epoch, op.seq) and words[op.cell + GAVE_UP]:
+        if words[op.cell + GAVE_UP] == tag(epoch, op.seq):
             return True  # it had given the call up: that is between it and those who wait for its rounds
         plan = op.plan
         known = epoch == op.box.epoch and op.rounds_known and (plan.rounds > 1 or plan.merge_bytes > 0)
@@ -387,7 +387,7 @@ class Survival(Intake):
         where a newcomer calls with another root than those who did not know of it, and theirs is lost.
         """
         box = op.box
-        through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and box.words[p][op.cell] < op.tag]
+        through = [p for p in box.peers if consumed_of(box.words[p]) >= op.seq and op.is_missing(box.words[p])]
         ranks = [box.members[peer] for peer in through]
         if not ranks or any(self.runtime.epoch_of(self._slot_of[rank]) > self._epoch for rank in ranks):
             return []

@@ -13,6 +13,7 @@ from ..errors import CommTimeoutError, PeerError, RankFailedError
 from .message import Message
 from .operation import Block, Operation
 from .outbox import GAVE_UP, Outboxes
+from .withdrawal import withdrawn
 
 if TYPE_CHECKING:
     from .ending import Driven
@@ -44,15 +45,20 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         engine.survival.found_dead(found)
     if engine.survival is not None and not head.done:
         engine.survival.show(head, silent if isinstance(head, Operation) else head.depends_on(engine.box))
+    if isinstance(head, Operation) and _is_withdrawn(head):
+        raise_if_overdue(engine, op, until, now)
+        return  # the next step finds out what becomes of it
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
     if is_late and isinstance(head, Operation) and engine.survival is not None:
         is_late = not engine.survival.accuse(head, silent, now)
-    if is_late:
+    if is_late and isinstance(head, Operation) and head.published and not head.completing:
+        head.withdraw(head.box, silent)
+    elif is_late:
         told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else "no room: peers are behind"
         head.fail(
             CommTimeoutError(
-                f"{head.describe(engine.box, elapsed=now - head.started)}: {told}; the call is given up here, a "
-                "late peer may still complete it; the group can be used: the next call pairs by its number",
+                f"{head.describe(engine.box, elapsed=now - head.started)}: {told}; the call is given up; the group "
+                "can be used: the next call pairs by its number",
                 silent,
             )
         )
@@ -63,6 +69,15 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         else:
             engine.retire_heads()
     raise_if_overdue(engine, op, until, now)
+
+
+def _is_withdrawn(head: Operation) -> bool:
+    """Return whether the call is withdrawn, here or, as is seen now, by another rank: then here as well."""
+    if head.done or not head.published or head.completing:
+        return False
+    if head.withdrawal is None and withdrawn(head, head.box):
+        head.withdraw(head.box, head.missing())
+    return head.withdrawal is not None
 
 
 def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float) -> None:
@@ -91,7 +106,7 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
         concerned = set(head.missing())
         if block is not None and block.rank >= 0 and engine.box.words[block.rank][block.word] < block.value:
             concerned.add(block.rank)
-            if block.word != head.cell and engine.box.words[block.rank][head.cell + GAVE_UP]:
+            if block.word != head.cell and engine.box.words[block.rank][head.cell + GAVE_UP] == head.tag:
                 head.fail(_peer_error(engine.box, [block.rank], head, now, GAVE_THE_CALL_UP))
                 return True
     else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,6 +40,23 @@ def init(rank: int, num_ranks: int, folder: str, **options: Any) -> None:
     dist.init_process_group(
         "epee", store=store, rank=rank, world_size=num_ranks, timeout=timeout, pg_options=epee.BackendOptions(**options)
     )
+
+
+def when_asleep(engine: Any, act: Callable[[], Any], thread: int | None = None) -> threading.Thread:
+    """Call `act` in a new thread, which is returned, as soon as `thread` (else this one) sleeps in a call."""
+    sleeper = threading.get_ident() if thread is None else thread
+
+    def watch() -> None:
+        deadline = time.monotonic() + 30
+        while sleeper not in engine._asleep:
+            if time.monotonic() > deadline:
+                return  # the test misses what `act` does
+            time.sleep(0.001)
+        act()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    return watcher
 
 
 def reduce_ops(dtype: torch.dtype) -> list[Any]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from epee.errors import CommTimeoutError, PeerError
+from epee.errors import CommTimeoutError
 from tests.harness import run_ranks
 
-from . import cases
 from .cases import reduced, same, values
 
 
@@ -116,49 +114,6 @@ def wait_timeout(rank: int, num_ranks: int) -> None:
 
 def test_wait_honours_its_timeout_and_may_be_called_again() -> None:
     run_ranks(wait_timeout, 2, backend="epee")
-
-
-def op_timeout(rank: int, num_ranks: int, folder: str, length: int) -> None:
-    cases.init(rank, num_ranks, folder, op_timeout=0.4)
-    x = torch.full((length,), 7.0)
-    if rank == 0:
-        begin = time.monotonic()
-        with pytest.raises(CommTimeoutError) as caught:
-            dist.all_reduce(x)
-        elapsed = time.monotonic() - begin
-        assert 0.35 < elapsed < 1.4, elapsed
-        assert caught.value.ranks == (1,)
-        for word in ("all_reduce", "rank=0", "seq=1", "rank(s) 1 silent", "waited"):
-            assert word in str(caught.value)
-        assert x.unique().tolist() == [7.0]
-    else:
-        time.sleep(0.8)
-        if length <= 60_000:  # one step: rank 0's part is there
-            dist.all_reduce(x)
-            assert x.unique().tolist() == [14.0]
-        else:
-            with pytest.raises(PeerError, match="gave the call up"):
-                dist.all_reduce(x)
-            assert x.unique().tolist() == [7.0]
-    y = torch.ones(2)
-    if rank == 0:
-        time.sleep(0.5)
-    dist.barrier() if rank == 0 else _patient_barrier()
-    dist.all_reduce(y)
-    assert y.tolist() == [2.0, 2.0]
-    dist.destroy_process_group()
-
-
-def _patient_barrier() -> None:
-    options = torch._C._distributed_c10d.BarrierOptions()  # torch 2.11's dist.barrier takes no time-out
-    options.timeout = timedelta(seconds=10)
-    group: Any = dist.group.WORLD
-    group.barrier(options).wait()
-
-
-@pytest.mark.parametrize("length", [4, 50_000, 500_000])
-def test_a_stalled_peer_is_a_timeout_that_names_it_and_the_group_works_on(tmp_path: Path, length: int) -> None:
-    run_ranks(op_timeout, 2, str(tmp_path), length, backend=None)
 
 
 def two_groups(rank: int, num_ranks: int) -> None:

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import epee
 from epee.backend.options import BackendOptions
 from epee.errors import InvalidArgument, InvalidState, UnsupportedError
 from tests.harness import run_ranks
+from tests.survive import stages
 
 from . import cases
 
@@ -308,9 +312,7 @@ def test_use_after_destroy_is_an_error_and_destroying_twice_is_not() -> None:
     run_ranks(after_destroy, 2, backend="epee")
 
 
-def reentry(rank: int, num_ranks: int) -> str:
-    import signal
-
+def reentry(rank: int, num_ranks: int, folder: str) -> str:
     told = []
 
     def handler(*_: Any) -> None:
@@ -318,21 +320,21 @@ def reentry(rank: int, num_ranks: int) -> str:
             dist.all_reduce(ones(1))
         except InvalidState as exc:
             told.append(str(exc))
+        stages.reach(folder, "rung")
 
     signal.signal(signal.SIGALRM, handler)
     if rank == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        me = threading.get_ident()
+        cases.when_asleep(group()._engine, lambda: signal.pthread_kill(me, signal.SIGALRM))
         x = ones(2)
         dist.all_reduce(x)  # rank 1 comes after the alarm
         assert x[0].item() == 2
     else:
-        import time
-
-        time.sleep(0.6)
+        stages.wait_for(folder, "rung")
         dist.all_reduce(ones(2))
     dist.barrier()
     return told[0] if told else ""
 
 
-def test_a_call_from_a_signal_handler_inside_a_call_is_refused() -> None:
-    assert "signal handler" in run_ranks(reentry, 2, backend="epee")[0]
+def test_a_call_from_a_signal_handler_inside_a_call_is_refused(tmp_path: Path) -> None:
+    assert "signal handler" in run_ranks(reentry, 2, str(tmp_path), backend="epee")[0]

@@ -154,6 +154,7 @@ def any_source(rank: int, num_ranks: int) -> None:
             dist.send(torch.tensor([float(rank), float(i)]), 0)
         if rank == 1:
             dist.send(torch.zeros(1), 0, tag=5)
+    dist.barrier()  # a rank whose process ends would end a receive from any source
 
 
 def test_a_receive_from_any_source_tells_which() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -209,12 +210,11 @@ def _asynchronous(rank: int, num_ranks: int) -> None:
     z = on_gpu(torch.full((4,), rank + 1.0))
     dist.all_reduce(z, async_op=True)  # nobody asks for it
     dist.barrier()
-    for _ in range(2000):
-        if device.streams["own"]:
-            break
-        torch.zeros(1000).sum()
-    while device.streams["own"]:
-        device.streams["own"].popleft()()
+    deadline = time.monotonic() + 20
+    while _plain(z).tolist() != [3.0] * 4 and time.monotonic() < deadline:  # the background thread puts its copy there
+        while device.streams["own"]:
+            device.streams["own"].popleft()()
+        time.sleep(0.001)
     assert _plain(z).tolist() == [3.0] * 4
     dist.barrier()
 

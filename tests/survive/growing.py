@@ -124,3 +124,4 @@ def ring(group: Any, present: list[int]) -> None:
     else:
         assert dist.recv(token) == before
         dist.send(token + 1, after)
+    dist.barrier()  # a rank whose process ends would end the others' receive from any source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -17,3 +18,14 @@ def wait_for(folder: str, name: str, timeout_s: float = 30.0) -> None:
     while not (Path(folder) / f"stage-{name}").exists():
         assert time.monotonic() < deadline, f"nobody reached {name!r}"
         time.sleep(0.005)
+
+
+def meet(folder: str, name: str, rank: int, ranks: Iterable[int], timeout_s: float = 30.0) -> None:
+    """Wait until all `ranks`, of which this is one, have come to point `name`.
+
+    For the end of a rank's program: whoever ends first is a loss to those who are still in their last call, and they
+    would count it in what they read after it (epoch, mask).
+    """
+    reach(folder, f"{name}-{rank}")
+    for other in ranks:
+        wait_for(folder, f"{name}-{other}", timeout_s)

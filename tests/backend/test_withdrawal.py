@@ -1,0 +1,141 @@
+"""A call that is given up when its time-out has passed ends alike on all ranks, with everything as it was."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epee.errors import CommTimeoutError
+
+from ..harness import run_ranks
+from ..survive import stages
+from . import cases
+
+LENGTHS = [4, 50_000, 500_000, 3_000_000]  # in the cell, in staging, in rounds with room for all, in rounds without
+COLLECTIVES = ["all_reduce", "all_gather", "broadcast", "barrier", "reduce_scatter", "all_to_all", "gather"]
+RACES = 60
+
+
+def await_all(folder: str, stage: str, num_ranks: int) -> None:
+    """Wait until the first so many ranks have reached a stage."""
+    for rank in range(num_ranks):
+        stages.wait_for(folder, f"{stage}{rank}")
+
+
+def call(op: str, length: int) -> tuple[list[torch.Tensor], Any]:
+    """Return the outputs of a call, poisoned, and the call."""
+    size = dist.get_world_size()
+    x = torch.full((length,), 7.0)
+    outs = [torch.full((length,), -7.0) for _ in range(size)]
+    if op == "all_reduce":
+        return [x], lambda: dist.all_reduce(x)
+    if op == "broadcast":
+        return [x], lambda: dist.broadcast(x, 0)
+    if op == "barrier":
+        return [], dist.barrier
+    if op == "all_gather":
+        return outs, lambda: dist.all_gather(outs, x)
+    if op == "reduce_scatter":
+        return outs[:1], lambda: dist.reduce_scatter(outs[0], [x] * size)
+    if op == "all_to_all":
+        return outs, lambda: dist.all_to_all(outs, [x] * size)
+    is_root = dist.get_rank() == 1
+    return outs if is_root else [], lambda: dist.gather(x, outs if is_root else None, 1)
+
+
+def stalled(rank: int, num_ranks: int, folder: str, op: str, length: int) -> list[int]:
+    """Rank 0 calls and gives up; rank 1 called with more patience and ends with it; rank 2 comes when all is over."""
+    cases.init(rank, num_ranks, folder, op_timeout=0.3 if rank == 0 else 30.0, staging_bytes=1 << 20)
+    outputs, run = call(op, length)
+    before = [out.clone() for out in outputs]
+    if rank == 2:
+        await_all(folder, "over", 2)
+    with pytest.raises(CommTimeoutError) as caught:
+        run()
+    assert all(torch.equal(out, was) for out, was in zip(outputs, before, strict=True))
+    told = str(caught.value)
+    for word in (f"{op} (", f"rank={rank}", "seq=1", "given up on all ranks", "waited"):
+        assert word in told
+    assert ("rank(s) 2 silent" in told) == (rank < 2), told
+    assert ("called too late; rank(s) 0, 1 gave the call up" in told) == (rank == 2), told
+    stages.reach(folder, f"over{rank}")
+    await_all(folder, "over", num_ranks)
+    y = torch.ones(1)
+    for attempt in range(20):  # rank 0 has little patience
+        try:
+            dist.all_reduce(y)
+            break
+        except CommTimeoutError:
+            assert attempt < 19
+    assert y.item() == num_ranks
+    return list(caught.value.ranks)
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_a_call_that_is_given_up_fails_everywhere(tmp_path: Path, op: str) -> None:
+    assert run_ranks(stalled, 3, str(tmp_path), op, 4, backend=None) == [[2], [2], [0, 1]]
+
+
+@pytest.mark.parametrize("length", LENGTHS[1:])
+def test_so_does_one_of_many_bytes(tmp_path: Path, length: int) -> None:
+    assert run_ranks(stalled, 3, str(tmp_path), "all_reduce", length, backend=None) == [[2], [2], [0, 1]]
+
+
+def race(rank: int, num_ranks: int, folder: str, length: int) -> list[str]:
+    """The last rank calls just when the others' time-outs pass; nothing but the time decides."""
+    timeout_s = 0.1
+    cases.init(rank, num_ranks, folder, op_timeout=timeout_s, staging_bytes=1 << 20)
+    dice = random.Random(rank)
+    ends = []
+    for i in range(RACES):
+        stages.reach(folder, f"round{i}of{rank}")
+        await_all(folder, f"round{i}of", num_ranks)
+        x = torch.full((length,), rank + 1.0)
+        if rank == num_ranks - 1:
+            time.sleep(timeout_s * dice.uniform(0.97, 1.1))
+        try:
+            dist.all_reduce(x)
+            assert x.unique().tolist() == [6.0]
+            ends.append("complete")
+        except CommTimeoutError:
+            assert x.unique().tolist() == [rank + 1.0]
+            ends.append("given up")
+    return ends
+
+
+@pytest.mark.parametrize("length", [4, 50_000, 500_000])
+def test_a_rank_that_comes_with_the_time_out_ends_as_the_others_do(tmp_path: Path, length: int) -> None:
+    results = run_ranks(race, 3, str(tmp_path), length, backend=None, timeout_s=60)
+    assert results[0] == results[1] == results[2]
+    assert "given up" in results[0]
+
+
+def many(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Calls that were issued together are given up one by one, on all ranks."""
+    cases.init(rank, num_ranks, folder, op_timeout=0.3)
+    xs = [torch.full((3,), float(i)) for i in range(70)]
+    if rank == 2:
+        await_all(folder, "over", 2)
+    works = [dist.all_reduce(x, async_op=True) for x in xs]
+    ends = []
+    for i, (x, work) in enumerate(zip(xs, works, strict=True)):
+        try:
+            work.wait()
+            assert x.tolist() == [3.0 * i] * 3
+            ends.append("complete")
+        except CommTimeoutError:
+            assert x.tolist() == [float(i)] * 3
+            ends.append("given up")
+    stages.reach(folder, f"over{rank}")
+    return ends
+
+
+def test_many_calls_are_given_up_in_order(tmp_path: Path) -> None:
+    results = run_ranks(many, 3, str(tmp_path), backend=None, timeout_s=60)
+    assert results[0] == results[1] == results[2] == ["given up"] * 70

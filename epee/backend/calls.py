@@ -20,8 +20,8 @@ from .collectives.copying import Barrier, Scatter, Spread
 from .collectives.packing import FinishAfter, GatheredPart, Packed, pack, shapes_word
 from .collectives.reducing import AllReduce, ReduceScatter
 from .membership import position_of
-from .operation import Plan
 from .outbox import Outboxes
+from .plan import Plan
 from .reduce import Reducer, check
 from .signature import MAX_COUNT, NO_REDUCE, OP_CODE
 from .signature import pack as pack_signature
@@ -113,13 +113,13 @@ def broadcast(box: Outboxes, tensor: torch.Tensor, root: int) -> Plan:
 
 def all_reduce(box: Outboxes, tensor: torch.Tensor, op: int, root: int | None = None) -> Plan:
     """Reduce in place, on all ranks or on `root`."""
-    name = "all_reduce" if root is None else "reduce"
+    name, label = ("all_reduce", "all_reduce: tensor") if root is None else ("reduce", "reduce: tensor")
     position = -1 if root is None else check_root(root, box, name)
-    carrier = carrier_of(tensor, f"{name}: tensor")
+    carrier = carrier_of(tensor, label)
     dtype = tensor.dtype
     reducer = _reducer(op, dtype, name)
     if position in (-1, box.rank):
-        sink = in_place(tensor, carrier, f"{name}: tensor")
+        sink = in_place(tensor, carrier, label)
     else:
         sink = Target(source(tensor, carrier))
     signature = _signature(name, dtype, len(sink.array), op, -1 if root is None else root)

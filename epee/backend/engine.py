@@ -40,12 +40,14 @@ from .ending import Driven, Ending
 from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED
 from .helper import Helper
 from .message import Message
-from .operation import NO_ROOM, Block, Make, Operation, RefusedPlan, refused
+from .operation import NO_ROOM, Block, Operation
 from .outbox import (
     BELL,
     CELL_PAYLOAD_BYTES,
     CONSUMED,
     CONSUMED_TOO,
+    COUNTED_0,
+    COUNTED_1,
     DETAIL,
     DRAINED,
     FILLED,
@@ -53,13 +55,13 @@ from .outbox import (
     MERGED,
     OFFSET,
     PREAMBLE,
+    SEAL_PRIME,
     SIGNATURE,
     Outboxes,
     consumed_of,
-    counted,
-    seal,
 )
 from .p2p import Mailroom
+from .plan import Make, RefusedPlan, refused
 from .sizes import Mask
 from .waiting import NAP_ROUNDS
 from .wake import publish_word
@@ -131,36 +133,42 @@ class Engine(Ending):
             del error
 
     def _express(self, op: Operation) -> bool:
-        """Run a small call from end to end when nothing is in its way; False leaves the rest to `drive`.
+        """Run a call of one round from end to end when nothing is in its way; False leaves the rest to `drive`.
 
-        This is `Operation.publish` and `step` for a payload inside the cell, which lies at the same place on all ranks.
+        This is `Operation.publish` and `step` without their waits.
         """
         box, plan, cell, seq = op.box, op.plan, op.cell, op.seq
         preamble = plan.preamble
         used = 0 if preamble is None else (8 * len(preamble) + 63) & -64
-        if plan.rounds > 1 or plan.merge_bytes:
+        if plan.rounds > 1 or plan.merge_bytes or seq > box.cells_free_until:
             return False
-        if used + plan.put_bytes > CELL_PAYLOAD_BYTES or seq > box.cells_free_until:
-            return False
-        own, tag = box.own, op.tag
-        inline = 8 * (cell + PREAMBLE) + used
-        op.base = base = inline if plan.put_bytes else 0
-        if base:
+        own, tag, base = box.own, op.tag, 0
+        if plan.put_bytes:
+            base = 8 * (cell + PREAMBLE) + used
+            if used + plan.put_bytes > CELL_PAYLOAD_BYTES:
+                box.ring.free(box.least_consumed())
+                base = box.ring.take(seq, plan.put_bytes)
+                if base < 0:
+                    return False
             plan.put(box, 0, base)
+        op.base = base
         signature, detail = plan.signature, plan.detail
         own[cell + SIGNATURE] = signature
         own[cell + DETAIL] = detail
-        own[cell + OFFSET] = sealed = seal(tag, signature, detail, base)
+        check, place = (tag ^ signature ^ detail) % SEAL_PRIME, base >> 6  # see `seal`
+        own[cell + OFFSET] = sealed = (check ^ place) << 32 | place
         own[cell + GAVE_UP] = 0
         if preamble is not None:
             own[cell + PREAMBLE : cell + PREAMBLE + len(preamble)] = memoryview(preamble)
-            own[cell + FILLED] = counted(1)  # a peer may need rounds, and then so do we
-            own[cell + MERGED] = own[cell + DRAINED] = counted(0)
+            own[cell + FILLED] = COUNTED_1  # a peer may need rounds, and then so do we
+            own[cell + MERGED] = own[cell + DRAINED] = COUNTED_0
             op.filled = 1
         op.offsets[box.rank] = base
         publish_word(box, cell, tag)
         op.published = True
-        for words, peer in zip(box.peer_words, box.peers, strict=True):
+        limit = box.payload_bytes - plan.read_bytes
+        for peer in box.peers:
+            words = box.words[peer]
             if words[cell] != tag:
                 for _ in range(self._num_loads):
                     if words[cell] == tag:
@@ -168,9 +176,11 @@ class Engine(Ending):
                 else:
                     return False
             offset = base
-            if words[cell + OFFSET] != sealed:
-                offset = inline - base  # a root puts something and the others nothing
-                if words[cell + OFFSET] != seal(tag, signature, detail, offset):
+            word = words[cell + OFFSET]
+            if word != sealed:  # it need not lie where ours does
+                place = word & 0xFFFFFFFF
+                offset = place << 6
+                if word != (check ^ place) << 32 | place or offset > limit:
                     return False
             if words[cell + SIGNATURE] != signature or words[cell + DETAIL] != detail:
                 return False
@@ -180,11 +190,15 @@ class Engine(Ending):
             op.agreed = True
             if plan.rounds > 1:
                 return False
-        if self.flags or (box.num_ranks > 2 and withdrawn(op, box)):  # one peer was looked at after all had arrived
+        if self.flags or base > limit:
+            return False
+        if box.num_ranks > 2 and withdrawn(op, box):  # a single peer was looked at when nothing was missing
             return False
         op.writing = True
         plan.take(box, 0, op.offsets)
-        op.look_again(box)
+        for words in box.peer_words:
+            if words[cell] != tag:
+                op.look_again(box)
         plan.commit()
         op.done = True
         own[CONSUMED] = own[CONSUMED_TOO] = seq

@@ -31,9 +31,9 @@ from .engine import Engine
 from .job import is_in_job, meeting_place
 from .joining import join_engine
 from .message import ANY, Message
-from .operation import Make, Plan
 from .options import BackendOptions
 from .outbox import Outboxes
+from .plan import Make, Plan
 from .signature import OP_CODE
 from .signature import pack as pack_signature
 from .sizes import Mask

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidState
 from .entry import ENDED
 from .message import Message
-from .operation import Operation, refused
+from .operation import Operation
+from .plan import refused
 
 if TYPE_CHECKING:
     from .ending import Driven

@@ -11,8 +11,8 @@ or not at all. Without, rounds alternate between two halves of the staging block
 is committed at the end.
 
 Errors leave the results untouched. A call that fails after it was published marks its cell (GAVE_UP), so peers that
-would wait for its next round learn it; a peer that already has what it needs completes. The call's sequence number is
-used up on every rank either way, so the next call pairs up again.
+would wait for its next round learn it; a peer that already has what it needs completes. A time-out ends a call on all
+ranks (`withdrawal.py`). The call's sequence number is used up on every rank either way, so the next call pairs up again.
 
 A crash between two stores leaves a counter or tag at its old value: the readers see a shorter prefix, never half a
 round.
@@ -26,11 +26,8 @@ what they are made of stays in the outboxes until this rank says that it is thro
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..errors import EvictedError, MismatchError, ProtocolError, context
 from ..memory.layout import align_up
@@ -52,7 +49,8 @@ from .outbox import (
     seal,
     unsealed,
 )
-from .signature import OP_CODE, REFUSED, pack, unpack
+from .plan import Make, Plan
+from .signature import REFUSED, unpack
 from .wake import publish_word
 from .withdrawal import Withdrawal, withdrawn
 
@@ -67,69 +65,6 @@ class Block(NamedTuple):
 
 NO_ROOM = Block(-1, 0, 0)
 MOVED_ON = NO_ROOM  # a peer runs the call in a later epoch; there is no word to wait for, only a decision
-
-
-class Plan:
-    """What a collective moves; subclasses live in `collectives/`.
-
-    Attributes:
-        name: for messages.
-        signature: see `signature.py`.
-        detail: further word that must agree (shapes of a list); 0 when the signature says all.
-        rounds: how many; the same on all ranks.
-        round_bytes: distance of two rounds in every rank's staging block.
-        merge_bytes: size of a rank's reduced share per round; 0 for calls without a second phase.
-        put_bytes: size of this rank's block in its outbox; 0 when it only reads.
-        read_bytes: size of the part of a peer's block that may be read, for the bounds check of its offset.
-        num_halves: rounds that have room at the same time.
-        preamble: words that follow the header in the cell, for `agree`; None when the signature says all.
-    """
-
-    detail = 0
-    rounds = 1
-    round_bytes = 0
-    merge_bytes = 0
-    put_bytes = 0
-    read_bytes = 0
-    num_halves = 1
-    preamble: array[int] | None = None
-
-    def __init__(self, name: str, signature: int) -> None:
-        self.name = name
-        self.signature = signature
-
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
-        """Write this rank's contribution of round `k` at byte `offset` of its outbox."""
-
-    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
-        """Reduce this rank's share of round `k`, found at `offsets[rank]` of each outbox, into `offset` of its own."""
-
-    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
-        """Read round `k` from `offsets[rank]` of each outbox (of the merged shares in two-phase calls)."""
-
-    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
-        """Look at what the peers put beside their header; may set the number of rounds, raises `MismatchError`."""
-
-    def commit(self) -> None:
-        """Finish: write-backs to strided tensors, private copies to their places."""
-
-
-Make = Callable[[Outboxes], Plan]  # plans a call over the members of these outboxes
-
-
-class RefusedPlan(Plan):
-    """Stands for a call that this rank refused: tells the peers, which are in it or will be, why."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, pack(REFUSED, root=OP_CODE.get(name, 0)))
-        self.reason = reason.encode()[: CELL_PAYLOAD_BYTES - 8]
-        self.put_bytes = CELL_PAYLOAD_BYTES
-        self.detail = len(self.reason)
-
-    def put(self, box: Outboxes, k: int, offset: int) -> None:
-        """Write the reason as text."""
-        view = box.views(np.dtype(np.uint8))[box.rank]
-        view[offset : offset + len(self.reason)] = np.frombuffer(self.reason, np.uint8)
 
 
 class Operation:
@@ -504,8 +439,3 @@ class Operation:
 
 def _ranks(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
-def refused(name: str, exc: Exception) -> RefusedPlan:
-    """Return the plan that tells peers about a refused call."""
-    return RefusedPlan(name, str(exc))

@@ -82,17 +82,20 @@ def outbox_layout(capacity: int, staging_bytes: int) -> Layout:
     )
 
 
-_PRIME = (1 << 32) - 5  # no power of two is a multiple of it
+SEAL_PRIME = (1 << 32) - 5  # no power of two is a multiple of it
 
 
 def seal(tag: int, signature: int, detail: int, offset: int) -> int:
     """Return the OFFSET word of a header: where the payload is, and above that a check over the header.
 
+    `Engine._express` does the same in its own lines.
+
     A reader that computes the same word from what it reads knows that the words belong together: one flipped bit in
     any of them, or the header of another call under this call's tag, gives another word. `offset` is in bytes, a
     multiple of 64 below 2^38.
     """
-    return offset >> 6 | (tag ^ signature ^ detail ^ offset) % _PRIME << 32
+    place = offset >> 6
+    return ((tag ^ signature ^ detail) % SEAL_PRIME ^ place) << 32 | place
 
 
 def unsealed(word: int) -> int:
@@ -103,6 +106,9 @@ def unsealed(word: int) -> int:
 def counted(count: int) -> int:
     """Return the word FILLED, MERGED or DRAINED for `count`: it, and its complement below. Words order as counts do."""
     return count << 32 | count ^ 0xFFFFFFFF
+
+
+COUNTED_0, COUNTED_1 = counted(0), counted(1)  # what most calls write
 
 
 def count_of(word: int) -> int:

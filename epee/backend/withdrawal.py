@@ -4,10 +4,10 @@ A rank whose time-out has passed must not just leave: the rank that it waited fo
 header in its place and return a result that the others never had. So it takes its header back first, and looks then.
 
 Who writes, who reads: each rank writes its own cell only. To withdraw a call a rank stores the call's tag in GAVE_UP,
-then 0 where the tag was, and waits until both can be seen. To complete one it reads, after everything has arrived, the
-tags of all ranks once more (`withdrawn`), and only then writes results and says that it is through (CONSUMED). So one
-that completes has seen no withdrawal at a moment when nothing was missing, and one that withdraws knows what the
-others can still do:
+then 0 where the tag was (with a fence: both are seen before what it loads next). To complete one it reads, after
+everything has arrived, the tags of all ranks once more (`withdrawn`), and only then writes results and says that it is
+through (CONSUMED). So one that completes has seen no withdrawal at a moment when nothing was missing, and one that
+withdraws knows what the others can still do:
 
     someone's header is missing   nobody has completed the call, and nobody will: who finds that header later finds this
                                   rank's gone. The call fails here at once.
@@ -27,19 +27,17 @@ stores leaves a rank that the next epoch has no more.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING
 
 from ..errors import CommTimeoutError
 from .outbox import GAVE_UP, Outboxes, consumed_of, has_left
+from .wake import publish_word
 
 if TYPE_CHECKING:
     from .operation import Operation
 
 GRACE_S = 0.5  # together with the naps of a wait well below the second that a time-out may be late
-
-_fence = threading.Lock()  # taking it is a locked instruction: what was stored is seen before what is loaded next
 
 
 def withdrawn(op: Operation, box: Outboxes) -> list[int]:
@@ -59,9 +57,7 @@ class Withdrawal:
         self.silent = silent
         self._until = time.monotonic() + GRACE_S
         box.own[op.cell + GAVE_UP] = op.tag
-        box.own[op.cell] = 0
-        with _fence:
-            pass
+        publish_word(box, op.cell, 0)
 
     def is_over(self, op: Operation, box: Outboxes) -> bool:
         """See how the call ends. True when it does so here: it has failed, or `op.completing` says that it must be."""

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from epee.backend import engine, operation, receiving, sending
-from epee.backend.operation import Operation, Plan
+from epee.backend.operation import Operation
+from epee.backend.plan import Plan
 from epee.view.agent import Agent
 from epee.view.board import Board
 

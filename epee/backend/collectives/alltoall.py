@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import MismatchError, ProtocolError
-from ..operation import Operation, Plan
+from ..operation import Operation
 from ..outbox import PREAMBLE, Outboxes
+from ..plan import Plan
 from ..tensors import Array
 from .rounds import CHUNK_BYTES
 

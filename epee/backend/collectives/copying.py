@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..operation import Plan
 from ..outbox import Outboxes
+from ..plan import Plan
 from ..tensors import Array
 from .rounds import cut, lay_out
 from .segments import Segmented

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ...memory.layout import align_up
-from ..operation import Plan
 from ..outbox import ALIGN_BYTES, Outboxes
+from ..plan import Plan
 from ..reduce import Reducer
 from ..tensors import Array
 from .rounds import cut, lay_out

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...memory.layout import align_up
-from ..operation import Plan
 from ..outbox import ALIGN_BYTES
+from ..plan import Plan
 
 CHUNK_BYTES = 2 << 20
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...memory.layout import align_up
-from ..operation import Plan
 from ..outbox import ALIGN_BYTES, Outboxes
+from ..plan import Plan
 from ..tensors import Array
 from .rounds import cut, lay_out
 

@@ -71,7 +71,7 @@ class Withdrawal:
             if words[cell] < tag:  # missing: also where the call has ended without a header
                 undecided = []
                 break
-            if is_through:
+            if is_through and words[cell] == tag:
                 op.completing = True
                 return True
             if not has_left(words):

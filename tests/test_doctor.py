@@ -432,15 +432,15 @@ LINE = f"print({json.dumps(json.dumps(Finding('gpu', 'GPU 0', OK, 'fine').as_dic
 
 
 @pytest.mark.parametrize(
-    ("code", "value"),
+    ("code", "timeout_s", "value"),
     [
-        (f"{LINE}\nimport os; os.abort()", "ended by signal SIGABRT"),
-        (f"{LINE}\nraise SystemExit('no more')", "ended by exit code 1: no more"),
-        (f"{LINE}\nimport time; time.sleep(60)", "no answer within 1 s"),
+        (f"{LINE}\nimport os; os.abort()", 30.0, "ended by signal SIGABRT"),
+        (f"{LINE}\nraise SystemExit('no more')", 30.0, "ended by exit code 1: no more"),
+        (f"{LINE}\nimport time; time.sleep(60)", 3.0, "no answer within 3 s"),
     ],
 )
-def test_what_was_found_before_the_driver_crashed_is_kept(code: str, value: str) -> None:
-    first, last = report.gpu_findings(child_that(code), timeout_s=1.0)
+def test_what_was_found_before_the_driver_crashed_is_kept(code: str, timeout_s: float, value: str) -> None:
+    first, last = report.gpu_findings(child_that(code), timeout_s=timeout_s)
     assert first.name == "GPU 0"
     assert (last.verdict, last.value) == (NO, value)
 

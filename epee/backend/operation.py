@@ -282,8 +282,8 @@ class Operation:
     def resync(self, box: Outboxes) -> None:
         """After an interrupt: read from the words of this rank's cell how far the call is."""
         cell, own = self.cell, box.own
-        has_begun_to_withdraw = own[cell + GAVE_UP] == self.tag
-        self.published = own[cell] == self.tag or has_begun_to_withdraw
+        has_begun_to_withdraw = own[cell + GAVE_UP] == self.tag and not self.done
+        self.published = self.tag in (own[cell], own[cell + GAVE_UP])
         if has_begun_to_withdraw and self.withdrawal is None:
             self.withdraw(box, [])  # a peer may have seen it
         if self.published and (self.plan.rounds > 1 or self.plan.merge_bytes):

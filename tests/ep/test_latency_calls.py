@@ -31,6 +31,7 @@ from tests.ep.latency_cases import (
     make,
 )
 from tests.harness import RankFailure, run_ranks
+from tests.survive import stages
 
 SHAPE = Shape()
 NUM_TOKENS = (6, 3, 0, 5)
@@ -298,6 +299,7 @@ def _dead(rank: int, num_ranks: int, folder: str) -> None:
     buffer = make(SHAPE)
     check_round(buffer, SHAPE, NUM_TOKENS[:num_ranks], 1)
     dist.barrier()
+    stages.meet(folder, "through", rank, range(num_ranks))  # nobody is in gloo's barrier any more
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 2)[rank]
@@ -399,8 +401,15 @@ def _closing(rank: int, num_ranks: int) -> None:
     buffer = make(SHAPE)
     given = inputs(SHAPE, (6, 6), 3)[rank]
     if rank == 0:
-        timer = threading.Timer(0.1, buffer.close)
-        timer.start()
+        wire = buffer._path.wire  # type: ignore[union-attr]
+        wait, timer = wire._wait, threading.Timer(0.05, buffer.close)
+
+        def waiting(*args: Any) -> Any:
+            wire._wait = wait  # type: ignore[method-assign]
+            timer.start()  # not before: the call has begun, and rank 1 does not come
+            return wait(*args)
+
+        wire._wait = waiting  # type: ignore[method-assign]
         with pytest.raises(AbortedError, match="closed"):
             dispatch(buffer, given)
         timer.join()
@@ -478,15 +487,15 @@ def test_who_is_cut_off_does_not_wait() -> None:
 
 
 def _patient(rank: int, num_ranks: int) -> None:
-    """Rank 2 stays away. Rank 1 waits two seconds for it; the others do not, and wait half a second for rank 1."""
+    """Rank 2 stays away. Rank 1 waits four seconds for it; the others do not, and wait less for rank 1."""
     with make(SHAPE) as buffer:
         given = inputs(SHAPE, NUM_TOKENS, 3)[rank]
         mask = torch.tensor([1, 1, int(rank in (1, 2)), 1], dtype=torch.int32)
         if rank != 2:
-            got = dispatch(buffer, given, active_ranks=mask, timeout_us=2_000_000)
+            got = dispatch(buffer, given, active_ranks=mask, timeout_us=4_000_000)
             assert got.got.tolist() == [True, True, False, True]
             y = buffer.combine_input(got.handle).zero_()
-            back = combine(buffer, y, got, active_ranks=mask, timeout_us=2_000_000 if rank == 1 else 500_000)
+            back = combine(buffer, y, got, active_ranks=mask, timeout_us=4_000_000 if rank == 1 else 1_500_000)
             assert back.got.tolist() == [True, True, False, True]
             assert mask.tolist() == [1, 1, 0, 1]
         dist.barrier()

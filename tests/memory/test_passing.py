@@ -129,7 +129,7 @@ def test_the_cookie_is_asked_for(file: int) -> None:
 
 
 def test_silent_and_babbling_peers_do_not_stop_the_server(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passing, "_SERVE_S", 0.05)
+    monkeypatch.setattr(passing, "_SERVE_S", 0.2)
     claim = make_claim(MAGIC, file, 4096)
     server = DescriptorServer(file, claim.cookie)
     path = f"/proc/self/fd/{server.socket_fd}"

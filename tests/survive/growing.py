@@ -124,4 +124,10 @@ def ring(group: Any, present: list[int]) -> None:
     else:
         assert dist.recv(token) == before
         dist.send(token + 1, after)
-    dist.barrier()  # a rank whose process ends would end the others' receive from any source
+    # once more, by name: a rank whose process ends would end a receive from any source that another still waits in
+    if place == 0:
+        dist.send(token, after)
+        dist.recv(token, before)
+    else:
+        dist.recv(token, before)
+        dist.send(token, after)

@@ -149,7 +149,7 @@ def resources() -> tuple[int, int, int]:
 # ---- zombies
 
 ZOMBIE = 1
-ZOMBIE_TIMEOUT_S = 1.0
+ZOMBIE_TIMEOUT_S = 2.0  # a busy machine may keep a rank that is well from its core for a second
 NUM_ZOMBIE_CALLS = 100
 
 

@@ -21,11 +21,7 @@ def wait_for(folder: str, name: str, timeout_s: float = 30.0) -> None:
 
 
 def meet(folder: str, name: str, rank: int, ranks: Iterable[int], timeout_s: float = 30.0) -> None:
-    """Wait until all `ranks`, of which this is one, have come to point `name`.
-
-    For the end of a rank's program: whoever ends first is a loss to those who are still in their last call, and they
-    would count it in what they read after it (epoch, mask).
-    """
+    """Wait until all `ranks`, of which this is one, have come to point `name`: a barrier without a backend."""
     reach(folder, f"{name}-{rank}")
     for other in ranks:
         wait_for(folder, f"{name}-{other}", timeout_s)

@@ -79,17 +79,14 @@ def zombie(rank: int, num_ranks: int, folder: str, mode: str, point: str) -> Any
     kept = buffer.dispatch(rows(rank, 50), routing(rank, num_ranks, 50)[0])
     want = kept.x.clone()
     buffer.sync()
-    before = live_memory(buffer)
-    stages.reach(folder, f"quiet{rank}")
-    for peer in (0, 2, 3):
-        stages.wait_for(folder, f"quiet{peer}")
+    stages.meet(folder, "quiet", rank, (0, 2, 3))
+    before = live_memory(buffer)  # nobody but the zombie writes any more
+    stages.meet(folder, "looked", rank, (0, 2, 3))
     if rank == 0:
         os.kill(int((Path(folder) / "pid1").read_text()), signal.SIGCONT)
     stages.wait_for(folder, "told")
     assert live_memory(buffer) == before, "the zombie has written into live memory"
-    stages.reach(folder, f"checked{rank}")
-    for peer in (0, 2, 3):
-        stages.wait_for(folder, f"checked{peer}")
+    stages.meet(folder, "checked", rank, (0, 2, 3))
     assert torch.equal(kept.x, want)
     more, errors_after = go_on(buffer, 9, {}, first=6)
     assert errors_after == []

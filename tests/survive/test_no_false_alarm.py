@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from . import stages
 from .processes import DEAD, run_mortal
 
 BUSY_S = 3
+PATIENCE = timedelta(seconds=30)
 
 
 def start(rank: int, num_ranks: int, folder: str, op_timeout: float) -> Any:
@@ -33,6 +35,13 @@ def hold_the_gil(seconds: int) -> None:
     ctypes.PyDLL(None).sleep(seconds)
 
 
+def hold_the_gil_until(fifo: str) -> None:
+    """Read from a pipe in C without giving the interpreter back, until somebody has written to it."""
+    fd = os.open(fifo, os.O_RDWR)
+    ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), 1)
+    os.close(fd)
+
+
 def total() -> int:
     x = torch.ones(1, dtype=torch.int64)
     dist.all_reduce(x)
@@ -40,13 +49,14 @@ def total() -> int:
 
 
 def busy(rank: int, num_ranks: int, folder: str) -> Any:
-    group = start(rank, num_ranks, folder, op_timeout=1.0)
+    group = start(rank, num_ranks, folder, op_timeout=2.0)
     assert total() == num_ranks
     if rank == 1:
         hold_the_gil(BUSY_S)
         stages.reach(folder, "back")
     else:
         stages.wait_for(folder, "back")
+    group.set_timeout(PATIENCE)
     return total(), group.epoch, group.last_contributors()
 
 
@@ -60,15 +70,19 @@ def busy_while_another_dies(rank: int, num_ranks: int, folder: str) -> Any:
     if rank == 3:
         stages.wait_for(folder, "holding")
         os.kill(os.getpid(), signal.SIGKILL)
+    fifo = str(Path(folder) / "fifo")
     if rank == 1:
+        os.mkfifo(fifo)
         stages.reach(folder, "holding")
-        hold_the_gil(BUSY_S)
-        stages.reach(folder, "back")
+        hold_the_gil_until(fifo)
     else:
         stages.wait_for(folder, "holding")
         decision = group._engine.survival.runtime.await_decision(1, 20.0)
-        assert not (Path(folder) / "stage-back").exists(), "the survivors waited for the rank that was busy"
+        assert decision is not None, "the survivors waited for the rank that was busy"
         assert [member.slot for member in decision.members] == [0, 1, 2]
+        stages.meet(folder, "agreed", rank, (0, 2))
+        if rank == 0:
+            Path(fifo).write_bytes(b"x")
     return total(), group.epoch, group.last_contributors()
 
 

@@ -165,12 +165,15 @@ def test_a_lane_that_comes_during_an_agreement_waits_for_its_end(alone: Runtime)
 
 
 def test_a_lane_that_waited_in_vain_is_not_taken_in_later(alone: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epee.view.runtime.ANSWER_S", 0.2)
-    alone.settings = alone.settings._replace(no_quorum_s=0.1)
+    patient = alone.settings
     loop = alone._running()
     loop.post(lambda: (loop._freeze(Freeze(1)), loop._events.clear())[1])  # type: ignore[func-returns-value]
-    with pytest.raises(NoQuorumError, match="finds no quorum"):
-        alone.register(2, lambda: state(2), ignore, ignore, ignore)
+    with monkeypatch.context() as hasty:
+        hasty.setattr("epee.view.runtime.ANSWER_S", 0.2)
+        alone.settings = patient._replace(no_quorum_s=0.1)
+        with pytest.raises(NoQuorumError, match="finds no quorum"):
+            alone.register(2, lambda: state(2), ignore, ignore, ignore)
+    alone.settings = patient
     loop.post(lambda: loop._thaw(Thaw()))
     alone.register(3, lambda: state(3), ignore, ignore, ignore)
     assert sorted(loop._lanes) == [3]
@@ -436,14 +439,15 @@ def test_strangers_that_say_nothing_make_room_for_others(quiet: Runtime) -> None
 
 
 def test_a_slow_handshake_is_cut_off(quiet: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.3)
-    client = Client(quiet)
-    client.send(b"epeectl\0")
-    assert client.is_closed()
-    half = Client(quiet)
-    half.send(auth.Initiator(half.token, half.job.job_id, half.me, half.peer).hello())
-    assert half.is_closed()
-    dropped(quiet, "late", 2)
+    with monkeypatch.context() as hasty:  # whoever comes at the end has the usual time
+        hasty.setattr(connection, "HANDSHAKE_S", 0.3)
+        client = Client(quiet)
+        client.send(b"epeectl\0")
+        assert client.is_closed()
+        half = Client(quiet)
+        half.send(auth.Initiator(half.token, half.job.job_id, half.me, half.peer).hello())
+        assert half.is_closed()
+        dropped(quiet, "late", 2)
 
 
 def test_a_flood_of_bad_connections_is_survived(quiet: Runtime) -> None:

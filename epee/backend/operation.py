@@ -12,7 +12,8 @@ is committed at the end.
 
 Errors leave the results untouched. A call that fails after it was published marks its cell (GAVE_UP), so peers that
 would wait for its next round learn it; a peer that already has what it needs completes. A time-out ends a call on all
-ranks (`withdrawal.py`). The call's sequence number is used up on every rank either way, so the next call pairs up again.
+ranks (`withdrawal.py`). The call's sequence number is used up on every rank either way, so the next call pairs up
+again.
 
 A crash between two stores leaves a counter or tag at its old value: the readers see a shorter prefix, never half a
 round.

@@ -502,6 +502,9 @@ class Buffer(Turns):
                     if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
                         self._refuse(op, error, deadline)
                     raise
+                finally:
+                    if self._survivor is not None:
+                        self._survivor.roster.hide()
 
         return self._alone(announced_work)
 

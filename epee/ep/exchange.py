@@ -358,6 +358,8 @@ class Exchange:
 
         def check() -> None:
             self._interrupt()
+            if survivor is not None:
+                survivor.roster.show(self._op, self.seq, self._behind(want, is_data))
             gave_up = is_data and words[index + 1] >= want
             dead = self._watch.dead()
             if words[index] == want:
@@ -368,23 +370,16 @@ class Exchange:
             if src in dead or (dead and gave_up):
                 raise self._death(dead, started)
             if gave_up:
-                facts = context(self._op, rank=self.rank, peer=src, seq=self.seq, epoch=self.epoch)
-                raise MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
+                raise MismatchError(
+                    f"{self._where(src)}: rank {src} gave up this call after an error of its own; see its message"
+                )
 
         patience = deadline
         while not wait_equal(words, index, want, self._addresses[self.rank], patience, check):
-            elapsed = time.monotonic() - started
-            facts = context(self._op, rank=self.rank, peer=src, seq=self.seq, epoch=self.epoch, elapsed=elapsed)
-            behind = self._behind(want, is_data)
-            if survivor is not None and survivor.insist(behind, facts, self.seq, deadline):
-                patience = time.monotonic() + RETRY_S
-                continue
-            what = "its rows" if is_data else "its call"
-            raise CommTimeoutError(
-                f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {words[index]:#x}); "
-                "the buffer can be used again, raise timeout= if the peer is only slow",
-                [src],
-            )
+            facts = self._where(src, started)
+            if survivor is None or not survivor.insist(self._behind(want, is_data), facts, self.seq, deadline):
+                raise _silent(facts, src, want, words[index], is_data)
+            patience = time.monotonic() + RETRY_S
 
     def _behind(self, want: int, is_data: bool) -> list[int]:
         """Return the ranks whose row, or payload, of the current call is not here."""
@@ -396,17 +391,20 @@ class Exchange:
         return [src for src, index in places.items() if words[index] != want]
 
     def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
-        elapsed = time.monotonic() - started
-        facts = context(self._op, rank=self.rank, peer=dead[0], seq=self.seq, epoch=self.epoch, elapsed=elapsed)
         names = ", ".join(str(rank) for rank in dead)
         return RankFailedError(
-            f"{facts}: rank {names} is dead (its process ended); this buffer cannot go on, make a new one without it",
+            f"{self._where(dead[0], started)}: rank {names} is dead (its process ended); this buffer cannot go on, "
+            "make a new one without it",
             dead,
             self._op,
             self.seq,
             self.epoch,
             "process ended",
         )
+
+    def _where(self, peer: int, started: float | None = None) -> str:
+        elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
+        return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
 
     def _agree(self, headers: list[Header], texts: list[bytes], parties: Sequence[int]) -> None:
         """Raise `MismatchError` unless all ranks made the same call; its text is the same on all of them."""
@@ -432,3 +430,12 @@ class Exchange:
 
     def _row_at(self, parity: int, src: int) -> int:
         return self._rows_at + (parity * self.config.num_ranks + src) * self._row_words
+
+
+def _silent(facts: str, src: int, want: int, got: int, is_data: bool) -> CommTimeoutError:
+    what = "its rows" if is_data else "its call"
+    return CommTimeoutError(
+        f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {got:#x}); the buffer can be used "
+        "again, raise timeout= if the peer is only slow",
+        [src],
+    )

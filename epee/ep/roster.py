@@ -25,6 +25,7 @@ from ..view.endpoint import parse_endpoint
 from ..view.messages import DEAD, LEFT, STALLED, Decision, LaneState, Member
 
 if TYPE_CHECKING:
+    from ..view.board import LaneRow
     from ..view.runtime import Runtime
     from .registry import Line
 
@@ -116,6 +117,8 @@ class Roster:
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
         self._line: Line | None = None
+        self._row: LaneRow | None = None
+        self._shown: tuple[str, int, int, int] | None = None
         self._heard = 0
         self._accused_at = self._warned_at = 0.0
         self._is_over = False
@@ -139,7 +142,8 @@ class Roster:
         self._lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
         with self.lock:
             self._line = line
-        runtime.register(self._lane, lambda: LaneState(self._lane, 0, 0), _nothing, self.decided, self.trouble)
+        state = LaneState(self._lane, 0, 0)
+        self._row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
         self._replay()
         with self.lock:
             self.newest = max(self.view.epoch, floor)
@@ -215,6 +219,19 @@ class Roster:
         """Return whether the process that had `rank` is a member no more."""
         member = self.view.members.get(rank)
         return member is None or member.incarnation != incarnation
+
+    def show(self, op: str, seq: int, ranks: Sequence[int]) -> None:
+        """Show in hang reports that a call waits for ranks; since when, is the first time that it is told so."""
+        shown = (op, seq, self.view.epoch, sum(1 << self.seat.slots[rank] for rank in ranks))
+        if shown != self._shown and self._row is not None and not self._is_over:
+            self._shown = shown
+            self._row.show(op.encode(), *shown[1:])
+
+    def hide(self) -> None:
+        """Show that no call waits."""
+        if self._shown is not None and self._row is not None and not self._is_over:
+            self._shown = None
+            self._row.idle()
 
     def look_at(self, rank: int) -> None:
         """Tell the agent that a rank's process seems to have ended; it looks for itself."""

@@ -110,6 +110,7 @@ class Survivor:
         self._mapped: list[HostRegion] = []
         self._next_inbox: tuple[int, HostRegion] | None = None  # made for an epoch that was not entered yet
         self._refusal: tuple[Header, bytes] | None = None  # to be announced in the next epoch
+        self._op = ""  # of the call under way, for hang reports
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_closed = False
         self._pid = os.getpid()
@@ -247,7 +248,7 @@ class Survivor:
         """
         contest = Contest(self._exchange.epoch, seq, is_pull)
         started = time.monotonic()
-        view = None
+        self._op, view = op, None
         while True:
             if view is not self.roster.view:
                 view, deadline = self.roster.view, self.patience(deadline)
@@ -309,6 +310,7 @@ class Survivor:
         """Between two looks at what a rank does: see whether to go on waiting."""
         self._interrupt()
         self.roster.check()
+        self.roster.show(self._op, seq or self._exchange.seq + 1, [rank])
         now = time.monotonic()
         if now <= deadline:
             return
@@ -353,6 +355,7 @@ class Survivor:
         if self.roster.newest == self._exchange.epoch:
             return
         self.roster.check()
+        self._op = op
         self._settle_last(deadline)
         while not self._enter(self.roster.view, op, deadline):
             deadline = self.patience(deadline)

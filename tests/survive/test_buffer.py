@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import epee
+from epee.view.report import look_at_job
+
+from ..harness import run_ranks
 from .buffer_rounds import POINTS, run
 from .processes import DEAD, run_mortal
 
@@ -54,3 +64,27 @@ def test_four_ranks_become_one(mode: str) -> None:
     victims = {0: (1, "dispatch: rows"), 3: (3, "combine: first row"), 1: (5, "between")}
     (last,) = survive(mode, victims, num_steps=NUM_STEPS)
     assert last[0][-1][2] == (0, 0, 1, 0)
+
+
+def late(rank: int, num_ranks: int, folder: str) -> str:
+    """Rank 1 looks from outside at what rank 0 does before it calls itself."""
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks)
+    buffer = epee.Buffer(dist.group.WORLD, num_experts=4, hidden=64, num_topk=1, max_tokens_per_rank=4, timeout=60)
+    told = ""
+    deadline = time.monotonic() + 40
+    while rank == 1 and "dispatch" not in told:
+        assert time.monotonic() < deadline, told
+        told = str(look_at_job(os.getpid(), look_s=0.0))
+    buffer.dispatch(torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0], [3]]))
+    if rank == 1:
+        assert "dispatch" not in str(look_at_job(os.getpid(), look_s=0.0))
+    dist.barrier()
+    buffer.close()
+    dist.destroy_process_group()
+    return told
+
+
+def test_a_hang_report_shows_for_whom_a_buffer_waits(tmp_path: Path) -> None:
+    told = run_ranks(late, 2, str(tmp_path), backend=None)[1]
+    assert re.search(r"rank 0 .*\n  lane \d+: dispatch seq 1 epoch 1, waits for 1 since", told), told

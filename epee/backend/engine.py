@@ -59,6 +59,7 @@ from .outbox import (
     SIGNATURE,
     Outboxes,
     consumed_of,
+    failed_by_view,
 )
 from .p2p import Mailroom
 from .plan import Make, RefusedPlan, refused
@@ -364,7 +365,9 @@ class Engine(Ending):
         while queue and queue[0].done:
             op = queue[0]
             if op.error is not None and op.published:
-                own[op.cell + GAVE_UP] = op.tag
+                own[op.cell + GAVE_UP] = failed_by_view(op.tag) if op.by_view else op.tag
+                if op.by_view:  # who was voted out and has not heard of it yet must not complete it
+                    own[op.cell] = 0
             elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
             own[CONSUMED] = own[CONSUMED_TOO] = op.seq

@@ -108,6 +108,11 @@ def counted(count: int) -> int:
     return count << 32 | count ^ 0xFFFFFFFF
 
 
+def failed_by_view(tag: int) -> int:
+    """Return the GAVE_UP word of a call that a change of the view has ended; one given up otherwise shows its tag."""
+    return tag ^ 0xFFFFFFFFFFFFFFFF
+
+
 COUNTED_0, COUNTED_1 = counted(0), counted(1)  # what most calls write
 
 

@@ -49,6 +49,7 @@ from .outbox import (
     Outboxes,
     consumed_of,
     count_of,
+    failed_by_view,
 )
 from .p2p import first_number
 from .sizes import Sizes
@@ -311,7 +312,7 @@ class Survival(Intake):
         if rank not in box.members:
             return True
         words = box.words[box.members.index(rank)]
-        if words[op.cell + GAVE_UP] == tag(epoch, op.seq):
+        if words[op.cell + GAVE_UP] in (tag(epoch, op.seq), failed_by_view(tag(epoch, op.seq))):
             return True  # it had given the call up: that is between it and those who wait for its rounds
         plan = op.plan
         known = epoch == op.box.epoch and op.rounds_known and (plan.rounds > 1 or plan.merge_bytes > 0)

@@ -359,7 +359,7 @@ class Exchange:
         def check() -> None:
             self._interrupt()
             if survivor is not None:
-                survivor.roster.show(self._op, self.seq, self._behind(want, is_data))
+                survivor.show(self._op, self.seq, self._behind(want, is_data))
             gave_up = is_data and words[index + 1] >= want
             dead = self._watch.dead()
             if words[index] == want:

@@ -6,8 +6,8 @@ the view names, by the name of the memfd. So a process that joins needs neither 
 the buffers that run, nor the others to find its own.
 
     header  magic, number of the newest buffer, blob of the region
-    line    number of the buffer (0: none), record (`verdict.Record`, word by word), for whom this rank waits beyond its
-            time-out and when it said so, view for which the inbox was made, blob of the inbox, words of the config
+    line    number of the buffer (0: none), record (`verdict.Record`, word by word), for whom this rank waits and when
+            it said so last, view for which the inbox was made, blob of the inbox, words of the config
 
 Order: a line's number is stored last when it is made and first when it ends; the blob of an inbox lies between two
 stores of the view it is for (0, then the view), and a reader looks at the view again after it has copied the blob. The
@@ -80,13 +80,13 @@ class Line:
         self.words[EPOCH], self.words[ISSUED], self.words[GATHERED] = record.epoch, record.issued, record.gathered
 
     def blame(self, ranks: Iterable[int]) -> None:
-        """Show for whom this rank waits beyond its time-out. Only the owner."""
+        """Show for whom this rank waits. Only the owner."""
         self.words[BLAMED] = 0
         self.words[BLAMED_AT] = time.monotonic_ns()
         self.words[BLAMED] = sum(1 << rank for rank in set(ranks))
 
     def blamed(self) -> int:
-        """Return for whom the rank waits beyond its time-out, as a mask; 0 when it has not said so lately."""
+        """Return for whom the rank waits, as a mask; 0 when it has not said so lately."""
         is_fresh = time.monotonic_ns() - self.words[BLAMED_AT] < FRESH_NS
         return self.words[BLAMED] if is_fresh else 0
 

@@ -193,15 +193,17 @@ class Survivor:
         """Return whether a member of the buffer's epoch is not in the newest view."""
         return self.roster.is_gone(rank, self._peers[rank].incarnation)
 
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Show the peers, and hang reports, for whom a call waits; again and again, for what is old counts no more."""
+        self.roster.show(op, seq, ranks)
+        self._line.blame(ranks)
+
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
         """At a time-out: True while it may help to wait on (`Roster.insist`).
 
-        Who is behind may itself wait for somebody, and shows it. Then that one is accused. Nobody is before the others
-        had the time to show it.
+        Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused.
         """
-        self._line.blame(ranks)
-        now = time.monotonic()
-        if now < deadline + HEAR_S and self.roster.seat.on_stall == "evict":
+        if time.monotonic() < deadline + HEAR_S and self.roster.seat.on_stall == "evict":
             return True
         return self.roster.insist(self._at_fault(ranks), what, seq, deadline)
 
@@ -310,7 +312,7 @@ class Survivor:
         """Between two looks at what a rank does: see whether to go on waiting."""
         self._interrupt()
         self.roster.check()
-        self.roster.show(self._op, seq or self._exchange.seq + 1, [rank])
+        self.show(self._op, seq or self._exchange.seq + 1, [rank])
         now = time.monotonic()
         if now <= deadline:
             return

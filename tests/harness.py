@@ -157,7 +157,7 @@ def _collect(ranks: list[tuple[Any, Connection]], timeout_s: float) -> list[Any]
             else:
                 errors[rank] = value
         if errors:  # the others may now wait for the failed rank: give them a moment, not the whole time-out
-            deadline = min(deadline, time.monotonic() + 5)
+            deadline = min(deadline, time.monotonic() + 20)
     for rank in pending.values():
         errors.setdefault(rank, "did not answer in time (its stack went to stderr)")
     if errors:

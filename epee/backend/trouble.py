@@ -116,6 +116,8 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
         elif engine.box.words[block.rank][block.word] >= block.value:
             concerned = set()
     lost = sorted(concerned.intersection(dead))
+    if isinstance(head, Message):  # who left in order has left, whether or not his process has ended since
+        lost = [rank for rank in lost if rank not in gone]
     is_judged = isinstance(head, Operation) and engine.survival is not None
     if not head.done and isinstance(head, Operation) and engine.survival is not None:
         quitters = engine.survival.ended_without(head)

@@ -368,7 +368,8 @@ class Exchange:
                 survivor.check(src, is_data)
             # a peer may have met a death first and given up: the death is the cause, so it comes first
             if src in dead or (dead and gave_up):
-                raise self._death(dead, started)
+                behind = self._behind(want, is_data)
+                raise self._death(tuple(rank for rank in dead if rank in behind) or dead, started)
             if gave_up:
                 raise MismatchError(
                     f"{self._where(src)}: rank {src} gave up this call after an error of its own; see its message"

@@ -47,6 +47,7 @@ def wait_for(path: Path, timeout_s: float = 20.0) -> str:
 
 def zombie_in_mask_mode(rank: int, num_ranks: int, folder: str) -> Any:
     group = start(rank, num_ranks, folder, "mask")
+    group.set_timeout(PATIENCE)  # but for the call in which rank 1 is voted out
     x = torch.ones(4, dtype=torch.int64)
     dist.all_reduce(x)
     publish_pid(folder, rank)
@@ -67,10 +68,12 @@ def zombie_in_mask_mode(rank: int, num_ranks: int, folder: str) -> Any:
         (Path(folder) / "go").write_text("")
         (Path(folder) / "stopped").write_text("")
     wait_for(Path(folder) / "stopped")
+    group.set_timeout(timedelta(seconds=TIMEOUT_S))
     seen = []
     for i in range(100):
         y = torch.full((4,), 1 + rank + i, dtype=torch.int64)
         dist.all_reduce(y)
+        group.set_timeout(PATIENCE)
         seen.append((y.tolist(), group.last_contributors(), group.epoch))
         if i == 50 and rank == 0:
             os.kill(victim, signal.SIGCONT)
@@ -121,9 +124,14 @@ def evicted_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:
     store = dist.FileStore(f"{folder}/store", num_ranks)
     options = epee.BackendOptions(op_timeout=TIMEOUT_S, on_stall="evict")
     dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    group: Any = dist.group.WORLD
     dist.all_reduce(torch.ones(1))
     if rank == 1:  # alive, but it does not call
         wait_for(Path(folder) / "over", 40.0)
+        deadline = time.monotonic() + 30
+        while group._engine.survival.eviction is None:  # it is told a moment after the others have agreed
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
         with pytest.raises(EvictedError):
             dist.all_reduce(torch.ones(1))
         stages.reach(folder, "learned")
@@ -131,7 +139,6 @@ def evicted_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:
     with pytest.raises(RankFailedError) as caught:
         dist.all_reduce(torch.ones(1))
     assert "voted out" in str(caught.value)
-    group: Any = dist.group.WORLD
     group.set_timeout(PATIENCE)
     x = torch.ones(1)
     dist.all_reduce(x)

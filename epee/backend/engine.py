@@ -36,27 +36,17 @@ from typing import TYPE_CHECKING, Any
 from ..errors import AbortedError, InvalidArgument, InvalidState
 from ..view.detector import DeathWatch
 from . import interrupts, trouble
-from .ending import Driven, Ending
+from .ending import Driven
 from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED
+from .express import Express
 from .helper import Helper
 from .message import Message
 from .operation import NO_ROOM, Block, Operation
 from .outbox import (
     BELL,
-    CELL_PAYLOAD_BYTES,
     CONSUMED,
     CONSUMED_TOO,
-    COUNTED_0,
-    COUNTED_1,
-    DETAIL,
-    DRAINED,
-    FILLED,
     GAVE_UP,
-    MERGED,
-    OFFSET,
-    PREAMBLE,
-    SEAL_PRIME,
-    SIGNATURE,
     Outboxes,
     consumed_of,
     failed_by_view,
@@ -65,8 +55,6 @@ from .p2p import Mailroom
 from .plan import Make, RefusedPlan, refused
 from .sizes import Mask
 from .waiting import NAP_ROUNDS
-from .wake import publish_word
-from .withdrawal import withdrawn
 
 if TYPE_CHECKING:
     from .survival import Survival
@@ -74,7 +62,7 @@ if TYPE_CHECKING:
 FROZEN_LOOK_S = 0.005
 
 
-class Engine(Ending):
+class Engine(Express):
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
     Attributes:
@@ -93,7 +81,6 @@ class Engine(Ending):
         self._helper = Helper(self)
         self.members = box
         self.survival: Survival | None = None
-        self.contributors: tuple[int, ...] = ()
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
 
     # ---- collectives
@@ -132,79 +119,6 @@ class Engine(Ending):
             raise error
         finally:
             del error
-
-    def _express(self, op: Operation) -> bool:
-        """Run a call of one round from end to end when nothing is in its way; False leaves the rest to `drive`.
-
-        This is `Operation.publish` and `step` without their waits.
-        """
-        box, plan, cell, seq = op.box, op.plan, op.cell, op.seq
-        preamble = plan.preamble
-        used = 0 if preamble is None else (8 * len(preamble) + 63) & -64
-        if plan.rounds > 1 or plan.merge_bytes or seq > box.cells_free_until:
-            return False
-        own, tag, base = box.own, op.tag, 0
-        if plan.put_bytes:
-            base = 8 * (cell + PREAMBLE) + used
-            if used + plan.put_bytes > CELL_PAYLOAD_BYTES:
-                box.ring.free(box.least_consumed())
-                base = box.ring.take(seq, plan.put_bytes)
-                if base < 0:
-                    return False
-            plan.put(box, 0, base)
-        op.base = base
-        signature, detail = plan.signature, plan.detail
-        own[cell + SIGNATURE] = signature
-        own[cell + DETAIL] = detail
-        check, place = (tag ^ signature ^ detail) % SEAL_PRIME, base >> 6  # see `seal`
-        own[cell + OFFSET] = sealed = (check ^ place) << 32 | place
-        own[cell + GAVE_UP] = 0
-        if preamble is not None:
-            own[cell + PREAMBLE : cell + PREAMBLE + len(preamble)] = memoryview(preamble)
-            own[cell + FILLED] = COUNTED_1  # a peer may need rounds, and then so do we
-            own[cell + MERGED] = own[cell + DRAINED] = COUNTED_0
-            op.filled = 1
-        op.offsets[box.rank] = base
-        publish_word(box, cell, tag)
-        op.published = True
-        limit = box.payload_bytes - plan.read_bytes
-        for peer in box.peers:
-            words = box.words[peer]
-            if words[cell] != tag:
-                for _ in range(self._num_loads):
-                    if words[cell] == tag:
-                        break
-                else:
-                    return False
-            offset = base
-            word = words[cell + OFFSET]
-            if word != sealed:  # it need not lie where ours does
-                place = word & 0xFFFFFFFF
-                offset = place << 6
-                if word != (check ^ place) << 32 | place or offset > limit:
-                    return False
-            if words[cell + SIGNATURE] != signature or words[cell + DETAIL] != detail:
-                return False
-            op.offsets[peer] = offset
-        if preamble is not None:
-            plan.agree(box, op.offsets, op)
-            op.agreed = True
-            if plan.rounds > 1:
-                return False
-        if self.flags or base > limit:
-            return False
-        if box.num_ranks > 2 and withdrawn(op, box):  # a single peer was looked at when nothing was missing
-            return False
-        op.writing = True
-        plan.take(box, 0, op.offsets)
-        for words in box.peer_words:
-            if words[cell] != tag:
-                op.look_again(box)
-        plan.commit()
-        op.done = True
-        own[CONSUMED] = own[CONSUMED_TOO] = seq
-        self.contributors = box.members
-        return True
 
     def start(self, make: Make, opts: Any = None) -> Operation:
         """Plan and issue a collective and return; its first contribution is published when the outbox has room."""

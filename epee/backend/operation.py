@@ -253,7 +253,7 @@ class Operation:
         self.writing = True
         if plan.num_halves >= plan.rounds:
             for k in range(plan.rounds):
-                plan.take(box, k, self._round_offsets(k))
+                plan.take(box, k, self.round_offsets(k))
         self.look_again(box)
         plan.commit()
         self.done = True
@@ -312,7 +312,7 @@ class Operation:
             if plan.merge_bytes and self.merged < min(plan.rounds, self.filled):
                 waits = self._behind(box, FILLED, self.merged + 1)
                 if waits is None:
-                    self._merge(box)
+                    self.merge(box)
                     moved = True
                 block = waits or block
             ready = self.merged if plan.merge_bytes else self.filled
@@ -342,7 +342,7 @@ class Operation:
         return block
 
     def _drain(self, box: Outboxes) -> None:
-        self.plan.take(box, self.drained, self._round_offsets(self.drained))
+        self.plan.take(box, self.drained, self.round_offsets(self.drained))
         publish_word(box, self.cell + DRAINED, counted(self.drained + 1))
         self.drained += 1
 
@@ -362,7 +362,8 @@ class Operation:
             "memory damaged? No result was written; the next call pairs by its number"
         )
 
-    def _merge(self, box: Outboxes) -> None:
+    def merge(self, box: Outboxes) -> None:
+        """Reduce this rank's share of the next round."""
         plan, k = self.plan, self.merged
         half = k % plan.num_halves
         offsets = [offset + half * plan.round_bytes for offset in self.offsets]
@@ -371,7 +372,8 @@ class Operation:
         publish_word(box, self.cell + MERGED, counted(k + 1))
         self.merged += 1
 
-    def _round_offsets(self, k: int) -> list[int]:
+    def round_offsets(self, k: int) -> list[int]:
+        """Return where `take` finds round `k` in each outbox."""
         plan = self.plan
         half = k % plan.num_halves
         shift = half * plan.round_bytes

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from epee.backend import engine, operation
+from epee.backend import express, operation
 from epee.backend.outbox import BELL, CONSUMED, CONSUMED_TOO, CORE, LIFE, SLEEPERS, TAG
 
 from .histories import COLLECTIVES, before, expected
@@ -98,8 +98,8 @@ class Flipper:
         self._seq = -1
         self._flip: Any = None
         self._undo: Any = None
-        self._real = engine.publish_word
-        for module in (engine, operation):
+        self._real = express.publish_word
+        for module in (express, operation):
             module.publish_word = self._publish_word  # type: ignore[attr-defined]
 
     def begin(self, group: Any, seq: int, flip: Flip) -> None:

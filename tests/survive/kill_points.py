@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epee.backend import engine, operation, receiving, sending
+from epee.backend import express, operation, receiving, sending
 from epee.backend.operation import Operation
 from epee.backend.plan import Plan
 from epee.view.agent import Agent
@@ -105,7 +105,7 @@ def _arm_plan(plan: Any, point: str, act: Callable[..., None]) -> None:
 
 def _arm_publish(point: str, seq: int, act: Callable[..., None]) -> None:
     """Replace the store of the tag: die just before it (the payload is there) or just after."""
-    real = engine.publish_word
+    real = express.publish_word
 
     def publish_word(box: Any, index: int, value: int) -> None:
         is_tag = value == box.epoch_bits | seq
@@ -115,7 +115,7 @@ def _arm_publish(point: str, seq: int, act: Callable[..., None]) -> None:
         if is_tag and point == "after_tag":
             act()
 
-    for module in (engine, operation):
+    for module in (express, operation):
         module.publish_word = publish_word  # type: ignore[attr-defined]
 
 

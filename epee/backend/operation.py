@@ -165,16 +165,15 @@ class Operation:
         if not self.published and not self.publish(box):
             return NO_ROOM
         if self.withdrawal is not None and not self.completing:
-            if not self.withdrawal.is_over(self, box):
-                return NO_ROOM
-            if self.done:
-                return None
+            return self._end_withdrawn(self.withdrawal, box)
         cell, tag, peers, plan = self.cell, self.tag, box.peers, self.plan
         for position in range(self.seen, len(peers)):
             peer = peers[position]
             words = box.words[peer]
             if words[cell] != tag and not (self.completing and words[cell + GAVE_UP] == tag):
                 self.seen = position
+                if words[cell + GAVE_UP] == tag:
+                    return self._end_withdrawn(self.withdraw(box, self.missing()), box)
                 return Block(box.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
             signature, detail, sealed = words[cell + SIGNATURE], words[cell + DETAIL], words[cell + OFFSET]
             if signature != plan.signature or detail != plan.detail:
@@ -194,14 +193,19 @@ class Operation:
             if block is not None:
                 return block
         if not self.completing and withdrawn(self, box):
-            self.withdraw(box, [])
-            return NO_ROOM
+            return self._end_withdrawn(self.withdraw(box, []), box)
         self.finish(box)
         return None
 
-    def withdraw(self, box: Outboxes, silent: list[int]) -> None:
+    def withdraw(self, box: Outboxes, silent: list[int]) -> Withdrawal:
         """Take the call back, which `silent` ranks kept waiting (none: another rank has); `step` tells how it ends."""
-        self.withdrawal = Withdrawal(self, box, silent)
+        self.withdrawal = withdrawal = Withdrawal(self, box, silent)
+        return withdrawal
+
+    def _end_withdrawn(self, withdrawal: Withdrawal, box: Outboxes) -> Block | None:
+        if not withdrawal.is_over(self, box):
+            return NO_ROOM
+        return None if self.done else self.step(box)
 
     def _check(self, box: Outboxes) -> None:
         """Compare what the peers put; all headers are there."""

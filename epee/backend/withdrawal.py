@@ -19,7 +19,7 @@ Who finds a withdrawal, in a wait or at that last look, withdraws too: whoever w
 with the others. A rank that was stopped learns it when it goes on.
 
 What is left open: a rank that has stopped between its last look and CONSUMED, or in the midst of rounds that others do
-not need (a gather's senders), has not decided; after GRACE_S the rest go without it, and say so. A crash between two
+not need (a gather's senders), has not decided; after GRACE_S the rest end without it, and say so. A crash between two
 stores leaves a rank that the next epoch has no more.
 
 `tests/backend/test_withdrawal_model.py` runs through every interleaving of these steps for three ranks.
@@ -37,7 +37,7 @@ from .wake import publish_word
 if TYPE_CHECKING:
     from .operation import Operation
 
-GRACE_S = 0.5  # together with the naps of a wait well below the second that a time-out may be late
+GRACE_S = 0.5  # or as long as the time-out; with the naps of a wait well below the second that that may be late
 
 
 def withdrawn(op: Operation, box: Outboxes) -> list[int]:
@@ -55,7 +55,8 @@ class Withdrawal:
 
     def __init__(self, op: Operation, box: Outboxes, silent: list[int]) -> None:
         self.silent = silent
-        self._until = time.monotonic() + GRACE_S
+        patience_s = op.deadline - op.started if op.deadline else GRACE_S
+        self._until = time.monotonic() + min(GRACE_S, patience_s)
         box.own[op.cell + GAVE_UP] = op.tag
         publish_word(box, op.cell, 0)
 

@@ -23,7 +23,7 @@ Seams for failure handling, and what they promise:
 - `trouble.examine` runs with the lock, in whichever thread waits, after each sleep that brought nothing. It may `fail`
   any call of the queue and retires what it ended; it must not block.
 - A call ends once: `fail` after `done` has no effect. Calls retire in order, each with a header of its number in the
-  outbox (the call's own or a refusal) before CONSUMED passes it.
+  outbox (the call's own or a refusal) before CONSUMED passes it, or with a mark that it was taken back (GAVE_UP).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from .ending import Ending
 from .operation import Operation
 from .outbox import (
     CELL_PAYLOAD_BYTES,
+    COMPLETES,
     CONSUMED,
     CONSUMED_TOO,
     COUNTED_0,
@@ -90,6 +91,7 @@ class Express(Ending):
             return False
         if box.num_ranks > 2 and withdrawn(op, box):  # a single peer was looked at when nothing was missing
             return False
+        own[cell + GAVE_UP] = COMPLETES
         op.writing = True
         plan.take(box, 0, op.round_offsets(0) if plan.merge_bytes else op.offsets)
         for words in box.peer_words:

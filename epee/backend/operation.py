@@ -30,11 +30,12 @@ import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ..errors import EvictedError, MismatchError, ProtocolError, context
+from ..errors import CommTimeoutError, EvictedError, MismatchError, ProtocolError, context
 from ..memory.layout import align_up
 from .outbox import (
     CELL_PAYLOAD_BYTES,
     CELL_WORDS,
+    COMPLETES,
     DETAIL,
     DRAINED,
     FILLED,
@@ -50,7 +51,7 @@ from .outbox import (
     seal,
     unsealed,
 )
-from .plan import Make, Plan
+from .plan import Make, Plan, RefusedPlan
 from .signature import REFUSED, unpack
 from .wake import publish_word
 from .withdrawal import Withdrawal, withdrawn
@@ -165,7 +166,7 @@ class Operation:
         if not self.published and not self.publish(box):
             return NO_ROOM
         if self.withdrawal is not None and not self.completing:
-            return self._end_withdrawn(self.withdrawal, box)
+            return self._end_withdrawn(box)
         cell, tag, peers, plan = self.cell, self.tag, box.peers, self.plan
         for position in range(self.seen, len(peers)):
             peer = peers[position]
@@ -173,7 +174,8 @@ class Operation:
             if words[cell] != tag and not (self.completing and words[cell + GAVE_UP] == tag):
                 self.seen = position
                 if words[cell + GAVE_UP] == tag:
-                    return self._end_withdrawn(self.withdraw(box, self.missing()), box)
+                    self.withdraw(box, self.missing())
+                    return self._end_withdrawn(box)
                 return Block(box.members[peer], cell, tag) if words[cell] < tag else MOVED_ON
             signature, detail, sealed = words[cell + SIGNATURE], words[cell + DETAIL], words[cell + OFFSET]
             if signature != plan.signature or detail != plan.detail:
@@ -193,17 +195,23 @@ class Operation:
             if block is not None:
                 return block
         if not self.completing and withdrawn(self, box):
-            return self._end_withdrawn(self.withdraw(box, []), box)
+            self.withdraw(box, [])
+            return self._end_withdrawn(box)
         self.finish(box)
         return None
 
-    def withdraw(self, box: Outboxes, silent: list[int]) -> Withdrawal:
-        """Take the call back, which `silent` ranks kept waiting (none: another rank has); `step` tells how it ends."""
-        self.withdrawal = withdrawal = Withdrawal(self, box, silent)
-        return withdrawal
+    def withdraw(self, box: Outboxes, silent: list[int]) -> None:
+        """Take the call back, which `silent` ranks kept waiting (none: another rank has); `step` tells how it ends.
 
-    def _end_withdrawn(self, withdrawal: Withdrawal, box: Outboxes) -> Block | None:
-        if not withdrawal.is_over(self, box):
+        A refusal ends here, and stays: nobody can complete a call with it, and its reason is for those who come late.
+        """
+        if isinstance(self.plan, RefusedPlan):
+            self.fail(CommTimeoutError(f"{self.describe(box)}: refused here, and given up by another rank", silent))
+        else:
+            self.withdrawal = Withdrawal(self, box, silent)
+
+    def _end_withdrawn(self, box: Outboxes) -> Block | None:
+        if self.withdrawal is not None and not self.withdrawal.is_over(self, box):
             return NO_ROOM
         return None if self.done else self.step(box)
 
@@ -254,6 +262,8 @@ class Operation:
     def finish(self, box: Outboxes) -> None:
         """Write the results; everything has arrived. May be run again after an interrupt in the midst of it."""
         plan = self.plan
+        if not self.completing:
+            box.own[self.cell + GAVE_UP] = COMPLETES  # from here on who has withdrawn waits for it
         self.writing = True
         if plan.num_halves >= plan.rounds:
             for k in range(plan.rounds):

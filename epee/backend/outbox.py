@@ -88,7 +88,7 @@ SEAL_PRIME = (1 << 32) - 5  # no power of two is a multiple of it
 def seal(tag: int, signature: int, detail: int, offset: int) -> int:
     """Return the OFFSET word of a header: where the payload is, and above that a check over the header.
 
-    `Engine._express` does the same in its own lines.
+    `express.py` does the same in its own lines.
 
     A reader that computes the same word from what it reads knows that the words belong together: one flipped bit in
     any of them, or the header of another call under this call's tag, gives another word. `offset` is in bytes, a
@@ -108,8 +108,13 @@ def counted(count: int) -> int:
     return count << 32 | count ^ 0xFFFFFFFF
 
 
+# What GAVE_UP says of a call: 0 while it is open, COMPLETES when its rank has decided to complete it, its tag when it
+# is given up, and `failed_by_view` when a change of the view has ended it.
+COMPLETES = 0xC0DE
+
+
 def failed_by_view(tag: int) -> int:
-    """Return the GAVE_UP word of a call that a change of the view has ended; one given up otherwise shows its tag."""
+    """Return the GAVE_UP word of a call that a change of the view has ended."""
     return tag ^ 0xFFFFFFFFFFFFFFFF
 
 

@@ -45,13 +45,13 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         engine.survival.found_dead(found)
     if engine.survival is not None and not head.done:
         engine.survival.show(head, silent if isinstance(head, Operation) else head.depends_on(engine.box))
-    if isinstance(head, Operation) and _is_withdrawn(head):
+    if isinstance(head, Operation) and _is_withdrawn(head, silent):
         raise_if_overdue(engine, op, until, now)
         return  # the next step finds out what becomes of it
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
     if is_late and isinstance(head, Operation) and engine.survival is not None:
         is_late = not engine.survival.accuse(head, silent, now)
-    if is_late and isinstance(head, Operation) and head.published and not head.completing:
+    if is_late and isinstance(head, Operation) and _can_withdraw(head):
         head.withdraw(head.box, silent)
     elif is_late:
         told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else "no room: peers are behind"
@@ -71,13 +71,19 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     raise_if_overdue(engine, op, until, now)
 
 
-def _is_withdrawn(head: Operation) -> bool:
+def _can_withdraw(head: Operation) -> bool:
+    return head.published and not head.done and not head.completing
+
+
+def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
     """Return whether the call is withdrawn, here or, as is seen now, by another rank: then here as well."""
-    if head.done or not head.published or head.completing:
+    if not _can_withdraw(head):
         return False
-    if head.withdrawal is None and withdrawn(head, head.box):
-        head.withdraw(head.box, head.missing())
-    return head.withdrawal is not None
+    if head.withdrawal is None:
+        others = [head.box.members[peer] for peer in withdrawn(head, head.box)]
+        if others:
+            head.withdraw(head.box, [rank for rank in silent if rank not in others])
+    return head.withdrawal is not None or head.done
 
 
 def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float) -> None:

@@ -5,24 +5,25 @@ header in its place and return a result that the others never had. So it takes i
 
 Who writes, who reads: each rank writes its own cell only. To withdraw a call a rank stores the call's tag in GAVE_UP,
 then 0 where the tag was (with a fence: both are seen before what it loads next). To complete one it reads, after
-everything has arrived, the tags of all ranks once more (`withdrawn`), and only then writes results and says that it is
-through (CONSUMED). So one that completes has seen no withdrawal at a moment when nothing was missing, and one that
-withdraws knows what the others can still do:
+everything has arrived, the tags of all ranks once more (`withdrawn`), stores COMPLETES in GAVE_UP, and only then writes
+results. So one that completes has seen no withdrawal at a moment when nothing was missing, and one that withdraws knows
+what the others can still do:
 
     someone's header is missing   nobody has completed the call, and nobody will: who finds that header later finds this
                                   rank's gone. The call fails here at once.
-    nothing is missing any more   somebody may just be completing it. It waits until each of them has completed the call
-                                  (then it does so, too: its data is all there, for cells and staging are used again
-                                  only when this rank is through) or has withdrawn it as well (then all have failed).
+    nothing is missing any more   somebody may just be deciding. It waits until one of them completes the call (then it
+                                  does so, too: its data is all there, for cells and staging are used again only when
+                                  this rank is through) or all have given it up (then it has failed for all).
 
 Who finds a withdrawal, in a wait or at that last look, withdraws too: whoever was called late, or timed out later, ends
-with the others. A rank that was stopped learns it when it goes on.
+with the others. A rank that was stopped learns it when it goes on. A refusal is not withdrawn: nobody can complete with
+it, and its reason is for those who come late.
 
-What is left open: a rank that has stopped between its last look and CONSUMED, or in the midst of rounds that others do
-not need (a gather's senders), has not decided; after GRACE_S the rest end without it, and say so. A crash between two
-stores leaves a rank that the next epoch has no more.
+What is left open: a rank that has stopped between its last look and the store after it, or in the midst of rounds that
+others do not need (a gather's senders), has not decided; after GRACE_S the rest end without it, and say so. A crash
+between two stores leaves a rank that the next epoch has no more.
 
-`tests/backend/test_withdrawal_model.py` runs through every interleaving of these steps for three ranks.
+`tests/backend/test_withdrawal_model.py` runs through every interleaving of these loads and stores for three ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ..errors import CommTimeoutError
-from .outbox import GAVE_UP, Outboxes, consumed_of, has_left
+from .outbox import COMPLETES, GAVE_UP, SIGNATURE, Outboxes, consumed_of, failed_by_view, has_left
+from .signature import REFUSED
 from .wake import publish_word
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class Withdrawal:
     """A call that this rank has withdrawn, until it is known how it ends.
 
     Attributes:
-        silent: the ranks that it waited for.
+        silent: the ranks that it waited for; none where another rank had given the call up.
     """
 
     def __init__(self, op: Operation, box: Outboxes, silent: list[int]) -> None:
@@ -62,21 +64,19 @@ class Withdrawal:
 
     def is_over(self, op: Operation, box: Outboxes) -> bool:
         """See how the call ends. True when it does so here: it has failed, or `op.completing` says that it must be."""
-        cell, tag = op.cell, op.tag
         undecided: list[int] = []
+        somebody_completes = False
         for peer in box.peers:
-            words = box.words[peer]
-            is_through = consumed_of(words) >= op.seq
-            if words[cell + GAVE_UP] == tag:
-                continue
-            if words[cell] < tag:  # missing: also where the call has ended without a header
-                undecided = []
+            state = _state_of(box.words[peer], op)
+            if state == _MISSING:
+                undecided, somebody_completes = [], False
                 break
-            if is_through and words[cell] == tag:
-                op.completing = True
-                return True
-            if not has_left(words):
+            somebody_completes |= state == _COMPLETES
+            if state == _OPEN:
                 undecided.append(box.members[peer])
+        if somebody_completes:
+            op.completing = True
+            return True
         if undecided and time.monotonic() < self._until:
             return False
         op.fail(self._error(op, box, undecided))
@@ -84,17 +84,39 @@ class Withdrawal:
 
     def _error(self, op: Operation, box: Outboxes, undecided: list[int]) -> CommTimeoutError:
         others = [box.members[peer] for peer in withdrawn(op, box)]
-        told = f"rank(s) {_names(self.silent)} silent" if self.silent else "called too late"
+        told = [f"rank(s) {_names(self.silent)} silent"] if self.silent else []
         if others:
-            told += f"; rank(s) {_names(others)} gave the call up"
+            told.append(f"rank(s) {_names(others)} gave the call up")
         if undecided:
-            told += f"; rank(s) {_names(undecided)} began it and may have completed it"
+            told.append(f"rank(s) {_names(undecided)} began it and may have completed it")
         elapsed = time.monotonic() - op.started if op.started else 0.0
         return CommTimeoutError(
-            f"{op.describe(box, elapsed=elapsed)}: {told}; it is given up on all ranks, results are untouched; the "
-            "group can be used: the next call pairs by its number",
+            f"{op.describe(box, elapsed=elapsed)}: {'; '.join(told) or 'interrupted'}; the call is given up, on all "
+            "ranks that began it; results are untouched; the group can be used: the next call pairs by its number",
             self.silent or others,
         )
+
+
+_MISSING, _OPEN, _COMPLETES, _FAILED = range(4)
+
+
+def _state_of(words: memoryview, op: Operation) -> int:
+    """Return what becomes of the call at a peer. Each word is loaded before those that were stored before it."""
+    cell, tag = op.cell, op.tag
+    is_through = consumed_of(words) >= op.seq
+    header = words[cell]
+    mark = words[cell + GAVE_UP]
+    if mark == tag:
+        return _FAILED
+    if mark == failed_by_view(tag):
+        return _OPEN  # here the news of that view are still to come: they decide
+    if header < tag:
+        return _MISSING  # also where the call has ended without a header
+    if header == tag and mark == COMPLETES:
+        return _COMPLETES
+    if words[cell + SIGNATURE] & 63 == REFUSED:
+        return _FAILED
+    return _FAILED if (is_through and header == tag) or has_left(words) else _OPEN
 
 
 def _names(ranks: list[int]) -> str:

@@ -504,7 +504,7 @@ class Buffer(Turns):
                     raise
                 finally:
                     if self._survivor is not None:
-                        self._survivor.roster.hide()
+                        self._survivor.hide()
 
         return self._alone(announced_work)
 

@@ -24,7 +24,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import EpeeError, ProtocolError, ResourceError
 from ..memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
@@ -164,6 +164,23 @@ class Registry:
 def name_of(lane: int) -> str:
     """Return the name of the memfds of a group's registries."""
     return f"buffers-{lane:x}"
+
+
+def at_fault(me: int, ranks: Sequence[int], lines: Mapping[int, Line]) -> list[int]:
+    """Return for whom those wait for whom rank `me` waits, and so on; none where all wait for each other."""
+    found, seen, todo = set(), {me}, list(ranks)
+    while todo:
+        rank = todo.pop()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        mask = lines[rank].blamed() if rank in lines else 0
+        others = [other for other in lines if mask >> other & 1 and other not in (me, rank)]
+        if others:
+            todo += others
+        else:
+            found.add(rank)
+    return sorted(found)
 
 
 def find(lane: int, pid: int, start_time: int) -> Registry | None:

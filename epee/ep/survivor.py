@@ -49,7 +49,7 @@ from ..view.messages import STALLED, Member
 from .birth import Begun
 from .config import BufferConfig
 from .exchange import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, inbox_layout
-from .registry import GATHERED, INBOX_VIEW, ISSUED, NUMBER, VIEW, Line, find
+from .registry import FRESH_NS, GATHERED, INBOX_VIEW, ISSUED, NUMBER, VIEW, Line, at_fault, find
 from .roster import View, failure
 from .verdict import Contest, Record, Verdict, after, judge, missing
 
@@ -111,6 +111,7 @@ class Survivor:
         self._next_inbox: tuple[int, HostRegion] | None = None  # made for an epoch that was not entered yet
         self._refusal: tuple[Header, bytes] | None = None  # to be announced in the next epoch
         self._op = ""  # of the call under way, for hang reports
+        self._has_shown = False
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_closed = False
         self._pid = os.getpid()
@@ -197,32 +198,26 @@ class Survivor:
         """Show the peers, and hang reports, for whom a call waits; again and again, for what is old counts no more."""
         self.roster.show(op, seq, ranks)
         self._line.blame(ranks)
+        self._has_shown = True
+
+    def hide(self) -> None:
+        """Show that no call waits; costs nothing if none has."""
+        if self._has_shown:
+            self._has_shown = False
+            self.roster.hide()
+            self._line.blame(())
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
         """At a time-out: True while it may help to wait on (`Roster.insist`).
 
-        Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused.
+        Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused. What a rank
+        showed that was stopped in a wait runs out; until then it may look as if all waited for each other.
         """
-        if time.monotonic() < deadline + HEAR_S and self.roster.seat.on_stall == "evict":
+        late_s, evicts = time.monotonic() - deadline, self.roster.seat.on_stall == "evict"
+        found = at_fault(self._rank, ranks, {rank: peer.line for rank, peer in self._peers.items()})
+        if evicts and (late_s < HEAR_S or (not found and late_s < HEAR_S + FRESH_NS / 1e9)):
             return True
-        return self.roster.insist(self._at_fault(ranks), what, seq, deadline)
-
-    def _at_fault(self, ranks: list[int]) -> list[int]:
-        """Return for whom those wait for whom this rank waits, and so on to the ends."""
-        found, seen, todo = set(), {self._rank}, list(ranks)
-        while todo:
-            rank = todo.pop()
-            if rank in seen:
-                continue
-            seen.add(rank)
-            peer = self._peers.get(rank)
-            mask = 0 if peer is None else peer.line.blamed()
-            others = [other for other in self._peers if mask >> other & 1 and other not in (self._rank, rank)]
-            if others:
-                todo += others
-            else:
-                found.add(rank)
-        return sorted(found or seen - {self._rank})  # who wait for each other cannot be told apart from here
+        return self.roster.insist(found or ranks, what, seq, deadline)
 
     def issue(self, seq: int) -> bool:
         """Note that call `seq` is made; False when the view has changed, and it must not be."""

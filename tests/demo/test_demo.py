@@ -42,6 +42,8 @@ def command(*arguments: str) -> list[str]:
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The demo in a process group of its own; nothing of it is left afterwards."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs in the background inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command(*arguments),
         stdout=subprocess.PIPE,

@@ -10,7 +10,9 @@ Who writes: the C library, in the process whose beat it is. Who reads: anyone wh
 nothing by itself, only whether it has changed since the last look. It proves life, never death: that needs a pidfd.
 
 Lifetime: one beat per process, made at first use and never unmapped, because a tick may be under way when the timer is
-disarmed. It ticks while somebody uses it. A forked child has no timer; it makes its own beat. A crash leaves nothing.
+disarmed. It ticks while somebody uses it. A forked child has no timer; it makes its own beat. (A fork that falls into a
+tick, some microseconds each half second, may find the C library's own lock taken, and the child then waits for it in
+vain: processes that use epee should be spawned, not forked.) A crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Beat:
         but the wording of messages. Raises as `HostRegion.create`.
         """
         self._region = HostRegion.create(_SEMAPHORE_BYTES, "beat")
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._region))  # nor may the end of the interpreter unmap it
         self.blob = self._region.blob
         self._num_users = 0
         self._arm: Any = None

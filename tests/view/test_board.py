@@ -274,6 +274,7 @@ def test_the_heart_of_a_stopped_process_stands_still() -> None:
 def test_a_forked_child_has_a_heart_of_its_own() -> None:
     mine = beat.acquire()
     view = beat.BeatView(mine.blob)
+    until(lambda: view.count > 0)  # the C library holds a lock in a tick: fork between two
     child = os.fork()
     if child == 0:
         other = beat.acquire()
@@ -282,6 +283,18 @@ def test_a_forked_child_has_a_heart_of_its_own() -> None:
     before = view.count
     until(lambda: view.count > before)
     beat.release(mine)
+
+
+ENDING = """
+import time
+from epee.view import beat
+beat.acquire()._set(0.001, 0.0005)
+time.sleep(0.05)
+"""
+
+
+def test_a_process_may_end_while_its_heart_beats() -> None:
+    assert subprocess.run([sys.executable, "-c", ENDING], timeout=100).returncode == 0
 
 
 def test_without_a_timer_the_heart_is_not_known(

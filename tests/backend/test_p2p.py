@@ -292,11 +292,13 @@ def lying_header(rank: int, num_ranks: int, lie: dict[int, int], tag: int) -> st
         work = dist.isend(torch.ones(4), 1, tag=1)
         dist.barrier()
         assert not work.is_completed()
+        dist.barrier()  # rank 1 may leave now, which ends the send
         return "rank 0"
     x = torch.full((4,), 7.0)
     with pytest.raises(ProtocolError) as caught:
         dist.recv(x, 0, tag=tag)
     assert x.tolist() == [7.0] * 4
+    dist.barrier()
     dist.barrier()
     return str(caught.value)
 

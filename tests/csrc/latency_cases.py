@@ -108,8 +108,9 @@ def make_core(plan: Plan, rank: int, platform_name: str) -> LatencyCore:
     """The rank's end of a buffer, with poison where rows and packets will lie."""
     platform: Any
     if platform_name == "cuda":
-        torch.cuda.set_device(rank)
-        platform = CudaPlatform(torch.device("cuda", rank))
+        device = torch.device("cuda", rank % torch.cuda.device_count())  # ranks may share one: they take turns then
+        torch.cuda.set_device(device)
+        platform = CudaPlatform(device)
     else:
         platform = EmulatedPlatform(plan.num_sms, shared_bytes=128 << 10)
     platform.limits = replace(platform.limits, stall_one_in=plan.stall_one_in)

@@ -83,7 +83,7 @@ class LatencyCore:
         self.is_poisoned = False
         self.num_calls = 0
         self._kernels: dict[str, Launcher] = {}
-        head = kernel_head(config.num_ranks, platform.limits.stall_one_in)
+        head = kernel_head(config.num_ranks, platform.limits.stall_one_in, config.is_folded)
         for path, params in KERNELS.items():
             self._kernels.update(platform.kernels(path, head, params))
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
@@ -322,6 +322,7 @@ class LatencyCore:
         self._write_words("combine_tags", [tag, tag])
         self._write_words("dispatch_heard", [tag] * self.config.num_ranks)
         self._write_words("combine_heard", [tag] * self.config.num_ranks)
+        self._write_words("news", [0, 0, 0])
         self.active_ranks.copy_(torch.tensor([int(bool(one)) for one in active], dtype=torch.int32))
         self.platform.synchronize()
 
@@ -425,6 +426,7 @@ class LatencyCore:
         call.lost, call.rank = self._lost.address, config.rank
         call.op = OP_DISPATCH if op == "dispatch" else OP_COMBINE
         call.peers_offset, call.reported_offset = layout.offset("peers"), layout.offset("reported")
+        call.news_offset = layout.offset("news")
         call.tags_offset, call.end_offset = layout.offset(f"{op}_tags"), layout.offset(f"{op}_end")
         call.heard_offset, call.max_in_flight = layout.offset(f"{op}_heard"), config.max_in_flight
         args.at = config.places(op)

@@ -52,7 +52,7 @@ class LatencyCall(ctypes.Structure):
 
     _fields_ = (
         *_fields(_PTR, "own mask report abort lost"),
-        *_fields(_WORD, "peers_offset tags_offset heard_offset end_offset reported_offset"),
+        *_fields(_WORD, "peers_offset tags_offset heard_offset end_offset reported_offset news_offset"),
         *_fields(_WORD, "timeout_ns ahead advance max_in_flight"),
         *_fields(_INT, "rank op halves is_strict"),
     )
@@ -122,7 +122,7 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
 
 
 @functools.cache
-def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
+def kernel_head(num_ranks: int, stall_one_in: int = 0, is_folded: bool = False) -> str:
     """Return the generated C++ in front of every latency kernel; `stall_one_in` as in `throughput_params`."""
     constants = {
         "kNumRanks": num_ranks,
@@ -130,6 +130,7 @@ def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
         "kMaxWarps": MAX_WARPS,
         "kNumReports": NUM_REPORTS,
         "kStallOneIn": stall_one_in,
+        "kIsFolded": int(is_folded),
     }
     structs = (LatencyCall, LatencyPlaces, LatencyDispatchParams, LatencyCombineParams)
     return "".join([constants_source(constants), *(struct_source(struct) for struct in structs)])
@@ -152,6 +153,7 @@ class LatencyConfig:
         max_tokens: that a rank dispatches in a call (T).
         max_in_flight: calls of a kind whose receive half may be outstanding: 1, 2 or 4.
         packet_tokens: up to so many tokens a rank's rows cross in packets.
+        is_folded: processes 0 and 1 play all ranks, for benchmarks (`part_of` in `latency_call.cuh`).
     """
 
     rank: int
@@ -162,6 +164,7 @@ class LatencyConfig:
     max_tokens: int
     max_in_flight: int = 2
     packet_tokens: int = PACKET_TOKENS
+    is_folded: bool = False
 
     def check(self) -> None:
         """Raise `InvalidArgument` for what the kernels cannot do."""
@@ -230,6 +233,7 @@ class LatencyConfig:
             words("dispatch_end", 1),
             words("combine_end", 1),
             words("reported", 2),
+            words("news", 3),
             words("scratch", 1),
             words("dispatch_heads", slots, ranks, 1 + self.token_words + self.num_local_experts),
             words("dispatch_flags", slots, ranks, tokens),

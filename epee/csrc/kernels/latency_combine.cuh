@@ -65,7 +65,7 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
   if (tid < kNumRanks && (s.call.mapped >> tid & 1)) {
     const bool is_served = (s.served & s.call.active) >> tid & 1;
     const u32 value = p.refused ? kHeadRefused : !is_served ? kHeadExcluded : static_cast<u32>(p.kind) << kHeadKindShift;
-    st_relaxed_sys(head_at(p.at, s.call.peer[tid], tag, p.call.rank), marked(tag, value));
+    st_relaxed_sys(head_at(p.at, s.call.peer[tid], tag, part_of(p.call.rank, tid)), marked(tag, value));
   }
   if (!p.topk_weights || p.refused) return;
 #pragma unroll 1
@@ -76,7 +76,7 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
 #pragma unroll
     for (int d = 0; d < kNumRanks; ++d)
       if (ranks >> d & 1)
-        st_relaxed_sys(weight_at(p, s.call.peer[d], tag, p.call.rank, token, i - token * p.num_topk), word);
+        st_relaxed_sys(weight_at(p, s.call.peer[d], tag, part_of(p.call.rank, d), token, i - token * p.num_topk), word);
   }
 }
 

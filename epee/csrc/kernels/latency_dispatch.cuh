@@ -102,7 +102,7 @@ DEVICE void coordinator(const LatencyDispatchParams& p, const CallShared& s, con
     const int d = i / p.at.head_words;
     const int w = i - d * p.at.head_words;
     if (!(s.mapped >> d & 1)) continue;
-    u64* word = head_at(p.at, s.peer[d], s.send_tag, p.call.rank) + w;
+    u64* word = head_at(p.at, s.peer[d], s.send_tag, part_of(p.call.rank, d)) + w;
     const bool is_active = s.active >> d & 1;
     if (w == 0)
       st_relaxed_sys(word, marked(s.send_tag, !is_active ? kHeadExcluded : p.refused ? kHeadRefused : head));

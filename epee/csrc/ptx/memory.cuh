@@ -82,6 +82,16 @@ DEVICE u64 atom_exch_relaxed_gpu(u64* p, u64 v) {
   return old;
 }
 
+/// Writes `v` if the value is `expected`, and returns the old value.
+DEVICE u64 atom_cas_relaxed_gpu(u64* p, u64 expected, u64 v) {
+  u64 old;
+  asm volatile("atom.cas.relaxed.gpu.global.b64 %0, [%1], %2, %3;"
+               : "=l"(old)
+               : "l"(p), "l"(expected), "l"(v)
+               : "memory");
+  return old;
+}
+
 /// Adds and returns the old value; orders the blocks of one grid that meet at the word.
 DEVICE u64 atom_add_acq_rel_gpu(u64* p, u64 v) {
   u64 old;
@@ -185,6 +195,10 @@ DEVICE u32 ld_acquire_cta(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQ
 DEVICE u32 atom_add_acq_rel_gpu(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 DEVICE u32 atom_add_relaxed_gpu(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 atom_exch_relaxed_gpu(u64* p, u64 v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }
+DEVICE u64 atom_cas_relaxed_gpu(u64* p, u64 expected, u64 v) {
+  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
 DEVICE u64 atom_add_acq_rel_gpu(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 DEVICE void red_or_relaxed_gpu(u64* p, u64 v) { __atomic_fetch_or(p, v, __ATOMIC_RELAXED); }
 DEVICE void red_or_shared(u32* p, u32 v) { *p |= v; }

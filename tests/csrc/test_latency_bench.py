@@ -1,0 +1,25 @@
+"""The checks of `benchmarks/latency_gpu.py` in emulation: also of two processes that play all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import benchmarks.latency_gpu as bench
+from tests.csrc.emulated import EmulatedPlatform
+from tests.harness import run_ranks
+
+
+def _check(rank: int, num_processes: int, num_ranks: int, is_folded: bool) -> None:
+    bench.NUM_EXPERTS, bench.NUM_TOPK, bench.HIDDEN, bench.MAX_TOKENS = 24, 3, 256, 12
+    bench.DEVICE = "cpu"
+    bench.CudaPlatform = lambda device: EmulatedPlatform(3, shared_bytes=128 << 10)  # type: ignore[misc, assignment]
+    torch.cuda.synchronize = lambda: None  # type: ignore[assignment, misc]
+    core = bench.make_core(rank, num_ranks, 4, is_folded)
+    bench.check_all(core, [0, 3, 12])
+    core.close()
+
+
+@pytest.mark.parametrize(("num_processes", "num_ranks"), [(2, 2), (2, 3), (2, 4)])
+def test_results_are_checked_and_two_processes_can_play_all_ranks(num_processes: int, num_ranks: int) -> None:
+    run_ranks(_check, num_processes, num_ranks, num_ranks > num_processes)

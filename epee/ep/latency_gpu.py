@@ -433,7 +433,7 @@ class LatencyCore:
         args.num_topk, args.hidden, args.token_words = config.num_topk, config.hidden, config.token_words
         if op == "dispatch":
             args.num_experts, args.num_local_experts = config.num_experts, config.num_local_experts
-            args.meta_words = config.meta_words
+            args.meta_words, args.owner_factor = config.meta_words, config.owner_factor
         else:
             args.weights_offset = layout.offset("combine_weights")
             args.num_rows = config.num_local_experts * config.capacity

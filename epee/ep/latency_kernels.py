@@ -27,6 +27,7 @@ MAX_HIDDEN = 16384
 MAX_WARPS = 16
 SCALE_BLOCK = 128
 PACKET_BYTES, PACKET_WORDS = 16, 3  # three words of a record and a mark
+PACKET_SHARES = 20  # warps that expand a record in packets
 PACKET_TOKENS = 32  # up to so many tokens of a rank cross in packets
 SEND_HALF, RECEIVE_HALF = 1, 2
 BOTH_HALVES = SEND_HALF | RECEIVE_HALF
@@ -85,7 +86,7 @@ class LatencyDispatchParams(ctypes.Structure):
         *_fields(_PTR, "x topk_idx topk_weights out_x out_scales out_counts out_ranges out_src_token out_got stats"),
         *_fields(_PTR, "recv_rows recv_weights recv_info sent_to own_ids own_weights"),
         ("x_stride", _LONG),
-        *_fields(_INT, "num_tokens num_topk num_experts num_local_experts hidden token_words"),
+        *_fields(_INT, "num_tokens num_topk num_experts num_local_experts owner_factor hidden token_words"),
         *_fields(_INT, "meta_words row_words scale_words scale_kind kind refused"),
     )
 
@@ -131,6 +132,7 @@ def kernel_head(num_ranks: int, stall_one_in: int = 0, is_folded: bool = False) 
         "kNumReports": NUM_REPORTS,
         "kStallOneIn": stall_one_in,
         "kIsFolded": int(is_folded),
+        "kPacketWarps": PACKET_SHARES,
     }
     structs = (LatencyCall, LatencyPlaces, LatencyDispatchParams, LatencyCombineParams)
     return "".join([constants_source(constants), *(struct_source(struct) for struct in structs)])
@@ -186,6 +188,11 @@ class LatencyConfig:
     def num_local_experts(self) -> int:
         """Experts of one rank (L)."""
         return self.num_experts // self.num_ranks
+
+    @property
+    def owner_factor(self) -> int:
+        """2^20 / experts of a rank, rounded up: an id times this, shifted by 20, is its owner; exact below 1024."""
+        return _ceil_div(1 << 20, self.num_local_experts)
 
     @property
     def num_slots(self) -> int:
@@ -309,15 +316,17 @@ class Launch:
 
 @functools.cache
 def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
-    """Return the launch of a dispatch: a block for each token and one that counts, a warp for each row that may come;
-    one block on a multiprocessor.
+    """Return the launch of a dispatch: a block that counts and one for each token, and as many as the rows need that come
+    if all ranks have as many tokens; no fewer than a full batch of the others can do with. One block on a multiprocessor.
 
     Raises:
         InvalidArgument: the routing of so many tokens does not fit into shared memory.
     """
     warps = limits.max_warps
     sending = num_tokens + 1 if halves & SEND_HALF else 0
-    receiving = _ceil_div(config.capacity, warps) if halves & RECEIVE_HALF else 0
+    shares = PACKET_SHARES if num_tokens <= config.packet_tokens else 1
+    rows = max(shares * config.num_ranks * num_tokens, config.capacity)  # a warp each
+    receiving = 1 + _ceil_div(rows, warps) if halves & RECEIVE_HALF else 0
     grid = max(1, min(max_sms, max(sending, receiving)))
     shared_bytes = 4 * align_up(config.num_experts + config.num_ranks * config.token_words, 4)
     if halves & SEND_HALF:

@@ -95,27 +95,26 @@ DEVICE u64 last_head(const LatencyPlaces& at, u64 own, u64 tag, int src) {
   return tag + static_cast<i64>(ahead);
 }
 
-/// Reads view and tags. First warp; the caller synchronises the block.
+/// Reads view and tags. First warp; the caller synchronises the block. No load waits for another one.
 DEVICE void open_call(const LatencyCall& call, const LatencyPlaces& at, CallShared& s) {
   if (warp_idx() != 0) return;
   const int lane = lane_idx();
-  u64 peer = 0;
-  bool is_active = false;
-  if (lane < kNumRanks) {
-    peer = ld_relaxed_sys(own_words(call, call.peers_offset) + lane);
-    is_active = lane == call.rank || ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + lane) != 0;
-    s.peer[lane] = peer;
-  }
-  const u64* tags = own_words(call, call.tags_offset);
-  const u64 send_tag = ld_relaxed_sys(tags) + 1;
-  const u64 receive_tag = ld_relaxed_sys(tags + 1) + 1 + call.ahead;
+  const bool is_rank = lane < kNumRanks;
+  const int rank = is_rank ? lane : call.rank;
+  const u64 peer = ld_relaxed_sys(own_words(call, call.peers_offset) + rank);
+  const i32 mark = ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + rank);
+  const u64 heard = ld_relaxed_sys(own_words(call, call.heard_offset) + rank);
+  const u64 sent = ld_relaxed_sys(own_words(call, call.tags_offset));
+  const u64 received = ld_relaxed_sys(own_words(call, call.tags_offset) + 1);
+  const u64 send_tag = sent + 1;
+  const u64 receive_tag = received + 1 + call.ahead;
   const u64 tag = call.halves & kSendHalf ? send_tag : receive_tag;
-  const u64* heard = own_words(call, call.heard_offset);
-  bool is_near = lane >= kNumRanks || lane == call.rank || tag <= ld_relaxed_sys(heard + lane) + call.max_in_flight;
+  bool is_near = rank == call.rank || tag <= heard + call.max_in_flight;
   if (!is_near) is_near = tag <= last_head(at, call.own, tag, lane) + call.max_in_flight;  // it was out for a while
-  const u32 mapped = __ballot_sync(~0u, peer != 0);
-  const u32 wanted = __ballot_sync(~0u, is_active) & mapped;
+  const u32 mapped = __ballot_sync(~0u, is_rank && peer != 0);
+  const u32 wanted = __ballot_sync(~0u, is_rank && (rank == call.rank || mark != 0)) & mapped;
   const u32 near = __ballot_sync(~0u, is_near);
+  if (is_rank) s.peer[lane] = peer;
   if (lane != 0) return;
   s.send_tag = send_tag;
   s.receive_tag = receive_tag;
@@ -191,56 +190,55 @@ DEVICE bool wait_packet(const LatencyCall& call, const CallShared& s, u64 tag, c
   }
 }
 
-/// Sends a record of `num_words` words from shared memory to the place (this rank, token) of every rank in `ranks`.
-/// All threads, behind a barrier; afterwards the record may be written again. `kIsOne`: there is one rank in `ranks`.
-template <bool kIsOne>
-DEVICE void store_record(const LatencyCall& call, const LatencyPlaces& at, const CallShared& s, u64 tag, int token,
-                         u32 ranks, const u8* record, int num_words, bool is_packed) {
-  const int tid = static_cast<int>(threadIdx.x);
-  const int step = static_cast<int>(blockDim.x);
-  const int num_packets = (num_words + 2) / 3;
-  const int count = is_packed ? num_packets : (num_words + 3) / 4;
-  const u32* words = reinterpret_cast<const u32*>(record);
-  u8* const own_place = is_packed ? packets_at(at, 0, tag, call.rank, token) : row_at(at, 0, tag, call.rank, token);
-  if (lane_idx() == 0) perhaps_stall(tag, call.rank, 4);
-#pragma unroll 1
-  for (int i = tid; i < count; i += step) {
-    Vec16 v;
-    if (is_packed) {
-      v.word[0] = words[i];
-      v.word[1] = words[num_packets + i];
-      v.word[2] = words[2 * num_packets + i];  // up to two words behind the record: nobody looks at them
-      v.word[3] = static_cast<u32>(tag);
-    } else {
-      v = *reinterpret_cast<const Vec16*>(record + 16 * i);
-    }
+/// Where a record (this rank, token) lies at the ranks that get it, 0 for others; the first one is the next rank, so
+/// that no inlet is crowded.
+struct RecordPlaces {
+  u8* at[kNumRanks];
+};
+DEVICE RecordPlaces record_places(const LatencyCall& call, const LatencyPlaces& at, const CallShared& s, u64 tag,
+                                  int token, u32 ranks, bool is_packed) {
+  RecordPlaces to;
 #pragma unroll
-    for (int n = 1; n <= (kIsOne ? 1 : kNumRanks); ++n) {  // each begins behind itself, so that no inlet is crowded
-      int d = call.rank + n < kNumRanks ? call.rank + n : call.rank + n - kNumRanks;
-      if (kIsOne) d = __ffs(ranks) - 1;
-      if (!(ranks >> d & 1)) continue;
-      u8* place = own_place;
-      if (kIsFolded) {
-        const int src = part_of(call.rank, d);
-        place = is_packed ? packets_at(at, 0, tag, src, token) : row_at(at, 0, tag, src, token);
-      }
-      u8* to = place + s.peer[d] + 16 * i;
-      if (is_packed)
-        st_relaxed_sys_128(to, v);
-      else
-        st_vec16(to, v);
-    }
+  for (int n = 0; n < kNumRanks; ++n) {
+    const int next = call.rank + 1 + n;
+    const int d = next < kNumRanks ? next : next - kNumRanks;
+    const int src = part_of(call.rank, d);
+    u8* place = is_packed ? packets_at(at, s.peer[d], tag, src, token) : row_at(at, s.peer[d], tag, src, token);
+    to.at[n] = ranks >> d & 1 ? place : nullptr;
   }
-  __syncthreads();
+  return to;
+}
+template <bool kIsPacket>
+DEVICE void store_everywhere(const RecordPlaces& to, int offset, const Vec16& v) {
+#pragma unroll
+  for (int n = 0; n < kNumRanks; ++n) {
+    if (!to.at[n]) continue;
+    if (kIsPacket)
+      st_relaxed_sys_128(to.at[n] + offset, v);
+    else
+      st_vec16(to.at[n] + offset, v);
+  }
+}
+
+/// Packet `i` of a record in shared memory. Up to two words behind the record are in the last ones: nobody looks there.
+DEVICE Vec16 packet_of(const u32* words, int num_packets, int i, u64 tag) {
+  return {{words[i], words[num_packets + i], words[2 * num_packets + i], static_cast<u32>(tag)}};
+}
+
+/// A row has been stored, and all threads of the block have met since: releases its flag at the ranks in `ranks`. One
+/// warp. That waits until the stores have arrived, so others should have work meanwhile.
+DEVICE void release_flags(const LatencyCall& call, const LatencyPlaces& at, const CallShared& s, u64 tag, int token,
+                          u32 ranks) {
+  const int d = lane_idx();
   perhaps_stall(tag, call.rank, 5);
-  if (!is_packed && tid < kNumRanks && (ranks >> tid & 1))
-    st_release_sys(flag_at(at, s.peer[tid], tag, part_of(call.rank, tid), token), tag);
+  if (d < kNumRanks && (ranks >> d & 1))
+    st_release_sys(flag_at(at, s.peer[d], tag, part_of(call.rank, d), token), tag);
 }
 
 /// Waits for a head word of every source in `awaited` and understands it: this block's `late` and `refused` grow.
-/// `kind` is what all ranks must agree about. Threads below kNumRanks, each for one source; returns its value.
+/// `kind` is what all ranks must agree about. One warp, a lane for each source; returns its value.
 DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShared& s, u32 awaited, u32 kind) {
-  const int src = static_cast<int>(threadIdx.x);
+  const int src = lane_idx();
   u32 value = 0;
   if (src >= kNumRanks || !(awaited >> src & 1)) return 0;
   const bool is_there =
@@ -259,17 +257,19 @@ DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShar
 }
 
 /// Ends a block's part. True in the last block to end, which then knows what all blocks have seen. All threads, after
-/// all memory operations. `taken`: the sources whose rows this block has laid out; of these, `s.late` do not count.
-DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 taken, u64 word_offset) {
-  constexpr u32 kAll = (1u << kNumRanks) - 1;
+/// all memory operations. `taken`: those of the sources in `awaited` whose rows this block has laid out; of these,
+/// `s.late` do not count. The word has the number of blocks that have ended (16 bits), of those that missed something
+/// (16), and what these have left out (8) and taken (8); the others have taken all.
+DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 awaited, u32 taken, u64 word_offset) {
   __syncthreads();
   if (threadIdx.x == 0) {
     u64* word = own_words(call, word_offset);
-    const u64 left_out = kAll & ~(taken & ~s.late);
-    red_or_relaxed_gpu(word, left_out << 32 | static_cast<u64>(taken) << 40);
-    const u64 seen = atom_add_acq_rel_gpu(word, 1);
-    s.is_last = static_cast<u32>(seen) == gridDim.x - 1;
-    s.verdict = static_cast<u32>(seen >> 32);
+    const u32 left_out = awaited & ~(taken & ~s.late);
+    if (left_out) red_or_relaxed_gpu(word, static_cast<u64>(left_out | taken << 8) << 32);
+    const u64 seen = atom_add_acq_rel_gpu(word, left_out ? 0x10001 : 1);
+    const u32 num_bad = (static_cast<u32>(seen) >> 16) + (left_out != 0);
+    s.is_last = (seen & 0xFFFF) == gridDim.x - 1;
+    s.verdict = static_cast<u32>(seen >> 32) | (num_bad < gridDim.x ? awaited << 8 : 0);
     if (s.is_last) *word = 0;
   }
   __syncthreads();
@@ -291,8 +291,7 @@ DEVICE void finish_call(const LatencyCall& call, const CallShared& s, u32 counte
     if (out_got) reinterpret_cast<u8*>(out_got)[src] = static_cast<u8>(counted >> src & 1);
     const bool is_taken_out = (silent >> src & 1) && src != call.rank && !was_aborted && !call.is_strict;
     if (is_taken_out) reinterpret_cast<i32*>(call.mask)[src] = 0;
-    u64* heard = own_words(call, call.heard_offset) + src;
-    if ((counted >> src & 1) && *heard < s.receive_tag) *heard = s.receive_tag;
+    if (counted >> src & 1) red_max_relaxed_gpu(own_words(call, call.heard_offset) + src, s.receive_tag);
   }
   if (src != 0) return;
   u64* tags = own_words(call, call.tags_offset);

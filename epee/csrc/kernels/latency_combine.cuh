@@ -19,11 +19,12 @@
 #include "latency_call.cuh"
 
 constexpr int kMaxTopk = 32;
-constexpr int kRowBatch = 2;   // rows that are read at once,
-constexpr int kUnitBatch = 2;  // so many pieces of them each
+constexpr int kRowBatch = 4;   // rows that are read at once,
+constexpr int kUnitBatch = 1;  // so many pieces of them each
 constexpr int kRowShares = 2;     // blocks that sum a token,
 constexpr int kPacketShares = 4;  // and one whose partials come in packets
 constexpr int kRankBatch = kNumRanks <= 4 ? kNumRanks : 3;  // ranks whose partials are read at once
+constexpr int kNumPeers = kNumRanks > 1 ? kNumRanks - 1 : 1;
 
 /// The rows of a token of a peer, in summing order.
 struct TokenRows {
@@ -35,6 +36,8 @@ struct TokenRows {
 struct CombineShared {
   CallShared call;
   u32 served;                                 // ranks whose tokens this rank has
+  u32 sent_to;                                // ranks that took part in the dispatch
+  u32 first_ranks;                            // of the token that this block sums first
   i32 num_tokens[kMaxRanks];                  // of each rank's dispatch
   TokenRows rows[kMaxWarps];                  // one for each warp to find
 };
@@ -44,17 +47,24 @@ DEVICE u64* weight_at(const LatencyCombineParams& p, u64 region, u64 tag, int sr
          place_of(p.at, tag, src, token, p.at.max_tokens) * p.num_topk + k;
 }
 
-/// Threads below kNumRanks learn from the handle whose tokens are here. The caller synchronises the block.
-DEVICE void open_handle(const LatencyCombineParams& p, CombineShared& s) {
-  const int src = static_cast<int>(threadIdx.x);
-  if (warp_idx() != 0) return;
-  bool is_here = false;
-  if (src < kNumRanks) {
-    is_here = reinterpret_cast<const u8*>(p.handle_got)[src] != 0;
-    s.num_tokens[src] = reinterpret_cast<const i32*>(p.recv_info)[src * (1 + p.token_words)];
-  }
-  const u32 here = __ballot_sync(~0u, is_here);
-  if (src == 0) s.served = here;
+/// Learns from the handle whose tokens are here, and who has tokens of this rank. The last warp, while the first one
+/// opens the call; the caller synchronises the block. `first`: the token that this block sums first.
+DEVICE void open_handle(const LatencyCombineParams& p, CombineShared& s, int first) {
+  if (warp_idx() != static_cast<int>(blockDim.x / 32) - 1) return;
+  const int lane = lane_idx();
+  const int src = lane < kNumRanks ? lane : 0;
+  const i32* sent_to = reinterpret_cast<const i32*>(p.sent_to);
+  const u8 got = reinterpret_cast<const u8*>(p.handle_got)[src];
+  const i32 num_tokens = reinterpret_cast<const i32*>(p.recv_info)[src * (1 + p.token_words)];
+  const bool is_receiving = (p.call.halves & kReceiveHalf) && !p.refused;
+  const i32 ranks = is_receiving ? sent_to[0] : 0;
+  const i32 first_ranks = is_receiving && first < p.num_tokens ? sent_to[1 + first] : 0;
+  const u32 here = __ballot_sync(~0u, lane < kNumRanks && got != 0);
+  if (lane < kNumRanks) s.num_tokens[lane] = num_tokens;
+  if (lane != 0) return;
+  s.served = here;
+  s.sent_to = static_cast<u32>(ranks);
+  s.first_ranks = static_cast<u32>(first_ranks);
 }
 
 /// All threads of block 0.
@@ -80,13 +90,16 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
   }
 }
 
-/// A token of a rank: the pairs come token by token, and for each beginning behind this rank.
+/// A token of a rank: the pairs of other ranks come token by token, and for each beginning behind this rank; then this
+/// rank's own, while the others' rows are under way.
 struct Pair {
   int src, token;
 };
 DEVICE Pair pair_of(const LatencyCombineParams& p, int index) {
-  const int token = index / kNumRanks;
-  const int src = p.call.rank + 1 + index - token * kNumRanks;
+  const int num_remote = (kNumRanks - 1) * p.at.max_tokens;
+  if (index >= num_remote) return {p.call.rank, index - num_remote};
+  const int token = index / kNumPeers;
+  const int src = p.call.rank + 1 + index - token * kNumPeers;
   return {src < kNumRanks ? src : src - kNumRanks, token};
 }
 
@@ -99,11 +112,11 @@ DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, int index
     const Pair pair = pair_of(p, index);
     const i64 at = (static_cast<i64>(pair.src) * p.at.max_tokens + pair.token) * p.num_topk + lane;
     const u32* info = reinterpret_cast<const u32*>(p.recv_info) + pair.src * (1 + p.token_words);
-    const u32 bits = info[1 + pair.token / 32];
     if (lane < p.num_topk) {
       row = reinterpret_cast<const i32*>(p.recv_rows)[at];
       weight = reinterpret_cast<const float*>(p.recv_weights)[at];
     }
+    const u32 bits = info[1 + pair.token / 32];
     const bool is_wanted = ((s.served & s.call.active) >> pair.src & 1) && (bits >> pair.token % 32 & 1);
     if (!is_wanted || row >= p.num_rows) row = -1;
     u32 given = 0;
@@ -126,11 +139,30 @@ DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, int index
   if (lane == 0) found.count = __popc(wanted);
 }
 
-/// Sums the rows of a token into a record: bfloat16, or float32 with `kIsWide`. All threads.
+/// Threads that sum; the last warp releases flags meanwhile.
+DEVICE int num_workers() { return blockDim.x > 32 ? static_cast<int>(blockDim.x) - 32 : static_cast<int>(blockDim.x); }
+
+/// Rounds eight sums and stores them as `unit` of the record at `to`, at the token's rank or in shared memory.
 template <bool kIsWide>
-DEVICE void sum_rows(const LatencyCombineParams& p, const TokenRows& rows, u8* record) {
+DEVICE void store_sum(const Lanes<kBf16>& sum, u8* to, int unit) {
+  if (kIsWide) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      Lanes<kF32> half;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) half.value[c] = sum.value[4 * part + c];
+      *reinterpret_cast<Vec16*>(to + 32 * unit + 16 * part) = pack<kF32>(half);
+    }
+  } else {
+    *reinterpret_cast<Vec16*>(to + 16 * unit) = pack<kBf16>(sum);
+  }
+}
+
+/// Sums the rows of a token into the record at `to`: bfloat16, or float32 with `kIsWide`. Workers.
+template <bool kIsWide>
+DEVICE void sum_rows(const LatencyCombineParams& p, const TokenRows& rows, u8* to) {
   const int num_units = p.hidden / 8;
-  const int step = static_cast<int>(blockDim.x);
+  const int step = num_workers();
   const int count = rows.count;
 #pragma unroll 1
   for (int base = static_cast<int>(threadIdx.x); base < num_units; base += kUnitBatch * step) {
@@ -155,22 +187,34 @@ DEVICE void sum_rows(const LatencyCombineParams& p, const TokenRows& rows, u8* r
             add_scaled<kBf16>(sum[j], rows.weight[n + i], unpack<kBf16>(v[i][j]));
     }
 #pragma unroll
-    for (int j = 0; j < kUnitBatch; ++j) {
-      const int unit = base + j * step;
-      if (unit >= num_units) continue;
-      if (kIsWide) {
-        Lanes<kF32> half;
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) half.value[c] = sum[j].value[4 * part + c];
-          *reinterpret_cast<Vec16*>(record + 32 * unit + 16 * part) = pack<kF32>(half);
-        }
-      } else {
-        *reinterpret_cast<Vec16*>(record + 16 * unit) = pack<kBf16>(sum[j]);
-      }
-    }
+    for (int j = 0; j < kUnitBatch; ++j)
+      if (base + j * step < num_units) store_sum<kIsWide>(sum[j], to, base + j * step);
   }
+}
+
+/// Sends the partial of a token of a rank: straight from registers with a flag behind it, or in packets. All threads.
+template <bool kIsWide>
+DEVICE void send_partial(const LatencyCombineParams& p, const CombineShared& s, const TokenRows& rows, Pair pair,
+                         u8* record) {
+  const u64 tag = s.call.send_tag;
+  const u64 peer = s.call.peer[pair.src];
+  const int src = part_of(p.call.rank, pair.src);
+  const int tid = static_cast<int>(threadIdx.x);
+  const bool is_packed = s.num_tokens[pair.src] <= p.at.packet_tokens;
+  if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
+  u8* const place = is_packed ? packets_at(p.at, peer, tag, src, pair.token) : row_at(p.at, peer, tag, src, pair.token);
+  if (tid < num_workers()) sum_rows<kIsWide>(p, rows, is_packed ? record : place);
+  __syncthreads();
+  if (!is_packed) {
+    if (warp_idx() == static_cast<int>(blockDim.x / 32) - 1)
+      release_flags(p.call, p.at, s.call, tag, pair.token, 1u << pair.src);
+    return;
+  }
+  const int num_packets = (p.hidden / (kIsWide ? 1 : 2) + 2) / 3;
+#pragma unroll 1
+  for (int i = tid; i < num_packets; i += static_cast<int>(blockDim.x))
+    st_relaxed_sys_128(place + 16 * i, packet_of(reinterpret_cast<const u32*>(record), num_packets, i, tag));
+  __syncthreads();
 }
 
 /// Sends the partials of this block's share of the pairs. All threads.
@@ -178,20 +222,13 @@ template <bool kIsWide>
 DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u8* record) {
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int grid = static_cast<int>(gridDim.x);
-  const int num_words = p.hidden / (kIsWide ? 1 : 2);
 #pragma unroll 1
   for (int first = static_cast<int>(blockIdx.x); first < kNumRanks * p.at.max_tokens; first += grid * num_warps) {
     find_rows(p, s, first + grid * warp_idx(), s.rows[warp_idx()]);
     __syncthreads();
 #pragma unroll 1
-    for (int w = 0; w < num_warps; ++w) {
-      if (s.rows[w].count == 0) continue;
-      const Pair pair = pair_of(p, first + grid * w);
-      sum_rows<kIsWide>(p, s.rows[w], record);
-      __syncthreads();
-      store_record<true>(p.call, p.at, s.call, s.call.send_tag, pair.token, 1u << pair.src, record, num_words,
-                   s.num_tokens[pair.src] <= p.at.packet_tokens);
-    }
+    for (int w = 0; w < num_warps; ++w)
+      if (s.rows[w].count > 0) send_partial<kIsWide>(p, s, s.rows[w], pair_of(p, first + grid * w), record);
     __syncthreads();
   }
 }
@@ -291,11 +328,10 @@ DEVICE void collect_rows(const LatencyCombineParams& p, const CombineShared& s, 
   }
 }
 
-/// Sums a share of a token over the ranks in `taken`. All threads; notes ranks that are late, and what is written then
+/// Sums a share of a token over `ranks`. All threads; notes ranks that are late, and what is written then
 /// is nothing.
 template <bool kIsWide>
-DEVICE void collect_token(const LatencyCombineParams& p, CombineShared& s, int token, u32 taken, int part) {
-  const u32 ranks = ranks_of(p, token, taken);
+DEVICE void collect_token(const LatencyCombineParams& p, CombineShared& s, int token, u32 ranks, int part) {
   if (p.num_tokens <= p.at.packet_tokens) {
     collect_packets<kIsWide>(p, s, token, ranks, part);
     return;
@@ -309,25 +345,32 @@ DEVICE void collect_token(const LatencyCombineParams& p, CombineShared& s, int t
   collect_rows<kIsWide>(p, s, token, ranks, part);
 }
 
+DEVICE int shares_of(const LatencyCombineParams& p) {
+  return p.num_tokens <= p.at.packet_tokens ? kPacketShares : kRowShares;
+}
+
 template <bool kIsWide>
 DEVICE void collector(const LatencyCombineParams& p, CombineShared& s, u32 taken, int first, int step) {
-  const int shares = p.num_tokens <= p.at.packet_tokens ? kPacketShares : kRowShares;
+  const int shares = shares_of(p);
 #pragma unroll 1
-  for (int i = first; i < p.num_tokens * shares; i += step)
-    collect_token<kIsWide>(p, s, i / shares, taken, i % shares);
+  for (int i = first; i < p.num_tokens * shares; i += step) {
+    const bool is_known = i == static_cast<int>(blockIdx.x);
+    const u32 ranks = is_known ? s.first_ranks & taken : ranks_of(p, i / shares, taken);
+    collect_token<kIsWide>(p, s, i / shares, ranks, i % shares);
+  }
 }
 
 /// All threads.
 template <bool kIsWide>
 DEVICE void collect_half(const LatencyCombineParams& p, CombineShared& s) {
-  const u32 awaited = static_cast<u32>(*reinterpret_cast<const i32*>(p.sent_to)) & s.call.active;
+  const u32 awaited = s.sent_to & s.call.active;
   __syncthreads();
   if (threadIdx.x == 0 && (p.call.halves & kSendHalf)) {
     s.call.late = 0;  // who was late with its weights may have sent its rows all the same
     if (p.has_weights) s.call.deadline_ns = global_time_ns() + p.call.timeout_ns;  // all ranks may have waited for them
   }
   __syncthreads();
-  learn_head(p.call, p.at, s.call, awaited, static_cast<u32>(p.kind));
+  if (warp_idx() == 0) learn_head(p.call, p.at, s.call, awaited, static_cast<u32>(p.kind));
   __syncthreads();
   u32 taken = awaited & ~s.call.late;
   int first = static_cast<int>(blockIdx.x);
@@ -337,7 +380,7 @@ DEVICE void collect_half(const LatencyCombineParams& p, CombineShared& s) {
   for (bool is_again = false;; is_again = true) {
     collector<kIsWide>(p, s, taken, first, step);
     if (is_again) break;
-    if (!end_block(p.call, s.call, taken, p.call.end_offset)) return;
+    if (!end_block(p.call, s.call, awaited, taken, p.call.end_offset)) return;
     taken = counted_sources(s.call);
     if (!has_differed(s.call)) break;
     first = 0;
@@ -351,7 +394,7 @@ DEVICE void combine(const LatencyCombineParams& p) {
   __shared__ CombineShared s;
   wait_previous_kernel();
   open_call(p.call, p.at, s.call);
-  open_handle(p, s);
+  open_handle(p, s, static_cast<int>(blockIdx.x) / shares_of(p));
   __syncthreads();
   if (p.call.halves & kSendHalf) {
     if (blockIdx.x == 0) announcer(p, s);
@@ -360,7 +403,7 @@ DEVICE void combine(const LatencyCombineParams& p) {
   allow_next_kernel();
   if ((p.call.halves & kReceiveHalf) && !p.refused) {
     collect_half<kIsWide>(p, s);
-  } else if (end_block(p.call, s.call, 0, p.call.end_offset)) {
+  } else if (end_block(p.call, s.call, 0, 0, p.call.end_offset)) {
     finish_call(p.call, s.call, 0, 0, 0);
   }
 }

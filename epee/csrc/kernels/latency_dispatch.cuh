@@ -21,7 +21,6 @@
 
 struct DispatchShared {
   CallShared call;
-  u32 ranks;                   // of the token in hand
   i32 num_tokens[kMaxRanks];  // of each source
 };
 
@@ -42,47 +41,87 @@ DEVICE DispatchMemory split_memory(const LatencyDispatchParams& p) {
   return {counts, bits, reinterpret_cast<u16*>(ids), ids + round_up(2 * p.num_tokens * p.num_topk, 16)};
 }
 
-/// Reads and checks the routing, and marks what repeats within a token. All threads.
-DEVICE void load_ids(const LatencyDispatchParams& p, u64 tag, u16* ids) {
+/// An expert id as `ids` holds it.
+DEVICE u32 checked_id(const LatencyDispatchParams& p, i64 expert) {
+  return expert >= 0 && expert < p.num_experts ? static_cast<u32>(expert) : kNoExpert | kRepeated;
+}
+
+/// Reads the routing of this thread's tokens, and marks what repeats within a token. True when an id is neither good
+/// nor -1: it is taken as -1. The first warp comes last, for it opens the call meanwhile. The caller synchronises.
+DEVICE bool load_ids(const LatencyDispatchParams& p, u16* ids) {
+  constexpr int kLoads = 8;
   const i64* topk_idx = reinterpret_cast<const i64*>(p.topk_idx);
-  const int end = p.num_tokens * p.num_topk;
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < end; i += static_cast<int>(blockDim.x)) {
-    const i64 expert = topk_idx[i];
-    const bool is_good = expert >= -1 && expert < p.num_experts;
-    ids[i] = static_cast<u16>(is_good && expert >= 0 ? expert : kNoExpert | kRepeated);
-    if (!is_good && blockIdx.x == 0)
-      report_error(p.call, tag, kBadExpert, p.call.rank, static_cast<u64>(i / p.num_topk), static_cast<u64>(expert),
-                   static_cast<u64>(i % p.num_topk));
-  }
-  __syncthreads();
+  const int threads = static_cast<int>(blockDim.x);
+  const int behind_first = threads > 32 ? 32 : 0;
+  bool is_bad = false;
+  int token = static_cast<int>(threadIdx.x) - behind_first;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < end; i += static_cast<int>(blockDim.x)) {
-    const u32 id = ids[i] & kNoExpert;  // others only add the bit above
-    bool is_repeated = false;
-    for (int j = i - i % p.num_topk; j < i; ++j) is_repeated |= (ids[j] & kNoExpert) == id;
-    if (is_repeated) ids[i] = static_cast<u16>(id | kRepeated);
+  for (token += token < 0 ? threads : 0; token < p.num_tokens; token += threads) {
+    const int first = token * p.num_topk;
+#pragma unroll 1
+    for (int base = 0; base < p.num_topk; base += kLoads) {
+      i64 expert[kLoads];
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) expert[j] = base + j < p.num_topk ? topk_idx[first + base + j] : -1;
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        if (base + j >= p.num_topk) break;
+        u32 id = checked_id(p, expert[j]);
+        is_bad |= id >= kNoExpert && expert[j] != -1;
+#pragma unroll
+        for (int i = 0; i < j; ++i)
+          if (expert[i] == expert[j]) id |= kRepeated;
+        for (int i = 0; i < base; ++i)
+          if ((ids[first + i] & kNoExpert) == id) id |= kRepeated;
+        ids[first + base + j] = static_cast<u16>(id);
+      }
+    }
   }
-  __syncthreads();
+  return is_bad;
 }
 
+/// Reports the first bad id of this thread's tokens.
+DEVICE_COLD void report_bad_id(const LatencyDispatchParams& p, u64 tag) {
+  const i64* topk_idx = reinterpret_cast<const i64*>(p.topk_idx);
+  const int threads = static_cast<int>(blockDim.x);
+  int token = static_cast<int>(threadIdx.x) - (threads > 32 ? 32 : 0);
+  for (token += token < 0 ? threads : 0; token < p.num_tokens; token += threads)
+    for (int k = 0; k < p.num_topk; ++k) {
+      const i64 expert = topk_idx[token * p.num_topk + k];
+      if (expert == -1 || (expert >= 0 && expert < p.num_experts)) continue;
+      report_error(p.call, tag, kBadExpert, p.call.rank, static_cast<u64>(token), static_cast<u64>(expert),
+                   static_cast<u64>(k));
+      return;
+    }
+}
+
+/// The rank that owns an expert, or none. `owner_factor` is 2^20 / num_local_experts, rounded up: exact below 1024.
 DEVICE u32 rank_bit(const LatencyDispatchParams& p, u32 id) {
-  return (id & kNoExpert) == kNoExpert ? 0 : 1u << (id & kNoExpert) / static_cast<u32>(p.num_local_experts);
+  const u32 expert = id & kNoExpert;
+  return expert == kNoExpert ? 0 : 1u << (expert * p.owner_factor >> 20);
 }
 
-/// Counts tokens per expert and notes which tokens go where. All threads.
+/// The ranks that a token goes to. One warp.
+DEVICE u32 ranks_of_token(const LatencyDispatchParams& p, const u16* ids, int token) {
+  const u32 mine = lane_idx() < p.num_topk ? rank_bit(p, ids[token * p.num_topk + lane_idx()]) : 0;
+  u32 ranks = 0;
+#pragma unroll
+  for (int d = 0; d < kNumRanks; ++d) ranks |= __ballot_sync(~0u, mine >> d & 1) ? 1u << d : 0;
+  return ranks;
+}
+
+/// Counts tokens per expert and notes which tokens go where, in memory that is zero. All threads.
 DEVICE void count_tokens(const LatencyDispatchParams& p, const DispatchMemory& m) {
-  const int tid = static_cast<int>(threadIdx.x);
   const int step = static_cast<int>(blockDim.x);
-  for (int i = tid; i < p.num_experts + kNumRanks * p.token_words; i += step) m.counts[i] = 0;  // the bits as well
-  __syncthreads();
-  for (int i = tid; i < p.num_tokens * p.num_topk; i += step)
+  for (int i = static_cast<int>(threadIdx.x); i < p.num_tokens * p.num_topk; i += step)
     if (m.ids[i] < kNoExpert) red_add_shared(m.counts + m.ids[i], 1);
 #pragma unroll 1
   for (int first = 32 * warp_idx(); first < p.num_tokens; first += step) {
     const int token = first + lane_idx();
     u32 ranks = 0;
-    for (int k = 0; token < p.num_tokens && k < p.num_topk; ++k) ranks |= rank_bit(p, m.ids[token * p.num_topk + k]);
+#pragma unroll 4
+    for (int k = 0; k < p.num_topk; ++k)
+      ranks |= token < p.num_tokens ? rank_bit(p, m.ids[token * p.num_topk + k]) : 0;
 #pragma unroll
     for (int d = 0; d < kNumRanks; ++d) {
       const u32 going = __ballot_sync(~0u, ranks >> d & 1);
@@ -92,42 +131,47 @@ DEVICE void count_tokens(const LatencyDispatchParams& p, const DispatchMemory& m
   __syncthreads();
 }
 
+/// Runs `work(rank, word)` for all words of all ranks' heads, a warp for 32 words of a rank. All threads.
+template <typename Work>
+DEVICE void for_head_words(const LatencyDispatchParams& p, const Work& work) {
+  const int num_chunks = (p.at.head_words + 31) / 32;
+#pragma unroll 1
+  for (int i = warp_idx(); i < kNumRanks * num_chunks; i += static_cast<int>(blockDim.x / 32)) {
+    const int w = 32 * (i / kNumRanks) + lane_idx();
+    if (w < p.at.head_words) work(i % kNumRanks, w);
+  }
+}
+
 /// Tells all ranks what comes. Ranks that do not take part hear that, so that they need not wait. All threads.
 DEVICE void coordinator(const LatencyDispatchParams& p, const CallShared& s, const DispatchMemory& m) {
   count_tokens(p, m);
   const u32 head = static_cast<u32>(p.num_tokens) | static_cast<u32>(p.kind) << kHeadKindShift;
   perhaps_stall(s.send_tag, p.call.rank, 11);
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kNumRanks * p.at.head_words; i += static_cast<int>(blockDim.x)) {
-    const int d = i / p.at.head_words;
-    const int w = i - d * p.at.head_words;
-    if (!(s.mapped >> d & 1)) continue;
-    u64* word = head_at(p.at, s.peer[d], s.send_tag, part_of(p.call.rank, d)) + w;
+  for_head_words(p, [&](int d, int w) {
     const bool is_active = s.active >> d & 1;
-    if (w == 0)
-      st_relaxed_sys(word, marked(s.send_tag, !is_active ? kHeadExcluded : p.refused ? kHeadRefused : head));
-    else if (is_active && w <= p.token_words)
-      st_relaxed_sys(word, marked(s.send_tag, m.bits[d * p.token_words + w - 1]));
-    else if (is_active)
-      st_relaxed_sys(word, marked(s.send_tag, static_cast<u32>(
-                                                  m.counts[d * p.num_local_experts + w - 1 - p.token_words])));
-  }
+    if (!(s.mapped >> d & 1) || (w > 0 && !is_active)) return;
+    const int local = w - 1 - p.token_words;
+    u32 value = !is_active ? kHeadExcluded : p.refused ? kHeadRefused : head;
+    if (w > 0 && local < 0) value = m.bits[d * p.token_words + w - 1];
+    if (w > 0 && local >= 0) value = static_cast<u32>(m.counts[d * p.num_local_experts + local]);
+    st_relaxed_sys(head_at(p.at, s.peer[d], s.send_tag, part_of(p.call.rank, d)) + w, marked(s.send_tag, value));
+  });
   if (threadIdx.x == 0) *reinterpret_cast<i32*>(p.sent_to) = static_cast<i32>(s.active);
 }
 
-/// Writes the meta of a token, and in the first warp finds its ranks. A warp for each k.
-DEVICE void write_meta(const LatencyDispatchParams& p, DispatchShared& s, const u16* ids, int token, u64* meta) {
+/// Writes the meta of a token, and notes it for the combine. A warp for each k.
+DEVICE void write_meta(const LatencyDispatchParams& p, const u16* ids, int token, u64* meta) {
   const int lane = lane_idx();
   const int first = token * p.num_topk;
 #pragma unroll 1
   for (int k = warp_idx(); k < p.num_topk; k += static_cast<int>(blockDim.x / 32)) {
     const u32 id = ids[first + k];
+    const float weight = p.topk_weights ? reinterpret_cast<const float*>(p.topk_weights)[first + k] : 1.0f;
     u32 before = 0;
 #pragma unroll 4
     for (int i = lane; i < first; i += 32) before += ids[i] == (id & kNoExpert);
 #pragma unroll
     for (int lanes = 16; lanes; lanes /= 2) before += __shfl_xor_sync(~0u, before, lanes);
-    const float weight = p.topk_weights ? reinterpret_cast<const float*>(p.topk_weights)[first + k] : 1.0f;
     const u32 entry = (id & kRepeated) << 16 | before << 16 | (id & kNoExpert);
     if (lane != 0) continue;
     meta[k] = static_cast<u64>(__float_as_uint(weight)) << 32 | entry;
@@ -135,74 +179,84 @@ DEVICE void write_meta(const LatencyDispatchParams& p, DispatchShared& s, const 
     reinterpret_cast<i32*>(p.own_ids)[first + k] = is_none ? -1 : static_cast<i32>(id & kNoExpert);
     reinterpret_cast<float*>(p.own_weights)[first + k] = weight;
   }
-  if (warp_idx() != 0) return;
-  u32 ranks = lane < p.num_topk ? rank_bit(p, ids[first + lane]) : 0;
-#pragma unroll
-  for (int lanes = 16; lanes; lanes /= 2) ranks |= __shfl_xor_sync(~0u, ranks, lanes);
-  if (lane != 0) return;
-  s.ranks = ranks & s.call.active;
-  reinterpret_cast<i32*>(p.sent_to)[1 + token] = static_cast<i32>(s.ranks);
 }
 
-/// Sends the tokens of a block, `first` and every `step`-th behind it; `in` is the beginning of the first one.
+/// Sends a token: its row straight from registers, then meta and scales from shared memory, then flags; or all of it in
+/// packets. All threads; `in` is the beginning of the row.
 template <bool kFp8>
-DEVICE void sender(const LatencyDispatchParams& p, DispatchShared& s, const DispatchMemory& m, int first, int step,
-                   Input in) {
+DEVICE void send_token(const LatencyDispatchParams& p, const DispatchShared& s, const DispatchMemory& m, int token,
+                       Input in) {
+  const int tid = static_cast<int>(threadIdx.x);
+  const int step = static_cast<int>(blockDim.x);
+  const bool is_packed = p.num_tokens <= p.at.packet_tokens;
+  const u32 ranks = ranks_of_token(p, m.ids, token) & s.call.active;
+  const RecordPlaces to = record_places(p.call, p.at, s.call, s.call.send_tag, token, ranks, is_packed);
   const int num_units = p.hidden / (kFp8 ? 16 : 8);
   u8* row = m.record + 4 * p.meta_words;
+  u8* scales = row + 4 * p.row_words;
+  if (tid == 0) reinterpret_cast<i32*>(p.sent_to)[1 + token] = static_cast<i32>(ranks);
+  if (lane_idx() == 0) perhaps_stall(s.call.send_tag, p.call.rank, 4);
 #pragma unroll 1
-  for (int token = first; token < p.num_tokens; token += step) {
-    write_meta(p, s, m.ids, token, reinterpret_cast<u64*>(m.record));
-#pragma unroll 1
-    for (int base = 0; base < num_units; base += units_per_pass<kFp8>()) {
-      if (base > 0 || token != first) in = load_input<kFp8>(p, token, base);
-      if (kFp8)
-        write_fp8(p, base, in, row, row + 4 * p.row_words);
+  for (int base = 0;;) {
+#pragma unroll
+    for (int j = 0; j < (kFp8 ? 1 : 2); ++j) {
+      const int unit = base + tid + j * step;
+      const Vec16 v = kFp8 ? quantise(p, unit, in, scales) : in.half[j];
+      if (unit >= num_units) continue;
+      if (is_packed)
+        *reinterpret_cast<Vec16*>(row + 16 * unit) = v;
       else
-        write_bf16(p, base, in, row);
+        store_everywhere<false>(to, 4 * p.meta_words + 16 * unit, v);
     }
-    __syncthreads();
-    store_record<false>(p.call, p.at, s.call, s.call.send_tag, token, s.ranks, m.record,
-                 p.meta_words + p.row_words + p.scale_words, p.num_tokens <= p.at.packet_tokens);
+    base += units_per_pass<kFp8>();
+    if (base >= num_units) break;
+    in = load_input<kFp8>(p, token, base);
   }
-}
-
-/// All threads; `in` as for `sender`.
-template <bool kFp8>
-DEVICE void send_half(const LatencyDispatchParams& p, DispatchShared& s, const DispatchMemory& m, int first, int step,
-                      const Input& in) {
-  load_ids(p, s.call.send_tag, m.ids);
-  if (blockIdx.x == 0) coordinator(p, s.call, m);
-  if (p.refused) return;
-  if (blockIdx.x != 0 || gridDim.x == 1) sender<kFp8>(p, s, m, first, step, in);
+  write_meta(p, m.ids, token, reinterpret_cast<u64*>(m.record));
+  __syncthreads();
+  if (is_packed) {
+    const int num_packets = packets_of_record(p);
+#pragma unroll 1
+    for (int i = tid; i < num_packets; i += step)
+      store_everywhere<true>(
+          to, 16 * i, packet_of(reinterpret_cast<const u32*>(m.record), num_packets, i, s.call.send_tag));
+    __syncthreads();
+    return;
+  }
+  const int num_front = p.meta_words / 4;
+#pragma unroll 1
+  for (int i = tid; i < num_front + (p.scale_words + 3) / 4; i += step) {
+    const int offset = 16 * i + (i < num_front ? 0 : 4 * p.row_words);
+    store_everywhere<false>(to, offset, *reinterpret_cast<const Vec16*>(m.record + offset));
+  }
+  __syncthreads();
+  if (warp_idx() == 0) release_flags(p.call, p.at, s.call, s.call.send_tag, token, ranks);
 }
 
 /// Learns what all sources send: counts, and which tokens come. All threads; returns the sources that have said so.
 DEVICE u32 learn_sources(const LatencyDispatchParams& p, DispatchShared& s, const DispatchMemory& m) {
-  const int tid = static_cast<int>(threadIdx.x);
-  const int num_words = p.at.head_words - 1;
   const u64 tag = s.call.receive_tag;
-  const u32 head = learn_head(p.call, p.at, s.call, s.call.active, static_cast<u32>(p.kind));
-  if (tid < kNumRanks) s.num_tokens[tid] = static_cast<i32>(head & kHeadTokens);
-#pragma unroll 1
-  for (int i = tid; i < kNumRanks * num_words; i += static_cast<int>(blockDim.x)) {
-    const int src = i / num_words;
-    const int w = i - src * num_words;
+  if (warp_idx() == static_cast<int>(blockDim.x / 32) - 1) {  // before its words: behind some heads there are none
+    const u32 head = learn_head(p.call, p.at, s.call, s.call.active, static_cast<u32>(p.kind));
+    if (lane_idx() < kNumRanks) s.num_tokens[lane_idx()] = static_cast<i32>(head & kHeadTokens);
+  }
+  for_head_words(p, [&](int src, int w) {
+    if (w == 0) return;
     u32 value = 0;
     if ((s.call.active >> src & 1) &&
-        !wait_marked(p.call, s.call, tag, head_at(p.at, p.call.own, tag, src) + 1 + w, src, value))
+        !wait_marked(p.call, s.call, tag, head_at(p.at, p.call.own, tag, src) + w, src, value))
       red_or_shared(&s.call.late, 1u << src);
-    if (w < p.token_words) {
-      m.bits[src * p.token_words + w] = value;
-      continue;
+    if (w <= p.token_words) {
+      m.bits[src * p.token_words + w - 1] = value;
+      return;
     }
     if (value > static_cast<u32>(p.at.max_tokens)) {  // no peer of ours says that
       report_error(p.call, tag, kBadCount, src, static_cast<u64>(p.at.max_tokens), value, 0);
       red_or_shared(&s.call.late, 1u << src);
       value = 0;
     }
-    m.counts[src * p.num_local_experts + w - p.token_words] = static_cast<i32>(value);
-  }
+    m.counts[src * p.num_local_experts + w - 1 - p.token_words] = static_cast<i32>(value);
+  });
   __syncthreads();
   return s.call.active & ~s.call.late;
 }
@@ -210,16 +264,23 @@ DEVICE u32 learn_sources(const LatencyDispatchParams& p, DispatchShared& s, cons
 /// Lane k's meta of a record in packets. One warp; false when it does not come.
 DEVICE bool read_packed_meta(const LatencyDispatchParams& p, const CallShared& s, u64 tag, int src, const u8* from,
                              u64& meta) {
-  const int num_packets = (p.meta_words + p.row_words + p.scale_words + 2) / 3;
+  const int num_packets = packets_of_record(p);
+  Vec16 v[2];
+  int plane[2], at[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int word = 2 * lane_idx() + i;
+    plane[i] = (word >= num_packets) + (word >= 2 * num_packets);
+    at[i] = 16 * (word - plane[i] * num_packets);
+    if (lane_idx() < p.num_topk) v[i] = ld_relaxed_sys_128(from + at[i]);
+  }
   u32 half[2] = {0, 0};
   bool is_there = true;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (lane_idx() >= p.num_topk || !is_there) continue;
-    const int plane = (2 * lane_idx() + i) / num_packets;
-    Vec16 v;
-    is_there = wait_packet(p.call, s, tag, from + 16 * (2 * lane_idx() + i - plane * num_packets), src, v);
-    half[i] = plane == 0 ? v.word[0] : plane == 1 ? v.word[1] : v.word[2];
+    if (v[i].word[3] != static_cast<u32>(tag)) is_there = wait_packet(p.call, s, tag, from + at[i], src, v[i]);
+    half[i] = plane[i] == 0 ? v[i].word[0] : plane[i] == 1 ? v[i].word[1] : v[i].word[2];
   }
   meta = static_cast<u64>(half[1]) << 32 | half[0];
   return __ballot_sync(~0u, is_there) == ~0u;
@@ -235,29 +296,43 @@ DEVICE void note_rows(const LatencyDispatchParams& p, const Target& to, u64 meta
   if (to.row >= 0) reinterpret_cast<i32*>(p.out_src_token)[to.row] = token;
 }
 
-/// Brings a share of one token to its rows. One warp; false when its source is late.
-template <bool kIsPacked>
-DEVICE bool receive_token(const LatencyDispatchParams& p, const DispatchShared& s, const i32* counts, u32 taken,
-                          int src, int token, Share share) {
-  const u64 tag = s.call.receive_tag;
-  const int lane = lane_idx();
-  const u8* from = kIsPacked ? packets_at(p.at, p.call.own, tag, src, token) : row_at(p.at, p.call.own, tag, src, token);
-  u64 meta = kNoExpert;
-  if (kIsPacked) {
-    if (!read_packed_meta(p, s.call, tag, src, from, meta)) return false;
-  } else {
-    bool is_there = true;
-    if (lane == 0) is_there = wait_flag(p.call, s.call, tag, flag_at(p.at, p.call.own, tag, src, token), src);
-    __syncwarp();  // what lane 0 has acquired, all may read
-    if (__ballot_sync(~0u, is_there) != ~0u) return false;
-    if (lane < p.num_topk) meta = reinterpret_cast<const u64*>(from)[lane];
-  }
+/// What lane k must know to place a token's rows. One warp.
+DEVICE Target place_token(const LatencyDispatchParams& p, const i32* counts, u32 taken, int src, int token, u64 meta,
+                          Share share) {
   Target to = {-1, 0, false};
-  if (lane < p.num_topk) to = find_target(p, counts, taken, src, meta);
-  const u32 wanted = __ballot_sync(~0u, to.row >= 0 && to.is_first);
+  if (lane_idx() < p.num_topk) to = find_target(p, counts, taken, src, meta);
   if (share.part == 0) note_rows(p, to, meta, src, token);
-  if (kIsPacked) return expand_packets(p, s.call, src, from, to, wanted, share);
-  expand_row(p, from, to, wanted, share);
+  return to;
+}
+DEVICE u32 wanted_of(const Target& to) { return __ballot_sync(~0u, to.row >= 0 && to.is_first); }
+
+/// Brings a share of one token to its rows. One warp; false when its source is late.
+DEVICE bool receive_packets(const LatencyDispatchParams& p, const DispatchShared& s, const i32* counts, u32 taken,
+                            int src, int token, Share share) {
+  const u64 tag = s.call.receive_tag;
+  const u8* from = packets_at(p.at, p.call.own, tag, src, token);
+  const int first = 32 * share.part + lane_idx();
+  Vec16 v = {{0, 0, 0, 0}};
+  if (first < packets_of_record(p)) v = ld_relaxed_sys_128(from + 16 * first);
+  u64 meta = kNoExpert;
+  if (!read_packed_meta(p, s.call, tag, src, from, meta)) return false;
+  const Target to = place_token(p, counts, taken, src, token, meta, share);
+  return expand_packets(p, s.call, src, from, to, wanted_of(to), share, v);
+}
+DEVICE bool receive_row(const LatencyDispatchParams& p, const DispatchShared& s, const i32* counts, u32 taken, int src,
+                        int token, Share share) {
+  const u64 tag = s.call.receive_tag;
+  const u8* from = row_at(p.at, p.call.own, tag, src, token);
+  bool is_there = true;
+  if (lane_idx() == 0) is_there = wait_flag(p.call, s.call, tag, flag_at(p.at, p.call.own, tag, src, token), src);
+  __syncwarp();  // what lane 0 has acquired, all may read
+  if (__ballot_sync(~0u, is_there) != ~0u) return false;
+  const Range range = piece(p.row_words / 4, share.num_parts, share.part);
+  u64 meta = kNoExpert;
+  if (lane_idx() < p.num_topk) meta = reinterpret_cast<const u64*>(from)[lane_idx()];
+  const RowPart part = load_part(from + 4 * p.meta_words, range.begin + lane_idx(), range.end);
+  const Target to = place_token(p, counts, taken, src, token, meta, share);
+  expand_row(p, from, to, wanted_of(to), share, part);
   return true;
 }
 
@@ -275,13 +350,15 @@ DEVICE void receive_tokens(const LatencyDispatchParams& p, DispatchShared& s, co
     if (!(taken >> src & 1) || token >= s.num_tokens[src]) continue;
     if ((s.num_tokens[src] <= p.at.packet_tokens) != kIsPacked) continue;
     if (!(m.bits[src * p.token_words + token / 32] >> token % 32 & 1)) continue;
-    if (!receive_token<kIsPacked>(p, s, m.counts, taken, src, token, {i % kShares, kShares}) && lane_idx() == 0)
-      red_or_shared(&s.call.late, 1u << src);
+    const Share share = {i % kShares, kShares};
+    const bool is_there = kIsPacked ? receive_packets(p, s, m.counts, taken, src, token, share)
+                                    : receive_row(p, s, m.counts, taken, src, token, share);
+    if (!is_there && lane_idx() == 0) red_or_shared(&s.call.late, 1u << src);
     __syncwarp();
   }
 }
 
-/// Writes what the host and the combine want to know. All threads of the last block.
+/// Writes what the host and the combine want to know. All threads of a block.
 DEVICE void write_results(const LatencyDispatchParams& p, const DispatchShared& s, const DispatchMemory& m,
                           u32 counted) {
   const int tid = static_cast<int>(threadIdx.x);
@@ -295,38 +372,72 @@ DEVICE void write_results(const LatencyDispatchParams& p, const DispatchShared& 
       begin += count;
     }
     reinterpret_cast<i32*>(p.out_counts)[e] = static_cast<i32>(begin);
-    if (p.stats) reinterpret_cast<i32*>(p.stats)[e] += static_cast<i32>(begin);
   }
 #pragma unroll 1
-  for (int i = tid; i < kNumRanks * (1 + p.token_words); i += step) {
-    const int src = i / (1 + p.token_words);
-    const int w = i - src * (1 + p.token_words);
-    const u32 value = w == 0 ? static_cast<u32>(s.num_tokens[src]) : m.bits[src * p.token_words + w - 1];
-    reinterpret_cast<u32*>(p.recv_info)[i] = counted >> src & 1 ? value : 0;
+  for (int i = tid; i < kNumRanks * p.token_words; i += step) {
+    const int src = i / p.token_words;
+    u32* info = reinterpret_cast<u32*>(p.recv_info) + src * (1 + p.token_words);
+    const bool is_in = counted >> src & 1;
+    info[1 + i - src * p.token_words] = is_in ? m.bits[i] : 0;
+    if (i == src * p.token_words) info[0] = is_in ? static_cast<u32>(s.num_tokens[src]) : 0;
   }
 }
 
-/// All threads.
+/// Adds what came to the caller's statistics. All threads of the last block.
+DEVICE void add_stats(const LatencyDispatchParams& p, const DispatchMemory& m, u32 counted) {
+  if (!p.stats) return;
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < p.num_local_experts; e += static_cast<int>(blockDim.x)) {
+    i32 count = 0;
+    for (int src = 0; src < kNumRanks; ++src)
+      if (counted >> src & 1) count += m.counts[src * p.num_local_experts + e];
+    reinterpret_cast<i32*>(p.stats)[e] += count;
+  }
+}
+
+/// All threads. Block 0 writes the results as they will be if nobody is late, while the others bring rows.
 DEVICE void receive_half(const LatencyDispatchParams& p, DispatchShared& s, const DispatchMemory& m) {
   const int num_warps = static_cast<int>(blockDim.x / 32);
-  int warp = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32));
-  int step = static_cast<int>(gridDim.x) * num_warps;
+  const int num_blocks = gridDim.x == 1 ? 1 : static_cast<int>(gridDim.x) - 1;
+  const int block = gridDim.x == 1 ? 0 : static_cast<int>(blockIdx.x) - 1;
+  int warp = block + num_blocks * warp_idx();
+  int step = num_blocks * num_warps;
   __syncthreads();
   u32 taken = learn_sources(p, s, m);
   __syncthreads();  // all have the same, before somebody notes that a source is late
+  if (blockIdx.x == 0) write_results(p, s, m, taken);
 #pragma unroll 1
   for (bool is_again = false;; is_again = true) {
-    receive_tokens<true>(p, s, m, taken, warp, step);
-    receive_tokens<false>(p, s, m, taken, warp, step);
+    if (block >= 0 || is_again) {
+      receive_tokens<true>(p, s, m, taken, warp, step);
+      receive_tokens<false>(p, s, m, taken, warp, step);
+    }
     if (is_again) break;
-    if (!end_block(p.call, s.call, taken, p.call.end_offset)) return;
+    if (!end_block(p.call, s.call, s.call.active, taken, p.call.end_offset)) return;
     taken = counted_sources(s.call);
     if (!has_differed(s.call)) break;
     warp = warp_idx();
     step = num_warps;
+    write_results(p, s, m, taken);
   }
-  write_results(p, s, m, taken);
+  add_stats(p, m, taken);
   finish_call(p.call, s.call, taken, s.call.wanted, p.out_got);
+}
+
+/// All threads; `in` is the beginning of the row of `first`, the block's first token; `is_bad` as of `load_ids`.
+template <bool kFp8>
+DEVICE void send_half(const LatencyDispatchParams& p, DispatchShared& s, const DispatchMemory& m, int first, int step,
+                      Input in, bool is_bad) {
+  if (blockIdx.x == 0) {
+    if (is_bad) report_bad_id(p, s.call.send_tag);
+    coordinator(p, s.call, m);
+  }
+  if (p.refused || first < 0) return;
+#pragma unroll 1
+  for (int token = first; token < p.num_tokens; token += step) {
+    if (token != first) in = load_input<kFp8>(p, token, 0);
+    send_token<kFp8>(p, s, m, token, in);
+  }
 }
 
 template <bool kFp8>
@@ -336,16 +447,20 @@ DEVICE void dispatch(const LatencyDispatchParams& p) {
   const bool is_sending = p.call.halves & kSendHalf;
   const int num_senders = gridDim.x == 1 ? 1 : static_cast<int>(gridDim.x) - 1;
   const int first = gridDim.x == 1 ? 0 : static_cast<int>(blockIdx.x) - 1;
+  const int num_counters = p.num_experts + kNumRanks * p.token_words;
+  for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) m.counts[i] = 0;
   wait_previous_kernel();
   Input in = {};
+  bool is_bad = false;
   if (is_sending && first >= 0 && first < p.num_tokens) in = load_input<kFp8>(p, first, 0);
   open_call(p.call, p.at, s.call);
+  if (is_sending) is_bad = load_ids(p, m.ids);
   __syncthreads();
-  if (is_sending) send_half<kFp8>(p, s, m, first, num_senders, in);
+  if (is_sending) send_half<kFp8>(p, s, m, first, num_senders, in, is_bad);
   allow_next_kernel();
   if ((p.call.halves & kReceiveHalf) && !p.refused) {
     receive_half(p, s, m);
-  } else if (end_block(p.call, s.call, 0, p.call.end_offset)) {
+  } else if (end_block(p.call, s.call, 0, 0, p.call.end_offset)) {
     finish_call(p.call, s.call, 0, 0, 0);
   }
 }

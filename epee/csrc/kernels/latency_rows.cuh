@@ -10,10 +10,9 @@
 
 constexpr u32 kNoExpert = 0x7FFF;
 constexpr u32 kRepeated = 0x8000;  // in `ids`: no first choice of this expert in its token
-constexpr int kBatch = 8;          // 16-byte loads that a lane has in flight
-constexpr int kPacketBatch = 4;
-constexpr int kRowShares = 2;     // warps that expand a row,
-constexpr int kPacketShares = 8;  // and one that comes in packets: with few tokens there are warps enough
+constexpr int kBatch = 4;          // 16-byte loads that a lane has in flight
+constexpr int kRowShares = 4;      // warps that expand a row,
+constexpr int kPacketShares = kPacketWarps;  // and one that comes in packets: a packet for each lane if it is FP8 of 7168
 enum ScaleKind : int { kFloatScales = 0, kPowerScales, kUe8m0Scales };
 
 /// Two times sixteen bytes of a token's row that a thread works on: sixteen channels, or twice eight.
@@ -52,8 +51,9 @@ DEVICE Scale scale_of(float amax, int kind) {
   return {__uint_as_float(exponent << 23), 1.0f / __uint_as_float(exponent << 23)};
 }
 
-/// Quantises sixteen channels of each thread; eight threads share a block of 128. All lanes of a warp.
-DEVICE void write_fp8(const LatencyDispatchParams& p, int base, const Input& in, u8* row, u8* scales) {
+/// Quantises sixteen channels of each thread; eight threads share a block of 128, whose scale is written. All lanes of a
+/// warp.
+DEVICE Vec16 quantise(const LatencyDispatchParams& p, int unit, const Input& in, u8* scales) {
   float value[16];
   float amax = 1e-4f;
 #pragma unroll
@@ -73,24 +73,16 @@ DEVICE void write_fp8(const LatencyDispatchParams& p, int base, const Input& in,
     out.word[i] = float2_to_e4m3x2(__fmul_rn(v[0], scale.factor), __fmul_rn(v[1], scale.factor)) |
                   float2_to_e4m3x2(__fmul_rn(v[2], scale.factor), __fmul_rn(v[3], scale.factor)) << 16;
   }
-  const int unit = base + static_cast<int>(threadIdx.x);
-  if (16 * unit >= p.hidden) return;
-  *reinterpret_cast<Vec16*>(row + 16 * unit) = out;
-  if (unit % 8) return;
+  if (16 * unit >= p.hidden || unit % 8) return out;
   const u32 bits = __float_as_uint(scale.scale);
   if (p.scale_kind == kUe8m0Scales)
     scales[unit / 8] = static_cast<u8>(bits >> 23);
   else
     reinterpret_cast<u32*>(scales)[unit / 8] = bits;
+  return out;
 }
 
-DEVICE void write_bf16(const LatencyDispatchParams& p, int base, const Input& in, u8* row) {
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const int unit = base + static_cast<int>(threadIdx.x) + j * static_cast<int>(blockDim.x);
-    if (8 * unit < p.hidden) *reinterpret_cast<Vec16*>(row + 16 * unit) = in.half[j];
-  }
-}
+DEVICE int packets_of_record(const LatencyDispatchParams& p) { return (p.meta_words + p.row_words + p.scale_words + 2) / 3; }
 
 /// Where the row of a source's choice lies in the result; lane k holds that of slot k.
 struct Target {
@@ -134,31 +126,11 @@ struct Share {
   int part, num_parts;
 };
 
-/// Copies a share of a record that lies in memory to the rows of all its experts here. One warp.
-DEVICE void expand_row(const LatencyDispatchParams& p, const u8* from, const Target& mine, u32 wanted, Share share) {
-  const int lane = lane_idx();
-  const Range range = piece(p.row_words / 4, share.num_parts, share.part);
-  from += 4 * p.meta_words;
-#pragma unroll 1
-  for (int first = range.begin; first < range.end; first += 32 * kBatch) {
-    const int base = first + lane;
-    Vec16 v[kBatch];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b)
-      if (base + 32 * b < range.end) v[b] = ld_vec16(from + 16 * (base + 32 * b));
-#pragma unroll 1
-    for (u32 left = wanted; left; left &= left - 1) {
-      u8* to = result_row(p, __shfl_sync(~0u, mine.row, __ffs(left) - 1));
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b)
-        if (base + 32 * b < range.end) st_vec16(to + 16 * (base + 32 * b), v[b]);
-    }
-  }
-  if (share.part != share.num_parts - 1) return;
-  const u32* scales = reinterpret_cast<const u32*>(from + 4 * p.row_words);
+/// Copies scales of a record to the rows of all its experts here. One warp.
+DEVICE void expand_scales(const LatencyDispatchParams& p, const u32* scales, const Target& mine, u32 wanted) {
 #pragma unroll 1
   for (int first = 0; first < p.scale_words; first += 32) {
-    const int i = first + lane;
+    const int i = first + lane_idx();
     const u32 word = i < p.scale_words ? scales[i] : 0;
 #pragma unroll 1
     for (u32 left = wanted; left; left &= left - 1) {
@@ -168,54 +140,74 @@ DEVICE void expand_row(const LatencyDispatchParams& p, const u8* from, const Tar
   }
 }
 
-/// Where the words of a record go: a row of the result, and its scales.
-struct WordPlaces {
-  u32* row;
-  u32* scales;
+/// The units of a share of a record that lies in memory.
+struct RowPart {
+  Vec16 v[kBatch];
 };
-DEVICE WordPlaces word_places(const LatencyDispatchParams& p, const Target& to) {
-  return {reinterpret_cast<u32*>(result_row(p, to.row)), result_scale(p, to, 0)};
+DEVICE RowPart load_part(const u8* row, int base, int end) {
+  RowPart part;
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b)
+    if (base + 32 * b < end) part.v[b] = ld_vec16(row + 16 * (base + 32 * b));
+  return part;
+}
+
+/// Copies a share of a record to the rows of all its experts here; `part` is the beginning of it. One warp.
+DEVICE void expand_row(const LatencyDispatchParams& p, const u8* from, const Target& mine, u32 wanted, Share share,
+                       RowPart part) {
+  const Range range = piece(p.row_words / 4, share.num_parts, share.part);
+  const u8* row = from + 4 * p.meta_words;
+#pragma unroll 1
+  for (int base = range.begin + lane_idx();;) {
+#pragma unroll 1
+    for (u32 left = wanted; left; left &= left - 1) {
+      u8* to = result_row(p, __shfl_sync(~0u, mine.row, __ffs(left) - 1));
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b)
+        if (base + 32 * b < range.end) st_vec16(to + 16 * (base + 32 * b), part.v[b]);
+    }
+    base += 32 * kBatch;
+    if (base - lane_idx() >= range.end) break;
+    part = load_part(row, base, range.end);
+  }
+  if (share.part == share.num_parts - 1)
+    expand_scales(p, reinterpret_cast<const u32*>(row + 4 * p.row_words), mine, wanted);
 }
 
 /// Puts word `at` of a record, counted behind its meta, where it belongs.
-DEVICE void put_word(const LatencyDispatchParams& p, const WordPlaces& to, int at, u32 word) {
+DEVICE void put_word(const LatencyDispatchParams& p, u32* row, u32* scales, int at, u32 word) {
   if (at < 0 || at >= p.row_words + p.scale_words) return;
   if (at < p.row_words)
-    to.row[at] = word;
+    row[at] = word;
   else
-    to.scales[(at - p.row_words) * kNumRanks * p.at.max_tokens] = word;
+    scales[(at - p.row_words) * kNumRanks * p.at.max_tokens] = word;
 }
 
-/// The same with a record that comes in packets. One warp; false when a packet does not come.
+/// Copies a share of a record that comes in packets. `v` is lane's first packet as it was found; packets follow
+/// `32 * num_parts` apart. One warp; false when a packet does not come.
 DEVICE bool expand_packets(const LatencyDispatchParams& p, const CallShared& s, int src, const u8* from,
-                           const Target& mine, u32 wanted, Share share) {
+                           const Target& mine, u32 wanted, Share share, Vec16 v) {
   const u64 tag = s.receive_tag;
-  const int num_packets = (p.meta_words + p.row_words + p.scale_words + 2) / 3;
-  const Range range = piece(num_packets, share.num_parts, share.part);
+  const int num_packets = packets_of_record(p);
   bool is_whole = true;
 #pragma unroll 1
-  for (int first = range.begin; first < range.end; first += 32 * kPacketBatch) {
-    const int base = first + lane_idx();
-    Vec16 v[kPacketBatch];
-#pragma unroll
-    for (int b = 0; b < kPacketBatch; ++b)
-      if (base + 32 * b < range.end) v[b] = ld_relaxed_sys_128(from + 16 * (base + 32 * b));
-#pragma unroll
-    for (int b = 0; b < kPacketBatch; ++b)
-      if (base + 32 * b < range.end && v[b].word[3] != static_cast<u32>(tag))
-        is_whole &= wait_packet(p.call, s, tag, from + 16 * (base + 32 * b), src, v[b]);
+  for (int i = 32 * share.part + lane_idx();;) {
+    const bool is_mine = i < num_packets;
+    if (is_mine && v.word[3] != static_cast<u32>(tag)) is_whole &= wait_packet(p.call, s, tag, from + 16 * i, src, v);
+    const int at = i - p.meta_words;
 #pragma unroll 1
     for (u32 left = wanted; left; left &= left - 1) {
-      const WordPlaces to = word_places(p, target_of_lane(mine, __ffs(left) - 1));
-#pragma unroll
-      for (int b = 0; b < kPacketBatch; ++b) {
-        if (base + 32 * b >= range.end) continue;
-        const int at = base + 32 * b - p.meta_words;
-        put_word(p, to, at, v[b].word[0]);
-        put_word(p, to, at + num_packets, v[b].word[1]);
-        put_word(p, to, at + 2 * num_packets, v[b].word[2]);
-      }
+      const Target to = target_of_lane(mine, __ffs(left) - 1);
+      u32* row = reinterpret_cast<u32*>(result_row(p, to.row));
+      u32* scales = result_scale(p, to, 0);
+      if (!is_mine) continue;
+      put_word(p, row, scales, at, v.word[0]);
+      put_word(p, row, scales, at + num_packets, v.word[1]);
+      put_word(p, row, scales, at + 2 * num_packets, v.word[2]);
     }
+    i += 32 * share.num_parts;
+    if (i - lane_idx() >= num_packets) break;
+    if (i < num_packets) v = ld_relaxed_sys_128(from + 16 * i);
   }
   return __ballot_sync(~0u, is_whole) == ~0u;
 }

@@ -191,12 +191,14 @@ class LatencyCore:
         a = kernel.args
         self._set_call(a, CoreOptions(), None, turn)
         a.num_tokens, a.refused = 0, 1
-        shared_bytes = dispatch_launch(self.config, 0, BOTH_HALVES, 1, self.platform.limits).shared_bytes
+        limits = self.platform.limits
         if op == OP_COMBINE:
+            launch = combine_launch(self.config, 0, BOTH_HALVES, 1, limits)
             a.handle_got = a.recv_info = self._own.address  # read, and not used
         else:
+            launch = dispatch_launch(self.config, 0, BOTH_HALVES, 1, limits)
             a.sent_to = self._own.address + self.config.region_layout.offset("scratch")
-        self._launch(kernel, Launch(1, 32 * self.platform.limits.max_warps, shared_bytes))
+        self._launch(kernel, launch._replace(grid=1))
         a.refused = 0
 
     def _launch_dispatch(self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, turn: Turn) -> None:

@@ -11,7 +11,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,8 @@ MAX_HIDDEN = 16384
 MAX_WARPS = 16
 SCALE_BLOCK = 128
 PACKET_BYTES, PACKET_WORDS = 16, 3  # three words of a record and a mark
+COMBINE_WARPS = 8
+PARTIAL_SHARES = 3  # blocks that sum a partial that goes in packets
 PACKET_SHARES = 20  # warps that expand a record in packets
 PACKET_TOKENS = 32  # up to so many tokens of a rank cross in packets
 SEND_HALF, RECEIVE_HALF = 1, 2
@@ -305,8 +307,7 @@ def handle_space(config: LatencyConfig, num_tokens: int) -> HandleSpace:
     return HandleSpace(*offsets)
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """How a kernel is launched."""
 
     grid: int
@@ -341,10 +342,11 @@ def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms
 
 @functools.cache
 def combine_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
-    """Return the launch of a combine: a block for each partial that a rank with as many tokens as the others sends, and
-    not too few when they have more; two blocks on a multiprocessor."""
-    sending = max(config.num_ranks * num_tokens, _ceil_div(config.capacity, 8)) if halves & SEND_HALF else 0
-    shares = 4 if num_tokens <= config.packet_tokens else 2  # of a token, a block each
-    receiving = shares * num_tokens if halves & RECEIVE_HALF else 0
+    """Return the launch of a combine: a block for each partial, or share of one, that a rank with as many tokens as the
+    others sends, and not too few when they have more; two blocks on a multiprocessor."""
+    is_packed = num_tokens <= config.packet_tokens
+    sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else 1)
+    sending = max(sending, _ceil_div(config.capacity, 8)) if halves & SEND_HALF else 0
+    receiving = (5 if is_packed else 4) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each
     grid = max(1, min(2 * max_sms, max(sending, receiving)))
-    return Launch(grid, 32 * limits.max_warps, 4 * config.hidden + 16 if halves & SEND_HALF else 0)
+    return Launch(grid, 32 * min(COMBINE_WARPS, limits.max_warps), 0)

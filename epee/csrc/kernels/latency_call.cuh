@@ -85,7 +85,7 @@ DEVICE u64 marked(u64 tag, u32 value) { return tag << 32 | value; }
 DEVICE int part_of(int rank, int other) { return kIsFolded && other != rank && other != 1 - rank ? other : rank; }
 
 /// The last call that a source has announced, also if it takes no part; `tag` is the call in progress.
-DEVICE u64 last_head(const LatencyPlaces& at, u64 own, u64 tag, int src) {
+DEVICE_COLD u64 last_head(const LatencyPlaces& at, u64 own, u64 tag, int src) {
   i32 ahead = -static_cast<i32>((tag < 0x7FFFFFFF ? tag : 0x7FFFFFFF));
 #pragma unroll 1
   for (int slot = 0; slot < at.num_slots; ++slot) {
@@ -147,16 +147,20 @@ DEVICE bool has_bad_news(const LatencyCall& call, int peer, u64 now) {
   return ld_relaxed_sys(news) != 0 || (ld_relaxed_sys(news + 1) >> peer & 1);
 }
 
-/// Whether a wait for `peer` goes on after `polls` looks: not when the time is over, the call aborted, the peer dead
-/// or taken out of the mask meanwhile, or known to the block as late.
+/// Whether a wait for `peer` goes on: not when the time is over, the call aborted, the peer dead or taken out of the mask
+/// meanwhile.
+DEVICE_COLD bool glance(const LatencyCall& call, u64 deadline_ns, int peer) {
+  const u64 now = global_time_ns();
+  if (now > deadline_ns) return false;
+  if (peer != call.rank && ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + peer) == 0) return false;
+  return !has_bad_news(call, peer, now);
+}
+
+/// The same after `polls` polls; nor when the peer is known to the block as late.
 DEVICE bool may_wait(const LatencyCall& call, const CallShared& s, int peer, u32 polls) {
   poll_pause();
   if (*const_cast<const volatile u32*>(&s.late) >> peer & 1) return false;
-  if (polls % kPollsPerGlance) return true;
-  const u64 now = global_time_ns();
-  if (now > s.deadline_ns) return false;
-  if (peer != call.rank && ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + peer) == 0) return false;
-  return !has_bad_news(call, peer, now);
+  return polls % kPollsPerGlance || glance(call, s.deadline_ns, peer);
 }
 
 /// Waits for a marked word, which orders nothing but itself. False when it does not come, or a later one is there.

@@ -3,8 +3,8 @@
 //
 //   announcer    block 0, send half: a word to every rank that says whether this rank has its tokens. When the weights
 //                are given to the combine, it sends those of its tokens to the ranks that have them.
-//   reducer      every block, send half: finds the rows of a token (a warp each), sums them in float32 into a record
-//                in shared memory, rounds once, and sends it as dispatch sends its records (latency_call.cuh).
+//   reducer      every block, send half: finds the rows of a token (a warp each), sums them in float32, rounds once, and
+//                stores the sum at the token's rank, straight from registers: with a flag behind it, or in packets.
 //   collector    every block, receive half: a share of a token at a time, sums the partials of all ranks that have it.
 //   The last block to end decides what counts, as in dispatch; when blocks have not seen the same ranks whole, it sums
 //   all tokens again.
@@ -19,12 +19,11 @@
 #include "latency_call.cuh"
 
 constexpr int kMaxTopk = 32;
-constexpr int kRowBatch = 4;   // rows that are read at once,
-constexpr int kUnitBatch = 1;  // so many pieces of them each
-constexpr int kRowShares = 2;     // blocks that sum a token,
-constexpr int kPacketShares = 4;  // and one whose partials come in packets
+constexpr int kRowBatch = 4;      // rows that are read at once
+constexpr int kPartialShares = 3;  // blocks that sum a partial that goes in packets
+constexpr int kRowShares = 4;      // blocks that sum a token,
+constexpr int kPacketShares = 5;   // and one whose partials come in packets
 constexpr int kRankBatch = kNumRanks <= 4 ? kNumRanks : 3;  // ranks whose partials are read at once
-constexpr int kNumPeers = kNumRanks > 1 ? kNumRanks - 1 : 1;
 
 /// The rows of a token of a peer, in summing order.
 struct TokenRows {
@@ -90,26 +89,22 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
   }
 }
 
-/// A token of a rank: the pairs of other ranks come token by token, and for each beginning behind this rank; then this
-/// rank's own, while the others' rows are under way.
+/// A token of a rank: the pairs come token by token, and for each beginning behind this rank.
 struct Pair {
   int src, token;
 };
 DEVICE Pair pair_of(const LatencyCombineParams& p, int index) {
-  const int num_remote = (kNumRanks - 1) * p.at.max_tokens;
-  if (index >= num_remote) return {p.call.rank, index - num_remote};
-  const int token = index / kNumPeers;
-  const int src = p.call.rank + 1 + index - token * kNumPeers;
+  const int token = index / kNumRanks;
+  const int src = p.call.rank + 1 + index - token * kNumRanks;
   return {src < kNumRanks ? src : src - kNumRanks, token};
 }
 
-/// Finds the rows of a pair, `count` 0 when there are none. One warp.
-DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, int index, TokenRows& found) {
+/// Finds the rows of a token of a rank, `count` 0 when there are none. One warp.
+DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, Pair pair, bool is_wanted, TokenRows& found) {
   const int lane = lane_idx();
   i32 row = -1;
   float weight = 0.0f;
-  if (index < kNumRanks * p.at.max_tokens) {
-    const Pair pair = pair_of(p, index);
+  if (is_wanted) {
     const i64 at = (static_cast<i64>(pair.src) * p.at.max_tokens + pair.token) * p.num_topk + lane;
     const u32* info = reinterpret_cast<const u32*>(p.recv_info) + pair.src * (1 + p.token_words);
     if (lane < p.num_topk) {
@@ -117,8 +112,7 @@ DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, int index
       weight = reinterpret_cast<const float*>(p.recv_weights)[at];
     }
     const u32 bits = info[1 + pair.token / 32];
-    const bool is_wanted = ((s.served & s.call.active) >> pair.src & 1) && (bits >> pair.token % 32 & 1);
-    if (!is_wanted || row >= p.num_rows) row = -1;
+    if (!(bits >> pair.token % 32 & 1) || row >= p.num_rows) row = -1;
     u32 given = 0;
     if (p.has_weights && row >= 0) {
       if (wait_marked(p.call, s.call, s.call.send_tag,
@@ -139,96 +133,220 @@ DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, int index
   if (lane == 0) found.count = __popc(wanted);
 }
 
+/// Some channels of a sum, two in each word of y.
+template <int kWords>
+struct Sums {
+  float value[2 * kWords];
+};
+template <int kWords>
+DEVICE Sums<kWords> no_sums() {
+  Sums<kWords> sums;
+#pragma unroll
+  for (int i = 0; i < 2 * kWords; ++i) sums.value[i] = -0.0f;
+  return sums;
+}
+template <int kWords>
+DEVICE void add_words(Sums<kWords>& sums, float weight, const u32* words) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const float low = bf16_to_float(static_cast<u16>(words[i]));
+    const float high = bf16_to_float(static_cast<u16>(words[i] >> 16));
+    sums.value[2 * i] = __fadd_rn(sums.value[2 * i], __fmul_rn(weight, low));
+    sums.value[2 * i + 1] = __fadd_rn(sums.value[2 * i + 1], __fmul_rn(weight, high));
+  }
+}
+DEVICE const u8* row_of_y(const LatencyCombineParams& p, const TokenRows& rows, int n) {
+  return reinterpret_cast<const u8*>(p.y) + rows.row[n] * p.y_stride;
+}
+
+/// A unit of a partial is 16 bytes at the token's rank: eight bfloat16 or four float32 channels.
+template <bool kIsWide>
+struct Unit {
+  static constexpr int kWords = kIsWide ? 2 : 4;
+  struct __align__(4 * kWords) Words {
+    u32 word[kWords];
+  };
+};
+
+/// A unit of the first rows of a token, on its way into registers.
+template <bool kIsWide>
+struct UnitRows {
+  typename Unit<kIsWide>::Words row[kRowBatch];
+};
+template <bool kIsWide>
+DEVICE UnitRows<kIsWide> load_unit(const LatencyCombineParams& p, const TokenRows& rows, int unit) {
+  using Words = typename Unit<kIsWide>::Words;
+  UnitRows<kIsWide> v;
+  const bool is_there = unit < p.hidden / (2 * Unit<kIsWide>::kWords);
+#pragma unroll
+  for (int i = 0; i < kRowBatch; ++i)
+    if (is_there && i < rows.count) v.row[i] = reinterpret_cast<const Words*>(row_of_y(p, rows, i))[unit];
+  return v;
+}
+
+/// Sums a unit, rounds it and stores it in the record at `to`.
+template <bool kIsWide>
+DEVICE void sum_unit(const LatencyCombineParams& p, const TokenRows& rows, const UnitRows<kIsWide>& v, u8* to,
+                     int unit) {
+  constexpr int kWords = Unit<kIsWide>::kWords;
+  if (unit >= p.hidden / (2 * kWords)) return;
+  Sums<kWords> sums = no_sums<kWords>();
+#pragma unroll
+  for (int i = 0; i < kRowBatch; ++i)
+    if (i < rows.count) add_words<kWords>(sums, rows.weight[i], v.row[i].word);
+#pragma unroll 1
+  for (int n = kRowBatch; n < rows.count; ++n) {
+    const auto more = reinterpret_cast<const typename Unit<kIsWide>::Words*>(row_of_y(p, rows, n))[unit];
+    add_words<kWords>(sums, rows.weight[n], more.word);
+  }
+  Vec16 out;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    out.word[i] = kIsWide ? __float_as_uint(sums.value[i % (2 * kWords)])
+                          : float2_to_bf16x2(sums.value[2 * i % (2 * kWords)], sums.value[(2 * i + 1) % (2 * kWords)]);
+  st_vec16(to + 16 * unit, out);
+}
+
+/// The next of the block's items that has rows.
+DEVICE int next_item(const CombineShared& s, int item) {
+  const int num_warps = static_cast<int>(blockDim.x / 32);
+  for (++item; item < num_warps && s.rows[item].count == 0;) ++item;
+  return item;
+}
+
 /// Threads that sum; the last warp releases flags meanwhile.
 DEVICE int num_workers() { return blockDim.x > 32 ? static_cast<int>(blockDim.x) - 32 : static_cast<int>(blockDim.x); }
 
-/// Rounds eight sums and stores them as `unit` of the record at `to`, at the token's rank or in shared memory.
-template <bool kIsWide>
-DEVICE void store_sum(const Lanes<kBf16>& sum, u8* to, int unit) {
-  if (kIsWide) {
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      Lanes<kF32> half;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) half.value[c] = sum.value[4 * part + c];
-      *reinterpret_cast<Vec16*>(to + 32 * unit + 16 * part) = pack<kF32>(half);
-    }
-  } else {
-    *reinterpret_cast<Vec16*>(to + 16 * unit) = pack<kBf16>(sum);
-  }
-}
-
-/// Sums the rows of a token into the record at `to`: bfloat16, or float32 with `kIsWide`. Workers.
-template <bool kIsWide>
-DEVICE void sum_rows(const LatencyCombineParams& p, const TokenRows& rows, u8* to) {
-  const int num_units = p.hidden / 8;
-  const int step = num_workers();
-  const int count = rows.count;
-#pragma unroll 1
-  for (int base = static_cast<int>(threadIdx.x); base < num_units; base += kUnitBatch * step) {
-    Lanes<kBf16> sum[kUnitBatch];
-#pragma unroll
-    for (int j = 0; j < kUnitBatch; ++j) sum[j] = filled<kBf16>(-0.0f);
-#pragma unroll 1
-    for (int n = 0; n < count; n += kRowBatch) {
-      Vec16 v[kRowBatch][kUnitBatch];
-#pragma unroll
-      for (int i = 0; i < kRowBatch; ++i)
-#pragma unroll
-        for (int j = 0; j < kUnitBatch; ++j)
-          if (n + i < count && base + j * step < num_units)
-            v[i][j] = ld_vec16(reinterpret_cast<const u8*>(p.y) + rows.row[n + i] * p.y_stride +
-                               16 * (base + j * step));
-#pragma unroll
-      for (int i = 0; i < kRowBatch; ++i)
-#pragma unroll
-        for (int j = 0; j < kUnitBatch; ++j)
-          if (n + i < count && base + j * step < num_units)
-            add_scaled<kBf16>(sum[j], rows.weight[n + i], unpack<kBf16>(v[i][j]));
-    }
-#pragma unroll
-    for (int j = 0; j < kUnitBatch; ++j)
-      if (base + j * step < num_units) store_sum<kIsWide>(sum[j], to, base + j * step);
-  }
-}
-
-/// Sends the partial of a token of a rank: straight from registers with a flag behind it, or in packets. All threads.
-template <bool kIsWide>
-DEVICE void send_partial(const LatencyCombineParams& p, const CombineShared& s, const TokenRows& rows, Pair pair,
-                         u8* record) {
-  const u64 tag = s.call.send_tag;
+/// Where a partial goes: the place of (this rank, token) at the token's rank.
+DEVICE u8* partial_at(const LatencyCombineParams& p, const CombineShared& s, Pair pair, bool is_packed) {
   const u64 peer = s.call.peer[pair.src];
   const int src = part_of(p.call.rank, pair.src);
-  const int tid = static_cast<int>(threadIdx.x);
-  const bool is_packed = s.num_tokens[pair.src] <= p.at.packet_tokens;
-  if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
-  u8* const place = is_packed ? packets_at(p.at, peer, tag, src, pair.token) : row_at(p.at, peer, tag, src, pair.token);
-  if (tid < num_workers()) sum_rows<kIsWide>(p, rows, is_packed ? record : place);
-  __syncthreads();
-  if (!is_packed) {
-    if (warp_idx() == static_cast<int>(blockDim.x / 32) - 1)
-      release_flags(p.call, p.at, s.call, tag, pair.token, 1u << pair.src);
-    return;
-  }
-  const int num_packets = (p.hidden / (kIsWide ? 1 : 2) + 2) / 3;
-#pragma unroll 1
-  for (int i = tid; i < num_packets; i += static_cast<int>(blockDim.x))
-    st_relaxed_sys_128(place + 16 * i, packet_of(reinterpret_cast<const u32*>(record), num_packets, i, tag));
-  __syncthreads();
+  return is_packed ? packets_at(p.at, peer, s.call.send_tag, src, pair.token)
+                   : row_at(p.at, peer, s.call.send_tag, src, pair.token);
 }
 
-/// Sends the partials of this block's share of the pairs. All threads.
+/// Sends the partials of the block's items as rows. The next unit is on its way from y before one is stored: loads queue
+/// behind stores that wait for the link. `first`: pair of item 0, the others follow a grid apart. All threads.
 template <bool kIsWide>
-DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u8* record) {
+DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first) {
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int grid = static_cast<int>(gridDim.x);
+  const int num_units = p.hidden / (2 * Unit<kIsWide>::kWords);
+  const int tid = static_cast<int>(threadIdx.x);
+  const bool is_worker = tid < num_workers();
+  const bool is_publisher = warp_idx() == num_warps - 1;
+  int item = next_item(s, -1);
+  if (item == num_warps) return;
+  int base = 0;
+  UnitRows<kIsWide> v = {};
+  if (is_worker) v = load_unit<kIsWide>(p, s.rows[item], tid);
 #pragma unroll 1
-  for (int first = static_cast<int>(blockIdx.x); first < kNumRanks * p.at.max_tokens; first += grid * num_warps) {
-    find_rows(p, s, first + grid * warp_idx(), s.rows[warp_idx()]);
+  while (item < num_warps) {
+    const Pair pair = pair_of(p, first + grid * item);
+    const bool is_last = base + num_workers() >= num_units;
+    const int next = is_last ? next_item(s, item) : item;
+    const int next_base = is_last ? 0 : base + num_workers();
+    if (is_worker) {
+      UnitRows<kIsWide> ahead = {};
+      if (next < num_warps) ahead = load_unit<kIsWide>(p, s.rows[next], next_base + tid);
+      if (lane_idx() == 0) perhaps_stall(s.call.send_tag, p.call.rank, 4);
+      sum_unit<kIsWide>(p, s.rows[item], v, partial_at(p, s, pair, false), base + tid);
+      v = ahead;
+    }
+    if (is_last) {
+      __syncthreads();
+      if (is_publisher) release_flags(p.call, p.at, s.call, s.call.send_tag, pair.token, 1u << pair.src);
+    }
+    item = next;
+    base = next_base;
+  }
+}
+
+/// Words 3i ... 3i + 2 of a row of y; half of each if the record is float32.
+template <bool kIsWide>
+DEVICE void load_words(const u8* row, int i, int num_words, u32 (&words)[3]) {
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    const int at = 3 * i + k;
+    words[k] = 0;
+    if (at < num_words) words[k] = kIsWide ? reinterpret_cast<const u16*>(row)[at] : reinterpret_cast<const u32*>(row)[at];
+  }
+}
+
+/// Sends a share of a partial in packets: three words each, six bfloat16 or three float32 channels. All threads.
+template <bool kIsWide>
+DEVICE void send_packets(const LatencyCombineParams& p, const CombineShared& s, const TokenRows& rows, Pair pair,
+                         int part) {
+  constexpr int kPackets = 2;  // of a thread at once
+  const u64 tag = s.call.send_tag;
+  const int step = static_cast<int>(blockDim.x);
+  const int num_words = p.hidden / (kIsWide ? 1 : 2);
+  const Range range = piece((num_words + 2) / 3, kPartialShares, part);
+  u8* to = partial_at(p, s, pair, true);
+  if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
+#pragma unroll 1
+  for (int i = range.begin + static_cast<int>(threadIdx.x); i < range.end; i += kPackets * step) {
+    Sums<3> sums[kPackets] = {no_sums<3>(), no_sums<3>()};
+#pragma unroll 1
+    for (int n = 0; n < rows.count; n += kRowBatch) {
+      u32 words[kRowBatch][kPackets][3];
+#pragma unroll
+      for (int r = 0; r < kRowBatch; ++r)
+#pragma unroll
+        for (int j = 0; j < kPackets; ++j)
+          if (n + r < rows.count) load_words<kIsWide>(row_of_y(p, rows, n + r), i + j * step, num_words, words[r][j]);
+#pragma unroll
+      for (int r = 0; r < kRowBatch; ++r)
+#pragma unroll
+        for (int j = 0; j < kPackets; ++j)
+          if (n + r < rows.count) add_words<3>(sums[j], rows.weight[n + r], words[r][j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kPackets; ++j) {
+      Vec16 v;
+#pragma unroll
+      for (int k = 0; k < 3; ++k)
+        v.word[k] = kIsWide ? __float_as_uint(sums[j].value[2 * k])
+                            : float2_to_bf16x2(sums[j].value[2 * k], sums[j].value[2 * k + 1]);
+      v.word[3] = static_cast<u32>(tag);
+      if (i + j * step < range.end) st_relaxed_sys_128(to + 16 * (i + j * step), v);
+    }
+  }
+}
+
+/// Ranks whose tokens are here and that have few of them, so that partials go to them in packets.
+DEVICE u32 packed_ranks(const LatencyCombineParams& p, const CombineShared& s) {
+  u32 ranks = 0;
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src)
+    ranks |= static_cast<u32>(s.num_tokens[src] <= p.at.packet_tokens) << src;
+  return ranks;
+}
+
+/// Sends the partials of this block's share of the pairs of `ranks`, which all get packets or all get rows. All threads.
+template <bool kIsWide, bool kIsPacked>
+DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks) {
+  constexpr int kShares = kIsPacked ? kPartialShares : 1;
+  const int num_warps = static_cast<int>(blockDim.x / 32);
+  const int grid = static_cast<int>(gridDim.x);
+  const int num_items = kShares * kNumRanks * (kIsPacked ? p.at.packet_tokens : p.at.max_tokens);
+  if (!ranks) return;
+#pragma unroll 1
+  for (int first = static_cast<int>(blockIdx.x); first < num_items; first += grid * num_warps) {
+    const int index = first + grid * warp_idx();
+    const Pair mine = pair_of(p, index / kShares);
+    const bool is_wanted = index < num_items && (ranks >> mine.src & 1) && mine.token < s.num_tokens[mine.src];
+    find_rows(p, s, mine, is_wanted, s.rows[warp_idx()]);
     __syncthreads();
+    if (kIsPacked) {
 #pragma unroll 1
-    for (int w = 0; w < num_warps; ++w)
-      if (s.rows[w].count > 0) send_partial<kIsWide>(p, s, s.rows[w], pair_of(p, first + grid * w), record);
+      for (int item = next_item(s, -1); item < num_warps; item = next_item(s, item)) {
+        const int at = first + grid * item;
+        send_packets<kIsWide>(p, s, s.rows[item], pair_of(p, at / kShares), at % kShares);
+      }
+    } else {
+      send_rows<kIsWide>(p, s, first);
+    }
     __syncthreads();
   }
 }
@@ -287,7 +405,7 @@ DEVICE void collect_packets(const LatencyCombineParams& p, CombineShared& s, int
     add_packets<kIsWide>(p, s, token, ranks, i, sums);
 #pragma unroll
     for (int plane = 0; plane < 3; ++plane) {
-      const int at = plane * num_packets + i;
+      const int at = 3 * i + plane;
       if (at >= num_words) continue;
       if (kIsWide)
         reinterpret_cast<u16*>(out)[at] = static_cast<u16>(float2_to_bf16x2(sums.low[plane], 0.0f));
@@ -398,7 +516,9 @@ DEVICE void combine(const LatencyCombineParams& p) {
   __syncthreads();
   if (p.call.halves & kSendHalf) {
     if (blockIdx.x == 0) announcer(p, s);
-    if (!p.refused) reducer<kIsWide>(p, s, dynamic_shared());
+    const u32 served = s.served & s.call.active;
+    if (!p.refused) reducer<kIsWide, true>(p, s, served & packed_ranks(p, s));
+    if (!p.refused) reducer<kIsWide, false>(p, s, served & ~packed_ranks(p, s));
   }
   allow_next_kernel();
   if ((p.call.halves & kReceiveHalf) && !p.refused) {
@@ -408,12 +528,12 @@ DEVICE void combine(const LatencyCombineParams& p) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(256, 2)
     latency_combine_bf16(const __grid_constant__ LatencyCombineParams p) {
   combine<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(256, 2)
     latency_combine_f32(const __grid_constant__ LatencyCombineParams p) {
   combine<true>(p);
 }

@@ -61,20 +61,25 @@ DEVICE bool load_ids(const LatencyDispatchParams& p, u16* ids) {
 #pragma unroll 1
     for (int base = 0; base < p.num_topk; base += kLoads) {
       i64 expert[kLoads];
+      u32 id[kLoads];
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) expert[j] = base + j < p.num_topk ? topk_idx[first + base + j] : -1;
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) {
-        if (base + j >= p.num_topk) break;
-        u32 id = checked_id(p, expert[j]);
-        is_bad |= id >= kNoExpert && expert[j] != -1;
+        id[j] = checked_id(p, expert[j]);
+        is_bad |= id[j] >= kNoExpert && expert[j] != -1;
 #pragma unroll
         for (int i = 0; i < j; ++i)
-          if (expert[i] == expert[j]) id |= kRepeated;
-        for (int i = 0; i < base; ++i)
-          if ((ids[first + i] & kNoExpert) == id) id |= kRepeated;
-        ids[first + base + j] = static_cast<u16>(id);
+          if ((id[i] & kNoExpert) == id[j]) id[j] |= kRepeated;
       }
+#pragma unroll 1
+      for (int i = 0; i < base; ++i)
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j)
+          if ((ids[first + i] & kNoExpert) == id[j]) id[j] |= kRepeated;
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j)
+        if (base + j < p.num_topk) ids[first + base + j] = static_cast<u16>(id[j]);
     }
   }
   return is_bad;
@@ -384,13 +389,13 @@ DEVICE void write_results(const LatencyDispatchParams& p, const DispatchShared& 
 }
 
 /// Adds what came to the caller's statistics. All threads of the last block.
-DEVICE void add_stats(const LatencyDispatchParams& p, const DispatchMemory& m, u32 counted) {
+DEVICE_COLD void add_stats(const LatencyDispatchParams& p, const i32* counts, u32 counted) {
   if (!p.stats) return;
 #pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < p.num_local_experts; e += static_cast<int>(blockDim.x)) {
     i32 count = 0;
     for (int src = 0; src < kNumRanks; ++src)
-      if (counted >> src & 1) count += m.counts[src * p.num_local_experts + e];
+      if (counted >> src & 1) count += counts[src * p.num_local_experts + e];
     reinterpret_cast<i32*>(p.stats)[e] += count;
   }
 }
@@ -420,7 +425,7 @@ DEVICE void receive_half(const LatencyDispatchParams& p, DispatchShared& s, cons
     step = num_warps;
     write_results(p, s, m, taken);
   }
-  add_stats(p, m, taken);
+  add_stats(p, m.counts, taken);
   finish_call(p.call, s.call, taken, s.call.wanted, p.out_got);
 }
 

@@ -347,6 +347,6 @@ def combine_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms:
     is_packed = num_tokens <= config.packet_tokens
     sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else 1)
     sending = max(sending, _ceil_div(config.capacity, 8)) if halves & SEND_HALF else 0
-    receiving = (5 if is_packed else 4) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each
+    receiving = (5 if is_packed else 2) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each
     grid = max(1, min(2 * max_sms, max(sending, receiving)))
     return Launch(grid, 32 * min(COMBINE_WARPS, limits.max_warps), 0)

@@ -284,31 +284,37 @@ DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 awaited, u32 t
 DEVICE u32 counted_sources(const CallShared& s) { return (s.verdict >> 8 & ~s.verdict) & ((1u << kNumRanks) - 1); }
 DEVICE bool has_differed(const CallShared& s) { return (s.verdict & s.verdict >> 8 & 0xFF) != 0; }
 
-/// The last block's last act: takes silent sources out of the mask and tells the host, or in a strict call reports them;
-/// writes `got`, moves the tags on. All threads.
+/// Takes silent sources out of the mask and tells the host, or in a strict call reports them. Threads below kNumRanks.
+DEVICE_COLD void finish_without(const LatencyCall& call, u64 tag, u32 missing, u32 refused) {
+  const int src = static_cast<int>(threadIdx.x);
+  const u32 silent = missing & ~refused;
+  const bool was_aborted = is_aborted(call);  // what came whole is good, also in the last moment
+  const bool is_taken_out = (silent >> src & 1) && src != call.rank && !was_aborted && !call.is_strict;
+  if (is_taken_out) reinterpret_cast<i32*>(call.mask)[src] = 0;
+  if (src != 0) return;
+  u64* lost = reinterpret_cast<u64*>(call.lost);  // grows until the host has looked
+  if (was_aborted)
+    report_error(call, tag, kAborted, call.rank, 0, 0, 0);
+  else if (call.is_strict && silent)
+    report_error(call, tag, kTimeout, __ffs(silent) - 1, tag, silent, 0);
+  else if (call.is_strict)
+    report_error(call, tag, kRefused, __ffs(missing) - 1, tag, 0, 0);
+  else
+    st_relaxed_sys(lost, marked(tag, static_cast<u32>(ld_relaxed_sys(lost)) | missing));
+}
+
+/// The last block's last act: writes `got`, moves the tags on, and says which of the sources in `awaited` are missing.
+/// All threads.
 DEVICE void finish_call(const LatencyCall& call, const CallShared& s, u32 counted, u32 awaited, u64 out_got) {
   const int src = static_cast<int>(threadIdx.x);
-  const u32 missing = awaited & ~counted;
-  const u32 silent = missing & ~s.refused;
-  const bool was_aborted = missing && is_aborted(call);  // what came whole is good, also in the last moment
-  if (src < kNumRanks && (call.halves & kReceiveHalf)) {
+  if (src >= kNumRanks) return;
+  if (call.halves & kReceiveHalf) {
     if (out_got) reinterpret_cast<u8*>(out_got)[src] = static_cast<u8>(counted >> src & 1);
-    const bool is_taken_out = (silent >> src & 1) && src != call.rank && !was_aborted && !call.is_strict;
-    if (is_taken_out) reinterpret_cast<i32*>(call.mask)[src] = 0;
     if (counted >> src & 1) red_max_relaxed_gpu(own_words(call, call.heard_offset) + src, s.receive_tag);
   }
-  if (src != 0) return;
   u64* tags = own_words(call, call.tags_offset);
-  u64* lost = reinterpret_cast<u64*>(call.lost);  // grows until the host has looked
-  if (call.halves & kSendHalf) tags[0] = s.send_tag;
+  if (src == 0 && (call.halves & kSendHalf)) tags[0] = s.send_tag;
   if (!(call.halves & kReceiveHalf)) return;
-  tags[1] = s.receive_tag - 1 - call.ahead + call.advance;
-  if (was_aborted)
-    report_error(call, s.receive_tag, kAborted, call.rank, 0, 0, 0);
-  else if (call.is_strict && silent)
-    report_error(call, s.receive_tag, kTimeout, __ffs(silent) - 1, s.receive_tag, silent, 0);
-  else if (call.is_strict && missing)
-    report_error(call, s.receive_tag, kRefused, __ffs(missing) - 1, s.receive_tag, 0, 0);
-  else if (missing)
-    st_relaxed_sys(lost, marked(s.receive_tag, static_cast<u32>(ld_relaxed_sys(lost)) | missing));
+  if (src == 0) tags[1] = s.receive_tag - 1 - call.ahead + call.advance;
+  if (awaited & ~counted) finish_without(call, s.receive_tag, awaited & ~counted, s.refused);
 }

@@ -21,7 +21,7 @@
 constexpr int kMaxTopk = 32;
 constexpr int kRowBatch = 4;      // rows that are read at once
 constexpr int kPartialShares = 3;  // blocks that sum a partial that goes in packets
-constexpr int kRowShares = 4;      // blocks that sum a token,
+constexpr int kRowShares = 2;      // blocks that sum a token,
 constexpr int kPacketShares = 5;   // and one whose partials come in packets
 constexpr int kRankBatch = kNumRanks <= 4 ? kNumRanks : 3;  // ranks whose partials are read at once
 
@@ -415,33 +415,50 @@ DEVICE void collect_packets(const LatencyCombineParams& p, CombineShared& s, int
   }
 }
 
+/// Adds a unit of every rank in `ranks`, some ranks at once, `kUnits` units of a thread together.
+template <int kPayload, int kUnits>
+DEVICE void add_ranks(const LatencyCombineParams& p, u64 tag, int token, u32 ranks, int unit, int step, int end,
+                      Lanes<kPayload> (&sum)[kUnits]) {
+#pragma unroll 1
+  for (int first = 0; first < kNumRanks; first += kRankBatch) {
+    Vec16 v[kRankBatch][kUnits];
+#pragma unroll
+    for (int j = 0; j < kRankBatch; ++j)
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u)
+        if ((ranks >> (first + j) & 1) && unit + u * step < end)
+          v[j][u] = ld_vec16(row_at(p.at, p.call.own, tag, first + j, token) + 16 * (unit + u * step));
+#pragma unroll
+    for (int j = 0; j < kRankBatch; ++j)
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u)
+        if (ranks >> (first + j) & 1) add<kPayload>(sum[u], unpack<kPayload>(v[j][u]));
+  }
+}
+
 /// Sums a share of a token whose partials lie here whole. All threads.
 template <bool kIsWide>
 DEVICE void collect_rows(const LatencyCombineParams& p, const CombineShared& s, int token, u32 ranks, int part) {
   constexpr Payload kPayload = kIsWide ? kF32 : kBf16;
-  constexpr int kCount = Lanes<kPayload>::kCount;
+  constexpr int kUnits = 2;
+  const int step = static_cast<int>(blockDim.x);
   u8* out = reinterpret_cast<u8*>(p.out) + static_cast<i64>(token) * 2 * p.hidden;
-  const Range range = piece(p.hidden / kCount, kRowShares, part);
+  const Range range = piece(p.hidden / Lanes<kPayload>::kCount, kRowShares, part);
 #pragma unroll 1
-  for (int unit = range.begin + static_cast<int>(threadIdx.x); unit < range.end; unit += static_cast<int>(blockDim.x)) {
-    Lanes<kPayload> sum = filled<kPayload>(ranks ? -0.0f : 0.0f);
-#pragma unroll 1
-    for (int first = 0; first < kNumRanks; first += kRankBatch) {
-      Vec16 v[kRankBatch];
+  for (int unit = range.begin + static_cast<int>(threadIdx.x); unit < range.end; unit += kUnits * step) {
+    Lanes<kPayload> sum[kUnits] = {filled<kPayload>(ranks ? -0.0f : 0.0f), filled<kPayload>(ranks ? -0.0f : 0.0f)};
+    add_ranks<kPayload, kUnits>(p, s.call.receive_tag, token, ranks, unit, step, range.end, sum);
 #pragma unroll
-      for (int j = 0; j < kRankBatch; ++j)
-        if (ranks >> (first + j) & 1)
-          v[j] = ld_vec16(row_at(p.at, p.call.own, s.call.receive_tag, first + j, token) + 16 * unit);
-#pragma unroll
-      for (int j = 0; j < kRankBatch; ++j)
-        if (ranks >> (first + j) & 1) add<kPayload>(sum, unpack<kPayload>(v[j]));
-    }
-    if (kIsWide) {
-      u32* to = reinterpret_cast<u32*>(out + 8 * unit);
-      to[0] = float2_to_bf16x2(sum.value[0], sum.value[1]);
-      to[1] = float2_to_bf16x2(sum.value[2], sum.value[3]);
-    } else {
-      st_vec16(out + 16 * unit, pack<kPayload>(sum));
+    for (int u = 0; u < kUnits; ++u) {
+      const int at = unit + u * step;
+      if (at >= range.end) continue;
+      if (kIsWide) {
+        u32* to = reinterpret_cast<u32*>(out + 8 * at);
+        to[0] = float2_to_bf16x2(sum[u].value[0], sum[u].value[1]);
+        to[1] = float2_to_bf16x2(sum[u].value[2], sum[u].value[3]);
+      } else {
+        st_vec16(out + 16 * at, pack<kPayload>(sum[u]));
+      }
     }
   }
 }
@@ -482,12 +499,14 @@ DEVICE void collector(const LatencyCombineParams& p, CombineShared& s, u32 taken
 template <bool kIsWide>
 DEVICE void collect_half(const LatencyCombineParams& p, CombineShared& s) {
   const u32 awaited = s.sent_to & s.call.active;
-  __syncthreads();
-  if (threadIdx.x == 0 && (p.call.halves & kSendHalf)) {
-    s.call.late = 0;  // who was late with its weights may have sent its rows all the same
-    if (p.has_weights) s.call.deadline_ns = global_time_ns() + p.call.timeout_ns;  // all ranks may have waited for them
+  if (p.has_weights && (p.call.halves & kSendHalf)) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      s.call.late = 0;  // who was late with its weights may have sent its rows all the same
+      s.call.deadline_ns = global_time_ns() + p.call.timeout_ns;  // all ranks may have waited for them
+    }
+    __syncthreads();
   }
-  __syncthreads();
   if (warp_idx() == 0) learn_head(p.call, p.at, s.call, awaited, static_cast<u32>(p.kind));
   __syncthreads();
   u32 taken = awaited & ~s.call.late;

@@ -22,6 +22,7 @@
 struct DispatchShared {
   CallShared call;
   i32 num_tokens[kMaxRanks];  // of each source
+  i32 most_packed, most_rows;  // tokens of a source that sends packets, or rows
 };
 
 /// The block's dynamic shared memory: `counts` [num_experts], `bits` [ranks][token words], `ids` [num_tokens][num_topk],
@@ -46,28 +47,42 @@ DEVICE u32 checked_id(const LatencyDispatchParams& p, i64 expert) {
   return expert >= 0 && expert < p.num_experts ? static_cast<u32>(expert) : kNoExpert | kRepeated;
 }
 
-/// Reads the routing of this thread's tokens, and marks what repeats within a token. True when an id is neither good
-/// nor -1: it is taken as -1. The first warp comes last, for it opens the call meanwhile. The caller synchronises.
-DEVICE bool load_ids(const LatencyDispatchParams& p, u16* ids) {
+/// The rank that owns an expert, or none. `owner_factor` is 2^20 / num_local_experts, rounded up: exact below 1024.
+DEVICE u32 rank_bit(const LatencyDispatchParams& p, u32 id) {
+  const u32 expert = id & kNoExpert;
+  return expert == kNoExpert ? 0 : 1u << (expert * p.owner_factor >> 20);
+}
+
+/// The first token of this thread's warp. The first warp comes last, for it opens the call meanwhile.
+DEVICE int first_token_of_warp() {
+  const int num_warps = static_cast<int>(blockDim.x / 32);
+  return 32 * (warp_idx() ? warp_idx() - 1 : num_warps - 1);
+}
+
+/// Reads the routing, a token a lane, and marks what repeats within a token; block 0 counts tokens per expert as well
+/// (in memory that is zero), and notes which tokens go where. True when an id is neither good nor -1: it is taken as -1.
+/// All threads; the caller synchronises.
+DEVICE bool load_ids(const LatencyDispatchParams& p, const DispatchMemory& m) {
   constexpr int kLoads = 8;
   const i64* topk_idx = reinterpret_cast<const i64*>(p.topk_idx);
-  const int threads = static_cast<int>(blockDim.x);
-  const int behind_first = threads > 32 ? 32 : 0;
   bool is_bad = false;
-  int token = static_cast<int>(threadIdx.x) - behind_first;
 #pragma unroll 1
-  for (token += token < 0 ? threads : 0; token < p.num_tokens; token += threads) {
+  for (int start = first_token_of_warp(); start < p.num_tokens; start += static_cast<int>(blockDim.x)) {
+    const int token = start + lane_idx();
+    const int num_ids = token < p.num_tokens ? p.num_topk : 0;
     const int first = token * p.num_topk;
+    u32 ranks = 0;
 #pragma unroll 1
     for (int base = 0; base < p.num_topk; base += kLoads) {
       i64 expert[kLoads];
       u32 id[kLoads];
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j) expert[j] = base + j < p.num_topk ? topk_idx[first + base + j] : -1;
+      for (int j = 0; j < kLoads; ++j) expert[j] = base + j < num_ids ? topk_idx[first + base + j] : -1;
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) {
         id[j] = checked_id(p, expert[j]);
         is_bad |= id[j] >= kNoExpert && expert[j] != -1;
+        ranks |= rank_bit(p, id[j]);
 #pragma unroll
         for (int i = 0; i < j; ++i)
           if ((id[i] & kNoExpert) == id[j]) id[j] |= kRepeated;
@@ -76,10 +91,19 @@ DEVICE bool load_ids(const LatencyDispatchParams& p, u16* ids) {
       for (int i = 0; i < base; ++i)
 #pragma unroll
         for (int j = 0; j < kLoads; ++j)
-          if ((ids[first + i] & kNoExpert) == id[j]) id[j] |= kRepeated;
+          if (num_ids && (m.ids[first + i] & kNoExpert) == id[j]) id[j] |= kRepeated;
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j)
-        if (base + j < p.num_topk) ids[first + base + j] = static_cast<u16>(id[j]);
+      for (int j = 0; j < kLoads; ++j) {
+        if (base + j >= num_ids) continue;
+        m.ids[first + base + j] = static_cast<u16>(id[j]);
+        if (blockIdx.x == 0 && id[j] < kNoExpert) red_add_shared(m.counts + id[j], 1);
+      }
+    }
+    if (blockIdx.x != 0) continue;
+#pragma unroll
+    for (int d = 0; d < kNumRanks; ++d) {
+      const u32 going = __ballot_sync(~0u, ranks >> d & 1);
+      if (lane_idx() == 0) m.bits[d * p.token_words + start / 32] = going;
     }
   }
   return is_bad;
@@ -88,9 +112,7 @@ DEVICE bool load_ids(const LatencyDispatchParams& p, u16* ids) {
 /// Reports the first bad id of this thread's tokens.
 DEVICE_COLD void report_bad_id(const LatencyDispatchParams& p, u64 tag) {
   const i64* topk_idx = reinterpret_cast<const i64*>(p.topk_idx);
-  const int threads = static_cast<int>(blockDim.x);
-  int token = static_cast<int>(threadIdx.x) - (threads > 32 ? 32 : 0);
-  for (token += token < 0 ? threads : 0; token < p.num_tokens; token += threads)
+  for (int token = first_token_of_warp() + lane_idx(); token < p.num_tokens; token += static_cast<int>(blockDim.x))
     for (int k = 0; k < p.num_topk; ++k) {
       const i64 expert = topk_idx[token * p.num_topk + k];
       if (expert == -1 || (expert >= 0 && expert < p.num_experts)) continue;
@@ -100,12 +122,6 @@ DEVICE_COLD void report_bad_id(const LatencyDispatchParams& p, u64 tag) {
     }
 }
 
-/// The rank that owns an expert, or none. `owner_factor` is 2^20 / num_local_experts, rounded up: exact below 1024.
-DEVICE u32 rank_bit(const LatencyDispatchParams& p, u32 id) {
-  const u32 expert = id & kNoExpert;
-  return expert == kNoExpert ? 0 : 1u << (expert * p.owner_factor >> 20);
-}
-
 /// The ranks that a token goes to. One warp.
 DEVICE u32 ranks_of_token(const LatencyDispatchParams& p, const u16* ids, int token) {
   const u32 mine = lane_idx() < p.num_topk ? rank_bit(p, ids[token * p.num_topk + lane_idx()]) : 0;
@@ -113,27 +129,6 @@ DEVICE u32 ranks_of_token(const LatencyDispatchParams& p, const u16* ids, int to
 #pragma unroll
   for (int d = 0; d < kNumRanks; ++d) ranks |= __ballot_sync(~0u, mine >> d & 1) ? 1u << d : 0;
   return ranks;
-}
-
-/// Counts tokens per expert and notes which tokens go where, in memory that is zero. All threads.
-DEVICE void count_tokens(const LatencyDispatchParams& p, const DispatchMemory& m) {
-  const int step = static_cast<int>(blockDim.x);
-  for (int i = static_cast<int>(threadIdx.x); i < p.num_tokens * p.num_topk; i += step)
-    if (m.ids[i] < kNoExpert) red_add_shared(m.counts + m.ids[i], 1);
-#pragma unroll 1
-  for (int first = 32 * warp_idx(); first < p.num_tokens; first += step) {
-    const int token = first + lane_idx();
-    u32 ranks = 0;
-#pragma unroll 4
-    for (int k = 0; k < p.num_topk; ++k)
-      ranks |= token < p.num_tokens ? rank_bit(p, m.ids[token * p.num_topk + k]) : 0;
-#pragma unroll
-    for (int d = 0; d < kNumRanks; ++d) {
-      const u32 going = __ballot_sync(~0u, ranks >> d & 1);
-      if (lane_idx() == 0) m.bits[d * p.token_words + first / 32] = going;
-    }
-  }
-  __syncthreads();
 }
 
 /// Runs `work(rank, word)` for all words of all ranks' heads, a warp for 32 words of a rank. All threads.
@@ -149,7 +144,6 @@ DEVICE void for_head_words(const LatencyDispatchParams& p, const Work& work) {
 
 /// Tells all ranks what comes. Ranks that do not take part hear that, so that they need not wait. All threads.
 DEVICE void coordinator(const LatencyDispatchParams& p, const CallShared& s, const DispatchMemory& m) {
-  count_tokens(p, m);
   const u32 head = static_cast<u32>(p.num_tokens) | static_cast<u32>(p.kind) << kHeadKindShift;
   perhaps_stall(s.send_tag, p.call.rank, 11);
   for_head_words(p, [&](int d, int w) {
@@ -162,6 +156,7 @@ DEVICE void coordinator(const LatencyDispatchParams& p, const CallShared& s, con
     st_relaxed_sys(head_at(p.at, s.peer[d], s.send_tag, part_of(p.call.rank, d)) + w, marked(s.send_tag, value));
   });
   if (threadIdx.x == 0) *reinterpret_cast<i32*>(p.sent_to) = static_cast<i32>(s.active);
+  __syncthreads();  // the memory of counts and bits is used again
 }
 
 /// Writes the meta of a token, and notes it for the combine. A warp for each k.
@@ -235,15 +230,29 @@ DEVICE void send_token(const LatencyDispatchParams& p, const DispatchShared& s, 
     store_everywhere<false>(to, offset, *reinterpret_cast<const Vec16*>(m.record + offset));
   }
   __syncthreads();
-  if (warp_idx() == 0) release_flags(p.call, p.at, s.call, s.call.send_tag, token, ranks);
+  if (warp_idx() == static_cast<int>(blockDim.x / 32) - 1)
+    release_flags(p.call, p.at, s.call, s.call.send_tag, token, ranks);
 }
 
 /// Learns what all sources send: counts, and which tokens come. All threads; returns the sources that have said so.
 DEVICE u32 learn_sources(const LatencyDispatchParams& p, DispatchShared& s, const DispatchMemory& m) {
   const u64 tag = s.call.receive_tag;
-  if (warp_idx() == static_cast<int>(blockDim.x / 32) - 1) {  // before its words: behind some heads there are none
+  const int num_warps = static_cast<int>(blockDim.x / 32);
+  if (warp_idx() == (num_warps > 1 ? num_warps - 2 : 0)) {  // before its words: behind some heads there are none
     const u32 head = learn_head(p.call, p.at, s.call, s.call.active, static_cast<u32>(p.kind));
-    if (lane_idx() < kNumRanks) s.num_tokens[lane_idx()] = static_cast<i32>(head & kHeadTokens);
+    const int num_tokens = static_cast<int>(head & kHeadTokens);
+    int most_packed = num_tokens <= p.at.packet_tokens ? num_tokens : 0;
+    int most_rows = num_tokens - most_packed;
+#pragma unroll
+    for (int lanes = kMaxRanks / 2; lanes; lanes /= 2) {
+      most_packed = max(most_packed, __shfl_xor_sync(~0u, most_packed, lanes));
+      most_rows = max(most_rows, __shfl_xor_sync(~0u, most_rows, lanes));
+    }
+    if (lane_idx() < kNumRanks) s.num_tokens[lane_idx()] = num_tokens;
+    if (lane_idx() == 0) {
+      s.most_packed = most_packed;
+      s.most_rows = most_rows;
+    }
   }
   for_head_words(p, [&](int src, int w) {
     if (w == 0) return;
@@ -324,6 +333,7 @@ DEVICE bool receive_packets(const LatencyDispatchParams& p, const DispatchShared
   const Target to = place_token(p, counts, taken, src, token, meta, share);
   return expand_packets(p, s.call, src, from, to, wanted_of(to), share, v);
 }
+template <bool kFp8>
 DEVICE bool receive_row(const LatencyDispatchParams& p, const DispatchShared& s, const i32* counts, u32 taken, int src,
                         int token, Share share) {
   const u64 tag = s.call.receive_tag;
@@ -332,22 +342,21 @@ DEVICE bool receive_row(const LatencyDispatchParams& p, const DispatchShared& s,
   if (lane_idx() == 0) is_there = wait_flag(p.call, s.call, tag, flag_at(p.at, p.call.own, tag, src, token), src);
   __syncwarp();  // what lane 0 has acquired, all may read
   if (__ballot_sync(~0u, is_there) != ~0u) return false;
-  const Range range = piece(p.row_words / 4, share.num_parts, share.part);
   u64 meta = kNoExpert;
   if (lane_idx() < p.num_topk) meta = reinterpret_cast<const u64*>(from)[lane_idx()];
-  const RowPart part = load_part(from + 4 * p.meta_words, range.begin + lane_idx(), range.end);
+  const RowPart<kFp8> part = load_part<kFp8>(p, from, share);
   const Target to = place_token(p, counts, taken, src, token, meta, share);
-  expand_row(p, from, to, wanted_of(to), share, part);
+  expand_row<kFp8>(p, from, to, wanted_of(to), share, part);
   return true;
 }
 
 /// This warp's share, of `num_warps`, of the tokens of those sources in `taken` that send packets, or of the others.
 /// Sources that are late are noted.
-template <bool kIsPacked>
+template <bool kFp8, bool kIsPacked>
 DEVICE void receive_tokens(const LatencyDispatchParams& p, DispatchShared& s, const DispatchMemory& m, u32 taken,
                            int warp, int num_warps) {
   constexpr int kShares = kIsPacked ? kPacketShares : kRowShares;
-  const int num_tokens = kIsPacked ? p.at.packet_tokens : p.at.max_tokens;
+  const int num_tokens = kIsPacked ? s.most_packed : s.most_rows;
 #pragma unroll 1
   for (int i = warp; i < kShares * kNumRanks * num_tokens; i += num_warps) {
     const int token = i / (kShares * kNumRanks);  // neighbours serve different sources
@@ -357,7 +366,7 @@ DEVICE void receive_tokens(const LatencyDispatchParams& p, DispatchShared& s, co
     if (!(m.bits[src * p.token_words + token / 32] >> token % 32 & 1)) continue;
     const Share share = {i % kShares, kShares};
     const bool is_there = kIsPacked ? receive_packets(p, s, m.counts, taken, src, token, share)
-                                    : receive_row(p, s, m.counts, taken, src, token, share);
+                                    : receive_row<kFp8>(p, s, m.counts, taken, src, token, share);
     if (!is_there && lane_idx() == 0) red_or_shared(&s.call.late, 1u << src);
     __syncwarp();
   }
@@ -390,7 +399,6 @@ DEVICE void write_results(const LatencyDispatchParams& p, const DispatchShared& 
 
 /// Adds what came to the caller's statistics. All threads of the last block.
 DEVICE_COLD void add_stats(const LatencyDispatchParams& p, const i32* counts, u32 counted) {
-  if (!p.stats) return;
 #pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < p.num_local_experts; e += static_cast<int>(blockDim.x)) {
     i32 count = 0;
@@ -401,21 +409,21 @@ DEVICE_COLD void add_stats(const LatencyDispatchParams& p, const i32* counts, u3
 }
 
 /// All threads. Block 0 writes the results as they will be if nobody is late, while the others bring rows.
+template <bool kFp8>
 DEVICE void receive_half(const LatencyDispatchParams& p, DispatchShared& s, const DispatchMemory& m) {
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int num_blocks = gridDim.x == 1 ? 1 : static_cast<int>(gridDim.x) - 1;
   const int block = gridDim.x == 1 ? 0 : static_cast<int>(blockIdx.x) - 1;
   int warp = block + num_blocks * warp_idx();
   int step = num_blocks * num_warps;
-  __syncthreads();
   u32 taken = learn_sources(p, s, m);
   __syncthreads();  // all have the same, before somebody notes that a source is late
   if (blockIdx.x == 0) write_results(p, s, m, taken);
 #pragma unroll 1
   for (bool is_again = false;; is_again = true) {
     if (block >= 0 || is_again) {
-      receive_tokens<true>(p, s, m, taken, warp, step);
-      receive_tokens<false>(p, s, m, taken, warp, step);
+      receive_tokens<kFp8, true>(p, s, m, taken, warp, step);
+      receive_tokens<kFp8, false>(p, s, m, taken, warp, step);
     }
     if (is_again) break;
     if (!end_block(p.call, s.call, s.call.active, taken, p.call.end_offset)) return;
@@ -425,7 +433,7 @@ DEVICE void receive_half(const LatencyDispatchParams& p, DispatchShared& s, cons
     step = num_warps;
     write_results(p, s, m, taken);
   }
-  add_stats(p, m.counts, taken);
+  if (p.stats) add_stats(p, m.counts, taken);
   finish_call(p.call, s.call, taken, s.call.wanted, p.out_got);
 }
 
@@ -454,17 +462,18 @@ DEVICE void dispatch(const LatencyDispatchParams& p) {
   const int first = gridDim.x == 1 ? 0 : static_cast<int>(blockIdx.x) - 1;
   const int num_counters = p.num_experts + kNumRanks * p.token_words;
   for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) m.counts[i] = 0;
+  __syncthreads();
   wait_previous_kernel();
   Input in = {};
   bool is_bad = false;
   if (is_sending && first >= 0 && first < p.num_tokens) in = load_input<kFp8>(p, first, 0);
   open_call(p.call, p.at, s.call);
-  if (is_sending) is_bad = load_ids(p, m.ids);
+  if (is_sending) is_bad = load_ids(p, m);
   __syncthreads();
   if (is_sending) send_half<kFp8>(p, s, m, first, num_senders, in, is_bad);
   allow_next_kernel();
   if ((p.call.halves & kReceiveHalf) && !p.refused) {
-    receive_half(p, s, m);
+    receive_half<kFp8>(p, s, m);
   } else if (end_block(p.call, s.call, 0, 0, p.call.end_offset)) {
     finish_call(p.call, s.call, 0, 0, 0);
   }

@@ -10,7 +10,6 @@
 
 constexpr u32 kNoExpert = 0x7FFF;
 constexpr u32 kRepeated = 0x8000;  // in `ids`: no first choice of this expert in its token
-constexpr int kBatch = 4;          // 16-byte loads that a lane has in flight
 constexpr int kRowShares = 4;      // warps that expand a row,
 constexpr int kPacketShares = kPacketWarps;  // and one that comes in packets: a packet for each lane if it is FP8 of 7168
 enum ScaleKind : int { kFloatScales = 0, kPowerScales, kUe8m0Scales };
@@ -126,52 +125,62 @@ struct Share {
   int part, num_parts;
 };
 
-/// Copies scales of a record to the rows of all its experts here. One warp.
-DEVICE void expand_scales(const LatencyDispatchParams& p, const u32* scales, const Target& mine, u32 wanted) {
-#pragma unroll 1
-  for (int first = 0; first < p.scale_words; first += 32) {
-    const int i = first + lane_idx();
-    const u32 word = i < p.scale_words ? scales[i] : 0;
-#pragma unroll 1
-    for (u32 left = wanted; left; left &= left - 1) {
-      const Target to = target_of_lane(mine, __ffs(left) - 1);
-      if (i < p.scale_words) *result_scale(p, to, i) = word;
-    }
-  }
+/// What a lane has of a share of a record that lies in memory: units of the row, 32 apart, and a scale.
+template <bool kFp8>
+struct RowPart {
+  static constexpr int kBatch = kFp8 ? 4 : 8;  // all of it, if the row has 7168 channels
+  Vec16 v[kBatch];
+  u32 scale;
+};
+template <bool kFp8>
+DEVICE void load_units(RowPart<kFp8>& part, const u8* row, int base, int end) {
+#pragma unroll
+  for (int b = 0; b < RowPart<kFp8>::kBatch; ++b)
+    if (base + 32 * b < end) part.v[b] = ld_vec16(row + 16 * (base + 32 * b));
+}
+DEVICE Range units_of(const LatencyDispatchParams& p, Share share) {
+  return piece(p.row_words / 4, share.num_parts, share.part);
+}
+/// The scale of lane `lane_idx()`: at most 32 of a share, as hidden is 16384 at most. -1 for none.
+DEVICE int scale_of_lane(const LatencyDispatchParams& p, Share share) {
+  const Range scales = piece(p.scale_words, share.num_parts, share.part);
+  return scales.begin + lane_idx() < scales.end ? scales.begin + lane_idx() : -1;
 }
 
-/// The units of a share of a record that lies in memory.
-struct RowPart {
-  Vec16 v[kBatch];
-};
-DEVICE RowPart load_part(const u8* row, int base, int end) {
-  RowPart part;
-#pragma unroll
-  for (int b = 0; b < kBatch; ++b)
-    if (base + 32 * b < end) part.v[b] = ld_vec16(row + 16 * (base + 32 * b));
+/// The beginning of a share of the record at `from`.
+template <bool kFp8>
+DEVICE RowPart<kFp8> load_part(const LatencyDispatchParams& p, const u8* from, Share share) {
+  RowPart<kFp8> part;
+  const u8* row = from + 4 * p.meta_words;
+  const Range range = units_of(p, share);
+  const int scale = scale_of_lane(p, share);
+  load_units<kFp8>(part, row, range.begin + lane_idx(), range.end);
+  part.scale = kFp8 && scale >= 0 ? reinterpret_cast<const u32*>(row + 4 * p.row_words)[scale] : 0;
   return part;
 }
 
 /// Copies a share of a record to the rows of all its experts here; `part` is the beginning of it. One warp.
+template <bool kFp8>
 DEVICE void expand_row(const LatencyDispatchParams& p, const u8* from, const Target& mine, u32 wanted, Share share,
-                       RowPart part) {
-  const Range range = piece(p.row_words / 4, share.num_parts, share.part);
-  const u8* row = from + 4 * p.meta_words;
+                       RowPart<kFp8> part) {
+  constexpr int kBatch = RowPart<kFp8>::kBatch;
+  const Range range = units_of(p, share);
+  const int scale = kFp8 ? scale_of_lane(p, share) : -1;
 #pragma unroll 1
-  for (int base = range.begin + lane_idx();;) {
+  for (int base = range.begin + lane_idx(), n = 0;; ++n) {
 #pragma unroll 1
     for (u32 left = wanted; left; left &= left - 1) {
-      u8* to = result_row(p, __shfl_sync(~0u, mine.row, __ffs(left) - 1));
+      const Target to = target_of_lane(mine, __ffs(left) - 1);
+      u8* row = result_row(p, to.row);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b)
-        if (base + 32 * b < range.end) st_vec16(to + 16 * (base + 32 * b), part.v[b]);
+        if (base + 32 * b < range.end) st_vec16(row + 16 * (base + 32 * b), part.v[b]);
+      if (kFp8 && n == 0 && scale >= 0) *result_scale(p, to, scale) = part.scale;
     }
     base += 32 * kBatch;
-    if (base - lane_idx() >= range.end) break;
-    part = load_part(row, base, range.end);
+    if (base - lane_idx() >= range.end) return;
+    load_units<kFp8>(part, from + 4 * p.meta_words, base, range.end);
   }
-  if (share.part == share.num_parts - 1)
-    expand_scales(p, reinterpret_cast<const u32*>(row + 4 * p.row_words), mine, wanted);
 }
 
 /// Puts word `at` of a record, counted behind its meta, where it belongs.

@@ -2,17 +2,17 @@
 
     python benchmarks/latency_gpu.py --json bench-out/latency_gpu.json
 
-Setting: hidden 7168, top-8 of 288 experts, random routing, as many tokens on every rank. Clock: `CALLS` calls in one
-CUDA graph, replayed between two events after the ranks have met; a figure is the time of a replay divided by the calls,
-the median over the replays, on the slowest rank. So a call begins when the one before has ended, and ends when its
-result may be read. The halves are timed by the profiler, each with everything that it waits for already there: that is
-how long they occupy the GPU.
+Setting: hidden 7168, top-8 of 288 experts, random routing, as many tokens on every rank. Clock: two CUDA graphs of
+`CALLS` calls, replayed in turn between two events; a figure is the difference of their times divided by that of their
+calls, the median over the replays, on the slowest rank. So a call begins when the one before has ended, and ends when
+its result may be read; that ranks begin a replay apart (their hosts meet within some 10 us) drops out. The halves are
+timed by the profiler, each with everything that it waits for already there: so long they occupy the GPU.
 
 Bytes that cross NVLink (`wire`): tokens that go to another rank x bytes of a record, packets or not.
 
-`--fold` lets two GPUs stand for the ranks of `--num-ranks`: each plays its own rank, and to the other GPU also ranks 2
-and above (`part_of` in `csrc/kernels/latency_call.cuh`). Each then sends and receives what a rank of so many does, over the
-same link, and every bit is checked as well. What it does not show: GPUs that run apart.
+`--fold` lets two GPUs stand for the ranks of `--num-ranks`: each plays its own rank, and to the other GPU also ranks
+2 and above (`part_of` in `csrc/kernels/latency_call.cuh`). Each then sends and receives what a rank of so many does,
+over the same link, and every bit is checked as well. What it does not show: four GPUs that run apart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from epee.ep.throughput_platform import CudaPlatform
 from epee.reference.latency import quantise
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, MAX_TOKENS = 288, 8, 7168, 128
-CALLS, REPLAYS = 20, 40
+CALLS, REPLAYS = (10, 60), 40
 TIMEOUT_S = 5.0
 DEVICE = "cuda"
 TARGET_US = {"dispatch fp8": {128: 18.0, 16: 10.0, 1: 8.0}, "combine bf16": {128: 22.0, 16: 10.0, 1: 8.0}}
@@ -194,20 +194,24 @@ def graph_of(call: Callable[[], Any], count: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def graph_time(graph: torch.cuda.CUDAGraph, count: int) -> tuple[float, float]:
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """How long one replay takes."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end) * 1e3)
+
+
+def graph_time(call: Callable[[], Any]) -> tuple[float, float]:
     """Microseconds of a call, median and 90th percentile over the replays, slowest rank."""
-    times = []
-    for number in range(REPLAYS + 5):
-        torch.cuda.synchronize()
-        dist.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        if number >= 5:
-            times.append(start.elapsed_time(end) * 1e3 / count)
-    times.sort()
+    graphs = [graph_of(call, count) for count in CALLS]
+    for graph in graphs * 3:
+        replay_us(graph)
+    times = sorted((-replay_us(graphs[0]) + replay_us(graphs[1])) / (CALLS[1] - CALLS[0]) for _ in range(REPLAYS))
     return slowest(times[len(times) // 2]), slowest(times[int(len(times) * 0.9)])
 
 
@@ -218,9 +222,10 @@ def half_times(call: Callable[[], Callable[[], None] | None], name: str) -> tupl
     def both() -> None:
         hook = call()
         assert hook is not None
-        torch.cuda._sleep(200_000)  # everything arrives meanwhile
+        torch.cuda._sleep(400_000)  # some 200 us: everything arrives meanwhile
         hook()
-        torch.cuda._sleep(100_000)
+        torch.cuda.synchronize()
+        dist.barrier()
 
     both()
     torch.cuda.synchronize()
@@ -315,12 +320,12 @@ def time_size(core: LatencyCore, tokens: int, with_halves: bool) -> list[dict[st
     ]
     rows = []
     for name, call, words, meta_words in cases:
-        median, p90 = graph_time(graph_of(call, CALLS), CALLS)
+        median, p90 = graph_time(call)
         sent = wire_bytes(core, data, words, meta_words)
         row = {"name": name, "tokens": tokens, "median_us": median, "p90_us": p90, "wire_bytes": sent}
         row |= {"packet_tokens": core.config.packet_tokens, "target_us": TARGET_US.get(name, {}).get(tokens)}
         rows.append(row)
-    median, p90 = graph_time(graph_of(pair, CALLS), CALLS)
+    median, p90 = graph_time(pair)
     rows.append({"name": "pair fp8 + bf16", "tokens": tokens, "median_us": median, "p90_us": p90})
     if with_halves:
         for name, call, kernel in (

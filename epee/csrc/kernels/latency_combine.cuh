@@ -89,39 +89,58 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
   }
 }
 
-/// A token of a rank: the pairs come token by token, and for each beginning behind this rank.
+/// A token of a rank.
 struct Pair {
   int src, token;
 };
-DEVICE Pair pair_of(const LatencyCombineParams& p, int index) {
-  const int token = index / kNumRanks;
-  const int src = p.call.rank + 1 + index - token * kNumRanks;
+constexpr int kNumPeers = kNumRanks > 1 ? kNumRanks - 1 : 1;
+
+/// The pairs come token by token, for each beginning behind this rank. Where there are more of them than blocks
+/// (`num_tokens` of the largest source is not 0), this rank's own come last: they need no link, so all blocks feed it.
+DEVICE Pair pair_of(const LatencyCombineParams& p, int index, int num_tokens) {
+  if (num_tokens && index >= (kNumRanks - 1) * num_tokens) return {p.call.rank, index - (kNumRanks - 1) * num_tokens};
+  const int in_turn = num_tokens ? kNumPeers : kNumRanks;
+  const int token = num_tokens ? index / kNumPeers : index / kNumRanks;
+  const int src = p.call.rank + 1 + index - token * in_turn;
   return {src < kNumRanks ? src : src - kNumRanks, token};
 }
 
-/// Finds the rows of a token of a rank, `count` 0 when there are none. One warp.
-DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, Pair pair, bool is_wanted, TokenRows& found) {
+/// What the handle knows of a pair: lane k's row and weight, and which tokens came.
+struct Entry {
+  Pair pair;
+  i32 row;
+  float weight;
+  u32 bits;
+};
+DEVICE Entry load_entry(const LatencyCombineParams& p, Pair pair) {
   const int lane = lane_idx();
-  i32 row = -1;
-  float weight = 0.0f;
-  if (is_wanted) {
-    const i64 at = (static_cast<i64>(pair.src) * p.at.max_tokens + pair.token) * p.num_topk + lane;
-    const u32* info = reinterpret_cast<const u32*>(p.recv_info) + pair.src * (1 + p.token_words);
-    if (lane < p.num_topk) {
-      row = reinterpret_cast<const i32*>(p.recv_rows)[at];
-      weight = reinterpret_cast<const float*>(p.recv_weights)[at];
-    }
-    const u32 bits = info[1 + pair.token / 32];
-    if (!(bits >> pair.token % 32 & 1) || row >= p.num_rows) row = -1;
-    u32 given = 0;
-    if (p.has_weights && row >= 0) {
-      if (wait_marked(p.call, s.call, s.call.send_tag,
-                      weight_at(p, p.call.own, s.call.send_tag, pair.src, pair.token, lane), pair.src, given)) {
-        weight = __uint_as_float(given);
-      } else {
-        red_or_shared(&s.call.late, 1u << pair.src);  // it is late for this call: it gets nothing whole
-        row = -1;
-      }
+  Entry entry = {pair, -1, 0.0f, 0};
+  if (pair.token >= p.at.max_tokens) return entry;
+  const i64 at = (static_cast<i64>(pair.src) * p.at.max_tokens + pair.token) * p.num_topk + lane;
+  if (lane < p.num_topk) {
+    entry.row = reinterpret_cast<const i32*>(p.recv_rows)[at];
+    entry.weight = reinterpret_cast<const float*>(p.recv_weights)[at];
+  }
+  entry.bits = reinterpret_cast<const u32*>(p.recv_info)[pair.src * (1 + p.token_words) + 1 + pair.token / 32];
+  return entry;
+}
+
+/// Finds the rows of a token of a rank, `count` 0 when there are none. One warp.
+DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, const Entry& entry, bool is_wanted,
+                      TokenRows& found) {
+  const int lane = lane_idx();
+  const Pair pair = entry.pair;
+  const bool is_here = is_wanted && (entry.bits >> pair.token % 32 & 1);
+  i32 row = is_here && lane < p.num_topk && entry.row < p.num_rows ? entry.row : -1;
+  float weight = entry.weight;
+  u32 given = 0;
+  if (p.has_weights && row >= 0) {
+    if (wait_marked(p.call, s.call, s.call.send_tag,
+                    weight_at(p, p.call.own, s.call.send_tag, pair.src, pair.token, lane), pair.src, given)) {
+      weight = __uint_as_float(given);
+    } else {
+      red_or_shared(&s.call.late, 1u << pair.src);  // it is late for this call: it gets nothing whole
+      row = -1;
     }
   }
   const u32 wanted = __ballot_sync(~0u, row >= 0);
@@ -228,7 +247,7 @@ DEVICE u8* partial_at(const LatencyCombineParams& p, const CombineShared& s, Pai
 /// Sends the partials of the block's items as rows. The next unit is on its way from y before one is stored: loads queue
 /// behind stores that wait for the link. `first`: pair of item 0, the others follow a grid apart. All threads.
 template <bool kIsWide>
-DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first) {
+DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first, int num_tokens) {
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int grid = static_cast<int>(gridDim.x);
   const int num_units = p.hidden / (2 * Unit<kIsWide>::kWords);
@@ -242,7 +261,7 @@ DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first
   if (is_worker) v = load_unit<kIsWide>(p, s.rows[item], tid);
 #pragma unroll 1
   while (item < num_warps) {
-    const Pair pair = pair_of(p, first + grid * item);
+    const Pair pair = pair_of(p, first + grid * item, num_tokens);
     const bool is_last = base + num_workers() >= num_units;
     const int next = is_last ? next_item(s, item) : item;
     const int next_base = is_last ? 0 : base + num_workers();
@@ -323,29 +342,43 @@ DEVICE u32 packed_ranks(const LatencyCombineParams& p, const CombineShared& s) {
   return ranks;
 }
 
-/// Sends the partials of this block's share of the pairs of `ranks`, which all get packets or all get rows. All threads.
+/// The first pair of this warp, if all ranks have as many tokens as this one: looked up while the call is being opened.
+DEVICE Pair likely_pair(const LatencyCombineParams& p) {
+  const int index = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * warp_idx();
+  const bool is_packed = p.num_tokens <= p.at.packet_tokens;
+  return is_packed ? pair_of(p, index / kPartialShares, 0) : pair_of(p, index, p.num_tokens);
+}
+
+/// Sends the partials of this block's share of the pairs of `ranks`, which all get packets or all get rows. `known`: an
+/// entry that has been read. All threads.
 template <bool kIsWide, bool kIsPacked>
-DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks) {
+DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks, const Entry& known) {
   constexpr int kShares = kIsPacked ? kPartialShares : 1;
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int grid = static_cast<int>(gridDim.x);
-  const int num_items = kShares * kNumRanks * (kIsPacked ? p.at.packet_tokens : p.at.max_tokens);
   if (!ranks) return;
+  int most = 0;
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src)
+    if (ranks >> src & 1) most = max(most, s.num_tokens[src]);
+  const int num_items = kShares * kNumRanks * most;
+  const int in_order = kIsPacked ? 0 : most;
 #pragma unroll 1
   for (int first = static_cast<int>(blockIdx.x); first < num_items; first += grid * num_warps) {
     const int index = first + grid * warp_idx();
-    const Pair mine = pair_of(p, index / kShares);
+    const Pair mine = pair_of(p, index / kShares, in_order);
     const bool is_wanted = index < num_items && (ranks >> mine.src & 1) && mine.token < s.num_tokens[mine.src];
-    find_rows(p, s, mine, is_wanted, s.rows[warp_idx()]);
+    const bool is_known = mine.src == known.pair.src && mine.token == known.pair.token;
+    find_rows(p, s, is_known ? known : load_entry(p, mine), is_wanted, s.rows[warp_idx()]);
     __syncthreads();
     if (kIsPacked) {
 #pragma unroll 1
       for (int item = next_item(s, -1); item < num_warps; item = next_item(s, item)) {
         const int at = first + grid * item;
-        send_packets<kIsWide>(p, s, s.rows[item], pair_of(p, at / kShares), at % kShares);
+        send_packets<kIsWide>(p, s, s.rows[item], pair_of(p, at / kShares, in_order), at % kShares);
       }
     } else {
-      send_rows<kIsWide>(p, s, first);
+      send_rows<kIsWide>(p, s, first, in_order);
     }
     __syncthreads();
   }
@@ -530,14 +563,16 @@ template <bool kIsWide>
 DEVICE void combine(const LatencyCombineParams& p) {
   __shared__ CombineShared s;
   wait_previous_kernel();
+  Entry known = {{-1, -1}, -1, 0.0f, 0};
+  if (!p.refused && (p.call.halves & kSendHalf)) known = load_entry(p, likely_pair(p));
   open_call(p.call, p.at, s.call);
   open_handle(p, s, static_cast<int>(blockIdx.x) / shares_of(p));
   __syncthreads();
   if (p.call.halves & kSendHalf) {
     if (blockIdx.x == 0) announcer(p, s);
     const u32 served = s.served & s.call.active;
-    if (!p.refused) reducer<kIsWide, true>(p, s, served & packed_ranks(p, s));
-    if (!p.refused) reducer<kIsWide, false>(p, s, served & ~packed_ranks(p, s));
+    if (!p.refused) reducer<kIsWide, true>(p, s, served & packed_ranks(p, s), known);
+    if (!p.refused) reducer<kIsWide, false>(p, s, served & ~packed_ranks(p, s), known);
   }
   allow_next_kernel();
   if ((p.call.halves & kReceiveHalf) && !p.refused) {

@@ -193,7 +193,7 @@ class LatencyCore:
         a.num_tokens, a.refused = 0, 1
         limits = self.platform.limits
         if op == OP_COMBINE:
-            launch = combine_launch(self.config, 0, BOTH_HALVES, 1, limits)
+            launch = combine_launch(self.config, 0, BOTH_HALVES, False, 1, limits)
             a.handle_got = a.recv_info = self._own.address  # read, and not used
         else:
             launch = dispatch_launch(self.config, 0, BOTH_HALVES, 1, limits)
@@ -233,7 +233,8 @@ class LatencyCore:
         for name in _FOR_COMBINE:
             setattr(a, name, handle.address(name))
         a.num_tokens, a.kind = handle.num_tokens, int(is_wide) | 2 * a.has_weights
-        launch = combine_launch(self.config, handle.num_tokens, turn.halves, self._max_sms(), self.platform.limits)
+        max_sms, limits = self._max_sms(), self.platform.limits
+        launch = combine_launch(self.config, handle.num_tokens, turn.halves, is_wide, max_sms, limits)
         self._launch(kernel, launch)
 
     # --- order of calls -------------------------------------------------------------------------------------------

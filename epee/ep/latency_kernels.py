@@ -341,12 +341,26 @@ def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms
 
 
 @functools.cache
-def combine_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
+def combine_launch(
+    config: LatencyConfig, num_tokens: int, halves: int, is_wide: bool, max_sms: int, limits: Limits
+) -> Launch:
     """Return the launch of a combine: a block for each partial, or share of one, that a rank with as many tokens as the
-    others sends, and not too few when they have more; two blocks on a multiprocessor."""
+    others sends, and not too few when they have more; two blocks on a multiprocessor if two records of each fit.
+
+    Raises:
+        InvalidArgument: rows are too long for shared memory.
+    """
+    is_sending = bool(halves & SEND_HALF)
+    record_bytes = align_up((4 if is_wide else 2) * config.hidden, 128)
+    shared_bytes = 2 * record_bytes if is_sending else 0
+    if shared_bytes > limits.shared_bytes:
+        raise InvalidArgument(
+            f"a combine of hidden {config.hidden} needs {shared_bytes} bytes of shared memory, there are "
+            f"{limits.shared_bytes}; use bfloat16 partials or the throughput mode"
+        )
     is_packed = num_tokens <= config.packet_tokens
     sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else 1)
-    sending = max(sending, _ceil_div(config.capacity, 8)) if halves & SEND_HALF else 0
+    sending = max(sending, _ceil_div(config.capacity, 8)) if is_sending else 0
     receiving = (5 if is_packed else 2) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each
-    grid = max(1, min(2 * max_sms, max(sending, receiving)))
-    return Launch(grid, 32 * min(COMBINE_WARPS, limits.max_warps), 0)
+    most = max_sms * (2 if 2 * shared_bytes <= limits.shared_bytes else 1)
+    return Launch(max(1, min(most, max(sending, receiving))), 32 * min(COMBINE_WARPS, limits.max_warps), shared_bytes)

@@ -4,7 +4,8 @@
 //   announcer    block 0, send half: a word to every rank that says whether this rank has its tokens. When the weights
 //                are given to the combine, it sends those of its tokens to the ranks that have them.
 //   reducer      every block, send half: finds the rows of a token (a warp each), sums them in float32, rounds once, and
-//                stores the sum at the token's rank, straight from registers: with a flag behind it, or in packets.
+//                sends the sum to the token's rank: by the copy engine with a flag behind it, or in packets, straight
+//                from registers.
 //   collector    every block, receive half: a share of a token at a time, sums the partials of all ranks that have it.
 //   The last block to end decides what counts, as in dispatch; when blocks have not seen the same ranks whole, it sums
 //   all tokens again.
@@ -16,6 +17,7 @@
 // acknowledgement and flag 2.9, last sum and end 1.5: 22. With packets (16 tokens): 7.
 #pragma once
 #include "../common/lanes.cuh"
+#include "../ptx/bulk.cuh"
 #include "latency_call.cuh"
 
 constexpr int kMaxTopk = 32;
@@ -203,7 +205,7 @@ DEVICE UnitRows<kIsWide> load_unit(const LatencyCombineParams& p, const TokenRow
   return v;
 }
 
-/// Sums a unit, rounds it and stores it in the record at `to`.
+/// Sums a unit, rounds it and puts it into the record at `to`, in shared memory.
 template <bool kIsWide>
 DEVICE void sum_unit(const LatencyCombineParams& p, const TokenRows& rows, const UnitRows<kIsWide>& v, u8* to,
                      int unit) {
@@ -223,7 +225,7 @@ DEVICE void sum_unit(const LatencyCombineParams& p, const TokenRows& rows, const
   for (int i = 0; i < 4; ++i)
     out.word[i] = kIsWide ? __float_as_uint(sums.value[i % (2 * kWords)])
                           : float2_to_bf16x2(sums.value[2 * i % (2 * kWords)], sums.value[(2 * i + 1) % (2 * kWords)]);
-  st_vec16(to + 16 * unit, out);
+  *reinterpret_cast<Vec16*>(to + 16 * unit) = out;
 }
 
 /// The next of the block's items that has rows.
@@ -233,7 +235,7 @@ DEVICE int next_item(const CombineShared& s, int item) {
   return item;
 }
 
-/// Threads that sum; the last warp releases flags meanwhile.
+/// Threads that sum; the last warp publishes meanwhile.
 DEVICE int num_workers() { return blockDim.x > 32 ? static_cast<int>(blockDim.x) - 32 : static_cast<int>(blockDim.x); }
 
 /// Where a partial goes: the place of (this rank, token) at the token's rank.
@@ -244,8 +246,30 @@ DEVICE u8* partial_at(const LatencyCombineParams& p, const CombineShared& s, Pai
                    : row_at(p.at, peer, s.call.send_tag, src, pair.token);
 }
 
-/// Sends the partials of the block's items as rows. The next unit is on its way from y before one is stored: loads queue
-/// behind stores that wait for the link. `first`: pair of item 0, the others follow a grid apart. All threads.
+/// Sends records out of shared memory, and releases a record's flag when it has arrived. The last warp's first lane.
+struct Publisher {
+  Pair last;  // the record under way, none if its token is -1
+};
+DEVICE void release_last(const LatencyCombineParams& p, const CombineShared& s, Publisher& publisher) {
+  if (publisher.last.token < 0) return;
+  const u64 tag = s.call.send_tag;
+  const Pair to = publisher.last;
+  perhaps_stall(tag, p.call.rank, 5);
+  st_release_sys(flag_at(p.at, s.call.peer[to.src], tag, part_of(p.call.rank, to.src), to.token), tag);
+}
+DEVICE void publish(const LatencyCombineParams& p, const CombineShared& s, Publisher& publisher, const u8* record,
+                    Pair pair, u32 num_bytes) {
+  bulk_store(partial_at(p, s, pair, false), record, num_bytes);
+  bulk_commit();
+  bulk_wait<1>();
+  release_last(p, s, publisher);
+  publisher.last = pair;
+}
+
+/// Sends the partials of the block's items as rows. Workers sum them into two records in turn, and the last warp gives
+/// these to the copy engine: so loads from y do not queue behind stores that wait for the link, as they would if workers
+/// stored rows themselves. The next unit is on its way from y before one is summed. `first`: index of item 0, the others
+/// follow a grid apart. All threads.
 template <bool kIsWide>
 DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first, int num_tokens) {
   const int num_warps = static_cast<int>(blockDim.x / 32);
@@ -253,15 +277,16 @@ DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first
   const int num_units = p.hidden / (2 * Unit<kIsWide>::kWords);
   const int tid = static_cast<int>(threadIdx.x);
   const bool is_worker = tid < num_workers();
-  const bool is_publisher = warp_idx() == num_warps - 1;
+  const bool is_publisher = tid == 32 * (num_warps - 1);
+  Publisher publisher = {{-1, -1}};
+  u8* record = dynamic_shared();
   int item = next_item(s, -1);
   if (item == num_warps) return;
   int base = 0;
   UnitRows<kIsWide> v = {};
   if (is_worker) v = load_unit<kIsWide>(p, s.rows[item], tid);
 #pragma unroll 1
-  while (item < num_warps) {
-    const Pair pair = pair_of(p, first + grid * item, num_tokens);
+  for (int n = 0; item < num_warps;) {
     const bool is_last = base + num_workers() >= num_units;
     const int next = is_last ? next_item(s, item) : item;
     const int next_base = is_last ? 0 : base + num_workers();
@@ -269,16 +294,23 @@ DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first
       UnitRows<kIsWide> ahead = {};
       if (next < num_warps) ahead = load_unit<kIsWide>(p, s.rows[next], next_base + tid);
       if (lane_idx() == 0) perhaps_stall(s.call.send_tag, p.call.rank, 4);
-      sum_unit<kIsWide>(p, s.rows[item], v, partial_at(p, s, pair, false), base + tid);
+      sum_unit<kIsWide>(p, s.rows[item], v, record, base + tid);
       v = ahead;
     }
     if (is_last) {
+      fence_proxy_async();
+      if (is_publisher) bulk_wait_read<0>();  // the other record may be written from here on
       __syncthreads();
-      if (is_publisher) release_flags(p.call, p.at, s.call, s.call.send_tag, pair.token, 1u << pair.src);
+      const u32 num_bytes = 16 * static_cast<u32>(num_units);
+      if (is_publisher) publish(p, s, publisher, record, pair_of(p, first + grid * item, num_tokens), num_bytes);
+      record = dynamic_shared() + (++n % 2) * round_up(static_cast<int>(num_bytes), 128);
     }
     item = next;
     base = next_base;
   }
+  if (!is_publisher) return;
+  bulk_wait<0>();
+  release_last(p, s, publisher);
 }
 
 /// Words 3i ... 3i + 2 of a row of y; half of each if the record is float32.

@@ -127,7 +127,8 @@ DEVICE Entry load_entry(const LatencyCombineParams& p, Pair pair) {
   return entry;
 }
 
-/// Finds the rows of a token of a rank, `count` 0 when there are none. One warp.
+/// Finds the rows of a token of a rank, `count` 0 when there are none. One warp; before the call is open if no weights
+/// are given to it.
 DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, const Entry& entry, bool is_wanted,
                       TokenRows& found) {
   const int lane = lane_idx();
@@ -189,44 +190,44 @@ struct Unit {
   };
 };
 
-/// A unit of the first rows of a token, on its way into registers.
+/// A unit of some rows of a token, on its way into registers.
 template <bool kIsWide>
 struct UnitRows {
   typename Unit<kIsWide>::Words row[kRowBatch];
 };
 template <bool kIsWide>
-DEVICE UnitRows<kIsWide> load_unit(const LatencyCombineParams& p, const TokenRows& rows, int unit) {
+DEVICE UnitRows<kIsWide> load_unit(const LatencyCombineParams& p, const TokenRows& rows, int first, int unit) {
   using Words = typename Unit<kIsWide>::Words;
   UnitRows<kIsWide> v;
   const bool is_there = unit < p.hidden / (2 * Unit<kIsWide>::kWords);
 #pragma unroll
   for (int i = 0; i < kRowBatch; ++i)
-    if (is_there && i < rows.count) v.row[i] = reinterpret_cast<const Words*>(row_of_y(p, rows, i))[unit];
+    if (is_there && first + i < rows.count) v.row[i] = reinterpret_cast<const Words*>(row_of_y(p, rows, first + i))[unit];
   return v;
 }
 
-/// Sums a unit, rounds it and puts it into the record at `to`, in shared memory.
 template <bool kIsWide>
-DEVICE void sum_unit(const LatencyCombineParams& p, const TokenRows& rows, const UnitRows<kIsWide>& v, u8* to,
-                     int unit) {
-  constexpr int kWords = Unit<kIsWide>::kWords;
-  if (unit >= p.hidden / (2 * kWords)) return;
-  Sums<kWords> sums = no_sums<kWords>();
+DEVICE void add_unit(Sums<Unit<kIsWide>::kWords>& sums, const TokenRows& rows, int first, const UnitRows<kIsWide>& v) {
 #pragma unroll
   for (int i = 0; i < kRowBatch; ++i)
-    if (i < rows.count) add_words<kWords>(sums, rows.weight[i], v.row[i].word);
-#pragma unroll 1
-  for (int n = kRowBatch; n < rows.count; ++n) {
-    const auto more = reinterpret_cast<const typename Unit<kIsWide>::Words*>(row_of_y(p, rows, n))[unit];
-    add_words<kWords>(sums, rows.weight[n], more.word);
-  }
+    if (first + i < rows.count) add_words<Unit<kIsWide>::kWords>(sums, rows.weight[first + i], v.row[i].word);
+}
+
+/// Rounds a unit and stores it in the record at `to`.
+template <bool kIsWide>
+DEVICE void store_unit(const LatencyCombineParams& p, const Sums<Unit<kIsWide>::kWords>& sums, u8* to, int unit) {
+  constexpr int kWords = Unit<kIsWide>::kWords;
+  if (unit >= p.hidden / (2 * kWords)) return;
   Vec16 out;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     out.word[i] = kIsWide ? __float_as_uint(sums.value[i % (2 * kWords)])
                           : float2_to_bf16x2(sums.value[2 * i % (2 * kWords)], sums.value[(2 * i + 1) % (2 * kWords)]);
-  *reinterpret_cast<Vec16*>(to + 16 * unit) = out;
+  st_vec16(to + 16 * unit, out);
 }
+
+/// Threads that sum; the last warp releases flags meanwhile.
+DEVICE int num_workers() { return blockDim.x > 32 ? static_cast<int>(blockDim.x) - 32 : static_cast<int>(blockDim.x); }
 
 /// The next of the block's items that has rows.
 DEVICE int next_item(const CombineShared& s, int item) {
@@ -235,8 +236,15 @@ DEVICE int next_item(const CombineShared& s, int item) {
   return item;
 }
 
-/// Threads that sum; the last warp publishes meanwhile.
-DEVICE int num_workers() { return blockDim.x > 32 ? static_cast<int>(blockDim.x) - 32 : static_cast<int>(blockDim.x); }
+/// What a worker loads at once: the rows from `row` on of an item, and its unit in the pass that begins at `base`.
+struct Step {
+  int item, base, row;
+};
+DEVICE Step step_behind(const CombineShared& s, const Step& at, int num_units) {
+  if (at.row + kRowBatch < s.rows[at.item].count) return {at.item, at.base, at.row + kRowBatch};
+  if (at.base + num_workers() < num_units) return {at.item, at.base + num_workers(), 0};
+  return {next_item(s, at.item), 0, 0};
+}
 
 /// Where a partial goes: the place of (this rank, token) at the token's rank.
 DEVICE u8* partial_at(const LatencyCombineParams& p, const CombineShared& s, Pair pair, bool is_packed) {
@@ -246,71 +254,43 @@ DEVICE u8* partial_at(const LatencyCombineParams& p, const CombineShared& s, Pai
                    : row_at(p.at, peer, s.call.send_tag, src, pair.token);
 }
 
-/// Sends records out of shared memory, and releases a record's flag when it has arrived. The last warp's first lane.
-struct Publisher {
-  Pair last;  // the record under way, none if its token is -1
-};
-DEVICE void release_last(const LatencyCombineParams& p, const CombineShared& s, Publisher& publisher) {
-  if (publisher.last.token < 0) return;
-  const u64 tag = s.call.send_tag;
-  const Pair to = publisher.last;
-  perhaps_stall(tag, p.call.rank, 5);
-  st_release_sys(flag_at(p.at, s.call.peer[to.src], tag, part_of(p.call.rank, to.src), to.token), tag);
-}
-DEVICE void publish(const LatencyCombineParams& p, const CombineShared& s, Publisher& publisher, const u8* record,
-                    Pair pair, u32 num_bytes) {
-  bulk_store(partial_at(p, s, pair, false), record, num_bytes);
-  bulk_commit();
-  bulk_wait<1>();
-  release_last(p, s, publisher);
-  publisher.last = pair;
-}
-
-/// Sends the partials of the block's items as rows. Workers sum them into two records in turn, and the last warp gives
-/// these to the copy engine: so loads from y do not queue behind stores that wait for the link, as they would if workers
-/// stored rows themselves. The next unit is on its way from y before one is summed. `first`: index of item 0, the others
-/// follow a grid apart. All threads.
+/// Sends the partials of the block's items as rows. What the next step needs of y is on its way before anything is
+/// stored: loads queue behind stores that wait for the link. `first`: index of item 0, the others follow a grid apart.
+/// All threads.
 template <bool kIsWide>
 DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first, int num_tokens) {
+  constexpr int kWords = Unit<kIsWide>::kWords;
   const int num_warps = static_cast<int>(blockDim.x / 32);
-  const int grid = static_cast<int>(gridDim.x);
-  const int num_units = p.hidden / (2 * Unit<kIsWide>::kWords);
+  const int num_units = p.hidden / (2 * kWords);
   const int tid = static_cast<int>(threadIdx.x);
   const bool is_worker = tid < num_workers();
-  const bool is_publisher = tid == 32 * (num_warps - 1);
-  Publisher publisher = {{-1, -1}};
-  u8* record = dynamic_shared();
-  int item = next_item(s, -1);
-  if (item == num_warps) return;
-  int base = 0;
+  const u64 tag = s.call.send_tag;
+  Step at = {next_item(s, -1), 0, 0};
+  if (at.item == num_warps) return;
   UnitRows<kIsWide> v = {};
-  if (is_worker) v = load_unit<kIsWide>(p, s.rows[item], tid);
+  Sums<kWords> sums = no_sums<kWords>();
+  if (is_worker) v = load_unit<kIsWide>(p, s.rows[at.item], 0, tid);
 #pragma unroll 1
-  for (int n = 0; item < num_warps;) {
-    const bool is_last = base + num_workers() >= num_units;
-    const int next = is_last ? next_item(s, item) : item;
-    const int next_base = is_last ? 0 : base + num_workers();
+  while (at.item < num_warps) {
+    const Step next = step_behind(s, at, num_units);
+    const Pair pair = pair_of(p, first + static_cast<int>(gridDim.x) * at.item, num_tokens);
     if (is_worker) {
       UnitRows<kIsWide> ahead = {};
-      if (next < num_warps) ahead = load_unit<kIsWide>(p, s.rows[next], next_base + tid);
-      if (lane_idx() == 0) perhaps_stall(s.call.send_tag, p.call.rank, 4);
-      sum_unit<kIsWide>(p, s.rows[item], v, record, base + tid);
+      if (next.item < num_warps) ahead = load_unit<kIsWide>(p, s.rows[next.item], next.row, next.base + tid);
+      add_unit<kIsWide>(sums, s.rows[at.item], at.row, v);
+      if (next.row == 0) {
+        if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
+        store_unit<kIsWide>(p, sums, partial_at(p, s, pair, false), at.base + tid);
+        sums = no_sums<kWords>();
+      }
       v = ahead;
     }
-    if (is_last) {
-      fence_proxy_async();
-      if (is_publisher) bulk_wait_read<0>();  // the other record may be written from here on
+    if (next.item != at.item) {
       __syncthreads();
-      const u32 num_bytes = 16 * static_cast<u32>(num_units);
-      if (is_publisher) publish(p, s, publisher, record, pair_of(p, first + grid * item, num_tokens), num_bytes);
-      record = dynamic_shared() + (++n % 2) * round_up(static_cast<int>(num_bytes), 128);
+      if (warp_idx() == num_warps - 1) release_flags(p.call, p.at, s.call, tag, pair.token, 1u << pair.src);
     }
-    item = next;
-    base = next_base;
+    at = next;
   }
-  if (!is_publisher) return;
-  bulk_wait<0>();
-  release_last(p, s, publisher);
 }
 
 /// Words 3i ... 3i + 2 of a row of y; half of each if the record is float32.
@@ -381,10 +361,10 @@ DEVICE Pair likely_pair(const LatencyCombineParams& p) {
   return is_packed ? pair_of(p, index / kPartialShares, 0) : pair_of(p, index, p.num_tokens);
 }
 
-/// Sends the partials of this block's share of the pairs of `ranks`, which all get packets or all get rows. `known`: an
-/// entry that has been read. All threads.
+/// Sends the partials of this block's share of the pairs of `ranks`, which all get packets or all get rows. `known`: the
+/// pair whose rows this warp has found already. All threads.
 template <bool kIsWide, bool kIsPacked>
-DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks, const Entry& known) {
+DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks, Pair& known) {
   constexpr int kShares = kIsPacked ? kPartialShares : 1;
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int grid = static_cast<int>(gridDim.x);
@@ -400,8 +380,12 @@ DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks, 
     const int index = first + grid * warp_idx();
     const Pair mine = pair_of(p, index / kShares, in_order);
     const bool is_wanted = index < num_items && (ranks >> mine.src & 1) && mine.token < s.num_tokens[mine.src];
-    const bool is_known = mine.src == known.pair.src && mine.token == known.pair.token;
-    find_rows(p, s, is_known ? known : load_entry(p, mine), is_wanted, s.rows[warp_idx()]);
+    TokenRows& found = s.rows[warp_idx()];
+    if (mine.src != known.src || mine.token != known.token || p.has_weights)
+      find_rows(p, s, load_entry(p, mine), is_wanted, found);
+    else if (!is_wanted && lane_idx() == 0)
+      found.count = 0;
+    known.token = -1;  // what was found is used, or written over
     __syncthreads();
     if (kIsPacked) {
 #pragma unroll 1
@@ -595,8 +579,11 @@ template <bool kIsWide>
 DEVICE void combine(const LatencyCombineParams& p) {
   __shared__ CombineShared s;
   wait_previous_kernel();
-  Entry known = {{-1, -1}, -1, 0.0f, 0};
-  if (!p.refused && (p.call.halves & kSendHalf)) known = load_entry(p, likely_pair(p));
+  Pair known = {-1, -1};
+  if (!p.refused && (p.call.halves & kSendHalf)) {
+    known = likely_pair(p);
+    if (!p.has_weights) find_rows(p, s, load_entry(p, known), known.token < p.at.max_tokens, s.rows[warp_idx()]);
+  }
   open_call(p.call, p.at, s.call);
   open_handle(p, s, static_cast<int>(blockIdx.x) / shares_of(p));
   __syncthreads();

@@ -28,6 +28,7 @@ MAX_WARPS = 16
 SCALE_BLOCK = 128
 PACKET_BYTES, PACKET_WORDS = 16, 3  # three words of a record and a mark
 COMBINE_WARPS = 8
+COMBINE_FLAGS = 4  # of a partial that goes as a row: blocks that send a part of it
 PARTIAL_SHARES = 3  # blocks that sum a partial that goes in packets
 PACKET_SHARES = 20  # warps that expand a record in packets
 PACKET_TOKENS = 32  # up to so many tokens of a rank cross in packets
@@ -135,6 +136,7 @@ def kernel_head(num_ranks: int, stall_one_in: int = 0, is_folded: bool = False) 
         "kStallOneIn": stall_one_in,
         "kIsFolded": int(is_folded),
         "kPacketWarps": PACKET_SHARES,
+        "kFlagsOfToken": COMBINE_FLAGS,
     }
     structs = (LatencyCall, LatencyPlaces, LatencyDispatchParams, LatencyCombineParams)
     return "".join([constants_source(constants), *(struct_source(struct) for struct in structs)])
@@ -247,7 +249,7 @@ class LatencyConfig:
             words("dispatch_heads", slots, ranks, 1 + self.token_words + self.num_local_experts),
             words("dispatch_flags", slots, ranks, tokens),
             words("combine_heads", slots, ranks, 1),
-            words("combine_flags", slots, ranks, tokens),
+            words("combine_flags", slots, ranks, tokens, COMBINE_FLAGS),
             words("combine_weights", slots, ranks, tokens, num_topk),
             rows("dispatch_rows", tokens, 4 * self.dispatch_words),
             rows("combine_rows", tokens, 4 * self.hidden),
@@ -359,7 +361,7 @@ def combine_launch(
             f"{limits.shared_bytes}; use bfloat16 partials or the throughput mode"
         )
     is_packed = num_tokens <= config.packet_tokens
-    sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else 1)
+    sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else COMBINE_FLAGS)
     sending = max(sending, _ceil_div(config.capacity, 8)) if is_sending else 0
     receiving = (5 if is_packed else 2) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each
     most = max_sms * (2 if 2 * shared_bytes <= limits.shared_bytes else 1)

@@ -23,6 +23,7 @@
 constexpr int kMaxTopk = 32;
 constexpr int kRowBatch = 4;      // rows that are read at once
 constexpr int kPartialShares = 3;  // blocks that sum a partial that goes in packets
+constexpr int kRowParts = kFlagsOfToken;  // of a partial that goes as a row, each with a flag
 constexpr int kRowShares = 2;      // blocks that sum a token,
 constexpr int kPacketShares = 5;   // and one whose partials come in packets
 constexpr int kRankBatch = kNumRanks <= 4 ? kNumRanks : 3;  // ranks whose partials are read at once
@@ -127,8 +128,7 @@ DEVICE Entry load_entry(const LatencyCombineParams& p, Pair pair) {
   return entry;
 }
 
-/// Finds the rows of a token of a rank, `count` 0 when there are none. One warp; before the call is open if no weights
-/// are given to it.
+/// Finds the rows of a token of a rank, `count` 0 when there are none. One warp.
 DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, const Entry& entry, bool is_wanted,
                       TokenRows& found) {
   const int lane = lane_idx();
@@ -196,10 +196,10 @@ struct UnitRows {
   typename Unit<kIsWide>::Words row[kRowBatch];
 };
 template <bool kIsWide>
-DEVICE UnitRows<kIsWide> load_unit(const LatencyCombineParams& p, const TokenRows& rows, int first, int unit) {
+DEVICE UnitRows<kIsWide> load_unit(const LatencyCombineParams& p, const TokenRows& rows, int first, int unit, int end) {
   using Words = typename Unit<kIsWide>::Words;
   UnitRows<kIsWide> v;
-  const bool is_there = unit < p.hidden / (2 * Unit<kIsWide>::kWords);
+  const bool is_there = unit < end;
 #pragma unroll
   for (int i = 0; i < kRowBatch; ++i)
     if (is_there && first + i < rows.count) v.row[i] = reinterpret_cast<const Words*>(row_of_y(p, rows, first + i))[unit];
@@ -215,9 +215,9 @@ DEVICE void add_unit(Sums<Unit<kIsWide>::kWords>& sums, const TokenRows& rows, i
 
 /// Rounds a unit and stores it in the record at `to`.
 template <bool kIsWide>
-DEVICE void store_unit(const LatencyCombineParams& p, const Sums<Unit<kIsWide>::kWords>& sums, u8* to, int unit) {
+DEVICE void store_unit(const Sums<Unit<kIsWide>::kWords>& sums, u8* to, int unit, int end) {
   constexpr int kWords = Unit<kIsWide>::kWords;
-  if (unit >= p.hidden / (2 * kWords)) return;
+  if (unit >= end) return;
   Vec16 out;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -226,24 +226,11 @@ DEVICE void store_unit(const LatencyCombineParams& p, const Sums<Unit<kIsWide>::
   st_vec16(to + 16 * unit, out);
 }
 
-/// Threads that sum; the last warp releases flags meanwhile.
-DEVICE int num_workers() { return blockDim.x > 32 ? static_cast<int>(blockDim.x) - 32 : static_cast<int>(blockDim.x); }
-
 /// The next of the block's items that has rows.
 DEVICE int next_item(const CombineShared& s, int item) {
   const int num_warps = static_cast<int>(blockDim.x / 32);
   for (++item; item < num_warps && s.rows[item].count == 0;) ++item;
   return item;
-}
-
-/// What a worker loads at once: the rows from `row` on of an item, and its unit in the pass that begins at `base`.
-struct Step {
-  int item, base, row;
-};
-DEVICE Step step_behind(const CombineShared& s, const Step& at, int num_units) {
-  if (at.row + kRowBatch < s.rows[at.item].count) return {at.item, at.base, at.row + kRowBatch};
-  if (at.base + num_workers() < num_units) return {at.item, at.base + num_workers(), 0};
-  return {next_item(s, at.item), 0, 0};
 }
 
 /// Where a partial goes: the place of (this rank, token) at the token's rank.
@@ -254,43 +241,76 @@ DEVICE u8* partial_at(const LatencyCombineParams& p, const CombineShared& s, Pai
                    : row_at(p.at, peer, s.call.send_tag, src, pair.token);
 }
 
-/// Sends the partials of the block's items as rows. What the next step needs of y is on its way before anything is
-/// stored: loads queue behind stores that wait for the link. `first`: index of item 0, the others follow a grid apart.
-/// All threads.
+/// What a thread loads at once: the rows from `row` on of an item, and unit `unit`.
+struct Step {
+  int item, unit, row;
+};
+
+/// An item of rows: a part of a pair's partial.
+struct RowItem {
+  Pair pair;
+  Range units;
+  int part;
+};
+template <bool kIsWide>
+DEVICE RowItem row_item(const LatencyCombineParams& p, int index, int num_tokens) {
+  const int part = index % kRowParts;
+  const int num_units = p.hidden / (2 * Unit<kIsWide>::kWords);
+  return {pair_of(p, index / kRowParts, num_tokens), piece(num_units, kRowParts, part), part};
+}
+
+/// The place of a flag: every part of a partial has one.
+DEVICE u64* part_flag(const LatencyCombineParams& p, u64 region, u64 tag, int src, int token, int part) {
+  return reinterpret_cast<u64*>(region + p.at.flags_offset) +
+         place_of(p.at, tag, src, token, p.at.max_tokens) * kRowParts + part;
+}
+
+/// Sends the block's items as rows. What the next step needs of y is on its way before anything is stored: loads queue
+/// behind stores that wait for the link. No flag is released before the block has stored all: the link is the bottleneck
+/// to the end, and each release costs a trip. `first`: index of item 0, the others follow a grid apart. All threads.
 template <bool kIsWide>
 DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first, int num_tokens) {
   constexpr int kWords = Unit<kIsWide>::kWords;
   const int num_warps = static_cast<int>(blockDim.x / 32);
-  const int num_units = p.hidden / (2 * kWords);
+  const int grid = static_cast<int>(gridDim.x);
   const int tid = static_cast<int>(threadIdx.x);
-  const bool is_worker = tid < num_workers();
   const u64 tag = s.call.send_tag;
   Step at = {next_item(s, -1), 0, 0};
   if (at.item == num_warps) return;
-  UnitRows<kIsWide> v = {};
+  RowItem item = row_item<kIsWide>(p, first + grid * at.item, num_tokens);
+  at.unit = item.units.begin;
+  UnitRows<kIsWide> v = load_unit<kIsWide>(p, s.rows[at.item], 0, at.unit + tid, item.units.end);
   Sums<kWords> sums = no_sums<kWords>();
-  if (is_worker) v = load_unit<kIsWide>(p, s.rows[at.item], 0, tid);
 #pragma unroll 1
   while (at.item < num_warps) {
-    const Step next = step_behind(s, at, num_units);
-    const Pair pair = pair_of(p, first + static_cast<int>(gridDim.x) * at.item, num_tokens);
-    if (is_worker) {
-      UnitRows<kIsWide> ahead = {};
-      if (next.item < num_warps) ahead = load_unit<kIsWide>(p, s.rows[next.item], next.row, next.base + tid);
-      add_unit<kIsWide>(sums, s.rows[at.item], at.row, v);
-      if (next.row == 0) {
-        if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
-        store_unit<kIsWide>(p, sums, partial_at(p, s, pair, false), at.base + tid);
-        sums = no_sums<kWords>();
-      }
-      v = ahead;
+    Step next = {at.item, at.unit, at.row + kRowBatch};
+    RowItem next_of = item;
+    if (next.row >= s.rows[at.item].count) next = {at.item, at.unit + static_cast<int>(blockDim.x), 0};
+    if (next.unit >= item.units.end) {
+      next.item = next_item(s, at.item);
+      next_of = row_item<kIsWide>(p, first + grid * next.item, num_tokens);
+      next.unit = next_of.units.begin;
     }
-    if (next.item != at.item) {
-      __syncthreads();
-      if (warp_idx() == num_warps - 1) release_flags(p.call, p.at, s.call, tag, pair.token, 1u << pair.src);
+    UnitRows<kIsWide> ahead = {};
+    if (next.item < num_warps)
+      ahead = load_unit<kIsWide>(p, s.rows[next.item], next.row, next.unit + tid, next_of.units.end);
+    add_unit<kIsWide>(sums, s.rows[at.item], at.row, v);
+    if (next.row == 0) {
+      if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
+      store_unit<kIsWide>(sums, partial_at(p, s, item.pair, false), at.unit + tid, item.units.end);
+      sums = no_sums<kWords>();
     }
+    v = ahead;
     at = next;
+    item = next_of;
   }
+  __syncthreads();
+  const int mine = lane_idx();
+  if (warp_idx() != num_warps - 1 || mine >= num_warps || s.rows[mine].count == 0) return;
+  const RowItem sent = row_item<kIsWide>(p, first + grid * mine, num_tokens);
+  const int src = part_of(p.call.rank, sent.pair.src);
+  perhaps_stall(tag, p.call.rank, 5);
+  st_release_sys(part_flag(p, s.call.peer[sent.pair.src], tag, src, sent.pair.token, sent.part), tag);
 }
 
 /// Words 3i ... 3i + 2 of a row of y; half of each if the record is float32.
@@ -358,14 +378,14 @@ DEVICE u32 packed_ranks(const LatencyCombineParams& p, const CombineShared& s) {
 DEVICE Pair likely_pair(const LatencyCombineParams& p) {
   const int index = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * warp_idx();
   const bool is_packed = p.num_tokens <= p.at.packet_tokens;
-  return is_packed ? pair_of(p, index / kPartialShares, 0) : pair_of(p, index, p.num_tokens);
+  return is_packed ? pair_of(p, index / kPartialShares, 0) : pair_of(p, index / kRowParts, p.num_tokens);
 }
 
-/// Sends the partials of this block's share of the pairs of `ranks`, which all get packets or all get rows. `known`: the
-/// pair whose rows this warp has found already. All threads.
+/// Sends the partials of this block's share of the pairs of `ranks`, which all get packets or all get rows. `known`: an
+/// entry that has been read. All threads.
 template <bool kIsWide, bool kIsPacked>
-DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks, Pair& known) {
-  constexpr int kShares = kIsPacked ? kPartialShares : 1;
+DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks, const Entry& known) {
+  constexpr int kShares = kIsPacked ? kPartialShares : kRowParts;
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int grid = static_cast<int>(gridDim.x);
   if (!ranks) return;
@@ -380,12 +400,8 @@ DEVICE void reducer(const LatencyCombineParams& p, CombineShared& s, u32 ranks, 
     const int index = first + grid * warp_idx();
     const Pair mine = pair_of(p, index / kShares, in_order);
     const bool is_wanted = index < num_items && (ranks >> mine.src & 1) && mine.token < s.num_tokens[mine.src];
-    TokenRows& found = s.rows[warp_idx()];
-    if (mine.src != known.src || mine.token != known.token || p.has_weights)
-      find_rows(p, s, load_entry(p, mine), is_wanted, found);
-    else if (!is_wanted && lane_idx() == 0)
-      found.count = 0;
-    known.token = -1;  // what was found is used, or written over
+    const bool is_known = mine.src == known.pair.src && mine.token == known.pair.token;
+    find_rows(p, s, is_known ? known : load_entry(p, mine), is_wanted, s.rows[warp_idx()]);
     __syncthreads();
     if (kIsPacked) {
 #pragma unroll 1
@@ -492,7 +508,10 @@ DEVICE void collect_rows(const LatencyCombineParams& p, const CombineShared& s, 
   constexpr int kUnits = 2;
   const int step = static_cast<int>(blockDim.x);
   u8* out = reinterpret_cast<u8*>(p.out) + static_cast<i64>(token) * 2 * p.hidden;
-  const Range range = piece(p.hidden / Lanes<kPayload>::kCount, kRowShares, part);
+  constexpr int kParts = kRowParts / kRowShares;
+  const int num_units = p.hidden / Lanes<kPayload>::kCount;
+  const Range range = {piece(num_units, kRowParts, part * kParts).begin,
+                       piece(num_units, kRowParts, part * kParts + kParts - 1).end};
 #pragma unroll 1
   for (int unit = range.begin + static_cast<int>(threadIdx.x); unit < range.end; unit += kUnits * step) {
     Lanes<kPayload> sum[kUnits] = {filled<kPayload>(ranks ? -0.0f : 0.0f), filled<kPayload>(ranks ? -0.0f : 0.0f)};
@@ -520,10 +539,12 @@ DEVICE void collect_token(const LatencyCombineParams& p, CombineShared& s, int t
     collect_packets<kIsWide>(p, s, token, ranks, part);
     return;
   }
-  const int d = static_cast<int>(threadIdx.x);
+  constexpr int kParts = kRowParts / kRowShares;
+  const int d = static_cast<int>(threadIdx.x) / kParts;
+  const int n = part * kParts + static_cast<int>(threadIdx.x) % kParts;
   const u64 tag = s.call.receive_tag;
   if (d < kNumRanks && (ranks >> d & 1) &&
-      !wait_flag(p.call, s.call, tag, flag_at(p.at, p.call.own, tag, d, token), d))
+      !wait_flag(p.call, s.call, tag, part_flag(p, p.call.own, tag, d, token, n), d))
     red_or_shared(&s.call.late, 1u << d);
   __syncthreads();
   collect_rows<kIsWide>(p, s, token, ranks, part);
@@ -579,11 +600,8 @@ template <bool kIsWide>
 DEVICE void combine(const LatencyCombineParams& p) {
   __shared__ CombineShared s;
   wait_previous_kernel();
-  Pair known = {-1, -1};
-  if (!p.refused && (p.call.halves & kSendHalf)) {
-    known = likely_pair(p);
-    if (!p.has_weights) find_rows(p, s, load_entry(p, known), known.token < p.at.max_tokens, s.rows[warp_idx()]);
-  }
+  Entry known = {{-1, -1}, -1, 0.0f, 0};
+  if (!p.refused && (p.call.halves & kSendHalf)) known = load_entry(p, likely_pair(p));
   open_call(p.call, p.at, s.call);
   open_handle(p, s, static_cast<int>(blockIdx.x) / shares_of(p));
   __syncthreads();

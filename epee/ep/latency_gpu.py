@@ -41,6 +41,7 @@ from .latency_kernels import (
     dispatch_launch,
     handle_space,
     kernel_head,
+    staged_rows,
 )
 from .latency_report import take_report
 from .throughput_machine import AllGather
@@ -193,7 +194,7 @@ class LatencyCore:
         a.num_tokens, a.refused = 0, 1
         limits = self.platform.limits
         if op == OP_COMBINE:
-            launch = combine_launch(self.config, 0, BOTH_HALVES, False, 1, limits)
+            launch = combine_launch(self.config, 0, BOTH_HALVES, 1, limits)
             a.handle_got = a.recv_info = self._own.address  # read, and not used
         else:
             launch = dispatch_launch(self.config, 0, BOTH_HALVES, 1, limits)
@@ -234,7 +235,7 @@ class LatencyCore:
             setattr(a, name, handle.address(name))
         a.num_tokens, a.kind = handle.num_tokens, int(is_wide) | 2 * a.has_weights
         max_sms, limits = self._max_sms(), self.platform.limits
-        launch = combine_launch(self.config, handle.num_tokens, turn.halves, is_wide, max_sms, limits)
+        launch = combine_launch(self.config, handle.num_tokens, turn.halves, max_sms, limits)
         self._launch(kernel, launch)
 
     # --- order of calls -------------------------------------------------------------------------------------------
@@ -440,6 +441,7 @@ class LatencyCore:
         else:
             args.weights_offset = layout.offset("combine_weights")
             args.num_rows = config.num_local_experts * config.capacity
+            args.staged_rows = staged_rows(self.platform.limits)
 
 
 class _Half:

@@ -28,6 +28,7 @@ MAX_WARPS = 16
 SCALE_BLOCK = 128
 PACKET_BYTES, PACKET_WORDS = 16, 3  # three words of a record and a mark
 COMBINE_WARPS = 8
+STAGED_ROWS = 24  # of which a block of a combine reads its part ahead: twice what it needs on average
 COMBINE_FLAGS = 4  # of a partial that goes as a row: blocks that send a part of it
 PARTIAL_SHARES = 3  # blocks that sum a partial that goes in packets
 PACKET_SHARES = 20  # warps that expand a record in packets
@@ -97,7 +98,8 @@ class LatencyDispatchParams(ctypes.Structure):
 class LatencyCombineParams(ctypes.Structure):
     """Arguments of `latency_combine_*`.
 
-    In: `y` bfloat16 [num_rows, hidden], rows `y_stride` bytes apart; `topk_weights` float32 [num_tokens, num_topk] when
+    In: `y` bfloat16 [num_rows, hidden], rows `y_stride` bytes apart; `staged_rows` for which a block has shared memory;
+    `topk_weights` float32 [num_tokens, num_topk] when
     `has_weights`; the handle. Out: `out` bfloat16 [num_tokens, hidden], `out_got` bool
     [ranks].
     """
@@ -108,7 +110,7 @@ class LatencyCombineParams(ctypes.Structure):
         ("weights_offset", _WORD),
         *_fields(_PTR, "y topk_weights out out_got handle_got recv_rows recv_weights recv_info sent_to"),
         ("y_stride", _LONG),
-        *_fields(_INT, "num_tokens num_topk hidden token_words num_rows has_weights kind refused"),
+        *_fields(_INT, "num_tokens num_topk hidden token_words num_rows has_weights kind refused staged_rows"),
     )
 
 
@@ -343,26 +345,18 @@ def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms
 
 
 @functools.cache
-def combine_launch(
-    config: LatencyConfig, num_tokens: int, halves: int, is_wide: bool, max_sms: int, limits: Limits
-) -> Launch:
-    """Return the launch of a combine: a block for each partial, or share of one, that a rank with as many tokens as the
-    others sends, and not too few when they have more; two blocks on a multiprocessor if two records of each fit.
-
-    Raises:
-        InvalidArgument: rows are too long for shared memory.
-    """
-    is_sending = bool(halves & SEND_HALF)
-    record_bytes = align_up((4 if is_wide else 2) * config.hidden, 128)
-    shared_bytes = 2 * record_bytes if is_sending else 0
-    if shared_bytes > limits.shared_bytes:
-        raise InvalidArgument(
-            f"a combine of hidden {config.hidden} needs {shared_bytes} bytes of shared memory, there are "
-            f"{limits.shared_bytes}; use bfloat16 partials or the throughput mode"
-        )
-    is_packed = num_tokens <= config.packet_tokens
+def combine_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
+    """Return the launch of a combine: a block for each part of a partial that a rank with as many tokens as the others
+    sends, and not too few when they have more; two blocks on a multiprocessor."""
+    is_packed, is_sending = num_tokens <= config.packet_tokens, bool(halves & SEND_HALF)
     sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else COMBINE_FLAGS)
     sending = max(sending, _ceil_div(config.capacity, 8)) if is_sending else 0
     receiving = (5 if is_packed else 2) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each
-    most = max_sms * (2 if 2 * shared_bytes <= limits.shared_bytes else 1)
-    return Launch(max(1, min(most, max(sending, receiving))), 32 * min(COMBINE_WARPS, limits.max_warps), shared_bytes)
+    block = 32 * min(COMBINE_WARPS, limits.max_warps)
+    shared_bytes = 16 * block * staged_rows(limits) if is_sending else 0
+    return Launch(max(1, min(2 * max_sms, max(sending, receiving))), block, shared_bytes)
+
+
+def staged_rows(limits: Limits) -> int:
+    """Return for how many rows a block of a combine has shared memory, 16 bytes a thread; two blocks must fit."""
+    return min(STAGED_ROWS, limits.shared_bytes // 2 // (16 * 32 * min(COMBINE_WARPS, limits.max_warps)))

@@ -17,7 +17,6 @@
 // acknowledgement and flag 2.9, last sum and end 1.5: 22. With packets (16 tokens): 7.
 #pragma once
 #include "../common/lanes.cuh"
-#include "../ptx/bulk.cuh"
 #include "latency_call.cuh"
 
 constexpr int kMaxTopk = 32;
@@ -190,34 +189,27 @@ struct Unit {
   };
 };
 
-/// A unit of some rows of a token, on its way into registers.
+/// Adds the rows from `first` on, straight from y.
 template <bool kIsWide>
-struct UnitRows {
-  typename Unit<kIsWide>::Words row[kRowBatch];
-};
-template <bool kIsWide>
-DEVICE UnitRows<kIsWide> load_unit(const LatencyCombineParams& p, const TokenRows& rows, int first, int unit, int end) {
+DEVICE void add_rows(const LatencyCombineParams& p, Sums<Unit<kIsWide>::kWords>& sums, const TokenRows& rows, int first,
+                     int unit) {
   using Words = typename Unit<kIsWide>::Words;
-  UnitRows<kIsWide> v;
-  const bool is_there = unit < end;
+#pragma unroll 1
+  for (int n = first; n < rows.count; n += kRowBatch) {
+    Words v[kRowBatch];
 #pragma unroll
-  for (int i = 0; i < kRowBatch; ++i)
-    if (is_there && first + i < rows.count) v.row[i] = reinterpret_cast<const Words*>(row_of_y(p, rows, first + i))[unit];
-  return v;
-}
-
-template <bool kIsWide>
-DEVICE void add_unit(Sums<Unit<kIsWide>::kWords>& sums, const TokenRows& rows, int first, const UnitRows<kIsWide>& v) {
+    for (int i = 0; i < kRowBatch; ++i)
+      if (n + i < rows.count) v[i] = reinterpret_cast<const Words*>(row_of_y(p, rows, n + i))[unit];
 #pragma unroll
-  for (int i = 0; i < kRowBatch; ++i)
-    if (first + i < rows.count) add_words<Unit<kIsWide>::kWords>(sums, rows.weight[first + i], v.row[i].word);
+    for (int i = 0; i < kRowBatch; ++i)
+      if (n + i < rows.count) add_words<Unit<kIsWide>::kWords>(sums, rows.weight[n + i], v[i].word);
+  }
 }
 
 /// Rounds a unit and stores it in the record at `to`.
 template <bool kIsWide>
-DEVICE void store_unit(const Sums<Unit<kIsWide>::kWords>& sums, u8* to, int unit, int end) {
+DEVICE void store_unit(const Sums<Unit<kIsWide>::kWords>& sums, u8* to, int unit) {
   constexpr int kWords = Unit<kIsWide>::kWords;
-  if (unit >= end) return;
   Vec16 out;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -241,11 +233,6 @@ DEVICE u8* partial_at(const LatencyCombineParams& p, const CombineShared& s, Pai
                    : row_at(p.at, peer, s.call.send_tag, src, pair.token);
 }
 
-/// What a thread loads at once: the rows from `row` on of an item, and unit `unit`.
-struct Step {
-  int item, unit, row;
-};
-
 /// An item of rows: a part of a pair's partial.
 struct RowItem {
   Pair pair;
@@ -265,44 +252,67 @@ DEVICE u64* part_flag(const LatencyCombineParams& p, u64 region, u64 tag, int sr
          place_of(p.at, tag, src, token, p.at.max_tokens) * kRowParts + part;
 }
 
-/// Sends the block's items as rows. What the next step needs of y is on its way before anything is stored: loads queue
-/// behind stores that wait for the link. No flag is released before the block has stored all: the link is the bottleneck
-/// to the end, and each release costs a trip. `first`: index of item 0, the others follow a grid apart. All threads.
+/// This thread's place for a row of an item in shared memory.
+template <bool kIsWide>
+DEVICE typename Unit<kIsWide>::Words* staged(int slot) {
+  using Words = typename Unit<kIsWide>::Words;
+  return reinterpret_cast<Words*>(dynamic_shared()) + slot * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+}
+
+/// Starts the copies of this thread's first unit of all rows of all items, as many as there is room for: loads that come
+/// behind stores wait for the link with them. Returns the number of items.
+template <bool kIsWide>
+DEVICE int stage_rows(const LatencyCombineParams& p, const CombineShared& s, int first, int num_tokens) {
+  using Words = typename Unit<kIsWide>::Words;
+  const int num_warps = static_cast<int>(blockDim.x / 32);
+  int slot = 0;
+  int num_items = 0;
+#pragma unroll 1
+  for (int item = next_item(s, -1); item < num_warps; item = next_item(s, item), ++num_items) {
+    const Range units = row_item<kIsWide>(p, first + static_cast<int>(gridDim.x) * item, num_tokens).units;
+    const int unit = units.begin + static_cast<int>(threadIdx.x);
+#pragma unroll 1
+    for (int n = 0; n < s.rows[item].count && slot < p.staged_rows; ++n, ++slot)
+      if (unit < units.end)
+        start_copy<sizeof(Words)>(staged<kIsWide>(slot), reinterpret_cast<const Words*>(row_of_y(p, s.rows[item], n)) + unit);
+    close_copies();
+  }
+  return num_items;
+}
+
+/// Sends the block's items as rows. No flag is released before the block has stored all: the link is the bottleneck to
+/// the end, and each release costs a trip. `first`: index of item 0, the others follow a grid apart. All threads.
 template <bool kIsWide>
 DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first, int num_tokens) {
   constexpr int kWords = Unit<kIsWide>::kWords;
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int grid = static_cast<int>(gridDim.x);
-  const int tid = static_cast<int>(threadIdx.x);
   const u64 tag = s.call.send_tag;
-  Step at = {next_item(s, -1), 0, 0};
-  if (at.item == num_warps) return;
-  RowItem item = row_item<kIsWide>(p, first + grid * at.item, num_tokens);
-  at.unit = item.units.begin;
-  UnitRows<kIsWide> v = load_unit<kIsWide>(p, s.rows[at.item], 0, at.unit + tid, item.units.end);
-  Sums<kWords> sums = no_sums<kWords>();
+  int num_items = stage_rows<kIsWide>(p, s, first, num_tokens);
+  int slot = 0;
 #pragma unroll 1
-  while (at.item < num_warps) {
-    Step next = {at.item, at.unit, at.row + kRowBatch};
-    RowItem next_of = item;
-    if (next.row >= s.rows[at.item].count) next = {at.item, at.unit + static_cast<int>(blockDim.x), 0};
-    if (next.unit >= item.units.end) {
-      next.item = next_item(s, at.item);
-      next_of = row_item<kIsWide>(p, first + grid * next.item, num_tokens);
-      next.unit = next_of.units.begin;
+  for (int i = next_item(s, -1); i < num_warps; i = next_item(s, i)) {
+    const RowItem item = row_item<kIsWide>(p, first + grid * i, num_tokens);
+    const TokenRows& rows = s.rows[i];
+    u8* to = partial_at(p, s, item.pair, false);
+    const int num_staged = min(rows.count, p.staged_rows - slot);
+    await_copies(--num_items);
+    if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
+#pragma unroll 1
+    for (int base = item.units.begin; base < item.units.end; base += static_cast<int>(blockDim.x)) {
+      const int unit = base + static_cast<int>(threadIdx.x);
+      if (unit >= item.units.end) break;
+      Sums<kWords> sums = no_sums<kWords>();
+      const int known = base == item.units.begin ? num_staged : 0;
+#pragma unroll 1
+      for (int n = 0; n < known; ++n) {
+        const auto words = *staged<kIsWide>(slot + n);
+        add_words<kWords>(sums, rows.weight[n], words.word);
+      }
+      add_rows<kIsWide>(p, sums, rows, known, unit);
+      store_unit<kIsWide>(sums, to, unit);
     }
-    UnitRows<kIsWide> ahead = {};
-    if (next.item < num_warps)
-      ahead = load_unit<kIsWide>(p, s.rows[next.item], next.row, next.unit + tid, next_of.units.end);
-    add_unit<kIsWide>(sums, s.rows[at.item], at.row, v);
-    if (next.row == 0) {
-      if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
-      store_unit<kIsWide>(sums, partial_at(p, s, item.pair, false), at.unit + tid, item.units.end);
-      sums = no_sums<kWords>();
-    }
-    v = ahead;
-    at = next;
-    item = next_of;
+    slot += num_staged;
   }
   __syncthreads();
   const int mine = lane_idx();

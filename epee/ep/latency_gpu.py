@@ -41,7 +41,6 @@ from .latency_kernels import (
     dispatch_launch,
     handle_space,
     kernel_head,
-    staged_rows,
 )
 from .latency_report import take_report
 from .throughput_machine import AllGather
@@ -441,7 +440,6 @@ class LatencyCore:
         else:
             args.weights_offset = layout.offset("combine_weights")
             args.num_rows = config.num_local_experts * config.capacity
-            args.staged_rows = staged_rows(self.platform.limits)
 
 
 class _Half:

@@ -28,7 +28,6 @@ MAX_WARPS = 16
 SCALE_BLOCK = 128
 PACKET_BYTES, PACKET_WORDS = 16, 3  # three words of a record and a mark
 COMBINE_WARPS = 8
-STAGED_ROWS = 24  # of which a block of a combine reads its part ahead: twice what it needs on average
 COMBINE_FLAGS = 4  # of a partial that goes as a row: blocks that send a part of it
 PARTIAL_SHARES = 3  # blocks that sum a partial that goes in packets
 PACKET_SHARES = 20  # warps that expand a record in packets
@@ -98,8 +97,7 @@ class LatencyDispatchParams(ctypes.Structure):
 class LatencyCombineParams(ctypes.Structure):
     """Arguments of `latency_combine_*`.
 
-    In: `y` bfloat16 [num_rows, hidden], rows `y_stride` bytes apart; `staged_rows` for which a block has shared memory;
-    `topk_weights` float32 [num_tokens, num_topk] when
+    In: `y` bfloat16 [num_rows, hidden], rows `y_stride` bytes apart; `topk_weights` float32 [num_tokens, num_topk] when
     `has_weights`; the handle. Out: `out` bfloat16 [num_tokens, hidden], `out_got` bool
     [ranks].
     """
@@ -110,7 +108,7 @@ class LatencyCombineParams(ctypes.Structure):
         ("weights_offset", _WORD),
         *_fields(_PTR, "y topk_weights out out_got handle_got recv_rows recv_weights recv_info sent_to"),
         ("y_stride", _LONG),
-        *_fields(_INT, "num_tokens num_topk hidden token_words num_rows has_weights kind refused staged_rows"),
+        *_fields(_INT, "num_tokens num_topk hidden token_words num_rows has_weights kind refused"),
     )
 
 
@@ -352,11 +350,4 @@ def combine_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms:
     sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else COMBINE_FLAGS)
     sending = max(sending, _ceil_div(config.capacity, 8)) if is_sending else 0
     receiving = (5 if is_packed else 2) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each
-    block = 32 * min(COMBINE_WARPS, limits.max_warps)
-    shared_bytes = 16 * block * staged_rows(limits) if is_sending else 0
-    return Launch(max(1, min(2 * max_sms, max(sending, receiving))), block, shared_bytes)
-
-
-def staged_rows(limits: Limits) -> int:
-    """Return for how many rows a block of a combine has shared memory, 16 bytes a thread; two blocks must fit."""
-    return min(STAGED_ROWS, limits.shared_bytes // 2 // (16 * 32 * min(COMBINE_WARPS, limits.max_warps)))
+    return Launch(max(1, min(2 * max_sms, max(sending, receiving))), 32 * min(COMBINE_WARPS, limits.max_warps), 0)

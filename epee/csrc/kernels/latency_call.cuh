@@ -163,34 +163,43 @@ DEVICE bool may_wait(const LatencyCall& call, const CallShared& s, int peer, u32
   return polls % kPollsPerGlance || glance(call, s.deadline_ns, peer);
 }
 
+// Each wait looks once more after it was told to end: this block may have stood still since it looked, and what a rank
+// sent before it died counts.
+
 /// Waits for a marked word, which orders nothing but itself. False when it does not come, or a later one is there.
 DEVICE bool wait_marked(const LatencyCall& call, const CallShared& s, u64 tag, const u64* word, int peer, u32& value) {
   perhaps_stall(tag, call.rank, 2);
+  bool goes_on = true;
   for (u32 polls = 1;; ++polls) {
     const u64 got = ld_relaxed_sys(word);
     value = static_cast<u32>(got);
     const i32 ahead = static_cast<i32>(static_cast<u32>(got >> 32) - static_cast<u32>(tag));
     if (ahead == 0) return true;
-    if ((got && ahead > 0) || !may_wait(call, s, peer, polls)) return false;
+    if (!goes_on || (got && ahead > 0)) return false;
+    goes_on = may_wait(call, s, peer, polls);
   }
 }
 
 /// Waits for the flag of a row; acquires. False when it does not come.
 DEVICE bool wait_flag(const LatencyCall& call, const CallShared& s, u64 tag, const u64* flag, int peer) {
   perhaps_stall(tag, call.rank, 3);
+  bool goes_on = true;
   for (u32 polls = 1;; ++polls) {
     const u64 got = ld_acquire_sys(flag);
     if (got == tag) return true;
-    if (got > tag || !may_wait(call, s, peer, polls)) return false;
+    if (!goes_on || got > tag) return false;
+    goes_on = may_wait(call, s, peer, polls);
   }
 }
 
 /// Waits for a packet; its last word is the mark. False when it does not come.
 DEVICE bool wait_packet(const LatencyCall& call, const CallShared& s, u64 tag, const u8* from, int peer, Vec16& v) {
+  bool goes_on = true;
   for (u32 polls = 1;; ++polls) {
     v = ld_relaxed_sys_128(from);
     if (v.word[3] == static_cast<u32>(tag)) return true;
-    if (!may_wait(call, s, peer, polls)) return false;
+    if (!goes_on) return false;
+    goes_on = may_wait(call, s, peer, polls);
   }
 }
 

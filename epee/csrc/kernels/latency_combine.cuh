@@ -3,9 +3,9 @@
 //
 //   announcer    block 0, send half: a word to every rank that says whether this rank has its tokens. When the weights
 //                are given to the combine, it sends those of its tokens to the ranks that have them.
-//   reducer      every block, send half: finds the rows of a token (a warp each), sums them in float32, rounds once, and
-//                sends the sum to the token's rank: by the copy engine with a flag behind it, or in packets, straight
-//                from registers.
+//   reducer      every block, send half: finds the rows of a token (a warp each), sums a part of them in float32, rounds
+//                once, and stores the sum at the token's rank, straight from registers: as a row in four parts with a
+//                flag each, or in packets.
 //   collector    every block, receive half: a share of a token at a time, sums the partials of all ranks that have it.
 //   The last block to end decides what counts, as in dispatch; when blocks have not seen the same ranks whole, it sums
 //   all tokens again.
@@ -189,13 +189,13 @@ struct Unit {
   };
 };
 
-/// Adds the rows from `first` on, straight from y.
+/// Adds a unit of all rows of a token, some at once.
 template <bool kIsWide>
-DEVICE void add_rows(const LatencyCombineParams& p, Sums<Unit<kIsWide>::kWords>& sums, const TokenRows& rows, int first,
+DEVICE void add_rows(const LatencyCombineParams& p, Sums<Unit<kIsWide>::kWords>& sums, const TokenRows& rows,
                      int unit) {
   using Words = typename Unit<kIsWide>::Words;
 #pragma unroll 1
-  for (int n = first; n < rows.count; n += kRowBatch) {
+  for (int n = 0; n < rows.count; n += kRowBatch) {
     Words v[kRowBatch];
 #pragma unroll
     for (int i = 0; i < kRowBatch; ++i)
@@ -252,34 +252,6 @@ DEVICE u64* part_flag(const LatencyCombineParams& p, u64 region, u64 tag, int sr
          place_of(p.at, tag, src, token, p.at.max_tokens) * kRowParts + part;
 }
 
-/// This thread's place for a row of an item in shared memory.
-template <bool kIsWide>
-DEVICE typename Unit<kIsWide>::Words* staged(int slot) {
-  using Words = typename Unit<kIsWide>::Words;
-  return reinterpret_cast<Words*>(dynamic_shared()) + slot * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-}
-
-/// Starts the copies of this thread's first unit of all rows of all items, as many as there is room for: loads that come
-/// behind stores wait for the link with them. Returns the number of items.
-template <bool kIsWide>
-DEVICE int stage_rows(const LatencyCombineParams& p, const CombineShared& s, int first, int num_tokens) {
-  using Words = typename Unit<kIsWide>::Words;
-  const int num_warps = static_cast<int>(blockDim.x / 32);
-  int slot = 0;
-  int num_items = 0;
-#pragma unroll 1
-  for (int item = next_item(s, -1); item < num_warps; item = next_item(s, item), ++num_items) {
-    const Range units = row_item<kIsWide>(p, first + static_cast<int>(gridDim.x) * item, num_tokens).units;
-    const int unit = units.begin + static_cast<int>(threadIdx.x);
-#pragma unroll 1
-    for (int n = 0; n < s.rows[item].count && slot < p.staged_rows; ++n, ++slot)
-      if (unit < units.end)
-        start_copy<sizeof(Words)>(staged<kIsWide>(slot), reinterpret_cast<const Words*>(row_of_y(p, s.rows[item], n)) + unit);
-    close_copies();
-  }
-  return num_items;
-}
-
 /// Sends the block's items as rows. No flag is released before the block has stored all: the link is the bottleneck to
 /// the end, and each release costs a trip. `first`: index of item 0, the others follow a grid apart. All threads.
 template <bool kIsWide>
@@ -288,31 +260,18 @@ DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first
   const int num_warps = static_cast<int>(blockDim.x / 32);
   const int grid = static_cast<int>(gridDim.x);
   const u64 tag = s.call.send_tag;
-  int num_items = stage_rows<kIsWide>(p, s, first, num_tokens);
-  int slot = 0;
 #pragma unroll 1
   for (int i = next_item(s, -1); i < num_warps; i = next_item(s, i)) {
     const RowItem item = row_item<kIsWide>(p, first + grid * i, num_tokens);
-    const TokenRows& rows = s.rows[i];
     u8* to = partial_at(p, s, item.pair, false);
-    const int num_staged = min(rows.count, p.staged_rows - slot);
-    await_copies(--num_items);
     if (lane_idx() == 0) perhaps_stall(tag, p.call.rank, 4);
 #pragma unroll 1
-    for (int base = item.units.begin; base < item.units.end; base += static_cast<int>(blockDim.x)) {
-      const int unit = base + static_cast<int>(threadIdx.x);
-      if (unit >= item.units.end) break;
+    for (int unit = item.units.begin + static_cast<int>(threadIdx.x); unit < item.units.end;
+         unit += static_cast<int>(blockDim.x)) {
       Sums<kWords> sums = no_sums<kWords>();
-      const int known = base == item.units.begin ? num_staged : 0;
-#pragma unroll 1
-      for (int n = 0; n < known; ++n) {
-        const auto words = *staged<kIsWide>(slot + n);
-        add_words<kWords>(sums, rows.weight[n], words.word);
-      }
-      add_rows<kIsWide>(p, sums, rows, known, unit);
+      add_rows<kIsWide>(p, sums, s.rows[i], unit);
       store_unit<kIsWide>(sums, to, unit);
     }
-    slot += num_staged;
   }
   __syncthreads();
   const int mine = lane_idx();

@@ -155,29 +155,6 @@ DEVICE void st_vec16(void* p, const Vec16& v) {
 }
 
 /// Nanoseconds of a clock that all SMs share; its step may be as coarse as a microsecond.
-/// Starts a copy of `kBytes` (8 or 16) to shared memory, which only this thread may read, after `await_copies`.
-template <int kBytes>
-DEVICE void start_copy(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(shared))),
-               "l"(global), "n"(kBytes)
-               : "memory");
-}
-/// Closes the group of the copies started since the last time.
-DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Until at most `num_groups` (below 8) of this thread's groups are under way.
-DEVICE void await_copies(int num_groups) {
-  switch (num_groups) {
-    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-    case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-    case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-    case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 7;" ::: "memory");
-  }
-}
-
 DEVICE u64 global_time_ns() {
   u64 t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -254,13 +231,6 @@ DEVICE Vec16 ld_vec16(const void* p) {
   return v;
 }
 DEVICE void st_vec16(void* p, const Vec16& v) { memcpy(p, &v, 16); }
-template <int kBytes>
-DEVICE void start_copy(void* shared, const void* global) {
-  memcpy(shared, global, kBytes);
-}
-DEVICE void close_copies() {}
-DEVICE void await_copies(int) {}
-
 DEVICE u64 global_time_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);

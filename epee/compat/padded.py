@@ -105,6 +105,7 @@ class PaddedRooms:
         self._group = group
         self._timeout = timeout
         self._rooms: dict[Shape, Core] = {}
+        self._apart: set[Shape] = set()  # rooms whose ranks meet before their next call
         self._handles: Any = WeakTensorKeyDictionary()
         self._is_closed = False
 
@@ -184,8 +185,20 @@ class PaddedRooms:
         known.combine_buffer = known.core.combine_input(known.handle)
         return known.combine_buffer
 
+    def meet_again(self) -> None:
+        """Let the next call of each shape begin with who is in the group then. All ranks call it; handles end.
+
+        On a group of the backend "epee" it begins with `Buffer.sync`, which takes in those who took the places of lost
+        ranks; on others with a new room.
+        """
+        for shape, core in list(self._rooms.items()):
+            if core.takes_replacements:
+                self._apart.add(shape)
+            else:
+                self._rooms.pop(shape).close()
+
     def forget(self) -> None:
-        """Close the rooms; the next call makes new ones, with whoever is in the group then. Handles end."""
+        """Close the rooms; the next call makes new ones. Handles end."""
         for core in self._rooms.values():
             core.close()
         self._rooms.clear()
@@ -212,6 +225,9 @@ class PaddedRooms:
                 timeout=self._timeout,
                 mode="latency",
             )
+        elif shape in self._apart:
+            core.sync()
+            self._apart.discard(shape)
         return core
 
     def _known(self, handle: object) -> _Known:

@@ -68,7 +68,8 @@ def begin(
     return _make(group, seat, config, refusal, timeout_s)
 
 
-def _registry_of(group: dist.ProcessGroup, seat: Seat) -> Registry:
+def registry_of(group: dist.ProcessGroup, seat: Seat) -> Registry:
+    """Return this process's registry for a group, made at the first call."""
     with _lock:
         registry = _registries.get(group)
         if registry is None:
@@ -82,7 +83,7 @@ def _make(
     registry, roster, host, extra = None, None, bytes(16), b""
     if refusal is None:
         try:
-            registry, roster, host = _registry_of(group, seat), Roster(seat), host_id()
+            registry, roster, host = registry_of(group, seat), Roster(seat), host_id()
             extra = _EXTRA.pack(registry.newest, roster.newest)
         except EpeeError as exc:
             refusal = exc
@@ -132,20 +133,27 @@ def _open(registry: Registry, roster: Roster, number: int, config: BufferConfig,
 
 def _join(group: dist.ProcessGroup, seat: Seat, config: BufferConfig, timeout_s: float) -> Begun | None:
     """Take part in the oldest running buffer that this process does not have; None when there is none."""
-    mine, roster = _registry_of(group, seat), Roster(seat)
+    mine, roster = registry_of(group, seat), Roster(seat)
     others: dict[int, Registry] = {}
     for rank, member in roster.view.members.items():
         endpoint = parse_endpoint(member.endpoint)
         found = find(seat.lane, endpoint.pid, endpoint.start_time) if rank != group.rank() else None
         if found is not None:
             others[rank] = found
-    lines = {rank: registry.numbers() for rank, registry in others.items()}
-    for number in sorted({number for held in lines.values() for number in held if number > mine.newest}):
+    lines = {rank: _of_mode(registry.numbers(), config) for rank, registry in others.items()}
+    for number in sorted({number for held in lines.values() for number in held} - mine.had):
         holders = [rank for rank, held in lines.items() if number in held]
         is_closed = any(others[rank].newest >= number and rank not in holders for rank in others)
         if not is_closed and _fits(lines[holders[0]][number], holders[0], config, group.rank()):
             return _open(mine, roster, number, config, roster.newest, timeout_s)
     return None
+
+
+def _of_mode(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:
+    """Return the lines of buffers of the same mode; replacements come into those of latency mode in another way."""
+    index = CONFIG_NAMES.index("mode")
+    mode = config.words()[index]
+    return {number: line for number, line in lines.items() if line.config(len(CONFIG_NAMES))[index] == mode}
 
 
 def _fits(line: Line, rank: int, config: BufferConfig, own_rank: int) -> bool:

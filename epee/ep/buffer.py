@@ -38,6 +38,7 @@ from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, Exchange, Mo
 from .handle import Combined, Dispatched, Handle, Payload, mask_of
 from .lane import Lanes, RunOptions
 from .latency import LatencyCpuPath
+from .latency_birth import LatencyBorn, find_place
 from .latency_calls import LatencyCalls, Waits
 from .latency_checks import check_only_in
 from .latency_gpu_path import LatencyCudaPath, latency_config
@@ -84,7 +85,8 @@ class Buffer(Turns):
     its first combine.
 
     After an error the buffer works. When ranks die, are voted out or come back: CPU tensors on a group of the backend
-    "epee" go on without or with them (docs/buffer.md); else `RankFailedError` ends the buffer.
+    "epee" go on without or with them (docs/buffer.md); latency mode goes on in its own way (docs/low-latency.md); else
+    `RankFailedError` ends the buffer.
 
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).
@@ -135,9 +137,16 @@ class Buffer(Turns):
         except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
         Survivor.retire()
-        seat = None if self.config.is_cuda or self.config.is_latency else seat_of(members, self.num_ranks)
-        begun = None if seat is None else birth.begin(members, seat, self.config, refusal, self._timeout)
-        born = meet(members, self.config, refusal) if begun is None else Born([], DeathWatch())
+        seat = seat_of(members, self.num_ranks)
+        is_cpu_throughput = not self.config.is_cuda and not self.config.is_latency
+        begun, place, running = None, None, None
+        if seat is not None and is_cpu_throughput:
+            begun = birth.begin(members, seat, self.config, refusal, self._timeout)
+        elif self.config.is_latency:
+            place, running = find_place(members, seat, self.config, refusal)
+        is_made = begun is None and running is None
+        born = meet(members, self.config, refusal) if is_made else Born([], DeathWatch())
+        start = LatencyBorn(born, place, running)
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
         self._survivor = None
         if begun is not None:
@@ -146,7 +155,7 @@ class Buffer(Turns):
         self._lanes = Lanes(self.config.device)
         try:
             self._path = self._on_device(
-                lambda: make_path(self._control, self._id, platform, born, self._closing, (self._timeout, poison))
+                lambda: make_path(self._control, self._id, platform, start, self._closing, (self._timeout, poison))
             )
             self._latency = self._make_latency()
         except BaseException:
@@ -381,7 +390,8 @@ class Buffer(Turns):
         """Agree with the other ranks on who takes part. Collective for all ranks that live; a barrier of their hosts.
 
         Latency mode: ranks that come are in, whoever had counted them out; ranks that are dead, or do not come in time,
-        are not. All go on from the same call. No call may be waiting for its hook.
+        are not. All go on from the same call. No call may be waiting for its hook. On a group of the backend "epee" it
+        takes in processes that took the places of lost ranks and are making this buffer; then handles are stale.
 
         Throughput mode: the members of the present epoch, which the next call runs with unless the view changes again.
 
@@ -445,6 +455,13 @@ class Buffer(Turns):
     def max_num_sms(self) -> int:
         """Multiprocessors of this rank's GPU, the most that `num_sms` can be; 0 on the CPU, where it means nothing."""
         return self._path.max_num_sms
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether a process that takes a lost rank's place comes in: in `sync` (latency mode), or in a call."""
+        if isinstance(self._path, (LatencyCpuPath, LatencyCudaPath)):
+            return self._path.takes_replacements
+        return self._survivor is not None
 
     @property
     def num_copied_results(self) -> int:

@@ -19,6 +19,7 @@ peers as a refusal, so that they raise instead of waiting.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,13 +28,14 @@ import numpy as np
 import torch
 
 from ..errors import AbortedError, CommTimeoutError, InvalidState, PeerError, ProtocolError
+from ..memory.host import HostRegion
 from ..view.detector import DeathWatch
 from .config import BufferConfig
 from .control import ControlPlane
 from .event import DONE
 from .exchange import OP_GATHER
 from .lane import Lane, RunOptions
-from .latency_birth import meet_regions
+from .latency_birth import LatencyBorn, settle
 from .latency_flight import Flight, Flights, NoFreeSlot
 from .latency_rows import (
     FP8,
@@ -48,7 +50,7 @@ from .latency_rows import (
     place_rows,
     sum_over_ranks,
 )
-from .latency_sync import Agreement
+from .latency_table import Decision
 from .latency_types import (
     LatencyCombineCall,
     LatencyCombined,
@@ -58,7 +60,7 @@ from .latency_types import (
     LatencyOptions,
     Quantisation,
 )
-from .latency_wire import LATENCY_COMBINE, LATENCY_DISPATCH, Head, Wire
+from .latency_wire import LATENCY_COMBINE, LATENCY_DISPATCH, Head, Region, Wire, region_layout
 from .layout import Ints
 
 _KIND_OF_PARTIAL = {torch.bfloat16: 4, torch.float32: 5}
@@ -88,7 +90,7 @@ class LatencyCpuPath:
         config: of the buffer.
         rank: this rank.
         control: the host side of the buffer; used for the birth only.
-        watch: knows which ranks are dead.
+        start: what the buffer begins with: who watches the ranks, and whether it takes part in a running buffer.
         interrupt: called while waiting; raises to end the wait.
         buffer_id: goes into handles.
         poison: fill memory with 0xFF before each use.
@@ -103,7 +105,7 @@ class LatencyCpuPath:
         config: BufferConfig,
         rank: int,
         control: ControlPlane,
-        watch: DeathWatch,
+        start: LatencyBorn,
         interrupt: Callable[[], None],
         buffer_id: int,
         poison: bool,
@@ -112,16 +114,28 @@ class LatencyCpuPath:
         self.config = config
         self.rank = rank
         self._control = control
-        self._watch = watch
         self._buffer_id = buffer_id
         self._poison = poison
-        regions, lock_fd = meet_regions(config, rank, control, deadline)
-        exchange = control.exchange
-        self.wire = Wire(config, rank, regions, watch, interrupt, lambda: exchange.epoch, poison)
+        exchange, watch = control.exchange, start.born.watch
+        blank = new_region(config, f"blank-{rank}")  # stands for ranks that are not there
+        self.wire = Wire(config, rank, [blank] * config.num_ranks, watch, interrupt, lambda: exchange.epoch, poison)
         self._flights = Flights(self.wire, lambda: exchange.epoch)
-        self._agreement = Agreement(self.wire, lock_fd)
+        try:
+            self._kin, self._agreement, first = settle(
+                rank, control, start, HostMemory(self.wire, watch), interrupt, deadline
+            )
+        except BaseException:
+            self.wire.close()
+            raise
+        if first is not None:
+            self._go_on(first)
 
     # -- what every path has
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether `sync` takes in processes that took the places of lost ranks."""
+        return self._kin.place is not None
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun, or made through the control plane."""
@@ -157,7 +171,7 @@ class LatencyCpuPath:
     def close(self) -> None:
         """Drop all memory; results of the user are their own. Idempotent."""
         self.wire.close()
-        self._agreement.close()
+        self._kin.close()
 
     # -- dispatch
 
@@ -165,6 +179,7 @@ class LatencyCpuPath:
         self, call: LatencyDispatchCall, options: LatencyOptions, lane: Lane, run: RunOptions
     ) -> LatencyDispatched:
         """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
+        self._require_place()
         self._flights.require_slot()
         handle = self._new_handle(call)
         got = self._empty_result(call.quantisation, handle)
@@ -273,6 +288,7 @@ class LatencyCpuPath:
         """Run one combine, or its send half; raises as `Buffer.combine`."""
         handle = call.handle
         assert isinstance(handle, HostLatencyHandle)
+        self._require_place()
         self._flights.require_slot()
         out = call.out
         if out is None:
@@ -331,6 +347,11 @@ class LatencyCpuPath:
         result.x.copy_(summed)
         result.got[counted] = True
 
+    def _require_place(self) -> None:
+        """Raise `EvictedError` when the group has gone on without this process."""
+        if self._kin.place is not None:
+            self._kin.place.check()
+
     # -- agreement
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
@@ -343,10 +364,67 @@ class LatencyCpuPath:
             active = [mark != 0 for mark in active_ranks[:num_ranks].tolist()]
             active[self.rank] = True
         self.wire.set_cut([True] * num_ranks)  # before anybody can go on
-        decision = self._agreement.sync(active, deadline)
-        self.wire.restart(decision.seq)
-        self.wire.set_cut(decision.members)
+        decision = self._agreement.sync(active, self.wire.seq, deadline)
+        self._go_on(decision)
         members = torch.tensor(decision.members, dtype=torch.int32)
         if active_ranks is not None:
             active_ranks[:num_ranks] = members
         return members
+
+    def _go_on(self, decision: Decision) -> None:
+        self._kin.commit(decision)
+        self.wire.restart(decision.seq)
+        self.wire.set_cut(decision.members)
+
+
+def new_region(config: BufferConfig, name: str) -> Region:
+    """Make a region for rows; its pages cost nothing until they are written."""
+    layout = region_layout(config)
+    return Region(HostRegion.create(layout.nbytes, f"latency-{name}-{os.getpid()}"), layout)
+
+
+class HostMemory:
+    """The regions of a wire, as `latency_rejoin.Memory`.
+
+    Args:
+        wire: of the buffer.
+        watch: tells calls who is dead.
+    """
+
+    def __init__(self, wire: Wire, watch: DeathWatch) -> None:
+        self._wire = wire
+        self._watch = watch
+
+    def renew(self) -> tuple[bytes, Region]:
+        """Make a region that nobody has mapped."""
+        region = new_region(self._wire.config, str(self._wire.rank))
+        return region.region.blob, region
+
+    def attach(self, blob: bytes) -> Region:
+        """Map a peer's region.
+
+        Raises:
+            ProtocolError: it is too small; and as `HostRegion.attach`.
+        """
+        layout = region_layout(self._wire.config)
+        region = HostRegion.attach(blob)
+        if region.nbytes < layout.nbytes:
+            region.close()
+            raise ProtocolError(f"process {region.owner_pid} lends {region.nbytes} bytes; {layout.nbytes} are needed")
+        return Region(region, layout)
+
+    def cleanse(self, rank: int) -> None:
+        """Nothing of an old process is in a region that is new."""
+
+    def use(self, rank: int, held: Region) -> None:
+        """Let calls use a region."""
+        self._wire.replace(rank, held)
+
+    def drop(self, held: Region) -> None:
+        """Unmap a region."""
+        held.close()
+
+    def follow(self, rank: int, process: tuple[int, int]) -> None:
+        """Watch another process."""
+        self._watch.forget(rank)
+        self._watch.watch(rank, *process)

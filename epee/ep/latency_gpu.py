@@ -49,6 +49,10 @@ from .throughput_platform import Launcher, Platform, Region
 from .throughput_share import Share
 
 FP8 = torch.float8_e4m3fn
+_WORDS_OF_PEERS = (
+    *("dispatch_heads", "dispatch_flags", "dispatch_packets"),
+    *("combine_heads", "combine_flags", "combine_packets", "combine_weights"),
+)
 _FOR_COMBINE = ("recv_rows", "recv_weights", "recv_info", "sent_to")
 _OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
 
@@ -67,7 +71,8 @@ class LatencyCore:
     Args:
         platform: the GPU.
         config: sizes, equal on all ranks.
-        all_gather: gives everybody's bytes in rank order; called at construction.
+        all_gather: gives everybody's bytes in rank order, b"" for ranks to be attached later (`replace_peer`); called
+            at construction.
 
     Attributes:
         active_ranks: `[num_ranks]` int32 on the device, the mask of calls that bring none.
@@ -92,8 +97,8 @@ class LatencyCore:
         self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
         self._own: Region = platform.create(config.region_layout.nbytes)
         self.nbytes = self._own.nbytes
-        self._peers: list[Region] = self._attach(all_gather)
-        self._write_words("peers", [region.address for region in self._peers])
+        self._peers: list[Region | None] = self._attach(all_gather)
+        self._write_words("peers", [0 if region is None else region.address for region in self._peers])
         self._share = Share(platform.device, platform.limits.num_sms)
         self._is_alone = True
         self._last_stream: int | None = None
@@ -325,6 +330,7 @@ class LatencyCore:
         self._write_words("combine_tags", [tag, tag])
         self._write_words("dispatch_heard", [tag] * self.config.num_ranks)
         self._write_words("combine_heard", [tag] * self.config.num_ranks)
+        self._write_words("news", [0, 0, 0])  # who was dead may have a successor
         self._write_words("news", [0, 0, 0])
         self.active_ranks.copy_(torch.tensor([int(bool(one)) for one in active], dtype=torch.int32))
         self.platform.synchronize()
@@ -334,19 +340,45 @@ class LatencyCore:
         """What a replaced peer needs to attach this rank's region."""
         return self._own.blob
 
-    def replace_peer(self, rank: int, blob: bytes | None) -> None:
-        """Use another region for a rank that was replaced, or none (None); no call may be in flight."""
-        region = None if blob is None else self.platform.attach(blob)
-        if region is not None and region.nbytes != self.nbytes:
-            raise InvalidArgument(f"rank {rank} lends {region.nbytes} bytes, this rank {self.nbytes}; use equal sizes")
+    def attach_peer(self, blob: bytes) -> Region:
+        """Map the region of a process that takes a rank's place; no call uses it before `replace_peer`.
+
+        Raises:
+            InvalidArgument: it has another size; and as `CudaRegion.attach`.
+        """
+        region = self.platform.attach(blob)
+        if region.nbytes != self.nbytes:
+            size = region.nbytes
+            region.close()
+            raise InvalidArgument(f"a peer lends {size} bytes, this rank {self.nbytes}; use equal sizes")
+        return region
+
+    def clear_source(self, rank: int) -> None:
+        """Forget the words that a process of `rank` has stored here, so that none passes for one of its successor.
+
+        No call may be in flight. Rows stay: nobody looks at them without their flag.
+        """
+        layout = self.config.region_layout
+        for name in _WORDS_OF_PEERS:
+            field = layout[name]
+            if field.nbytes:
+                words = self._own.lease(layout.offset(name), field.nbytes, None)
+                words.view(field.shape[0], field.shape[1], -1)[:, rank].zero_()
+        self.platform.synchronize()
+
+    def replace_peer(self, rank: int, region: Region) -> None:
+        """Let kernels use another region for a rank, and unmap the one before; no call may be in flight."""
+        old = self._peers[rank]
+        if old is region:
+            return
         self.platform.synchronize()
         addresses = self._words("peers").tolist()
-        addresses[rank] = 0 if region is None else region.address
+        addresses[rank] = region.address
         self._write_words("peers", addresses[: self.config.num_ranks])
         self.platform.synchronize()
-        self._peers[rank].close()
-        if region is not None:
-            self._peers[rank] = region
+        self._peers[rank] = region
+        if old is not None:
+            old.close()
 
     @property
     def num_outstanding(self) -> int:
@@ -399,15 +431,19 @@ class LatencyCore:
         self.is_closed = True
         self._share.leave()
         for region in self._peers:
-            region.close()
+            if region is not None:
+                region.close()
         self._own.close()
 
-    def _attach(self, all_gather: AllGather) -> list[Region]:
+    def _attach(self, all_gather: AllGather) -> list[Region | None]:
         rank = self.config.rank
         blobs = all_gather(self._own.blob)
-        regions = [self._own if peer == rank else self.platform.attach(blob) for peer, blob in enumerate(blobs)]
+        regions: list[Region | None] = [
+            self._own if peer == rank else self.platform.attach(blob) if blob else None
+            for peer, blob in enumerate(blobs)
+        ]
         for peer, region in enumerate(regions):
-            if region.nbytes != self.nbytes:
+            if region is not None and region.nbytes != self.nbytes:
                 raise InvalidArgument(
                     f"rank {peer} lends {region.nbytes} bytes, this rank {self.nbytes}; "
                     "all ranks must make the buffer with the same sizes"

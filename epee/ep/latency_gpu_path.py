@@ -1,21 +1,21 @@
 """Latency mode for CUDA tensors: a `Buffer`'s calls handed to the GPU core.
 
 Data path: `latency_gpu.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to attach
-memory at construction and to agree on a view (`sync`, in the host regions of `latency_birth.py`, whose rows stay
-untouched and cost no memory).
+memory at construction and to agree on a view (`sync`, `latency_sync.py`), in which processes that took the places of
+lost ranks come in (`latency_rejoin.py`).
 
 Protocol: GPU calls are counted by the kernels. A rank whose call fails before its kernel takes part by a refusal, so
 that all stay in step. What kernels find lies in pinned memory until the host looks: at the end of a call, at the start
 of the next one, in `check`.
 
 A crash of a peer leaves kernels waiting. A thread looks every few milliseconds whether a rank is dead and tells the
-kernels in flight, so their waits end long before the time-out; a source that had sent everything still counts. With a
+kernels in flight (`latency_mourner.py`), so their waits end long before the time-out; a source that had sent everything
+still counts. With a
 mask of the caller's a dead rank is taken out of it by the kernel; without, the call is an error.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,13 +38,15 @@ from .config import BufferConfig
 from .control import ControlPlane
 from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER
 from .lane import Lane, RunOptions
-from .latency_birth import meet_regions
+from .latency_birth import LatencyBorn, settle
 from .latency_gpu import LatencyCore
 from .latency_gpu_types import CoreHandle, CoreOptions
 from .latency_kernels import OP_COMBINE as KERNEL_COMBINE
 from .latency_kernels import OP_DISPATCH as KERNEL_DISPATCH
 from .latency_kernels import LatencyConfig
-from .latency_sync import Agreement
+from .latency_mourner import Mourner
+from .latency_rejoin import TAG_JUMP
+from .latency_table import Decision
 from .latency_types import (
     Hook,
     LatencyCombineCall,
@@ -55,11 +57,9 @@ from .latency_types import (
     LatencyOptions,
     Quantisation,
 )
-from .latency_wire import Wire
-from .throughput_platform import Platform
+from .throughput_platform import Platform, Region
 
 CLOSE_GRACE_S = 2.0
-LOOK_S = 0.005  # between two looks for dead ranks
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
@@ -92,7 +92,10 @@ class CudaLatencyHandle(LatencyHandle):
 
 
 class LatencyCudaPath:
-    """The GPU end of one buffer in latency mode. Collective to make; the arguments are those of `CudaPath`."""
+    """The GPU end of one buffer in latency mode. Collective to make, except where it takes part in a running buffer.
+
+    The arguments are those of `CudaPath`, with what the buffer begins with in the place of the watch.
+    """
 
     num_copied = 0
 
@@ -103,32 +106,49 @@ class LatencyCudaPath:
         control: ControlPlane,
         buffer_id: int,
         platform: Platform,
-        watch: DeathWatch,
+        start: LatencyBorn,
         is_closing: Callable[[], bool],
         timeout: float,
     ) -> None:
         self.config, self.rank = config, rank
         self._control, self._buffer_id = control, buffer_id
-        self._platform, self._watch, self._is_closing = platform, watch, is_closing
+        self._platform, self._watch, self._is_closing = platform, start.born.watch, is_closing
+        self._place = start.place
         deadline = time.monotonic() + timeout
+        self._core = self._make_core(start, deadline)
+        self._mourner = Mourner(self._core.mark_dead, f"epee-latency-{rank}")
+        memory = GpuMemory(self._core, self._watch, self._mourner)
         try:
-            self._core = LatencyCore(
-                platform, latency_config(config, rank), lambda data: control.all_gather_bytes(data, deadline)
+            self._kin, self._agreement, first = settle(
+                rank, control, start, memory, self._interrupt, deadline, maps=False
             )
+        except BaseException:
+            self._core.close()
+            raise
+        processes = self._kin.processes
+        self._mourner.start({peer: process for peer, process in processes.items() if peer != rank})
+        if first is not None:
+            self._go_on(first)
+
+    def _make_core(self, start: LatencyBorn, deadline: float) -> LatencyCore:
+        control, config = self._control, latency_config(self.config, self.rank)
+        if start.running is not None:
+            try:
+                return LatencyCore(self._platform, config, self._alone)
+            except BaseException:
+                start.running.table.close()
+                raise
+        try:
+            return LatencyCore(self._platform, config, lambda data: control.all_gather_bytes(data, deadline))
         except (CommTimeoutError, PeerError, AbortedError):
             raise
         except Exception as error:
             control.refuse(OP_GATHER, error, deadline)
             raise
-        exchange = control.exchange
-        regions, lock_fd = meet_regions(config, rank, control, deadline)
-        self._wire = Wire(config, rank, regions, watch, self._interrupt, lambda: exchange.epoch, False)
-        self._agreement = Agreement(self._wire, lock_fd)
-        self._stop = threading.Event()
-        self._mourner = threading.Thread(
-            target=_tell_of_deaths, args=(self._core, watch, self._stop), name=f"epee-latency-{rank}", daemon=True
-        )
-        self._mourner.start()
+
+    def _alone(self, data: bytes) -> list[bytes]:
+        """Stand in for a gather where the others' memory is mapped later."""
+        return [data if rank == self.rank else b"" for rank in range(self.config.num_ranks)]
 
     # -- what every path has
 
@@ -145,6 +165,11 @@ class LatencyCudaPath:
     def set_poison(self, is_poisoned: bool) -> None:
         """Fill results with 0xFF before each call, or not."""
         self._core.is_poisoned = is_poisoned
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether `sync` takes in processes that took the places of lost ranks."""
+        return self._kin.place is not None
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun: on the host, or on the GPU."""
@@ -175,11 +200,10 @@ class LatencyCudaPath:
 
     def close(self) -> None:
         """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
-        self._stop.set()
+        self._mourner.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
-        self._wire.close()
-        self._agreement.close()
+        self._kin.close()
 
     # -- calls
 
@@ -256,15 +280,18 @@ class LatencyCudaPath:
         mask = self._core.active_ranks if active_ranks is None else active_ranks
         active = [mark != 0 for mark in mask[:num_ranks].tolist()]
         active[self.rank] = True
-        self._wire.set_cut([True] * num_ranks)
-        self._wire.seq = self._core.tags()
-        decision = self._agreement.sync(active, deadline)
-        self._wire.restart(decision.seq)
-        self._core.set_view(decision.members, decision.seq + 2 * self._core.config.num_slots)
+        decision = self._agreement.sync(active, self._core.tags(), deadline)
+        self._go_on(decision)
         members = torch.tensor(decision.members, dtype=torch.int32)
         if active_ranks is not None:
             active_ranks[:num_ranks] = members.to(active_ranks.device)
         return members
+
+    def _go_on(self, decision: Decision) -> None:
+        self._kin.commit(decision)
+        is_new = decision.epoch == decision.number
+        step = TAG_JUMP if is_new else 2 * self._core.config.num_slots
+        self._core.set_view(decision.members, decision.seq + step)
 
     # -- errors
 
@@ -280,6 +307,8 @@ class LatencyCudaPath:
         """Do `work` and look at what the kernels have reported; names a dead rank as the cause where it is."""
         is_strict = options is not None and options.active_ranks is None
         is_capturing = self._platform.is_capturing()
+        if self._place is not None:
+            self._place.check()
         if is_strict and not is_capturing and (dead := self._watch.dead()):
             raise self._death(op, dead)
         try:
@@ -330,13 +359,41 @@ def _core_of(handle: LatencyHandle) -> CoreHandle:
     return handle.core
 
 
-def _tell_of_deaths(core: LatencyCore, watch: DeathWatch, stop: threading.Event) -> None:
-    """Tell kernels in flight of ranks that die, until the buffer is closed. A thread of its own."""
-    own = DeathWatch()  # two threads must not ask the same one
-    processes = dict(watch._process_of)
-    for rank, (pid, start_time) in processes.items():
-        own.watch(rank, pid, start_time)
-    while not stop.wait(LOOK_S):
-        own.look([rank for rank in processes if rank not in own.dead()])
-        core.mark_dead(own.dead())
-    own.close()
+class GpuMemory:
+    """The regions of a core, as `latency_rejoin.Memory`: this rank's stays, because recorded graphs have its address.
+
+    Args:
+        core: of the buffer.
+        watch: tells calls who is dead.
+        mourner: tells kernels.
+    """
+
+    def __init__(self, core: LatencyCore, watch: DeathWatch, mourner: Mourner) -> None:
+        self._core, self._watch, self._mourner = core, watch, mourner
+
+    def renew(self) -> tuple[bytes, None]:
+        """Return what peers need to map this rank's region."""
+        return self._core.blob, None
+
+    def attach(self, blob: bytes) -> Region:
+        """Map a peer's region; raises as `LatencyCore.attach_peer`."""
+        return self._core.attach_peer(blob)
+
+    def cleanse(self, rank: int) -> None:
+        """Forget the words that an old process of `rank` has stored here."""
+        self._core.clear_source(rank)
+
+    def use(self, rank: int, held: Region | None) -> None:
+        """Let kernels use a region for `rank`; None for what the core has mapped by itself."""
+        if held is not None:
+            self._core.replace_peer(rank, held)
+
+    def drop(self, held: Region) -> None:
+        """Unmap a region."""
+        held.close()
+
+    def follow(self, rank: int, process: tuple[int, int]) -> None:
+        """Watch another process."""
+        self._watch.forget(rank)
+        self._watch.watch(rank, *process)
+        self._mourner.follow(rank, process)

@@ -319,8 +319,8 @@ class Launch(NamedTuple):
 
 @functools.cache
 def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
-    """Return the launch of a dispatch: a block that counts and one for each token, and as many as the rows need that come
-    if all ranks have as many tokens; no fewer than a full batch of the others can do with. One block on a multiprocessor.
+    """Return the launch of a dispatch: a block that counts, one for each token, and as many as the rows need that come if
+    all ranks have as many tokens, but no fewer than do for full batches of the others; one block on a multiprocessor.
 
     Raises:
         InvalidArgument: the routing of so many tokens does not fit into shared memory.

@@ -11,7 +11,6 @@ has a **section** of its own that no other rank writes:
                        meta    [num_slots][source][max_tokens]  token, its expert ids, its weights
                        weights [num_slots][source][max_tokens]  of a combine
                        rows    [num_slots][source]  payload, then scales
-                       hello, round, decided        of `latency_sync.py`
 
 Order: a source writes a section of call n only after the owner has freed call `n - num_slots` (`freed`), then stores
 the tag. The owner waits for exactly this tag, reads, and frees the slot when its receive half is over, whether
@@ -24,6 +23,9 @@ A rank that waits in an earlier call for somebody else is not silent: the time-o
 
 `cut` tells a rank that a peer counts it out, so that it need not wait for the time-out to find out. It names the call:
 who has not begun the next one yet may count this rank in again there, so that is waited for.
+
+A process that takes a dead rank's place (`latency_rejoin.py`) finds new regions on all ranks, and an epoch of its own
+in all tags, so nothing that the old process has stored can be seen.
 
 What a crash leaves: a section without its tag, which nobody reads. A word is a peer's word: it is copied before it is
 checked and used.
@@ -54,7 +56,6 @@ OP_NAMES = ("none", "dispatch", "combine")
 LATENCY_DISPATCH, LATENCY_COMBINE = 1, 2
 REASON_BYTES = 240
 _LINE = 8  # words: one cache line per writer
-NUM_DECISIONS = 8
 FOREVER = 1 << 62  # later than any call
 
 
@@ -96,9 +97,6 @@ def region_layout(config: BufferConfig) -> Layout:
         Field("freed", torch.int64, (num_slots, _LINE)),
         Field("cut", torch.int64, (num_ranks, _LINE)),
         Field("waiting", torch.int64, (_LINE,)),
-        Field("hello", torch.int64, (num_ranks, _LINE)),
-        Field("round", torch.int64, (_LINE,)),
-        Field("decided", torch.int64, (NUM_DECISIONS, _LINE)),
         Field("head", torch.int64, (*sections, head_words)),
         Field("early", torch.int64, (*sections, _LINE)),
         Field("meta", torch.int32, (*sections, tokens, 1 + 2 * config.num_topk)),
@@ -170,7 +168,7 @@ class Wire:
     Args:
         config: of the buffer.
         rank: this rank.
-        regions: one per rank, the own one included.
+        regions: one per rank, the own one included; the same one may stand for ranks that are not there.
         watch: knows which ranks are dead.
         interrupt: called while waiting; raises to end the wait.
         epoch: returns the epoch of the view, which goes into every tag.
@@ -454,8 +452,15 @@ class Wire:
         """Return a copy of the weights that `src` pushed."""
         return self.regions[self.rank].weights[self.slot(seq), src, :num_rows].copy()
 
+    def replace(self, rank: int, region: Region) -> None:
+        """Use another region for a rank; no call is under way. It comes without a word of whom it counts out."""
+        old, self.regions[rank] = self.regions[rank], region
+        self._cut.discard(rank)
+        if all(other is not old for other in self.regions):
+            old.close()
+
     def close(self) -> None:
         """Drop all regions."""
-        for region in self.regions:
+        for region in {id(region): region for region in self.regions}.values():
             region.close()
         self.regions.clear()

@@ -16,6 +16,7 @@ from .cpu import CpuPath
 from .cuda_path import CudaPath
 from .exchange import Exchange
 from .latency import LatencyCpuPath
+from .latency_birth import LatencyBorn
 from .latency_gpu_path import LatencyCudaPath
 from .survivor import Survivor
 from .throughput_platform import CudaPlatform, Platform
@@ -39,7 +40,7 @@ def make_path(
     control: ControlPlane,
     buffer_id: int,
     platform: Platform | None,
-    born: Born,
+    start: LatencyBorn,
     closing: Closing,
     options: tuple[float, bool],
 ) -> Path:
@@ -51,11 +52,15 @@ def make_path(
     timeout_s, poison = options
     if config.is_latency and platform is None:
         deadline = time.monotonic() + timeout_s
-        return LatencyCpuPath(config, rank, control, born.watch, closing.check, buffer_id, poison, deadline)
+        return LatencyCpuPath(config, rank, control, start, closing.check, buffer_id, poison, deadline)
     if platform is None:
         return CpuPath(config, rank, control, buffer_id, poison)
-    kind = LatencyCudaPath if config.is_latency else CudaPath
-    path = kind(config, rank, control, buffer_id, platform, born.watch, lambda: closing.asked, timeout_s)
+    is_closing = lambda: closing.asked  # noqa: E731 - it must not keep the buffer
+    path: CudaPath | LatencyCudaPath
+    if config.is_latency:
+        path = LatencyCudaPath(config, rank, control, buffer_id, platform, start, is_closing, timeout_s)
+    else:
+        path = CudaPath(config, rank, control, buffer_id, platform, start.born.watch, is_closing, timeout_s)
     path.set_poison(poison)
     return path
 

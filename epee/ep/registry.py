@@ -114,11 +114,13 @@ class Registry:
 
     Attributes:
         owner: process number and start time.
+        had: own: numbers of the buffers that were opened.
     """
 
     def __init__(self, region: HostRegion) -> None:
         self.region = region
         self.owner = (region.owner_pid, region.owner_start_time)
+        self.had: set[int] = set()
         self._words = region.words(0, _LINE_WORDS)
         weakref.finalize(self, region.close).atexit = False
 
@@ -151,6 +153,7 @@ class Registry:
                     line.words[CONFIG + at] = word
                 line.stamp(view)
                 self._words[_NEWEST] = max(self.newest, number)
+                self.had.add(number)
                 line.words[NUMBER] = number
                 return line
         raise ResourceError(f"a process has at most {MAX_BUFFERS} buffers of one group at a time; close some")

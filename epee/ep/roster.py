@@ -293,6 +293,12 @@ def failure(losses: list[Loss], op: str, rank: int, seq: int, epoch: int, elapse
     )
 
 
+def process_of(member: Member) -> tuple[int, int]:
+    """Return number and start time of a member's process."""
+    endpoint = parse_endpoint(member.endpoint)
+    return endpoint.pid, endpoint.start_time
+
+
 def _incarnations(members: Mapping[int, Member]) -> dict[int, int]:
     return {rank: member.incarnation for rank, member in members.items()}
 

@@ -167,6 +167,6 @@ def check_round(
     want = oracle.combine(
         given, packed, outputs, topk_weights=changed if late_weights else None, partial_dtype=partial_dtype
     )[buffer.rank]
-    assert torch.equal(bits(back.x), bits(want))
-    assert back.got.all()
+    assert back.got.all(), back.got
+    assert torch.equal(bits(back.x), bits(want)), (seed, back.x, want)
     assert torch.equal(back.lost_weight, torch.zeros(len(mine.x)))

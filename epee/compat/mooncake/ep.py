@@ -137,9 +137,10 @@ class Buffer:
     def update_ep_member(self) -> None:
         """Meet again after the group has recovered ranks: the next call connects all of its members. All ranks call it.
 
-        Handles of earlier dispatches end.
+        Newcomers have nothing to connect yet: their first call of each shape does it. Handles of earlier dispatches end
+        when somebody has come.
         """
-        self._padded.forget()
+        self._padded.meet_again()
 
     def ibgda_disabled(self) -> bool:
         """Return True: there is no RDMA."""

@@ -181,10 +181,12 @@ class LatencyCore:
             out = torch.empty(handle.num_tokens, self.config.hidden, dtype=torch.bfloat16, device=device)
             self._poison(out)
         empty = torch.zeros if options.return_hook else torch.empty
-        got = empty(self.config.num_ranks, dtype=torch.bool, device=device)
-        tensors = (y, topk_weights, out, got, active_ranks)
+        num_ranks = self.config.num_ranks
+        words = empty(num_ranks + -(-num_ranks // 8), dtype=torch.int64, device=device)
+        waits, got = words[:num_ranks], words[num_ranks:].view(torch.bool)[:num_ranks]
+        tensors = (y, topk_weights, out, got, waits, active_ranks)
         launch = partial(self._launch_combine, tensors, handle, options, is_wide)
-        return CoreCombined(out, got, self._run(OP_COMBINE, launch, options.return_hook))
+        return CoreCombined(out, got, waits, self._run(OP_COMBINE, launch, options.return_hook))
 
     def refuse(self, op: int) -> None:
         """Take part in the peers' next call of a kind only to say that this rank's was invalid."""
@@ -194,7 +196,7 @@ class LatencyCore:
     def _launch_refusal(self, op: int, turn: Turn) -> None:
         kernel = self._kernels["latency_dispatch_bf16" if op == OP_DISPATCH else "latency_combine_bf16"]
         a = kernel.args
-        self._set_call(a, CoreOptions(), None, turn)
+        self._set_call(a, CoreOptions(), None, turn, 0)
         a.num_tokens, a.refused = 0, 1
         limits = self.platform.limits
         if op == OP_COMBINE:
@@ -211,7 +213,7 @@ class LatencyCore:
         config = self.config
         kernel = self._kernels["latency_dispatch_fp8" if options.use_fp8 else "latency_dispatch_bf16"]
         a = kernel.args
-        self._set_call(a, options, active_ranks, turn)
+        self._set_call(a, options, active_ranks, turn, handle.address("waits"))
         a.x, a.topk_idx, a.topk_weights = x.data_ptr(), topk_idx.data_ptr(), _address(topk_weights)
         a.x_stride = x.stride(0) * x.itemsize
         a.out_x, a.out_scales, a.stats = out.data_ptr(), _address(scales), _address(stats)
@@ -228,10 +230,10 @@ class LatencyCore:
     def _launch_combine(
         self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, is_wide: bool, turn: Turn
     ) -> None:
-        y, topk_weights, out, got, active_ranks = tensors
+        y, topk_weights, out, got, waits, active_ranks = tensors
         kernel = self._kernels["latency_combine_f32" if is_wide else "latency_combine_bf16"]
         a = kernel.args
-        self._set_call(a, options, active_ranks, turn)
+        self._set_call(a, options, active_ranks, turn, waits.data_ptr())
         a.y, a.y_stride, a.out, a.out_got = y.data_ptr(), 2 * self.config.hidden, out.data_ptr(), got.data_ptr()
         a.topk_weights, a.has_weights = _address(topk_weights), int(topk_weights is not None)
         a.handle_got = handle.address("got")
@@ -303,9 +305,11 @@ class LatencyCore:
         self._share.width = max(self._share.width, at_once)
         kernel(launch.grid, launch.block, launch.shared_bytes, stream, mode)
 
-    def _set_call(self, a: Any, options: CoreOptions, active_ranks: torch.Tensor | None, turn: Turn) -> None:
+    def _set_call(
+        self, a: Any, options: CoreOptions, active_ranks: torch.Tensor | None, turn: Turn, waits: int
+    ) -> None:
         mask = self.active_ranks if active_ranks is None else active_ranks
-        a.call.mask = mask.data_ptr()
+        a.call.mask, a.call.waits = mask.data_ptr(), waits
         a.call.halves, a.call.ahead, a.call.advance = turn
         a.call.timeout_ns, a.call.is_strict = int(options.timeout_s * 1e9), int(options.is_strict)
 

@@ -239,6 +239,7 @@ class LatencyCudaPath:
             num_ranks=self.config.num_ranks,
             hook=None if got.hook is None else self._hook("dispatch", got.hook, handle),
             got=core.got,
+            wait_us=core.wait_us,
         )
 
     def combine(
@@ -261,6 +262,7 @@ class LatencyCudaPath:
             topk_weights=None,
             event=lane.event(self.config.device, self._platform.stream()),
             got=got.got,
+            wait_us=got.wait_us,
             hook=None if got.hook is None else self._hook("combine", got.hook, None),
             lost=lambda: lost_weight(
                 core.own_ids, core.own_weights if weights is None else weights, got.got, num_local

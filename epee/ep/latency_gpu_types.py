@@ -67,6 +67,11 @@ class CoreHandle:
         return self._part("got", 2).view(torch.bool)[: self._config.num_ranks]
 
     @property
+    def wait_us(self) -> torch.Tensor:
+        """`[num_ranks]` int64: microseconds until the receive half had heard each rank."""
+        return self._part("waits", 2 * self._config.num_ranks).view(torch.int64)
+
+    @property
     def num_tokens_per_expert(self) -> torch.Tensor:
         """`[num_local_experts]` int32."""
         return self._part("counts", self._config.num_local_experts)
@@ -110,8 +115,10 @@ class CoreReceived:
 
 @dataclass
 class CoreCombined:
-    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `got` `[num_ranks]` bool, and the hook."""
+    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `got` `[num_ranks]` bool, `wait_us` `[num_ranks]` int64
+    as of a dispatch, and the hook."""
 
     x: torch.Tensor
     got: torch.Tensor
+    wait_us: torch.Tensor
     hook: Callable[[], None] | None

@@ -48,14 +48,15 @@ class LatencyCall(ctypes.Structure):
     """What every kernel gets first.
 
     `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory
-    (`abort[0]` ends all waits, `abort[1]` has a bit for each rank that is dead); offsets into the region; `timeout_ns`:
+    (`abort[0]` ends all waits, `abort[1]` has a bit for each rank that is dead); `waits`: int64 [num_ranks], microseconds
+    until the receive half has heard each rank, or 0; offsets into the region; `timeout_ns`:
     of the call's waits; `halves`: which of them this launch does; `is_strict`: a source that does not come is an error
     and stays in the mask; `ahead`: calls sent before the one to receive and not received yet; `advance`: how many calls
     in a row are received with this one.
     """
 
     _fields_ = (
-        *_fields(_PTR, "own mask report abort lost"),
+        *_fields(_PTR, "own mask report abort lost waits"),
         *_fields(_WORD, "peers_offset tags_offset heard_offset end_offset reported_offset news_offset"),
         *_fields(_WORD, "timeout_ns ahead advance max_in_flight"),
         *_fields(_INT, "rank op halves is_strict"),
@@ -275,6 +276,7 @@ class HandleSpace:
     """Where the parts of a dispatch's small results lie in its one int32 tensor (element offsets)."""
 
     ranges: int  # int64
+    waits: int  # int64
     counts: int
     got: int  # bool
     src_token: int
@@ -293,6 +295,7 @@ def handle_space(config: LatencyConfig, num_tokens: int) -> HandleSpace:
     choices = config.num_ranks * config.max_tokens * config.num_topk
     sizes = (
         2 * config.num_local_experts * config.num_ranks,
+        2 * config.num_ranks,
         config.num_local_experts,
         _ceil_div(config.num_ranks, 4),
         config.num_local_experts * config.capacity,
@@ -319,8 +322,8 @@ class Launch(NamedTuple):
 
 @functools.cache
 def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
-    """Return the launch of a dispatch: a block that counts, one for each token, and as many as the rows need that come if
-    all ranks have as many tokens, but no fewer than do for full batches of the others; one block on a multiprocessor.
+    """Return the launch of a dispatch: a block that counts, one for each token, and as many as the rows need that come
+    if all ranks have as many tokens, but no fewer than do for full batches of the others; one block on a multiprocessor.
 
     Raises:
         InvalidArgument: the routing of so many tokens does not fit into shared memory.

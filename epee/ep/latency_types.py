@@ -126,8 +126,7 @@ class LatencyDispatched(Dispatched):
         handle: for combine.
         hook: runs the receive half, once; None without `return_hook`.
         got: `[num_ranks]` bool on the buffer's device: whose rows are in. A source that is not is missing as a whole.
-        wait_us: `[num_ranks]` int64: microseconds that the receive half waited for each rank; None where nobody
-            measures it (GPUs).
+        wait_us: `[num_ranks]` int64 on the buffer's device: microseconds until the receive half had heard each rank.
     """
 
     num_tokens_per_expert: torch.Tensor  # type: ignore[assignment]  # a device tensor: nobody waits for the counts

@@ -180,6 +180,8 @@ def check_received(d: CoreReceived, want: Packed, who: str) -> None:
     handle = d.handle
     counts = want.num_tokens_per_expert
     same(handle.got.cpu(), want.got, f"{who}: got")
+    waits = handle.wait_us.cpu()
+    assert bool(((waits >= 0) & (waits < 2e8)).all()), f"{who}: {waits}"  # an hour would be a word that nobody wrote
     same(handle.num_tokens_per_expert.cpu(), counts, f"{who}: counts")
     same(handle.layout_range.cpu(), want.layout_range, f"{who}: layout_range")
     values = want.x if isinstance(want.x, torch.Tensor) else want.x[0]
@@ -227,6 +229,7 @@ def play(core: LatencyCore, plan: Plan, this: Round, who: str) -> None:
     same(c.got.cpu(), torch.ones(plan.num_ranks, dtype=torch.bool), f"{who}: got of combine")
     same(c.x.cpu(), expected_sums(plan, this, inputs, packed)[rank], f"{who}: combine")
     assert core.lost() == (), who
+    assert bool(((c.wait_us >= 0) & (c.wait_us < 2e8)).all()), f"{who}: {c.wait_us}"
 
 
 def run_plan(rank: int, num_ranks: int, plan: Plan, platform_name: str) -> None:

@@ -249,13 +249,20 @@ DEVICE void release_flags(const LatencyCall& call, const LatencyPlaces& at, cons
 }
 
 /// Waits for a head word of every source in `awaited` and understands it: this block's `late` and `refused` grow.
-/// `kind` is what all ranks must agree about. One warp, a lane for each source; returns its value.
+/// `kind` is what all ranks must agree about. Block 0 notes how long it took. One warp, a lane for each source; returns
+/// its value.
 DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShared& s, u32 awaited, u32 kind) {
   const int src = lane_idx();
   u32 value = 0;
-  if (src >= kNumRanks || !(awaited >> src & 1)) return 0;
+  if (src >= kNumRanks) return 0;
+  if (!(awaited >> src & 1)) {
+    if (blockIdx.x == 0 && call.waits) reinterpret_cast<u64*>(call.waits)[src] = 0;
+    return 0;
+  }
   const bool is_there =
       wait_marked(call, s, s.receive_tag, head_at(at, call.own, s.receive_tag, src), src, value);
+  if (blockIdx.x == 0 && call.waits)
+    reinterpret_cast<u64*>(call.waits)[src] = (global_time_ns() + call.timeout_ns - s.deadline_ns) / 1000;
   const u32 other = value >> kHeadKindShift;
   if (is_there && !(value & (kHeadExcluded | kHeadRefused)) && other == kind &&
       (value & kHeadTokens) <= static_cast<u32>(at.max_tokens))

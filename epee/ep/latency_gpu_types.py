@@ -115,8 +115,8 @@ class CoreReceived:
 
 @dataclass
 class CoreCombined:
-    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `got` `[num_ranks]` bool, `wait_us` `[num_ranks]` int64
-    as of a dispatch, and the hook."""
+    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `got` `[num_ranks]` bool, `wait_us` `[num_ranks]`
+    int64 as of a dispatch, and the hook."""
 
     x: torch.Tensor
     got: torch.Tensor

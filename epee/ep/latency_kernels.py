@@ -48,8 +48,8 @@ class LatencyCall(ctypes.Structure):
     """What every kernel gets first.
 
     `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory
-    (`abort[0]` ends all waits, `abort[1]` has a bit for each rank that is dead); `waits`: int64 [num_ranks], microseconds
-    until the receive half has heard each rank, or 0; offsets into the region; `timeout_ns`:
+    (`abort[0]` ends all waits, `abort[1]` has a bit for each rank that is dead); `waits`: int64 [num_ranks],
+    microseconds until the receive half has heard each rank, or 0; offsets into the region; `timeout_ns`:
     of the call's waits; `halves`: which of them this launch does; `is_strict`: a source that does not come is an error
     and stays in the mask; `ahead`: calls sent before the one to receive and not received yet; `advance`: how many calls
     in a row are received with this one.
@@ -323,7 +323,7 @@ class Launch(NamedTuple):
 @functools.cache
 def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
     """Return the launch of a dispatch: a block that counts, one for each token, and as many as the rows need that come
-    if all ranks have as many tokens, but no fewer than do for full batches of the others; one block on a multiprocessor.
+    if all ranks have as many tokens, but no fewer than do for full batches of the others. A multiprocessor has one.
 
     Raises:
         InvalidArgument: the routing of so many tokens does not fit into shared memory.

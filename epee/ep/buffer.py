@@ -40,7 +40,7 @@ from .lane import Lanes, RunOptions
 from .latency import LatencyCpuPath
 from .latency_birth import LatencyBorn, find_place
 from .latency_calls import LatencyCalls, Waits
-from .latency_checks import check_only_in
+from .latency_checks import check_only_in, check_options
 from .latency_gpu_path import LatencyCudaPath, latency_config
 from .latency_types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from .order import CombineOrder
@@ -85,8 +85,8 @@ class Buffer(Turns):
     its first combine.
 
     After an error the buffer works. When ranks die, are voted out or come back: CPU tensors on a group of the backend
-    "epee" go on without or with them (docs/buffer.md); latency mode goes on in its own way (docs/low-latency.md); else
-    `RankFailedError` ends the buffer.
+    "epee" go on without or with them, GPUs without them after `sync` (docs/buffer.md); latency mode goes on in its own
+    way (docs/low-latency.md); else `RankFailedError` ends the buffer.
 
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).
@@ -234,7 +234,7 @@ class Buffer(Turns):
             StaleHandleError: the handle is of another buffer or epoch.
             CommTimeoutError: a peer did not come in time.
             RankFailedError: a peer has died. On a group of the backend "epee" (CPU tensors) the next call runs
-                without it; else the buffer cannot be used any more.
+                without it, on GPUs once all survivors have called `sync`; else the buffer cannot be used any more.
             EvictedError: the others have gone on without this rank.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
@@ -393,11 +393,13 @@ class Buffer(Turns):
         are not. All go on from the same call. No call may be waiting for its hook. On a group of the backend "epee" it
         takes in processes that took the places of lost ranks and are making this buffer; then handles are stale.
 
-        Throughput mode: the members of the present epoch, which the next call runs with unless the view changes again.
+        Throughput mode on GPUs: ranks that come are in. It waits for the GPU, a new epoch begins, and older handles are
+        stale, in graphs as well. On CPUs: the members of the present epoch, which the next call runs with unless the
+        view changes again.
 
         Args:
-            active_ranks: latency mode: this rank's mask; whom it counts out is not waited for long. The agreed one is
-                written into it.
+            active_ranks: latency mode and GPUs: this rank's mask; whom it counts out is not waited for long. The
+                agreed one is written into it.
             timeout: seconds to wait for a silent rank.
 
         Returns:
@@ -405,14 +407,17 @@ class Buffer(Turns):
 
         Raises:
             NoQuorumError: too few ranks came to decide, or the others agreed without this one.
-            InvalidState: a hook has not been called.
-            As `dispatch`, in throughput mode.
+            InvalidState: a hook has not been called, or a graph is recorded.
+            As `dispatch`, in throughput mode on CPUs.
         """
-        latency = self._latency
+        latency, path = self._latency, self._path
         if latency is not None:
             return self._alone(
                 lambda: latency.sync(active_ranks, time.monotonic() + check_timeout(timeout, self._timeout))
             )
+        if isinstance(path, CudaPath):
+            how = check_options(self.config, active_ranks, None, timeout, False, False, self._timeout)
+            return self._alone(lambda: path.sync(how.active_ranks, time.monotonic() + how.timeout_s))
 
         def work(deadline: float) -> torch.Tensor:
             check_only_in("latency", {"active_ranks": active_ranks})

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from .handle import Handle
+from .handle import Handle, Routing
 from .throughput_kept import KeptRows
 from .throughput_params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from .throughput_types import ThroughputHandle
@@ -28,6 +28,7 @@ class CudaHandle(Handle):
         num_rows: rows of the results: those that came, or all that may come without CPU sync.
         row_src_rank, row_src_token, row_src_k: expert layout: `[num_rows]` int64; None in the rank layout.
         kept: rank layout: source tokens and experts of the rows; None in the expert layout.
+        routing: a copy of the dispatch's, where the view leaves ranks out.
     """
 
     core: ThroughputHandle
@@ -39,6 +40,7 @@ class CudaHandle(Handle):
     row_src_token: torch.Tensor | None
     row_src_k: torch.Tensor | None
     kept: KeptRows | None
+    routing: Routing | None = None
 
     @property
     def num_recv(self) -> int:

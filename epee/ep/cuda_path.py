@@ -8,14 +8,17 @@ rank whose call fails before its first kernel takes part by a refusal (`Throughp
 whatever it is. Failures that kernels meet later lie in pinned memory until the host looks: at the end of the call, at
 the start of the next one, or in `check`. A call that finds such a failure at its start takes place on no rank.
 
-A crash leaves kernels of the peers waiting; the time-out ends them, or the host that sees the death (`interrupt`).
+A crash leaves kernels of the peers waiting; a thread that sees the death tells them (`latency_mourner.py`), and the
+call ends with an error that names it. `sync` agrees on who is left and goes on from a common call number in a
+new epoch: the kernels read the mask from memory, host-side exchanges are among its members, older handles are stale.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,16 +33,20 @@ from ..errors import (
     RankFailedError,
     context,
 )
-from ..view.detector import DeathWatch
+from .bootstrap import Born
 from .checks import CombineCall, DispatchCall
 from .config import BufferConfig
 from .control import ControlPlane, reason_bytes
 from .cuda_handle import CudaHandle
 from .exchange import OP_GATHER, OP_NAMES
-from .handle import Combined, Dispatched, Handle, Payload
+from .gpu_view import Views
+from .handle import Combined, Dispatched, Handle, Payload, Routing, mask_of
 from .lane import Lane, RunOptions
+from .latency_mourner import Mourner
 from .order import RANKS_THEN_BIAS
+from .partial import lost_weight
 from .throughput import Throughput
+from .throughput_params import REMEMBERED_CALLS
 from .throughput_plan import ThroughputConfig
 from .throughput_platform import Platform
 from .throughput_types import CombineOptions, DispatchOptions, Received
@@ -74,7 +81,7 @@ class CudaPath:
         control: its host side.
         buffer_id: goes into handles.
         platform: the GPU.
-        watch: knows which ranks are dead.
+        born: the host side: inboxes, and the watch that knows which ranks are dead.
         is_closing: whether somebody wants to close the buffer.
         timeout: seconds that ranks wait for each other here, and later when memory is attached.
 
@@ -89,7 +96,7 @@ class CudaPath:
         control: ControlPlane,
         buffer_id: int,
         platform: Platform,
-        watch: DeathWatch,
+        born: Born,
         is_closing: Callable[[], bool],
         timeout: float,
     ) -> None:
@@ -99,7 +106,7 @@ class CudaPath:
         self.num_copied = 0
         self._buffer_id = buffer_id
         self._platform = platform
-        self._watch = watch
+        self._watch = born.watch
         self._is_closing = is_closing
         self._timeout = timeout
         try:
@@ -110,6 +117,13 @@ class CudaPath:
             control.refuse(OP_GATHER, error, time.monotonic() + timeout)
             raise
         self._core.set_hooks(self._interrupt, control.exchange.reason_of)
+        try:
+            self._views = Views(control, born, self._face_closing, time.monotonic() + timeout)
+        except BaseException:
+            self._core.close()
+            raise
+        self._mourner = Mourner(self._core.mark_dead, f"epee-throughput-{rank}")
+        self._mourner.start(self._views.processes)
 
     def set_poison(self, is_poisoned: bool) -> None:
         """Fill receive memory with 0xFF before each use, or not."""
@@ -174,6 +188,8 @@ class CudaPath:
             event=lane.event(self.config.device, got.readers[0]),
             num_ranks=self.config.num_ranks,
             readers=got.readers,
+            epoch=self.control.exchange.epoch,
+            lost_ranks=self._lost,
         )
 
     def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
@@ -195,7 +211,16 @@ class CudaPath:
             raise
         if lane.is_own:
             lane.keep((call.y, call.topk_weights, *bias, handle.core.words), (out, weights))
-        return Combined(out, weights, lane.event(self.config.device, self._platform.stream()))
+        lost, routing = self._lost, handle.routing
+        return Combined(
+            out,
+            weights,
+            lane.event(self.config.device, self._platform.stream()),
+            num_ranks=self.config.num_ranks,
+            epoch=self.control.exchange.epoch,
+            lost_ranks=lost,
+            lost=None if routing is None else partial(lost_weight, routing, lost, self.config),
+        )
 
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]`: lent memory, or ordinary memory when none is free."""
@@ -209,6 +234,22 @@ class CudaPath:
         if place is not None:
             return place
         return torch.empty(handle.num_recv, self.config.hidden, dtype=dtype, device=self.config.device)
+
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Agree on who takes part and go on in a new epoch; raises as `Buffer.sync`. Waits for the GPU."""
+        if self._platform.is_capturing():
+            raise InvalidState("sync waits for the GPU, so it cannot be recorded in a CUDA graph; call it before")
+        num_ranks, exchange = self.config.num_ranks, self.control.exchange
+        marks = [1] * num_ranks if active_ranks is None else active_ranks[:num_ranks].tolist()
+        active = [rank == self.rank or mark != 0 for rank, mark in enumerate(marks)]
+        view = self._views.sync(active, self._core.tags(), deadline)
+        self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the mourner knows of some before
+        self._core.set_view(view.members, view.seq + REMEMBERED_CALLS)
+        exchange.restrict(view.number, [rank for rank, is_member in enumerate(view.members) if is_member])
+        mask = mask_of(exchange.members, num_ranks)
+        if active_ranks is not None:
+            active_ranks[:num_ranks] = mask.to(active_ranks.device)
+        return mask
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Nothing while a graph is recorded."""
@@ -238,20 +279,45 @@ class CudaPath:
 
     def close(self) -> None:
         """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
+        self._mourner.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
+        self._views.close()
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         return self.control.all_gather_bytes(data, time.monotonic() + self._timeout)
 
     def _interrupt(self) -> None:
         """Called while the host waits for the GPU: a death, or the wish to close, ends the kernels' waits."""
-        if self._is_closing() or self._watch.dead():
+        if self._is_closing():
             self._core.abort()
+        elif self._dead():
+            self._core.mark_dead(self._watch.dead())
+
+    def _face_closing(self) -> None:
+        """Called while this rank waits for others to agree."""
+        if self._is_closing():
+            raise AbortedError("the buffer was closed by another thread")
+
+    @property
+    def _lost(self) -> tuple[int, ...]:
+        """Ranks that the view leaves out."""
+        exchange = self.control.exchange
+        if not exchange.is_reduced:
+            return ()
+        return tuple(rank for rank in range(self.config.num_ranks) if rank not in exchange.members)
+
+    def _dead(self) -> tuple[int, ...]:
+        """Return the members that are dead."""
+        dead = self._watch.dead()
+        if not dead:
+            return ()
+        self._core.bury(dead)
+        return tuple(rank for rank in dead if rank in self.control.exchange.members)
 
     def _face_death(self, op: str, is_capturing: bool) -> None:
         """Refuse a call once a rank is dead."""
-        if not is_capturing and (dead := self._watch.dead()):
+        if not is_capturing and (dead := self._dead()):
             raise self._death(op, dead)
 
     def _blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
@@ -260,15 +326,15 @@ class CudaPath:
         A peer that refused its call and ended its process right after is no such case: the refusal is what happened.
         """
         has_cause = isinstance(error, (PeerError, InvalidArgument, MismatchError))
-        if not (has_cause or is_capturing or self._is_closing()) and (dead := self._watch.dead()):
+        if not (has_cause or is_capturing or self._is_closing()) and (dead := self._dead()):
             raise self._death(op, dead) from error
 
-    def _death(self, op: str, dead: tuple[int, ...]) -> RankFailedError:
+    def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
         seq, epoch = self._core.num_calls, self.control.exchange.epoch
         names = ", ".join(str(rank) for rank in dead)
         return RankFailedError(
             f"{context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)}: rank {names} is dead (its process "
-            "ended); this buffer cannot go on, make a new one without it",
+            "ended); call buffer.sync() on all survivors, then the next call runs without it",
             dead,
             op,
             seq,
@@ -297,6 +363,15 @@ class CudaPath:
             row_src_token=got.row_src_token,
             row_src_k=got.src_k,
             kept=got.kept,
+            routing=self._routing(call),
+        )
+
+    def _routing(self, call: DispatchCall) -> Routing | None:
+        """Return a copy of the routing where the view leaves ranks out, for `lost_weight`."""
+        if not self.control.exchange.is_reduced:
+            return None
+        return Routing(
+            *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
         )
 
 

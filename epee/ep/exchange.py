@@ -146,7 +146,8 @@ class Exchange:
         self._num_words = layout.nbytes // 8
         self._limits = limits_of(config)
         self._op = "none"
-        self.begin(0, dict(enumerate(inboxes)))
+        self._inboxes = dict(enumerate(inboxes))
+        self.begin(0, self._inboxes)
 
     def begin(self, epoch: int, inboxes: Mapping[int, HostRegion]) -> None:
         """Begin an epoch with the inboxes of its members; calls are counted from 1 again."""
@@ -160,6 +161,10 @@ class Exchange:
         self._words = {rank: inboxes[rank].words(0, self._num_words) for rank in self.members}
         self._addresses = {rank: inboxes[rank].address for rank in self.members}
         self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
+
+    def restrict(self, epoch: int, members: Sequence[int]) -> None:
+        """Begin an epoch among some of the ranks whose inboxes this was made with; all of them do."""
+        self.begin(epoch, {rank: self._inboxes[rank] for rank in members})
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Start the next call: write this rank's row into every inbox.
@@ -325,6 +330,7 @@ class Exchange:
     def release(self) -> None:
         """Let go of all views of the inboxes, so that their mappings can end."""
         self._words.clear()
+        self._inboxes.clear()
 
     def settle(self, deadline: float) -> None:
         """Wait until all peers have announced the last call, so that none can be behind it.
@@ -366,6 +372,7 @@ class Exchange:
                 return
             if survivor is not None:
                 survivor.check(src, is_data)
+            dead = tuple(rank for rank in dead if rank in self.members)
             # a peer may have met a death first and given up: the death is the cause, so it comes first
             if src in dead or (dead and gave_up):
                 behind = self._behind(want, is_data)
@@ -393,9 +400,11 @@ class Exchange:
 
     def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
         names = ", ".join(str(rank) for rank in dead)
+        remedy = "this buffer cannot go on, make a new one without it"
+        if self.config.is_cuda:
+            remedy = "call buffer.sync() on all survivors, then the next call runs without it"
         return RankFailedError(
-            f"{self._where(dead[0], started)}: rank {names} is dead (its process ended); this buffer cannot go on, "
-            "make a new one without it",
+            f"{self._where(dead[0], started)}: rank {names} is dead (its process ended); {remedy}",
             dead,
             self._op,
             self.seq,

@@ -127,7 +127,8 @@ def lost_weight(routing: Routing, missing: Collection[int], config: BufferConfig
     is_lost[list(missing)] = 1.0
     if routing.topk_idx is None:
         assert routing.mask is not None
-        return routing.mask.float() @ is_lost[:-1]
+        return routing.mask.float() @ is_lost[:-1].to(routing.mask.device)
+    is_lost = is_lost.to(routing.topk_idx.device)
     owner = routing.topk_idx.div(config.num_local_experts, rounding_mode="floor")  # -1 stays -1, the last one
     lost = is_lost[owner]
     weights = lost if routing.topk_weights is None else lost * routing.topk_weights.float()

@@ -60,7 +60,7 @@ def make_path(
     if config.is_latency:
         path = LatencyCudaPath(config, rank, control, buffer_id, platform, start, is_closing, timeout_s)
     else:
-        path = CudaPath(config, rank, control, buffer_id, platform, start.born.watch, is_closing, timeout_s)
+        path = CudaPath(config, rank, control, buffer_id, platform, start.born, is_closing, timeout_s)
     path.set_poison(poison)
     return path
 

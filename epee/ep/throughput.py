@@ -101,7 +101,7 @@ class Throughput:
         expanded = allocate_expanded(machine, payload, handle, stream) if handle.is_expert else None
         taken = None if handle.is_expert else machine.take(stream, is_granted=True)
         try:
-            slot = machine.pool.landing if taken is None else taken.slot
+            slot = machine.grant_landing() if taken is None else taken.slot
             if machine.is_poisoned:
                 machine.poison_slot(slot)
             mailbox = machine.open_mailbox() if options.sync and is_fresh else None
@@ -205,7 +205,7 @@ class Throughput:
         nothing = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=machine.platform.device)
         payload = Payload.of(nothing, None, None)
         launch = plan_launch(machine, payload.row_bytes, False, None)
-        exchange = Exchange(machine.pool.landing, 0, None, REFUSED_INVALID_ARGUMENT)
+        exchange = Exchange(0, 0, None, REFUSED_INVALID_ARGUMENT)  # nobody stores into the slot of a refused call
         launch_layout(machine, handle, None, None, exchange, launch, stream, timeout_s)
         launch_refusal(machine, timeout_s, stream)  # ends the call, for peers that combine as for those that dispatch
 
@@ -221,6 +221,30 @@ class Throughput:
     def num_calls(self) -> int:
         """Calls that the peers have heard of; those recorded in graphs do not count."""
         return self._machine.num_calls
+
+    def tags(self) -> int:
+        """Return the highest call number that this rank has used; waits for the GPU."""
+        return self._machine.tags()
+
+    def set_view(self, active: Sequence[bool], tag: int) -> None:
+        """Go on in an agreed view: every member calls this with equal arguments, no call of any of them is in flight.
+
+        Handles from before do not serve any more: kernels refuse them, also in graphs. Errors that nobody has heard of
+        yet are dropped.
+
+        Args:
+            active: `num_ranks` flags: who takes part. Who does not is neither written to, awaited, nor counted.
+            tag: above every member's `tags()`, so that nothing of earlier calls passes for new.
+        """
+        self._machine.set_view(active, tag)
+
+    def mark_dead(self, ranks: Sequence[int]) -> None:
+        """Say which ranks are dead: calls in flight that have them in their view end with an error. Any thread."""
+        self._machine.mark_dead(ranks)
+
+    def bury(self, ranks: Sequence[int]) -> None:
+        """Hear that the processes of ranks have ended, and their GPUs' work: what they might have written is free."""
+        self._machine.bury(ranks)
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""

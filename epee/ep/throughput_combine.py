@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..memory.layout import Layout
-from .throughput_machine import DEFAULT_SMS, ExpertPlace, Machine
+from .throughput_machine import DEFAULT_SMS, Machine
+from .throughput_place import ExpertPlace
 from .throughput_plan import BULK_BYTES, FEW_TOKENS, PAYLOADS, combine_shape
 from .throughput_platform import Region
 from .throughput_signature import combine_signature
@@ -41,9 +42,10 @@ def place_rows(machine: Machine, y: torch.Tensor, handle: ThroughputHandle) -> P
     slot_bytes = machine.config.slot_bytes
     offset = y.data_ptr() - machine.slots[rank].address
     slot, rest = divmod(offset, slot_bytes)
-    if y.numel() and rest == 0 and 0 <= slot < machine.config.num_slots:
+    is_lent = rest == 0 and 0 <= slot <= machine.config.num_slots  # a result is never in the landing slot
+    if y.numel() and is_lent and slot not in machine.pool.haunted:
         return Place(machine.slots, slot, slot_bytes, False)
-    return Place(machine.slots, machine.pool.landing, slot_bytes, y.numel() > 0)
+    return Place(machine.slots, machine.landing, slot_bytes, y.numel() > 0)
 
 
 def launch_combine(

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .throughput_machine import Machine, Taken
+from .throughput_machine import Machine
 from .throughput_params import FEW_KERNEL
 from .throughput_plan import FEW_TOKENS, Shape, dispatch_shape, few_shape, layout_shape, num_expander_blocks
+from .throughput_slots import Taken
 from .throughput_types import DispatchOptions, Received, ThroughputHandle
 
 SMALL_TOKENS = 1024

@@ -15,7 +15,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,16 +36,19 @@ from .throughput_params import (
     LayoutParams,
     kernel_head,
 )
+from .throughput_place import DIGEST_BYTES, NOWHERE, ExpertPlace, digest_of
 from .throughput_plan import Shape, ThroughputConfig
 from .throughput_platform import Launcher, Platform, Region
-from .throughput_report import ReasonOf, take_report
+from .throughput_report import ReasonOf, blame, is_echo, take_report
 from .throughput_share import Share
-from .throughput_slots import SlotPool
+from .throughput_slots import SlotPool, Taken
 from .throughput_types import ThroughputHandle
+from .throughput_view import ViewWords
 from .throughput_views import SlotViews
 
 DEFAULT_SMS = 24
 NUM_MAILBOXES = 16
+NEWS_S = 0.1  # how long a rank that others have left alone in a call waits to hear of a death
 HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
 AllGather = Callable[[bytes], Sequence[bytes]]
 _log = logging.getLogger(__name__)
@@ -56,51 +58,13 @@ def _nothing() -> None:
     """Nobody interrupts."""
 
 
-@dataclass(eq=False, slots=True)
-class Taken:
-    """A slot and the streams that may read it; gives the slot back when its tensor dies. A graph keeps its slot."""
-
-    pool: SlotPool
-    slot: int
-    streams: list[int]
-    is_graphs: bool
-    is_back: bool = False
-
-    def __call__(self) -> None:
-        if not self.is_graphs and not self.is_back:
-            self.is_back = True
-            self.pool.give_back(self.slot, self.streams)
-
-
-@dataclass(eq=False)
-class ExpertPlace:
-    """Where peers pull expert-layout rows: a slot for rows that users write in place, one for rows that are copied.
-
-    Attributes:
-        regions: of all ranks.
-        expert_alignment: that a slot has room for.
-        slot_bytes: distance of the two slots.
-        is_leased: whether a tensor of the user's lies in the first slot; for ever once a graph owns it.
-    """
-
-    regions: list[Region]
-    expert_alignment: int
-    slot_bytes: int
-    is_leased: bool = False
-
-    num_slots = 2
-
-    def free(self) -> None:
-        """The user's tensor has died."""
-        self.is_leased = False
-
-
 class Machine:
     """Kernels and memory of one rank; see `Throughput` for the arguments.
 
     Attributes:
         nbytes: GPU memory of this rank.
         slots: the receive regions of all ranks.
+        members: ranks that take part.
         num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
         max_sms: multiprocessors that the call in progress may take.
         offsets: of the fields of a slot.
@@ -127,12 +91,13 @@ class Machine:
         for path, params in KERNELS.items():
             self._kernels.update(platform.kernels(path, head, params))
         self._regions: list[Region] = []
-        self._control = self._share(CONTROL_LAYOUT.nbytes)
-        self.slots = self._share((config.num_slots + 1) * config.slot_bytes)
+        self._control, _ = self._share(CONTROL_LAYOUT.nbytes)
+        self.slots, _ = self._share((config.num_slots + 1) * config.slot_bytes)
         self._expert: ExpertPlace | None = None
+        self._is_place_open = False  # the view has changed: do all members have the same place?
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
         self._report_codes = self._report.words[::REPORT_WORDS]
-        self._abort = platform.host_words(1)
+        self._news = platform.host_words(2)  # 1 to end all waits; bits of the ranks that are dead
         self._mailbox_words = -(-config.info_words // 2)
         self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
         self._next_mailbox = 0
@@ -154,6 +119,11 @@ class Machine:
             self._calls[name] = kernel.args.layout.call if is_few else kernel.args.call
             for part in (kernel.args.layout, kernel.args.payload) if is_few else (kernel.args,):
                 self._set_constants(name, part)
+        self._view = ViewWords(self._control[config.rank])
+        self._view.write([True] * config.num_ranks, 0)
+        self._gone: set[int] = set()  # ranks whose processes have ended
+        self.members = frozenset(range(config.num_ranks))
+        platform.synchronize()  # calls may come on any stream
 
     def kernel(self, name: str, timeout_s: float) -> Launcher:
         """Return a kernel, its waits bounded by `timeout_s`."""
@@ -196,6 +166,8 @@ class Machine:
             self._share_of_gpu.in_graphs = True
             return stream
         self._join(stream)
+        if self._view.haunted and self._view.haunted != self.pool.haunted:
+            self._view.tell_haunted(self.pool.haunted)
         return stream
 
     def join(self) -> None:
@@ -216,6 +188,8 @@ class Machine:
             return
         error = take_report(self._report.words, self.config.rank, self.reason_of)
         if error is not None:
+            if is_echo(error) and (dead := self._await_news()):
+                error = blame(error, dead, self.config.rank)
             while (later := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
                 _log.warning("after the error that is raised now, another call failed: %s", later)
             try:
@@ -223,10 +197,18 @@ class Machine:
             finally:
                 del error  # else it would hold the caller's tensors, through traceback and frames, until a collection
 
+    def _await_news(self) -> list[int]:
+        """Return the members that are known to be dead; a peer may have heard of it a little earlier than this rank."""
+        deadline = time.monotonic() + NEWS_S
+        while True:
+            dead = [rank for rank in sorted(self.members) if self._news.words[1] >> rank & 1]
+            if dead or time.monotonic() > deadline:
+                return dead
+            time.sleep(1e-3)
+
     def num_finished(self) -> int:
         """Return how many calls this rank's kernels have finished; waits for the GPU."""
-        words = self._control[self.config.rank].lease(CONTROL_LAYOUT.offset("seq"), 8, None)
-        return int(words.view(torch.int64))
+        return self._view.seq
 
     def drain(self, grace_s: float) -> None:
         """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
@@ -243,7 +225,42 @@ class Machine:
 
     def abort(self) -> None:
         """End every wait of the kernels in flight, from any thread."""
-        self._abort.words[0] = 1
+        self._news.words[0] = 1
+
+    # --- view -----------------------------------------------------------------------------------------------------
+
+    def tags(self) -> int:
+        """Return the highest call number that this rank has used, on the GPU or on the host; waits for the GPU."""
+        self.platform.synchronize()
+        return max(self._view.seq, self.num_calls)
+
+    def set_view(self, active: Sequence[bool], tag: int) -> None:
+        """Go on in an agreed view, from call number `tag` on; see `Throughput.set_view`."""
+        self.platform.synchronize()
+        self._reclaim()
+        outside = [rank for rank, is_in in enumerate(active) if not is_in and rank != self.config.rank]
+        self.pool.haunt(rank for rank in outside if rank in self.members and rank not in self._gone)
+        members = frozenset(range(len(active))) - frozenset(outside)
+        self._gone -= members
+        self.pool.release(members)
+        self._exchanged.words[0] = tag  # all members have left all earlier calls
+        self.num_calls = tag
+        self._view.write(active, tag, self.pool.haunted)
+        self.members = members
+        self._is_place_open = True
+        self.platform.synchronize()
+        while (error := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
+            _log.info("the view has changed behind a call that failed: %s", error)
+
+    def mark_dead(self, ranks: Sequence[int]) -> None:
+        """Say which ranks are dead: waits of calls with them end, also in kernels in flight. Any thread."""
+        self._news.words[1] = sum(1 << rank for rank in ranks)
+
+    def bury(self, ranks: Sequence[int]) -> None:
+        """Hear that the processes of ranks have ended, with all that their GPUs did: they store nothing any more."""
+        if not self._gone.issuperset(ranks):
+            self._gone |= set(ranks)
+            self.pool.release(self._gone)
 
     def num_sms(self, wanted: int | None, default: int = DEFAULT_SMS) -> int:
         """Return how many multiprocessors a call uses."""
@@ -262,27 +279,40 @@ class Machine:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def expert_place(self, expert_alignment: int) -> ExpertPlace:
-        """Return where expert-layout rows are pulled from. Collective at its first use, and when padding grows.
+        """Return where expert-layout rows are pulled from. Collective at first use in a view, and when padding grows.
 
         A place that has become too small lives on: kernels in flight, and graphs, may still use it.
         """
         place = self._expert
-        if place is None or place.expert_alignment < expert_alignment:
+        if place is None or place.expert_alignment < expert_alignment or self._is_place_open:
             if self.platform.is_capturing():
                 raise InvalidState(
                     "the first expert-layout combine, with the largest expert_alignment, must run before a graph is "
-                    "recorded"
+                    "recorded, and again behind a sync()"
                 )
+            if self._is_place_open and self._is_place_common(expert_alignment):
+                assert place is not None
+                self._is_place_open = False
+                return place
             slot_bytes = align_up(self.config.expert_layout(expert_alignment).nbytes, 256)
-            regions = self._share(ExpertPlace.num_slots * slot_bytes)
-            place = self._expert = ExpertPlace(regions, expert_alignment, slot_bytes)
+            regions, digest = self._share(ExpertPlace.num_slots * slot_bytes)
+            members = frozenset(rank for rank, region in enumerate(regions) if region.address)
+            place = self._expert = ExpertPlace(regions, expert_alignment, slot_bytes, members, digest)
+            self._is_place_open = False
         return place
+
+    def _is_place_common(self, expert_alignment: int) -> bool:
+        """Whether all members of a new view have the same place, made by all of them. Collective."""
+        place = self._expert
+        is_fit = place is not None and place.expert_alignment >= expert_alignment
+        mine = place.digest if place is not None and is_fit and self.members <= place.members else bytes(DIGEST_BYTES)
+        others = self._all_gather(mine)
+        return any(mine) and all(others[rank] == mine for rank in self.members)
 
     def take(self, stream: int, is_granted: bool) -> Taken | None:
         """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
         call = self.num_calls + 1 if is_granted else None
-        for idle in [slot for slot in self._lent if self._views[slot].is_idle()]:
-            self._lent.pop(idle)()  # its result has died
+        self._reclaim()
         if self.is_capturing:
             return self._take_for_graph(stream, call)
         slot = self.pool.take(stream, call)
@@ -292,6 +322,24 @@ class Machine:
         if kept is not None and (rows := kept()) is not None:
             rows.keep()  # the handle of the slot's last result is still there
         return Taken(self.pool, slot, [stream], False)
+
+    def _reclaim(self) -> None:
+        """Give back slots whose results have died."""
+        for idle in [slot for slot in self._lent if self._views[slot].is_idle()]:
+            self._lent.pop(idle)()
+
+    @property
+    def landing(self) -> int:
+        """The landing slot, for rows that a combine copies in; raises as `SlotPool.landing`."""
+        if self.pool.haunted:
+            self._reclaim()
+        return self.pool.landing
+
+    def grant_landing(self) -> int:
+        """Return the landing slot for a call that grants it to the peers; raises as `SlotPool.landing`."""
+        if self.pool.haunted:
+            self._reclaim()
+        return self.pool.grant_landing(self.num_calls + 1, self.is_capturing)
 
     def _take_for_graph(self, stream: int, call: int | None) -> Taken:
         """Take a slot for good. One that a handle may still be asked for cannot be copied now, so it stays free."""
@@ -367,21 +415,23 @@ class Machine:
         for region in self._regions:
             region.close()
 
-    def _share(self, nbytes: int) -> list[Region]:
-        """Allocate a region, give it to all ranks and attach theirs. Collective."""
+    def _share(self, nbytes: int) -> tuple[list[Region], bytes]:
+        """Allocate a region, give it to all members and attach theirs; return them and a digest. Collective."""
         own = self.platform.create(nbytes)
         self.nbytes += own.nbytes
         blobs = self._all_gather(own.blob)
-        regions = [own if rank == self.config.rank else self.platform.attach(blob) for rank, blob in enumerate(blobs)]
-        for rank, region in enumerate(regions):
-            if region.nbytes != own.nbytes:
+        regions: list[Region] = []
+        for rank, blob in enumerate(blobs):
+            region = own if rank == self.config.rank else self.platform.attach(blob) if blob else NOWHERE
+            regions.append(region)
+            if region.address and region.nbytes != own.nbytes:
                 raise InvalidArgument(
                     f"rank {rank} lends {region.nbytes} bytes, this rank {own.nbytes}; "
                     "all ranks must make the buffer with the same sizes"
                 )
         self._regions += regions
         self._all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
-        return regions
+        return regions, digest_of(blobs)
 
     def _set_constants(self, name: str, args: Any) -> None:
         """Fill in what no call changes."""
@@ -389,7 +439,7 @@ class Machine:
         call = args.call
         for rank, region in enumerate(self._control):
             call.control[rank] = region.address
-        call.report, call.abort, call.rank = self._report.address, self._abort.address, config.rank
+        call.report, call.abort, call.rank = self._report.address, self._news.address, config.rank
         call.exchanged = self._exchanged.address
         call.op = OP_BARRIER if name == "barrier" else OP_COMBINE if "combine" in name else OP_DISPATCH
         if name == "barrier":

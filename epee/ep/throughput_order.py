@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from .order import ORDERS, CombineOrder
-from .throughput_machine import ExpertPlace, Machine
+from .throughput_machine import Machine
+from .throughput_place import ExpertPlace
 from .throughput_plan import PAYLOADS, Shape
 from .throughput_types import ThroughputHandle
 

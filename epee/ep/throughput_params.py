@@ -28,8 +28,10 @@ NUM_REPORTS = 8
 REMEMBERED_CALLS = 8  # whose words of a peer outlive the peer's later calls
 REPORT_WORDS = 8
 COUNTS_HEADER_WORDS = 8
+HAUNTED_WORDS = 2  # a bit for each slot
+SOME_HAUNTED = 1 << 8  # in the view: any of those bits is set
 COUNTS_ROW_WORDS = COUNTS_HEADER_WORDS + MAX_EXPERTS + MAX_RANKS
-# Words of the numbers that a dispatch reports (device and pinned host): 0-1 state, 1 good and 2 failed; then these.
+# Words of the numbers that a dispatch reports: 0 state, 1 good and 2 failed; 1 number of the view (device only); these.
 RECV_INFO_ROWS, RECV_INFO_EXPANDED, RECV_INFO_COUNTS = 2, 3, 4
 GRID_TIMEOUT_NS = 2_000_000_000  # the blocks of one GPU wait for each other no longer than this
 # A call's end waits that much longer than a time-out for its own blocks: other programs' kernels may keep their places.
@@ -164,6 +166,9 @@ _CONTROL_FIELDS = (
     Field("barrier", _U64, (MAX_RANKS,), 128),
     Field("streams", _U64, (MAX_RANKS, MAX_CHANNELS, 2), 128),
     Field("staged", _U64, (MAX_RANKS, MAX_STAGED_CHUNKS), 128),
+    Field("view", _U64, (1,), 128),
+    Field("news", _U64, (2,), 128),
+    Field("haunted", _U64, (HAUNTED_WORDS,), 128),
     Field("seq", _U64, (1,), 128),
     Field("failed", _U64, (1,), 128),
     Field("exchanged", _U64, (1,), 128),
@@ -198,6 +203,7 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
         "kRecvInfoRows": RECV_INFO_ROWS,
         "kRecvInfoExpanded": RECV_INFO_EXPANDED,
         "kRecvInfoCounts": RECV_INFO_COUNTS,
+        "kSomeHaunted": SOME_HAUNTED,
         "kReducerWarps": reducer_warps,
         "kReducerThreads": 32 * reducer_warps,
         "kGridTimeoutNs": GRID_TIMEOUT_NS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import (
     AbortedError,
@@ -12,22 +12,28 @@ from ..errors import (
     InvalidState,
     MismatchError,
     ProtocolError,
+    RankFailedError,
+    ResourceError,
+    StaleHandleError,
     context,
 )
 from ..memory.signals import untag
 from .throughput_params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
 from .throughput_signature import describe_difference
 
-TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW, PEER_GAVE_UP = range(1, 10)
+TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW, PEER_GAVE_UP, PEER_DEAD = range(1, 11)
 # Why a rank's call was refused; the code travels, the words stay at home.
 REFUSED_INVALID_ARGUMENT = 1
 OTHER_CALL = 2  # no refusal: that rank makes another kind of call
 GAVE_UP = 3  # that rank has left the call without waiting for this one
-REFUSED_BAD_HANDLE, REFUSED_BROKEN_GRID = 4, 5
+REFUSED_BAD_HANDLE, REFUSED_BROKEN_GRID, REFUSED_OLD_HANDLE, REFUSED_HAUNTED = 4, 5, 6, 7
+_ECHOES = ("gave up this call", "gave the call up")
 _OTHER = {"dispatch": "combine", "combine": "dispatch"}
 _REFUSALS = {
     REFUSED_INVALID_ARGUMENT: "an argument was invalid",
     REFUSED_BAD_HANDLE: "the dispatch whose handle it uses had failed there",
+    REFUSED_OLD_HANDLE: "the handle that it uses is of an earlier view",
+    REFUSED_HAUNTED: "its graph owns memory that a rank which was left out may still write",
     REFUSED_BROKEN_GRID: "the blocks of its counting kernel did not meet",
     BAD_EXPERT: "topk_idx holds a bad expert id",
 }
@@ -74,6 +80,25 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
             f"{context(name, rank=rank, seq=seq)}: the dispatch that made this handle has failed, so there is nothing "
             "to go by; dispatch again"
         )
+    if code == REFUSED and got == REFUSED_OLD_HANDLE and src == rank:
+        return StaleHandleError(
+            f"{context(name, rank=rank, seq=seq)}: the handle is of an earlier view; dispatch again, and record graphs "
+            "again that use a handle from outside"
+        )
+    if code == REFUSED and got == REFUSED_HAUNTED and src == rank:
+        return ResourceError(
+            f"{context(name, rank=rank, seq=seq)}: this graph was recorded before a rank was left out, which "
+            "lives and may still write into the graph's slot; record it again, or end that process"
+        )
+    if code == PEER_DEAD:
+        return RankFailedError(
+            f"{context(name, rank=rank, peer=src, seq=seq)}: rank {src} is dead (its process ended) and had a part in "
+            "this call; call buffer.sync() on all survivors, then the next call runs without it",
+            [src],
+            name,
+            seq,
+            cause="process ended",
+        )
     if code == REFUSED and reason_of is not None and (reason := reason_of(src, seq)):
         return MismatchError(f"{context(name, seq=seq)}: rank {src} refused its call, so nobody's took place: {reason}")
     if code == REFUSED and got == GAVE_UP:
@@ -90,6 +115,22 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
     return _describe(code, head, src, (expected, _signed(got), where))
 
 
+def is_echo(error: EpeeError) -> bool:
+    """Tell whether `error` only says that a peer has left the call: it may have met a death first."""
+    return any(words in str(error) for words in _ECHOES)
+
+
+def blame(error: EpeeError, dead: Sequence[int], rank: int) -> RankFailedError:
+    """Return what is to be raised in place of an echo when `dead` ranks are its cause."""
+    names = ", ".join(str(peer) for peer in dead)
+    return RankFailedError(
+        f"{context('call', rank=rank, peer=dead[0])}: rank {names} is dead (its process ended), and others left the "
+        f"call for it; call buffer.sync() on all survivors, then the next call runs without it ({error})",
+        dead,
+        cause="process ended",
+    )
+
+
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
@@ -100,8 +141,8 @@ def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> E
         waited = _WAITS.get(where, f"wait {where}")
         seen = f"expected call {untag(expected)[1]}, got {untag(got)[1]}"
         return CommTimeoutError(
-            f"{head}: rank {peer} was silent too long while waiting for {waited} ({seen}); "
-            "the buffer can be used again, raise timeout= if the peer is only slow",
+            f"{head}: rank {peer} was silent too long while waiting for {waited} ({seen}); the buffer can be used "
+            "again: raise timeout= if the peer is only slow, or go on without it by buffer.sync() on all others",
             [peer],
         )
     if code == PEER_GAVE_UP:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from epee.ep.throughput_slots import SlotPool
+from epee.errors import ResourceError
 from tests.csrc.emulated import EmulatedPlatform
 
 STREAM = 0
@@ -51,3 +54,56 @@ def test_want_of_a_slot_is_counted() -> None:
     assert pool.take(STREAM, call=1) is not None
     assert pool.take(STREAM, call=2) is None
     assert pool.num_copies == 1
+
+
+def test_haunted_slots_are_not_lent_until_the_zombie_is_gone() -> None:
+    pool, exchanged = make_pool(2)
+    slot = pool.take(STREAM, call=5)
+    assert slot is not None
+    exchanged[0] = 5  # the zombie may be in call 5 still
+    pool.give_back(slot, [STREAM])
+    pool.haunt([3])
+    exchanged[0] = 100
+    assert pool.haunted == {slot}
+    assert pool.num_free == 1
+    other = pool.take(STREAM, call=101)
+    assert other not in (None, slot)
+    assert pool.take(STREAM, call=102) is None
+    assert pool.take(STREAM, call=None) is None
+    pool.release([2])
+    assert pool.haunted == {slot}
+    pool.release([3])
+    assert pool.take(STREAM, call=None) == slot
+
+
+def test_another_slot_takes_the_place_of_a_haunted_landing_slot() -> None:
+    pool, exchanged = make_pool(2)
+    first = pool.grant_landing(7, for_graph=False)
+    exchanged[0] = 7
+    pool.haunt([1])
+    assert pool.landing != first
+    assert pool.num_free == 1
+    taken = pool.take(STREAM, call=8)
+    assert taken not in (None, first, pool.landing)
+    pool.release([1])
+    assert pool.take(STREAM, call=9) == first  # the old landing slot is one like others now
+    assert pool.landing != first
+
+
+def test_graphs_slots_are_haunted_whatever_they_were_granted_last() -> None:
+    pool, exchanged = make_pool(2)
+    slot = pool.take(STREAM, call=3, for_graph=True)
+    exchanged[0] = 50
+    pool.haunt([1])
+    assert pool.haunted == {slot}
+
+
+def test_no_clean_slot_is_an_error_that_names_the_zombie() -> None:
+    pool, exchanged = make_pool(1)
+    slot = pool.take(STREAM, call=5)
+    pool.grant_landing(6, for_graph=False)
+    exchanged[0] = 5
+    pool.haunt([2])
+    assert pool.haunted == {slot, 1}
+    with pytest.raises(ResourceError, match="may still be written by rank 2"):
+        pool.grant_landing(7, for_graph=False)

@@ -7,6 +7,7 @@ combines on poisoned memory, and sends everything it got to the parent, which kn
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +90,27 @@ def inputs_of(case: Case, rank: int) -> Routed:
     return Routed(x, idx, weights)
 
 
+def seen_by(case: Case, members: Collection[int] | None) -> tuple[Case, list[Routed]]:
+    """The case, and what all ranks send in it, as a view of `members` sees them (None: all): others send nothing, and
+    nothing goes to them."""
+    members = range(case.num_ranks) if members is None else members
+    seen = replace(case, num_tokens=tuple(n if rank in members else 0 for rank, n in enumerate(case.num_tokens)))
+    inputs = []
+    for rank in range(case.num_ranks):
+        given = inputs_of(seen, rank)
+        topk_idx, mask = given.topk_idx, given.is_token_in_rank
+        for other in set(range(case.num_ranks)) - set(members):
+            if topk_idx is not None:
+                topk_idx = topk_idx.masked_fill(
+                    topk_idx.div(case.num_local_experts, rounding_mode="floor") == other, -1
+                )
+            if mask is not None:
+                mask = mask.clone()
+                mask[:, other] = False
+        inputs.append(replace(given, topk_idx=topk_idx, is_token_in_rank=mask))
+    return seen, inputs
+
+
 def biases_of(case: Case, rank: int) -> list[torch.Tensor]:
     """What `rank` adds."""
     gen = torch.Generator().manual_seed(77 + rank)
@@ -102,6 +124,11 @@ def expert_output(x: torch.Tensor, rank: int, case: Case) -> torch.Tensor:
     return (x.float() * (1.0 + 0.37 * rank)).to(DTYPES[case.dtype])
 
 
+def device_of(rank: int) -> torch.device:
+    """The GPU of a rank; several ranks may share one."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
 def make_buffer(
     case: Case,
     rank: int,
@@ -113,7 +140,7 @@ def make_buffer(
 ) -> Throughput:
     """The rank's end of a buffer, its memory filled with 0xFF; for `stall_one_in` see `kernel_head`. `num_sms` are the
     multiprocessors of an emulated GPU."""
-    platform = EmulatedPlatform(num_sms) if platform_name == "emulated" else CudaPlatform(torch.device("cuda", rank))
+    platform = EmulatedPlatform(num_sms) if platform_name == "emulated" else CudaPlatform(device_of(rank))
     platform.limits = replace(platform.limits, stall_one_in=stall_one_in)
     most = max(1, *case.num_tokens)
     rows = default_expanded_rows(case.num_ranks * most, case.num_topk, case.num_local_experts, case.expert_alignment)
@@ -139,7 +166,7 @@ def poison(buffer: Throughput) -> None:
 def run_case(rank: int, num_ranks: int, case: Case, platform_name: str) -> dict[str, Any]:
     """One rank of a case."""
     if platform_name == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device_of(rank))
     buffer = make_buffer(case, rank, platform_name)
     device = buffer._machine.platform.device
     given = inputs_of(case, rank)

@@ -13,7 +13,7 @@ from epee.ep.throughput import Throughput
 from epee.ep.throughput_types import CombineOptions, DispatchOptions, Received
 from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
 from tests.csrc.emulated import all_gather_bytes
-from tests.csrc.throughput_cases import Case, expect_equal, expert_output, inputs_of, make_buffer
+from tests.csrc.throughput_cases import Case, device_of, expect_equal, expert_output, inputs_of, make_buffer
 from tests.harness import run_ranks
 
 CASE = Case((9, 7), hidden=64)
@@ -23,7 +23,7 @@ OPTIONS = DispatchOptions(timeout_s=10.0)
 def open_buffer(rank: int, platform: str, **sizes: int) -> Throughput:
     """A buffer for `CASE`."""
     if platform == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device_of(rank))
     return make_buffer(CASE, rank, platform, **sizes)
 
 

@@ -8,6 +8,7 @@ What a rank may choose alone, such as multiprocessors and the number of kernels,
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +24,12 @@ from tests.csrc.throughput_cases import (
     TIMEOUT_S,
     Case,
     biases_of,
+    device_of,
     expect_equal,
     expert_output,
     inputs_of,
     make_buffer,
+    seen_by,
 )
 
 STALL_ONE_IN = 24
@@ -78,12 +81,13 @@ def draw_round(seed: int, number: int, num_ranks: int) -> Round:
     return Round(config, case, rng.random() < 0.6, source, rng.random() < 0.3, rng.random() < 0.5)
 
 
-def play(buffer: Throughput, this: Round, rank: int) -> None:
-    """Run a round on one rank; raises at the first difference."""
-    case, device = this.case, buffer._machine.platform.device
-    inputs = [inputs_of(case, src) for src in range(case.num_ranks)]
+def play(buffer: Throughput, this: Round, rank: int, members: Collection[int] | None = None) -> None:
+    """Run a round on one rank, which is one of `members` (None: of all); raises at the first difference."""
+    device = buffer._machine.platform.device
+    whole = inputs_of(this.case, rank)  # what the kernels get: they leave out who is no member
+    case, inputs = seen_by(this.case, members)
     want = reference.dispatch(inputs, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment)
-    given, mine = inputs[rank], want[rank]
+    given, mine = whole, want[rank]
     x, scales = given.x if isinstance(given.x, tuple) else (given.x, None)
     route = given.topk_idx if given.topk_idx is not None else given.is_token_in_rank
     assert route is not None
@@ -147,7 +151,7 @@ def _check(d: Any, mine: Received) -> None:
 def stress(rank: int, num_ranks: int, platform: str, num_rounds: int, seed: int, stall_one_in: int) -> int:
     """Play `num_rounds` rounds on one rank; returns how many results had to be copied out."""
     if platform == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device_of(rank))
     buffers = []
     for base in CONFIGS:
         case = replace(base, num_tokens=(MOST_TOKENS,) * num_ranks, expert_alignment=8)

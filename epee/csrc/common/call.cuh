@@ -9,8 +9,22 @@
 //                     each block), combine_ready, combine_failed (the peer gave this combine up; both for each of the
 //                     last calls, as a rank whose calls fail runs ahead of a slow reader), barrier, streams (progress
 //                     of a sender, expert layout only), staged (progress of a copy)
-//   written locally:  seq, failed (tag of the last call that failed), exchanged (tag of the last call that all ranks
+//   written locally:  view and haunted (by the host), news, seq, failed (tag of the last call that failed), exchanged (tag of the last call that all ranks
 //                     were seen to join), reported, grid words, grants, scratch
+//
+// View. Who takes part is read from memory, so that a graph replays into the view of its day: `view` holds a bit for each
+// active rank below and a number of the view above. The host writes it (`Machine.set_view`) while no call is in flight on
+// any member, together with `seq`, which all members set to the same number above every call that any of them has made:
+// so no word of an earlier call passes for one of a later call. A rank that is not active is neither written to, nor
+// awaited, nor read: its words have places of their own, so it cannot be taken for somebody else, whatever it stores.
+// A handle knows the view that it was made in and serves in no other. `haunted` has a bit for each slot that a rank which
+// was left out may still write; the host lends none of them, but a graph names its slot in every replay.
+//
+// News. `abort` is two words in host memory: not 0 to end all waits; a bit for each rank that is dead. Threads that wait
+// for peers look at the copy in `news` (time of the last look, what was seen) every `kPollsPerLook` polls; one of them
+// renews it when it is older than `kNewsPeriodNs`. Host memory is far away: hundreds of threads that read it take turns.
+// A call with a dead rank in its view cannot end well, so any wait for a peer ends then, also one for a living rank,
+// which may have given up already; the report names the dead one.
 //
 // Every params struct starts with a `Call` (generated, `throughput_params.Call`): control blocks of all ranks as this
 // GPU addresses them, host memory for reports and for the abort word, the time-out per wait, rank and operation.
@@ -36,13 +50,38 @@ DEVICE u64* local_words(const Call& call, u64 offset) { return control_words(cal
 /// The tag of the call in progress. Any thread, any time before `finish_call` of this kernel.
 DEVICE u64 current_tag(const Call& call) { return *local_words(call, kControlSeqOffset) + 1; }
 
+/// The view of the call in progress: active ranks below, its number above. Any thread, any time.
+DEVICE u64 current_view(const Call& call) { return ld_relaxed_sys(local_words(call, kControlViewOffset)); }
+
+/// A bit for each rank that takes part; this one always does. (`kSomeHaunted` stands above them.)
+DEVICE u32 ranks_of(const Call& call, u64 view) { return static_cast<u32>(view) | 1u << call.rank; }
+DEVICE u32 active_ranks(const Call& call) { return ranks_of(call, current_view(call)); }
+
+DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
+
 /// The words in front of a rank's counts in a dispatch. A rank that combines instead sends `kRefusal` alone.
 enum HeaderWord : int { kSignatureLow = 0, kSignatureHigh, kGrant, kRefusal, kChannels, kBlocks, kNumHeaderWords };
 constexpr u64 kOtherCallCode = 2;     // as refusal: the rank makes another kind of call
 constexpr u64 kOtherCallSlot = 0x7E;  // the same in place of a combine's slot
 constexpr u64 kBadHandleCode = 4;     // as refusal of a combine: the dispatch had failed there
 constexpr u64 kBrokenGridCode = 5;    // as refusal: the rank's own blocks did not meet
+constexpr u64 kOldHandleCode = 6;     // as refusal: the handle is of an earlier view there
+constexpr u64 kHauntedCode = 7;       // as refusal: a rank that was left out may still write what the call would grant
 constexpr u64 kGaveUpCode = 3;        // as refusal: the rank has left this call without waiting for us
+
+/// Why a handle cannot be used in a view, 0 when it can. `recv_info` is its own.
+DEVICE u32 flaw_of(u64 view, const i32* recv_info) {
+  const i32 state = recv_info[0];
+  const i32 number = recv_info[1];  // both loads at once
+  if (state != kHandleGood) return static_cast<u32>(kBadHandleCode);
+  return static_cast<u32>(number) == static_cast<u32>(view >> 32) ? 0 : static_cast<u32>(kOldHandleCode);
+}
+
+/// Whether a rank that was left out of the view may still write into a slot of ours; `active` as of `active_ranks`.
+DEVICE bool is_slot_haunted(const Call& call, u32 active, int slot) {
+  if (!(active & kSomeHaunted)) return false;
+  return ld_relaxed_sys(local_words(call, kControlHauntedOffset) + slot / 64) >> (slot % 64) & 1;
+}
 
 /// Whether a word that a peer stamps with its calls shows a later call than `tag`: it has given this one up.
 DEVICE bool is_later(u64 word, u64 tag) {
@@ -99,11 +138,48 @@ DEVICE void report_failure(const Call& call, u64 tag, const Failure& failure) {
                failure.expected, failure.got, failure.where);
 }
 
-DEVICE bool is_aborted(const Call& call) { return ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) != 0; }
+constexpr u64 kNewsPeriodNs = 20000;  // between two looks at host memory
+constexpr u64 kNewsAborted = 1;
+constexpr int kNewsDeadShift = 8;
 
-/// Waits until `*word == want`; acquires at system scope. False after the time-out, an abort, or when the call has
-/// failed elsewhere; only the first two are reported. `where` says which wait it was. With `kOrLater` a word of a later
-/// call will do as well.
+/// What the host has said of late: `kNewsAborted`, and the dead ranks above.
+DEVICE u64 latest_news(const Call& call) {
+  u64* looked = local_words(call, kControlNewsOffset);
+  const u64 now = global_time_ns();
+  const auto is_old = [&](u64 time) { return static_cast<i64>(now - time) > static_cast<i64>(kNewsPeriodNs); };
+  if (is_old(ld_relaxed_sys(looked)) && is_old(atom_exch_relaxed_gpu(looked, now))) {  // one thread at a time
+    const u64* host = reinterpret_cast<const u64*>(call.abort);
+    st_relaxed_sys(looked + 1, (ld_relaxed_sys(host) ? kNewsAborted : 0) | ld_relaxed_sys(host + 1) << kNewsDeadShift);
+  }
+  return ld_relaxed_sys(looked + 1);
+}
+
+constexpr u32 kFailedElsewhere = 1 << 8;
+
+/// Why waits that began at `start` must end, 0 when they may go on: a `FailureCode`, with the first dead rank of the view
+/// above it, or `kFailedElsewhere`.
+DEVICE u32 why_stop(const Call& call, u64 tag, u64 start) {
+  const u64 news = latest_news(call);
+  const u32 dead = static_cast<u32>(news >> kNewsDeadShift) & active_ranks(call) & ~(1u << call.rank);
+  if (dead) return kPeerDead | static_cast<u32>(__ffs(static_cast<int>(dead)) - 1) << 16;
+  if (news & kNewsAborted) return kAborted;
+  if (global_time_ns() - start > call.timeout_ns) return kTimeout;
+  return has_failed(call, tag) ? kFailedElsewhere : 0;
+}
+
+/// Whether a wait for `peer` that began at `start` must end: the time is over, the call aborted, a rank of the view dead
+/// (these are reported, with the other arguments), or the call has failed elsewhere.
+DEVICE bool must_stop(const Call& call, u64 tag, u64 start, int peer, u64 want, u64 got, u64 where) {
+  const u32 why = why_stop(call, tag, start);
+  if (!why) return false;
+  const FailureCode code = static_cast<FailureCode>(why & 0xFF);
+  if (code == kPeerDead) peer = static_cast<int>(why >> 16);
+  if (code) report_failure(call, tag, {code, peer, want, got, where});
+  return true;
+}
+
+/// Waits until `*word == want`; acquires at system scope. False when `must_stop` ends the wait. `where` says which wait
+/// it was. With `kOrLater` a word of a later call will do as well.
 template <bool kOrLater = false>
 DEVICE bool wait_for(const Call& call, u64 tag, const u64* word, u64 want, int peer, u64 where) {
   perhaps_stall(tag, call.rank, 2);
@@ -111,16 +187,7 @@ DEVICE bool wait_for(const Call& call, u64 tag, const u64* word, u64 want, int p
   for (u32 polls = 1;; ++polls) {
     const u64 got = ld_acquire_sys(word);
     if (got == want || (kOrLater && static_cast<i64>(got - want) > 0)) return true;
-    if (polls % kPollsPerLook) continue;
-    if (global_time_ns() - start > call.timeout_ns) {
-      report_failure(call, tag, {kTimeout, peer, want, got, where});
-      return false;
-    }
-    if (is_aborted(call)) {
-      report_failure(call, tag, {kAborted, peer, want, got, where});
-      return false;
-    }
-    if (has_failed(call, tag)) return false;
+    if (polls % kPollsPerLook == 0 && must_stop(call, tag, start, peer, want, got, where)) return false;
   }
 }
 
@@ -159,14 +226,14 @@ DEVICE void grid_barrier(const Call& call, u64 tag, u64 word_offset, u64 gate_of
   __syncthreads();
 }
 
-/// This block has done its part of the call: tells rank `thread` so, for threads below `num_ranks_told`. All threads,
-/// after all memory operations of the block; what they wrote is visible to whoever waits for it in `await_blocks`.
-DEVICE void announce_block(const Call& call, u64 tag, u64 flags_offset, bool to_peers) {
+/// This block has done its part of the call: tells this rank so, and all other ranks in `peers`. All threads, after all
+/// memory operations of the block; what they wrote is visible to whoever waits for it in `await_blocks`.
+DEVICE void announce_block(const Call& call, u64 tag, u64 flags_offset, u32 peers) {
   __syncthreads();
   allow_next_kernel();  // its blocks take their places while this one's last signals are under way
   perhaps_stall(tag, call.rank, 1);
   const int peer = static_cast<int>(threadIdx.x);
-  if (peer < kNumRanks && (to_peers || peer == call.rank))
+  if (peer < kNumRanks && (is_in(peers, peer) || peer == call.rank))
     st_release_sys(control_words(call, peer, flags_offset) + call.rank * kMaxBlocks + blockIdx.x, tag);
 }
 
@@ -190,12 +257,12 @@ DEVICE void await_blocks(const Call& call, u64 tag, u64 flags_offset, const i32*
   __syncthreads();
 }
 
-/// Tells every rank that this rank has reached the point `flags_offset` of the call, and waits for all of them.
+/// Tells every active rank that this rank has reached the point `flags_offset` of the call, and waits for all of them.
 /// All threads of the only block; thread r signals and awaits rank r, which may have met others since.
 DEVICE void meet_all(const Call& call, u64 tag, u64 flags_offset, u64 where) {
   const int peer = static_cast<int>(threadIdx.x);
   perhaps_stall(tag, call.rank, 3);
-  if (peer < kNumRanks) {
+  if (peer < kNumRanks && is_in(active_ranks(call), peer)) {
     st_release_sys(control_words(call, peer, flags_offset) + call.rank, tag);
     wait_for<true>(call, tag, local_words(call, flags_offset) + peer, tag, peer, where);
   }

@@ -11,7 +11,8 @@ enum FailureCode : int {
   kBadCount,
   kBadExpert,
   kBadRow,
-  kPeerGaveUp
+  kPeerGaveUp,
+  kPeerDead
 };
 
 /// A failure that the host will raise at its next touch; all words are numbers, the host finds the words for them.

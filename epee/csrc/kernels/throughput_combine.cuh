@@ -43,6 +43,7 @@ struct CombineShared {
   i32 num_blocks[kMaxRanks];  // pulling blocks of rank d
   i32 is_copying[kMaxRanks];  // whether rank d's rows are still on their way into its slot; ours are read in place
   i32 is_good;
+  u32 active;  // ranks that take part
 };
 
 /// The word by which a rank joins a combine: low half of the tag, 16 bits of signature, slot (with `kCopyingBit`),
@@ -74,32 +75,27 @@ DEVICE bool wait_ready(const Call& call, u64 tag, int rank, u64& word) {
       report_failure(call, tag, {kRefused, rank, 0, kGaveUpCode, 3});
       return false;
     }
-    const bool is_late = global_time_ns() - start > call.timeout_ns;
-    if (is_late || is_aborted(call)) {
-      report_failure(call, tag, {is_late ? kTimeout : kAborted, rank, tag, word >> 32, 3});
-      return false;
-    }
-    if (has_failed(call, tag)) return false;
+    if (must_stop(call, tag, start, rank, tag, word >> 32, 3)) return false;
   }
 }
 
-/// Tells every rank where this rank's rows are, or that it cannot combine. Threads below kNumRanks of block 0. Comes
-/// before anything that needs memory: all ranks wait for this word.
-DEVICE void send_ready(const CombineParams& p, u64 tag, bool is_refused) {
+/// Tells every active rank where this rank's rows are, or why it cannot combine (`refusal`). Threads below kNumRanks of
+/// block 0. Comes before anything that needs memory: all ranks wait for this word.
+DEVICE void send_ready(const CombineParams& p, u64 tag, u32 active, u32 refusal) {
   const int peer = static_cast<int>(threadIdx.x);
-  if (peer >= kNumRanks) return;
+  if (peer >= kNumRanks || !is_in(active, peer)) return;
   perhaps_stall(tag, p.call.rank, 11);
   u32 slot = static_cast<u32>(p.slot) | (p.num_copy_blocks ? kCopyingBit : 0);
   int last = p.num_pull_blocks;
-  if (is_refused) {
+  if (refusal) {
     slot = kRefusedSlot;
-    last = p.refused ? p.refused : static_cast<int>(kBadHandleCode);
+    last = static_cast<int>(refusal);
   }
   st_release_sys(call_word(p.call, peer, kControlCombineReadyOffset, p.call.rank, tag),
                  ready_word(tag, p.signature, slot, static_cast<u32>(last)));
   if (!p.refused)  // a peer that dispatches instead need not wait
     st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kRefusal,
-                   tag << 32 | (is_refused ? kBadHandleCode : kOtherCallCode));
+                   tag << 32 | (refusal ? refusal : kOtherCallCode));
 }
 
 /// Learns from the word of rank `peer` where its rows are. One thread for each rank; false, with a report, when the
@@ -117,6 +113,10 @@ DEVICE bool learn_slot(const CombineParams& p, u64 tag, int peer, CombineShared&
     report_failure(p.call, tag, {kMismatch, peer, p.signature & 0xFFFF, word >> 16 & 0xFFFF, 3});
     return false;
   }
+  if (!p.slots[peer]) {  // only a graph from before the rank came back can be without its memory
+    report_failure(p.call, tag, {kRefused, p.call.rank, 0, kOldHandleCode, 3});
+    return false;
+  }
   s.num_blocks[peer] = static_cast<i32>(word & 0xFF);
   s.is_copying[peer] = (word >> 8 & kCopyingBit) != 0 && peer != p.call.rank;
   s.weights[peer] = p.slots[peer] + slot * p.slot_bytes + p.weights_offset;
@@ -125,16 +125,17 @@ DEVICE bool learn_slot(const CombineParams& p, u64 tag, int peer, CombineShared&
 }
 
 /// Learns where the rows of all ranks are. All threads of a pulling block; true when all ranks have joined.
-DEVICE bool learn_slots(const CombineParams& p, u64 tag, bool is_refused, CombineShared& s) {
+DEVICE bool learn_slots(const CombineParams& p, u64 tag, u32 refusal, CombineShared& s) {
   const int peer = static_cast<int>(threadIdx.x);
   if (threadIdx.x == 0) s.is_good = 1;
   __syncthreads();
-  if (is_refused) {
+  if (refusal) {
     if (peer == 0 && p.refused) mark_failed(p.call, tag);
-    if (peer == 0 && !p.refused) report_failure(p.call, tag, {kRefused, p.call.rank, 0, kBadHandleCode, 3});
+    if (peer == 0 && !p.refused) report_failure(p.call, tag, {kRefused, p.call.rank, 0, refusal, 3});
     if (peer == 0) s.is_good = 0;
   } else if (peer < kNumRanks) {
-    if (!learn_slot(p, tag, peer, s)) s.is_good = 0;
+    s.num_blocks[peer] = s.is_copying[peer] = 0;
+    if (is_in(s.active, peer) && !learn_slot(p, tag, peer, s)) s.is_good = 0;
     fence_proxy_async();  // what the peers wrote before their word is next read by bulk loads
   }
   __syncthreads();
@@ -235,13 +236,14 @@ DEVICE void end_block(const CombineParams& p, u64 tag, const CombineShared& s, b
   const int lane = lane_idx();
   const int rank = p.call.rank;
   perhaps_stall(tag, rank, 5);
-  if (lane < kNumRanks && (lane == rank || is_whole))
+  const bool is_peer = lane < kNumRanks && is_in(s.active, lane);
+  if (is_peer && (lane == rank || is_whole))
     st_relaxed_sys(control_words(p.call, lane, kControlCombineDoneOffset) + rank * kMaxBlocks + blockIdx.x, tag);
-  if (is_whole && lane < kNumRanks && has_given_up(p.call, tag, lane))
+  if (is_whole && is_peer && has_given_up(p.call, tag, lane))
     report_failure(p.call, tag, {kPeerGaveUp, lane, 0, 0, 3});
   if (blockIdx.x != 0) return;
   const bool has_heard = await_pullers(p, tag, s, is_whole);
-  if (lane < kNumRanks && !(is_whole && has_heard))  // before this kernel ends, and with it the rows of this rank
+  if (is_peer && !(is_whole && has_heard))  // before this kernel ends, and with it the rows of this rank
     tell_given_up(p.call, tag, lane);
   __syncwarp();
   if (lane == 0) *local_words(p.call, kControlSeqOffset) = tag;
@@ -319,12 +321,13 @@ DEVICE void copy_rows(const CombineParams& p, u64 tag, i64 first_row, int num_ro
 }
 
 /// Copies what the peers will pull, chunk by chunk, the peers in turn. One lane of each of `num_warps` warps.
-DEVICE void copier(const CombineParams& p, u64 tag, int warp, int num_warps, u8* stages, u64* barriers) {
+DEVICE void copier(const CombineParams& p, u64 tag, u32 active, int warp, int num_warps, u8* stages, u64* barriers) {
   const int num_counters = p.num_experts + kNumRanks;
   if (is_haunted(p.call))  // a late peer may still store into this slot, until it joins this call
+#pragma unroll 1
     for (int rank = 0; rank < kNumRanks; ++rank) {
       u64 word;
-      if (!wait_ready(p.call, tag, rank, word)) return;
+      if (is_in(active, rank) && !wait_ready(p.call, tag, rank, word)) return;
     }
   const i32* matrix = reinterpret_cast<const i32*>(p.count_matrix) + p.num_experts + p.call.rank;
   i32 longest = 0;
@@ -458,19 +461,25 @@ DEVICE void combine(const CombineParams& p) {
   wait_previous_kernel();
   const u64 tag = current_tag(p.call);
   // The handle of a dispatch that failed here holds no numbers: this rank only tells the peers that it cannot combine.
-  const bool is_refused = p.refused || reinterpret_cast<const i32*>(p.recv_info)[0] != kHandleGood;
-  if (blockIdx.x == 0) send_ready(p, tag, is_refused);
+  // So it is with one of an earlier view.
+  const u64 view = current_view(p.call);
+  const u32 active = ranks_of(p.call, view);
+  const i32* recv_info = reinterpret_cast<const i32*>(p.recv_info);
+  u32 refusal = p.refused ? static_cast<u32>(p.refused) : flaw_of(view, recv_info);
+  if (!kExpert && !refusal && is_slot_haunted(p.call, active, p.slot)) refusal = static_cast<u32>(kHauntedCode);
+  if (threadIdx.x == 0) s.active = active;
+  if (blockIdx.x == 0) send_ready(p, tag, active, refusal);
   const int chunks = (p.row_bytes + p.chunk_bytes - 1) / p.chunk_bytes;
   const int first = static_cast<int>(blockIdx.x) / chunks;
   Found first_rows = {-1, -1, -1, -1, 0.0f, 0};
-  if (!is_refused && warp_idx() == kReducerWarps && first < p.num_tokens) first_rows = find_rows<kExpert>(p, first);
-  if (is_puller && learn_slots(p, tag, is_refused, s)) {
+  if (!refusal && warp_idx() == kReducerWarps && first < p.num_tokens) first_rows = find_rows<kExpert>(p, first);
+  if (is_puller && learn_slots(p, tag, refusal, s)) {
     pull<kExpert, kPayload>(p, tag, s, shared, chunks, first_rows);
     return;
   }
   __syncthreads();
-  if (!kExpert && !is_puller && !is_refused && warp_idx() < p.num_copy_warps && lane_idx() == 0)
-    copier(p, tag, (static_cast<int>(blockIdx.x) - p.num_pull_blocks) * p.num_copy_warps + warp_idx(),
+  if (!kExpert && !is_puller && !refusal && warp_idx() < p.num_copy_warps && lane_idx() == 0)
+    copier(p, tag, s.active, (static_cast<int>(blockIdx.x) - p.num_pull_blocks) * p.num_copy_warps + warp_idx(),
            p.num_copy_blocks * p.num_copy_warps, shared + static_cast<i64>(warp_idx()) * 2 * p.chunk_bytes,
            s.full + 2 * warp_idx());
   __syncthreads();

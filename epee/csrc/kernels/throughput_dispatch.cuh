@@ -2,7 +2,7 @@
 // exchanged counts and grants.
 //
 // All warps are senders (throughput_sender.cuh) and take tokens from one counter. When a block is done it says so to
-// every rank (dispatch_done); block 0 waits for all blocks of all ranks, so the kernel's end means that everything has
+// every active rank (dispatch_done); block 0 waits for all blocks of all ranks, so the kernel's end means that everything has
 // arrived. Only block 0 waits for anybody, so the blocks need not be co-resident.
 #pragma once
 #include "throughput_sender.cuh"
@@ -16,8 +16,8 @@ DEVICE void dispatch_by_rank(const DispatchParams& p) {
   wait_previous_kernel();
   const u64 tag = current_tag(p.call);
   const Destination to = open_destination(p);
-  const bool is_good = !has_failed(p.call, tag);
-  if (is_good) {
+  const u32 peers = has_failed(p.call, tag) ? 0 : active_ranks(p.call);
+  if (peers) {
     u32* counter = reinterpret_cast<u32*>(control_at(p.call, p.call.rank, kControlNextTokenOffset));
     const TokenSource tokens = {static_cast<i32>(blockIdx.x + gridDim.x * (threadIdx.x / 32)),
                                 0,
@@ -33,10 +33,10 @@ DEVICE void dispatch_by_rank(const DispatchParams& p) {
                 static_cast<int>(gridDim.x));
     if (lane_idx() == 0) bulk_wait<0>();
   }
-  announce_block(p.call, tag, kControlDispatchDoneOffset, is_good);
+  announce_block(p.call, tag, kControlDispatchDoneOffset, peers);
   if (blockIdx.x != 0) return;
   const i32* grants = reinterpret_cast<const i32*>(control_at(p.call, p.call.rank, kControlGrantsOffset));
-  await_blocks(p.call, tag, kControlDispatchDoneOffset, grants + 2 * kMaxRanks, is_good, 1);
+  await_blocks(p.call, tag, kControlDispatchDoneOffset, grants + 2 * kMaxRanks, peers != 0, 1);
   if (threadIdx.x == 0) *reinterpret_cast<u32*>(control_at(p.call, p.call.rank, kControlNextTokenOffset)) = 0;
   finish_call(p.call, tag);
 }

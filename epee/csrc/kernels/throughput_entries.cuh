@@ -19,8 +19,10 @@ DEVICE int load_expert(const LayoutParams& p, int token, int k) {
 }
 
 /// Completes a step's entries from the experts of its lanes: `32 / lanes_per_token` tokens from `first` on. All lanes.
-DEVICE Entry make_entry(const LayoutParams& p, int first, int end, int expert) {
+/// Nothing goes to ranks that are not in `active`, and their experts count as none.
+DEVICE Entry make_entry(const LayoutParams& p, u32 active, int first, int end, int expert) {
   const int lane = lane_idx();
+  if (expert >= 0 && !is_in(active, expert / p.num_local_experts)) expert = -1;
   Entry entry = {first + lane / p.lanes_per_token, lane % p.lanes_per_token, expert, 0, false};
   const bool has_token = entry.token < end;
   entry.is_first = has_token && entry.k == 0;
@@ -32,13 +34,13 @@ DEVICE Entry make_entry(const LayoutParams& p, int first, int end, int expert) {
                      << d;
   for (int distance = p.lanes_per_token / 2; distance; distance /= 2)
     entry.ranks |= __shfl_xor_sync(~0u, entry.ranks, distance);
-  if (!has_token) entry.ranks = 0;
+  entry.ranks = has_token ? entry.ranks & active : 0;
   return entry;
 }
 
 /// Reads a step's entries. With `counters` (in shared memory) it counts them, reports bad ids and copies experts and
 /// weights into the handle; without, a bad id is no expert: somebody else reports it. All lanes.
-DEVICE Entry read_entries(const LayoutParams& p, u64 tag, int first, int end, i32* counters) {
+DEVICE Entry read_entries(const LayoutParams& p, u64 tag, u32 active, int first, int end, i32* counters) {
   const int token = first + lane_idx() / p.lanes_per_token;
   const int k = lane_idx() % p.lanes_per_token;
   const bool is_slot = token < end && k < p.num_topk && p.topk_idx;
@@ -46,7 +48,7 @@ DEVICE Entry read_entries(const LayoutParams& p, u64 tag, int first, int end, i3
   const bool has_weight = is_slot && p.weights_of && counters;
   const float weight = has_weight ? reinterpret_cast<const float*>(p.topk_weights)[at] : 0.0f;  // both loads at once
   int expert = is_slot ? load_expert(p, token, k) : -1;
-  if (!counters) return make_entry(p, first, end, max(expert, -1));
+  if (!counters) return make_entry(p, active, first, end, max(expert, -1));
   if (expert == -2) {
     red_add_shared(counters + p.num_experts + kNumRanks, 1);
     report_failure(p.call, tag,
@@ -54,12 +56,12 @@ DEVICE Entry read_entries(const LayoutParams& p, u64 tag, int first, int end, i3
                     static_cast<u64>(k)});
     expert = -1;
   }
-  const Entry entry = make_entry(p, first, end, expert);
-  if (expert >= 0) red_add_shared(counters + expert, 1);
+  const Entry entry = make_entry(p, active, first, end, expert);
+  if (entry.expert >= 0) red_add_shared(counters + entry.expert, 1);
   if (entry.is_first)
     for (int d = 0; d < kNumRanks; ++d)
       if (entry.ranks >> d & 1) red_add_shared(counters + p.num_experts + d, 1);
-  if (is_slot) reinterpret_cast<i32*>(p.expert_of)[at] = expert;
+  if (is_slot) reinterpret_cast<i32*>(p.expert_of)[at] = entry.expert;
   if (has_weight) reinterpret_cast<float*>(p.weights_of)[at] = weight;
   return entry;
 }

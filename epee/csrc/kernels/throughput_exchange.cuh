@@ -12,9 +12,9 @@
 #include "../common/call.cuh"
 #include "../common/work.cuh"
 
-/// Header and totals to every rank; `refusal` is 0 or says why this rank cannot make the call. One block, all threads;
+/// Header and totals to every active rank; `refusal` is 0 or says why this rank cannot make the call. One block, all threads;
 /// no order among the stores is needed.
-DEVICE void send_counts(const LayoutParams& p, u64 tag, const i32* totals, int refusal) {
+DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* totals, int refusal) {
   perhaps_stall(tag, p.call.rank, 11);
   const u64 mark = tag << 32;
   const int num_totals = p.do_count ? p.num_experts + kNumRanks : 0;
@@ -23,12 +23,15 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, const i32* totals, int r
     const u64 word = mark | static_cast<u32>(totals[i]);
 #pragma unroll
     for (int peer = 0; peer < kNumRanks; ++peer)
-      st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kCountsHeaderWords + i, word);
+      if (is_in(active, peer))
+        st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kCountsHeaderWords + i, word);
   }
 #pragma unroll 1
   for (int at = static_cast<int>(threadIdx.x); at < kNumHeaderWords * kNumRanks; at += static_cast<int>(blockDim.x)) {
     const int peer = at % kNumRanks;
     const int which = at / kNumRanks;
+    if (!is_in(active, peer)) continue;
+    if (which == kRefusal && !refusal && is_slot_haunted(p.call, active, p.grant)) refusal = static_cast<int>(kHauntedCode);
     const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
     const i32 values[kNumHeaderWords] = {static_cast<i32>(p.signature),
                                          static_cast<i32>(p.signature >> 32),
@@ -45,14 +48,16 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, const i32* totals, int r
   }
 }
 
-/// Collects word `idx` of the rows of all ranks. False, with a report, when one does not come.
-DEVICE bool collect(const LayoutParams& p, u64 tag, int idx, i32 (&values)[kNumRanks]) {
+/// Collects word `idx` of the rows of all active ranks, 0 for the others. False, with a report, when one does not come.
+DEVICE bool collect(const LayoutParams& p, u64 tag, u32 active, int idx, i32 (&values)[kNumRanks]) {
   const u64* rows = counts_row(p.call, p.call.rank, 0, tag) + idx;
   const u64 start = global_time_ns();
   for (u32 polls = 1;; ++polls) {
     int missing = -1;
 #pragma unroll
     for (int src = 0; src < kNumRanks; ++src) {
+      values[src] = 0;
+      if (!is_in(active, src)) continue;
       const u64 word = ld_relaxed_sys(rows + src * kCountsRowWords);
       values[src] = static_cast<i32>(word);
       if (word >> 32 != (tag & 0xFFFFFFFF)) missing = src;
@@ -65,28 +70,22 @@ DEVICE bool collect(const LayoutParams& p, u64 tag, int idx, i32 (&values)[kNumR
       report_failure(p.call, tag, {kRefused, missing, 0, kGaveUpCode, 0});
       return false;
     }
-    const bool is_late = global_time_ns() - start > p.call.timeout_ns;
-    if (is_late || is_aborted(p.call)) {
-      report_failure(p.call, tag,
-                     {is_late ? kTimeout : kAborted, missing, tag, seen >> 32, 0});
-      return false;
-    }
-    if (has_failed(p.call, tag)) return false;
+    if (must_stop(p.call, tag, start, missing, tag, seen >> 32, 0)) return false;
   }
 }
 
 /// Whether some rank refuses this call: then its other words mean nothing, and whoever reads the refusals reports them.
-DEVICE bool is_refused(const LayoutParams& p, u64 tag) {
+DEVICE bool is_refused(const LayoutParams& p, u64 tag, u32 active) {
   i32 refusals[kNumRanks];
-  if (!collect(p, tag, kRefusal, refusals)) return true;
+  if (!collect(p, tag, active, kRefusal, refusals)) return true;
   bool is_any = false;
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) is_any |= refusals[src] != 0;
   return is_any;
 }
 
-/// Checks word `which` of the headers of all ranks. False, with a report, when one refuses, differs or cannot be right.
-DEVICE bool check_header(const LayoutParams& p, u64 tag, int which, const i32 (&values)[kNumRanks]) {
+/// Checks word `which` of the headers of all active ranks. False, with a report, when one refuses, differs or cannot be right.
+DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, const i32 (&values)[kNumRanks]) {
   const u32 mine = static_cast<u32>(which == kSignatureLow ? p.signature : p.signature >> 32);
   const i32 limit = which == kGrant ? p.num_slots - 1 : which == kChannels ? kMaxChannels : kMaxBlocks;
 #pragma unroll
@@ -101,8 +100,8 @@ DEVICE bool check_header(const LayoutParams& p, u64 tag, int which, const i32 (&
       failure = {kMismatch, src, mine, static_cast<u32>(value), static_cast<u64>(which)};
       is_good = static_cast<u32>(value) == mine;
     }
-    if (is_good) continue;
-    if (which == kRefusal || !is_refused(p, tag)) report_failure(p.call, tag, failure);
+    if (is_good || !is_in(active, src)) continue;
+    if (which == kRefusal || !is_refused(p, tag, active)) report_failure(p.call, tag, failure);
     return false;
   }
   return true;
@@ -122,13 +121,13 @@ DEVICE bool check_counts(const LayoutParams& p, u64 tag, const i32 (&values)[kNu
 }
 
 /// Collects and checks a header word of all ranks, keeps what the payload kernel needs. One thread for each word.
-DEVICE bool receive_header(const LayoutParams& p, u64 tag, int which) {
+DEVICE bool receive_header(const LayoutParams& p, u64 tag, u32 active, int which) {
   if (p.refused) {
     if (which == 0) mark_failed(p.call, tag);
     return false;
   }
   i32 values[kNumRanks];
-  if (!collect(p, tag, which, values) || !check_header(p, tag, which, values)) return false;
+  if (!collect(p, tag, active, which, values) || !check_header(p, tag, active, which, values)) return false;
   i32* grants = reinterpret_cast<i32*>(control_at(p.call, p.call.rank, kControlGrantsOffset));
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) {
@@ -141,14 +140,15 @@ DEVICE bool receive_header(const LayoutParams& p, u64 tag, int which) {
 
 /// Copies the checked counts of all ranks into the handle and sums up what each rank will receive. `padded_rows` is
 /// shared memory for one number per expert.
-DEVICE bool receive_counts(const LayoutParams& p, u64 tag, i32* num_recv, i32* num_expanded, i32* padded_rows) {
+DEVICE bool receive_counts(const LayoutParams& p, u64 tag, u32 active, i32* num_recv, i32* num_expanded,
+                           i32* padded_rows) {
   bool is_good = true;
   const int num_counters = p.num_experts + kNumRanks;
   i32* matrix = reinterpret_cast<i32*>(p.count_matrix);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) {
     i32 values[kNumRanks];
-    if (!collect(p, tag, kCountsHeaderWords + i, values)) return false;
+    if (!collect(p, tag, active, kCountsHeaderWords + i, values)) return false;
     if (!check_counts(p, tag, values)) is_good = false;
     i32 sum = 0;
     i32 before = 0;
@@ -202,15 +202,15 @@ DEVICE bool check_capacity(const LayoutParams& p, u64 tag, const i32* num_recv, 
 
 /// Collects and checks what all ranks say, writes what the host and later kernels need. One block, all threads; `sums`
 /// is shared memory for 2 * kMaxRanks counters, `padded_rows` for one per expert.
-DEVICE void receive_rows(const LayoutParams& p, u64 tag, i32* sums, i32* padded_rows) {
+DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, i32* sums, i32* padded_rows) {
   __shared__ u32 has_all;
   if (threadIdx.x < 2 * kMaxRanks) sums[threadIdx.x] = 0;
   if (threadIdx.x == 0) has_all = 1;
   __syncthreads();
   // the last warp sees to the header while the others collect counts
   const int which = static_cast<int>(blockDim.x - 1 - threadIdx.x);
-  if (which < kNumHeaderWords && !receive_header(p, tag, which)) has_all = 0;
-  if (p.do_count && !p.refused && !receive_counts(p, tag, sums, sums + kMaxRanks, padded_rows)) has_all = 0;
+  if (which < kNumHeaderWords && !receive_header(p, tag, active, which)) has_all = 0;
+  if (p.do_count && !p.refused && !receive_counts(p, tag, active, sums, sums + kMaxRanks, padded_rows)) has_all = 0;
   __syncthreads();
   if (p.do_count && p.ordinals) place_experts(p, padded_rows);
   if (threadIdx.x != 0) return;
@@ -229,5 +229,6 @@ DEVICE void receive_rows(const LayoutParams& p, u64 tag, i32* sums, i32* padded_
     st_relaxed_sys(reinterpret_cast<i32*>(p.mailbox) + kRecvInfoExpanded, expanded);
     st_release_sys(reinterpret_cast<u64*>(p.mailbox), is_good ? kHandleGood : kHandleBad);
   }
+  if (p.do_count) reinterpret_cast<i32*>(p.recv_info)[1] = static_cast<i32>(current_view(p.call) >> 32);
 }
 

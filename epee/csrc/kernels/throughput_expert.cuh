@@ -18,6 +18,7 @@ DEVICE void publisher(const DispatchParams& p, u64 tag, int first_channel, int n
   constexpr int kLanesPerSender = kNumRanks;
   constexpr int kSenders = 32 / kLanesPerSender;
   const int d = lane_idx() % kLanesPerSender;
+  const bool is_told = is_in(active_ranks(p.call), d);
   // In registers: what this lane has told. Several lanes serve a sender, one for each rank.
   u32 told[(kMaxSenderWarps + kSenders - 1) / kSenders];
 #pragma unroll
@@ -31,7 +32,7 @@ DEVICE void publisher(const DispatchParams& p, u64 tag, int first_channel, int n
       const int sender = i * kSenders + lane_idx() / kLanesPerSender;
       if (sender >= num_senders || lane_idx() >= kSenders * kLanesPerSender || told[i] & kPostedDone) continue;
       const u32 now = ld_acquire_cta(&posted.progress[sender][d]);
-      if (now != told[i])
+      if (now != told[i] && is_told)
         st_release_sys(stream_at(p.call, d, p.call.rank, first_channel + sender),
                        progress_word(tag, static_cast<int>(now & ~kPostedDone), now & kPostedDone));
       told[i] = now;
@@ -215,14 +216,11 @@ DEVICE bool expand_streams(const DispatchParams& p, u64 tag, int first_stream, i
     } else {
       sleep_ns(kPauseNs);  // hundreds of warps poll
     }
-    if (polls % kPollsPerLook)
-      continue;  // the abort word lies in host memory: looking at it often would cost more than the rows
-    const bool is_late = static_cast<u32>(global_time_ns() >> 20) - last_news > p.call.timeout_ns >> 20;
-    if (is_open && (is_late || is_aborted(p.call))) {
-      report_failure(p.call, tag,
-                     {is_late ? kTimeout : kAborted, stream % kNumRanks, tag, static_cast<u64>(num_done), 2});
+    if (polls % kPollsPerLook) continue;
+    const u64 now = global_time_ns();
+    const u64 silent_ns = static_cast<u64>(static_cast<u32>(now >> 20) - last_news) << 20;
+    if (is_open && must_stop(p.call, tag, now - silent_ns, stream % kNumRanks, tag, static_cast<u64>(num_done), 2))
       is_open = false;
-    }
   }
   return true;
 }
@@ -268,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
       expander(p, tag, warp, num_expander_warps, stage, barriers + warp_idx());
     }
   }
-  announce_block(p.call, tag, kControlDispatchDoneOffset, false);
+  announce_block(p.call, tag, kControlDispatchDoneOffset, 0);
   if (block != 0) return;
   await_blocks(p.call, tag, kControlDispatchDoneOffset, nullptr, false, 1);  // every stream is done: the peers are, too
   finish_call(p.call, tag);

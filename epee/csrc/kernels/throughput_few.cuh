@@ -33,12 +33,12 @@ struct Traveller {
 };
 
 /// Where every token goes, into `ranks`; with `counters` also what `read_entries` does then. One block, all threads.
-DEVICE void find_ranks(const LayoutParams& p, u64 tag, FewShared& s, i32* counters) {
+DEVICE void find_ranks(const LayoutParams& p, u64 tag, u32 active, FewShared& s, i32* counters) {
   const int per_warp = 32 / p.lanes_per_token;
   const int step = static_cast<int>(blockDim.x / 32) * per_warp;
 #pragma unroll 1
   for (int first = warp_idx() * per_warp; first < p.num_tokens; first += step) {
-    const Entry entry = read_entries(p, tag, first, p.num_tokens, counters);
+    const Entry entry = read_entries(p, tag, active, first, p.num_tokens, counters);
     if (entry.is_first) s.ranks[entry.token] = static_cast<u8>(entry.ranks);
   }
   __syncthreads();
@@ -72,14 +72,14 @@ DEVICE Traveller prepare(const LayoutParams& p, const FewShared& s, int token) {
   return t;
 }
 
-/// Reads and checks one word of all ranks: header words, then the tokens that they send to each rank. One thread for
+/// Reads and checks one word of all active ranks: header words, then the tokens that they send to each rank. One thread for
 /// each word. False, with a report, when the call fails.
-DEVICE bool learn_word(const FewParams& p, u64 tag, FewShared& s, int idx) {
+DEVICE bool learn_word(const FewParams& p, u64 tag, u32 active, FewShared& s, int idx) {
   const int d = idx - kNumHeaderWords;  // negative for a header word
   i32 values[kNumRanks];
-  if (!collect(p.layout, tag, d < 0 ? idx : kCountsHeaderWords + p.layout.num_experts + d, values)) return false;
+  if (!collect(p.layout, tag, active, d < 0 ? idx : kCountsHeaderWords + p.layout.num_experts + d, values)) return false;
   if (d < 0) {
-    if (!check_header(p.layout, tag, idx, values)) return false;
+    if (!check_header(p.layout, tag, active, idx, values)) return false;
 #pragma unroll
     for (int src = 0; src < kNumRanks; ++src)
       if (idx == kGrant) s.slot[src] = p.payload.slots[src] + static_cast<u64>(values[src]) * p.payload.slot_bytes;
@@ -98,9 +98,9 @@ DEVICE bool learn_word(const FewParams& p, u64 tag, FewShared& s, int idx) {
 }
 
 /// Learns where rows go. One block, all threads.
-DEVICE bool learn_places(const FewParams& p, u64 tag, FewShared& s) {
+DEVICE bool learn_places(const FewParams& p, u64 tag, u32 active, FewShared& s) {
   const int idx = static_cast<int>(threadIdx.x);
-  if (idx < kNumHeaderWords + kNumRanks && !learn_word(p, tag, s, idx)) s.is_good = 0;
+  if (idx < kNumHeaderWords + kNumRanks && !learn_word(p, tag, active, s, idx)) s.is_good = 0;
   __syncthreads();
   return s.is_good;
 }
@@ -118,7 +118,7 @@ DEVICE void send_token(const FewParams& p, u64 tag, const Destination& to, int t
 }
 
 /// All threads of a block behind the coordinator's. True when its rows are at their places.
-DEVICE bool mover(const FewParams& p, u64 tag, FewShared& s, u8* stages) {
+DEVICE bool mover(const FewParams& p, u64 tag, u32 active, FewShared& s, u8* stages) {
   const int num_movers = static_cast<int>(gridDim.x) - 1;
   const int index = static_cast<int>(blockIdx.x) - 1;
   const int step = num_movers * p.num_move_warps;
@@ -127,10 +127,10 @@ DEVICE bool mover(const FewParams& p, u64 tag, FewShared& s, u8* stages) {
   u64* barrier = s.barriers + warp_idx();
   int token = warp_idx() < p.num_move_warps ? index + num_movers * warp_idx() : num_tokens;
   if (token < num_tokens && lane_idx() == 0) load_row(p.payload, token, stage, barrier);
-  find_ranks(p.layout, tag, s, nullptr);
+  find_ranks(p.layout, tag, active, s, nullptr);
   Traveller t = {-1, -1, 0.0f};
   if (token < num_tokens) t = prepare(p.layout, s, token);
-  const bool is_good = learn_places(p, tag, s);
+  const bool is_good = learn_places(p, tag, active, s);
   allow_next_kernel();
   if (!is_good) {  // a block must not end while a load into its shared memory is under way
     if (token < num_tokens && lane_idx() == 0) wait_load(p.layout.call, tag, barrier, 0);
@@ -156,10 +156,10 @@ DEVICE bool mover(const FewParams& p, u64 tag, FewShared& s, u8* stages) {
 }
 
 /// All threads of block 0.
-DEVICE bool coordinator(const FewParams& p, u64 tag, FewShared& s, i32* counters) {
-  find_ranks(p.layout, tag, s, counters);
-  send_counts(p.layout, tag, counters, 0);
-  receive_rows(p.layout, tag, s.sums, counters);
+DEVICE bool coordinator(const FewParams& p, u64 tag, u32 active, FewShared& s, i32* counters) {
+  find_ranks(p.layout, tag, active, s, counters);
+  send_counts(p.layout, tag, active, counters, 0);
+  receive_rows(p.layout, tag, active, s.sums, counters);
   allow_next_kernel();
   __syncthreads();
   return !has_failed(p.layout.call, tag);
@@ -176,8 +176,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) throughput_dispatch_few(con
   wait_previous_kernel();
   const Call& call = p.layout.call;
   const u64 tag = current_tag(call);
-  const bool is_good = is_coordinator ? coordinator(p, tag, s, counters) : mover(p, tag, s, dynamic_shared());
-  announce_block(call, tag, kControlDispatchDoneOffset, is_good);
+  const u32 active = active_ranks(call);
+  const bool is_good =
+      is_coordinator ? coordinator(p, tag, active, s, counters) : mover(p, tag, active, s, dynamic_shared());
+  announce_block(call, tag, kControlDispatchDoneOffset, is_good ? active : 0);
   if (!is_coordinator) return;
   const i32* grants = reinterpret_cast<const i32*>(control_at(call, call.rank, kControlGrantsOffset));
   await_blocks(call, tag, kControlDispatchDoneOffset, grants + 2 * kMaxRanks, is_good, 1);

@@ -14,11 +14,11 @@
 #include "throughput_exchange.cuh"
 
 /// Step 1: this warp's counts, in shared memory of its own. Keeps the experts in `kept` for step 3.
-DEVICE void count_entries(const LayoutParams& p, u64 tag, Range tokens, i32* counters, i32* kept) {
+DEVICE void count_entries(const LayoutParams& p, u64 tag, u32 active, Range tokens, i32* counters, i32* kept) {
   const int step = 32 / p.lanes_per_token;
 #pragma unroll 1
   for (int first = tokens.begin; first < tokens.end; first += step)
-    kept[(first - tokens.begin) / step * 32 + lane_idx()] = read_entries(p, tag, first, tokens.end, counters).expert;
+    kept[(first - tokens.begin) / step * 32 + lane_idx()] = read_entries(p, tag, active, first, tokens.end, counters).expert;
 }
 
 /// Turns the warps' counts into the number of entries in earlier warps of the block, and leaves the block's sums in
@@ -57,12 +57,12 @@ DEVICE void add_earlier_blocks(const LayoutParams& p, u64 tag, i32* counters, in
 }
 
 /// Step 3: each entry's place among this rank's entries, in (token, k) order.
-DEVICE void assign_places(const LayoutParams& p, Range tokens, i32* counters, const i32* kept) {
+DEVICE void assign_places(const LayoutParams& p, u32 active, Range tokens, i32* counters, const i32* kept) {
   const int step = 32 / p.lanes_per_token;
   i32* send_prefix = reinterpret_cast<i32*>(p.send_prefix);
 #pragma unroll 1
   for (int first = tokens.begin; first < tokens.end; first += step) {
-    const Entry entry = make_entry(p, first, tokens.end, kept[(first - tokens.begin) / step * 32 + lane_idx()]);
+    const Entry entry = make_entry(p, active, first, tokens.end, kept[(first - tokens.begin) / step * 32 + lane_idx()]);
     const u32 same = __match_any_sync(~0u, entry.expert);
     const i64 at = static_cast<i64>(entry.token) * p.num_topk + entry.k;
     if (entry.expert >= 0 && p.ordinals)
@@ -98,21 +98,23 @@ extern "C" __global__ void __launch_bounds__(512, 1) throughput_layout(const __g
   wait_previous_kernel();
   allow_next_kernel();  // the payload kernel's blocks set up their barriers while this one counts
   const u64 tag = current_tag(p.call);
+  const u32 active = active_ranks(p.call);
   if (p.do_count) {
-    count_entries(p, tag, tokens, mine, kept);
+    count_entries(p, tag, active, tokens, mine, kept);
     scan_warps(counters, num_counters, num_warps);
     if (gridDim.x > 1) add_earlier_blocks(p, tag, counters, num_counters, num_warps);
   }
   const bool is_last = blockIdx.x == gridDim.x - 1;
-  // A cached call whose dispatch had failed here has no places.
-  const bool is_stale = !p.do_count && !p.refused && reinterpret_cast<const i32*>(p.recv_info)[0] != kHandleGood;
+  // A cached call whose dispatch had failed here has no places; those of another view are not to be used.
+  u32 flaw = 0;
+  if (!p.do_count && !p.refused) flaw = flaw_of(current_view(p.call), reinterpret_cast<const i32*>(p.recv_info));
   if (is_last) {
     const bool is_broken = gridDim.x > 1 && has_failed(p.call, tag);  // then the sums over blocks are not to be used
-    const u64 own_code = is_stale ? kBadHandleCode : is_broken ? kBrokenGridCode : 0;
+    const u64 own_code = flaw ? flaw : is_broken ? kBrokenGridCode : 0;
     const int refusal = own_code ? static_cast<int>(own_code) : p.refused;
-    send_counts(p, tag, counters + num_warps * num_counters, refusal);
+    send_counts(p, tag, active, counters + num_warps * num_counters, refusal);
   }
-  if (p.do_count) assign_places(p, tokens, mine, kept);
-  if (is_stale && threadIdx.x == 0) report_failure(p.call, tag, {kRefused, p.call.rank, 0, kBadHandleCode, 0});
-  if (is_last && !is_stale) receive_rows(p, tag, sums, counters);
+  if (p.do_count) assign_places(p, active, tokens, mine, kept);
+  if (flaw && threadIdx.x == 0) report_failure(p.call, tag, {kRefused, p.call.rank, 0, flaw, 0});
+  if (is_last && !flaw) receive_rows(p, tag, active, sums, counters);
 }

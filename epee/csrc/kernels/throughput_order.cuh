@@ -193,14 +193,11 @@ DEVICE bool wait_reader(const Call& call, u64 tag, int peer) {
     const u64 got = ld_acquire_sys(word);
     if (static_cast<i64>(got - tag) >= 0) return true;  // it may have met others since
     if (polls % kPollsPerLook) continue;
-    const bool is_late = global_time_ns() - start > call.timeout_ns;
     if (has_given_up(call, tag, peer)) {
       report_failure(call, tag, {kPeerGaveUp, peer, 0, 0, 3});
       return false;
     }
-    if (!is_late && !is_aborted(call)) continue;
-    report_failure(call, tag, {is_late ? kTimeout : kAborted, peer, tag, got, 5});
-    return false;
+    if (must_stop(call, tag, start, peer, tag, got, 5)) return false;
   }
 }
 
@@ -208,13 +205,14 @@ extern "C" __global__ void __launch_bounds__(32, 1)
     throughput_combine_order_end(const __grid_constant__ BarrierParams p) {
   const u64 tag = current_tag(p.call) - 1;
   const int peer = static_cast<int>(threadIdx.x);
+  const bool is_peer = peer < kNumRanks && is_in(active_ranks(p.call), peer);
   const bool is_bad = has_failed(p.call, tag);
   bool has_met = false;
-  if (peer < kNumRanks && !is_bad) {
+  if (is_peer && !is_bad) {
     st_release_sys(control_words(p.call, peer, kControlBarrierOffset) + p.call.rank, tag);
     has_met = wait_reader(p.call, tag, peer);
     // it may have given up while our rows were being summed: it says so before its rows are overwritten
     if (has_met && has_given_up(p.call, tag, peer)) report_failure(p.call, tag, {kPeerGaveUp, peer, 0, 0, 3});
   }
-  if (__ballot_sync(~0u, peer < kNumRanks && !has_met) && peer < kNumRanks) tell_given_up(p.call, tag, peer);
+  if (__ballot_sync(~0u, is_peer && !has_met) && is_peer) tell_given_up(p.call, tag, peer);
 }

@@ -72,7 +72,7 @@ def check_round(buffer: epee.Buffer, case: Case, members: Collection[int]) -> An
     device = buffer.config.device
     bias = tuple(one.to(device) for one in biases[rank]) or None
     for order in (None, CombineOrder(bias_first=True)) if bias else (None,):
-        y = expert_output(rows, rank, case)
+        y = expert_output(rows, rank, case).to(device)
         c = buffer.combine(y, d.handle, bias=bias, order=order)
         if order is None:
             expect_equal(c.x.cpu(), reference.combine(inputs, want, ys, bias=biases)[rank], "combine")
@@ -120,7 +120,8 @@ def lost(rank: int, num_ranks: int, layout: str, is_known: bool) -> None:
     error = until_lost(lambda: send(buffer, case))
     assert error.ranks == (last,), error
     assert "buffer.sync()" in str(error)
-    until_lost(lambda: buffer.combine(torch.zeros(first.num_recv, CASE.hidden, dtype=torch.bfloat16), first))
+    y = torch.zeros(first.num_recv, CASE.hidden, dtype=torch.bfloat16, device=buffer.config.device)
+    until_lost(lambda: buffer.combine(y, first))
     assert buffer.sync().tolist() == [1] * last + [0]
     assert buffer.epoch == 1
     with pytest.raises(errors.StaleHandleError, match="epoch 0"):

@@ -11,7 +11,6 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,6 +21,7 @@ from ..errors import EpeeError, InvalidArgument
 from ..view.detector import DeathWatch
 from . import birth
 from .bootstrap import Born, group_of, meet, size_of
+from .calls import Calls
 from .checks import (
     check_combine,
     check_dispatch,
@@ -34,7 +34,7 @@ from .config import PAYLOAD_DTYPES, BufferConfig
 from .control import ControlPlane
 from .cpu import CpuPath
 from .cuda_path import CudaPath, throughput_config
-from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES, Exchange, Moved
+from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
 from .handle import Combined, Dispatched, Handle, Payload, mask_of
 from .lane import Lanes, RunOptions
 from .latency import LatencyCpuPath
@@ -47,7 +47,6 @@ from .order import CombineOrder
 from .paths import make_path, platform_of, return_all, settings
 from .roster import seat_of
 from .survivor import Survivor
-from .turns import Turns
 
 _log = logging.getLogger(__name__)
 _buffer_ids = itertools.count(1)
@@ -55,7 +54,7 @@ _T = TypeVar("_T")
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
 
-class Buffer(Turns):
+class Buffer(Calls):
     """Shared memory of the ranks of a group, through which tokens travel to experts and back.
 
     Construction is collective: all ranks of `group` make their buffer together, with equal arguments.
@@ -499,45 +498,3 @@ class Buffer(Turns):
         if hook is not None:
             result.hook = lambda: self._alone(hook)
         return result
-
-    def _call(self, op: int, timeout: float | None, work: Callable[[float], _T]) -> _T:
-        """Run one collective call, `work`, which is given its deadline.
-
-        An error before the call was announced to the peers (a bad argument, no memory) is announced to them here.
-        """
-
-        def announced_work() -> _T:
-            now = time.monotonic()
-            while True:
-                last_seq = self._path.num_announced(op)
-                deadline = now + self._timeout
-                try:
-                    deadline = now + check_timeout(timeout, self._timeout)
-                    survivor = self._survivor
-                    if survivor is not None and survivor.has_turned:
-                        survivor.turn(OP_NAMES[op], deadline)
-                        last_seq = self._path.num_announced(op)
-                    return work(deadline)
-                except Moved:  # the view has changed, and the call is to be made again with who is left
-                    now = time.monotonic()
-                except Exception as error:
-                    if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
-                        self._refuse(op, error, deadline)
-                    raise
-                finally:
-                    if self._survivor is not None:
-                        self._survivor.hide()
-
-        return self._alone(announced_work)
-
-    @property
-    def _members(self) -> tuple[int, ...] | None:
-        """The ranks of a view that leaves some out; None when all take part."""
-        return self._exchange.members if self._exchange.is_reduced else None
-
-    def _refuse(self, op: int, error: Exception, deadline: float) -> None:
-        """Tell the peers that this call was refused; when even that fails, the refusal is still what is raised."""
-        try:
-            self._path.refuse(op, error, deadline)
-        except (EpeeError, Moved) as problem:
-            _log.warning("could not tell the peers about a refused call: %s", problem)

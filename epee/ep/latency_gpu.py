@@ -16,23 +16,22 @@ A crash of a peer leaves its words unset: kernels wait for the time-out, then le
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import InvalidArgument, InvalidState
 from .latency_gpu_types import CoreCombined, CoreHandle, CoreOptions, CoreReceived
+from .latency_half import OPS, Half, Turn
 from .latency_kernels import (
     BOTH_HALVES,
     KERNELS,
     OP_COMBINE,
     OP_DISPATCH,
-    RECEIVE_HALF,
     SCALE_BLOCK,
     SEND_HALF,
     LatencyConfig,
@@ -54,15 +53,6 @@ _WORDS_OF_PEERS = (
     *("combine_heads", "combine_flags", "combine_packets", "combine_weights"),
 )
 _FOR_COMBINE = ("recv_rows", "recv_weights", "recv_info", "sent_to")
-_OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
-
-
-class Turn(NamedTuple):
-    """Which halves a launch does, and its place: calls sent before it and not received, calls received with it."""
-
-    halves: int
-    ahead: int
-    advance: int
 
 
 class LatencyCore:
@@ -102,7 +92,7 @@ class LatencyCore:
         self._share = Share(platform.device, platform.limits.num_sms)
         self._is_alone = True
         self._last_stream: int | None = None
-        self._open: dict[int, deque[_Half]] = {OP_DISPATCH: deque(), OP_COMBINE: deque()}
+        self._open: dict[int, deque[Half]] = {OP_DISPATCH: deque(), OP_COMBINE: deque()}
         for name, kernel in self._kernels.items():
             self._set_constants(kernel.args, "dispatch" if "dispatch" in name else "combine")
         platform.synchronize()  # calls may come on any stream
@@ -147,7 +137,7 @@ class LatencyCore:
             scales = torch.empty(shape[0], shape[2] // per_word, shape[1], dtype=kind, device=device)
         self._poison(out, scales, handle.words)
         if options.return_hook:
-            handle.got.zero_()  # until the hook has run
+            handle.clear()
         tensors = (x, topk_idx, topk_weights, out, scales, active_ranks, stats)
         launch = partial(self._launch_dispatch, tensors, handle, options)
         hook = self._run(OP_DISPATCH, launch, options.return_hook)
@@ -252,7 +242,7 @@ class LatencyCore:
             raise InvalidState("the buffer is closed; make a new one")
         if len(self._open[op]) >= self.config.max_in_flight:
             raise InvalidState(
-                f"{_OPS[op]}: the oldest of {len(self._open[op])} calls has not received yet, "
+                f"{OPS[op]}: the oldest of {len(self._open[op])} calls has not received yet, "
                 f"{self.config.max_in_flight} may be in flight; call the oldest hook first"
             )
         if do_check and not self.platform.is_capturing():
@@ -269,7 +259,7 @@ class LatencyCore:
 
     def _run(self, op: int, launch: Callable[[Turn], None], is_split: bool) -> Callable[[], None] | None:
         """Launch a call, or its send half; then what is returned receives."""
-        half = _Half(self, op, launch)
+        half = Half(self, op, launch)
         if not self.platform.is_capturing():
             self.num_calls += 1
         if is_split:
@@ -335,7 +325,6 @@ class LatencyCore:
         self._write_words("dispatch_heard", [tag] * self.config.num_ranks)
         self._write_words("combine_heard", [tag] * self.config.num_ranks)
         self._write_words("news", [0, 0, 0])  # who was dead may have a successor
-        self._write_words("news", [0, 0, 0])
         self.active_ranks.copy_(torch.tensor([int(bool(one)) for one in active], dtype=torch.int32))
         self.platform.synchronize()
 
@@ -480,41 +469,6 @@ class LatencyCore:
         else:
             args.weights_offset = layout.offset("combine_weights")
             args.num_rows = config.num_local_experts * config.capacity
-
-
-class _Half:
-    """The receive half of a call, to be run once."""
-
-    def __init__(self, core: LatencyCore, op: int, launch: Callable[[Turn], None]) -> None:
-        self._core, self._op, self._launch = core, op, launch
-        self._is_done = False
-
-    def __call__(self) -> None:
-        """Receive, on the current stream.
-
-        Raises:
-            InvalidState: it has run, the buffer is closed, or the ranks have agreed on a view since.
-        """
-        if self._is_done:
-            raise InvalidState(f"{_OPS[self._op]}: the hook has been called already")
-        if self._core.is_closed or self not in self._core._open[self._op]:
-            raise InvalidState(f"{_OPS[self._op]}: the buffer was closed, or went on in another view, before this hook")
-        self._core._join()
-        self.receive(RECEIVE_HALF)
-
-    def receive(self, halves: int) -> None:
-        """Launch `halves`; the kernels' count of received calls goes on when all calls before this one are received."""
-        calls = self._core._open[self._op]
-        ahead = calls.index(self)
-        advance = 0
-        if ahead == 0:
-            advance = 1 + sum(
-                1 for _ in itertools.takewhile(lambda other: other._is_done, itertools.islice(calls, 1, None))
-            )
-        self._launch(Turn(halves, ahead, advance))
-        self._is_done = True
-        for _ in range(advance):
-            calls.popleft()
 
 
 def _address(tensor: torch.Tensor | None) -> int:

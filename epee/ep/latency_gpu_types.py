@@ -57,6 +57,10 @@ class CoreHandle:
         """Return where a part lies."""
         return self.words.data_ptr() + 4 * int(getattr(self.space, part))
 
+    def clear(self) -> None:
+        """Say that nothing has come yet, until the hook has run."""
+        self.words[self.space.waits : self.space.counts].zero_()
+
     def _part(self, name: str, count: int) -> torch.Tensor:
         start = int(getattr(self.space, name))
         return self.words[start : start + count]

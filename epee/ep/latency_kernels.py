@@ -277,8 +277,8 @@ class HandleSpace:
 
     ranges: int  # int64
     waits: int  # int64
-    counts: int
     got: int  # bool
+    counts: int
     src_token: int
     recv_rows: int
     recv_weights: int
@@ -296,8 +296,8 @@ def handle_space(config: LatencyConfig, num_tokens: int) -> HandleSpace:
     sizes = (
         2 * config.num_local_experts * config.num_ranks,
         2 * config.num_ranks,
-        config.num_local_experts,
         _ceil_div(config.num_ranks, 4),
+        config.num_local_experts,
         config.num_local_experts * config.capacity,
         choices,
         choices,

@@ -277,19 +277,20 @@ DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShar
 }
 
 /// Ends a block's part. True in the last block to end, which then knows what all blocks have seen. All threads, after
-/// all memory operations. `taken`: those of the sources in `awaited` whose rows this block has laid out; of these,
-/// `s.late` do not count. The word has the number of blocks that have ended (16 bits), of those that missed something
-/// (16), and what these have left out (8) and taken (8); the others have taken all.
-DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 awaited, u32 taken, u64 word_offset) {
+/// all memory operations. `taken`: sources whose rows this block has laid out; of these, `s.late` do not count. Blocks
+/// may see different sources take part at all, so who does not is left out like any other. The word has the number of
+/// blocks that have ended (16 bits), of those that did not have all (16), and what these have left out (8) and taken (8).
+DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 taken, u64 word_offset) {
+  constexpr u32 kAll = (1u << kNumRanks) - 1;
   __syncthreads();
   if (threadIdx.x == 0) {
     u64* word = own_words(call, word_offset);
-    const u32 left_out = awaited & ~(taken & ~s.late);
+    const u32 left_out = kAll & ~(taken & ~s.late);
     if (left_out) red_or_relaxed_gpu(word, static_cast<u64>(left_out | taken << 8) << 32);
     const u64 seen = atom_add_acq_rel_gpu(word, left_out ? 0x10001 : 1);
     const u32 num_bad = (static_cast<u32>(seen) >> 16) + (left_out != 0);
     s.is_last = (seen & 0xFFFF) == gridDim.x - 1;
-    s.verdict = static_cast<u32>(seen >> 32) | (num_bad < gridDim.x ? awaited << 8 : 0);
+    s.verdict = static_cast<u32>(seen >> 32) | (num_bad < gridDim.x ? kAll << 8 : 0);
     if (s.is_last) *word = 0;
   }
   __syncthreads();

@@ -136,15 +136,17 @@ DEVICE void find_rows(const LatencyCombineParams& p, CombineShared& s, const Ent
   i32 row = is_here && lane < p.num_topk && entry.row < p.num_rows ? entry.row : -1;
   float weight = entry.weight;
   u32 given = 0;
+  bool is_late = false;
   if (p.has_weights && row >= 0) {
     if (wait_marked(p.call, s.call, s.call.send_tag,
                     weight_at(p, p.call.own, s.call.send_tag, pair.src, pair.token, lane), pair.src, given)) {
       weight = __uint_as_float(given);
     } else {
-      red_or_shared(&s.call.late, 1u << pair.src);  // it is late for this call: it gets nothing whole
-      row = -1;
+      red_or_shared(&s.call.late, 1u << pair.src);  // it is late for this call
+      is_late = true;
     }
   }
+  if (__ballot_sync(~0u, is_late)) row = -1;  // nothing then: no sum of some rows may pass for that of all
   const u32 wanted = __ballot_sync(~0u, row >= 0);
   if (row >= 0) {
     const int position = __popc(wanted & lanes_below());
@@ -556,7 +558,7 @@ DEVICE void collect_half(const LatencyCombineParams& p, CombineShared& s) {
   for (bool is_again = false;; is_again = true) {
     collector<kIsWide>(p, s, taken, first, step);
     if (is_again) break;
-    if (!end_block(p.call, s.call, awaited, taken, p.call.end_offset)) return;
+    if (!end_block(p.call, s.call, taken, p.call.end_offset)) return;
     taken = counted_sources(s.call);
     if (!has_differed(s.call)) break;
     first = 0;
@@ -583,7 +585,7 @@ DEVICE void combine(const LatencyCombineParams& p) {
   allow_next_kernel();
   if ((p.call.halves & kReceiveHalf) && !p.refused) {
     collect_half<kIsWide>(p, s);
-  } else if (end_block(p.call, s.call, 0, 0, p.call.end_offset)) {
+  } else if (end_block(p.call, s.call, 0, p.call.end_offset)) {
     finish_call(p.call, s.call, 0, 0, 0);
   }
 }

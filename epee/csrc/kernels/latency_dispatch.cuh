@@ -426,7 +426,7 @@ DEVICE void receive_half(const LatencyDispatchParams& p, DispatchShared& s, cons
       receive_tokens<kFp8, false>(p, s, m, taken, warp, step);
     }
     if (is_again) break;
-    if (!end_block(p.call, s.call, s.call.active, taken, p.call.end_offset)) return;
+    if (!end_block(p.call, s.call, taken, p.call.end_offset)) return;
     taken = counted_sources(s.call);
     if (!has_differed(s.call)) break;
     warp = warp_idx();
@@ -474,7 +474,7 @@ DEVICE void dispatch(const LatencyDispatchParams& p) {
   allow_next_kernel();
   if ((p.call.halves & kReceiveHalf) && !p.refused) {
     receive_half<kFp8>(p, s, m);
-  } else if (end_block(p.call, s.call, 0, 0, p.call.end_offset)) {
+  } else if (end_block(p.call, s.call, 0, p.call.end_offset)) {
     finish_call(p.call, s.call, 0, 0, 0);
   }
 }

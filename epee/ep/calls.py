@@ -1,0 +1,76 @@
+"""How a `Buffer` runs one collective call: its time-out, a new view that it meets, errors that the peers must hear of.
+
+Data path: none; the path of the buffer's device moves what there is to move.
+
+Protocol: a call that raises before it was announced to the peers (a bad argument, no memory) is announced to them as a
+refusal, so that they raise at once and call numbers stay in step. A call that meets a new view may be made again there.
+A crash leaves nothing here: calls keep no state but the paths' own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import EpeeError
+from .checks import check_timeout
+from .exchange import OP_NAMES, Exchange, Moved
+from .paths import Path
+from .survivor import Survivor
+from .turns import Turns
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Calls(Turns):
+    """The part of a `Buffer` that makes calls; it sets these attributes."""
+
+    _path: Path
+    _exchange: Exchange
+    _survivor: Survivor | None
+    _timeout: float
+
+    def _call(self, op: int, timeout: float | None, work: Callable[[float], _T]) -> _T:
+        """Run one collective call, `work`, which is given its deadline.
+
+        An error before the call was announced to the peers (a bad argument, no memory) is announced to them here.
+        """
+
+        def announced_work() -> _T:
+            now = time.monotonic()
+            while True:
+                last_seq = self._path.num_announced(op)
+                deadline = now + self._timeout
+                try:
+                    deadline = now + check_timeout(timeout, self._timeout)
+                    survivor = self._survivor
+                    if survivor is not None and survivor.has_turned:
+                        survivor.turn(OP_NAMES[op], deadline)
+                        last_seq = self._path.num_announced(op)
+                    return work(deadline)
+                except Moved:  # the view has changed, and the call is to be made again with who is left
+                    now = time.monotonic()
+                except Exception as error:
+                    if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
+                        self._refuse(op, error, deadline)
+                    raise
+                finally:
+                    if self._survivor is not None:
+                        self._survivor.hide()
+
+        return self._alone(announced_work)
+
+    @property
+    def _members(self) -> tuple[int, ...] | None:
+        """The ranks of a view that leaves some out; None when all take part."""
+        return self._exchange.members if self._exchange.is_reduced else None
+
+    def _refuse(self, op: int, error: Exception, deadline: float) -> None:
+        """Tell the peers that this call was refused; when even that fails, the refusal is still what is raised."""
+        try:
+            self._path.refuse(op, error, deadline)
+        except (EpeeError, Moved) as problem:
+            _log.warning("could not tell the peers about a refused call: %s", problem)

@@ -83,7 +83,7 @@ def check_round(buffer: epee.Buffer, case: Case, members: Collection[int]) -> An
         owner = given.topk_idx.div(case.num_local_experts, rounding_mode="floor")
         is_lost = torch.tensor([*(0.0 if src in members else 1.0 for src in range(num_ranks)), 0.0])[owner]
         lost = torch.where(is_lost > 0, given.topk_weights, 0.0).sum(1)
-        expect_equal(c.lost_weight.cpu(), lost, "lost weight")
+        torch.testing.assert_close(c.lost_weight.cpu(), lost, rtol=1e-6, atol=1e-6)  # a GPU sums in another order
     _wait(buffer)
     buffer.check()
     return d.handle

@@ -117,7 +117,12 @@ class LatencyCpuPath:
         self._buffer_id = buffer_id
         self._poison = poison
         exchange, watch = control.exchange, start.born.watch
-        blank = new_region(config, f"blank-{rank}")  # stands for ranks that are not there
+        try:
+            blank = new_region(config, f"blank-{rank}")  # stands for ranks that are not there
+        except BaseException:
+            if start.running is not None:
+                start.running.table.close()
+            raise
         self.wire = Wire(config, rank, [blank] * config.num_ranks, watch, interrupt, lambda: exchange.epoch, poison)
         self._flights = Flights(self.wire, lambda: exchange.epoch)
         try:
@@ -127,8 +132,12 @@ class LatencyCpuPath:
         except BaseException:
             self.wire.close()
             raise
-        if first is not None:
-            self._go_on(first)
+        try:
+            if first is not None:
+                self._go_on(first)
+        except BaseException:
+            self.close()
+            raise
 
     # -- what every path has
 

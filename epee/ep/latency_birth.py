@@ -6,7 +6,8 @@ that it names. The second says that all of it is mapped. A rank that has no memo
 others raise at once.
 
 A replacement (`latency_rejoin.py` has the protocol) looks for a running buffer first: `find_running`. A buffer runs
-when a member has it open, and none of those who took part in its last decision and are in the view has closed it.
+when a member has it open, and none of those who took part in its last decision, are in the view and live has closed
+it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from ..errors import CommTimeoutError, EpeeError, NoQuorumError, ProtocolError, context
 from ..memory.host import BLOB_BYTES, HostRegion
+from ..view.detector import is_leaving
 from .birth import registry_of
 from .bootstrap import Born
 from .config import CONFIG_NAMES, BufferConfig, describe_word
@@ -86,7 +88,11 @@ def find_running(place: Place, config: BufferConfig, rank: int) -> Running | Non
             table = _table_of(held[number], processes[other], config.num_ranks)
             if table is None:
                 continue
-            last = table.read(table.round)
+            try:
+                last = table.read(table.round)
+            except BaseException:
+                table.close()
+                raise
             if all(number in lines.get(member, ()) for member in _members(last, processes)):
                 return Running(number, table)
             table.close()
@@ -95,9 +101,11 @@ def find_running(place: Place, config: BufferConfig, rank: int) -> Running | Non
 
 
 def _members(last: Decision, processes: dict[int, tuple[int, int]]) -> list[int]:
-    """Return the ranks whose processes took part in a decision and are in the view."""
+    """Return the ranks whose processes took part in a decision, are in the view, and live."""
     return [
-        rank for rank, process in processes.items() if last.members[rank] and word_of(process) == last.processes[rank]
+        rank
+        for rank, process in processes.items()
+        if last.members[rank] and word_of(process) == last.processes[rank] and not is_leaving(*process)
     ]
 
 
@@ -207,6 +215,7 @@ def _meet(
                     undo.callback(memory.drop, held[other])
             card.lend_table(table.blob)
             kin = Kin(config, rank, card, table, memory, control.exchange, start.place)
+            undo.callback(kin.close)
             kin.meet(cards, inboxes, held, blobs)
             if rank == 0:
                 serials = [each.serial for each in cards]
@@ -267,12 +276,16 @@ def _join(
         inbox = HostRegion.create(inbox_layout(config).nbytes, f"inbox-{rank}-joins")
         undo.callback(inbox.close)
         blob, own = memory.renew()
-        held = Held(new_serial(), inbox, blob, own)
-        card.lend(Lent(held.serial, inbox.blob, blob))
-        card.lend_table(running.table.blob)
-        kin = Kin(config, rank, card, running.table, memory, control.exchange, place)
-        kin.join(held)
-        undo.callback(kin.close)
+        with contextlib.ExitStack() as not_yet:  # until `kin` has it
+            if own is not None:
+                not_yet.callback(memory.drop, own)
+            held = Held(new_serial(), inbox, blob, own)
+            card.lend(Lent(held.serial, inbox.blob, blob))
+            card.lend_table(running.table.blob)
+            kin = Kin(config, rank, card, running.table, memory, control.exchange, place)
+            kin.join(held)
+            undo.callback(kin.close)
+            not_yet.pop_all()
         undo.callback(place.registry.had.discard, running.number)
         place.open(running.number, config, card)
         agreement = Agreement(kin, interrupt)

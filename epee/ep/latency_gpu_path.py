@@ -125,10 +125,14 @@ class LatencyCudaPath:
         except BaseException:
             self._core.close()
             raise
-        processes = self._kin.processes
-        self._mourner.start({peer: process for peer, process in processes.items() if peer != rank})
-        if first is not None:
-            self._go_on(first)
+        try:
+            processes = self._kin.processes
+            self._mourner.start({peer: process for peer, process in processes.items() if peer != rank})
+            if first is not None:
+                self._go_on(first)
+        except BaseException:
+            self.close()
+            raise
 
     def _make_core(self, start: LatencyBorn, deadline: float) -> LatencyCore:
         control, config = self._control, latency_config(self.config, self.rank)

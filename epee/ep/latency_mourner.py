@@ -49,6 +49,8 @@ class Mourner:
     def stop(self) -> None:
         """End the thread; it may look once more. Idempotent."""
         self._stop.set()
+        if self._thread.ident is None:  # never begun: nobody else drops the descriptors
+            self._watch.close()
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_S):

@@ -19,7 +19,8 @@ called `sync`: its constructor and the members' `sync` meet there. In its loop e
 2. *Adopt.* A card has another serial than this one knows of it: its memory is mapped. Then, under the lock of the table
    and only while the round is undecided, the new serial is written into this rank's `known` (its own: into `lent`).
 3. *Decide.* Whoever sees that all have come, that everybody who came knows everybody's present serial, and that nobody
-   expected is missing, decides under the lock. At the time-out those about whose memory they disagree are left out.
+   expected is missing, decides under the lock. At the time-out those about whose memory they disagree are left out,
+   newcomers before members (`Agreement._agreed`).
    A decision in which a memory changed begins an *epoch*, which has its number.
 4. *Commit*, after the decision: what was mapped becomes what calls use, all at once; the old mappings are dropped;
    calls of the new epoch have other tags; handles of an old epoch are stale.
@@ -210,6 +211,7 @@ class Kin:
         self._watch = DeathWatch()
         self._used: dict[int, Held] = {}  # by calls
         self._next: dict[int, Held] = {}  # from the next commit on
+        self._old_inboxes: list[HostRegion] = []  # that a commit has replaced, and the exchange may still use
         self._is_exposed = False  # a process that has lost its rank has mapped this rank's memory
         self._watched: dict[int, tuple[int, int]] = {}  # by calls
         self._search_at: dict[int, float] = {}
@@ -268,14 +270,18 @@ class Kin:
             self._renew(before, deadline, interrupt)
         known = self.card.known()
         for rank in range(self.config.num_ranks):
-            card = self._card(rank)
-            if card is None or card.serial == known[rank]:
-                self.problems.pop(rank, None)
-            elif time.monotonic() >= self._retry_at.get(rank, 0.0):
-                lent = card.lent()
-                held = None if lent is None else self._map(rank, lent)
-                if held is not None:
-                    self._take(rank, held, before, deadline, interrupt)
+            held = None
+            try:
+                card = self._card(rank)
+                if card is not None and card.serial == known[rank]:
+                    self.problems.pop(rank, None)
+                elif card is not None and time.monotonic() >= self._retry_at.get(rank, 0.0):
+                    lent = card.lent()
+                    held = None if lent is None else self._map(rank, lent)
+            except EpeeError as error:  # one bad peer is no reason to fail
+                self._put_off(rank, error)
+            if held is not None:
+                self._take(rank, held, before, deadline, interrupt)
 
     def _hear(self) -> None:
         if self.place is None:
@@ -294,6 +300,7 @@ class Kin:
             old = self.cards.pop(rank, None)
             if old is not None:
                 old.close()
+            self.problems.pop(rank, None)
             if rank in self.processes:
                 self._memory.cleanse(rank)
                 self._is_exposed = True
@@ -318,7 +325,7 @@ class Kin:
             return card
         process = self.processes.get(rank)
         if process is not None and rank not in self._watch.dead():
-            self._search_at[rank] = now + _SEARCH_PAUSE_S
+            self._search_at[rank] = now + (_RETRY_PAUSE_S if rank in self.problems else _SEARCH_PAUSE_S)
             card = self.place.find_card(process, self.config.num_ranks)
             if card is not None:
                 self.cards[rank] = card
@@ -341,16 +348,24 @@ class Kin:
         except EpeeError as error:
             if inbox is not None:
                 inbox.close()
-            self._retry_at[rank] = time.monotonic() + _RETRY_PAUSE_S
-            if rank not in self.problems:
-                logger.info("the memory of rank %d cannot be mapped (yet): %s", rank, error)
-            self.problems[rank] = str(error)
+            self._put_off(rank, error)
             return None  # whoever waits has a time-out
+
+    def _put_off(self, rank: int, error: EpeeError) -> None:
+        """Note why the memory of a rank cannot be had now; it is tried again."""
+        self._retry_at[rank] = time.monotonic() + _RETRY_PAUSE_S
+        if rank not in self.problems:
+            logger.info("the memory of rank %d cannot be mapped (yet): %s", rank, error)
+        self.problems[rank] = str(error)
 
     def _renew(self, before: int, deadline: float, interrupt: Callable[[], None]) -> None:
         """Make memory of this rank that no process has mapped which lost its rank."""
         inbox = HostRegion.create(inbox_layout(self.config).nbytes, f"inbox-{self.rank}-{before}")
-        blob, memory = self._memory.renew()
+        try:
+            blob, memory = self._memory.renew()
+        except BaseException:
+            inbox.close()
+            raise
         if self._take(self.rank, Held(new_serial(), inbox, blob, memory), before, deadline, interrupt):
             self._is_exposed = False
 
@@ -385,31 +400,40 @@ class Kin:
     # -- after a decision
 
     def commit(self, decision: Decision) -> bool:
-        """Let calls use what `decision` is about; False when it is what they use already."""
+        """Let calls use what `decision` is about; False when it is what they use already.
+
+        When it raises, the next commit goes on where it stopped.
+        """
         if decision.epoch == self._exchange.epoch:
             return False
         for rank, is_member in enumerate(decision.members):
             if not is_member:
                 continue
-            held = self._next.pop(rank, None)
+            held = self._next.get(rank)
             if held is not None:
                 old = self._used.get(rank)
                 self._memory.use(rank, held.memory)
                 self._used[rank] = held
+                del self._next[rank]
                 if old is not None and old.inbox is not None:
-                    old.inbox.close()
+                    self._old_inboxes.append(old.inbox)
         for rank in range(self.config.num_ranks):
             self._let_calls_watch(rank, decision)
         inboxes = {rank: self._used[rank].inbox for rank, is_in in enumerate(decision.members) if is_in}
         self._exchange.begin(decision.epoch, {rank: box for rank, box in inboxes.items() if box is not None})
+        self._close_old_inboxes()
         return True
+
+    def _close_old_inboxes(self) -> None:
+        while self._old_inboxes:
+            self._old_inboxes.pop().close()
 
     def _let_calls_watch(self, rank: int, decision: Decision) -> None:
         """Let calls know whether the process that has a rank is dead; of who is out, the one that had it last."""
         process = process_of_word(decision.processes[rank])
         if rank != self.rank and self._watched.get(rank) != process:
-            self._watched[rank] = process
             self._memory.follow(rank, process)
+            self._watched[rank] = process
 
     def close(self) -> None:
         """Leave the registry and drop all mappings that calls do not use; idempotent."""
@@ -421,6 +445,7 @@ class Kin:
             self.place.close()
         for rank in list(self._next):
             self._drop(rank, self._next.pop(rank))
+        self._close_old_inboxes()
         for held in self._used.values():
             if held.inbox is not None:
                 held.inbox.close()

@@ -11,8 +11,9 @@ Each rank judges its peers alone while calls run, so masks may differ. `Agreemen
 
 The table stays mapped when processes end; the kernel drops the lock of a holder that dies, and the next one looks
 again. So there is one decision per round. It needs more than half of the last decided members that are not lost, or
-exactly half with the lowest of them: those who were cut off cannot decide alone, and learn it (`NoQuorumError`). A
-member is lost when its process is proved dead, or when the view has given its rank to another one.
+exactly half with the lowest of them: those who were cut off cannot decide alone, and learn it (`NoQuorumError`). Who is
+taken in has mapped the memory of all others, and they have mapped its (`_agreed`). A member is lost when its process is
+proved dead, or when the view has given its rank to another one.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import NoQuorumError, context
+from ..errors import NoQuorumError, ProtocolError, context
 from .latency_card import bit_of
 from .latency_rejoin import Kin
 from .latency_table import Decision, word_of
 
+_SEQ_LIMIT = 1 << 62
 _GRACE_S = 0.05  # how long a rank is waited for that everybody present counts out
 
 
@@ -108,11 +110,28 @@ class Agreement:
                 (needed if is_wanted else others).append(rank)
         return needed, others
 
-    def _disputed(self, present: Sequence[int]) -> list[int]:
-        """Return the present ranks whose memory is not the one that all present ranks have mapped."""
+    def _has_stayed(self, rank: int, last: Decision) -> bool:
+        """Whether a process was in the last decision and has its rank still."""
+        return last.members[rank] and not self._kin.is_lost(rank, last)
+
+    def _agreed(self, last: Decision, present: Sequence[int]) -> list[int]:
+        """Return the present ranks that have mapped each other's present memory, ascending.
+
+        First those who were in the last decision, less those whose memory one of them lacks. Then each newcomer in
+        turn, if it knows all of them and all know it: one that cannot map the others' memory keeps nobody out.
+        """
         cards = self._kin.cards
-        known = [cards[rank].known() for rank in present]
-        return [rank for rank in present if any(words[rank] != cards[rank].serial for words in known)]
+        known = {rank: cards[rank].known() for rank in present}
+        serials = {rank: cards[rank].serial for rank in present}
+        stayed = [rank for rank in present if self._has_stayed(rank, last)]
+        agreed = [rank for rank in stayed if all(known[other][rank] == serials[rank] for other in stayed)]
+        for rank in present:
+            both = [*agreed, rank]
+            if rank not in stayed and all(
+                known[other][rank] == serials[rank] and known[rank][other] == serials[other] for other in both
+            ):
+                agreed = both
+        return sorted(agreed)
 
     def _wait(self, last: Decision, seq: int, started: float, deadline: float) -> None:
         """Wait until everybody has come who may, the round is decided, or the time is over."""
@@ -121,7 +140,8 @@ class Agreement:
             present = self._present(before + 1)
             needed, others = self._missing(last, present)
             now = time.monotonic()
-            is_ready = not (needed or (others and now < started + _GRACE_S) or self._disputed(present))
+            is_awaited = needed or (others and now < started + _GRACE_S)
+            is_ready = not is_awaited and self._agreed(last, present) == present
             if is_ready or now > deadline:
                 return
             self._interrupt()
@@ -137,6 +157,7 @@ class Agreement:
 
         Raises:
             NoQuorumError: too few have come.
+            ProtocolError: a rank says a call number that cannot be right.
             CommTimeoutError: the lock's holder does not get on.
         """
         table, cards, number = self._table, self._kin.cards, last.number + 1
@@ -144,26 +165,50 @@ class Agreement:
             if table.round != last.number:
                 return
             present = self._present(number)
-            disputed = self._disputed(present)
-            came = [rank for rank in present if rank not in disputed]
+            came = self._agreed(last, present)
             try:
                 self._check_quorum(last, came, seq)
+                self._check_own(last, came, seq)
             except NoQuorumError:  # taken back under the lock, so that no decision can have it
                 self._card.take_back()
                 raise
+            newest = self._newest(came)
             processes, serials = list(last.processes), list(last.serials)
             for rank in came:
                 processes[rank], serials[rank] = word_of(cards[rank].process), cards[rank].serial
             table.write(
                 Decision(
                     number,
-                    max(cards[rank].seq for rank in came),
+                    newest,
                     last.epoch if serials == last.serials else number,
                     [rank in came for rank in range(self._num_ranks)],
                     processes,
                     serials,
                 )
             )
+
+    def _check_own(self, last: Decision, came: Sequence[int], seq: int) -> None:
+        """Let a newcomer that is not taken in decide nothing: it may not see all who have come."""
+        if self._rank not in came and not self._has_stayed(self._rank, last):
+            raise NoQuorumError(
+                f"{context('sync', rank=self._rank, seq=seq)}: this rank and ranks {list(came)} have not mapped each "
+                "other's memory in time; call sync again",
+                list(came),
+                "sync",
+                cause="unmapped",
+            )
+
+    def _newest(self, came: Sequence[int]) -> int:
+        """Return the highest call number that those who came have said.
+
+        Raises:
+            ProtocolError: one cannot be right.
+        """
+        said = {rank: self._kin.cards[rank].seq for rank in came}
+        for rank, seq in said.items():
+            if seq >= _SEQ_LIMIT:
+                raise ProtocolError(f"sync: rank {rank} says that its last call is number {seq}; less than 2^62 can be")
+        return max(said.values())
 
     def _check_quorum(self, last: Decision, present: Sequence[int], seq: int) -> None:
         living = [r for r in range(self._num_ranks) if last.members[r] and not self._kin.is_lost(r, last)]

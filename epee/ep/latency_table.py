@@ -99,12 +99,20 @@ class Table:
     @classmethod
     def make(cls, num_ranks: int) -> Table:
         """Make the table of a new buffer; raises as `HostRegion.create`."""
-        return cls(HostRegion.create(_layout(num_ranks).nbytes, f"table-{os.getpid()}"), num_ranks)
+        return cls._of(HostRegion.create(_layout(num_ranks).nbytes, f"table-{os.getpid()}"), num_ranks)
 
     @classmethod
     def attach(cls, blob: bytes, num_ranks: int) -> Table:
         """Map a running buffer's table; raises as `HostRegion.attach`."""
-        return cls(HostRegion.attach(blob), num_ranks)
+        return cls._of(HostRegion.attach(blob), num_ranks)
+
+    @classmethod
+    def _of(cls, region: HostRegion, num_ranks: int) -> Table:
+        try:
+            return cls(region, num_ranks)
+        except BaseException:
+            region.close()
+            raise
 
     @property
     def round(self) -> int:

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..errors import EpeeError, ProtocolError, ResourceError
 from ..memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ..memory.signals import futex_wake
+from ..view.detector import is_leaving
 from .verdict import Record
 
 logger = logging.getLogger("epee")
@@ -187,7 +188,7 @@ def at_fault(me: int, ranks: Sequence[int], lines: Mapping[int, Line]) -> list[i
 
 
 def find(lane: int, pid: int, start_time: int) -> Registry | None:
-    """Return the registry of another process for a group, None when it has none (yet), or no longer lives.
+    """Return the registry of another process for a group, None when it has none (yet), is dying or no longer lives.
 
     Raises:
         ProtocolError: there is something of that name which cannot be right.
@@ -200,6 +201,8 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     except OSError as exc:
+        if isinstance(exc, PermissionError) and is_leaving(pid, start_time):
+            return None  # the folder of a process without memory is root's
         raise ResourceError(f"cannot look into {folder}: {exc}; the ranks must run as one user, dumpable") from exc
     for entry in entries:
         path = f"{folder}/{entry}"

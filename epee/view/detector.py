@@ -41,6 +41,20 @@ def is_torn_down(pid: int, start_time: int) -> bool:
         return False
 
 
+def is_leaving(pid: int, start_time: int) -> bool:
+    """Return whether process `pid`, started at `start_time`, has gone, is dead, or has a first thread that is dying.
+
+    `/proc/PID/fd` of such a process is empty or, since it then belongs to root, closed to others. No proof that it
+    stores nothing any more: other threads may go on (`is_torn_down`).
+    """
+    try:
+        return _has_no_memory(f"/proc/{pid}/statm") or _started_at(pid) != start_time
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+
+
 def _started_at(pid: int) -> int:
     """Return when the process that has this number now was started, also when it is a zombie."""
     stat = Path(f"/proc/{pid}/stat").read_bytes()

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import epee
 from epee.ep import latency_birth, latency_rejoin
-from epee.errors import CommTimeoutError, EvictedError, StaleHandleError
+from epee.ep.latency import HostMemory
+from epee.errors import CommTimeoutError, EvictedError, ResourceError, StaleHandleError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import Shape, bits, check_dispatched, check_round, combine, dispatch, expert_outputs, inputs
 from tests.survive import stages
@@ -370,6 +371,52 @@ def nobody_asks(slot: int, num_processes: int, folder: str) -> Any:
 def test_a_newcomer_that_nobody_asks_in_gives_up_and_may_try_again() -> None:
     results = run_mortal(nobody_asks, 4, dead={1}, timeout_s=MANY_S)
     assert results == [True, DEAD, True, True]
+
+
+def blind(slot: int, num_processes: int, folder: str) -> Any:
+    """The newcomer cannot map the members' memory: at the time-out they go on without it; the next attempt succeeds."""
+    rank = 1 if slot == 3 else slot
+    if slot == 3:
+        stages.wait_for(folder, "lost")
+    group = start(rank, 3, folder, joins=slot == 3)
+    seen: list[list[int]] = []
+    if slot == 3:
+        attach, waits = HostMemory.attach, latency_birth.Agreement._wait
+
+        def fails(self: HostMemory, blob: bytes) -> Any:
+            raise ResourceError("out of reach")
+
+        def says_so(self: Any, *args: Any) -> None:
+            stages.reach(folder, "hello")
+            waits(self, *args)
+
+        HostMemory.attach = fails  # type: ignore[method-assign]
+        latency_birth.Agreement._wait = says_so  # type: ignore[method-assign]
+        with pytest.raises(CommTimeoutError, match="the memory of rank 0 cannot be mapped: out of reach"):
+            make_buffer(group, timeout=8)
+        HostMemory.attach = attach  # type: ignore[method-assign]
+        stages.reach(folder, "gave up")
+    buffer = make_buffer(group)
+    mask = torch.ones(3, dtype=torch.int32)
+    if slot != 3:
+        rounds(buffer, 0, 2, active_ranks=mask)
+        if slot == 1:
+            die()
+        masked_round(buffer, mask, 3, without(3, 1))
+        lose(group, folder, 1, "lost")
+        stages.wait_for(folder, "hello")
+        seen.append(buffer.sync(mask, timeout=2).tolist())
+        masked_round(buffer, mask, 4, without(3, 1))
+        stages.wait_for(folder, "gave up")
+        seen.append(buffer.sync(mask).tolist())
+    rounds(buffer, 20, 24)
+    end(buffer, folder)
+    return seen
+
+
+def test_a_newcomer_that_cannot_map_the_members_keeps_none_of_them_out() -> None:
+    results = run_mortal(blind, 4, dead={1}, timeout_s=MANY_S)
+    assert results == [[[1, 0, 1], [1, 1, 1]], DEAD, [[1, 0, 1], [1, 1, 1]], []]
 
 
 def far_ahead(slot: int, num_processes: int, folder: str) -> str:

@@ -13,8 +13,8 @@
 // Sums begin with -0, the neutral element: partial += weight * row for k ascending (two roundings), total += partial for
 // ranks ascending. A token without a row is +0. The mask that counts is that of the end: `got`.
 //
-// Time, 4 ranks, 128 tokens (estimated, microseconds): launch 1.3, places and rows 1.9, 5.0 MB over the link 14.2,
-// acknowledgement and flag 2.9, last sum and end 1.5: 22. With packets (16 tokens): 7.
+// Time, 128 tokens, in microseconds, from time stamps on H200s (four ranks on two GPUs): call open 1, rows found 0.7, read,
+// summed and stored (4.9 MB) 17, acknowledged and seen 2, last sums 2, end 1. In packets (16 tokens): 8.5 in all.
 #pragma once
 #include "latency_reduce.cuh"
 

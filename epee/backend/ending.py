@@ -42,6 +42,7 @@ class Ending(Waiting):
     mail: Mailroom
     watch: DeathWatch
     survival: Survival | None
+    unclaimed: list[Operation]
     _helper: Helper
 
     def retire(self, op: Driven) -> None:
@@ -98,6 +99,7 @@ class Ending(Waiting):
             op.fail(error)
             self.retire(op)
         self.queue.clear()
+        self.unclaimed.clear()
         if got:
             self._lock.release()
         self._do_rest()

@@ -7,12 +7,15 @@ stand in a queue and complete in order. Whoever waits drives the head of the que
 One lock guards the state (`entry.py`); `waiting.py` has the ways to wait for a word. Only a wait that has slept looks
 for trouble: a dead peer (pidfd), one that has left, the deadline.
 
-Interrupts. A signal handler may raise between any two lines. Whatever comes out of a call passes `interrupts.py`,
-which brings the books in order before the lock is given back: a call whose results were being written is finished,
-another one of the caller's own is given up, its number is used up and the peers find a header or GAVE_UP. So the ranks
-stay in step, and a tensor is as before or complete. A wait that is interrupted leaves its call open. Should even that
-be broken off, the next call repairs the same (`Entry.recover`). A handler that closes the group leaves the rest of the
-closing to the call that it interrupted, which raises `AbortedError`.
+One call, one verdict. Whatever comes out of a call passes `interrupts.py`: an exception from a signal handler, which
+may raise between any two lines, a lack of quorum, a shortage. It brings the books in order before the lock is given
+back: a call whose results were being written is finished, another one of the caller's own is withdrawn
+(`withdrawal.py`), so that it ends alike on all ranks. A call that has completed all the same, or whose end is not known
+yet, is *unclaimed*: its results go to private copies, and the next call is taken for its repetition if it is of the
+same kind; it continues the number and gets them (`claim`). So the ranks stay in step, and a tensor is as before or
+complete. A wait for a request that the caller holds leaves the request open. Should even that be broken off, the next
+call repairs the same (`Entry.recover`). A handler that closes the group leaves the rest of the closing to the call that
+it interrupted, which raises `AbortedError`.
 
 Seams for failure handling, and what they promise:
 
@@ -69,6 +72,7 @@ class Engine(Express):
         timeout_s: how long a call waits when it names no time-out.
         members: the outboxes of those who take part in the next call, which is planned with them; `box` has all ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
+        unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
     """
 
     def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float, first_number: int = 1) -> None:
@@ -81,6 +85,7 @@ class Engine(Express):
         self._helper = Helper(self)
         self.members = box
         self.survival: Survival | None = None
+        self.unclaimed: list[Operation] = []
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
 
     # ---- collectives
@@ -97,22 +102,24 @@ class Engine(Express):
         self.enter()
         op = None
         try:
-            if box is not self.members:  # the view has changed meanwhile
-                box = self.members
-                plan = make(box)
-            op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
-            op.make = make
-            self.seq = op.seq  # from here on the number is used up, whatever happens
-            if self.queue or self.flags or not self._express(op):
-                self.queue.append(op)
-                self._publish_waiting()
-                self.drive(op)
+            op = self.claim(make) if self.unclaimed else None
+            if op is None:
+                if box is not self.members:  # the view has changed meanwhile
+                    box = self.members
+                    plan = make(box)
+                op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+                op.make = make
+                self.seq = op.seq  # from here on the number is used up, whatever happens
+                if self.queue or self.flags or not self._express(op):
+                    self.queue.append(op)
+                    self._publish_waiting()
+                    self.drive(op)
             self.leave()
+            if op.error is None:
+                return op
         except BaseException as exc:
             interrupts.broken_off(self, exc, op)
             raise
-        if op.error is None:
-            return op
         error = op.error
         del op  # else the error, this frame and the call would keep each other, and lost ranks' outboxes, alive
         try:
@@ -120,28 +127,71 @@ class Engine(Express):
         finally:
             del error
 
-    def start(self, make: Make, opts: Any = None) -> Operation:
+    def start(self, make: Make, opts: Any = None, may_claim: bool = True) -> Operation:
         """Plan and issue a collective and return; its first contribution is published when the outbox has room."""
         box = self.members
         plan = make(box)
         self.enter()
         op = None
         try:
-            if box is not self.members:
-                box = self.members
-                plan = make(box)
-            op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
-            op.make = make
-            op.start_clock()
-            self.seq = op.seq
-            self.queue.append(op)
-            self._publish_waiting()
-            self._helper.kick()
+            op = self.claim(make) if self.unclaimed and may_claim else None
+            if op is None:
+                if box is not self.members:
+                    box = self.members
+                    plan = make(box)
+                op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+                op.make = make
+                op.start_clock()
+                self.seq = op.seq
+                self.queue.append(op)
+                self._publish_waiting()
+                self._helper.kick()
             self.leave()
+            return op
         except BaseException as exc:
             interrupts.broken_off(self, exc, op)
             raise
-        return op
+
+    def claim(self, make: Make) -> Operation | None:
+        """Return the unclaimed call that `make` repeats, its results in the places of the repetition; None: a new call.
+
+        The ends of the unclaimed calls must be known first. A call of another kind repeats none of them: its caller
+        goes on without their results, as the other ranks do that have them.
+
+        Raises:
+            CommTimeoutError: an end is still open; nothing was issued, the call may be repeated.
+        """
+        for op in self.unclaimed[:]:
+            if not op.done:
+                self.drive(op, time.monotonic() + self.timeout_s)
+        for position, op in enumerate(self.unclaimed):
+            if op.error is None and self._deliver(op, make):
+                self.contributors = op.box.members
+                del self.unclaimed[: position + 1]
+                return op
+        self.unclaimed.clear()
+        return None
+
+    @staticmethod
+    def _deliver(op: Operation, make: Make) -> bool:
+        """Write the results of an unclaimed call to the places of the call that `make` plans, if it repeats it."""
+        try:
+            plan = make(op.box)
+        except InvalidArgument:  # it does not fit that call's members
+            return False
+        is_repetition = plan.is_like(op.plan)
+        if is_repetition:
+            plan.deliver(op.plan.sinks())
+        return is_repetition
+
+    def disown(self, op: Operation, exc: BaseException) -> None:
+        """End a call whose caller gets `exc` instead, or leave it unclaimed. The lock is held."""
+        try:
+            op.disown(exc)
+        except MemoryError:  # for the private copies: its results cannot be kept
+            op.fail(exc)
+        if op.told is not None and op not in self.unclaimed:
+            self.unclaimed.append(op)
 
     def look(self, step: Callable[[], None]) -> None:
         """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
@@ -158,7 +208,7 @@ class Engine(Express):
         if self.flags & ENDED:
             return
         plan = refused(name, exc)
-        op = self.start(lambda box: plan, None)
+        op = self.start(lambda box: plan, None, may_claim=False)
         op.on_done = None
 
     def _publish_waiting(self) -> None:
@@ -235,6 +285,7 @@ class Engine(Express):
                 block = self.advance(op)
                 if block is not None and not op.done:
                     head = op if isinstance(op, Message) or self.queue[0].done else self.queue[0]
+                    trouble.raise_if_open(head, op)
                     self._wait(block, head, op, until)
             if not isinstance(op, Message):
                 self.retire_heads()
@@ -264,11 +315,14 @@ class Engine(Express):
         try:
             block = head.step(head.box)
         except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
-            head.fail(exc)
+            if head.writing or head.completing:
+                head.fail(exc)
+            else:
+                head.give_up(exc)
             block = None
         if block is None:
             self.retire_heads()
-            if self.queue and self.queue[0] is head:  # failed, and there is no room yet to tell the peers
+            if self.queue and self.queue[0] is head:  # no verdict yet, or no room to tell it
                 return NO_ROOM
         return block
 

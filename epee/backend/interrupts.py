@@ -1,13 +1,16 @@
-"""What an exception from a signal handler leaves of a call, and how the books get in order again.
+"""What an exception that comes out of a call leaves of it, and how the books get in order again.
 
-Python runs signal handlers in the main thread between any two instructions of ours. Whatever comes out of a call passes
-`broken_off` before the lock is given back. It reads the truth from this rank's own outbox (which words were published)
-and from the mailroom's open entry, so it does not matter between which two lines the exception came:
+Python runs signal handlers in the main thread between any two instructions of ours, and a wait may end by a lack of
+quorum or a shortage. Whatever comes out of a call passes `broken_off` before the lock is given back. It reads the truth
+from this rank's own outbox (which words were published) and from the mailroom's open entry, so it does not matter
+between which two lines the exception came:
 
 - a collective whose results were being written is finished: its sources stay in the outboxes until this rank says that
   it is through. The caller gets the exception all the same, with the results complete;
-- any other call that the caller can no longer reach is given up: its tensor is as before, its number is used up, and
-  the peers find its header, or a refusal in its place, or GAVE_UP;
+- any other call that the caller can no longer reach is given up: if it was published it is withdrawn, so that it fails
+  on all ranks or, where one has completed it, on none; if not, the peers find a refusal in its place. Its tensor is as
+  before;
+- a call that has completed although its caller got the exception, or may still, is unclaimed: see `Engine.claim`;
 - a request that the caller still holds (an interrupted `wait`) stays open.
 """
 
@@ -57,7 +60,7 @@ def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
         op.fail(exc)
         engine.mail.cancel(op)
     elif op is not None and op.seq <= engine.seq:  # else it was not counted yet: it has not begun
-        op.fail(exc)
+        engine.disown(op, exc)
     engine.retire_heads()
 
 

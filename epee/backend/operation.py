@@ -10,10 +10,10 @@ round k). With room for all rounds nothing is taken before everything has arrive
 or not at all. Without, rounds alternate between two halves of the staging block and results go to a private copy that
 is committed at the end.
 
-Errors leave the results untouched. A call that fails after it was published marks its cell (GAVE_UP), so peers that
-would wait for its next round learn it; a peer that already has what it needs completes. A time-out ends a call on all
-ranks (`withdrawal.py`). The call's sequence number is used up on every rank either way, so the next call pairs up
-again.
+Errors leave the results untouched. What every rank finds in the same headers (`MismatchError`) fails the call where it
+is found. Any other error of a published call, a time-out or whatever takes the caller out of it, withdraws it, so that
+it ends alike on all ranks (`withdrawal.py`); while that is open the call is, too. The call's sequence number is used up
+on every rank either way, so the next call pairs up again.
 
 A crash between two stores leaves a counter or tag at its old value: the readers see a shorter prefix, never half a
 round.
@@ -92,6 +92,7 @@ class Operation:
     lost: Collection[int] = ()  # ranks that read nothing any more
     withdrawal: Withdrawal | None = None  # this rank's time-out, or another's, has passed
     completing = False  # it was withdrawn here, but a peer had completed it: it must be, here too
+    told: BaseException | None = None  # what its caller got before its end was known; the plan is detached from then on
 
     def __init__(self, plan: Plan, seq: int, box: Outboxes, timeout_s: float, opts: Any = None) -> None:
         self.plan = plan
@@ -200,15 +201,42 @@ class Operation:
         self.finish(box)
         return None
 
-    def withdraw(self, box: Outboxes, silent: list[int]) -> None:
+    def withdraw(self, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
         """Take the call back, which `silent` ranks kept waiting (none: another rank has); `step` tells how it ends.
 
-        A refusal ends here, and stays: nobody can complete a call with it, and its reason is for those who come late.
+        If it fails, it does with `cause`, else with a `CommTimeoutError`. A refusal ends here, and stays: nobody can
+        complete a call with it, and its reason is for those who come late.
         """
         if isinstance(self.plan, RefusedPlan):
-            self.fail(CommTimeoutError(f"{self.describe(box)}: refused here, and given up by another rank", silent))
+            told = CommTimeoutError(f"{self.describe(box)}: refused here, and given up by another rank", silent)
+            self.fail(cause or told)
         else:
-            self.withdrawal = Withdrawal(self, box, silent)
+            self.withdrawal = Withdrawal(self, box, silent, cause)
+
+    def give_up(self, cause: BaseException) -> None:
+        """End the call here because of `cause`, alike on all ranks; it may stay open, see `withdrawal.py`."""
+        if self.done or self.completing or self.writing:
+            return
+        if not self.published or isinstance(cause, MismatchError | ProtocolError):
+            self.fail(cause)  # the peers will find a refusal, or have found the same
+            return
+        if self.withdrawal is None:
+            self.withdraw(self.box, [], cause)
+        if self.withdrawal is not None and not self.done:
+            self.withdrawal.is_over(self, self.box)
+
+    def disown(self, cause: BaseException) -> None:
+        """Give the call up for a caller who gets `cause` and cannot reach it any more.
+
+        What has completed, or still may, goes to private copies, for the call's repetition.
+
+        Raises:
+            MemoryError: there is none for the copies.
+        """
+        self.give_up(cause)
+        if not self.done or self.error is None:
+            self.plan.detach()
+            self.told = cause
 
     def _end_withdrawn(self, box: Outboxes) -> Block | None:
         if self.withdrawal is not None and not self.withdrawal.is_over(self, box):

@@ -8,16 +8,29 @@ members.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .outbox import CELL_PAYLOAD_BYTES, Outboxes
 from .signature import OP_CODE, REFUSED, pack
+from .tensors import Array
 
 if TYPE_CHECKING:
     from .operation import Operation
+
+
+class Sink:
+    """Where results go: `array`, and what `finish` does once they are there. `tensors.Target` is one."""
+
+    array: Array
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def finish(self) -> None:
+        """Move the results from `array` to the user's tensors."""
 
 
 class Plan:
@@ -63,6 +76,24 @@ class Plan:
 
     def commit(self) -> None:
         """Finish: write-backs to strided tensors, private copies to their places."""
+
+    def sinks(self) -> Sequence[Sink]:
+        """Return the places of the results on this rank, the same number for every plan of the same call."""
+        return ()
+
+    def detach(self) -> None:
+        """Part from the user's tensors: what is read and written from here on are private copies of what they hold."""
+
+    def is_like(self, other: Plan) -> bool:
+        """Return whether `other` plans the same call: the ranks would take one for the other."""
+        mine = (self.signature, self.detail, self.preamble)
+        return mine == (other.signature, other.detail, other.preamble)
+
+    def deliver(self, results: Sequence[Sink]) -> None:
+        """Write results that a plan of the same call has kept (`sinks`) to the places of this one."""
+        for sink, kept in zip(self.sinks(), results, strict=True):
+            sink.array[...] = kept.array
+            sink.finish()
 
 
 Make = Callable[[Outboxes], Plan]  # plans a call over the members of these outboxes

@@ -327,6 +327,10 @@ class Survival(Intake):
 
     def _move(self, op: Operation, box: Outboxes) -> None:
         """Run a call again with the members of a later epoch."""
+        if op.told is not None:  # nobody waits for it any more, and its tensors may hold something else by now
+            op.fail(op.told)
+            op.by_view = True
+            return
         if op.make is None:
             op.renew(box, op.plan)
             return

@@ -46,6 +46,9 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     if engine.survival is not None and not head.done:
         engine.survival.show(head, silent if isinstance(head, Operation) else head.depends_on(engine.box))
     if isinstance(head, Operation) and _is_withdrawn(head, silent):
+        undecided = head.withdrawal.undecided if head.withdrawal is not None else []
+        if undecided and now > head.deadline and engine.survival is not None:
+            engine.survival.accuse(head, undecided, now)  # without its view the verdict may never come
         raise_if_overdue(engine, op, until, now)
         return  # the next step finds out what becomes of it
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
@@ -89,10 +92,22 @@ def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
 def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float) -> None:
     """Raise `CommTimeoutError` when `wait()` has lasted until `until`; the call goes on."""
     if until is not None and now > until and not op.done:
+        is_told = isinstance(op, Operation) and op.told is not None
+        told = "its end is still open; repeat the call" if is_told else "the call goes on and may be waited for again"
         raise CommTimeoutError(
-            f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); "
-            "the call goes on and may be waited for again"
+            f"{op.describe(engine.box, elapsed=now - op.started)}: not done within the time-out of wait(); {told}"
         )
+
+
+def raise_if_open(head: Driven, op: Driven) -> None:
+    """Raise `CommTimeoutError` for a waiter that a withdrawn call keeps, when others have not decided in time.
+
+    Who claims an unclaimed call has a time-out of its own (`until`).
+    """
+    if not isinstance(head, Operation) or head.withdrawal is None:
+        return
+    if (head is op and head.told is None) or op.start_clock() > op.deadline:
+        head.withdrawal.raise_if_open(head, head.box)
 
 
 def behind(engine: Engine, block: Block | None) -> list[int]:

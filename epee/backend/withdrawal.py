@@ -1,7 +1,9 @@
-"""How a collective call that has waited too long ends alike on all ranks: withdrawn everywhere, or complete everywhere.
+"""How a published collective call that a rank gives up ends alike on all: withdrawn everywhere, or complete everywhere.
 
-A rank whose time-out has passed must not just leave: the rank that it waited for may come a moment later, find every
-header in its place and return a result that the others never had. So it takes its header back first, and looks then.
+A rank gives a call up when its time-out has passed, and when any other error takes its caller out of it: too few ranks
+for a view, an exception from a signal handler, a shortage of memory or descriptors. It must not just leave: the rank
+that it waited for may come a moment later, find every header in its place and return a result that the others never
+had. So it takes its header back first, and looks then.
 
 Who writes, who reads: each rank writes its own cell only. To withdraw a call a rank stores the call's tag in GAVE_UP,
 then 0 where the tag was (with a fence: both are seen before what it loads next). To complete one it reads, after
@@ -19,9 +21,11 @@ Who finds a withdrawal, in a wait or at that last look, withdraws too: whoever w
 with the others. A rank that was stopped learns it when it goes on. A refusal is not withdrawn: nobody can complete with
 it, and its reason is for those who come late.
 
-What is left open: a rank that has stopped between its last look and the store after it, or in the midst of rounds that
-others do not need (a gather's senders), has not decided; after GRACE_S the rest end without it, and say so. A crash
-between two stores leaves a rank that the next epoch has no more.
+What is left open: a rank that has stopped between its last look and the store after it has not decided, and nobody can
+decide for it. After GRACE_S the others' callers get their error, but the call stays open: the repetition of it
+continues its number (`Engine.claim`), so nobody pairs it with another call. A rank in the midst of rounds that others
+do not need (a gather's senders) is through with the call before another's time-out. A crash between two stores leaves a
+rank that the next epoch has no more.
 
 `tests/backend/test_withdrawal_model.py` runs through every interleaving of these loads and stores for three ranks.
 """
@@ -53,12 +57,17 @@ class Withdrawal:
 
     Attributes:
         silent: the ranks that it waited for; none where another rank had given the call up.
+        cause: what this rank's caller is told instead of a time-out, if the call fails.
+        undecided: the ranks that may still complete the call, as far as the last look tells.
     """
 
-    def __init__(self, op: Operation, box: Outboxes, silent: list[int]) -> None:
+    def __init__(self, op: Operation, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
         self.silent = silent
+        self.cause = cause
+        self.undecided: list[int] = []
         patience_s = op.deadline - op.started if op.deadline else GRACE_S
-        self._until = time.monotonic() + min(GRACE_S, patience_s)
+        self._grace_s = min(GRACE_S, patience_s)
+        self._until = time.monotonic() + self._grace_s
         box.own[op.cell + GAVE_UP] = op.tag
         publish_word(box, op.cell, 0)
 
@@ -72,27 +81,43 @@ class Withdrawal:
                 undecided, somebody_completes = [], False
                 break
             somebody_completes |= state == _COMPLETES
-            if state == _OPEN:
+            if state == _OPEN and box.members[peer] not in op.lost:  # who is lost decides nothing any more
                 undecided.append(box.members[peer])
         if somebody_completes:
             op.completing = True
             return True
-        if undecided and time.monotonic() < self._until:
+        self.undecided = undecided
+        if undecided:
             return False
-        op.fail(self._error(op, box, undecided))
+        op.fail(self.cause or self._error(op, box))
         return True
 
-    def _error(self, op: Operation, box: Outboxes, undecided: list[int]) -> CommTimeoutError:
+    def raise_if_open(self, op: Operation, box: Outboxes) -> None:
+        """Raise `CommTimeoutError` when others could have decided by now and have not; the call stays open."""
+        now = time.monotonic()
+        if self.undecided and now > self._until:
+            self._until = now + self._grace_s  # for the next wait
+            elapsed = now - op.started if op.started else 0.0
+            raise CommTimeoutError(
+                f"{op.describe(box, elapsed=elapsed)}: {self._told(op, box)}; rank(s) {_names(self.undecided)} began "
+                "it and may have completed it, so it is neither given up nor complete; results are untouched; repeat "
+                "the call (wait again for an asynchronous one) to go on with it",
+                self.undecided,
+            )
+
+    def _told(self, op: Operation, box: Outboxes) -> str:
         others = [box.members[peer] for peer in withdrawn(op, box)]
         told = [f"rank(s) {_names(self.silent)} silent"] if self.silent else []
         if others:
             told.append(f"rank(s) {_names(others)} gave the call up")
-        if undecided:
-            told.append(f"rank(s) {_names(undecided)} began it and may have completed it")
+        return "; ".join(told) or "interrupted"
+
+    def _error(self, op: Operation, box: Outboxes) -> CommTimeoutError:
+        others = [box.members[peer] for peer in withdrawn(op, box)]
         elapsed = time.monotonic() - op.started if op.started else 0.0
         return CommTimeoutError(
-            f"{op.describe(box, elapsed=elapsed)}: {'; '.join(told) or 'interrupted'}; the call is given up, on all "
-            "ranks that began it; results are untouched; the group can be used: the next call pairs by its number",
+            f"{op.describe(box, elapsed=elapsed)}: {self._told(op, box)}; the call is given up, on all ranks that "
+            "began it; results are untouched; the group can be used: the next call pairs by its number",
             self.silent or others,
         )
 

@@ -51,14 +51,12 @@ class Interrupt:
         return self._trace
 
     def run(self, call: Callable[[], Any]) -> bool:
-        """True when the call was interrupted; other errors of the backend pass."""
+        """True when the call was interrupted."""
         sys.settrace(self._trace)
         try:
             call()
         except KeyboardInterrupt:
             return True
-        except (MismatchError, PeerError):
-            pass
         finally:
             sys.settrace(None)
         return False
@@ -106,7 +104,10 @@ def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int,
         call = _collective(kind, x)
         if rank == 0:
             seq, interrupt = engine.seq, Interrupt(at)
-            more = interrupt.run(call)
+            try:
+                more = interrupt.run(call)
+            except (MismatchError, PeerError, CommTimeoutError):
+                more = False
             if more and engine.seq == seq:  # it had not begun
                 assert not _sane(x, 1.0, kind, interrupt.where)
                 call()
@@ -117,7 +118,7 @@ def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int,
             time.sleep(pause_s)
             try:
                 call()
-            except (MismatchError, PeerError):
+            except (MismatchError, PeerError, CommTimeoutError):
                 assert not _sane(x, 2.0, kind, "error")
             assert _sane(x, 2.0, kind, "peer") or True
         more = in_step(at, more)
@@ -145,6 +146,60 @@ def test_an_interrupt_before_any_line_of_a_collective(
     tmp_path: Path, kind: str, count: int, stride: int, pause_s: float
 ) -> None:
     lines = run_ranks(at_every_line, 2, str(tmp_path), kind, count, stride, pause_s, backend=None, timeout_s=55)
+    assert min(lines) > 40, "hardly a line was tried"
+
+
+def repeat_at_every_line(
+    rank: int, num_ranks: int, folder: str, kind: str, count: int, stride: int, pause_s: float
+) -> int:
+    """Who gets an error repeats the call with a fresh tensor; every call must be right on both ranks."""
+    cases.init(rank, num_ranks, folder, staging_bytes=1 << 16, timeout_s=20)
+    at, more = 1, True
+    while more:
+        interrupt = Interrupt(at) if rank == 0 else None
+        for _ in range(20):
+            x = torch.full((count,), 10.0 * at + rank)
+            call = _collective(kind, x)
+            try:
+                if interrupt is not None:
+                    armed, interrupt = interrupt, None
+                    more = armed.run(call)
+                    if more:
+                        continue
+                else:
+                    if rank == 1:
+                        time.sleep(pause_s)
+                    call()
+            except (MismatchError, PeerError, CommTimeoutError):
+                continue
+            break
+        want = torch.full((count,), 20.0 * at + 1)
+        if kind == "strided":
+            want[1::2] = 10.0 * at + rank
+        elif kind == "all_to_all":
+            want[: count // 2], want[count // 2 :] = 10.0 * at, 10.0 * at + 1
+        assert torch.equal(x, want), f"{armed.where if rank == 0 else 'peer'}: {x.unique().tolist()} for {at}"
+        more = in_step(at, more)
+        at += stride
+    dist.destroy_process_group()
+    return at
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "stride", "pause_s"),
+    [
+        ("all_reduce", 4, 1, 0.0),
+        ("all_reduce", 4, 3, 0.004),
+        ("strided", 6, 2, 0.0),
+        ("all_to_all", 4, 2, 0.0),
+        ("all_reduce", 24_000, 5, 0.0),
+        ("all_reduce", 90_000, 11, 0.0),
+    ],
+)
+def test_a_repetition_after_an_interrupt_never_pairs_with_another_call(
+    tmp_path: Path, kind: str, count: int, stride: int, pause_s: float
+) -> None:
+    lines = run_ranks(repeat_at_every_line, 2, str(tmp_path), kind, count, stride, pause_s, backend=None, timeout_s=55)
     assert min(lines) > 40, "hardly a line was tried"
 
 
@@ -240,7 +295,7 @@ def real_signals(rank: int, num_ranks: int) -> int:
         else:
             try:
                 call()
-            except (MismatchError, PeerError):
+            except (MismatchError, PeerError, CommTimeoutError):
                 assert not _sane(x, 2.0, kind, "error")
         if kind != "async":  # that one is open still when its wait was interrupted: the other thread may be writing
             _sane(x, rank + 1.0, kind, "")

@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import MismatchError, ProtocolError
 from ..operation import Operation
 from ..outbox import PREAMBLE, Outboxes
-from ..plan import Plan
+from ..plan import Plan, Sink
 from ..tensors import Array
 from .rounds import CHUNK_BYTES
 
@@ -138,6 +138,15 @@ class AllToAll(Plan):
         self._privates = []
         for sink in self._sinks:
             sink.finish()
+
+    def sinks(self) -> Sequence[Sink]:
+        """Return the places of what each rank sends here."""
+        return self._sinks
+
+    def detach(self) -> None:
+        """Read and write private copies."""
+        self._segments = [segment.copy() for segment in self._segments]
+        self._sinks = [Sink(sink.array.copy()) for sink in self._sinks]
 
     def _tell(self, box: Outboxes, op: Operation, sent: list[list[int]], expected: list[tuple[int, ...]]) -> str:
         pairs = ((i, j) for i in range(box.num_ranks) for j in range(box.num_ranks) if sent[i][j] != expected[j][i])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..outbox import Outboxes
-from ..plan import Plan
+from ..plan import Plan, Sink
 from ..tensors import Array
 from .rounds import cut, lay_out
 from .segments import Segmented
@@ -75,6 +75,15 @@ class Spread(Plan):
         self._privates = {}
         for sink in self._sinks.values():
             sink.finish()
+
+    def sinks(self) -> Sequence[Sink]:
+        """Return the places of the blocks that this rank gets."""
+        return list(self._sinks.values())
+
+    def detach(self) -> None:
+        """Read and write private copies."""
+        self._source = self._source.copy()
+        self._sinks = {rank: Sink(sink.array.copy()) for rank, sink in self._sinks.items()}
 
 
 class Scatter(Segmented):

@@ -17,22 +17,13 @@ import numpy as np
 
 from ...memory.layout import align_up
 from ..outbox import ALIGN_BYTES, Outboxes
-from ..plan import Plan
+from ..plan import Plan, Sink
 from ..reduce import Reducer
 from ..tensors import Array
 from .rounds import cut, lay_out
 from .segments import Segmented
 
 ONE_STEP_BYTES = 256 << 10
-
-
-class Sink:
-    """Where results go: `array`, and what `finish` does once they are there. `tensors.Target` is one."""
-
-    array: Array
-
-    def finish(self) -> None:
-        """Move the results from `array` to the user's tensors."""
 
 
 class AllReduce(Plan):
@@ -129,6 +120,15 @@ class AllReduce(Plan):
             self._private = None
         if self._takes:
             self._sink.finish()
+
+    def sinks(self) -> Sequence[Sink]:
+        """Return the place of the result, where this rank gets it."""
+        return (self._sink,) if self._takes else ()
+
+    def detach(self) -> None:
+        """Work in a private copy of the tensor, which is input and output."""
+        self._array = self._array.copy()
+        self._sink = Sink(self._array)
 
 
 class ReduceScatter(Segmented):

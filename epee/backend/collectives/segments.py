@@ -9,7 +9,7 @@ import numpy as np
 
 from ...memory.layout import align_up
 from ..outbox import ALIGN_BYTES, Outboxes
-from ..plan import Plan
+from ..plan import Plan, Sink
 from ..tensors import Array
 from .rounds import cut, lay_out
 
@@ -66,3 +66,12 @@ class Segmented(Plan):
             self._sink.array[...] = self._private
             self._private = None
         self._sink.finish()
+
+    def sinks(self) -> Sequence[Sink]:
+        """Return the place of this rank's result."""
+        return (self._sink,)
+
+    def detach(self) -> None:
+        """Read and write private copies."""
+        self._segments = [segment.copy() for segment in self._segments]
+        self._sink = Sink(self._sink.array.copy())

@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from ..view.events import Died, JoinAsked, LeaveAsked, Tick
 from .history import DIED, Record
-from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, FAULT_NAMES, HOLD, JOIN, JUMP, LEAVE, PART, RESTART, STOP, Fault
+from .plan import (
+    AFTER_SEND,
+    CRASH,
+    CRASH_IN_STEP,
+    FAULT_NAMES,
+    HOLD,
+    INTERRUPT,
+    JOIN,
+    JUMP,
+    LEAVE,
+    PART,
+    RESTART,
+    STOP,
+    Fault,
+)
 
 if TYPE_CHECKING:
     from .world import Process, World
@@ -49,6 +63,8 @@ def inject(world: World, fault: Fault) -> None:
         victim.clock_offset += fault.for_s
         victim.tick_at = float("inf")
         world.agent(victim, Tick())
+    elif fault.kind == INTERRUPT and not victim.stopped:
+        interrupt(world, victim, fault.number)
     elif fault.kind == LEAVE and not victim.stopped:
         _leave(world, victim)
     if fault.kind == RESTART:
@@ -76,6 +92,18 @@ def crash(world: World, process: Process) -> None:
     for other in world.all:
         if other is not process and not other.dead:
             world.at(world.now + world.random() * scale, world.agent, other, Died(me.nonce))
+
+
+def interrupt(world: World, process: Process, step: int = -1) -> None:
+    """Have an exception come out of a call of the program: now, or in a step of taking the next decision over."""
+    if process.engine is None:
+        return
+    if step >= 0:
+        process.engine.raise_after = step
+    elif world.now >= process.hold_until:
+        process.engine.now = world.now
+        process.engine.interrupt()
+        world.wake(process, 0.0)
 
 
 def _leave(world: World, process: Process) -> None:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 VIEW, ISSUED, DONE, EVICTED, NO_QUORUM, DIED = range(1, 7)  # kinds
-OK, FAILED, TIMEOUT, GAVE_UP, GONE = range(1, 6)  # status of DONE; FAILED: at a decision; those after it are local
+# status of DONE; FAILED: at a decision; those after it are local; LOST: its end elsewhere is not known here
+OK, FAILED, TIMEOUT, GAVE_UP, GONE, LOST = range(1, 7)
 KIND_NAMES = ("", "VIEW", "ISSUED", "DONE", "EVICTED", "NO_QUORUM", "DIED")
-STATUS_NAMES = ("", "OK", "FAILED", "TIMEOUT", "GAVE_UP", "GONE")
+STATUS_NAMES = ("", "OK", "FAILED", "TIMEOUT", "GAVE_UP", "GONE", "LOST")
 
 _FORMAT = struct.Struct("<dHHIQQQQQQ")
 
@@ -187,24 +188,30 @@ def _check_result(
 
 
 def _check_uniform(history: History, voted_out: set[tuple[int, int]], found: list[Violation]) -> None:
-    """C-3: everybody but those voted out alive reports the same (status, epoch, contributors) for a call.
+    """C-3: everybody but those voted out alive ends a call alike: with a result or without, whatever the error.
 
-    Those who died later are held to it as well, but not where somebody was voted out alive: what such a one had
-    contributed may have been used by the dead alone.
-    Where calls end in time-outs ("error") the ranks do not agree on them, so this holds up to the first of these.
+    A result has the same (epoch, contributors) for all, and calls that end at a decision end at the same. Nobody who is
+    in a result ends the call with an error. Those who died later are held to it as well, but not where somebody was
+    voted out alive: what such a one had contributed may have been used by the dead alone. A call that a process says is
+    lost may have ended otherwise elsewhere.
     """
-    first: dict[tuple[int, int], Record] = {}
-    until: dict[int, int] = {}
-    for records in history.by_process.values():
-        for record in records:
-            if record.kind == DONE and record.status in (TIMEOUT, GAVE_UP):
-                until[record.lane] = min(record.seq, until.get(record.lane, record.seq))
+    first: dict[tuple[int, int, int], Record] = {}
+    errors: list[Record] = []
     for process, records in history.by_process.items():
         if process in voted_out or (voted_out and records[-1].kind == DIED):
             continue
         for record in records:
-            if record.kind != DONE or record.status > FAILED or record.seq >= until.get(record.lane, record.seq + 1):
+            if record.kind != DONE or record.status in (GONE, LOST):
                 continue
-            other = first.setdefault((record.lane, record.seq), record)
-            if (other.status, other.epoch, other.contributors) != (record.status, record.epoch, record.contributors):
+            if record.status != OK:
+                errors.append(record)
+            if record.status > FAILED:
+                continue
+            other = first.setdefault((record.lane, record.seq, record.status), record)
+            if (other.epoch, other.contributors) != (record.epoch, record.contributors):
                 found.append(Violation("C-3", f"two outcomes of one call: {other} and {record}"))
+    for error in errors:
+        result = first.get((error.lane, error.seq, OK))
+        members = history.members.get(result.epoch, {}) if result is not None else {}
+        if result is not None and members.get(error.slot) == error.incarnation:
+            found.append(Violation("C-3", f"a result and an error of one call: {result} and {error}"))

@@ -13,13 +13,20 @@ one outbox a call that moves to another epoch is written again in the same cell:
 reads looks at the tags once more before it takes the result for good. So a process that was stopped while it read,
 and voted out, finds no tag that it waits for.
 
+A call that is given up (a time-out, an exception that comes out of it) is withdrawn as in `backend/withdrawal.py`:
+GAVE, then TAG cleared behind a fence, which every reader sees before this process loads anything more. What it loads
+then is at least what any other reader has seen, as on x86-64, where a store that one core sees is seen by all. A call
+that was not published is refused. Where its end stays open it is unclaimed: the program issues nothing more before it
+is known.
+
 Calls: kind 0 reduces in one round, 1 in three rounds and two phases through two halves, 2 is an all-to-all, 3 a
 barrier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from random import Random
 from typing import NamedTuple
 
@@ -31,7 +38,8 @@ from .history import DONE, FAILED, GAVE_UP, ISSUED, OK, TIMEOUT, Record
 LANE = 7
 NUM_CELLS = 3
 MAX_SLOTS = 12
-TAG, FILLED, MERGED, DRAINED, GAVE, PAYLOAD = range(6)
+TAG, FILLED, MERGED, DRAINED, GAVE, REFUSAL, PAYLOAD = range(7)
+COMPLETES = 0xC0DE
 HALF_WORDS = 2 * MAX_SLOTS
 SHARES = PAYLOAD + 2 * HALF_WORDS
 CELL_WORDS = SHARES + 2
@@ -86,25 +94,32 @@ def expected_result(seed: int, seq: int, slot: int, contributors: dict[int, int]
 class Outbox:
     """What one process lends for one epoch. `log` holds (time, word, value) of every store."""
 
-    __slots__ = ("first_seq", "log", "words")
+    __slots__ = ("fenced", "first_seq", "log", "shown", "words")
 
     def __init__(self) -> None:
         self.words = [0] * BOX_WORDS
         self.log: list[tuple[float, int, int]] = []
         self.first_seq = 0
+        self.fenced = 0  # so many stores are seen by every reader, whatever its lag
+        self.shown = 0  # so many have been seen by some reader
 
     def store(self, now: float, word: int, what: int) -> None:
         """Store a word; readers see it after their lag."""
         self.words[word] = what
         self.log.append((now, word, what))
 
+    def fence(self) -> None:
+        """Have all stores seen before the owner loads anything more."""
+        self.fenced = len(self.log)
+
 
 class Mirror:
     """What one reader sees of an outbox."""
 
-    __slots__ = ("lag", "log", "seen", "words")
+    __slots__ = ("box", "lag", "log", "seen", "words")
 
     def __init__(self, box: Outbox, lag: float) -> None:
+        self.box = box
         self.log = box.log
         self.words = [0] * BOX_WORDS
         self.seen = 0
@@ -116,23 +131,54 @@ class Mirror:
         end = len(log)
         if seen == end:
             return self.words
-        words, limit = self.words, until - self.lag
+        words, limit, fenced = self.words, until - self.lag, self.box.fenced
         while seen < end:
             when, word, what = log[seen]
-            if when > limit:
+            if when > limit and seen >= fenced:
                 break
             words[word] = what
             seen += 1
         self.seen = seen
+        if seen > self.box.shown:
+            self.box.shown = seen
         return words
+
+    def coherent(self, until: float) -> list[int]:
+        """Like `sync`, for loads behind a fence of the reader: what others have seen is seen here."""
+        self.box.fenced = max(self.box.fenced, self.box.shown)
+        return self.sync(until)
 
 
 class Call:
-    """A call that was issued and has not ended."""
+    """A call that was issued and has not ended.
 
-    __slots__ = ("is_published", "kind", "moved_at", "need", "place", "seq", "steps")
+    Attributes:
+        given_up: the status that it ends with if it fails; 0 while nobody has given it up here.
+        is_completing: it was withdrawn here, but a peer has completed it.
+        is_decided: this process has said that it completes it.
+        is_told: its program got an error before its end was known.
+        undecided: who may still complete it, at the last look of one that has withdrawn it.
+    """
+
+    __slots__ = (
+        "given_up",
+        "is_completing",
+        "is_decided",
+        "is_published",
+        "is_told",
+        "kind",
+        "moved_at",
+        "need",
+        "place",
+        "seq",
+        "steps",
+        "undecided",
+    )
 
     def __init__(self, seq: int, kind: Kind, now: float) -> None:
+        self.given_up = 0
+        self.undecided: list[int] = []
+        self.is_completing = self.is_decided = self.is_told = False
         self.seq = seq
         self.kind = kind
         self.place = Place(0, False)
@@ -151,6 +197,7 @@ class Shared:
         self.raises = raises
         self.max_lag = max_lag
         self.boxes: dict[tuple[int, int, int], Outbox] = {}
+        self.epoch_of: Callable[[int, int], int] = lambda slot, incarnation: 0  # what a process's board says
 
     def key(self, slot: int, incarnation: int, epoch: int) -> tuple[int, int, int]:
         """Return what tells one outbox from another."""
@@ -185,9 +232,11 @@ class Engine:
         self.epoch = view.epoch
         self.completed = self.issued = self.ended = self.course.first_seq - 1
         self.calls: list[Call] = []
-        self.unsure: list[int] = []  # ended in a local error since the last result: still asked about, in order
         self.mirrors: dict[tuple[int, int], Mirror] = {}
         self.dead: set[tuple[int, int]] = set()
+        self.removed: set[tuple[int, int]] = set()
+        self.news: deque[Decision] = deque()
+        self.raise_after = -1  # steps of taking a decision over before an exception comes out of it; below 0: none
         self.now = 0.0
         if joined:
             self.own(view.epoch).store(0.0, CONSUMED, self.issued)
@@ -225,7 +274,7 @@ class Engine:
         """Return whether a dead slot's contribution is all there, or its word that there will be none."""
         words, cell, kind = self.look(slot, epoch), self.cell(seq), kind_of(self.shared.seed, seq)
         wanted = self.tag(seq, epoch)
-        if words[cell + GAVE] == wanted:
+        if words[cell + GAVE] == wanted or (words[cell + TAG] == wanted and words[cell + REFUSAL]):
             return True
         return is_whole(
             words[cell + TAG], wanted, words[cell + FILLED], words[cell + MERGED], kind.rounds, kind.is_two_phase
@@ -240,25 +289,51 @@ class Engine:
         call = Call(self.issued, kind_of(self.shared.seed, self.issued), now)
         self.records.append(Record(now, self.slot, self.incarnation, ISSUED, 0, LANE, call.seq, self.epoch))
         self.calls.append(call)
-        self._settle([call])
+        self._settle(call)
 
     def state(self) -> tuple[LaneState, ...]:
         """Return what a promise says of the lane."""
-        return (LaneState(LANE, self.completed, self.course.claimed(self.issued)),)
+        is_decided = bool(self.calls) and self.calls[0].is_decided
+        completed = self.calls[0].seq if is_decided else self.completed
+        return (LaneState(LANE, completed, self.course.claimed(self.issued)),)
 
     def decide(self, decision: Decision, now: float) -> None:
-        """Apply a decision: find out for every pending call where it stands now."""
+        """Hear of a decision and take it over; an exception may come between any two steps of that."""
         self.now = now
-        self.epoch = decision.epoch
+        self.news.append(decision)
+        self.take_news()
+
+    def take_news(self) -> None:
+        """Take over what was decided, in order; every step may run again after an exception."""
+        while self.news:
+            for _ in self._take_over(self.news[0]):
+                if self.raise_after == 0:
+                    self.raise_after = -1
+                    self.interrupt()
+                    return
+                self.raise_after -= self.raise_after > 0
+            self.news.popleft()
+
+    def _take_over(self, decision: Decision) -> Iterator[None]:
+        """Apply a decision: find out for every pending call where it stands now."""
+        if decision.epoch <= self.epoch:
+            return
+        yield
         for member in decision.members:
             self.incarnations[decision.epoch, member.slot] = member.incarnation
+        yield
         for removal in decision.removed:
+            self.removed.add((removal.slot, removal.incarnation))
             if removal.cause != "stalled":
                 self._is_dead(removal.slot, removal.incarnation)
-        if self.course.add(decision):
-            for seq in self.unsure:
-                self.course.place(seq, self.whole)
-            self._settle(list(self.calls))
+        yield
+        concerned = self.course.add(decision)
+        self.epoch = decision.epoch
+        if concerned:
+            for call in list(self.calls):
+                self._settle(call)
+        if not self.shared.seed % 2:
+            self.own(self.epoch).store(self.now, CONSUMED, self.through())
 
     def _is_dead(self, dead: int, incarnation: int) -> None:
         """Who knows that a writer is dead sees all that it has stored."""
@@ -267,36 +342,49 @@ class Engine:
             if slot == dead and self.incarnations[epoch, slot] == incarnation:
                 mirror.lag = -1e9
 
-    def _settle(self, calls: list[Call]) -> None:
-        for call in calls:
-            place = self.course.place(call.seq, self.whole, call.place.epoch or None)
-            if place.failed:
-                self._end(call, FAILED, place.epoch)
-            elif place.epoch != call.place.epoch:
-                call.place = place
-                call.is_published = False
-                call.steps = self._steps(call)
-                call.moved_at = self.now
+    def _settle(self, call: Call) -> None:
+        if call.is_decided:
+            return
+        place = self.course.place(call.seq, self.whole, call.place.epoch or None)
+        if place.failed:
+            self._clear(call)
+            self._end(call, FAILED, place.epoch)
+        elif place.epoch != call.place.epoch and call.is_told:  # nobody waits for it any more
+            self._clear(call)
+            call.place = place
+            self._end(call, call.given_up, place.epoch)
+        elif place.epoch != call.place.epoch:
+            call.place = place
+            call.is_published = call.is_completing = False
+            call.given_up *= not call.place.epoch
+            call.steps = self._steps(call)
+            call.moved_at = self.now
+
+    def _clear(self, call: Call) -> None:
+        """A call that a change of the view has ended: who has not heard of that must not complete it."""
+        if call.is_published:
+            box, cell = self.own(call.place.epoch), self.cell(call.seq)
+            box.store(self.now, cell + GAVE, -self.tag(call.seq, call.place.epoch))
+            box.store(self.now, cell + TAG, 0)
 
     def _end(self, call: Call, status: int, epoch: int, contributors: int = 0, digest: int = 0) -> None:
         self.calls.remove(call)
         self.ended = max(self.ended, call.seq)
         if status == OK:
             self.completed = call.seq
-            self.unsure.clear()
-        elif status != FAILED:
-            self.unsure.append(call.seq)
-        if call.place.epoch or self.shared.seed % 2:
-            box = self.own(call.place.epoch)
-            through = self.calls[0].seq - 1 if self.calls else self.ended
-            if through > box.words[CONSUMED]:
-                box.store(self.now, CONSUMED, through)
+        for where in sorted({call.place.epoch or self.epoch, self.epoch}):
+            box = self.own(where)
+            if self.through() > box.words[CONSUMED]:
+                box.store(self.now, CONSUMED, self.through())
         record = Record(
             self.now, self.slot, self.incarnation, DONE, status, LANE, call.seq, epoch, contributors, digest
         )
         self.records.append(record)
-        if not self.unsure:
-            self.course.forget(self.ended if not self.calls else self.calls[0].seq - 1)
+        self.course.forget(self.through())
+
+    def through(self) -> int:
+        """Return the last call that this process is through with, and with all before it."""
+        return self.calls[0].seq - 1 if self.calls else self.ended
 
     # ---- moving
 
@@ -323,12 +411,31 @@ class Engine:
         return moved
 
     def give_up(self, call: Call, status: int = TIMEOUT) -> None:
-        """End a call with a local error; its cell says so."""
-        self.own(call.place.epoch).store(self.now, self.cell(call.seq) + GAVE, self.tag(call.seq, call.place.epoch))
-        self._end(call, status, call.place.epoch)
+        """Withdraw a call, or refuse one that was not published; its steps find out how it ends."""
+        if call.given_up or call.is_decided:
+            return
+        call.given_up = status
+        if call.is_published:
+            box, cell = self.own(call.place.epoch), self.cell(call.seq)
+            box.store(self.now, cell + GAVE, self.tag(call.seq, call.place.epoch))
+            box.store(self.now, cell + TAG, 0)
+            box.fence()
+
+    def interrupt(self) -> None:
+        """An exception comes out of the youngest call: its program cannot reach it any more, and may repeat it."""
+        if self.calls and not self.calls[-1].is_told:
+            call = self.calls[-1]
+            self.give_up(call, GAVE_UP)
+            call.is_told = True
+
+    def may_issue(self) -> bool:
+        """Return whether the program can issue a call: the end of an unclaimed one must be known first."""
+        return not any(call.is_told for call in self.calls)
 
     def behind(self, call: Call) -> list[int]:
         """Return the members for which a blocked call waits."""
+        if call.undecided:
+            return call.undecided
         word, least = call.need
         epoch, cell = call.place.epoch, self.cell(call.seq)
         tag = self.tag(call.seq, epoch)
@@ -353,6 +460,9 @@ class Engine:
             yield BLOCKED
         if not box.first_seq:
             box.first_seq = seq
+        if call.given_up:
+            yield from self._refuse(call, box)
+            return
         yield from self._publish(call, box)
         while self.calls[0] is not call:
             yield BLOCKED
@@ -360,8 +470,18 @@ class Engine:
         peers = [self.mirror(slot, epoch) for slot in slots if slot != self.slot]
         call.need = (TAG, tag)
         for peer in peers:
-            while peer.sync(self.now)[cell + TAG] != tag:
-                yield BLOCKED
+            while not self._has_come(peer, cell, tag, call):
+                if peer.words[cell + GAVE] == tag:
+                    self.give_up(call, GAVE_UP)
+                elif self._ended_without(call):
+                    self._clear(call)
+                    self._end(call, GAVE_UP, epoch)
+                    return
+                if not (yield from self._blocked(call)):
+                    return
+        if any(peer.words[cell + REFUSAL] for peer in peers if peer.words[cell + TAG] == tag):
+            self._end(call, call.given_up or GAVE_UP, epoch)
+            return
         total = 1
         for k in range(kind.rounds):
             if k > 1 and not (yield from self._wait(call, peers, DRAINED, k - 1)):  # two halves
@@ -386,14 +506,99 @@ class Engine:
                 total += yield from self._sum(call, slots, box, k)
             if kind.rounds > 1:
                 box.store(self.now, cell + DRAINED, k + 1)
+        if not (yield from self._decide(call, peers)):
+            return
         while not self._still_there(peers, cell, tag):
             yield BLOCKED
         mask = sum(1 << slot for slot in slots)
         self._end(call, OK, epoch, mask, total % PRIME or 1)
 
+    def _has_come(self, peer: Mirror, cell: int, tag: int, call: Call) -> bool:
+        words = peer.sync(self.now)
+        return words[cell + TAG] == tag or (call.is_completing and words[cell + GAVE] == tag)
+
+    def _blocked(self, call: Call) -> Generator[int, None, bool]:
+        """Wait for a peer, or, once the call is withdrawn, for its end; returns False when it has failed."""
+        if call.given_up and not call.is_completing:
+            return (yield from self._verdict(call))
+        yield BLOCKED
+        return True
+
+    def _decide(self, call: Call, peers: list[Mirror]) -> Generator[int, None, bool]:
+        """Everything has arrived: complete the call unless somebody has withdrawn it; returns False when it failed."""
+        cell, tag = self.cell(call.seq), self.tag(call.seq, call.place.epoch)
+        for peer in peers:
+            is_gone = peer.sync(self.now)[cell + TAG] != tag
+            yield MOVED
+            if is_gone and peer.sync(self.now)[cell + GAVE] == tag and not call.is_completing:
+                self.give_up(call, GAVE_UP)
+        while call.given_up and not call.is_completing:
+            if not (yield from self._verdict(call)):
+                return False
+        call.is_decided = True
+        if not call.is_completing:
+            self.own(call.place.epoch).store(self.now, cell + GAVE, COMPLETES)
+            yield MOVED
+        return True
+
+    def _verdict(self, call: Call) -> Generator[int, None, bool]:
+        """See once how a withdrawn call ends; returns False when it has failed."""
+        seq, epoch = call.seq, call.place.epoch
+        cell, tag = self.cell(seq), self.tag(seq, epoch)
+        is_missing = completes = False
+        undecided: list[int] = []
+        for slot in self.course.contributors(seq, epoch):
+            if slot == self.slot or is_missing:
+                continue
+            peer = self.mirror(slot, epoch)
+            is_through = peer.coherent(self.now)[CONSUMED] >= seq
+            yield MOVED
+            header = peer.coherent(self.now)[cell + TAG]
+            yield MOVED
+            mark = peer.coherent(self.now)[cell + GAVE]
+            if mark == tag:
+                continue
+            if mark != -tag and header < tag:
+                is_missing, completes = True, False
+            elif header == tag and mark == COMPLETES:
+                completes = True
+            elif mark == -tag or not (header == tag and (is_through or peer.words[cell + REFUSAL])):
+                undecided += [slot] * ((slot, self.incarnations[epoch, slot]) not in self.removed)
+        call.undecided = [] if is_missing or completes else undecided
+        if completes:
+            call.is_completing = True
+            return True
+        if not call.undecided:
+            self._end(call, call.given_up, epoch)
+            return False
+        yield BLOCKED
+        return True
+
+    def _ended_without(self, call: Call) -> bool:
+        """Return whether a peer is through with the call and has put nothing into it, nor ever will."""
+        epoch, cell, tag = call.place.epoch, self.cell(call.seq), self.tag(call.seq, call.place.epoch)
+        for slot in self.course.contributors(call.seq, epoch):
+            if slot == self.slot:
+                continue
+            words = self.look(slot, epoch)
+            is_without = words[CONSUMED] >= call.seq and words[cell + TAG] < tag != words[cell + GAVE]
+            if is_without and self.shared.epoch_of(slot, self.incarnations[epoch, slot]) <= self.epoch:
+                return not self.news
+        return False
+
+    def _refuse(self, call: Call, box: Outbox) -> Iterator[int]:
+        """Tell the peers that nothing will come of a call; it ends here."""
+        cell = self.cell(call.seq)
+        box.store(self.now, cell + TAG, 0)
+        yield MOVED
+        for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0), (REFUSAL, 1)):
+            box.store(self.now, cell + word, what)
+        box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+        self._end(call, call.given_up, call.place.epoch)
+
     def _still_there(self, peers: list[Mirror], cell: int, tag: int) -> bool:
         """Return whether what was read belonged to the call: nobody writes a cell anew without clearing its tag."""
-        return all(peer.sync(self.now)[cell + TAG] == tag for peer in peers)
+        return all(tag in (words[cell + TAG], words[cell + GAVE]) for words in (peer.sync(self.now) for peer in peers))
 
     def _may_publish(self, call: Call) -> bool:
         oldest = self.calls[0]
@@ -415,10 +620,11 @@ class Engine:
         cell = self.cell(call.seq)
         box.store(self.now, cell + TAG, 0)
         yield from self._put(call, box, 0)
-        for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0)):
+        for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0), (REFUSAL, 0)):
             box.store(self.now, cell + word, what)
         yield MOVED
         box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+        box.fence()  # as `publish_word` does: who withdraws the call must not miss the header of one that completes it
         call.is_published = True
 
     def _put(self, call: Call, box: Outbox, k: int) -> Iterator[int]:
@@ -433,7 +639,7 @@ class Engine:
             box.store(self.now, base + 2 * dst + 1, what + 1)
 
     def _wait(self, call: Call, peers: list[Mirror], word: int, least: int) -> Generator[int, None, bool]:
-        """Wait until a counter of all peers is there; returns False when the call ended because a peer gave up."""
+        """Wait until a counter of all peers is there; returns False when the call has failed meanwhile."""
         cell, epoch = self.cell(call.seq), call.place.epoch
         tag = self.tag(call.seq, epoch)
         call.need = (word, least)
@@ -442,10 +648,10 @@ class Engine:
                 words = peer.sync(self.now)
                 if words[cell + word] >= least:
                     break
-                if words[cell + GAVE] == tag:
+                if words[cell + GAVE] == tag and words[cell + TAG] != tag:
                     self.give_up(call, GAVE_UP)
+                if not (yield from self._blocked(call)):
                     return False
-                yield BLOCKED
         return True
 
     def _sum(self, call: Call, slots: tuple[int, ...], box: Outbox, k: int) -> Generator[int, None, int]:

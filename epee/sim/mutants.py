@@ -6,7 +6,7 @@ simulator found; the seeds that found them are kept in tests/sim/seeds.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from ..memory.signals import SEQ_BITS
@@ -16,7 +16,8 @@ from ..view.events import BoardRead, Effect, Event, Received, Send
 from ..view.messages import Accept, Accepted, Decision, LaneState, Nack, Prepare, Promise
 from ..view.outcome import Course, Turn, Whole
 from ..view.quorum import has_quorum
-from .lane import FILLED, LANE, MOVED, TAG, Call, Engine, Mirror, Outbox, Shared
+from .history import TIMEOUT
+from .lane import COMPLETES, FILLED, GAVE, LANE, MOVED, TAG, Call, Engine, Mirror, Outbox, Shared
 from .plan import Plan
 from .world import World
 
@@ -222,6 +223,42 @@ class PublishesEarly(Engine):
         return True
 
 
+class KeepsItsHeader(Engine):
+    """Ends a call with an error and leaves its header valid, and who comes later completes it (a mistake of ours)."""
+
+    def give_up(self, call: Call, status: int = TIMEOUT) -> None:
+        if call.is_published and not call.is_decided:
+            epoch = call.place.epoch
+            self.own(epoch).store(self.now, self.cell(call.seq) + GAVE, self.tag(call.seq, epoch))
+            self._end(call, status, epoch)
+        else:
+            super().give_up(call, status)
+
+
+class CompletesUnasked(Engine):
+    """Completes a call when everything has arrived, without a last look for withdrawals."""
+
+    def _decide(self, call: Call, peers: list[Mirror]) -> Generator[int, None, bool]:
+        call.is_decided = True
+        self.own(call.place.epoch).store(self.now, self.cell(call.seq) + GAVE, COMPLETES)
+        yield MOVED
+        return True
+
+
+class NewsTakenFirst(Engine):
+    """Takes a decision off the list before it is taken over, so that an exception loses it (a mistake of ours)."""
+
+    def take_news(self) -> None:
+        while self.news:
+            decision = self.news.popleft()
+            for _ in self._take_over(decision):
+                if self.raise_after == 0:
+                    self.raise_after = -1
+                    self.interrupt()
+                    return
+                self.raise_after -= self.raise_after > 0
+
+
 class OneArena(Shared):
     """Uses the same memory in every epoch and for every incarnation."""
 
@@ -258,6 +295,9 @@ MUTANTS: dict[str, type] = {
         StartsAtCompleted,
         JoinerCompleted,
         PublishesEarly,
+        KeepsItsHeader,
+        CompletesUnasked,
+        NewsTakenFirst,
         OneArena,
         NoFreeze,
     )

@@ -7,9 +7,20 @@ from typing import NamedTuple
 
 from ..view.events import Settings
 
-CRASH, CRASH_IN_STEP, STOP, HOLD, RESTART, JOIN, PART, JUMP, LEAVE = range(9)
+CRASH, CRASH_IN_STEP, STOP, HOLD, RESTART, JOIN, PART, JUMP, LEAVE, INTERRUPT = range(10)
 FAULT_MIX = (CRASH, CRASH, CRASH_IN_STEP, CRASH_IN_STEP, STOP, STOP, HOLD, RESTART, JOIN, PART, JUMP, LEAVE)
-FAULT_NAMES = ("crash", "crash in a step", "stop", "hold", "restart", "join", "partition", "clock jump", "leave")
+FAULT_NAMES = (
+    "crash",
+    "crash in a step",
+    "stop",
+    "hold",
+    "restart",
+    "join",
+    "partition",
+    "clock jump",
+    "leave",
+    "interrupt",
+)
 
 
 AFTER_SEND = 100
@@ -24,7 +35,8 @@ class Fault(NamedTuple):
         slot: the victim, or the slot of a joiner.
         for_s: how long a stop, a hold, a partition lasts; how far a clock jumps; the delay of a restart.
         number: of a CRASH_IN_STEP after how many effects, or, from `AFTER_SEND` on, after how many messages; of PART
-            the mask of cut directions (bit from * 12 + to).
+            the mask of cut directions (bit from * 12 + to); of INTERRUPT in which step of taking the next decision over
+            an exception comes (and out of the call with it), -1 for one that comes out of the call at once.
     """
 
     time_s: float
@@ -50,11 +62,12 @@ class Plan(NamedTuple):
     loss: float
     dup: float
     max_lag_s: float
+    is_patient: bool
     faults: tuple[Fault, ...]
 
     def is_calm(self) -> bool:
         """Return whether nothing happens that may make a live process look stalled (V-7)."""
-        quiet = all(fault.kind in (CRASH, CRASH_IN_STEP, LEAVE, JUMP, JOIN) for fault in self.faults)
+        quiet = all(fault.kind in (CRASH, CRASH_IN_STEP, LEAVE, JUMP, JOIN, INTERRUPT) for fault in self.faults)
         return quiet and not self.loss and self.slow_share == 0.0 and self.max_lag_s <= 0.003
 
 
@@ -82,9 +95,23 @@ def make_plan(seed: int) -> Plan:
         loss=rng.choice((0.05, 0.2)) if bad_net and rng.random() < 0.6 else 0.0,
         dup=0.2 if rng.random() < 0.4 else 0.0,
         max_lag_s=rng.choice((0.0, 0.0005, 0.003, 0.02)),
+        is_patient=seed % 3 > 0,
         faults=_faults(rng, num_members, span),
     )
-    return _with_newcomer(plan, rng) if seed % 8 == 7 and num_members < 7 else plan
+    if seed % 8 == 7 and num_members < 7:
+        plan = _with_newcomer(plan, rng)
+    return plan._replace(faults=_with_interrupts(plan, rng)) if seed % 3 == 1 else plan
+
+
+def _with_interrupts(plan: Plan, rng: Random) -> tuple[Fault, ...]:
+    """Return the faults of a plan, and exceptions that come out of calls, many of them when the others happen."""
+    span = plan.num_calls * (plan.think_s + 0.006)
+    faults = list(plan.faults)
+    for _ in range(rng.randint(1, 4)):
+        near = rng.choice(plan.faults).time_s if plan.faults and rng.random() < 0.5 else rng.random() * span
+        slot, step = rng.randrange(plan.num_members), rng.choice((-1, -1, 0, 1, 2))
+        faults.append(Fault(near + rng.choice((0.0, 0.005, 0.05)) * rng.random(), INTERRUPT, slot, 0.0, step))
+    return tuple(sorted(faults))
 
 
 def _faults(rng: Random, num_members: int, span: float) -> tuple[Fault, ...]:

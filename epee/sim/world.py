@@ -38,7 +38,7 @@ from ..view.events import (
 )
 from ..view.messages import STALLED, BoardState, Decision, Member, Message
 from ..view.quorum import has_quorum
-from .faults import crash, inject
+from .faults import crash, inject, interrupt
 from .history import DONE, EVICTED, GONE, NO_QUORUM, VIEW, History, Record, Violation, check
 from .lane import LANE, Engine, Shared, expected_result
 from .plan import AFTER_SEND, Plan
@@ -90,6 +90,7 @@ class World:
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
         self.shared = self.shared_type(plan.seed, self.rng, plan.raises, plan.max_lag_s)
+        self.shared.epoch_of = self._epoch_of
         self.processes: dict[bytes, Process] = {}
         self.all: list[Process] = []
         self.decisions: dict[int, Decision] = {}
@@ -107,6 +108,11 @@ class World:
 
     def member(self, slot: int, incarnation: int, number: int) -> Member:
         return Member(slot, incarnation, bytes((slot, number, 0, 0)), b"")
+
+    def _epoch_of(self, slot: int, incarnation: int) -> int:
+        """Return the epoch that the board of a process shows."""
+        boards = (p.board for p in self.all if (p.me.slot, p.me.incarnation) == (slot, incarnation))
+        return max((board.decided.epoch for board in boards), default=0)
 
     def spawn(self, me: Member, first: Decision | None) -> Process:
         process = Process(me, self.agent_type(me, self.plan.settings, first))
@@ -291,7 +297,15 @@ class World:
     def _no_quorum(self, process: Process, effect: NoQuorum) -> None:
         me = process.me
         process.records.append(Record(self.now, me.slot, me.incarnation, NO_QUORUM, 0, 0, 0, effect.epoch))
-        crash(self, process)  # the program of this process ends with the error
+        if not self.plan.is_patient:
+            crash(self, process)  # the program of this process ends with the error
+            return
+        interrupt(self, process)  # it gets the error and repeats the call, for a while
+        self.at(self.now + PATIENCE_S / 4, self._lose_patience, process, effect.epoch)
+
+    def _lose_patience(self, process: Process, epoch: int) -> None:
+        if process.agent.epoch == epoch and not (process.stopped or process.ended):
+            crash(self, process)
 
     def _refused(self, process: Process, effect: Refused) -> None:
         crash(self, process)
@@ -346,7 +360,11 @@ class World:
             return
         random = self.random
         plan = self.plan
-        if engine.issued < plan.num_calls and len(engine.calls) < plan.window and self.now >= process.issue_at:
+        if engine.news:
+            engine.now = self.now
+            engine.take_news()
+        has_room = engine.issued < plan.num_calls and len(engine.calls) < plan.window
+        if has_room and self.now >= process.issue_at and engine.may_issue():
             engine.issue(self.now)
             process.issue_at = self.now + random() * plan.think_s
         budget = int(random() * 24) if random() < 0.5 else 1000

@@ -9,6 +9,8 @@ from epee.sim.history import (
     DONE,
     EVICTED,
     FAILED,
+    GAVE_UP,
+    LOST,
     OK,
     TIMEOUT,
     VIEW,
@@ -109,6 +111,22 @@ def test_the_dead_are_held_to_it_unless_somebody_was_voted_out_alive() -> None:
     assert rules(GOOD + more, {(2, 1)}) == []
 
 
-def test_outcomes_are_compared_up_to_the_first_time_out() -> None:
-    more = [done(0, 3, 2, 0, TIMEOUT), done(1, 3, 2, 0b011), done(0, 4, 2, 0, FAILED), done(1, 4, 2, 0b011)]
+@pytest.mark.parametrize("status", [FAILED, TIMEOUT, GAVE_UP])
+def test_who_is_in_a_result_does_not_end_the_call_with_an_error(status: int) -> None:
+    more = [done(0, 3, 2, 0, status), done(1, 3, 2, 0b011)]
+    assert rules(GOOD + more) == ["C-3"]
+
+
+def test_errors_of_one_call_may_differ_and_later_calls_are_compared_all_the_same() -> None:
+    more = [done(0, 3, 2, 0, TIMEOUT), done(1, 3, 2, 0, FAILED)]
+    assert rules(GOOD + more) == []
+    assert rules([*GOOD, *more, done(0, 4, 2, 0, GAVE_UP), done(1, 4, 2, 0b011)]) == ["C-3"]
+
+
+def test_a_call_that_is_said_to_be_lost_may_have_ended_otherwise_elsewhere() -> None:
+    assert rules([*GOOD, done(0, 3, 2, 0, LOST), done(1, 3, 2, 0b011)]) == []
+
+
+def test_a_result_without_one_that_gave_the_call_up_and_died_is_right() -> None:
+    more = [Record(0.0, 2, 1, DONE, GAVE_UP, 7, 2, 1), Record(0.0, 2, 1, DIED)]
     assert rules(GOOD + more) == []

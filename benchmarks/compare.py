@@ -1,0 +1,145 @@
+"""`scripts/compare BEFORE`: a benchmark from two checkouts in turn, so that a change can be judged on a noisy machine.
+
+Each block is a run of `python -m benchmarks.NAME` in an interpreter of its own, with one checkout's package and its own
+copy of the benchmark; the checkouts take turns, and each goes first every other time. A row's figure per block is the
+p10 and the median that the benchmark prints for epee; a ratio is formed within each pair of blocks, which ran one
+after the other, and the median of these ratios is shown. A row is slower when its p10 ratio is above `SLOWER` and the
+difference is above `SLOWER_US`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from . import common
+
+MODULES = {"collectives": "benchmarks.collectives", "ep": "benchmarks.ep_cpu"}
+DEFAULTS = {"collectives": ("--idle-s", "0"), "ep": ()}
+SLOWER, SLOWER_US = 1.05, 1.0
+ROOT = Path(__file__).resolve().parents[1]
+
+Blocks = list[dict[str, dict[str, float]]]  # per block, row -> summary
+
+
+class Row(NamedTuple):
+    """One row of both checkouts: medians over the blocks in microseconds, and the medians of the pairs' ratios."""
+
+    name: str
+    before_p10: float
+    after_p10: float
+    p10_ratio: float
+    median_ratio: float
+
+    @property
+    def is_slower(self) -> bool:
+        """True when the change costs more than noise and promise allow."""
+        return self.p10_ratio > SLOWER and self.after_p10 - self.before_p10 > SLOWER_US
+
+
+def rows_of(report: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return epee's summaries of a benchmark's JSON by a name that says which case it is."""
+    found = {}
+    for row in report.get("rows") or report["results"]:
+        shape = row.get("shape")
+        what = " ".join(f"{key}={value}" for key, value in shape.items()) if shape else f"{row['bytes']} B"
+        ranks = "" if shape else f" {row['num_ranks']} ranks"
+        found[f"{row.get('op') or row['operation']}{ranks} {what}"] = row["epee"]
+    return found
+
+
+def compare(before: Blocks, after: Blocks) -> list[Row]:
+    """Return the rows that both checkouts have; block i of one ran beside block i of the other."""
+    rows = []
+    for name in before[0]:
+        if any(name not in block for block in (*before, *after)):
+            continue
+        ratios = {
+            key: statistics.median(new[name][key] / old[name][key] for old, new in zip(before, after, strict=True))
+            for key in ("p10_us", "median_us")
+        }
+        p10s = [statistics.median(block[name]["p10_us"] for block in blocks) for blocks in (before, after)]
+        rows.append(Row(name, p10s[0], p10s[1], ratios["p10_us"], ratios["median_us"]))
+    return rows
+
+
+@contextmanager
+def checkout(what: str) -> Iterator[Path]:
+    """Give the folder of a checkout: `what` itself, or a temporary worktree of the commit that it names."""
+    if Path(what).is_dir():
+        yield Path(what).resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "before"
+        subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", "--quiet", str(tree), what], check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
+
+
+def run_block(tree: Path, name: str, args: list[str], timeout_s: float) -> dict[str, dict[str, float]]:
+    """Run the benchmark once from `tree` and return its rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "block.json"
+        command = [sys.executable, "-m", MODULES[name], *DEFAULTS[name], *args, "--json", str(target)]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=timeout_s, check=False)
+        if done.returncode:
+            raise typer.BadParameter(
+                f"{' '.join(command)} in {tree} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            )
+        return rows_of(json.loads(target.read_text()))
+
+
+def show(rows: list[Row], num_blocks: int) -> None:
+    """Print the table, slower rows marked."""
+    table = [
+        (
+            row.name,
+            f"{row.before_p10:.1f}",
+            f"{row.after_p10:.1f}",
+            f"{row.p10_ratio:.3f}",
+            f"{row.median_ratio:.3f}",
+            "SLOWER" if row.is_slower else "",
+        )
+        for row in rows
+    ]
+    notes = [common.machine_line(common.machine())]
+    notes.append(f"{num_blocks} blocks each, in turn; ratios after / before, medians over the pairs of blocks.")
+    notes.append(f"SLOWER: p10 ratio above {SLOWER:g} and more than {SLOWER_US:g} us.")
+    common.print_table("after / before", ("case", "before p10 us", "after p10 us", "p10", "median", ""), table, notes)
+
+
+def main(
+    before: Annotated[str, typer.Argument(help="A commit, or the folder of a checkout.")],
+    what: Annotated[str, typer.Option(help=f"The benchmark: {' or '.join(MODULES)}.")] = "collectives",
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of each checkout.")] = 5,
+    args: Annotated[str, typer.Option(help="Further arguments of the benchmark, in one string.")] = "",
+    timeout_s: Annotated[float, typer.Option(min=1.0, help="Limit of one block.")] = 1200.0,
+) -> None:
+    """Compare this checkout with BEFORE; ends with 1 when a case is slower."""
+    if what not in MODULES:
+        raise typer.BadParameter(f"--what must be {' or '.join(MODULES)}, got {what!r}")
+    measured: tuple[Blocks, Blocks] = ([], [])
+    with checkout(before) as tree:
+        for block in range(blocks):
+            sides = [(measured[0], tree), (measured[1], ROOT)]
+            for rows, folder in sides if block % 2 else reversed(sides):
+                rows.append(run_block(folder, what, args.split(), timeout_s))
+    rows_found = compare(*measured)
+    show(rows_found, blocks)
+    if any(row.is_slower for row in rows_found):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -329,8 +329,8 @@ def time_size(core: LatencyCore, tokens: int, with_halves: bool) -> list[dict[st
     rows.append({"name": "pair fp8 + bf16", "tokens": tokens, "median_us": median, "p90_us": p90})
     if with_halves:
         for name, call, kernel in (
-            ("dispatch fp8", lambda: dispatch(True, True), "latency_dispatch_fp8"),
-            ("combine bf16", lambda: combine(hook=True), "latency_combine_bf16"),
+            ("dispatch fp8", lambda: dispatch(True, True), "dispatch_latency_fp8"),
+            ("combine bf16", lambda: combine(hook=True), "combine_latency_bf16"),
         ):
             send, receive = half_times(call, kernel)
             rows.append({"name": f"{name}, halves", "tokens": tokens, "send_us": send, "receive_us": receive})

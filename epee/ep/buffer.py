@@ -359,7 +359,7 @@ class Buffer(Calls):
     def refuse(self, error: Exception, timeout: float | None = None) -> None:
         """Take part in the peers' next call only to tell them that this rank cannot make it; they raise at once.
 
-        On GPUs, and in latency mode, that call must be a dispatch or a combine.
+        On GPUs, and in latency mode, that call must be a dispatch, a combine or (throughput) a barrier.
 
         For callers of this buffer that find something wrong with their own arguments, before they raise `error`.
 
@@ -420,7 +420,7 @@ class Buffer(Calls):
 
         def work(deadline: float) -> torch.Tensor:
             check_only_in("latency", {"active_ranks": active_ranks})
-            self._control.all_gather_bytes(b"", deadline)
+            self._meet(deadline)
             return mask_of(self._exchange.members, self.num_ranks)
 
         return self._call(OP_GATHER, timeout, work)

@@ -16,7 +16,9 @@ from typing import TypeVar
 
 from ..errors import EpeeError
 from .checks import check_timeout
-from .exchange import OP_NAMES, Exchange, Moved
+from .control import ControlPlane
+from .cuda_path import CudaPath
+from .exchange import OP_DISPATCH, OP_GATHER, OP_NAMES, Exchange, Moved
 from .paths import Path
 from .survivor import Survivor
 from .turns import Turns
@@ -29,9 +31,32 @@ class Calls(Turns):
     """The part of a `Buffer` that makes calls; it sets these attributes."""
 
     _path: Path
+    _control: ControlPlane
     _exchange: Exchange
     _survivor: Survivor | None
     _timeout: float
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Let all ranks meet. Collective.
+
+        On GPUs the streams meet: what a rank's current stream does behind the barrier, it does when all ranks' streams
+        have come to it, with their writes done. One kernel; the host waits for nobody, so an error (as of a combine) is
+        raised by the next call or by `check`. On CPUs, and in latency mode, the ranks' host threads meet.
+
+        Args:
+            timeout: seconds to wait for a silent peer.
+
+        Raises:
+            As `dispatch`.
+        """
+        path = self._path
+        if isinstance(path, CudaPath):
+            self._call(OP_DISPATCH, timeout, path.barrier)
+        else:
+            self._call(OP_GATHER, timeout, self._meet)
+
+    def _meet(self, deadline: float) -> None:
+        self._control.all_gather_bytes(b"", deadline)
 
     def _call(self, op: int, timeout: float | None, work: Callable[[float], _T]) -> _T:
         """Run one collective call, `work`, which is given its deadline.

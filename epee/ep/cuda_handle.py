@@ -107,8 +107,21 @@ class CudaHandle(Handle):
     @property
     def recv_slots(self) -> torch.Tensor:
         """`[num_local_experts]` int32 on the GPU: (token, k) slots of each local expert, not rounded up."""
-        first = self.rank * self.num_local_experts
-        return self._count_matrix[:, first : first + self.num_local_experts].sum(0).to(torch.int32)
+        return self.core.part("recv_slots", self.num_local_experts)
+
+    @property
+    def slot_ends(self) -> torch.Tensor:
+        """`[num_local_experts]` int32 on the GPU, as the kernel wrote it: where the slots of each local expert end.
+
+        Rank layout: the sum of the counts of local experts 0 ... i, each rounded up. Expert layout: the first row of
+        expert i plus its rows that are no padding.
+        """
+        return self.core.part("slot_ends", self.num_local_experts)
+
+    @property
+    def token_ends(self) -> torch.Tensor:
+        """`[num_ranks]` int32 on the GPU, as the kernel wrote it: tokens from ranks 0 ... r, each counted once."""
+        return self.core.part("token_ends", self.num_ranks)
 
     @property
     def received_up_to(self) -> torch.Tensor:

@@ -222,6 +222,16 @@ class CudaPath:
             lost=None if routing is None else partial(lost_weight, routing, lost, self.config),
         )
 
+    def barrier(self, deadline: float) -> None:
+        """Let the ranks meet on their current streams; raises as `Buffer.barrier`."""
+        is_capturing = self._platform.is_capturing()
+        self._face_death("barrier", is_capturing)
+        try:
+            self._core.barrier(_seconds_to(deadline))
+        except EpeeError as error:
+            self._blame_death("barrier", error, is_capturing)
+            raise
+
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]`: lent memory, or ordinary memory when none is free."""
         is_capturing = self._platform.is_capturing()

@@ -184,7 +184,7 @@ class LatencyCore:
         self._run(op, partial(self._launch_refusal, op), False)
 
     def _launch_refusal(self, op: int, turn: Turn) -> None:
-        kernel = self._kernels["latency_dispatch_bf16" if op == OP_DISPATCH else "latency_combine_bf16"]
+        kernel = self._kernels["dispatch_latency_bf16" if op == OP_DISPATCH else "combine_latency_bf16"]
         a = kernel.args
         self._set_call(a, CoreOptions(), None, turn, 0)
         a.num_tokens, a.refused = 0, 1
@@ -201,7 +201,7 @@ class LatencyCore:
     def _launch_dispatch(self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, turn: Turn) -> None:
         x, topk_idx, topk_weights, out, scales, active_ranks, stats = tensors
         config = self.config
-        kernel = self._kernels["latency_dispatch_fp8" if options.use_fp8 else "latency_dispatch_bf16"]
+        kernel = self._kernels["dispatch_latency_fp8" if options.use_fp8 else "dispatch_latency_bf16"]
         a = kernel.args
         self._set_call(a, options, active_ranks, turn, handle.address("waits"))
         a.x, a.topk_idx, a.topk_weights = x.data_ptr(), topk_idx.data_ptr(), _address(topk_weights)
@@ -221,7 +221,7 @@ class LatencyCore:
         self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, is_wide: bool, turn: Turn
     ) -> None:
         y, topk_weights, out, got, waits, active_ranks = tensors
-        kernel = self._kernels["latency_combine_f32" if is_wide else "latency_combine_bf16"]
+        kernel = self._kernels["combine_latency_f32" if is_wide else "combine_latency_bf16"]
         a = kernel.args
         self._set_call(a, options, active_ranks, turn, waits.data_ptr())
         a.y, a.y_stride, a.out, a.out_got = y.data_ptr(), 2 * self.config.hidden, out.data_ptr(), got.data_ptr()

@@ -73,7 +73,7 @@ class LatencyPlaces(ctypes.Structure):
 
 
 class LatencyDispatchParams(ctypes.Structure):
-    """Arguments of `latency_dispatch_*`; T is `max_tokens`, L the local experts.
+    """Arguments of `dispatch_latency_*`; T is `max_tokens`, L the local experts.
 
     In: `x` bfloat16 [num_tokens, hidden], rows `x_stride` bytes apart; `topk_idx` int64 and `topk_weights` float32 (or
     0 for ones) [num_tokens, num_topk]. Out: `out_x` [L, ranks * T, row]; `out_scales` [L, scale_words, ranks * T];
@@ -96,7 +96,7 @@ class LatencyDispatchParams(ctypes.Structure):
 
 
 class LatencyCombineParams(ctypes.Structure):
-    """Arguments of `latency_combine_*`.
+    """Arguments of `combine_latency_*`.
 
     In: `y` bfloat16 [num_rows, hidden], rows `y_stride` bytes apart; `topk_weights` float32 [num_tokens, num_topk] when
     `has_weights`; the handle. Out: `out` bfloat16 [num_tokens, hidden], `out_got` bool
@@ -116,12 +116,12 @@ class LatencyCombineParams(ctypes.Structure):
 # Kernel file -> its entry points and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
     "kernels/latency_dispatch.cuh": {
-        "latency_dispatch_fp8": LatencyDispatchParams,
-        "latency_dispatch_bf16": LatencyDispatchParams,
+        "dispatch_latency_fp8": LatencyDispatchParams,
+        "dispatch_latency_bf16": LatencyDispatchParams,
     },
     "kernels/latency_combine.cuh": {
-        "latency_combine_bf16": LatencyCombineParams,
-        "latency_combine_f32": LatencyCombineParams,
+        "combine_latency_bf16": LatencyCombineParams,
+        "combine_latency_f32": LatencyCombineParams,
     },
 }
 

@@ -40,6 +40,8 @@ from .throughput_report import REFUSED_INVALID_ARGUMENT, ReasonOf
 from .throughput_signature import dispatch_signature
 from .throughput_types import CombineOptions, DispatchOptions, Received, ThroughputHandle
 
+_ONE_WARP = Shape(1, 32, 0, 0, 0)
+
 
 class Throughput:
     """A rank's end of a GPU buffer. One call at a time; calls of all ranks in the same order.
@@ -184,10 +186,12 @@ class Throughput:
         return out, weights
 
     def barrier(self, timeout_s: float) -> None:
-        """All ranks meet on the device, on their current streams."""
-        stream = self._machine.begin()
-        self._machine.announce()
-        self._machine.launch(self._machine.kernel("barrier", timeout_s), 1, Shape(1, 32, 0, 0, 0), stream)
+        """All ranks meet on the device, on their current streams; the host waits for nobody."""
+        machine = self._machine
+        stream = machine.begin()
+        kernel = machine.kernel("barrier", timeout_s)
+        machine.announce()
+        machine.launch(kernel, 1, _ONE_WARP, stream)
 
     def refuse(self, timeout_s: float, tell: Callable[[int], None] | None = None) -> None:
         """Take part in the peers' next call, whatever it is, only to tell them that this rank's was invalid.

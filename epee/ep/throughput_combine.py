@@ -62,7 +62,7 @@ def launch_combine(
     config, limits = machine.config, machine.platform.limits
     place = place_rows(machine, y, handle)
     out_weights = _send_weights(machine, place, handle, topk_weights)
-    kernel = machine.kernel(f"throughput_combine_{handle.layout}_{PAYLOADS[y.dtype]}", options.timeout_s)
+    kernel = machine.kernel(f"combine_throughput_{handle.layout}_{PAYLOADS[y.dtype]}", options.timeout_s)
     a = kernel.args
     machine.set_handle(a, handle)
     _set_place(machine, a, place, handle)
@@ -93,7 +93,7 @@ def launch_combine(
 
 def launch_refusal(machine: Machine, timeout_s: float, stream: int) -> None:
     """Launch a combine that only tells the peers that this rank's call was refused."""
-    kernel = machine.kernel("throughput_combine_rank_bf16", timeout_s)
+    kernel = machine.kernel("combine_throughput_rank_bf16", timeout_s)
     a = kernel.args
     limits = machine.platform.limits
     shape = combine_shape(BULK_BYTES, machine.config.num_ranks, 1, limits, False)

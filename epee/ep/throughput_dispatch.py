@@ -114,7 +114,7 @@ def launch_layout(
 ) -> None:
     """Launch counting and exchange; without `route` only the exchange."""
     config = machine.config
-    kernel = machine.kernel("throughput_layout", timeout_s)
+    kernel = machine.kernel("layout_throughput", timeout_s)
     a = kernel.args
     set_layout(machine, a, handle, route, topk_weights, exchange, launch)
     if route is None:
@@ -183,7 +183,7 @@ def launch_payload(
     """Launch the movement of rows, in the expert layout into `expanded`."""
     shape = launch.shape
     name = "expert" if handle.is_expert else str(shape.num_stages)
-    kernel = machine.kernel(f"throughput_dispatch_{name}", options.timeout_s)
+    kernel = machine.kernel(f"dispatch_throughput_{name}", options.timeout_s)
     a = kernel.args
     set_payload(machine, a, payload, handle, launch, options)
     if expanded is not None:

@@ -27,7 +27,7 @@ def launch_order(
 ) -> None:
     """Launch the sum behind a combine of `y`; arguments as in `launch_combine`."""
     config = machine.config
-    kernel = machine.kernel("throughput_combine_order", timeout_s)
+    kernel = machine.kernel("combine_throughput_order", timeout_s)
     a = kernel.args
     machine.set_handle(a, handle)
     if handle.is_expert:
@@ -49,4 +49,4 @@ def launch_order(
     a.is_expert = int(handle.is_expert)
     if handle.num_tokens:
         machine.launch(kernel, min(handle.num_tokens, 8 * machine.max_sms), Shape(1, _THREADS, 0, 0, 0), stream)
-    machine.launch(machine.kernel("throughput_combine_order_end", timeout_s), 1, Shape(1, 32, 0, 0, 0), stream)
+    machine.launch(machine.kernel("combine_throughput_order_end", timeout_s), 1, Shape(1, 32, 0, 0, 0), stream)

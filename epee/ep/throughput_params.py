@@ -48,7 +48,8 @@ OP_DISPATCH, OP_COMBINE, OP_BARRIER = 1, 2, 3
 _WORD = ctypes.c_uint64
 # What a handle keeps: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 and `weights_of` float32
 # [num_tokens, num_topk], `ordinals` int32 likewise (expert layout, else 0), `count_matrix` int32
-# [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32.
+# [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32, and behind it,
+# each aligned to 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts], `token_ends` int32 [num_ranks].
 # They stand side by side in every struct, in this order, so that the host sets them in one go.
 _HANDLE_NAMES = ("send_prefix", "expert_of", "weights_of", "ordinals", "count_matrix", "row_base", "recv_info")
 _HANDLE = tuple((name, _PTR) for name in _HANDLE_NAMES)
@@ -77,7 +78,7 @@ class Call(ctypes.Structure):
 
 
 class LayoutParams(ctypes.Structure):
-    """Arguments of `throughput_layout`.
+    """Arguments of `layout_throughput`.
 
     In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0,
     `topk_weights` float32 or 0. Out: the handle; `mailbox` is pinned host memory or 0.
@@ -96,7 +97,7 @@ class LayoutParams(ctypes.Structure):
 
 
 class DispatchParams(ctypes.Structure):
-    """Arguments of `throughput_dispatch_*`. Strides of `x` in bytes, of `scales` in 4-byte elements."""
+    """Arguments of `dispatch_throughput_*`. Strides of `x` in bytes, of `scales` in 4-byte elements."""
 
     _fields_ = (
         ("call", Call),
@@ -115,13 +116,13 @@ class DispatchParams(ctypes.Structure):
 
 
 class FewParams(ctypes.Structure):
-    """Arguments of `throughput_dispatch_few`: those of both kernels that it stands for."""
+    """Arguments of `dispatch_throughput_few`: those of both kernels that it stands for."""
 
     _fields_ = (("layout", LayoutParams), ("payload", DispatchParams), ("num_move_warps", _INT))
 
 
 class CombineParams(ctypes.Structure):
-    """Arguments of `throughput_combine_*`."""
+    """Arguments of `combine_throughput_*`."""
 
     _fields_ = (
         ("call", Call),
@@ -137,7 +138,7 @@ class CombineParams(ctypes.Structure):
 
 
 class OrderParams(ctypes.Structure):
-    """Arguments of `throughput_combine_order`."""
+    """Arguments of `combine_throughput_order`."""
 
     _fields_ = (
         ("call", Call),
@@ -223,24 +224,24 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
     )
 
 
-FEW_KERNEL = "throughput_dispatch_few"
-# Kernel file -> its entry points and their params.
+FEW_KERNEL = "dispatch_throughput_few"
+# Kernel file -> its entry points (see `jit.params.kernel_symbol`) and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
-    "kernels/throughput_layout.cuh": {"throughput_layout": LayoutParams},
+    "kernels/throughput_layout.cuh": {"layout_throughput": LayoutParams},
     "kernels/throughput_dispatch.cuh": {
-        "throughput_dispatch_2": DispatchParams,
-        "throughput_dispatch_4": DispatchParams,
+        "dispatch_throughput_2": DispatchParams,
+        "dispatch_throughput_4": DispatchParams,
     },
     "kernels/throughput_few.cuh": {FEW_KERNEL: FewParams},
-    "kernels/throughput_expert.cuh": {"throughput_dispatch_expert": DispatchParams},
+    "kernels/throughput_expert.cuh": {"dispatch_throughput_expert": DispatchParams},
     "kernels/throughput_combine.cuh": {
-        f"throughput_combine_{layout}_{dtype}": CombineParams
+        f"combine_throughput_{layout}_{dtype}": CombineParams
         for layout in ("rank", "expert")
         for dtype in ("bf16", "f16", "f32")
     },
     "kernels/throughput_order.cuh": {
-        "throughput_combine_order": OrderParams,
-        "throughput_combine_order_end": BarrierParams,
+        "combine_throughput_order": OrderParams,
+        "combine_throughput_order_end": BarrierParams,
     },
     "kernels/barrier.cuh": {"barrier": BarrierParams},
 }

@@ -197,7 +197,7 @@ def few_shape(
     if num_tokens > FEW_TOKENS or movers < 1 or stage > limits.shared_bytes:
         return None
     warps = min(MAX_FEW_WARPS, limits.max_warps, limits.shared_bytes // stage, max(1, _ceil_div(num_tokens, movers)))
-    shared_bytes = max(warps * stage, 4 * (num_counters + 1))
+    shared_bytes = max(warps * stage, 8 * (num_counters + 1))  # two numbers per expert in the end
     return Shape(movers + 1, 32 * limits.max_warps, shared_bytes, stage, 1), warps
 
 
@@ -242,6 +242,9 @@ class HandleSpace:
     count_matrix: int
     row_base: int
     recv_info: int
+    slot_ends: int  # these lie behind `recv_info` for the kernels, and are only read on the GPU
+    recv_slots: int
+    token_ends: int
     total: int
 
 
@@ -255,6 +258,9 @@ def handle_space(config: ThroughputConfig, num_tokens: int) -> HandleSpace:
         config.num_ranks * config.num_counters,
         config.num_counters,
         config.info_words,
+        config.num_local_experts,
+        config.num_local_experts,
+        config.num_ranks,
     )
     offsets = [0]
     for size in sizes:

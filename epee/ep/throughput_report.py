@@ -27,6 +27,7 @@ REFUSED_INVALID_ARGUMENT = 1
 OTHER_CALL = 2  # no refusal: that rank makes another kind of call
 GAVE_UP = 3  # that rank has left the call without waiting for this one
 REFUSED_BAD_HANDLE, REFUSED_BROKEN_GRID, REFUSED_OLD_HANDLE, REFUSED_HAUNTED = 4, 5, 6, 7
+OTHER_BARRIER = 8  # no refusal: that rank makes a barrier
 _ECHOES = ("gave up this call", "gave the call up")
 _OTHER = {"dispatch": "combine", "combine": "dispatch"}
 _REFUSALS = {
@@ -69,8 +70,9 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
     code, tag, op, peer, expected, got, where = words[at : at + 7]
     words[at] = 0
     name, seq, src = OP_NAMES.get(op, f"op {op}"), untag(tag)[1], _signed(peer)
-    if code == REFUSED and got == OTHER_CALL:
-        calls = sorted([(rank, name), (src, _OTHER.get(name, "another call"))])
+    if code == REFUSED and got in (OTHER_CALL, OTHER_BARRIER):
+        other = "barrier" if got == OTHER_BARRIER else _OTHER.get(name) or OP_NAMES.get(expected, "another call")
+        calls = sorted([(rank, name), (src, other)])
         return MismatchError(
             f"{context(calls[0][1], seq=seq)}: ranks disagree about op: rank {calls[0][0]} has {calls[0][1]}, "
             f"rank {calls[1][0]} has {calls[1][1]}; all ranks must make the same calls in the same order"

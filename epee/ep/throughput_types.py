@@ -75,6 +75,11 @@ class ThroughputHandle:
         """int32 device words; see `throughput_params.RECV_INFO_*`."""
         return self.words[self.space.recv_info :]
 
+    def part(self, name: str, length: int) -> torch.Tensor:
+        """Return the first `length` words of a part of the handle, as `HandleSpace` names it."""
+        at: int = getattr(self.space, name)
+        return self.words[at : at + length]
+
 
 @dataclass(eq=False, slots=True)
 class Received:

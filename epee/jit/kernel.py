@@ -17,6 +17,7 @@ from ..errors import CompileError
 from .cache import CubinCache, cache_key
 from .compile import compile_source, compiler_version, options
 from .driver import check, device_architecture, driver
+from .params import kernel_symbol
 from .source import flatten
 
 _STATIC_SHARED_BYTES = 48 << 10  # more dynamic shared memory than this must be asked for
@@ -126,7 +127,8 @@ class Module:
     def kernel(self, name: str, params: type[ctypes.Structure], max_shared_bytes: int) -> Kernel:
         """Return the kernel `name`, loaded now; it may use up to `max_shared_bytes` of dynamic shared memory."""
         cu = driver()
-        kernel = check(cu.cuLibraryGetKernel(self._library, name.encode()), f"find {name} in {self._path}")
+        symbol = kernel_symbol(name, params).encode()
+        kernel = check(cu.cuLibraryGetKernel(self._library, symbol), f"find {name} in {self._path}")
         return Kernel(check(cu.cuKernelGetFunction(kernel), f"load {name}"), params, max_shared_bytes)
 
 

@@ -2,7 +2,7 @@
 
 A kernel takes exactly one struct by value. `struct_source` emits its declaration, that of the structs inside it, and a
 `static_assert` on the size; `constants_source` emits compile-time constants; `offsets_source` emits the offsets of a
-`memory.layout.Layout`.
+`memory.layout.Layout`; `kernel_symbol` is what the compiler calls a kernel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import InvalidArgument
 from ..memory.layout import Layout
 
+NAMESPACE = "epee"  # of kernels
 _TYPE_NAMES: dict[Any, str] = {
     ctypes.c_uint64: "u64",
     ctypes.c_int64: "i64",
@@ -61,3 +62,14 @@ def offsets_source(layout: Layout, names: Sequence[str], prefix: str) -> str:
         words = "".join(part.capitalize() for part in name.split("_"))
         lines.append(f"constexpr u64 k{prefix}{words}Offset = {layout.offset(name)};")
     return "\n".join(lines) + "\n"
+
+
+def kernel_symbol(name: str, params: type[ctypes.Structure]) -> str:
+    """Return the symbol of `epee::<name>(params)` in a compiled file.
+
+    Kernels stand in a namespace, their names begin with what they do: profilers show `epee::dispatch_...`, and DeepEP's
+    own benchmarks look for `dispatch` and `combine`, to tell halves of calls apart for `::dispatch` and `::combine`.
+    The symbol is spelled as the C++ ABI of Linux has it.
+    """
+    parts = (NAMESPACE, name)
+    return f"_ZN{''.join(f'{len(part)}{part}' for part in parts)}E{len(params.__name__)}{params.__name__}"

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import epee
+import epee.compat.deep_ep as deep_ep
 from epee import reference
 from epee.compat.deep_ep import rooms
 from epee.compat.deep_ep.layout import recv_channel_prefix_matrix, recv_channel_prefix_matrix_on_device
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat import test_deep_ep_elastic as v2
-from tests.csrc.emulated import has_compiler
+from tests.compat.deep_ep_cases import world
+from tests.csrc.emulated import EmulatedKernel, has_compiler
 from tests.csrc.emulated_buffer import EmulatedBuffer
 from tests.ep.buffer_cases import make_input
 from tests.harness import run_ranks
@@ -109,6 +113,84 @@ def test_v2_refuses_everywhere_and_works_on() -> None:
 
 def test_rooms_grow_and_go() -> None:
     _run(2, v2._life)
+
+
+class _Ops(TorchDispatchMode):
+    """What torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _elastic(num_ranks: int, rank: int, **options: Any) -> tuple[Any, Any]:
+    """A V2 buffer that has made a dispatch, and its handle."""
+    buffer = deep_ep.ElasticBuffer(world(), num_max_tokens_per_rank=5, num_cpu_timeout_secs=20)
+    x = torch.full((3 + rank, 8), rank + 1.0, dtype=torch.bfloat16)
+    idx = (torch.arange(2 * len(x)).view(-1, 2) + rank) % (3 * num_ranks)
+    return buffer, buffer.dispatch(x, idx, num_experts=3 * num_ranks, do_cpu_sync=False, **options)[3]
+
+
+def _read_sums(rank: int, num_ranks: int) -> set[str]:
+    names: set[str] = set()
+    for do_expand in (False, True):
+        _, handle = _elastic(num_ranks, rank, do_expand=do_expand, expert_alignment=4)
+        with _Ops() as ops:
+            for name in v2.FIELDS[3:6]:
+                getattr(handle, name)
+        names |= ops.names
+    return names
+
+
+def test_v2_sums_are_the_kernels_own_so_a_graph_may_be_recorded_when_they_are_read() -> None:
+    assert _run(2, _read_sums) == [{"slice"}] * 2
+
+
+def _barriers(rank: int, num_ranks: int) -> tuple[list[str], int, int, str]:
+    deep_ep.ElasticBuffer(world()).barrier()  # no memory yet: the hosts meet
+    buffer, _ = _elastic(num_ranks, rank)
+    launches: list[str] = []
+    launch = EmulatedKernel.__call__
+
+    def count(kernel: Any, *args: Any) -> None:
+        launches.append(type(kernel.args).__name__)
+        launch(kernel, *args)
+
+    EmulatedKernel.__call__ = count  # type: ignore[method-assign]
+    (room,) = buffer.runtime._rooms.values()
+    control = room.core._control.exchange
+    before = control.seq
+    for i in range(12):
+        buffer.barrier(with_cpu_sync=i % 2 == 1)
+    num_exchanges = control.seq - before
+    room.core._timeout = 0.5
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["given up"])
+    error = ""
+    try:
+        buffer.barrier(with_cpu_sync=True)
+    except epee.CommTimeoutError as late:
+        error = str(late)
+    if rank == 0:
+        store.set("given up", "")
+    room.core._timeout = 20.0
+    buffer.barrier(with_cpu_sync=True)
+    return launches[:12], len(launches), num_exchanges, error
+
+
+def test_v2_barrier_is_one_kernel_and_names_a_silent_peer() -> None:
+    here, late = _run(2, _barriers)
+    for launches, num_launches, num_exchanges, _ in (here, late):
+        assert launches == ["BarrierParams"] * 12
+        assert num_launches == 14
+        assert num_exchanges == 0
+    assert "barrier (rank=0, peer=1, seq=14): rank 1 was silent too long" in here[3]
+    assert late[3] == ""
 
 
 def test_an_expanded_room_on_a_gpu_is_capped() -> None:

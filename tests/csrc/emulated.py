@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from epee.ep.throughput_plan import Limits
+from epee.jit.params import NAMESPACE
 from epee.jit.source import flatten
 from epee.memory.host import HostRegion
 
@@ -39,7 +40,7 @@ def _launcher(name: str, struct: str) -> str:
     return (
         f'extern "C" void launch_{name}(unsigned grid, unsigned block, size_t bytes, const {struct}* params) {{\n'
         f"  const {struct} copy = *params;\n"
-        f"  emulation::launch(grid, block, bytes, [copy] {{ {name}(copy); }});\n}}\n"
+        f"  emulation::launch(grid, block, bytes, [copy] {{ {NAMESPACE}::{name}(copy); }});\n}}\n"
     )
 
 

@@ -7,8 +7,9 @@ combines on poisoned memory, and sends everything it got to the parent, which kn
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from epee import reference
 from epee.ep.throughput import Throughput
 from epee.ep.throughput_plan import ThroughputConfig, default_expanded_rows
 from epee.ep.throughput_platform import CudaPlatform
-from epee.ep.throughput_types import CombineOptions, DispatchOptions
+from epee.ep.throughput_types import CombineOptions, DispatchOptions, ThroughputHandle
 from epee.reference import Received, Routed
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 from tests.harness import run_ranks
@@ -181,6 +182,7 @@ def run_case(rank: int, num_ranks: int, case: Case, platform_name: str) -> dict[
     d = buffer.dispatch(x, scales, route.contiguous().to(device), weights, None, options)
     got: dict[str, Any] = {name: getattr(d, name) for name in ("x", "scales", "topk_idx", "topk_weights", "src_token")}
     got |= {"src_rank": d.src_rank, "src_k": d.src_k, "num_tokens_per_expert": d.handle.num_tokens_per_expert}
+    got |= ends_of(buffer, d.handle)
     got = {name: _copy(value) for name, value in got.items()}
     y = expert_output(d.x, rank, case)
     bias = [tensor.to(device) for tensor in biases_of(case, rank)]
@@ -202,6 +204,35 @@ def run_case(rank: int, num_ranks: int, case: Case, platform_name: str) -> dict[
         torch.cuda.synchronize()
     buffer.check()
     return got
+
+
+def ends_of(buffer: Throughput, handle: ThroughputHandle) -> dict[str, torch.Tensor]:
+    """What the kernel of a dispatch has summed up for readers on the GPU."""
+    lengths = dict.fromkeys(("slot_ends", "recv_slots"), buffer.config.num_local_experts)
+    lengths["token_ends"] = buffer.config.num_ranks
+    return {name: handle.part(name, length) for name, length in lengths.items()}
+
+
+def ends_by_counting(case: Case, inputs: Sequence[Routed], rank: int) -> dict[str, torch.Tensor]:
+    """The same for `rank`, from everybody's routing, one token at a time."""
+    slots, tokens = [0] * case.num_local_experts, [0] * case.num_ranks
+    for src, given in enumerate(inputs):
+        if given.topk_idx is None:
+            assert given.is_token_in_rank is not None
+            tokens[src] = int(given.is_token_in_rank[:, rank].sum())
+            continue
+        for experts in given.topk_idx.tolist():
+            here = [expert % case.num_local_experts for expert in experts if expert // case.num_local_experts == rank]
+            tokens[src] += bool(here)
+            for expert in here:
+                slots[expert] += 1
+    ends, start = [], 0
+    for count in slots:
+        padded = -(-count // case.expert_alignment) * case.expert_alignment
+        ends.append(start + (count if case.layout == "expert" else padded))
+        start += padded
+    values = {"slot_ends": ends, "recv_slots": slots, "token_ends": list(accumulate(tokens))}
+    return {name: torch.tensor(value, dtype=torch.int32) for name, value in values.items()}
 
 
 def _flipped(x: torch.Tensor) -> torch.Tensor:
@@ -228,6 +259,8 @@ def check_case(case: Case, platform_name: str, timeout_s: float = 50.0) -> None:
         back = reference.combine_weights(inputs, want, [there.topk_weights for there in want])  # type: ignore[misc]
     for rank, got in enumerate(results):
         _check_received(got, want[rank], f"rank {rank}")
+        for name, ends in ends_by_counting(case, inputs, rank).items():
+            expect_equal(got[name], ends, f"rank {rank}: {name}")
         for name in ("combined", "combined_in_place"):
             expect_equal(got[name], combined[rank], f"rank {rank}: {name}")
         expect_equal(got["again"], _values(again[rank].x), f"rank {rank}: cached dispatch")

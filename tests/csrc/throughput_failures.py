@@ -7,13 +7,14 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from epee import reference
 from epee.ep.throughput import Throughput
 from epee.ep.throughput_types import CombineOptions, DispatchOptions, Received
 from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
 from tests.csrc.emulated import all_gather_bytes
-from tests.csrc.throughput_cases import Case, device_of, expect_equal, expert_output, inputs_of, make_buffer
+from tests.csrc.throughput_cases import Case, device_of, ends_of, expect_equal, expert_output, inputs_of, make_buffer
 from tests.harness import run_ranks
 
 CASE = Case((9, 7), hidden=64)
@@ -170,6 +171,64 @@ def hoard(rank: int, num_ranks: int, platform: str) -> Any:
     return copies, buffer.num_copies, bool((rows[0] == later.x).all())
 
 
+def overflow_unseen(rank: int, num_ranks: int, platform: str) -> Any:
+    buffer = open_buffer(rank, platform, max_recv_rows=6)
+    handle = _send(buffer, rank, DispatchOptions(timeout_s=10.0, sync=False)).handle
+    _wait_for_gpu(buffer)
+    return _error_of(buffer.check), {name: ends.cpu() for name, ends in ends_of(buffer, handle).items()}
+
+
+def barriers(rank: int, num_ranks: int, platform: str, num_rounds: int) -> int:
+    """Count how often a rank came through a barrier that another had not reached; calls of other kinds in between."""
+    buffer, store = open_buffer(rank, platform), dist.distributed_c10d._get_default_store()
+    num_early = 0
+    for i in range(num_rounds):
+        if i % 3 == rank:
+            time.sleep(0.01)
+        store.add(f"reached {i}", 1)
+        buffer.barrier(10.0)
+        _wait_for_gpu(buffer)
+        num_early += store.add(f"reached {i}", 0) != num_ranks
+        if i % 5 == 4:
+            _works(buffer, rank)
+    buffer.check()
+    return num_early
+
+
+def silent_at_barrier(rank: int, num_ranks: int, platform: str) -> Any:
+    buffer = open_buffer(rank, platform)
+    buffer.barrier(10.0)
+    _wait_for_gpu(buffer)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["given up"])
+    buffer.barrier(0.4)
+    _wait_for_gpu(buffer)
+    error = _error_of(buffer.check)
+    if rank == 0:
+        store.set("given up", "")
+    buffer.barrier(10.0)
+    return error, _works(buffer, rank)
+
+
+def barrier_or(rank: int, num_ranks: int, platform: str, other: str) -> Any:
+    """Rank 0 makes a barrier, rank 1 another call."""
+    buffer = open_buffer(rank, platform)
+    d = _send(buffer, rank)
+    if rank == 0:
+        buffer.barrier(10.0)
+    elif other == "refusal":
+        buffer.refuse(10.0)
+    elif other == "combine":
+        buffer.combine(d.x, d.handle, None, (), None, CombineOptions(timeout_s=10.0))
+    else:
+        _send(buffer, rank, DispatchOptions(timeout_s=10.0, sync=False))
+    _wait_for_gpu(buffer)
+    error = _error_of(buffer.check)
+    buffer.barrier(10.0)
+    return error, _works(buffer, rank)
+
+
 def check_bad_expert_id_is_named_and_refuses_the_call_everywhere(platform: str) -> None:
     """A bad expert id is named where it was given and refuses the call everywhere."""
     (mine, rows), (peers, _) = run_ranks(bad_expert, 2, platform, timeout_s=200)
@@ -263,6 +322,48 @@ def check_results_are_copied_out_when_no_slot_is_free(platform: str) -> None:
         assert is_same
 
 
+def check_a_call_that_fails_leaves_no_sums_to_go_by(platform: str) -> None:
+    """What is read on the GPU behind a failed dispatch says that nothing came."""
+    for error, ends in run_ranks(overflow_unseen, 2, platform, timeout_s=200):
+        assert error[0] == InvalidArgument.__name__
+        for name, values in ends.items():
+            assert not values.any(), (name, values)
+
+
+def check_no_rank_passes_a_barrier_before_all_have_come(platform: str) -> None:
+    """Nobody comes through any of many barriers early."""
+    assert run_ranks(barriers, 2, platform, 30, timeout_s=200) == [0, 0]
+
+
+def check_silent_peer_at_a_barrier_is_named_with_what_was_seen(platform: str) -> None:
+    """Who waits says for whom, and which call it has seen; who comes late has missed nobody."""
+    (error, rows), (late, rows_there) = run_ranks(silent_at_barrier, 2, platform, timeout_s=200)
+    assert error[0] == CommTimeoutError.__name__
+    for words in ("barrier (rank=0, peer=1, seq=2)", "rank 1 was silent too long", "expected call 2, got 1"):
+        assert words in error[1], error[1]
+    assert late == ("", "")
+    assert rows > 0
+    assert rows_there > 0
+
+
+def check_barrier_against_another_call_is_a_mismatch_on_both(platform: str) -> None:
+    """A barrier and another call end each other at once, and name both."""
+    for other in ("dispatch", "combine"):
+        for error, rows in run_ranks(barrier_or, 2, platform, other, timeout_s=200):
+            assert error[0] == MismatchError.__name__, error
+            assert f"ranks disagree about op: rank 0 has barrier, rank 1 has {other}" in error[1]
+            assert rows > 0
+
+
+def check_refused_call_ends_a_barrier_at_once(platform: str) -> None:
+    """A rank whose call was refused is named to those in a barrier."""
+    (error, rows), (mine, _) = run_ranks(barrier_or, 2, platform, "refusal", timeout_s=200)
+    assert mine == ("", "")
+    assert error[0] == MismatchError.__name__
+    assert "rank 1 refused the call, an argument was invalid" in error[1]
+    assert rows > 0
+
+
 CHECKS = {
     check.__name__.removeprefix("check_").replace("_", " "): check
     for check in (
@@ -276,5 +377,10 @@ CHECKS = {
         check_slot_of_failed_dispatch_holds_no_combine_input_until_all_have_left_it,
         check_combine_behind_a_failed_dispatch_is_refused,
         check_results_are_copied_out_when_no_slot_is_free,
+        check_a_call_that_fails_leaves_no_sums_to_go_by,
+        check_no_rank_passes_a_barrier_before_all_have_come,
+        check_silent_peer_at_a_barrier_is_named_with_what_was_seen,
+        check_barrier_against_another_call_is_a_mismatch_on_both,
+        check_refused_call_ends_a_barrier_at_once,
     )
 }

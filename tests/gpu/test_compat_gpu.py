@@ -1,10 +1,13 @@
-"""DeepEP's low-latency calls and Mooncake's `ep.Buffer` on real GPUs: values, hooks, zero-copy, statistics, masks.
+"""DeepEP's low-latency calls and Mooncake's `ep.Buffer` on real GPUs: values, hooks, zero-copy, statistics, masks; the
+sums of a V2 handle, V2's barrier, and the names that a profiler shows.
 
 Ranks share a GPU where there are fewer GPUs than ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -118,3 +121,172 @@ def _mooncake(rank: int, num_ranks: int) -> list[int]:
 
 def test_mooncakes_buffer_and_a_rank_that_stays_away() -> None:
     assert run_ranks(_mooncake, 2, timeout_s=100) == [[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
+
+
+EXPERTS_OF_RANK, ELASTIC_TOPK, ALIGNMENT = 5, 4, 8
+SUMS = (
+    "psum_num_recv_tokens_per_scaleup_rank",
+    "psum_num_recv_tokens_per_expert",
+    "num_unaligned_recv_tokens_per_expert",
+)
+
+
+def routing_of(rank: int, num_ranks: int, seed: int, num_tokens: int) -> torch.Tensor:
+    """What a rank sends where; every other routing leaves the first rank out."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    scores = torch.rand(num_tokens, EXPERTS_OF_RANK * num_ranks, generator=generator)
+    if seed % 2 and num_ranks > 1:
+        scores[:, :EXPERTS_OF_RANK] -= 1
+    idx = scores.topk(ELASTIC_TOPK, dim=1)[1]
+    return idx.masked_fill(torch.rand(idx.shape, generator=generator) < 0.2, -1)
+
+
+def sums_by_counting(rank: int, routings: list[torch.Tensor], do_expand: bool) -> list[list[int]]:
+    """`SUMS` of a rank, one token at a time."""
+    slots, tokens = [0] * EXPERTS_OF_RANK, [0] * len(routings)
+    for src, routing in enumerate(routings):
+        for experts in routing.tolist():
+            here = [expert % EXPERTS_OF_RANK for expert in experts if expert // EXPERTS_OF_RANK == rank]
+            tokens[src] += bool(here)
+            for expert in here:
+                slots[expert] += 1
+    padded = [-(-count // ALIGNMENT) * ALIGNMENT for count in slots]
+    starts = [0, *accumulate(padded)][:-1]
+    ends = [start + (slots if do_expand else padded)[i] for i, start in enumerate(starts)]
+    return [list(accumulate(tokens)), ends, slots]
+
+
+def elastic(num_ranks: int, device: torch.device, num_tokens: int) -> tuple[Any, torch.Tensor, Callable[..., Any]]:
+    """A V2 buffer, its routing, and a call without CPU sync that returns its handle."""
+    buffer = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=num_tokens, explicitly_destroy=True)
+    x = torch.ones(num_tokens, 256, dtype=torch.bfloat16, device=device)
+    idx = torch.empty(num_tokens, ELASTIC_TOPK, dtype=torch.int64, device=device)
+
+    def call(do_expand: bool) -> Any:
+        return buffer.dispatch(
+            x,
+            idx,
+            num_experts=EXPERTS_OF_RANK * num_ranks,
+            expert_alignment=ALIGNMENT,
+            do_cpu_sync=False,
+            do_expand=do_expand,
+        )[3]
+
+    return buffer, idx, call
+
+
+def eager_sums(rank: int, num_ranks: int, device: torch.device, num_tokens: int) -> None:
+    """Compare the sums of a few calls, read without CPU sync."""
+    buffer, idx, call = elastic(num_ranks, device, num_tokens)
+    for seed in range(4):
+        routings = [routing_of(src, num_ranks, seed, num_tokens) for src in range(num_ranks)]
+        idx.copy_(routings[rank])
+        for do_expand in (False, True):
+            handle = call(do_expand)
+            got = [getattr(handle, name).tolist() for name in SUMS]
+            assert got == sums_by_counting(rank, routings, do_expand), (seed, do_expand)
+    buffer.barrier(with_cpu_sync=True)
+    buffer.destroy()
+
+
+def _sums(rank: int, num_ranks: int, num_tokens: int) -> None:
+    device = own_gpu(rank)
+    eager_sums(rank, num_ranks, device, num_tokens)
+    buffer, idx, call = elastic(num_ranks, device, num_tokens)
+    idx.copy_(routing_of(rank, num_ranks, 0, num_tokens))
+    graphs = []
+    for do_expand in (False, True):
+        call(do_expand)
+        buffer.barrier()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            handle = call(do_expand)
+            sums = [getattr(handle, name) for name in SUMS]
+            copies = [part + 0 for part in sums]  # work of the graph that goes by them
+            buffer.barrier()
+        graphs.append((do_expand, graph, sums, copies))
+    for seed in range(10):
+        routings = [routing_of(src, num_ranks, seed, num_tokens) for src in range(num_ranks)]
+        idx.copy_(routings[rank])
+        for do_expand, graph, sums, copies in graphs:
+            graph.replay()
+            want = sums_by_counting(rank, routings, do_expand)
+            assert [part.tolist() for part in sums] == want, (seed, do_expand)
+            assert [part.tolist() for part in copies] == want, (seed, do_expand)
+    buffer.barrier(with_cpu_sync=True)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("num_tokens", [33, 700])  # one kernel, and two
+def test_v2_sums_are_right_eager_and_in_graphs_with_new_routing(num_tokens: int) -> None:
+    run_ranks(_sums, 2, num_tokens, timeout_s=100)
+
+
+def _names(rank: int, num_ranks: int) -> dict[str, list[str]]:
+    device = own_gpu(rank)
+    latency = deep_ep.Buffer(dist.group.WORLD, 0, 1 << 20, low_latency_mode=True)
+    x = torch.ones(16, 512, dtype=torch.bfloat16, device=device)
+    idx = torch.arange(48, device=device).view(16, 3) % SHAPE.num_experts
+    weights = torch.ones(16, 3, device=device)
+
+    def pair(with_hooks: bool) -> None:
+        recv_x, _, handle, _, hook = latency.low_latency_dispatch(
+            x, idx, SHAPE.max_tokens, SHAPE.num_experts, use_fp8=False, return_recv_hook=with_hooks
+        )
+        if with_hooks:
+            hook()
+        hook = latency.low_latency_combine(recv_x, idx, weights, handle, return_recv_hook=with_hooks)[2]
+        if with_hooks:
+            hook()
+
+    buffer, elastic_idx, call = elastic(num_ranks, device, 700)
+    elastic_idx.copy_(routing_of(rank, num_ranks, 0, 700))
+
+    def round_trip() -> None:
+        handle = call(False)
+        buffer.combine(torch.ones(num_ranks * 700, 256, dtype=torch.bfloat16, device=device), handle)
+        buffer.barrier()
+
+    return {
+        "pair": kernels_of(lambda: pair(False)),
+        "halves": kernels_of(lambda: pair(True)),
+        "round trip": kernels_of(round_trip),
+        "barrier": kernels_of(buffer.barrier),
+    }
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The kernels of epee that the profiler sees in a call, in the order of their starts."""
+    call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    dist.barrier()
+    kernels = sorted(profile.events(), key=lambda event: event.time_range.start)
+    lines = profile.key_averages().table(sort_by="cuda_time_total", max_name_column_width=100).splitlines()
+    names = [event.name for event in kernels if "epee" in event.name]
+    for name in names:  # how DeepEP's benchmarks find a kernel: by the one line of the table that has a word in it
+        if sum(name in other for other in names) == 1:
+            word = name.removeprefix("epee::").split("_")[0]
+            assert sum(word in line for line in lines) == sum(word in other for other in set(names)), lines
+    return names
+
+
+@pytest.mark.gpu(2)
+def test_a_profiler_shows_what_each_kernel_does() -> None:
+    for names in run_ranks(_names, 2, timeout_s=100):
+        assert [name.split("(")[0] for name in names["pair"]] == [
+            "epee::dispatch_latency_bf16",
+            "epee::combine_latency_bf16",
+        ]
+        # DeepEP's test of halves: as many `::dispatch` as `::combine`, two each
+        assert ["::dispatch" in name for name in names["halves"]] == [True, True, False, False]
+        assert ["::combine" in name for name in names["halves"]] == [False, False, True, True]
+        words = ["::layout", "::dispatch", "::combine", "::barrier"]
+        counts = [sum(word in name for name in names["round trip"]) for word in words]
+        assert counts[0] == counts[1] == counts[3] == 1, names
+        assert counts[2] >= 1, names
+        assert [name.split("(")[0] for name in names["barrier"]] == ["epee::barrier"]

@@ -35,7 +35,7 @@ from epee.compat.deep_ep.rows import (
 from epee.ep.bootstrap import group_of
 from epee.ep.handle import Combined, Dispatched, Payload
 from epee.ep.order import CombineOrder
-from epee.errors import InvalidArgument
+from epee.errors import InvalidArgument, InvalidState
 
 _DEFAULT_SMS = 24
 _EXPANDED_ORDER = CombineOrder(by="last_k", bias_first=True, round_partials=True)
@@ -127,9 +127,25 @@ class ElasticBuffer(Owner, NotHere):
         return sizing.buffer_bytes(group_of(group).size(), num_max_tokens_per_rank, hidden, num_topk)
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Return when all ranks have called it and the work on their current streams is done. Collective."""
-        EventHandle().synchronize()
-        self._rooms().share(b"b")
+        """Let all ranks' streams meet: work behind it begins when all have come, work before it done. Collective.
+
+        On GPUs one kernel on the current stream, behind all calls of this buffer; it can be recorded in a graph. Before
+        the first call on CUDA tensors, and on CPUs, the hosts meet, behind the work of their current streams.
+
+        Args:
+            use_comm_stream, sequential: ignored.
+            with_cpu_sync: let the host wait for it as well, and raise what went wrong.
+        """
+        rooms = self._rooms()
+        if with_cpu_sync:
+            _refuse_in_graph()
+        if not rooms.barrier():
+            _refuse_in_graph()
+            EventHandle().synchronize()
+            rooms.share(b"b")
+        elif with_cpu_sync:
+            EventHandle().synchronize()
+            rooms.check()
 
     @staticmethod
     def capture() -> EventHandle:
@@ -391,3 +407,11 @@ class ElasticBuffer(Owner, NotHere):
         recv_idx = None if got.topk_idx is None else filled_up(got.topk_idx, num_rows, -1)
         recv_weights = None if got.topk_weights is None else filled_up(got.topk_weights, num_rows, 0)
         return recv_x, recv_idx, recv_weights
+
+
+def _refuse_in_graph() -> None:
+    if is_capturing():
+        raise InvalidState(
+            "while a CUDA graph is recorded the host cannot wait: leave with_cpu_sync out, and make one call on CUDA "
+            "tensors before the first barrier"
+        )

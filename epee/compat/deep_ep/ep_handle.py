@@ -1,7 +1,10 @@
 """V2's handle: what `ElasticBuffer.dispatch` returns and `combine` takes back.
 
 It keeps the epee handle and the routing; every matrix that DeepEP keeps as a field is worked out when it is first read,
-from numbers that this rank has already (nothing here communicates). Rows are in (source rank, token) order, or in
+from numbers that this rank has already (nothing here communicates). On GPUs the sums that clients read on the device
+(`psum_...`, `num_unaligned_...`) are the dispatch kernel's own, so they may be read while a graph is recorded.
+
+Rows are in (source rank, token) order, or in
 (expert, source rank, token, k) order when expanded, so every field is deterministic.
 """
 
@@ -80,6 +83,8 @@ class EPHandle:
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
         """`[num_ranks]` int32: tokens from ranks 0 ... r, each counted once."""
+        if isinstance(self.core, CudaHandle):
+            return self.core.token_ends
         per_rank = torch.bincount(self._token_ids // self.num_max_tokens_per_rank, minlength=self.num_ranks)
         return per_rank.cumsum(0).to(torch.int32)
 
@@ -103,6 +108,8 @@ class EPHandle:
         Not expanded: the sum of the aligned counts of experts 0 ... i. Expanded: the first row of expert i (a multiple
         of the alignment) plus its real rows, so that `align(psum[i])` is the first row of expert i + 1.
         """
+        if isinstance(self.core, CudaHandle):
+            return self.core.slot_ends
         ends = self._aligned.cumsum(0).to(self.core.src_token.device)
         if self.do_expand:
             ends = ends - self._aligned.to(ends.device) + self.num_unaligned_recv_tokens_per_expert

@@ -107,10 +107,14 @@ class Rooms:
         """Return the room for a call. Collective when one must be made or grown, which all ranks find alike."""
         self.check_open()
         room = self._find(need)
+        self._join_others(room)
+        return room
+
+    def _join_others(self, room: Room) -> None:
+        """Let a call in `room` run behind those in others: the calls of one DeepEP buffer run one after another."""
         for other in self._rooms.values():
             if other is not room:
-                other.core.join()  # the calls of one DeepEP buffer run one after another
-        return room
+                other.core.join()
 
     def _find(self, need: Need) -> Room:
         key = (need.layout, need.num_experts, need.hidden, need.num_topk, need.device, need.num_rows)
@@ -162,6 +166,19 @@ class Rooms:
         """Return the streams of calls with tensors of a device."""
         return self._lanes.setdefault(device, Lanes(device))
 
+    def barrier(self) -> bool:
+        """Let the ranks meet on the current stream by one kernel; False where there is no room on a GPU. Collective.
+
+        All rooms are made by all ranks, so all find the same one.
+        """
+        self.check_open()
+        room = next((room for room in self._rooms.values() if room.core.config.is_cuda), None)
+        if room is None:
+            return False
+        self._join_others(room)
+        room.core.barrier()
+        return True
+
     def share(self, data: bytes) -> list[bytes]:
         """Return everybody's `data` (equally long, not empty), in rank order. Collective."""
         self.check_open()
@@ -173,6 +190,11 @@ class Rooms:
         """Let the peers' next call fail at once because of `error`, where there is a room to tell them through."""
         if self._last is not None and not self._is_closed:
             self._last.core.refuse(error)
+
+    def check(self) -> None:
+        """Raise what has gone wrong on this rank's GPU since the last call."""
+        for room in self._rooms.values():
+            room.core.check()
 
     def check_open(self) -> None:
         """Raise `InvalidState` after `close`."""

@@ -66,6 +66,8 @@ constexpr u64 kOtherCallSlot = 0x7E;  // the same in place of a combine's slot
 constexpr u64 kBadHandleCode = 4;     // as refusal of a combine: the dispatch had failed there
 constexpr u64 kBrokenGridCode = 5;    // as refusal: the rank's own blocks did not meet
 constexpr u64 kOldHandleCode = 6;     // as refusal: the handle is of an earlier view there
+constexpr u64 kBarrierCode = 8;       // as refusal: the rank makes a barrier
+constexpr u32 kRefusedSlot = 0x7F;    // in place of a combine's slot: the code stands below
 constexpr u64 kHauntedCode = 7;       // as refusal: a rank that was left out may still write what the call would grant
 constexpr u64 kGaveUpCode = 3;        // as refusal: the rank has left this call without waiting for us
 
@@ -179,14 +181,13 @@ DEVICE bool must_stop(const Call& call, u64 tag, u64 start, int peer, u64 want, 
 }
 
 /// Waits until `*word == want`; acquires at system scope. False when `must_stop` ends the wait. `where` says which wait
-/// it was. With `kOrLater` a word of a later call will do as well.
-template <bool kOrLater = false>
+/// it was.
 DEVICE bool wait_for(const Call& call, u64 tag, const u64* word, u64 want, int peer, u64 where) {
   perhaps_stall(tag, call.rank, 2);
   const u64 start = global_time_ns();
   for (u32 polls = 1;; ++polls) {
     const u64 got = ld_acquire_sys(word);
-    if (got == want || (kOrLater && static_cast<i64>(got - want) > 0)) return true;
+    if (got == want) return true;
     if (polls % kPollsPerLook == 0 && must_stop(call, tag, start, peer, want, got, where)) return false;
   }
 }
@@ -253,18 +254,6 @@ DEVICE void await_blocks(const Call& call, u64 tag, u64 flags_offset, const i32*
       wait_own_block(call, tag, flag);
     else
       wait_for(call, tag, flag, tag, rank, where);
-  }
-  __syncthreads();
-}
-
-/// Tells every active rank that this rank has reached the point `flags_offset` of the call, and waits for all of them.
-/// All threads of the only block; thread r signals and awaits rank r, which may have met others since.
-DEVICE void meet_all(const Call& call, u64 tag, u64 flags_offset, u64 where) {
-  const int peer = static_cast<int>(threadIdx.x);
-  perhaps_stall(tag, call.rank, 3);
-  if (peer < kNumRanks && is_in(active_ranks(call), peer)) {
-    st_release_sys(control_words(call, peer, flags_offset) + call.rank, tag);
-    wait_for<true>(call, tag, local_words(call, flags_offset) + peer, tag, peer, where);
   }
   __syncthreads();
 }

@@ -1,10 +1,56 @@
-// All ranks of a buffer meet on the device. One block.
+// All ranks of a buffer meet on the device. One block; thread r signals and awaits rank r.
+//
+// `barrier` in a rank's control block has a word for each peer: the tag of the last barrier that the peer has reached.
+// A barrier is a call like any other and all ranks must make it. Who dispatches or combines instead is told in the words
+// that those wait for, and tells it in the word of refusals, which a dispatch and a combine send anyway. A peer may have
+// reached a later barrier already; then that word says whether it has made this one.
 #pragma once
 #include "../common/call.cuh"
 
-extern "C" __global__ void __launch_bounds__(32, 1) barrier(const __grid_constant__ BarrierParams p) {
+enum OtherOp : int { kDispatchOp = 1, kCombineOp };  // `throughput_params.OP_NAMES`
+
+/// Whether rank `peer` has said that it makes another call than this barrier; reports it.
+DEVICE bool makes_other_call(const Call& call, u64 tag, int peer) {
+  const u64 word = ld_relaxed_sys(counts_row(call, call.rank, peer, tag) + kRefusal);
+  const u64 code = word & 0xFFFFFFFF;
+  if (word >> 32 != (tag & 0xFFFFFFFF) || code == kBarrierCode) return false;
+  const u64 op = code == kOtherCallCode ? kCombineOp : kDispatchOp;
+  report_failure(call, tag, {kRefused, peer, op, code ? code : kOtherCallCode, 6});
+  return true;
+}
+
+/// Waits until rank `peer` is here; afterwards this thread sees what the peer's stream had done before its barrier. False,
+/// with a report, when the peer does not come.
+DEVICE bool wait_arrival(const Call& call, u64 tag, int peer) {
+  const u64* word = local_words(call, kControlBarrierOffset) + peer;
+  const u64 start = global_time_ns();
+  for (u32 polls = 1;; ++polls) {
+    const u64 got = ld_acquire_sys(word);
+    if (got == tag) return true;
+    const bool is_later_one = static_cast<i64>(got - tag) > 0;
+    if (!is_later_one && polls % kPollsPerLook) continue;
+    if (makes_other_call(call, tag, peer)) return false;
+    if (is_later_one) return true;
+    if (must_stop(call, tag, start, peer, tag, got, 6)) return false;
+  }
+}
+
+namespace epee {
+
+__global__ void __launch_bounds__(32, 1) barrier(const __grid_constant__ BarrierParams p) {
   wait_previous_kernel();
   const u64 tag = current_tag(p.call);
-  meet_all(p.call, tag, kControlBarrierOffset, 6);
+  const int peer = static_cast<int>(threadIdx.x);
+  perhaps_stall(tag, p.call.rank, 3);
+  if (peer < kNumRanks && is_in(active_ranks(p.call), peer)) {
+    st_release_sys(control_words(p.call, peer, kControlBarrierOffset) + p.call.rank, tag);
+    // behind the word that everybody waits for: these are for a peer that makes another call
+    st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kRefusal, tag << 32 | kBarrierCode);
+    st_relaxed_sys(call_word(p.call, peer, kControlCombineReadyOffset, p.call.rank, tag),
+                   tag << 32 | kRefusedSlot << 8 | kBarrierCode);
+    wait_arrival(p.call, tag, peer);
+  }
   finish_call(p.call, tag);
 }
+
+}  // namespace epee

@@ -221,12 +221,14 @@ DEVICE void combine(const LatencyCombineParams& p) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-    latency_combine_bf16(const __grid_constant__ LatencyCombineParams p) {
+namespace epee {
+
+__global__ void __launch_bounds__(256, 2) combine_latency_bf16(const __grid_constant__ LatencyCombineParams p) {
   combine<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-    latency_combine_f32(const __grid_constant__ LatencyCombineParams p) {
+__global__ void __launch_bounds__(256, 2) combine_latency_f32(const __grid_constant__ LatencyCombineParams p) {
   combine<true>(p);
 }
+
+}  // namespace epee

@@ -481,12 +481,14 @@ DEVICE void dispatch(const LatencyDispatchParams& p) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1)
-    latency_dispatch_fp8(const __grid_constant__ LatencyDispatchParams p) {
+namespace epee {
+
+__global__ void __launch_bounds__(512, 1) dispatch_latency_fp8(const __grid_constant__ LatencyDispatchParams p) {
   dispatch<true>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1)
-    latency_dispatch_bf16(const __grid_constant__ LatencyDispatchParams p) {
+__global__ void __launch_bounds__(512, 1) dispatch_latency_bf16(const __grid_constant__ LatencyDispatchParams p) {
   dispatch<false>(p);
 }
+
+}  // namespace epee

@@ -24,7 +24,6 @@
 
 constexpr int kMaxEntries = 32;
 constexpr int kMaxStages = 8;
-constexpr u32 kRefusedSlot = 0x7F;
 constexpr u32 kCopyingBit = 0x80;  // beside a slot: its rows arrive there during this kernel
 
 /// The rows of one piece of work, in summing order; written by the loader, read by the reducers.
@@ -486,14 +485,14 @@ DEVICE void combine(const CombineParams& p) {
   if (warp_idx() == 0) end_block(p, tag, s, false);
 }
 
-#define COMBINE_KERNEL(name, is_expert, payload)                           \
-  extern "C" __global__ void __launch_bounds__(kReducerThreads + 96, 1)    \
-      throughput_combine_##name(const __grid_constant__ CombineParams p) { \
-    combine<is_expert, payload>(p);                                        \
-  }
+namespace epee {
+#define COMBINE_KERNEL(name, is_expert, payload)             \
+  __global__ void __launch_bounds__(kReducerThreads + 96, 1) \
+      combine_throughput_##name(const __grid_constant__ CombineParams p) { combine<is_expert, payload>(p); }
 COMBINE_KERNEL(rank_bf16, false, kBf16)
 COMBINE_KERNEL(rank_f16, false, kF16)
 COMBINE_KERNEL(rank_f32, false, kF32)
 COMBINE_KERNEL(expert_bf16, true, kBf16)
 COMBINE_KERNEL(expert_f16, true, kF16)
 COMBINE_KERNEL(expert_f32, true, kF32)
+}  // namespace epee

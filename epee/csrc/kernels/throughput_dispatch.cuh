@@ -41,10 +41,14 @@ DEVICE void dispatch_by_rank(const DispatchParams& p) {
   finish_call(p.call, tag);
 }
 
-extern "C" __global__ void __launch_bounds__(1024, 1) throughput_dispatch_2(const __grid_constant__ DispatchParams p) {
+namespace epee {
+
+__global__ void __launch_bounds__(1024, 1) dispatch_throughput_2(const __grid_constant__ DispatchParams p) {
   dispatch_by_rank<2>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(1024, 1) throughput_dispatch_4(const __grid_constant__ DispatchParams p) {
+__global__ void __launch_bounds__(1024, 1) dispatch_throughput_4(const __grid_constant__ DispatchParams p) {
   dispatch_by_rank<4>(p);
 }
+
+}  // namespace epee

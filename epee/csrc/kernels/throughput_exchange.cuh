@@ -138,10 +138,17 @@ DEVICE bool receive_header(const LayoutParams& p, u64 tag, u32 active, int which
   return true;
 }
 
-/// Copies the checked counts of all ranks into the handle and sums up what each rank will receive. `padded_rows` is
-/// shared memory for one number per expert.
-DEVICE bool receive_counts(const LayoutParams& p, u64 tag, u32 active, i32* num_recv, i32* num_expanded,
-                           i32* padded_rows) {
+/// What the last block sums up, in shared memory; beside it `padded_rows`, a number for each expert of all ranks, and
+/// behind them as many without padding.
+struct Sums {
+  i32 num_recv[kMaxRanks];      // tokens for rank d
+  i32 num_expanded[kMaxRanks];  // its rows in the expert layout
+  i32 tokens_from[kMaxRanks];   // for this rank
+  u32 has_all;
+};
+
+/// Copies the checked counts of all ranks into the handle and sums up what each rank will receive.
+DEVICE bool receive_counts(const LayoutParams& p, u64 tag, u32 active, Sums& s, i32* padded_rows) {
   bool is_good = true;
   const int num_counters = p.num_experts + kNumRanks;
   i32* matrix = reinterpret_cast<i32*>(p.count_matrix);
@@ -160,13 +167,17 @@ DEVICE bool receive_counts(const LayoutParams& p, u64 tag, u32 active, i32* num_
     }
     reinterpret_cast<i32*>(p.row_base)[i] = before;
     if (i >= p.num_experts) {
-      num_recv[i - p.num_experts] = sum;
+      s.num_recv[i - p.num_experts] = sum;
+      if (i - p.num_experts == p.call.rank)
+#pragma unroll
+        for (int src = 0; src < kNumRanks; ++src) s.tokens_from[src] = values[src];
       continue;
     }
     const int owner = i / p.num_local_experts;
     const i32 padded = p.expert_alignment == 1 ? sum : round_up(sum, p.expert_alignment);
     padded_rows[i] = padded;
-    if (p.ordinals) red_add_shared(num_expanded + owner, padded);
+    padded_rows[p.num_experts + i] = sum;
+    if (p.ordinals) red_add_shared(s.num_expanded + owner, padded);
     if (owner == p.call.rank) {
       const int local_expert = i - owner * p.num_local_experts;
       reinterpret_cast<i32*>(p.recv_info)[kRecvInfoCounts + local_expert] = padded;
@@ -186,39 +197,86 @@ DEVICE void place_experts(const LayoutParams& p, const i32* padded_rows) {
   }
 }
 
+/// Whether rank `d` would receive more rows than fit.
+DEVICE bool has_overflow(const LayoutParams& p, const Sums& s, int d) {
+  return s.num_recv[d] > p.max_recv_rows || (p.max_expanded_rows > 0 && s.num_expanded[d] > p.max_expanded_rows);
+}
+
 /// Fails the call when any rank would receive more rows than fit; every rank comes to the same answer.
-DEVICE bool check_capacity(const LayoutParams& p, u64 tag, const i32* num_recv, const i32* num_expanded) {
+DEVICE bool check_capacity(const LayoutParams& p, u64 tag, const Sums& s) {
   bool is_good = true;
   for (int d = 0; d < kNumRanks; ++d) {
-    const bool is_expanded = p.max_expanded_rows > 0 && num_expanded[d] > p.max_expanded_rows;
+    if (!has_overflow(p, s, d)) continue;
+    const bool is_expanded = p.max_expanded_rows > 0 && s.num_expanded[d] > p.max_expanded_rows;
     const i32 limit = is_expanded ? p.max_expanded_rows : p.max_recv_rows;
-    const i32 rows = is_expanded ? num_expanded[d] : num_recv[d];
-    if (rows <= limit) continue;
+    const i32 rows = is_expanded ? s.num_expanded[d] : s.num_recv[d];
     report_failure(p.call, tag, {kOverflow, d, static_cast<u64>(limit), static_cast<u64>(rows), is_expanded});
     is_good = false;
   }
   return is_good;
 }
 
-/// Collects and checks what all ranks say, writes what the host and later kernels need. One block, all threads; `sums`
-/// is shared memory for 2 * kMaxRanks counters, `padded_rows` for one per expert.
-DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, i32* sums, i32* padded_rows) {
-  __shared__ u32 has_all;
-  if (threadIdx.x < 2 * kMaxRanks) sums[threadIdx.x] = 0;
-  if (threadIdx.x == 0) has_all = 1;
+/// The sum of `value` over this lane and those below. All lanes.
+DEVICE i32 sum_up_to_lane(i32 value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const i32 below = __shfl_sync(~0u, value, lane_idx() - distance);
+    if (lane_idx() >= distance) value += below;
+  }
+  return value;
+}
+
+/// Writes what is read on the GPU alone, by whoever works on the rows (`HandleSpace`): where each local expert's slots
+/// end, how many it has, and how many tokens have come from this and all lower ranks. Zeros in a call that fails, so that
+/// nobody goes by what never came. One warp.
+DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_rows) {
+  bool is_good = s.has_all;
+  for (int d = 0; d < kNumRanks; ++d) is_good = is_good && !has_overflow(p, s, d);
+  const int num_local = p.num_local_experts;
+  const i32* mine = padded_rows + p.call.rank * num_local;
+  i32* slot_ends = reinterpret_cast<i32*>(p.recv_info) + round_up(kRecvInfoCounts + num_local, 4);
+  i32* recv_slots = slot_ends + round_up(num_local, 4);
+  i32* token_ends = recv_slots + round_up(num_local, 4);
+  i32 before = 0;
+#pragma unroll 1
+  for (int at = 0; at < num_local; at += 32) {
+    const int expert = at + lane_idx();
+    const bool is_one = is_good && expert < num_local;
+    const i32 padded = is_one ? mine[expert] : 0;
+    const i32 slots = is_one ? mine[p.num_experts + expert] : 0;
+    const i32 end = before + sum_up_to_lane(padded);
+    before = __shfl_sync(~0u, end, 31);
+    if (expert >= num_local) continue;
+    slot_ends[expert] = p.ordinals ? end - padded + slots : end;  // expert layout: of the rows that are no padding
+    recv_slots[expert] = slots;
+  }
+  __syncwarp();
+  const i32 tokens = is_good && lane_idx() < kNumRanks ? s.tokens_from[lane_idx()] : 0;
+  const i32 end = sum_up_to_lane(tokens);
+  if (lane_idx() < kNumRanks) token_ends[lane_idx()] = end;
+}
+
+/// Collects and checks what all ranks say, writes what the host and later kernels need. One block, all threads;
+/// `padded_rows` is shared memory for two numbers per expert.
+DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, i32* padded_rows) {
+  __shared__ Sums s;
+  if (threadIdx.x < kMaxRanks) s.num_recv[threadIdx.x] = s.num_expanded[threadIdx.x] = 0;
+  if (threadIdx.x == 0) s.has_all = 1;
   __syncthreads();
   // the last warp sees to the header while the others collect counts
   const int which = static_cast<int>(blockDim.x - 1 - threadIdx.x);
-  if (which < kNumHeaderWords && !receive_header(p, tag, active, which)) has_all = 0;
-  if (p.do_count && !p.refused && !receive_counts(p, tag, active, sums, sums + kMaxRanks, padded_rows)) has_all = 0;
+  if (which < kNumHeaderWords && !receive_header(p, tag, active, which)) s.has_all = 0;
+  if (p.do_count && !p.refused && !receive_counts(p, tag, active, s, padded_rows)) s.has_all = 0;
   __syncthreads();
   if (p.do_count && p.ordinals) place_experts(p, padded_rows);
+  if (p.do_count && warp_idx() == static_cast<int>(blockDim.x / 32) - 1)
+    write_ends(p, s, padded_rows);  // meanwhile thread 0 tells the host
   if (threadIdx.x != 0) return;
-  bool is_good = has_all;
+  bool is_good = s.has_all;
   if (is_good) mark_exchanged(p.call, tag);
-  if (is_good && p.do_count) is_good = check_capacity(p, tag, sums, sums + kMaxRanks);
-  const i32 rows = is_good ? sums[p.call.rank] : 0;
-  const i32 expanded = is_good ? sums[kMaxRanks + p.call.rank] : 0;
+  if (is_good && p.do_count) is_good = check_capacity(p, tag, s);
+  const i32 rows = is_good ? s.num_recv[p.call.rank] : 0;
+  const i32 expanded = is_good ? s.num_expanded[p.call.rank] : 0;
   if (p.do_count) {
     reinterpret_cast<i32*>(p.recv_info)[0] = is_good ? kHandleGood : kHandleBad;
     reinterpret_cast<i32*>(p.recv_info)[kRecvInfoRows] = rows;

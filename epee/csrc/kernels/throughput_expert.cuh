@@ -237,8 +237,9 @@ DEVICE void expander(const DispatchParams& p, u64 tag, int warp, int num_warps, 
 
 /// Blocks below `num_sender_blocks` send (half of the warps, with the memory of two each; one more publishes), the
 /// others expand.
-extern "C" __global__ void __launch_bounds__(1024, 1)
-    throughput_dispatch_expert(const __grid_constant__ DispatchParams p) {
+namespace epee {
+
+__global__ void __launch_bounds__(1024, 1) dispatch_throughput_expert(const __grid_constant__ DispatchParams p) {
   u8* shared = dynamic_shared();
   __shared__ u64 barriers[2 * kMaxSenderWarps];
   __shared__ Posted posted;
@@ -271,3 +272,5 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   await_blocks(p.call, tag, kControlDispatchDoneOffset, nullptr, false, 1);  // every stream is done: the peers are, too
   finish_call(p.call, tag);
 }
+
+}  // namespace epee

@@ -19,7 +19,6 @@ struct FewShared {
   u64 barriers[kMaxFewWarps];
   u64 slot[kMaxRanks];        // granted by rank d, as this GPU addresses it
   i32 first_row[kMaxRanks];   // rows of lower source ranks there
-  i32 sums[2 * kMaxRanks];    // the coordinator's
   i32 num_recv;
   u32 is_good;
   u8 ranks[kMaxFewTokens];  // bit d: the token goes to rank d
@@ -159,13 +158,15 @@ DEVICE bool mover(const FewParams& p, u64 tag, u32 active, FewShared& s, u8* sta
 DEVICE bool coordinator(const FewParams& p, u64 tag, u32 active, FewShared& s, i32* counters) {
   find_ranks(p.layout, tag, active, s, counters);
   send_counts(p.layout, tag, active, counters, 0);
-  receive_rows(p.layout, tag, active, s.sums, counters);
+  receive_rows(p.layout, tag, active, counters);
   allow_next_kernel();
   __syncthreads();
   return !has_failed(p.layout.call, tag);
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) throughput_dispatch_few(const __grid_constant__ FewParams p) {
+namespace epee {
+
+__global__ void __launch_bounds__(512, 1) dispatch_throughput_few(const __grid_constant__ FewParams p) {
   __shared__ FewShared s;
   i32* counters = reinterpret_cast<i32*>(dynamic_shared());
   const bool is_coordinator = blockIdx.x == 0;
@@ -185,3 +186,5 @@ extern "C" __global__ void __launch_bounds__(512, 1) throughput_dispatch_few(con
   await_blocks(call, tag, kControlDispatchDoneOffset, grants + 2 * kMaxRanks, is_good, 1);
   finish_call(call, tag);
 }
+
+}  // namespace epee

@@ -81,8 +81,9 @@ DEVICE void assign_places(const LayoutParams& p, u32 active, Range tokens, i32* 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) throughput_layout(const __grid_constant__ LayoutParams p) {
-  __shared__ i32 sums[2 * kMaxRanks];
+namespace epee {
+
+__global__ void __launch_bounds__(512, 1) layout_throughput(const __grid_constant__ LayoutParams p) {
   i32* counters = reinterpret_cast<i32*>(dynamic_shared());
   const int num_counters = p.num_experts + kNumRanks + 1;
   const int num_warps = static_cast<int>(blockDim.x / 32);
@@ -116,5 +117,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) throughput_layout(const __g
   }
   if (p.do_count) assign_places(p, active, tokens, mine, kept);
   if (flaw && threadIdx.x == 0) report_failure(p.call, tag, {kRefused, p.call.rank, 0, flaw, 0});
-  if (is_last && !flaw) receive_rows(p, tag, active, sums, counters);
+  if (is_last && !flaw) receive_rows(p, tag, active, counters);
 }
+
+}  // namespace epee

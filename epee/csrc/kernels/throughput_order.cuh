@@ -163,7 +163,9 @@ DEVICE void sum_piece(const OrderParams& p, const OrderedRows& rows, i64 at, int
   st_vec16(reinterpret_cast<u8*>(p.out) + at, out);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) throughput_combine_order(const __grid_constant__ OrderParams p) {
+namespace epee {
+
+__global__ void __launch_bounds__(256, 1) combine_throughput_order(const __grid_constant__ OrderParams p) {
   __shared__ OrderedRows rows;
   __shared__ i32 is_good;
   const u64 tag = current_tag(p.call) - 1;  // of the combine before
@@ -201,8 +203,7 @@ DEVICE bool wait_reader(const Call& call, u64 tag, int peer) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32, 1)
-    throughput_combine_order_end(const __grid_constant__ BarrierParams p) {
+__global__ void __launch_bounds__(32, 1) combine_throughput_order_end(const __grid_constant__ BarrierParams p) {
   const u64 tag = current_tag(p.call) - 1;
   const int peer = static_cast<int>(threadIdx.x);
   const bool is_peer = peer < kNumRanks && is_in(active_ranks(p.call), peer);
@@ -216,3 +217,5 @@ extern "C" __global__ void __launch_bounds__(32, 1)
   }
   if (__ballot_sync(~0u, is_peer && !has_met) && is_peer) tell_given_up(p.call, tag, peer);
 }
+
+}  // namespace epee

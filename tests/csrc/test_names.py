@@ -1,0 +1,53 @@
+"""Kernels are called by what they do, so that profilers, and benchmarks that read their tables, find them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from epee.ep import latency_kernels, throughput_params
+from epee.jit.params import NAMESPACE, kernel_symbol
+from epee.jit.source import CSRC
+from tests.csrc.emulated import build, has_compiler
+
+WORDS = ("dispatch", "combine", "barrier", "layout")
+ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS}
+NAMES = [name for entries in ALL.values() for name in entries]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_begins_with_the_one_thing_that_the_kernel_does(name: str) -> None:
+    assert name.startswith(WORDS)
+    assert sum(word in name for word in WORDS) == 1
+
+
+def test_no_name_stands_twice() -> None:
+    assert max(Counter(NAMES).values()) == 1
+
+
+@pytest.mark.parametrize("kernels", [throughput_params.KERNELS, latency_kernels.KERNELS])
+def test_the_names_say_the_mode(kernels: dict[str, dict[str, type]]) -> None:
+    mode = "latency" if kernels is latency_kernels.KERNELS else "throughput"
+    names = [name for entries in kernels.values() for name in entries if name != "barrier"]
+    assert all(f"_{mode}" in name for name in names), names
+
+
+def test_every_kernel_stands_in_the_namespace_and_in_the_table() -> None:
+    for path in (CSRC / "kernels").glob("*.cuh"):
+        before, _, inside = path.read_text().partition(f"namespace {NAMESPACE} {{")
+        assert "__global__" not in before, path.name
+        assert 'extern "C"' not in inside, path.name
+        found = set(re.findall(r"__global__[^(]*\([^)]*\)\s+(\w+)(?=\()", inside))
+        assert found <= set(ALL.get(f"kernels/{path.name}", {})), path.name
+
+
+@pytest.mark.compiler
+@pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with")
+def test_symbols_are_spelled_as_the_compiler_spells_them() -> None:
+    path, params = "kernels/barrier.cuh", throughput_params.BarrierParams
+    library = build(path, throughput_params.kernel_head(2, 2), (("barrier", params.__name__),))
+    assert getattr(library, kernel_symbol("barrier", params))
+    with pytest.raises(AttributeError):
+        getattr(library, kernel_symbol("barriers", params))

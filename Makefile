@@ -7,10 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check bench install clean
+.PHONY: help demo test test-defaults check bench install clean
 
 help:  ## list the commands
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 22
 
 install: $(STAMP)  ## make .venv and install epee into it
 
@@ -29,6 +29,10 @@ demo: $(STAMP)  ## train a small MoE language model over two processes, about a 
 test: $(STAMP)  ## run the whole test suite
 	@echo "==> running the tests"
 	scripts/test
+
+test-defaults: $(STAMP)  ## run calls under foreign default device and dtype (tests/defaults.py)
+	@echo "==> running the tests with poisoned defaults"
+	scripts/test --poisoned-defaults tests/backend tests/ep tests/compat tests/nn
 
 check: $(STAMP)  ## format, lint and types
 	@echo "==> checking format, lint and types"

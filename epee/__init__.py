@@ -12,21 +12,53 @@ from .backend import BackendOptions
 from .backend import register as _register
 from .ep.buffer import Buffer
 from .ep.handle import Combined, Dispatched, Handle
-from .errors import CommTimeoutError, EpeeError, InvalidArgument, MismatchError, RankFailedError
+from .errors import (
+    AbortedError,
+    AuthError,
+    CommTimeoutError,
+    CompileError,
+    EpeeError,
+    EvictedError,
+    ForkError,
+    InvalidArgument,
+    InvalidState,
+    MismatchError,
+    NoQuorumError,
+    PeerError,
+    ProtocolError,
+    RankFailedError,
+    ResourceError,
+    SlotTakenError,
+    StaleHandleError,
+    UnsupportedError,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbortedError",
+    "AuthError",
     "BackendOptions",
     "Buffer",
     "Combined",
     "CommTimeoutError",
+    "CompileError",
     "Dispatched",
     "EpeeError",
+    "EvictedError",
+    "ForkError",
     "Handle",
     "InvalidArgument",
+    "InvalidState",
     "MismatchError",
+    "NoQuorumError",
+    "PeerError",
+    "ProtocolError",
     "RankFailedError",
+    "ResourceError",
+    "SlotTakenError",
+    "StaleHandleError",
+    "UnsupportedError",
     "__version__",
     "errors",
     "nn",

@@ -5,7 +5,26 @@ A message says name, rule, value and remedy; a run-time failure adds op, rank, p
 exception that a caller would expect (`ValueError`, `TimeoutError`, `PermissionError`), and from `RuntimeError`
 so that code written for torch's own backends catches them.
 
-Names and fields are API.
+    EpeeError (RuntimeError)
+    ├── InvalidArgument (ValueError)       an argument breaks a rule
+    ├── InvalidState                       the call does not fit the object's state
+    │   └── SlotTakenError                 the rank is another process's
+    ├── StaleHandleError                   a handle of another buffer or of an earlier epoch
+    ├── MismatchError                      the ranks disagree; raised on all of them
+    ├── UnsupportedError                   it does not exist here
+    ├── CompileError                       a kernel did not compile
+    ├── ResourceError                      the system refused memory, a descriptor or a permission
+    ├── ProtocolError                      a peer or a file sent what cannot be right
+    ├── AuthError (PermissionError)        a peer could not prove that it belongs to the job
+    ├── CommTimeoutError (TimeoutError)    a peer that lives, as far as is known, stayed silent
+    ├── AbortedError                       another thread ended the group or buffer
+    ├── ForkError                          used in a forked child
+    └── PeerError                          another rank cannot take part
+        ├── RankFailedError                it is proved dead
+        ├── EvictedError                   this process was voted out
+        └── NoQuorumError                  too few members can be reached to agree on a view
+
+All of them can be imported from `epee`. Names and fields are API.
 """
 
 from __future__ import annotations

@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 from hypothesis import settings
+
+from tests import defaults
 
 settings.register_profile("epee", settings.default, deadline=None)
 settings.load_profile("epee")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of this suite."""
+    parser.addoption(
+        "--poisoned-defaults",
+        action="store_true",
+        help='run public calls of epee under the default device "meta" and dtype float64 (tests/defaults.py)',
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what makes no sense under foreign defaults; `tests.defaults.NOT_RUN` says why."""
+    if config.getoption("--poisoned-defaults"):
+        left_out = [item for item in items if item.nodeid.startswith(tuple(defaults.NOT_RUN))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell the processes of the harness what is asked for, before there is any."""
+    if config.getoption("--poisoned-defaults"):
+        os.environ[defaults.ASKED] = "1"
+        defaults.install_if_asked()

@@ -22,9 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import defaults
+
 _CONTEXT = mp.get_context("forkserver")
 # torch's optimizers import torch._dynamo at their first use, 1.2 s for each rank
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "epee", "tests.harness"])
+defaults.install_if_asked()  # here, so that the server has it before it forks
 
 
 class RankFailure(AssertionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from epee import env, errors
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "epee").rglob("*.py"))
+DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 # Higher layers import lower ones, never the reverse (docs/design.md, "Parts").
 LAYER = {"env": 0, "errors": 0, "memory": 1, "jit": 1, "transfer": 1, "view": 2, "ep": 3, "backend": 3}
@@ -38,7 +40,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def test_the_public_names_are_the_ones_exported_and_few() -> None:
-    assert len(epee.__all__) == len(set(epee.__all__)) <= 25
+    assert len(epee.__all__) == len(set(epee.__all__)) <= 32
     assert all(hasattr(epee, name) for name in epee.__all__)
     public = {name for name in vars(epee) if not name.startswith("_")}
     packages = {path.name.removesuffix(".py") for path in (ROOT / "epee").iterdir()}
@@ -60,6 +62,15 @@ def test_a_module_imports_downwards_only(path: Path) -> None:
     elif part in LAYER:
         above = {name for name in imports_of(path) if LAYER.get(name, 0) > LAYER[part]}
         assert not above
+
+
+def test_every_exception_in_a_table_of_the_docs_can_be_imported_from_epee() -> None:
+    rows = [line for page in DOCS for line in page.read_text().splitlines() if line.startswith("|")]
+    named = {name for row in rows for name in re.findall(r"`(?:epee\.)?(?:errors\.)?(\w+)`", row)}
+    raised = {name for name in named if name.endswith("Error") or hasattr(errors, name)}
+    raised -= {name for name in raised if hasattr(builtins, name)} | {"errors"}
+    assert {"EvictedError", "NoQuorumError", "PeerError", "InvalidState"} <= raised
+    assert raised <= set(epee.__all__)
 
 
 def test_the_environment_is_read_in_one_place() -> None:
@@ -137,7 +148,7 @@ def test_the_examples_run(path: Path) -> None:
     assert "rank 1" in done.stdout
 
 
-@pytest.mark.parametrize("path", sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
 def test_links_between_pages_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", path.read_text()):
         assert (path.parent / target).exists(), target

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
+import epee
 from epee import errors
 
 CLASSES = [item for _, item in inspect.getmembers(errors, inspect.isclass) if item.__module__ == "epee.errors"]
@@ -32,6 +34,35 @@ def test_every_error_is_ours_and_documented(kind: type[Exception]) -> None:
 )
 def test_an_error_is_caught_by_the_name_one_expects(kind: type[Exception], builtin: type[Exception]) -> None:
     assert issubclass(kind, builtin)
+
+
+def drawn() -> dict[str, tuple[str, set[str]]]:
+    """Return what the docstring draws: class -> (its parent, the built-in classes that it names)."""
+    found: dict[str, tuple[str, set[str]]] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"    ((?:│   |    |├── |└── )*)(\w+)(?: \((\w+)\))?", line)
+        if match is None:
+            continue
+        depth = len(match[1]) // 4
+        path[depth:] = [match[2]]
+        found[match[2]] = (path[depth - 1] if depth else "", {match[3]} - {None})
+    return found
+
+
+def test_the_tree_in_the_docstring_is_the_one_of_the_classes() -> None:
+    real = {}
+    for kind in CLASSES:
+        parents = {base.__name__ for base in kind.__bases__}
+        ours = {name for name in parents if hasattr(errors, name)}
+        real[kind.__name__] = (next(iter(ours), ""), parents - ours)
+    assert drawn() == real
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_error_can_be_imported_from_epee(kind: type[Exception]) -> None:
+    assert kind.__name__ in epee.__all__
+    assert getattr(epee, kind.__name__) is kind
 
 
 def test_a_failure_carries_its_facts() -> None:

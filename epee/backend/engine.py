@@ -420,6 +420,7 @@ class Engine(Express):
             super()._anomaly()
             return
         if self.flags & TROUBLED:
+            survival.await_quorum()
             survival.raise_trouble()
         if self.flags & FROZEN:
             survival.await_thaw(FROZEN_LOOK_S)

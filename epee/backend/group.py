@@ -279,7 +279,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
                         f"all_gather_coalesced: outputs[r][{position}] must be {tensor.dtype} with {tensor.numel()} "
                         f"elements like the input, got {out.dtype} with {out.numel()}"
                     )
-        wide = [torch.empty(size * tensor.numel(), dtype=tensor.dtype) for tensor in inputs]
+        wide = [torch.empty(size * tensor.numel(), dtype=tensor.dtype, device="cpu") for tensor in inputs]
         op = self._engine.run(lambda box: calls.all_gather_coalesced(box, wide, inputs), opts)
         for gathered, outs in zip(wide, zip(*output_lists, strict=True), strict=True):
             for rank in op.box.members:
@@ -461,7 +461,7 @@ def _shared_mask(options: BackendOptions, members: Outboxes) -> Mask:
     limit = options.max_group_size or members.group_size
     if tensor is None:
         return Mask(limit, members.members)
-    return Mask(tensor.numel(), members.members, tensor.numpy().data)
+    return Mask(tensor.numel(), members.members, tensor)
 
 
 def _check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:

@@ -40,6 +40,7 @@ def broken_off(engine: Engine, exc: BaseException, op: Driven | None = None) -> 
     for _ in range(MAX_INTERRUPTS):
         try:
             engine.hold()
+            engine.widen()
             _give_up(engine, exc, op)
             engine.leave_wholly()
             return

@@ -26,8 +26,10 @@ class BackendOptions(_CBackend.Options):
     Args:
         active_ranks: int32 tensor `[max_group_size]` of ones and zeros that the backend keeps up to date: 1 = the rank
             takes part. A rank that died or left gets its 0 when a call of this process meets the loss, or when
-            `group.active_ranks()` is asked. It must be contiguous and on the CPU, and belong to one group. Ranks beyond
-            its end are shown by `group.active_ranks()` only. None: the backend keeps the mask for itself.
+            `group.active_ranks()` is asked. It must be contiguous, on the CPU or a GPU, and belong to one group. On a
+            GPU it is written on the current stream of the thread whose call meets the loss, without waiting. What a
+            program writes into it is not read. Ranks beyond its end are shown by `group.active_ranks()` only. None: the
+            backend keeps the mask for itself.
         is_extension: this process joins a running group in the place of a lost rank, or beyond its last one.
         max_group_size: length of `active_ranks`, 1 ... 64, for groups that shall grow. None: the size at birth. It is
             no limit: a group may grow to 64 ranks.
@@ -110,8 +112,11 @@ def _mask(value: Any) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.int32 or value.dim() != 1:
         told = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise InvalidArgument(f"active_ranks must be an int32 tensor [max_group_size], got {told}")
-    if not value.is_cpu or not value.is_contiguous():
-        raise InvalidArgument("active_ranks must be contiguous and on the CPU; the backend writes to it")
+    if not (value.is_cpu or value.is_cuda) or not value.is_contiguous():
+        raise InvalidArgument(
+            f"active_ranks must be contiguous, on the CPU or a GPU, got strides {value.stride()} on {value.device}; "
+            "the backend writes to it"
+        )
     if not bool(((value == 0) | (value == 1)).all()):
         raise InvalidArgument(f"active_ranks must hold zeros and ones, got {value.tolist()}")
     return value

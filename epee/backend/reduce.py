@@ -3,6 +3,9 @@
 The order is fixed, so float results are bit-identical on all ranks and between runs. bfloat16 and float16 are summed
 in float32 and rounded once. Work goes block by block, so the running sum stays in the cache.
 
+Results are written when the peers count on it already (COMPLETES), so a reduction allocates nothing: a call takes its
+scratch (`Reducer.scratch`, two blocks at most) when it is planned.
+
     SUM, AVG, PRODUCT, MIN, MAX   integers and floats
     BAND, BOR, BXOR               integers and bool
     SUM, AVG                      complex
@@ -38,12 +41,13 @@ _NUMPY: dict[int, np.ufunc] = {
     BXOR: np.bitwise_xor,
 }
 _TORCH: dict[int, Any] = {
-    SUM: torch.Tensor.add_,
-    AVG: torch.Tensor.add_,
-    PRODUCT: torch.Tensor.mul_,
-    MIN: torch.Tensor.minimum,
-    MAX: torch.Tensor.maximum,
+    SUM: torch.add,
+    AVG: torch.add,
+    PRODUCT: torch.mul,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
 }
+Scratch = tuple[Any, Any] | None
 _HALVES = (torch.float16, torch.bfloat16)
 _BITWISE = (BAND, BOR, BXOR)
 
@@ -69,13 +73,13 @@ def check(op: int, dtype: torch.dtype, name: str) -> None:
 
 
 class Reducer:
-    """One reduce operation on one dtype: `reduce(parts, out)`.
+    """One reduce operation on one dtype: `reduce(parts, out, scratch)`.
 
     `parts` are flat arrays of the carrier dtype in rank order, `out` one of the same length; `out` may be `parts[0]`
-    itself but must not share memory with a later part.
+    itself but must not share memory with a later part. `scratch` comes from `scratch(len(out))` or of a larger number.
     """
 
-    __slots__ = ("_divide", "_dtype", "_op", "_ufunc", "reduce")
+    __slots__ = ("_divide", "_dtype", "_op", "_ufunc", "_wide", "reduce")
 
     def __init__(self, op: int, dtype: torch.dtype, carrier: Carrier) -> None:
         self._op = op
@@ -83,19 +87,30 @@ class Reducer:
         self._ufunc = _NUMPY[op]
         self._divide = op == AVG
         kernel = self._plain
+        self._wide: np.dtype[Any] | None = None  # in which sums run when it is not the tensors' own
         if dtype in _HALVES:
-            kernel = self._halves
+            kernel, self._wide = self._halves, np.dtype(np.float32)
         elif self._divide and carrier.dtype.kind in "iu":
-            kernel = self._integer_mean
+            kernel, self._wide = self._integer_mean, np.dtype(np.uint64 if carrier.dtype == np.uint64 else np.int64)
 
-        def reduce(parts: Sequence[Array], out: Array) -> None:
+        def reduce(parts: Sequence[Array], out: Array, scratch: Scratch) -> None:
             # a user's np.seterr must not decide how a collective ends: inf - inf is NaN, as everywhere
             with np.errstate(all="ignore"):
-                kernel(parts, out)
+                kernel(parts, out, scratch)
 
         self.reduce = reduce
 
-    def _plain(self, parts: Sequence[Array], out: Array) -> None:
+    def scratch(self, count: int) -> Scratch:
+        """Return what reductions of up to `count` elements work in: the running sum and the next summand of a block."""
+        if self._wide is None:
+            return None
+        length = min(count, BLOCK_BYTES // self._wide.itemsize)
+        total, other = np.empty(length, self._wide), np.empty(length, self._wide)
+        if self._dtype in _HALVES:
+            return torch.from_numpy(total), torch.from_numpy(other)
+        return total, other
+
+    def _plain(self, parts: Sequence[Array], out: Array, scratch: Scratch) -> None:
         count = len(out)
         block = BLOCK_BYTES // out.itemsize
         if count <= block:
@@ -120,31 +135,38 @@ class Reducer:
             flat = out.view(out.real.dtype)  # complex numbers by their parts: exact, where complex division is not
             np.divide(flat, len(parts), flat)
 
-    def _integer_mean(self, parts: Sequence[Array], out: Array) -> None:
-        wide = np.dtype(np.uint64 if out.dtype == np.uint64 else np.int64)
-        block = BLOCK_BYTES // wide.itemsize
+    def _integer_mean(self, parts: Sequence[Array], out: Array, scratch: Scratch) -> None:
+        assert scratch is not None
+        sums, others = scratch
+        block = len(sums)
         for first in range(0, len(out), block):
-            last = first + block
-            total = parts[0][first:last].astype(wide)
+            last = min(len(out), first + block)
+            total, other = sums[: last - first], others[: last - first]
+            np.copyto(total, parts[0][first:last])
             for part in parts[1:]:
-                np.add(total, part[first:last], total)
-            remainder = np.fmod(total, len(parts))  # has the sign of the sum, so the quotient truncates towards zero
-            np.subtract(total, remainder, total)
+                np.copyto(other, part[first:last])  # a sum of two dtypes would be cast in buffers of numpy's own
+                np.add(total, other, total)
+            np.fmod(total, len(parts), other)  # has the sign of the sum, so the quotient truncates towards zero
+            np.subtract(total, other, total)
             np.floor_divide(total, len(parts), total)
-            out[first:last] = total
+            np.copyto(out[first:last], total, casting="unsafe")
 
-    def _halves(self, parts: Sequence[Array], out: Array) -> None:
-        count = len(out)
-        block = BLOCK_BYTES // 4
+    def _halves(self, parts: Sequence[Array], out: Array, scratch: Scratch) -> None:
+        assert scratch is not None
+        total, other = scratch
+        count, block = len(out), len(total)
+        combine = _TORCH[self._op]
         for first in range(0, count, block):
             last = min(count, first + block)
-            tensors = [torch.from_numpy(part[first:last]).view(self._dtype) for part in parts]
-            total = tensors[0].to(torch.float32)
-            for tensor in tensors[1:]:
-                if self._op in (MIN, MAX):
-                    total = _TORCH[self._op](total, tensor.to(torch.float32))
-                else:
-                    _TORCH[self._op](total, tensor)
+            if last - first < len(total):
+                total, other = total[: last - first], other[: last - first]
+            total.copy_(self._half(parts[0], first, last))
+            for part in parts[1:]:
+                other.copy_(self._half(part, first, last))
+                combine(total, other, out=total)
             if self._divide:
                 total.div_(len(parts))
-            torch.from_numpy(out[first:last]).view(self._dtype).copy_(total)
+            self._half(out, first, last).copy_(total)
+
+    def _half(self, array: Array, first: int, last: int) -> torch.Tensor:
+        return torch.from_numpy(array[first:last]).view(self._dtype)

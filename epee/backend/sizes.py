@@ -4,15 +4,23 @@ The size of a group is the length of the user's lists with one element per rank,
 calls, not to moments: a newcomer beyond the end raises it from its first call on, and a rank that shrinks the group
 does so from its next call on. So it is the same for one call on all ranks, whenever they hear of a change (ADR 42).
 
-Nothing here is shared with other processes. The user's tensor `active_ranks`, if there is one, is written here only.
+Nothing here is shared with other processes. The user's tensor `active_ranks`, if there is one, is written here only,
+and never read: the words in here are what counts. One element is written for each change, by the thread that takes the
+change over (mostly the one whose call meets it). On a GPU that is a kernel on this thread's current stream, so kernels
+behind the call on that stream see it; nobody waits for it.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Collection
 
+import torch
+
 from .options import MAX_RANKS
+
+logger = logging.getLogger("epee")
 
 
 class Sizes:
@@ -54,21 +62,33 @@ class Mask:
         limit: the length of the user's tensor, or what it would be.
     """
 
-    def __init__(self, limit: int, members: Collection[int], shown: memoryview | None = None) -> None:
-        """`shown`: the words of the user's int32 tensor `[limit]`; all of them are written."""
+    def __init__(self, limit: int, members: Collection[int], shown: torch.Tensor | None = None) -> None:
+        """`shown`: the user's int32 tensor `[limit]`, on any device; all of it is written."""
         self.limit = limit
-        self._words = array("i", [0] * MAX_RANKS)
+        self._words = array("i", [int(rank in members) for rank in range(MAX_RANKS)])
         self._shown = shown
-        for rank in range(MAX_RANKS):
-            self[rank] = int(rank in members)
+        # Not by torch on the CPU: the background thread writes, too, and inside torch it would end a process at exit.
+        self._host = shown.numpy().data if shown is not None and shown.is_cpu else None
+        if shown is not None:
+            shown.copy_(torch.tensor(self.first(limit), dtype=torch.int32, device="cpu"))
 
     def __getitem__(self, rank: int) -> int:
         return self._words[rank]
 
     def __setitem__(self, rank: int, value: int) -> None:
+        if self._words[rank] == value:
+            return  # nothing of the user's is touched without need
         self._words[rank] = value
-        if self._shown is not None and rank < self.limit:
-            self._shown[rank] = value
+        if rank >= self.limit:
+            return
+        if self._host is not None:
+            self._host[rank] = value
+        elif self._shown is not None:
+            try:
+                self._shown[rank : rank + 1].fill_(value)
+            except RuntimeError as exc:  # the GPU is broken; the group must go on, and its calls do not need the GPU
+                logger.warning("active_ranks on %s is not kept up to date any more: %s", self._shown.device, exc)
+                self._shown = None
 
     def first(self, num_ranks: int) -> list[int]:
         """Return the values of the first `num_ranks` ranks."""

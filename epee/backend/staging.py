@@ -89,7 +89,7 @@ class Cuda:
             raise UnsupportedError(
                 "a collective on CUDA tensors needs the host, so a CUDA graph cannot record it; make the call outside"
             )
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Put a copy on the current stream."""

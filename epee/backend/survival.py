@@ -28,7 +28,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CommTimeoutError, EvictedError, InvalidArgument, MismatchError, PeerError, RankFailedError
+from ..errors import (
+    CommTimeoutError,
+    EvictedError,
+    InvalidArgument,
+    MismatchError,
+    NoQuorumError,
+    PeerError,
+    RankFailedError,
+)
 from ..memory.signals import tag
 from ..view.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState
 from ..view.outcome import Course, Place, is_whole
@@ -67,6 +75,7 @@ _CAUSE = {
     STALLED: "was silent until the time-out and has been voted out",
 }
 LOCK_SLICE_S = 0.5
+NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
 
 
 class Survival(Intake):
@@ -99,6 +108,7 @@ class Survival(Intake):
         self._is_frozen = False
         self._hooks_lock = threading.Lock()  # hooks against `attach`
         self._thawed = threading.Event()
+        self._has_news = threading.Event()
         self._accused_at = self._warned_at = 0.0
         self._known = joined_by or self.runtime.view()
         self._is_joiner = joined_by is not None
@@ -218,6 +228,7 @@ class Survival(Intake):
             self._decisions.append(decision)
             if self._engine is not None:
                 self._engine.raise_flag(NEWS)
+        self._has_news.set()
 
     def trouble(self, error: Exception) -> None:
         """Calls cannot end well any more, or for the time being."""
@@ -242,6 +253,14 @@ class Survival(Intake):
         """The error of a process that was voted out, for good; else None."""
         error = self.runtime.error
         return error if isinstance(error, EvictedError) else None
+
+    def await_quorum(self) -> None:
+        """Give the agent a moment for news, so that repeated calls without a quorum do not spin. Without the lock."""
+        until = time.monotonic() + NO_QUORUM_PAUSE_S
+        self._has_news.clear()  # first: what comes after it is seen below, or ends the wait
+        while isinstance(self.runtime.error, NoQuorumError) and not self._owner.flags & ENDED:
+            if self._has_news.wait(NEWS_LOOK_S) or time.monotonic() > until:
+                return
 
     def raise_trouble(self) -> None:
         """Raise why calls cannot end well, if that is still so."""

@@ -135,7 +135,7 @@ class Target:
         self.scratch = scratch
 
     def finish(self) -> None:
-        """Copy a contiguous scratch result into the strided tensor that the user gave."""
+        """Copy a contiguous scratch result into the strided tensor that the user gave; this allocates nothing."""
         if self.write_back is not None:
             assert self.scratch is not None
             self.write_back.copy_(self.scratch)
@@ -151,7 +151,7 @@ def target(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
         return Target(_flat(tensor, carrier))
     refuse_overlap(tensor, name)
     plain = tensor.detach()
-    scratch = torch.empty(plain.shape, dtype=plain.dtype)
+    scratch = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     return Target(_flat(scratch, carrier), plain, scratch)
 
 
@@ -164,7 +164,7 @@ def in_place(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
             pass
     refuse_overlap(tensor, name)
     plain = tensor.detach()
-    scratch = torch.empty(plain.shape, dtype=plain.dtype)
+    scratch = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     scratch.copy_(plain)
     return Target(_flat(scratch, carrier), plain, scratch)
 

@@ -51,7 +51,7 @@ class ViewCalls:
         """
         _check_ranks(ranks, "get_peer_state")
         known = self.ready_ranks()
-        state = torch.tensor([int(rank in known) for rank in range(MAX_RANKS)], dtype=torch.int32)
+        state = torch.tensor([int(rank in known) for rank in range(MAX_RANKS)], dtype=torch.int32, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         options.asyncOp = False
@@ -182,7 +182,7 @@ class ViewCalls:
             raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
         for peer in engine.left():
             engine.mask[peer] = 0
-        return torch.tensor(engine.mask.first(self.num_slots), dtype=torch.int32)
+        return torch.tensor(engine.mask.first(self.num_slots), dtype=torch.int32, device="cpu")
 
 
 def _check_ranks(ranks: Sequence[int], name: str) -> None:

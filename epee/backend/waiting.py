@@ -11,7 +11,6 @@ dies wakes nobody, so every sleep is timed and the caller looks for trouble afte
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import time
@@ -38,6 +37,7 @@ class Waiting(Entry):
         self.count_ranks(box.num_ranks)
         self._shares_core = False
         self._moved = 0.0
+        self._narrowed: tuple[set[int], set[int]] | None = None  # see `widen`
 
     def count_ranks(self, num_ranks: int) -> None:
         """Suit the patience to the number of ranks: polling for long loses much on a busy machine and gains little."""
@@ -94,11 +94,30 @@ class Waiting(Entry):
         others = allowed - {own - 1}
         if not others:
             return False
-        with contextlib.suppress(OSError):  # the cores that the process may use have just changed: stay
+        self._narrowed = allowed, others  # first: a signal handler may raise at any point from here on
+        try:
             os.sched_setaffinity(0, others)
-            os.sched_setaffinity(0, allowed)
-            return True
-        return False
+        except OSError:  # the cores that the process may use have just changed: stay
+            self._narrowed = None
+            return False
+        self.widen()
+        return True
+
+    def widen(self) -> None:
+        """Give this thread back the core that `_part` takes from it for a moment. May be run at any time, and again.
+
+        An exception in the midst of `_part` passes `interrupts.broken_off`, which calls this in the same thread and
+        under the lock. What a user has set in between, in a signal handler say, stays as it is.
+        """
+        if self._narrowed is None:
+            return
+        allowed, others = self._narrowed
+        try:
+            if os.sched_getaffinity(0) == others:
+                os.sched_setaffinity(0, allowed)
+        except OSError:  # the cores that the process may use have just changed: they are the system's now
+            pass
+        self._narrowed = None
 
     def sleep_on(self, block: Block) -> None:
         """Sleep on a word with the lock given back, for some milliseconds at most."""

@@ -47,7 +47,7 @@ class SharedGradients:
 
     def __init__(self, parameters: list[nn.Parameter], num_words: int = 0) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes) + num_words, dtype=parameters[0].dtype)
+        self.flat = torch.zeros(sum(sizes) + num_words, dtype=parameters[0].dtype, device="cpu")
         *views, self.words = self.flat.split([*sizes, num_words])
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view.view_as(parameter)  # backward adds into it in place

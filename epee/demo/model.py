@@ -27,8 +27,8 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False, device="cpu", dtype=torch.float32)
+        self.out = nn.Linear(hidden, hidden, bias=False, device="cpu", dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, length, hidden]` to the same shape."""
@@ -44,9 +44,9 @@ class Block(nn.Module):
 
     def __init__(self, size: ModelSize, moe: MoE) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(size.hidden)
+        self.attention_norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
         self.attention = Attention(size.hidden, size.num_heads)
-        self.moe_norm = nn.RMSNorm(size.hidden)
+        self.moe_norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
         self.moe = moe
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,12 +63,12 @@ class Transformer(nn.Module):
         # The layers' experts draw from generators of their own: what follows is the same on all ranks.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.embedding = nn.Embedding(NUM_BYTES, size.hidden)
-            self.previous = nn.Embedding(NUM_BYTES, size.hidden)
-            self.position = nn.Embedding(size.context, size.hidden)
+            self.embedding = nn.Embedding(NUM_BYTES, size.hidden, device="cpu", dtype=torch.float32)
+            self.previous = nn.Embedding(NUM_BYTES, size.hidden, device="cpu", dtype=torch.float32)
+            self.position = nn.Embedding(size.context, size.hidden, device="cpu", dtype=torch.float32)
             self.blocks = nn.ModuleList(Block(size, make_moe(layer)) for layer in range(size.num_layers))
-            self.norm = nn.RMSNorm(size.hidden)
-            self.head = nn.Linear(size.hidden, NUM_BYTES, bias=False)
+            self.norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
+            self.head = nn.Linear(size.hidden, NUM_BYTES, bias=False, device="cpu", dtype=torch.float32)
             nn.init.normal_(self.embedding.weight, std=0.5)
             nn.init.normal_(self.previous.weight, std=0.5)
             nn.init.normal_(self.position.weight, std=0.1)

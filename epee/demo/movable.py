@@ -35,8 +35,8 @@ class MovableMoELayer(nn.Module):
         self.router = router_weight(size.hidden, size.num_experts, seed=seed, dtype=torch.float32)
         # Where a rank serves another's experts, the values come from a copy; the initial ones only fill the room.
         self.experts = Experts(size.hidden, size.ffn_hidden, mine[0], len(mine), seed=seed, dtype=torch.float32)
-        self.aux_loss = torch.zeros(())
-        self.expert_load = torch.zeros(size.num_experts, dtype=torch.int64)
+        self.aux_loss = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.expert_load = torch.zeros(size.num_experts, dtype=torch.int64, device="cpu")
         self.num_sent = [0] * len(placement.experts)
 
     def forward(self, x: Tensor) -> Tensor:

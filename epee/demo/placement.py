@@ -52,7 +52,7 @@ class Placement(NamedTuple):
 
     def place_of(self) -> Tensor:
         """Return int64 `[num_experts]`: the place of each expert in a buffer over the members."""
-        places = torch.full((sum(map(len, self.experts)),), -1)
+        places = torch.full((sum(map(len, self.experts)),), -1, dtype=torch.int64, device="cpu")
         for position, rank in enumerate(self.members):
             for index, expert in enumerate(self.experts[rank]):
                 places[expert] = position * self.num_places + index

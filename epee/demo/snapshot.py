@@ -67,7 +67,7 @@ def restore(model: Transformer, optimizer: torch.optim.Optimizer, state: State) 
             at += width
             parameter.data.copy_(values)
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(state.num_updates)),
+                "step": torch.tensor(float(state.num_updates), dtype=torch.float32, device="cpu"),
                 **dict(zip(_MOMENTS, moments, strict=True)),
             }
         assert at == source.shape[-1], "the state belongs to another model"
@@ -93,13 +93,13 @@ def experts_after_loss(snapshot: Snapshot, rank: int, lost: int) -> Tensor:
     mine, placement = snapshot.placement.experts[rank], snapshot.placement
     if placement.holder(lost) != rank:
         return snapshot.state.experts
-    numbers = torch.tensor(mine + placement.experts[lost])
+    numbers = torch.tensor(mine + placement.experts[lost], dtype=torch.int64, device="cpu")
     return torch.cat([snapshot.state.experts, snapshot.copy])[numbers.argsort()]
 
 
 def _parts(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
     """Return values, first and second moments of the parameters."""
-    zeros = {name: torch.zeros(()) for name in _MOMENTS}
+    zeros = {name: torch.zeros((), dtype=torch.float32, device="cpu") for name in _MOMENTS}
     moments = [
         [optimizer.state.get(parameter, zeros)[name].expand_as(parameter) for parameter in parameters]
         for name in _MOMENTS

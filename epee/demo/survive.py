@@ -221,7 +221,7 @@ class SurvivingTrainer(Trainer):
     def _ask(self) -> tuple[tuple[int, ...], int]:
         """Return who is left, and the newest snapshot that all of them have."""
         newest = max(self._snapshots, default=-1)
-        told = gather(torch.tensor([_QUESTION, newest]))
+        told = gather(torch.tensor([_QUESTION, newest], dtype=torch.int64, device="cpu"))
         members = tuple(self._group.last_contributors())
         answers = told[list(members)]
         if not bool((answers[:, 0] == _QUESTION).all()):
@@ -291,14 +291,16 @@ class SurvivingTrainer(Trainer):
             moved: expert that goes to another rank -> rank that sends it.
         """
         steps = self.history.steps
-        numbers = torch.tensor([state.num_updates, len(steps), self.progress, self.began], dtype=torch.float64)
+        numbers = torch.tensor(
+            [state.num_updates, len(steps), self.progress, self.began], dtype=torch.float64, device="cpu"
+        )
         shared = state.shared.clone()
         for tensor in (numbers, shared):
             dist.broadcast(tensor, 0)
             self._require_all()
-        history = torch.zeros(int(numbers[1]), 3, dtype=torch.float64)
+        history = torch.zeros(int(numbers[1]), 3, dtype=torch.float64, device="cpu")
         if len(steps) == len(history):
-            history.copy_(torch.tensor(steps, dtype=torch.float64).view(-1, 3))
+            history.copy_(torch.tensor(steps, dtype=torch.float64, device="cpu").view(-1, 3))
         dist.broadcast(history, 0)
         self._require_all()
         for expert, holder in sorted(moved.items()):

@@ -56,19 +56,20 @@ def split_text(data: bytes | bytearray) -> Text:
 
 def windows(source: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, both `[num_windows, context]` int64, of the windows that begin at `starts`."""
-    positions = starts[:, None] + torch.arange(context + 1)
+    positions = starts[:, None] + torch.arange(context + 1, dtype=torch.int64, device="cpu")
     window = source[positions].long()
     return window[:, :-1], window[:, 1:]
 
 
 def random_starts(source: Tensor, num_windows: int, context: int, generator: torch.Generator) -> Tensor:
     """Draw where windows begin, int64 `[num_windows]`."""
-    return torch.randint(len(source) - context, (num_windows,), generator=generator)
+    highest = len(source) - context
+    return torch.randint(highest, (num_windows,), generator=generator, dtype=torch.int64, device="cpu")
 
 
 def spread_starts(source: Tensor, num_windows: int, context: int) -> Tensor:
     """Return evenly spread places where windows begin, int64 `[num_windows]`; always the same ones."""
-    return torch.linspace(0, len(source) - context - 1, num_windows, dtype=torch.float64).long()
+    return torch.linspace(0, len(source) - context - 1, num_windows, dtype=torch.float64, device="cpu").long()
 
 
 def _standard_library() -> bytes:

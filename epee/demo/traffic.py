@@ -30,12 +30,12 @@ class Traffic:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self.rows = torch.zeros(num_ranks, dtype=torch.float64)
+        self.rows = torch.zeros(num_ranks, dtype=torch.float64, device="cpu")
 
     def add(self, num_sent: Iterable[list[int]], *, backward: bool) -> None:
         """Count one forward of all layers; with `backward`, the backward that follows it too."""
         for per_rank in num_sent:
-            self.rows += torch.tensor(per_rank, dtype=torch.float64) * (2 if backward else 1)
+            self.rows += torch.tensor(per_rank, dtype=torch.float64, device="cpu") * (2 if backward else 1)
 
 
 def bytes_per_link(dispatched: Tensor, row_bytes: int) -> Tensor:

@@ -79,14 +79,14 @@ class Trainer:
     def __init__(self, rank: int, settings: Settings, model: Transformer, text: Text, send: Send) -> None:
         size = settings.size
         self.history = History()
-        self.expert_load = torch.zeros(size.num_layers, size.num_experts, dtype=torch.int64)
+        self.expert_load = torch.zeros(size.num_layers, size.num_experts, dtype=torch.int64, device="cpu")
         self.traffic = Traffic(settings.num_ranks)
         self.train_s = self.began = 0.0
         self.num_tokens = 0
         self.progress = 0.0
         self._validated_at = self._validation_s = self._validated_progress = 0.0
         self._rank, self._settings, self._text, self._send = rank, settings, text, send
-        self._generator = torch.Generator().manual_seed(settings.seed * 1000003 + rank)
+        self._generator = torch.Generator(device="cpu").manual_seed(settings.seed * 1000003 + rank)
         self.rebuild(model, tuple(range(settings.num_ranks)))
 
     def rebuild(self, model: Transformer, members: tuple[int, ...]) -> None:

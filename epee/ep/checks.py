@@ -175,7 +175,7 @@ def _rows(values: torch.Tensor) -> torch.Tensor:
     """
     num_tokens, hidden = values.shape
     is_plain = values.stride() == (hidden, 1) and values.storage_offset() * values.itemsize % 8 == 0
-    dense = values if is_plain else torch.empty(num_tokens, hidden, dtype=values.dtype).copy_(values)
+    dense = values if is_plain else torch.empty(num_tokens, hidden, dtype=values.dtype, device="cpu").copy_(values)
     return dense.view(torch.int64)
 
 
@@ -278,7 +278,7 @@ def check_dispatch(
 
 def _among(topk_idx: torch.Tensor, members: Sequence[int], config: BufferConfig) -> torch.Tensor:
     """Return expert ids with -1 for those whose rank is not a member."""
-    is_there = torch.zeros(config.num_ranks + 1, dtype=torch.bool)
+    is_there = torch.zeros(config.num_ranks + 1, dtype=torch.bool, device="cpu")
     is_there[list(members)] = True
     return torch.where(is_there[topk_idx.div(config.num_local_experts, rounding_mode="floor")], topk_idx, -1)
 
@@ -392,7 +392,7 @@ def _check_lanes(
     check_topk_idx(topk_idx, config.num_experts)
     topk_idx = topk_idx if members is None else _among(topk_idx, members, config)
     lanes = last_k(topk_idx, config.num_ranks, config.num_local_experts)
-    sent = torch.zeros(lanes.shape, dtype=torch.bool)
+    sent = torch.zeros(lanes.shape, dtype=torch.bool, device="cpu")
     for segment in handle.placement.segments:
         sent[handle.plan.tokens[segment.first : segment.first + segment.num_rows], segment.dst_rank] = True
     if not torch.equal(sent, lanes >= 0):

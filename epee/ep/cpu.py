@@ -163,7 +163,7 @@ class CpuPath:
         arena.pool.reclaim(self.exchange.seq)
         arena.pool.passed(self.exchange.settled)
         if handle.num_recv == 0 or not arena.pool.can_lease("input"):
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         slot = self._take(arena)
         return arena.lease(slot, [Field("payload", dtype, shape)], "input")[0]
 
@@ -385,7 +385,7 @@ class CpuPath:
         fields = self._fields(payload, num_recv)
         if num_recv == 0:
             arena.pool.give_back(slot)
-            tensors = [torch.empty(field.shape, dtype=field.dtype) for field in fields]
+            tensors = [torch.empty(field.shape, dtype=field.dtype, device="cpu") for field in fields]
         elif arena.pool.can_lease("result"):
             tensors = arena.lease(slot, fields, "result")
         else:
@@ -425,7 +425,7 @@ class CpuPath:
             handle = without_destinations(handle, missing)
             call = call._replace(handle=handle)
         dtype = call.y.dtype
-        out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype)
+        out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu")
         granted = [header.slot for header in rows.headers]
         if handle.layout == "rank":
             parts = [self._segment_rows(call, segment, slots, granted) for segment in handle.placement.segments]
@@ -453,7 +453,7 @@ class CpuPath:
         """Return all rows of a slot; none of a rank without a part."""
         hidden = self.config.hidden
         if slots is None:
-            return torch.empty(0, hidden, dtype=dtype)
+            return torch.empty(0, hidden, dtype=dtype, device="cpu")
         flat = slots.field(slot, "payload").view(dtype)
         return flat[: flat.numel() // hidden * hidden].view(-1, hidden)
 

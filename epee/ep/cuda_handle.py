@@ -81,7 +81,7 @@ class CudaHandle(Handle):
         """`[num_recv]` int64: the rank that each row came from, -1 in padding."""
         if self.row_src_rank is not None:
             return self.row_src_rank
-        rows = torch.arange(self.num_rows, device=self.core.words.device)
+        rows = torch.arange(self.num_rows, dtype=torch.int64, device=self.core.words.device)
         src_rank = torch.searchsorted(self._received.cumsum(0), rows, right=True)
         return src_rank if self.is_exact else src_rank.masked_fill_(src_rank >= self.num_ranks, -1)
 

@@ -157,7 +157,7 @@ class HostHandle(Handle):
     @property
     def recv_counts(self) -> torch.Tensor:
         """`[1 + num_local_experts]` int32: rows, then `num_tokens_per_expert`."""
-        return torch.tensor([self.num_recv, *self.placement.num_tokens_per_expert], dtype=torch.int32)
+        return torch.tensor([self.num_recv, *self.placement.num_tokens_per_expert], dtype=torch.int32, device="cpu")
 
     @cached_property
     def num_sent(self) -> list[int]:
@@ -171,8 +171,9 @@ class HostHandle(Handle):
     @cached_property
     def src_rank(self) -> torch.Tensor:
         """`[num_recv]` int64: the rank that each row came from, -1 in padding."""
-        num_received = torch.tensor(self.placement.num_received, dtype=torch.int64)
-        return self._in_row_order(torch.repeat_interleave(torch.arange(len(num_received)), num_received))
+        num_received = torch.tensor(self.placement.num_received, dtype=torch.int64, device="cpu")
+        ranks = torch.arange(len(num_received), dtype=torch.int64, device="cpu")
+        return self._in_row_order(torch.repeat_interleave(ranks, num_received))
 
     @cached_property
     def src_token(self) -> torch.Tensor:
@@ -197,8 +198,8 @@ class HostHandle(Handle):
         """Expert layout: what a combine reads from each rank, ranks ascending, k ascending within a rank."""
         assert self.plan.slots is not None
         segments = self.placement.segments
-        dst_row = torch.tensor([segment.dst_row for segment in segments], dtype=torch.int64)
-        count = torch.tensor([segment.num_rows for segment in segments], dtype=torch.int64)
+        dst_row = torch.tensor([segment.dst_row for segment in segments], dtype=torch.int64, device="cpu")
+        count = torch.tensor([segment.num_rows for segment in segments], dtype=torch.int64, device="cpu")
         rows = runs(dst_row, count)
         pulls = []
         first = 0
@@ -221,7 +222,7 @@ class HostHandle(Handle):
         rows = self.placement.recv_rows
         if rows is None:
             return values
-        return torch.full((self.num_recv,), -1, dtype=torch.int64).index_copy_(0, rows, values)
+        return torch.full((self.num_recv,), -1, dtype=torch.int64, device="cpu").index_copy_(0, rows, values)
 
 
 @dataclass(eq=False)
@@ -306,11 +307,11 @@ class Combined:
 
         Of those that its dispatch named; without weights an expert counts 1. The others' weights are not scaled up.
         """
-        return torch.zeros(len(self.x), device=self.x.device) if self.lost is None else self.lost()
+        return torch.zeros(len(self.x), dtype=torch.float32, device=self.x.device) if self.lost is None else self.lost()
 
 
 def mask_of(ranks: Sequence[int], num_ranks: int) -> torch.Tensor:
     """Return `[num_ranks]` int32: 1 for each of `ranks`."""
-    mask = torch.zeros(num_ranks, dtype=torch.int32)
+    mask = torch.zeros(num_ranks, dtype=torch.int32, device="cpu")
     mask[list(ranks)] = 1
     return mask

@@ -213,9 +213,9 @@ class LatencyCpuPath:
             epoch=self._control.exchange.epoch,
             num_tokens=len(idx),
             num_topk=self.config.num_topk,
-            got=torch.zeros(self.config.num_ranks, dtype=torch.bool),
-            layout_range=torch.zeros(num_local, self.config.num_ranks, dtype=torch.int64),
-            src_token=torch.full((num_local, self._capacity), -1, dtype=torch.int32),
+            got=torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu"),
+            layout_range=torch.zeros(num_local, self.config.num_ranks, dtype=torch.int64, device="cpu"),
+            src_token=torch.full((num_local, self._capacity), -1, dtype=torch.int32, device="cpu"),
             topk_idx=idx,
             topk_weights=weights,
             sent=sent,
@@ -238,15 +238,15 @@ class LatencyCpuPath:
             x=payload,
             topk_idx=None,
             topk_weights=None,
-            num_tokens_per_expert=torch.zeros(num_local, dtype=torch.int32),
+            num_tokens_per_expert=torch.zeros(num_local, dtype=torch.int32, device="cpu"),
             handle=handle,
             event=DONE,
             num_ranks=self.config.num_ranks,
-            got=torch.zeros(self.config.num_ranks, dtype=torch.bool),
+            got=torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu"),
         )
 
     def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        memory = torch.empty(shape, dtype=dtype)
+        memory = torch.empty(shape, dtype=dtype, device="cpu")
         if self._poison:
             memory.view(torch.uint8).fill_(0xFF)
         return memory
@@ -302,7 +302,7 @@ class LatencyCpuPath:
         out = call.out
         if out is None:
             out = self._memory((handle.num_tokens, self.config.hidden), torch.bfloat16)
-        got = torch.zeros(self.config.num_ranks, dtype=torch.bool)
+        got = torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu")
         weights = handle.topk_weights if call.topk_weights is None else call.topk_weights.numpy().copy()
         result = LatencyCombined(x=out, topk_weights=None, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, got.numpy())
@@ -375,7 +375,7 @@ class LatencyCpuPath:
         self.wire.set_cut([True] * num_ranks)  # before anybody can go on
         decision = self._agreement.sync(active, self.wire.seq, deadline)
         self._go_on(decision)
-        members = torch.tensor(decision.members, dtype=torch.int32)
+        members = torch.tensor(decision.members, dtype=torch.int32, device="cpu")
         if active_ranks is not None:
             active_ranks[:num_ranks] = members
         return members

@@ -63,7 +63,7 @@ class Flight:
         self.options = options
         self.lost: dict[int, str] = {}
         self.active = [True] * num_ranks
-        self.wait_us = torch.zeros(num_ranks, dtype=torch.int64)
+        self.wait_us = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
         self.start()
 
     def start(self) -> None:

@@ -170,9 +170,10 @@ class LatencyCore:
         if out is None:
             out = torch.empty(handle.num_tokens, self.config.hidden, dtype=torch.bfloat16, device=device)
             self._poison(out)
-        empty = torch.zeros if options.return_hook else torch.empty
         num_ranks = self.config.num_ranks
-        words = empty(num_ranks + -(-num_ranks // 8), dtype=torch.int64, device=device)
+        words = torch.empty(num_ranks + -(-num_ranks // 8), dtype=torch.int64, device=device)
+        if options.return_hook:
+            words.zero_()
         waits, got = words[:num_ranks], words[num_ranks:].view(torch.bool)[:num_ranks]
         tensors = (y, topk_weights, out, got, waits, active_ranks)
         launch = partial(self._launch_combine, tensors, handle, options, is_wide)
@@ -325,7 +326,7 @@ class LatencyCore:
         self._write_words("dispatch_heard", [tag] * self.config.num_ranks)
         self._write_words("combine_heard", [tag] * self.config.num_ranks)
         self._write_words("news", [0, 0, 0])  # who was dead may have a successor
-        self.active_ranks.copy_(torch.tensor([int(bool(one)) for one in active], dtype=torch.int32))
+        self.active_ranks.copy_(torch.tensor([int(bool(one)) for one in active], dtype=torch.int32, device="cpu"))
         self.platform.synchronize()
 
     @property
@@ -449,7 +450,7 @@ class LatencyCore:
         return self._own.lease(layout.offset(name), layout[name].nbytes, None).view(torch.int64)
 
     def _write_words(self, name: str, values: Sequence[int]) -> None:
-        self._words(name)[: len(values)].copy_(torch.tensor(values, dtype=torch.int64))
+        self._words(name)[: len(values)].copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
     def _set_constants(self, args: Any, op: str) -> None:
         config, layout = self.config, self.config.region_layout

@@ -288,7 +288,7 @@ class LatencyCudaPath:
         active[self.rank] = True
         decision = self._agreement.sync(active, self._core.tags(), deadline)
         self._go_on(decision)
-        members = torch.tensor(decision.members, dtype=torch.int32)
+        members = torch.tensor(decision.members, dtype=torch.int32, device="cpu")
         if active_ranks is not None:
             active_ranks[:num_ranks] = members.to(active_ranks.device)
         return members

@@ -158,7 +158,7 @@ def partial_sums(source: Source, weights: Floats, y: torch.Tensor) -> torch.Tens
         weights: `[num_rows, num_topk]` float32.
         y: `[num_local * capacity, hidden]` bfloat16.
     """
-    total = torch.full((len(source.tokens), y.shape[1]), -0.0, dtype=torch.float32)
+    total = torch.full((len(source.tokens), y.shape[1]), -0.0, dtype=torch.float32, device="cpu")
     for k in range(source.place.shape[1]):
         index = (source.place[:, k] >= 0).nonzero()[0]
         if not len(index):
@@ -177,7 +177,7 @@ def sum_over_ranks(parts: list[tuple[Ints, torch.Tensor]], num_tokens: int, hidd
         parts: for the ranks ascending, tokens and their partial rows (bfloat16 or float32).
         num_tokens, hidden: of the result.
     """
-    total = torch.full((num_tokens, hidden), -0.0, dtype=torch.float32)
+    total = torch.full((num_tokens, hidden), -0.0, dtype=torch.float32, device="cpu")
     is_empty = np.ones(num_tokens, dtype=np.bool_)
     for tokens, rows in parts:
         total.index_add_(0, torch.from_numpy(tokens), rows.to(torch.float32))

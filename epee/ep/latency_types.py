@@ -132,7 +132,7 @@ class LatencyDispatched(Dispatched):
     num_tokens_per_expert: torch.Tensor  # type: ignore[assignment]  # a device tensor: nobody waits for the counts
     handle: LatencyHandle  # type: ignore[assignment]
     hook: Hook | None = None
-    got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool, device="cpu"))
     wait_us: torch.Tensor | None = None
 
 
@@ -150,7 +150,7 @@ class LatencyCombined(Combined):
     """
 
     event: Event = DONE
-    got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool, device="cpu"))
     hook: Hook | None = None
     lost: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
     wait_us: torch.Tensor | None = None

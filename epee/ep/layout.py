@@ -187,8 +187,8 @@ def _segments_by_expert(per_expert: Ints, rank: int, alignment: int, config: Buf
 
 
 def _receive_by_expert(mine: torch.Tensor, padded: list[int]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    ends = torch.tensor(padded, dtype=torch.int64).cumsum(0)
-    block = ends - torch.tensor(padded, dtype=torch.int64)
+    ends = torch.tensor(padded, dtype=torch.int64, device="cpu").cumsum(0)
+    block = ends - torch.tensor(padded, dtype=torch.int64, device="cpu")
     start = block + mine.cumsum(0) - mine  # [num_ranks, num_local_experts], first row of each (source, expert) run
     recv_rows = runs(start.reshape(-1), mine.reshape(-1))
     filled = (block + mine.sum(0)).tolist()
@@ -200,4 +200,5 @@ def runs(start: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """Return `start[0], start[0] + 1, ...` (`count[0]` of them), then the run of `start[1]`, and so on (int64)."""
     ends = count.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
-    return torch.repeat_interleave(start - (ends - count), count, output_size=total) + torch.arange(total)
+    index = torch.arange(total, dtype=torch.int64, device="cpu")
+    return torch.repeat_interleave(start - (ends - count), count, output_size=total) + index

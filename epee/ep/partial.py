@@ -27,9 +27,9 @@ def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostH
         padding.
     """
     old = handle.placement
-    is_there = torch.ones(len(old.num_received), dtype=torch.bool)
+    is_there = torch.ones(len(old.num_received), dtype=torch.bool, device="cpu")
     is_there[list(missing)] = False
-    kept = torch.repeat_interleave(is_there, torch.tensor(old.num_received, dtype=torch.int64))
+    kept = torch.repeat_interleave(is_there, torch.tensor(old.num_received, dtype=torch.int64, device="cpu"))
     num_received = [0 if rank in missing else count for rank, count in enumerate(old.num_received)]
     if old.recv_rows is None:
         per_expert = _count_local(handle, kept)
@@ -62,17 +62,18 @@ def _count_local(handle: HostHandle, kept: torch.Tensor) -> list[int]:
 def _by_expert(handle: HostHandle, kept: torch.Tensor, num_received: list[int]) -> tuple[Placement, torch.Tensor]:
     old = handle.placement
     assert old.recv_rows is not None
-    ends = torch.tensor(old.num_tokens_per_expert, dtype=torch.int64).cumsum(0)
+    ends = torch.tensor(old.num_tokens_per_expert, dtype=torch.int64, device="cpu").cumsum(0)
     rows = old.recv_rows[kept]  # in (source, plan) order
     expert = torch.searchsorted(ends, rows, right=True)
     counts = torch.bincount(expert, minlength=len(ends))
     padded = [round_up(count, handle.expert_alignment) for count in counts.tolist()]
-    starts = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0)
+    starts = torch.tensor([0, *padded], dtype=torch.int64, device="cpu").cumsum(0)
     order = torch.argsort(rows)  # by expert, and within one as they lay
-    rank_in_block = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[expert[order]]
+    index = torch.arange(len(rows), dtype=torch.int64, device="cpu")
+    rank_in_block = index - (counts.cumsum(0) - counts)[expert[order]]
     placed = torch.empty_like(rows)
     placed[order] = starts[expert[order]] + rank_in_block
-    source = torch.full((sum(padded),), -1, dtype=torch.int64)
+    source = torch.full((sum(padded),), -1, dtype=torch.int64, device="cpu")
     source[placed] = rows
     filled = (starts[:-1] + counts).tolist()
     padding = [(first, end) for first, end in zip(filled, starts[1:].tolist(), strict=True) if first < end]
@@ -96,7 +97,7 @@ def pack_rows(rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def without_destinations(handle: HostHandle, missing: Collection[int]) -> HostHandle:
     """Return the handle of a combine that gets nothing from some ranks."""
     plan, old = handle.plan, handle.placement
-    lost = torch.zeros(len(plan.tokens), dtype=torch.bool)
+    lost = torch.zeros(len(plan.tokens), dtype=torch.bool, device="cpu")
     for segment in old.meta_segments:
         if segment.dst_rank in missing:
             lost[segment.first : segment.first + segment.num_rows] = True
@@ -123,7 +124,7 @@ def lost_weight(routing: Routing, missing: Collection[int], config: BufferConfig
 
     Without weights an expert counts 1; where ranks were chosen, and no experts, a rank counts 1.
     """
-    is_lost = torch.zeros(config.num_ranks + 1)
+    is_lost = torch.zeros(config.num_ranks + 1, dtype=torch.float32, device="cpu")
     is_lost[list(missing)] = 1.0
     if routing.topk_idx is None:
         assert routing.mask is not None

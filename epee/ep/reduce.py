@@ -95,10 +95,10 @@ def _sum_in_blocks(
     num_tokens, hidden = out.shape
     dtype = accumulator_dtype(out.dtype)
     step = max(1, BLOCK_BYTES // (hidden * dtype.itemsize))
-    block = torch.empty(min(step, num_tokens), hidden, dtype=dtype)
+    block = torch.empty(min(step, num_tokens), hidden, dtype=dtype, device="cpu")
     scratch = torch.empty_like(block)
     cuts = _cuts(handle, num_tokens, step)
-    is_empty = torch.zeros(num_tokens, dtype=torch.bool).index_fill_(0, handle.empty_tokens, True)
+    is_empty = torch.zeros(num_tokens, dtype=torch.bool, device="cpu").index_fill_(0, handle.empty_tokens, True)
     for index, first in enumerate(range(0, num_tokens, step)):
         end = min(first + step, num_tokens)
         acc = block[: end - first].fill_(-0.0)
@@ -117,7 +117,7 @@ def _sum_in_blocks(
 
 def _cuts(handle: HostHandle, num_tokens: int, step: int) -> list[tuple[Segment, list[int]]]:
     """Return for each segment where its rows (tokens ascending) cross the edges of the token blocks."""
-    edges = torch.arange(0, num_tokens + step, step)
+    edges = torch.arange(0, num_tokens + step, step, dtype=torch.int64, device="cpu")
     tokens = handle.plan.tokens
     segments = handle.placement.segments
     return [(seg, torch.searchsorted(tokens[seg.first : seg.first + seg.num_rows], edges).tolist()) for seg in segments]
@@ -139,7 +139,7 @@ def combine_expert_rows(
         slots: per rank, all its rows `[rows, hidden]`.
         bias, out: as in `combine_rank_rows`.
     """
-    acc = torch.full(out.shape, -0.0, dtype=accumulator_dtype(out.dtype))
+    acc = torch.full(out.shape, -0.0, dtype=accumulator_dtype(out.dtype), device="cpu")
     partial = torch.empty_like(acc)
     weights = handle.sent_weights
     for dst_rank, runs in handle.pulls:
@@ -158,7 +158,7 @@ def return_rank_weights(
     handle: HostHandle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Sum weights `[num_rows, num_topk]` of each segment into `[num_tokens, num_topk]`, ranks ascending."""
-    total = torch.zeros(handle.num_tokens, num_topk, dtype=dtype)
+    total = torch.zeros(handle.num_tokens, num_topk, dtype=dtype, device="cpu")
     for segment, part in zip(handle.placement.segments, rows, strict=True):
         total.index_add_(0, handle.plan.tokens[segment.first : segment.first + segment.num_rows], part)
     return total
@@ -168,7 +168,7 @@ def return_expert_weights(
     handle: HostHandle, rows: Sequence[torch.Tensor], num_topk: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Put weights `[num_rows]` of each segment back to their (token, k) in `[num_tokens, num_topk]`."""
-    flat = torch.zeros(handle.num_tokens * num_topk, dtype=dtype)
+    flat = torch.zeros(handle.num_tokens * num_topk, dtype=dtype, device="cpu")
     assert handle.plan.slots is not None
     for segment, part in zip(handle.placement.segments, rows, strict=True):
         flat.index_copy_(0, handle.plan.slots[segment.first : segment.first + segment.num_rows], part)

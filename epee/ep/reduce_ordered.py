@@ -70,7 +70,7 @@ def combine_expert_rows_in_order(
         for pull in handle.pulls:
             acc.add_(_partial(handle, pull, slots, out, order))
     else:
-        every = torch.arange(len(out))
+        every = torch.arange(len(out), dtype=torch.int64, device="cpu")
         partials = [(_partial(handle, pull, slots, out, order), _last_k_of(pull, len(out))) for pull in handle.pulls]
         for k in range(handle.num_topk):
             for partial, lanes in partials:
@@ -79,7 +79,7 @@ def combine_expert_rows_in_order(
 
 
 def _start(bias: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder) -> torch.Tensor:
-    acc = torch.full(out.shape, -0.0, dtype=accumulator_dtype(out.dtype))
+    acc = torch.full(out.shape, -0.0, dtype=accumulator_dtype(out.dtype), device="cpu")
     for item in bias if order.bias_first else ():
         acc.add_(item.to(acc.dtype))
     return acc
@@ -107,7 +107,7 @@ def _partial(
     handle: HostHandle, pull: Pull, slots: Sequence[torch.Tensor], out: torch.Tensor, order: CombineOrder
 ) -> torch.Tensor:
     """Return `[num_tokens, hidden]`: the sum of one rank's weighted rows, k ascending; -0.0 where it has none."""
-    partial = torch.full(out.shape, -0.0, dtype=accumulator_dtype(out.dtype))
+    partial = torch.full(out.shape, -0.0, dtype=accumulator_dtype(out.dtype), device="cpu")
     for k, tokens, rows in pull.runs:
         partial.index_add_(0, tokens, _weighted(handle, slots[pull.dst_rank], k, tokens, rows, partial.dtype))
     return partial.to(out.dtype) if order.round_partials else partial
@@ -124,7 +124,7 @@ def _weighted(
 
 def _last_k_of(pull: Pull, num_tokens: int) -> torch.Tensor:
     """Return `[num_tokens]` int64: the last k of each token that has a row on the rank, -1 for none."""
-    last = torch.full((num_tokens,), -1, dtype=torch.int64)
+    last = torch.full((num_tokens,), -1, dtype=torch.int64, device="cpu")
     for k, tokens, _ in pull.runs:
         last[tokens] = k
     return last

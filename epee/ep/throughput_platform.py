@@ -93,7 +93,7 @@ class Platform(Protocol):
 
 class _PinnedWords:
     def __init__(self, count: int) -> None:
-        self._tensor = torch.zeros(count, dtype=torch.int64, pin_memory=True)
+        self._tensor = torch.zeros(count, dtype=torch.int64, pin_memory=True, device="cpu")
         self.address = self._tensor.data_ptr()
         self.words = memoryview(self._tensor.numpy().data).cast("B").cast("Q")
 
@@ -110,7 +110,7 @@ class CudaPlatform:
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        torch.empty(1, device=self.device)  # makes the GPU's context, which loading kernels needs
+        torch.empty(1, dtype=torch.uint8, device=self.device)  # makes the GPU's context, which loading kernels needs
         cu = driver()
         attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         shared_bytes = int(check(cu.cuDeviceGetAttribute(attribute, index), "read the device"))

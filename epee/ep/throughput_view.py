@@ -65,4 +65,4 @@ class ViewWords:
 
 
 def _signed(word: int) -> torch.Tensor:
-    return torch.tensor([word - (1 << 64) if word >> 63 else word], dtype=torch.int64)
+    return torch.tensor([word - (1 << 64) if word >> 63 else word], dtype=torch.int64, device="cpu")

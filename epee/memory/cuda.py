@@ -183,7 +183,7 @@ class CudaRegion:
 
 
 def _as_tensor(source: _DeviceBytes, device: int) -> torch.Tensor:
-    return torch.as_tensor(source, device=torch.device("cuda", device))
+    return torch.as_tensor(source, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def _clear(mapping: Mapping, cookie: bytes) -> None:

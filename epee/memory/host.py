@@ -154,7 +154,7 @@ class HostRegion:
         count = math.prod(shape)
         self._check_range(offset, count * dtype.itemsize)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self.mapping, dtype=dtype, count=count, offset=HEADER_BYTES + offset).view(shape)
 
     def words(self, offset: int, count: int) -> memoryview:

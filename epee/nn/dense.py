@@ -36,8 +36,8 @@ class DenseMoELayer(nn.Module):
         self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
         self.router = router_weight(hidden, num_experts, seed=seed, dtype=router_dtype(dtype))
         self.experts = Experts(hidden, ffn_hidden, 0, num_experts, seed=seed, dtype=dtype)
-        self.aux_loss = torch.zeros(())
-        self.expert_load = torch.zeros(num_experts, dtype=torch.int64)
+        self.aux_loss = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.expert_load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.num_sent: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:

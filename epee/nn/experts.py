@@ -17,7 +17,7 @@ def generator_for(seed: int, position: int) -> torch.Generator:
     """Return a CPU generator that depends on `seed` and `position` only; `position` -1 is the router."""
     word = (seed * 0x100000001B3 + (position + 2) * _GOLDEN) & (2**64 - 1)
     word ^= word >> 31
-    return torch.Generator().manual_seed(word & (2**63 - 1))
+    return torch.Generator(device="cpu").manual_seed(word & (2**63 - 1))
 
 
 class Experts(nn.Module):
@@ -37,8 +37,8 @@ class Experts(nn.Module):
         for expert in range(first_expert, first_expert + num_experts):
             generator = generator_for(seed, expert)
             # Drawn in float64 and rounded, so that layers of all dtypes start from the same numbers.
-            gate_up.append(torch.randn(2 * ffn_hidden, hidden, generator=generator, dtype=torch.float64))
-            down.append(torch.randn(hidden, ffn_hidden, generator=generator, dtype=torch.float64))
+            gate_up.append(torch.randn(2 * ffn_hidden, hidden, generator=generator, dtype=torch.float64, device="cpu"))
+            down.append(torch.randn(hidden, ffn_hidden, generator=generator, dtype=torch.float64, device="cpu"))
         self.gate_up = nn.Parameter((torch.stack(gate_up) * hidden**-0.5).to(dtype))
         self.down = nn.Parameter((torch.stack(down) * ffn_hidden**-0.5).to(dtype))
 
@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
 def router_weight(hidden: int, num_experts: int, *, seed: int, dtype: torch.dtype) -> nn.Parameter:
     """Return the router's initial weight `[num_experts, hidden]` in `dtype` (float32 or float64)."""
-    weight = torch.randn(num_experts, hidden, generator=generator_for(seed, -1), dtype=torch.float64)
+    weight = torch.randn(num_experts, hidden, generator=generator_for(seed, -1), dtype=torch.float64, device="cpu")
     return nn.Parameter((weight * hidden**-0.5).to(dtype))
 
 

@@ -46,6 +46,8 @@ class MoELayer(nn.Module):
         expert_load: `[num_experts]` int64, (token, k) slots that this rank's tokens gave each expert, last forward.
         num_sent: rows that this rank sent to each rank in the last forward, one int per rank.
 
+    Parameters are made on the CPU in `dtype`, whatever torch's defaults are; `.to(device)` moves them.
+
     Raises:
         InvalidArgument: a size differs from the buffer's, or the layout has no such name.
     """
@@ -74,8 +76,8 @@ class MoELayer(nn.Module):
         self.experts = Experts(
             hidden, ffn_hidden, buffer.rank * num_local_experts, num_local_experts, seed=seed, dtype=dtype
         )
-        self.aux_loss = torch.zeros(())
-        self.expert_load = torch.zeros(num_experts, dtype=torch.int64)
+        self.aux_loss = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.expert_load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.num_sent: list[int] = [0] * buffer.num_ranks
 
     def forward(self, x: Tensor) -> Tensor:

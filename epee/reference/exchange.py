@@ -112,7 +112,7 @@ def combine(
     results = []
     for me, given in enumerate(inputs):
         num_tokens = _num_tokens(given)
-        total = torch.zeros(num_tokens, hidden, dtype=wide)
+        total = torch.zeros(num_tokens, hidden, dtype=wide, device="cpu")
         for token in range(num_tokens):
             parts = []
             for dst, there in enumerate(received):
@@ -148,7 +148,7 @@ def combine_weights(
     results = []
     for me, given in enumerate(inputs):
         num_tokens, num_topk = _num_tokens(given), _num_topk(given)
-        total = torch.zeros(num_tokens, num_topk, dtype=topk_weights[0].dtype)
+        total = torch.zeros(num_tokens, num_topk, dtype=topk_weights[0].dtype, device="cpu")
         for token in range(num_tokens):
             for dst in range(len(received)):
                 if received[dst].layout == "rank":
@@ -198,7 +198,7 @@ def _receive_by_rank(inputs: Sequence[Routed], num_experts: int, me: int, expert
             sources.append((src, token, -1))
             idx_rows.append(local)
             if given.topk_weights is not None:
-                keep = torch.tensor([expert != -1 for expert in local])
+                keep = torch.tensor([expert != -1 for expert in local], dtype=torch.bool, device="cpu")
                 weights = given.topk_weights[token]
                 weight_rows.append(torch.where(keep, weights, torch.zeros_like(weights)))
     has_topk = inputs[0].topk_idx is not None
@@ -206,7 +206,7 @@ def _receive_by_rank(inputs: Sequence[Routed], num_experts: int, me: int, expert
     num_topk = _num_topk(inputs[0])
     return Received(
         x=_gather(inputs, sources),
-        topk_idx=torch.tensor(idx_rows, dtype=torch.int64).reshape(-1, num_topk) if has_topk else None,
+        topk_idx=torch.tensor(idx_rows, dtype=torch.int64, device="cpu").reshape(-1, num_topk) if has_topk else None,
         topk_weights=None if weights_of is None else _stack(weight_rows, (num_topk,), weights_of.dtype),
         num_tokens_per_expert=tokens_per_expert(inputs, num_experts, me, expert_alignment),
         src_rank=_column(sources, 0),
@@ -220,7 +220,7 @@ def _receive_by_expert(inputs: Sequence[Routed], num_experts: int, me: int, expe
     num_local = num_experts // len(inputs)
     sources: list[tuple[int, int, int]] = []
     weights: list[Tensor] = []
-    one = torch.ones((), dtype=torch.float32)
+    one = torch.ones((), dtype=torch.float32, device="cpu")
     for expert in range(me * num_local, (me + 1) * num_local):
         for src, given in enumerate(inputs):
             assert given.topk_idx is not None, "the expert layout needs topk_idx"
@@ -281,7 +281,7 @@ def _gather_part(inputs: Sequence[Routed], sources: list[tuple[int, int, int]], 
     tensors = [given.x if part is None else given.x[part] for given in inputs]
     like = tensors[0]
     assert isinstance(like, Tensor)
-    out = torch.zeros(len(sources), like.shape[1], dtype=like.dtype)
+    out = torch.zeros(len(sources), like.shape[1], dtype=like.dtype, device="cpu")
     for row, (src, token, _) in enumerate(sources):
         if src >= 0:
             out[row] = tensors[src][token]
@@ -289,11 +289,11 @@ def _gather_part(inputs: Sequence[Routed], sources: list[tuple[int, int, int]], 
 
 
 def _stack(rows: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.stack(rows) if rows else torch.empty(0, *shape, dtype=dtype)
+    return torch.stack(rows) if rows else torch.empty(0, *shape, dtype=dtype, device="cpu")
 
 
 def _column(sources: list[tuple[int, int, int]], which: int) -> Tensor:
-    return torch.tensor([source[which] for source in sources], dtype=torch.int64)
+    return torch.tensor([source[which] for source in sources], dtype=torch.int64, device="cpu")
 
 
 def _num_tokens(given: Routed) -> int:

@@ -183,7 +183,7 @@ def combine(
     for me, given in enumerate(inputs):
         weights = _weights(given) if topk_weights is None else topk_weights[me]
         counts = counted(packed, me, got)
-        total = torch.zeros(len(given.x), given.x.shape[1], dtype=torch.float32)
+        total = torch.zeros(len(given.x), given.x.shape[1], dtype=torch.float32, device="cpu")
         for token, experts in enumerate(given.topk_idx.tolist()):
             partials = []
             for dst in range(len(inputs)):
@@ -211,7 +211,7 @@ def lost_weight(given: Sent, num_local_experts: int, got: Sequence[bool], topk_w
         topk_weights: the weights of the combine, when it had its own.
     """
     weights = _weights(given) if topk_weights is None else topk_weights
-    lost = torch.zeros(len(given.x), dtype=torch.float32)
+    lost = torch.zeros(len(given.x), dtype=torch.float32, device="cpu")
     for token, experts in enumerate(given.topk_idx.tolist()):
         for k, expert in enumerate(experts):
             if expert >= 0 and not got[expert // num_local_experts]:
@@ -232,10 +232,10 @@ def _receive(
 ) -> Packed:
     num_ranks = len(inputs)
     num_local, capacity = num_experts // num_ranks, num_ranks * max_tokens
-    counts = torch.zeros(num_local, dtype=torch.int32)
-    ranges = torch.zeros(num_local, num_ranks, dtype=torch.int64)
-    src_rank = torch.full((num_local, capacity), -1, dtype=torch.int32)
-    src_token = torch.full((num_local, capacity), -1, dtype=torch.int32)
+    counts = torch.zeros(num_local, dtype=torch.int32, device="cpu")
+    ranges = torch.zeros(num_local, num_ranks, dtype=torch.int64, device="cpu")
+    src_rank = torch.full((num_local, capacity), -1, dtype=torch.int32, device="cpu")
+    src_token = torch.full((num_local, capacity), -1, dtype=torch.int32, device="cpu")
     parts = [_empty(part, num_local, capacity) for part in _parts(sent[0])]
     for local in range(num_local):
         row = 0
@@ -251,7 +251,7 @@ def _receive(
             ranges[local, src] = begin << 32 | row - begin
         counts[local] = row
     x = parts[0] if len(parts) == 1 else (parts[0], parts[1])
-    return Packed(x, counts, ranges, src_rank, src_token, torch.tensor(got, dtype=torch.bool))
+    return Packed(x, counts, ranges, src_rank, src_token, torch.tensor(got, dtype=torch.bool, device="cpu"))
 
 
 def _parts(payload: Payload) -> tuple[Tensor, ...]:
@@ -262,8 +262,8 @@ def _empty(like: Tensor, num_local: int, capacity: int) -> Tensor:
     """Return zeros `[L, R * T, columns]`; scales (any 4-byte dtype) with the rows of a column side by side."""
     columns = like.shape[1]
     if like.dtype.itemsize == 4:
-        return torch.zeros(num_local, columns, capacity, dtype=like.dtype).transpose(1, 2)
-    return torch.zeros(num_local, capacity, columns, dtype=like.dtype)
+        return torch.zeros(num_local, columns, capacity, dtype=like.dtype, device="cpu").transpose(1, 2)
+    return torch.zeros(num_local, capacity, columns, dtype=like.dtype, device="cpu")
 
 
 def _partial(
@@ -306,7 +306,7 @@ def _row_of(packed: Packed) -> dict[tuple[int, int, int], int]:
 
 def _weights(given: Sent) -> Tensor:
     if given.topk_weights is None:
-        return torch.ones(given.topk_idx.shape, dtype=torch.float32)
+        return torch.ones(given.topk_idx.shape, dtype=torch.float32, device="cpu")
     return given.topk_weights
 
 

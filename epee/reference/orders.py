@@ -52,7 +52,9 @@ def combine_in_order(
             home = [expert // num_local if expert >= 0 else -1 for expert in experts]
             values = _values(received, y, (me, token), home, by, round_partials)
             biases = [item[token] for item in bias[me]] if bias is not None else []
-            zero = torch.zeros(y[0].shape[1], dtype=torch.float64 if y[0].dtype == torch.float64 else torch.float32)
+            zero = torch.zeros(
+                y[0].shape[1], dtype=torch.float64 if y[0].dtype == torch.float64 else torch.float32, device="cpu"
+            )
             sums.append(_sum(values, [_wide(item) for item in biases], bias_first, zero).to(y[0].dtype))
         results.append(torch.stack(sums) if sums else y[0].new_empty(0, y[0].shape[1]))
     return results

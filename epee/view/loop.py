@@ -374,8 +374,15 @@ class Loop:
         self._is_running = False
 
     def _no_quorum(self, effect: NoQuorum) -> None:
-        silent = [m.slot for m in self.agent.decided.members if m.nonce != self.agent.me.nonce]
-        text = f"slot {self.agent.me.slot} cannot reach enough members to agree on what follows epoch {effect.epoch}"
+        now, me = time.monotonic(), self.agent.me
+        others = {m.slot: self.peers.get(m.nonce) for m in self.agent.decided.members if m.nonce != me.nonce}
+        health = {slot: "unknown" if peer is None else peer.health(now) for slot, peer in sorted(others.items())}
+        silent = [slot for slot, seen in health.items() if seen != "running"] or list(health)
+        told = ", ".join(f"{slot} ({health[slot]})" for slot in silent)
+        text = (
+            f"slot {me.slot} cannot reach enough members to agree on what follows epoch {effect.epoch}: no answer from "
+            f"slot(s) {told}; retry, calls go on when they answer, or make a new group"
+        )
         self._fail(NoQuorumError(text, silent, epoch=effect.epoch, cause="no quorum"))
 
     def _refuse(self, effect: Refused) -> None:

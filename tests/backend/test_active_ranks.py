@@ -12,15 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from epee.backend.sizes import Mask
 from epee.errors import PeerError
 from tests.harness import run_ranks
 
 from . import cases
+from .test_staging import OnGpu
 
 
-def leaves(rank: int, num_ranks: int, folder: str, how: str) -> list[int]:
+def leaves(rank: int, num_ranks: int, folder: str, how: str, device: str = "cpu") -> list[int]:
     mask = torch.zeros(4, dtype=torch.int32)
-    cases.init(rank, num_ranks, folder, active_ranks=mask, max_group_size=4)
+    given = mask.as_subclass(OnGpu) if device == "a GPU's" else mask.to(device)
+    mask = mask if device == "a GPU's" else given
+    cases.init(rank, num_ranks, folder, active_ranks=given, max_group_size=4)
     group: Any = dist.group.WORLD
     assert mask.tolist() == [1, 1, 1, 0]
     dist.all_reduce(torch.ones(2))
@@ -57,6 +61,27 @@ def leaves(rank: int, num_ranks: int, folder: str, how: str) -> list[int]:
 def test_a_rank_that_left_gets_its_zero_in_the_users_tensor(tmp_path: Path, how: str) -> None:
     told = run_ranks(leaves, 3, str(tmp_path), how, backend=None)
     assert told[0] == told[2] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("how", ["sync", "future", "asked"])
+def test_the_users_tensor_may_say_that_it_lies_on_a_gpu(tmp_path: Path, how: str) -> None:
+    told = run_ranks(leaves, 3, str(tmp_path), how, "a GPU's", backend=None)
+    assert told[0] == told[2] == [1, 0, 1, 0]
+
+
+def test_a_mask_on_a_gpu_that_breaks_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    mask = Mask(2, (0, 1), torch.ones(2, dtype=torch.int32).as_subclass(Broken))
+    mask[1] = 0
+    mask[0] = 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert mask.first(2) == [0, 0]
+
+
+class Broken(OnGpu):
+    """A tensor on a GPU of which a kernel has failed."""
+
+    def fill_(self, value: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def killed(rank: int, num_ranks: int, folder: str) -> None:

@@ -232,6 +232,7 @@ def test_outputs_that_interleave_without_sharing_are_served() -> None:
         ({"active_ranks": torch.ones(2)}, "active_ranks"),
         ({"active_ranks": torch.ones(4, dtype=torch.int32)[::2]}, "active_ranks"),
         ({"active_ranks": torch.full((2,), 3, dtype=torch.int32)}, "active_ranks"),
+        ({"active_ranks": torch.ones(2, dtype=torch.int32, device="meta")}, "active_ranks"),
         ({"active_ranks": torch.ones(2, dtype=torch.int32), "max_group_size": 3}, "active_ranks"),
     ],
 )

@@ -50,7 +50,7 @@ def test_the_order_in_which_a_rank_hears_of_growth_does_not_matter(changes: list
 
 def test_the_mask_goes_beyond_the_users_tensor() -> None:
     tensor = torch.full((3,), 7, dtype=torch.int32)
-    mask = Mask(3, (0, 1), tensor.numpy().data)
+    mask = Mask(3, (0, 1), tensor)
     assert tensor.tolist() == [1, 1, 0]
     mask[1], mask[2], mask[5] = 0, 1, 1
     assert tensor.tolist() == [1, 0, 1]

@@ -43,7 +43,7 @@ class LateDevice:
         self.num_marks = 0
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         host.view(-1).view(torch.uint8).fill_(0xA5)
         return host
 

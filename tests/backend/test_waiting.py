@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from epee.backend import waiting
+from epee.backend import interrupts, waiting
+from epee.backend.entry import ENDED
 from epee.backend.outbox import CORE, STATE_WORDS
 from epee.backend.waiting import MOVE_PAUSE_S, Waiting
 
@@ -49,3 +51,60 @@ def test_a_rank_with_one_core_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.sched_getaffinity(0) == {min(allowed)}
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, handler: Any) -> Waiting:
+    """Return what waited when `handler` ran between the two changes of the affinity, and raised."""
+    real = os.sched_setaffinity
+
+    def set_and_raise(pid: int, cores: set[int]) -> None:
+        real(pid, cores)
+        monkeypatch.setattr(os, "sched_setaffinity", real)
+        handler(real)
+        raise Interrupt
+
+    monkeypatch.setattr(waiting, "_getcpu", lambda: min(os.sched_getaffinity(0)))
+    monkeypatch.setattr(os, "sched_setaffinity", set_and_raise)
+    wait, words = made(1)
+    words[0][CORE] = 1 + min(os.sched_getaffinity(0))
+    with pytest.raises(Interrupt):
+        wait._part(0, 100.0)
+    return wait
+
+
+@pytest.fixture
+def cores() -> Iterator[set[int]]:
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("needs two cores")
+    yield allowed
+    os.sched_setaffinity(0, allowed)
+
+
+def broken_off(wait: Waiting) -> None:
+    """What `interrupts.broken_off` does to a wait; the rest of it has no part here."""
+    owner: Any = SimpleNamespace(hold=lambda: None, leave_wholly=lambda: None, widen=wait.widen, flags=ENDED)
+    interrupts.broken_off(owner, Interrupt())
+
+
+def test_an_interrupt_in_the_midst_of_a_move_leaves_the_thread_all_its_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: set[int]
+) -> None:
+    wait = interrupted(monkeypatch, lambda real: None)
+    assert os.sched_getaffinity(0) < cores, "interrupted at another place"
+    broken_off(wait)
+    assert os.sched_getaffinity(0) == cores
+    broken_off(wait)
+    assert os.sched_getaffinity(0) == cores
+
+
+def test_cores_that_a_signal_handler_sets_in_the_midst_of_a_move_stay(
+    monkeypatch: pytest.MonkeyPatch, cores: set[int]
+) -> None:
+    chosen = {min(cores)}
+    broken_off(interrupted(monkeypatch, lambda real: real(0, chosen)))
+    assert os.sched_getaffinity(0) == chosen

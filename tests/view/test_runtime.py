@@ -175,6 +175,7 @@ def test_a_minority_of_stopped_and_living_learns_that_it_has_no_quorum(tmp_path:
         with pytest.raises(Refusal) as refusal:
             ranks[3].ask("accuse_until", 0, 1, 15.0)
         assert refusal.value.kind == "NoQuorumError"
+        assert "no answer from slot(s) 0 (stopped), 1 (stopped), 2 (stopped)" in str(refusal.value)
         assert ranks[3].ask("call", "view").epoch == 1
         for rank in ranks[:3]:
             rank.signal(signal.SIGCONT)

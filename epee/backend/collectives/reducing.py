@@ -45,6 +45,7 @@ class AllReduce(Plan):
         nbytes = count * itemsize
         if nbytes <= ONE_STEP_BYTES and nbytes <= box.staging_bytes:
             self.put_bytes = self.read_bytes = nbytes
+            self._scratch = reducer.scratch(count)
         else:
             self._plan_two_steps(box, count, itemsize)
 
@@ -55,6 +56,7 @@ class AllReduce(Plan):
         lay_out(self, rounds, length * itemsize, self._share * itemsize, puts=True)
         if rounds.private and self._takes:
             self._private = np.empty(count, self._array.dtype)
+        self._scratch = self._reducer.scratch(self._share)
 
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Write the values of round `k`; in two steps without this rank's own share."""
@@ -87,7 +89,7 @@ class AllReduce(Plan):
                 place = offsets[rank] // self._itemsize
                 parts.append(view[place + low : place + high])
         place = offset // self._itemsize
-        self._reducer.reduce(parts, box.views(self._array.dtype)[self._rank][place : place + high - low])
+        self._reducer.reduce(parts, box.views(self._array.dtype)[self._rank][place : place + high - low], self._scratch)
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Reduce everything (one step) or fetch the shares (two)."""
@@ -100,7 +102,7 @@ class AllReduce(Plan):
                 for rank, view in enumerate(views):
                     place = offsets[rank] // itemsize
                     parts.append(view[place : place + count])
-                self._reducer.reduce(parts, self._array)
+                self._reducer.reduce(parts, self._array, self._scratch)
             return
         if not self._takes:
             return
@@ -139,6 +141,8 @@ class ReduceScatter(Segmented):
     ) -> None:
         super().__init__(name, signature, segments, sink, box, puts=box.num_ranks > 1)
         self._reducer = reducer
+        self._scratch = reducer.scratch(self._length)
 
     def _make(self, box: Outboxes, offsets: list[int], out: Array, first: int) -> None:
-        self._reducer.reduce([self._part(box, rank, offsets, out, first) for rank in range(box.num_ranks)], out)
+        parts = [self._part(box, rank, offsets, out, first) for rank in range(box.num_ranks)]
+        self._reducer.reduce(parts, out, self._scratch)

@@ -126,7 +126,7 @@ class EPHandle:
         num_topk = self.topk_idx.shape[1]
         rows = self._expanded_row_of
         chosen = rows >= 0 if rows is not None else self._local_idx >= 0
-        lanes = torch.arange(num_topk, device=chosen.device)
+        lanes = torch.arange(num_topk, dtype=torch.int64, device=chosen.device)
         master = torch.where(chosen, lanes, -1).amax(1)
         ids = self._token_ids
         columns = [ids[:, None], (ids // self.num_max_tokens_per_rank * num_topk + master)[:, None]]
@@ -175,6 +175,7 @@ class EPHandle:
         if src_k is None:
             raise UnsupportedError("recv_src_metadata of an expanded dispatch is not known on this device")
         token = torch.searchsorted(self._token_ids, self._ids_of_rows)
-        rows = torch.full((len(self._token_ids), self.topk_idx.shape[1]), -1, device=token.device)
+        shape = (len(self._token_ids), self.topk_idx.shape[1])
+        rows = torch.full(shape, -1, dtype=torch.int64, device=token.device)
         rows[token, src_k[self._real_rows]] = self._real_rows
         return rows

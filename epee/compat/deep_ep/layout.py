@@ -53,7 +53,7 @@ def rank_prefix_matrix(num_sent: Sequence[Sequence[int]], device: torch.device) 
         num_sent: `num_sent[s][d]` rows go from s to d.
         device: of the result.
     """
-    return torch.tensor(num_sent, dtype=torch.int64).cumsum(0).to(device, torch.int32)
+    return torch.tensor(num_sent, dtype=torch.int64, device="cpu").cumsum(0).to(device, torch.int32)
 
 
 def channel_prefix_matrix(is_token_in_rank: torch.Tensor, num_channels: int) -> torch.Tensor:
@@ -81,11 +81,12 @@ def recv_channel_prefix_matrix_on_device(
         num_channels: C.
     """
     num_ranks, stride = len(received), num_tokens + 1
-    rows = torch.arange(len(src_token), device=src_token.device)
+    rows = torch.arange(len(src_token), dtype=torch.int64, device=src_token.device)
     src_rank = torch.searchsorted(received.to(torch.int64), rows, right=True)
     keys = torch.where(src_token < 0, num_ranks * stride, src_rank * stride + src_token)
-    ranks = torch.arange(num_ranks, device=src_token.device)[:, None] * stride
-    channels = torch.arange(num_channels, device=src_token.device)[None] * channel_size(num_tokens, num_channels)
+    ranks = torch.arange(num_ranks, dtype=torch.int64, device=src_token.device)[:, None] * stride
+    channels = torch.arange(num_channels, dtype=torch.int64, device=src_token.device)[None]
+    channels = channels * channel_size(num_tokens, num_channels)
     first = torch.searchsorted(keys, (ranks + channels.clamp(max=num_tokens)).contiguous())
     before = torch.searchsorted(keys, ranks.contiguous())
     return (first - before).to(torch.int32)
@@ -104,8 +105,8 @@ def recv_channel_prefix_matrix(
     """
     rows = []
     for part, count in zip(src_token.split(list(num_received)), num_tokens, strict=True):
-        first_tokens = torch.arange(num_channels, device=part.device) * channel_size(count, num_channels)
-        rows.append(torch.searchsorted(part, first_tokens))
+        channels = torch.arange(num_channels, dtype=torch.int64, device=part.device)
+        rows.append(torch.searchsorted(part, channels * channel_size(count, num_channels)))
     return torch.stack(rows).to(torch.int32)
 
 

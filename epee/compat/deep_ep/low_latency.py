@@ -196,7 +196,7 @@ class LowLatency:
         """Return the mask of a device; one that is made later starts as the CPU's is."""
         active = self._active.get(device)
         if active is None:
-            first = self._active.get(torch.device("cpu"), torch.ones(self.group_size, dtype=torch.int32))
+            first = self._active.get(torch.device("cpu"), torch.ones(self.group_size, dtype=torch.int32, device="cpu"))
             active = self._active[device] = first.to(device)
         return active
 

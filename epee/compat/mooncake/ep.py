@@ -209,7 +209,7 @@ class Buffer:
 
     def _mask_of_group(self, device: torch.device) -> torch.Tensor:
         mask = getattr(self.group, "active_ranks", None)
-        found = torch.ones(self.group_size, dtype=torch.int32) if mask is None else mask()
+        found = torch.ones(self.group_size, dtype=torch.int32, device="cpu") if mask is None else mask()
         return found.to(device=device, dtype=torch.int32)
 
 

@@ -133,7 +133,7 @@ def get_active_ranks(backend: Any) -> torch.Tensor:
     """Return the int32 mask: 1 = takes part. As long as the group is, or `max_group_size` if that is more."""
     mask: torch.Tensor = backend.active_ranks()
     num_more = max(0, (backend.options.max_group_size or 0) - len(mask))
-    return torch.cat([mask, torch.zeros(num_more, dtype=torch.int32)])
+    return torch.cat([mask, torch.zeros(num_more, dtype=torch.int32, device="cpu")])
 
 
 def get_num_synced_ranks(backend: Any) -> int:
@@ -240,7 +240,7 @@ def get_failed_ranks_hint(work: Any) -> torch.Tensor:
     get_local_success(work)
     failed = getattr(work.exception(), "ranks", ())
     engine = work._engine
-    hint = torch.zeros(max(engine.mask.limit, engine.members.group_size), dtype=torch.int32)
+    hint = torch.zeros(max(engine.mask.limit, engine.members.group_size), dtype=torch.int32, device="cpu")
     hint[list(failed)] = 1
     return hint
 

@@ -96,6 +96,8 @@ class Ending(Waiting):
         )
         pending: list[Driven] = [*self.queue, *self.mail.pending()]
         for op in pending:
+            if got and isinstance(op, Message):
+                self.mail.take_back(op)  # else it could still be delivered: the peers keep the memory
             op.fail(error)
             self.retire(op)
         self.queue.clear()

@@ -43,7 +43,7 @@ from .ending import Driven
 from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED
 from .express import Express
 from .helper import Helper
-from .message import Message
+from .message import Absence, Message
 from .operation import NO_ROOM, Block, Operation
 from .outbox import (
     BELL,
@@ -232,6 +232,10 @@ class Engine(Express):
         """Issue a send or a receive; it moves as far as it can at once."""
         self.enter()
         try:
+            if self.mail.out:
+                error = self.mail.absence(message)
+                if error is not None:
+                    raise error
             self.mail.ends[message.is_send].post(message)
             if not message.done:
                 message.started = time.monotonic()
@@ -240,14 +244,24 @@ class Engine(Express):
             self.leave()
         except BaseException as exc:  # it goes to the caller: the message must not stay posted and take a later one
             interrupts.broken_off(self, exc, message)
+            interrupts.tell(self, exc, message)
             raise
 
-    def take_back(self, op: Driven) -> None:
-        """Give up a message whose blocking call was interrupted: nobody can wait for it again."""
-        if self.flags & ENDED:
+    def take_back(self, op: Driven, exc: BaseException) -> None:
+        """Give up a message out of whose blocking call `exc` comes: nobody can wait for it again."""
+        if self.flags & ENDED or self.num_calls_below() > 1:
             return
-        self.enter()
         interrupts.broken_off(self, AbortedError("the blocking call of this message was interrupted"), op)
+        if isinstance(op, Message):
+            interrupts.tell(self, exc, op)
+
+    def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
+        """A view has begun without `rank`: its messages end. What it had sent before its death counts. Lock held."""
+        if absence.is_final and rank not in self.mail.out:
+            for message in self.mail.pending():
+                self.advance(message)
+        for message in self.mail.lose(rank, absence, is_told):
+            self.retire(message)
 
     # ---- waiting
 

@@ -399,8 +399,8 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         self._engine.post(message)
         try:
             return Work(self._engine, [message], tensors)
-        except BaseException:  # an interrupt: nobody will hold the request
-            self._engine.take_back(message)
+        except BaseException as exc:  # an interrupt: nobody will hold the request
+            self._engine.take_back(message, exc)
             raise
 
     def _check_peer(self, peer: int | None, tag: int, name: str) -> None:

@@ -7,6 +7,8 @@ between which two lines the exception came:
 
 - a collective whose results were being written is finished: its sources stay in the outboxes until this rank says that
   it is through. The caller gets the exception all the same, with the results complete;
+- a message that has been delivered is kept: what was received for the next receive that wants it, and a send so that
+  the same one again completes at once (`p2p.py`);
 - any other call that the caller can no longer reach is given up: if it was published it is withdrawn, so that it fails
   on all ranks or, where one has completed it, on none; if not, the peers find a refusal in its place. Its tensor is as
   before;
@@ -58,11 +60,17 @@ def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
         return
     settle(engine, op)
     if isinstance(op, Message):
-        op.fail(exc)
-        engine.mail.cancel(op)
+        engine.mail.break_off(op, exc)
     elif op is not None and op.seq <= engine.seq:  # else it was not counted yet: it has not begun
         engine.disown(op, exc)
     engine.retire_heads()
+
+
+def tell(engine: Engine, exc: BaseException, message: Message) -> None:
+    """Note at `exc`, which comes out of the call of `message`, what the caller cannot see from it."""
+    state = engine.mail.state_of(message)
+    if state and hasattr(exc, "add_note"):  # Python 3.11 and later
+        exc.add_note(f"epee: {message.describe(engine.box)}: {state}")
 
 
 def settle(engine: Engine, op: Driven | None = None) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import MismatchError, context
+from ..errors import MismatchError, PeerError, context
 from .outbox import Outboxes
 from .signature import unpack
 from .tensors import Array, Target
 
 ANY = -1
 DATA, CANCELLED = 0, 1  # kinds of fragments
+CLAIMED, DECLINED, MATCHED, REFUSED = range(4)  # what becomes of a message; a verdict is one of the last three
 BYTE = np.dtype(np.uint8)
+STAYS_OPEN = (
+    "the receiver stands still in the midst of taking the message, which stays open: it may still be delivered; "
+    "the next send to this rank with this tag continues it"
+)
 
 
 class Message:
@@ -27,11 +33,19 @@ class Message:
         number: running number of the message in its lane, from 1; 0 before it is known.
         array: the elements, flat; `nbytes` is their size.
         written: a send of which every fragment is in the lane.
+        verdict: of a send whose call has raised: what became of the message, as soon as it is known.
+        digest: of a send that is open (`SendLane.open`): what tells its repetition from another message.
+        is_known: of a send that is open: who called it was told that it has been delivered.
+        heir_of: of a send that has not begun: the open one that it may be the repetition of.
     """
 
     number = 0
     bytes_done = 0
     written = False
+    verdict: int | None = None
+    digest = b""
+    is_known = False
+    heir_of: Message | None = None
     done = False
     error: BaseException | None = None
     on_done: Any = None
@@ -76,9 +90,10 @@ class Message:
         """Return the present time (the deadline was set when the message was posted)."""
         return time.monotonic()
 
-    def depends_on(self, box: Outboxes) -> set[int]:
-        """Return the ranks without which it cannot complete."""
-        return {self.peer} if self.peer != ANY else set(box.peers)
+    def fingerprint(self) -> bytes:
+        """Return what only a message of the same dtype, size and bytes has."""
+        content: Any = self.data
+        return hashlib.blake2b(content, digest_size=16, salt=self.signature.to_bytes(16, "little")).digest()
 
     def describe(self, box: Outboxes, **facts: object) -> str:
         """Name the call and its place for a message."""
@@ -97,6 +112,15 @@ def mismatch(message: Message, box: Outboxes, peer: int, here: int, there: int) 
         f"{message.describe(box)}: rank {box.rank} has {sizes[0]}, rank {peer} has {sizes[1]}; "
         "the tensor is untouched and the lane works on; make sender and receiver agree"
     )
+
+
+class Absence(NamedTuple):
+    """Why nothing goes to a rank and nothing of it is delivered: a view has begun without it."""
+
+    epoch: int
+    cause: str
+    error: type[PeerError]
+    is_final: bool  # it cannot write any more
 
 
 class Books:
@@ -138,6 +162,9 @@ class Incoming:
         "cancelled",
         "discard",
         "fragments",
+        "is_answered",
+        "is_decided",
+        "is_taken_back",
         "message",
         "number",
         "signature",
@@ -155,7 +182,10 @@ class Incoming:
         self.buffer: Array | None = None
         self.message: Message | None = None
         self.cancelled = False
-        self.discard = False  # refused: the rest of it is swallowed
+        self.discard = False  # refused, or taken back: the rest of it is swallowed
+        self.is_taken_back = False  # found out before it was given to a receive
+        self.is_decided = False  # claimed, and not taken back before that: it is delivered or refused
+        self.is_answered = False  # it had been delivered to a receive whose call raised then
 
     @property
     def complete(self) -> bool:
@@ -165,11 +195,12 @@ class Incoming:
 class SendLane:
     """State of the lane to one peer."""
 
-    __slots__ = ("first", "freed_seen", "next_message", "next_slot", "queue", "waiting")
+    __slots__ = ("first", "freed_seen", "next_message", "next_slot", "open", "queue", "waiting")
 
     def __init__(self, first: int = 1) -> None:
         self.queue: deque[Message] = deque()  # not yet completely written, oldest first
-        self.waiting: dict[int, Message] = {}  # written, without verdict
+        self.waiting: dict[int, Message] = {}  # written, without verdict; done are those that were given up
+        self.open: list[Message] = []  # their calls have raised, and they were delivered, or may be
         self.first = first  # number of the first message and of the first slot (see `p2p.py`)
         self.next_message = first
         self.next_slot = first
@@ -179,11 +210,13 @@ class SendLane:
 class RecvLane:
     """State of the lane from one peer."""
 
-    __slots__ = ("current", "next_message", "next_slot", "unexpected", "woken")
+    __slots__ = ("current", "declined", "first", "next_message", "next_slot", "unexpected", "woken")
 
     def __init__(self, first: int = 1) -> None:
+        self.first = first
         self.next_message = first
         self.next_slot = first
         self.woken = first - 1  # slots freed when the sender was last woken
+        self.declined = 0  # the message that was last found to be taken back after its claim
         self.current: Incoming | None = None
         self.unexpected: list[Incoming] = []

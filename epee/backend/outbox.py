@@ -58,10 +58,13 @@ LANE_SLOT_WORDS = 8
 LANE_WORDS = NUM_LANE_SLOTS * LANE_SLOT_WORDS
 # words of a lane slot
 SLOT_TAG, SLOT_MESSAGE, SLOT_USER_TAG, SLOT_SIGNATURE, SLOT_TOTAL_BYTES, SLOT_BYTES, SLOT_KIND = range(7)
+# no word of the slot that it lies in: number of a message that was taken back, in slot (number - 1) modulo the slots
+TAKEN_BACK = 7
 
 NUM_VERDICTS = 256
-VERDICT_WORDS = 2  # message number << 1 | refused, signature that the receiver expected
+VERDICT_WORDS = 2  # message number << 2 | what becomes of it, signature that the receiver expected
 SOURCE_WORDS = 8 + NUM_VERDICTS * VERDICT_WORDS  # word 0: slots freed so far
+CLAIM = 1  # the word with the number of the message that is being taken; apart from the verdict, which a sender polls
 
 ALIGN_BYTES = 64
 _BYTE = np.dtype(np.uint8)

@@ -2,35 +2,54 @@
 
 Everything that a header says is checked before it is used: numbers of messages run without a gap, sizes fit the lane,
 the signature and the machine. A slot is freed last, after the data was copied and the verdict written, so that each
-entry of the books (`_taken`, `_begun`, `_fragmented`, `_delivered`, `_adopted`) may be run twice.
+entry of the books (`_taken`, `_begun`, `_fragmented`, `_delivered`, `_adopted`, `_dropped`) may be run twice.
+
+Before a message is delivered or refused it is claimed (`_claim`; the handshake is in `p2p.py`): its sender may be about
+to take it back. What a receive got whose call raises then is kept for the next one (`put_back`).
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Container
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import ProtocolError
-from .message import ANY, BYTE, CANCELLED, DATA, Books, Incoming, Message, RecvLane, mismatch
+from .message import (
+    ANY,
+    BYTE,
+    CANCELLED,
+    DATA,
+    DECLINED,
+    MATCHED,
+    REFUSED,
+    Books,
+    Incoming,
+    Message,
+    RecvLane,
+    mismatch,
+)
 from .operation import Block
 from .outbox import (
     BELL,
+    CLAIM,
     LANE_BYTES,
     LANE_SLOT_BYTES,
     LANE_SLOT_WORDS,
     NUM_LANE_SLOTS,
     NUM_VERDICTS,
     SLOT_MESSAGE,
+    TAKEN_BACK,
     VERDICT_WORDS,
     Outboxes,
 )
 from .signature import unpack
 from .tensors import CARRIERS, Array
-from .wake import publish_word
+from .wake import fence, publish_word
 
 _HEADER = struct.Struct("=6Q")
 _ITEM_BYTES = {carrier.code: carrier.dtype.itemsize for carrier in CARRIERS.values()}
@@ -56,26 +75,29 @@ def memory_bytes() -> int:
 class Receiver(Books):
     """All lanes that this rank reads, and the receives that wait for them."""
 
-    def __init__(self, box: Outboxes, finished: list[Message], first: int) -> None:
+    def __init__(self, box: Outboxes, finished: list[Message], first: int, out: Container[int]) -> None:
+        """Read what comes to this rank from all but those in `out`; lanes begin at number `first`."""
         super().__init__(box, finished)
         self._first = first
+        self._out = out
         self._lanes: dict[int, RecvLane] = {}
         self._posted: list[Message] = []
         self._base = box.lane_base[box.rank]  # of the lane to this rank; the same in every outbox
+        self._marks = self._base + TAKEN_BACK
         self._data = box.lane_data[box.rank]
 
     def post(self, message: Message) -> None:
         """Take a new receive: the oldest message in private memory that it wants is its own, else look into lanes."""
         self._posted.append(message)
-        for peer in self._box.peers if message.wanted == ANY else (message.wanted,):
+        for peer in self.sources() if message.wanted == ANY else (message.wanted,):
             lane = self._lanes.get(peer)
-            if lane is None:
-                continue
-            for incoming in lane.unexpected:
-                if incoming.user_tag == message.user_tag and incoming.message is None:
-                    self.book(self._adopted, (peer, lane, message, incoming))
-                    return
+            if lane is not None and lane.unexpected and self._adopt(peer, lane, message):
+                return
         self.step(message)
+
+    def sources(self) -> list[int]:
+        """Return the ranks from which messages are taken."""
+        return [peer for peer in self._box.peers if peer not in self._out]
 
     def pending(self) -> list[Message]:
         """Return the receives that are not done."""
@@ -91,9 +113,32 @@ class Receiver(Books):
                 self._to_private(message.peer, lane, incoming)
                 if incoming not in lane.unexpected:
                     lane.unexpected.append(incoming)
-                incoming.message = None
+            for incoming in lane.unexpected:
+                if incoming.message is message:
+                    incoming.is_decided = incoming.is_answered
+                    incoming.message = None
+        if message.number:
+            index = self._box.verdict_base[message.peer] + CLAIM
+            if self._box.own[index] == message.number:
+                self._box.own[index] = 0  # it is not taken now, and who takes it later looks again
         if message.wanted == ANY:
             self._box.own[BELL] = 0
+
+    def put_back(self, message: Message) -> None:
+        """Keep what a receive has got whose call raises: the next receive that wants it gets it, before all others."""
+        lane = self._lanes.get(message.peer)
+        known = [incoming.number for incoming in lane.unexpected] if lane is not None else []
+        if lane is None or message.number < lane.first or message.number in known:
+            return
+        incoming = Incoming(message.number, message.user_tag, message.signature, message.nbytes)
+        incoming.buffer = message.data.copy()
+        incoming.bytes_seen = message.nbytes
+        incoming.is_decided = incoming.is_answered = True
+        lane.unexpected.insert(0, incoming)
+
+    def lose(self, peer: int) -> None:
+        """Forget what has come from a rank that is out."""
+        self._lanes.pop(peer, None)
 
     def renew(self, peer: int, first: int) -> None:
         """Another process has taken the place of `peer`: its lane begins at number `first`."""
@@ -115,7 +160,7 @@ class Receiver(Books):
             index = self._pull(wanted, lane)
             return None if message.done else Block(wanted, index, self._box.epoch_bits | lane.next_slot)
         self._box.own[BELL] = 1  # before the look, so that a sender either is seen here or sees it
-        for peer in self._box.peers:
+        for peer in self._box.peers if not self._out else self.sources():
             self._pull(peer, self._lanes.setdefault(peer, RecvLane(self._first)))
             if message.done:
                 return None
@@ -166,13 +211,13 @@ class Receiver(Books):
 
     def _taken(self, peer: int, lane: RecvLane, message: Message, number: int, slot_number: int, offset: int) -> None:
         array, total = message.array, message.nbytes
-        if not message.done:
+        if not message.done and (message.number == number or self._claim(peer, lane, number)):
+            message.peer, message.number = peer, number  # from here on it is decided
             if total:
                 place = offset // array.itemsize  # slots are aligned for every dtype
                 array[:] = self._box.views(array.dtype)[peer][place : place + len(array)]
             message.target.finish()
-            message.peer, message.number = peer, number
-            self._answer(peer, message, number, refused=0)
+            self._answer(peer, message, number, MATCHED)
         lane.next_message = number + 1
         lane.next_slot = slot_number + (1 if total <= LANE_SLOT_BYTES else -(-total // LANE_SLOT_BYTES))
         self._free(peer, lane)
@@ -190,34 +235,41 @@ class Receiver(Books):
                 f"rank {peer} sent message {head.number} where {lane.next_message} follows; is its memory damaged?"
             )
         incoming = Incoming(head.number, head.user_tag, head.signature, head.total)
+        incoming.discard = incoming.is_taken_back = self._is_taken_back(peer, head.number)
         message = next((m for m in candidates if m.user_tag == head.user_tag), None)
         fits = message is not None and message.signature == head.signature and message.nbytes == head.total
         if message is None:
             _check_total(peer, head)
-        if message is None or (fits and head.total > LANE_BYTES):
+        if not incoming.discard and (message is None or (fits and head.total > LANE_BYTES)):
             incoming.buffer = np.empty(head.total, BYTE)
         self.book(self._begun, (peer, lane, message, incoming))
         return True
 
     def _begun(self, peer: int, lane: RecvLane, message: Message | None, incoming: Incoming) -> None:
-        if message is not None:
-            self._bind(peer, message, incoming)
+        if incoming.is_taken_back:
+            self._decline(peer, incoming.number)
+        elif message is not None:
+            self._bind(peer, lane, message, incoming)
         elif incoming not in lane.unexpected:
             lane.unexpected.append(incoming)
         lane.next_message = incoming.number + 1
         lane.current = incoming
 
-    def _bind(self, peer: int, message: Message, incoming: Incoming) -> None:
+    def _bind(self, peer: int, lane: RecvLane, message: Message, incoming: Incoming) -> None:
         """Give `incoming` to `message`, or refuse it at once when they differ."""
         if message.signature == incoming.signature and message.nbytes == incoming.total:
             message.peer, message.number = peer, incoming.number
             incoming.message = message
             return
-        incoming.discard = True
-        incoming.buffer = None
+        if not incoming.is_answered:
+            incoming.discard = True
+            incoming.buffer = None
+            if not incoming.is_decided and not self._claim(peer, lane, incoming.number):
+                return  # the receive waits for the next one
+            incoming.is_decided = True
         message.peer, message.number = peer, incoming.number
         message.fail(mismatch(message, self._box, peer, message.signature, incoming.signature))
-        self._answer(peer, message, incoming.number, refused=1)
+        self._answer(peer, message, 0 if incoming.is_answered else incoming.number, REFUSED)
 
     def _fragment(self, peer: int, lane: RecvLane, head: Head) -> None:
         incoming = lane.current
@@ -267,33 +319,81 @@ class Receiver(Books):
     def _delivered(self, peer: int, lane: RecvLane, incoming: Incoming) -> None:
         """The lane's current message is complete: commit it to its receive, if it has one; its slots are free then."""
         message = incoming.message
-        if message is not None and not message.done:
-            if incoming.cancelled:  # the sender gave up: the receive waits for the next message
-                message.number, message.peer = 0, message.wanted
-            else:
-                self._commit(peer, message, incoming)
+        is_open = message is not None and not message.done
+        if message is not None and is_open and (incoming.cancelled or not self._commit(peer, lane, message, incoming)):
+            message.number, message.peer = 0, message.wanted  # it waits for the next message
         if (incoming.cancelled or message is not None) and incoming in lane.unexpected:
             lane.unexpected.remove(incoming)
         lane.current = None
         self._free(peer, lane)
 
+    def _adopt(self, peer: int, lane: RecvLane, message: Message) -> bool:
+        """Look for the oldest message in private memory that a new receive wants; True: it has found one.
+
+        What was taken back meanwhile goes: its sender can have only so many without a verdict.
+        """
+        for incoming in list(lane.unexpected):
+            if incoming.message is not None:
+                continue
+            if incoming.user_tag == message.user_tag:
+                self.book(self._adopted, (peer, lane, message, incoming))
+                if message.done or message.number:
+                    return True
+            elif incoming.complete and not incoming.is_answered and self._is_taken_back(peer, incoming.number):
+                self.book(self._dropped, (peer, lane, incoming))
+        return False
+
+    def _dropped(self, peer: int, lane: RecvLane, incoming: Incoming) -> None:
+        self._decline(peer, incoming.number)
+        if incoming in lane.unexpected:
+            lane.unexpected.remove(incoming)
+
     def _adopted(self, peer: int, lane: RecvLane, message: Message, incoming: Incoming) -> None:
         """Give a new receive a message that waits in private memory, completely arrived or not."""
-        self._bind(peer, message, incoming)
-        if incoming.complete and not incoming.discard and not message.done:
-            self._commit(peer, message, incoming)
+        self._bind(peer, lane, message, incoming)
+        if message.error is not None and incoming.is_answered:
+            return  # it does not fit; its sender is through with it, so it waits for a receive that fits
+        is_ready = incoming.complete and not incoming.discard and not message.done
+        if is_ready and not self._commit(peer, lane, message, incoming):
+            message.number, message.peer = 0, message.wanted
         if (incoming.complete or incoming.discard) and incoming in lane.unexpected:
             lane.unexpected.remove(incoming)
 
+    # ---- claims
+
+    def _is_taken_back(self, peer: int, number: int) -> bool:
+        return self._box.words[peer][self._marks + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS] == number
+
+    def _claim(self, peer: int, lane: RecvLane, number: int) -> bool:
+        """Say that a message is being taken, and look then. False: its sender has taken it back before."""
+        if lane.declined != number:  # else run again; the sender may be using its mark for a later message already
+            box = self._box
+            box.own[box.verdict_base[peer] + CLAIM] = number
+            fence()
+            if box.words[peer][self._marks + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS] != number:
+                return True
+            lane.declined = number
+        self._decline(peer, number)
+        return False
+
+    def _decline(self, peer: int, number: int) -> None:
+        index = self._box.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
+        publish_word(self._box, index, number << 2 | DECLINED)
+
     # ---- results
 
-    def _commit(self, peer: int, message: Message, incoming: Incoming) -> None:
+    def _commit(self, peer: int, lane: RecvLane, message: Message, incoming: Incoming) -> bool:
+        """Write the results of a receive; False, and nothing written, when the sender has taken its message back."""
+        if not incoming.is_decided and not self._claim(peer, lane, incoming.number):
+            return False
+        incoming.is_decided = True
         if incoming.buffer is not None:
             message.data[:] = incoming.buffer
         else:
             self._gather(peer, incoming, message.data)
         message.target.finish()
-        self._answer(peer, message, incoming.number, refused=0)
+        self._answer(peer, message, 0 if incoming.is_answered else incoming.number, MATCHED)
+        return True
 
     def _gather(self, peer: int, incoming: Incoming, out: Array) -> None:
         """Copy the fragments that lie in the lane, one behind the other."""
@@ -303,12 +403,14 @@ class Receiver(Books):
             out[done : done + nbytes] = data[offset : offset + nbytes]
             done += nbytes
 
-    def _answer(self, peer: int, message: Message, number: int, refused: int) -> None:
-        """Write the verdict that the sender waits for, and end the receive."""
+    def _answer(self, peer: int, message: Message, number: int, verdict: int) -> None:
+        """Write the verdict that the sender waits for (number 0: it has got it long ago), and end the receive."""
         box = self._box
-        index = box.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
-        box.own[index + 1] = message.signature
-        publish_word(box, index, number << 1 | refused)
+        if number:
+            index = box.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
+            if verdict == REFUSED:
+                box.own[index + 1] = message.signature
+            publish_word(box, index, number << 2 | verdict)
         if message in self._posted:
             self._posted.remove(message)
         if message.wanted == ANY:

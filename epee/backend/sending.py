@@ -2,26 +2,43 @@
 
 Writer of a lane: this rank only. A slot is written again when the receiver's count of freed slots has passed it; the
 tag word is stored last, and only then do the books here move on, in one entry that may be run twice (`_written`).
+
+A message whose call raises is taken back (`take_back`; the handshake is in `p2p.py`). Where that comes too late, or
+cannot be decided yet, the message is kept as open, and the next send of its tag is the heir of it (`_inherited`).
 """
 
 from __future__ import annotations
 
 import struct
 
-from ..errors import MismatchError, ProtocolError
-from .message import BYTE, CANCELLED, DATA, Books, Message, SendLane, mismatch
+from ..errors import InvalidState, MismatchError, ProtocolError
+from .message import (
+    BYTE,
+    CANCELLED,
+    CLAIMED,
+    DATA,
+    DECLINED,
+    MATCHED,
+    REFUSED,
+    Books,
+    Message,
+    SendLane,
+    mismatch,
+)
 from .operation import Block
 from .outbox import (
     BELL,
+    CLAIM,
     LANE_SLOT_BYTES,
     LANE_SLOT_WORDS,
     NUM_LANE_SLOTS,
     NUM_VERDICTS,
     SLOT_MESSAGE,
+    TAKEN_BACK,
     VERDICT_WORDS,
     Outboxes,
 )
-from .wake import publish_word, ring
+from .wake import fence, publish_word, ring
 
 MAX_FRAGMENT_SLOTS = 16
 _HEADER = struct.Struct("=6Q")  # SLOT_MESSAGE and what follows, in the order of `outbox.py`
@@ -41,7 +58,11 @@ class Sender(Books):
         lane = self._lanes.get(message.peer)
         if lane is None:
             lane = self._lanes[message.peer] = SendLane(self._first)
-        if lane.queue or lane.waiting or not self._send_whole(message, lane):
+        if lane.queue or lane.waiting or lane.open or not self._send_whole(message, lane):
+            self._forget(message.peer, lane)
+            inherited = [other.heir_of for other in lane.queue]
+            of_tag = (old for old in lane.open if old.user_tag == message.user_tag and old not in inherited)
+            message.heir_of = next(of_tag, None)
             lane.queue.append(message)
             self._push(message.peer, lane)
 
@@ -49,19 +70,53 @@ class Sender(Books):
         """Return the sends that are not done."""
         return [m for lane in self._lanes.values() for m in (*lane.queue, *lane.waiting.values()) if not m.done]
 
-    def cancel(self, message: Message) -> None:
-        """Forget a failed send that has not begun.
+    def take_back(self, message: Message) -> bool:
+        """See to it that a send which raises is not delivered. True: the receiver has begun to take the message.
 
-        One that is partly written stays at the head: `_push` ends it with a CANCELLED fragment as soon as there is a
-        slot. One that is written and waits for its verdict stays deliverable.
+        Then it is not known yet what becomes of it; ask again. A send that turns out to be delivered, or refused, is
+        done after this. May be repeated.
         """
         lane = self._lanes.get(message.peer)
-        if lane is None or message not in lane.queue:
+        if lane is None or lane.waiting.get(message.number) is not message:
+            return message.heir_of is not None  # else it is not written, and the receiver never delivers it
+        box, number = self._box, message.number
+        mark = box.lane_base[message.peer] + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS + TAKEN_BACK
+        box.own[mark] = number
+        fence()
+        return self._outcome(message.peer, lane, message) == CLAIMED
+
+    def cancel(self, message: Message) -> None:
+        """Take a failed send out of the books, and back from the receiver.
+
+        One that is partly written stays at the head: `_push` ends it with a CANCELLED fragment as soon as there is a
+        slot. One that is delivered all the same, or may be, is kept for its repetition.
+        """
+        lane = self._lanes.get(message.peer)
+        if lane is None:
             return
-        if message.number:
-            self._push(message.peer, lane)
-        else:
-            lane.queue.remove(message)
+        if message in lane.queue:
+            if message.number:
+                self._push(message.peer, lane)
+            else:
+                lane.queue.remove(message)
+                return
+        if self.take_back(message) or message.verdict == MATCHED:
+            self.keep(message)
+
+    def keep(self, message: Message) -> None:
+        """Note a send whose call raises although it is delivered, or may be: the next one of its tag continues it."""
+        lane = self._lanes.get(message.peer)
+        if lane is None or message.number < lane.first or message in lane.open:
+            return
+        if message.error is None:
+            message.verdict = MATCHED
+        message.digest = message.fingerprint()
+        lane.open.append(message)
+
+    def is_open(self, message: Message) -> bool:
+        """Return whether the next send of the tag continues this one."""
+        lane = self._lanes.get(message.peer)
+        return lane is not None and message in lane.open
 
     def renew(self, peer: int, first: int) -> None:
         """Another process has taken the place of `peer`: its lane begins at number `first`."""
@@ -81,11 +136,14 @@ class Sender(Books):
             return self._verdict(peer, lane, message)
         if message.done:
             return None
+        old = lane.queue[0].heir_of
+        if old is not None:
+            return Block(peer, self._verdict_index(old.number), old.number << 2 | DECLINED)
         if lane.waiting and lane.next_message - min(lane.waiting) >= NUM_VERDICTS:
             self._collect(peer, lane)
             oldest = min(lane.waiting, default=0)
             if oldest:
-                return Block(peer, self._verdict_index(oldest), oldest << 1)
+                return Block(peer, self._verdict_index(oldest), oldest << 2 | DECLINED)
         return Block(peer, self._verdicts, lane.freed_seen + 1)
 
     # ---- verdicts
@@ -97,16 +155,70 @@ class Sender(Books):
         number = message.number
         index = self._verdicts + 8 + number % NUM_VERDICTS * VERDICT_WORDS
         words = self._box.words[peer]
+        wanted = number << 2 | MATCHED
         verdict = words[index]
-        if verdict >> 1 != number:
-            return Block(peer, index, number << 1)
-        if verdict & 1:
-            message.fail(self._refused(message, peer, words[index + 1]))
-        message.done = True
-        if message.on_done:
-            self._ended.append(message)
+        was_done = message.done
+        if verdict != wanted:
+            if verdict >> 2 > number:
+                raise ProtocolError(f"rank {peer} answered message {verdict >> 2} where {number} waits; is it damaged?")
+            if verdict < wanted and (verdict != number << 2 | DECLINED or not was_done):
+                return Block(peer, index, wanted)
+            if verdict > wanted:
+                message.fail(self._refused(message, peer, words[index + 1]))
+        if was_done:
+            message.verdict = verdict & 3
+        else:
+            message.done = True
+            if message.on_done:
+                self._ended.append(message)
         lane.waiting.pop(number, None)
         return None
+
+    def _outcome(self, peer: int, lane: SendLane, message: Message) -> int:
+        """Return what becomes of a message that was taken back; CLAIMED: not known yet."""
+        if message.verdict is not None:
+            return message.verdict
+        words, number = self._box.words[peer], message.number
+        claimed = words[self._verdicts + CLAIM]  # first: who claims another message has answered this one
+        verdict = words[self._verdict_index(number)]
+        if verdict >> 2 != number:
+            return CLAIMED if claimed == number else DECLINED  # as soon as the receiver comes to it
+        if verdict & 3 in (MATCHED, REFUSED):
+            self._verdict(peer, lane, message)
+        return verdict & 3
+
+    def _forget(self, peer: int, lane: SendLane) -> None:
+        """Drop the oldest messages that were given up and that the receiver has passed."""
+        for message in list(lane.waiting.values()):
+            if not message.done or self._verdict(peer, lane, message) is not None:
+                return
+
+    def _is_inherited(self, peer: int, lane: SendLane, message: Message, old: Message) -> bool:
+        """Return whether it is known what becomes of `old`, and let its heir end or begin accordingly."""
+        outcome = self._outcome(peer, lane, old)
+        if outcome == CLAIMED:
+            return False
+        self.book(self._inherited, (lane, message, old, outcome == MATCHED))
+        return True
+
+    def _inherited(self, lane: SendLane, message: Message, old: Message, is_delivered: bool) -> None:
+        """End the repetition of a message that has been delivered; any other is sent as a message of its own."""
+        is_same = message.fingerprint() == old.digest
+        if is_delivered and not is_same and not old.is_known:
+            message.fail(
+                InvalidState(
+                    f"{message.describe(self._box)}: the message of this tag before it, whose send raised, has been "
+                    "delivered after all; this one is another and was not sent; send it again if it shall follow"
+                )
+            )
+        if is_delivered and (is_same or not old.is_known):
+            message.number = old.number
+            message.written = message.done = True
+            if message.on_done and message not in self._ended:
+                self._ended.append(message)
+        message.heir_of = None
+        if old in lane.open:
+            lane.open.remove(old)
 
     def _refused(self, message: Message, peer: int, expected: int) -> MismatchError:
         return mismatch(message, self._box, peer, message.signature, expected)
@@ -132,6 +244,8 @@ class Sender(Books):
         """Write as many fragments of the queued messages as there are free slots."""
         while lane.queue:
             message = lane.queue[0]
+            if message.heir_of is not None and not self._is_inherited(peer, lane, message, message.heir_of):
+                return
             if not message.number and lane.waiting and lane.next_message - min(lane.waiting) >= NUM_VERDICTS:
                 return
             while not message.written:

@@ -44,6 +44,7 @@ from .entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from .intake import Intake
 from .job import Seat
 from .membership import narrow
+from .message import Absence, Message
 from .operation import Operation
 from .options import MAX_RANKS
 from .outbox import (
@@ -64,7 +65,6 @@ from .sizes import Sizes
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .message import Message
 
 logger = logging.getLogger("epee")
 
@@ -177,6 +177,8 @@ class Survival(Intake):
         with self._hooks_lock:
             self._engine = engine
             engine.survival = self
+            for rank in self._removed:
+                self._leave_out(rank)
             engine.raise_flag(
                 CHANGING * joined
                 | FROZEN * self._is_frozen
@@ -283,10 +285,17 @@ class Survival(Intake):
             for removal in decision.removed:
                 if removal.slot in self._rank_of and self._incarnations.get(removal.slot) == removal.incarnation:
                     self._removed[self._rank_of[removal.slot]] = (decision.epoch, removal.cause)
+                    self._leave_out(self._rank_of[removal.slot])
             self.adopt(decision)
             if self._course.add(self._ours(decision)):
                 self._boxes[decision.epoch] = self.boxes_of(decision.epoch)
                 self._owner.raise_flag(CHANGING)
+
+    def _leave_out(self, rank: int) -> None:
+        """End the messages of a rank that is not in the view."""
+        epoch, cause = self._removed[rank]
+        absence = Absence(epoch, _CAUSE[cause], PeerError if cause == LEFT else RankFailedError, cause == DEAD)
+        self._owner.leave_out(rank, absence, self._raises and cause != LEFT)
 
     def _ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this lane."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import CommTimeoutError, PeerError, RankFailedError
-from .message import Message
+from .message import ANY, STAYS_OPEN, Message
 from .operation import Block, Operation
 from .outbox import GAVE_UP, Outboxes
-from .withdrawal import withdrawn
+from .withdrawal import GRACE_S, withdrawn
 
 if TYPE_CHECKING:
     from .ending import Driven
@@ -40,11 +40,12 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     if isinstance(head, Operation):
         unready = [] if engine.survival is None or head.published else engine.survival.unready(head.box)
         silent = unready or head.missing() or behind(engine, block) or silent
-    found = engine.watch.look(sorted(silent if isinstance(head, Operation) else head.depends_on(engine.box)))
+    awaited = silent if isinstance(head, Operation) else sorted(engine.mail.awaited(head))
+    found = engine.watch.look(sorted(awaited))
     if found and engine.survival is not None:
         engine.survival.found_dead(found)
     if engine.survival is not None and not head.done:
-        engine.survival.show(head, silent if isinstance(head, Operation) else head.depends_on(engine.box))
+        engine.survival.show(head, awaited)
     if isinstance(head, Operation) and _is_withdrawn(head, silent):
         undecided = head.withdrawal.undecided if head.withdrawal is not None else []
         if undecided and now > head.deadline and engine.survival is not None:
@@ -56,6 +57,8 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         is_late = not engine.survival.accuse(head, silent, now)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
         head.withdraw(head.box, silent)
+    elif is_late and isinstance(head, Message):
+        _end_late(engine, head, silent, now)
     elif is_late:
         told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else "no room: peers are behind"
         head.fail(
@@ -67,11 +70,28 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         )
     if head.done:
         if isinstance(head, Message):
-            engine.mail.cancel(head)
+            if head.error is not None:
+                engine.mail.cancel(head)
             engine.retire(head)
         else:
             engine.retire_heads()
     raise_if_overdue(engine, op, until, now)
+
+
+def _end_late(engine: Engine, head: Message, silent: list[int], now: float) -> None:
+    """End a message whose time-out has passed, unless it turns out to be delivered."""
+    is_undecided = engine.mail.take_back(head)
+    if head.done or (is_undecided and now < head.deadline + GRACE_S):
+        return
+    told = f"rank(s) {', '.join(map(str, silent))} silent" if silent else ""
+    if is_undecided:
+        told += f"; {STAYS_OPEN}"
+    elif head.is_send:
+        told += "; the message is taken back and will not be delivered; it may be sent again"
+    else:
+        told = told or "nothing with this tag was sent to this rank by any other"
+        told += "; nothing was taken; the receive may be posted again"
+    head.fail(CommTimeoutError(f"{head.describe(engine.box, elapsed=now - head.started)}: {told.lstrip('; ')}", silent))
 
 
 def _can_withdraw(head: Operation) -> bool:
@@ -131,7 +151,7 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
                 head.fail(_peer_error(engine.box, [block.rank], head, now, GAVE_THE_CALL_UP))
                 return True
     else:
-        concerned = head.depends_on(engine.box)
+        concerned = engine.mail.awaited(head)
         if block is None or block.rank < 0:
             concerned = set() if engine.mail.step(head) is None else concerned
         elif engine.box.words[block.rank][block.word] >= block.value:
@@ -139,6 +159,8 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
     lost = sorted(concerned.intersection(dead))
     if isinstance(head, Message):  # who left in order has left, whether or not his process has ended since
         lost = [rank for rank in lost if rank not in gone]
+        if head.wanted == ANY and engine.survival is not None:
+            lost = []  # the view says so in a moment, and goes on without them
     is_judged = isinstance(head, Operation) and engine.survival is not None
     if not head.done and isinstance(head, Operation) and engine.survival is not None:
         quitters = engine.survival.ended_without(head)

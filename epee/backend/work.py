@@ -95,12 +95,12 @@ class Work(_WorkBase):  # type: ignore[misc]
             for op in self._ops:
                 if not op.done or op.error is not None:
                     self._engine.wait(op, seconds if seconds > 0 else None)
-        except EpeeError:
-            raise
-        except BaseException:
+        except BaseException as exc:
             if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.distributed_c10d":
                 for op in self._ops:
-                    self._engine.take_back(op)
+                    is_open = op.error is None and isinstance(op, Message)  # no quorum, say: not the message's own end
+                    if is_open or not isinstance(exc, EpeeError):
+                        self._engine.take_back(op, exc)
             raise
         return True
 

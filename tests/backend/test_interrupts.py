@@ -211,8 +211,8 @@ def receive_at_every_line(rank: int, num_ranks: int, source: int | None, count: 
             interrupt = Interrupt(at)
             more = interrupt.run(lambda x=x: dist.recv(x, source))
             assert x.unique().numel() == 1, f"half received: {interrupt.where}"
-            if x[0].item() < 0:
-                dist.recv(x, source)
+            if more:  # whether it had been received or not, the next receive gets it
+                dist.recv(x.fill_(-1.0), source)
             assert x.unique().tolist() == [float(at)], f"lost or doubled: {interrupt.where}"
         else:
             dist.send(x.fill_(float(at)), 0)
@@ -227,14 +227,44 @@ def test_an_interrupted_receive_neither_takes_nor_loses_a_message(source: int | 
     assert min(lines) > 40
 
 
+def send_again_at_every_line(rank: int, num_ranks: int, count: int, stride: int) -> int:
+    """An interrupted send is made again: the message comes once, whether it had been delivered or not."""
+    at, more = 1, True
+    while more:
+        x = torch.full((count,), float(2 * at))
+        if rank == 0:
+            more = Interrupt(at).run(lambda x=x: dist.send(x, 1))
+            if more:
+                dist.send(x, 1)
+            dist.send(x.fill_(2.0 * at + 1), 1)
+        else:
+            for expected in (2.0 * at, 2.0 * at + 1):
+                dist.recv(x.fill_(-1), 0)
+                assert x.unique().tolist() == [expected]
+        more = in_step(at, more)
+        at += stride
+    return at
+
+
+@pytest.mark.parametrize(("count", "stride"), [(4, 1), (70_000, 1), (4_500_000, 199)])
+def test_an_interrupted_send_that_is_made_again_arrives_once(count: int, stride: int) -> None:
+    assert min(run_ranks(send_again_at_every_line, 2, count, stride, backend="epee", timeout_s=55)) > 40
+
+
 def send_at_every_line(rank: int, num_ranks: int, count: int, stride: int) -> int:
-    """The receiver accepts whether an interrupted message comes; what comes is whole, in order, and never twice."""
+    """The receiver accepts whether an interrupted message comes; what comes is whole, in order, and never twice.
+
+    Where the receiver was in the midst of taking it, its sender is told by the next send that it has been delivered.
+    """
     at, more, last = 1, True, 0.0
     while more:
         x = torch.full((count,), float(2 * at))
         if rank == 0:
             more = Interrupt(at).run(lambda x=x: dist.send(x, 1))
-            dist.send(torch.full((count,), 2.0 * at + 1), 1)
+            try:
+                dist.send(torch.full((count,), 2.0 * at + 1), 1)
+            except InvalidState:
+                dist.send(torch.full((count,), 2.0 * at + 1), 1)
         else:
             dist.recv(x.fill_(-1), 0)
             assert x.unique().tolist() == [x[0].item()]

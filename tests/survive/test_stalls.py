@@ -92,6 +92,55 @@ def test_a_stopped_rank_is_voted_out_and_harms_nothing_when_it_wakes(tmp_path: P
     assert results[1] == [(2, [100] * 4)] * 3
 
 
+def zombie_that_sends(rank: int, num_ranks: int, folder: str) -> Any:
+    """Rank 2 has sent before it is stopped and sends when it wakes; rank 0 looks for messages in between."""
+    group = start(rank, num_ranks, folder, "mask")
+    dist.all_reduce(torch.ones(1))
+    publish_pid(folder, rank)
+    if rank == 2:
+        work = dist.isend(torch.tensor([666.0]), 0, tag=5)
+        stages.reach(folder, "sent")
+        stages.wait_for(folder, "go", 40.0)
+        for call in (work.wait, lambda: dist.send(torch.tensor([667.0]), 0, tag=5)):
+            with pytest.raises(EvictedError):
+                call()
+        stages.reach(folder, "learned")
+        return None
+    got = []
+    x = torch.zeros(1)
+    if rank == 0:
+        stages.wait_for(folder, "sent")
+        victim = int(wait_for(Path(folder) / "pid2"))
+        os.kill(victim, signal.SIGSTOP)
+        group.set_timeout(PATIENCE)
+        named, anyone = dist.irecv(x, 2, tag=6), dist.irecv(x, tag=7)
+        group.set_timeout(timedelta(seconds=TIMEOUT_S))
+        stages.reach(folder, "stopped")
+    stages.wait_for(folder, "stopped")
+    dist.all_reduce(torch.ones(1))
+    assert group.last_contributors() == (0, 1)
+    group.set_timeout(PATIENCE)
+    if rank == 0:
+        for call in (named.wait, lambda: dist.recv(x, 2, tag=5), lambda: dist.send(x, 2)):
+            with pytest.raises(RankFailedError, match="has been voted out") as caught:
+                call()
+            assert caught.value.ranks == (2,)
+        stages.reach(folder, "go")
+        os.kill(victim, signal.SIGCONT)
+        anyone.wait()
+        got.append((anyone._source_rank(), x.item()))
+        got.append((dist.recv(x, tag=5), x.item()))
+    else:
+        stages.wait_for(folder, "learned", 40.0)  # from the one that wakes
+        for tag in (7, 5):
+            dist.send(torch.tensor([float(tag)]), 0, tag=tag)
+    return got
+
+
+def test_nothing_of_a_rank_that_was_voted_out_is_delivered(tmp_path: Path) -> None:
+    assert run_ranks(zombie_that_sends, 3, str(tmp_path), backend=None, timeout_s=60)[0] == [(1, 7.0), (1, 5.0)]
+
+
 def silent_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:
     group = start(rank, num_ranks, folder, "raise")
     x = torch.ones(4)

@@ -29,6 +29,7 @@ All of them can be imported from `epee`. Names and fields are API.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 
@@ -147,3 +148,19 @@ def context(op: str, **facts: object) -> str:
             continue
         parts.append(f"waited {value:.1f} s" if name == "elapsed" else f"{name}={value}")
     return f"{op} ({', '.join(parts)})" if parts else op
+
+
+_REMEDIES = {
+    errno.EMFILE: "raise the limit on descriptors (ulimit -n)",
+    errno.ENFILE: "the machine has no descriptor left (fs.file-max)",
+    errno.ENOMEM: "free memory",
+    errno.ENOSPC: "free memory",
+    errno.EPERM: "the ranks must run as one user, dumpable, in one PID namespace",
+    errno.EACCES: "the ranks must run as one user, dumpable, in one PID namespace",
+}
+
+
+def shortage(what: str, exc: OSError) -> ResourceError:
+    """Return what to raise where the system refuses something to this process: it names the refusal and a remedy."""
+    remedy = _REMEDIES.get(exc.errno or 0, "see what the system says of it")
+    return ResourceError(f"{what}: {exc}; {remedy}")

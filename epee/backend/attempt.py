@@ -88,6 +88,8 @@ class Attempt:
     def told_by(self, peer: int) -> EpeeError | None:
         """Return the error to raise when an error record lies under `peer`'s key, else None."""
         try:
+            if not self.store.check([self.key(peer)]):
+                return None
             raw = bytes(self.store.get(self.key(peer)))
         except RuntimeError:  # the store is gone
             return None

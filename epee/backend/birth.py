@@ -15,6 +15,7 @@ time-out that names it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import time
@@ -25,10 +26,9 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch.distributed as dist
 
-from ..errors import CommTimeoutError, EpeeError, ProtocolError, UnsupportedError
+from ..errors import CommTimeoutError, EpeeError, ProtocolError, UnsupportedError, shortage
 from ..memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ..view.detector import DeathWatch
-from ..view.directory import JobDirectory
 from .attempt import Attempt, died, failure, read_fields
 from .engine import Engine
 from .home import FOLDER_KEY, Home, pack_home
@@ -36,7 +36,7 @@ from .job import (
     Greeting,
     Seat,
     common_job,
-    job_name,
+    new_folder,
     own_hello,
     pack_member,
     parse_hello,
@@ -86,6 +86,7 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
     watch = DeathWatch()
     regions: list[HostRegion] = []
     box = greeting = seat = survival = None
+    half_made = contextlib.ExitStack()
     capacity = num_ranks
     try:
         if num_ranks > 1:
@@ -94,7 +95,7 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
         layout = outbox_layout(capacity, staging_bytes)
         this.region = region = HostRegion.create(layout.nbytes, f"outbox{rank}")
         if greeting is not None:
-            seat = take_seat(greeting, rank, region.blob)
+            seat = _take_seat(this, greeting, region.blob, half_made)
         if seat is not None and not seat.is_founder:
             survival = Survival(seat, mode)
         records = _exchange(this, _own_record(num_ranks, staging_bytes, region, mode, seat, survival), deadline)
@@ -115,6 +116,7 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
         _await_all(this, box, watch, deadline)
     except BaseException as exc:
         this.fail(exc)
+        half_made.close()
         watch.close()
         if survival is not None:
             survival.close()
@@ -137,6 +139,17 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
 def keep(engine: Engine) -> None:
     """Close `engine` at exit, and mark it in a forked child."""
     _engines.add(engine)
+
+
+def _take_seat(this: Attempt, greeting: Greeting, blob: bytes, undo: contextlib.ExitStack) -> Seat:
+    """Take this rank's seat; where the folder of a new job has gone because rank 0 has failed, say that."""
+    try:
+        return take_seat(greeting, this.rank, blob, undo)
+    except EpeeError as exc:
+        told = this.told_by(0) if this.rank else None
+        if told is not None:
+            raise told from exc
+        raise
 
 
 def _attach(this: Attempt, peer: int, record: Record, watch: DeathWatch) -> HostRegion:
@@ -171,7 +184,7 @@ def _greet(this: Attempt, deadline: float) -> Greeting:
         folder = hellos[0].folder
         if not folder and not common_job(hellos):
             if this.rank == 0:
-                directory = JobDirectory.create(job_name())
+                directory = new_folder()
                 this.store.set(this.key(0) + "/folder", json.dumps({"folder": str(directory.path)}))
             folder = str(read_fields(_read(this, 0, "/folder", deadline), 0).get("folder", ""))
     except BaseException:
@@ -190,13 +203,18 @@ def _own_record(
     survival: Survival | None = None,
 ) -> Record:
     pid = os.getpid()
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError as exc:
+        raise shortage("cannot see which machine this is", exc) from exc
     return Record(
         PROTOCOL,
         num_ranks,
         staging_bytes,
         os.uname().nodename,
-        Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        os.readlink("/proc/self/ns/pid"),
+        boot_id,
+        namespace,
         pid,
         process_start_time(pid),
         region.blob.hex(),

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from types import CodeType
 from typing import Any
 
@@ -64,6 +64,15 @@ class Entry:
             self._look_around()
         if not lock.acquire(False):
             self._queue_up()
+        if self.flags:
+            try:
+                self._await_go(while_frozen)
+            except BaseException:  # news that cannot be taken over now, say: others must find the lock free
+                self.leave_wholly()
+                raise
+
+    def _await_go(self, while_frozen: bool) -> None:
+        """Return when a call may run, with the lock held, as it is when this is called."""
         until = 0.0
         while self.flags and not self._may_go_on(while_frozen):
             self.leave()
@@ -81,10 +90,11 @@ class Entry:
         with self._flags_lock:
             self.flags |= bit
 
-    def lower_flag(self, bit: int) -> None:
-        """Clear a bit of `flags`, from any thread."""
+    def lower_flag(self, bit: int, unless: Sized = ()) -> None:
+        """Clear a bit of `flags`, from any thread; not where something is in `unless`, which was put there before."""
         with self._flags_lock:
-            self.flags &= ~bit
+            if not unless:
+                self.flags &= ~bit
 
     def enter_if_free(self, patient: bool) -> bool:
         """Like `enter`, but only when no thread is inside a call (or, if `patient`, leaves within a moment)."""
@@ -92,7 +102,12 @@ class Entry:
             self._anomaly()
         if not self._lock.acquire(patient, SLICE_S if patient else -1):
             return False
-        if self.flags and not self._may_go_on():
+        try:
+            may_go_on = not self.flags or self._may_go_on()
+        except BaseException:
+            self.leave()
+            raise
+        if not may_go_on:
             self.leave()
             if self.flags & ENDED:
                 self._anomaly()

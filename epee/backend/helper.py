@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from ..errors import AbortedError, EpeeError
+from ..errors import AbortedError, EpeeError, ResourceError
 from . import trouble
 from .operation import Block
 from .outbox import BELL
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 GRACE_S = 0.001
 DUE_S = 0.9 * GRACE_S
 PARK_S = 1.0
+SHORT_S = 0.1  # between attempts where the system gives no memory or descriptor
 LINGER_ROUNDS = 10  # looks without work before it parks, so that a burst of calls pays for one wake-up
 MAX_MISSES = 5  # looks in a row that found the lock taken, before one waits for it
 
@@ -98,6 +99,9 @@ class Helper:
                 if not self._engine.enter_if_free(misses >= MAX_MISSES):
                     misses += 1
                     continue
+            except ResourceError:  # news cannot be taken over now; calls of the program's say so, this thread goes on
+                time.sleep(SHORT_S)
+                continue
             except EpeeError:  # closed, aborted: whoever did that ends the pending calls
                 return
             misses, parked = 0, False

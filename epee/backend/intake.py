@@ -18,12 +18,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import CommTimeoutError, InvalidState, RankFailedError
+from ..errors import CommTimeoutError, InvalidState, RankFailedError, ResourceError
 from ..view.messages import Decision, Member
 from ..view.outcome import first_seq
 from .entry import ENDED
-from .home import outbox_of
-from .membership import attach_outbox, narrow, replace
+from .home import Part, outbox_of
+from .membership import attach_outbox, make_blank, narrow, replace
 from .outbox import Outboxes
 from .p2p import first_number
 
@@ -183,37 +183,49 @@ class Intake:
     # ---- what decisions mean
 
     def adopt(self, decision: Decision) -> None:
-        """Read the outboxes of processes that have come into this group by `decision`."""
-        for member in decision.members:
-            num_ranks = self._adopt(member, decision.epoch)
-            if num_ranks:
-                start = first_seq(decision, self.lane)
-                self._join_epoch = decision.epoch
-                self._first_call[self._rank_of[member.slot]] = start
-                if self.is_home:
-                    self._sizes.grow(start, num_ranks)
+        """Read the outboxes of processes that have come into this group by `decision`.
 
-    def _adopt(self, member: Member, epoch: int) -> int:
-        """Read the outbox of a process that has taken a rank; return the world size it was told, 0 if it has not."""
-        rank = self._rank_of.get(member.slot)
-        if rank is None or self._incarnations.get(member.slot) == member.incarnation:
-            return 0
-        part = outbox_of(member, self.lane)
-        if part is None:
-            return 0  # it came to the job without a part in this group
-        engine = self._owner
-        for message in engine.mail.pending():
-            if message.wanted == rank or message.peer == rank:
-                message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))
-                engine.mail.cancel(message)
-                engine.retire(message)
-        replace(self._full, rank, attach_outbox(part.blob, part.pid, self._full))
+        May be repeated from any line on (an interrupt, a shortage): that a process was taken in is noted last of all.
+
+        Raises:
+            ResourceError: no memory or descriptor is left; nothing of the rest has begun for that process.
+        """
+        for member in decision.members:
+            part = self._part_of_newcomer(member)
+            if part is None:
+                continue
+            start = first_seq(decision, self.lane)
+            self._adopt(self._rank_of[member.slot], part, decision.epoch)
+            self._join_epoch = decision.epoch
+            self._first_call[self._rank_of[member.slot]] = start
+            if self.is_home:
+                self._sizes.grow(start, part.num_ranks)
+            self._incarnations[member.slot] = member.incarnation
+
+    def _part_of_newcomer(self, member: Member) -> Part | None:
+        """Return the part of a process that has taken a rank of this group and is not known here yet; else None."""
+        if member.slot not in self._rank_of or self._incarnations.get(member.slot) == member.incarnation:
+            return None
+        return outbox_of(member, self.lane)  # None: it came to the job without a part in this group
+
+    def _adopt(self, rank: int, part: Part, epoch: int) -> None:
+        """Read the outbox of a process that has taken `rank`: what may fail first."""
+        engine, nbytes = self._owner, self._full.payload_bytes
+        try:
+            region = attach_outbox(part, nbytes) or make_blank(nbytes)
+            engine.watch.watch(rank, part.pid, part.start_time)
+        except ResourceError as exc:
+            raise ResourceError(
+                f"rank {rank} (process {part.pid}) has joined in epoch {epoch}, but cannot be taken in here yet (the "
+                f"next call tries again): {exc}"
+            ) from exc
+        for message in engine.mail.involving(rank):  # out of the books last: then nobody comes back to it
+            message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))
+            engine.retire(message)
+            engine.mail.cancel(message)
+        replace(self._full, rank, region)
         engine.count_ranks(self._full.num_ranks)
         engine.mail.renew(rank, first_number(epoch))
-        engine.watch.forget(rank)
-        engine.watch.watch(rank, part.pid, part.start_time)
-        self._incarnations[member.slot] = member.incarnation
-        return part.num_ranks
 
     def boxes_of(self, epoch: int) -> list[tuple[int, Outboxes]]:
         """Return (first call, outboxes) of an epoch: who joins in it takes part from a later call than the others."""

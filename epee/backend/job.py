@@ -14,6 +14,7 @@ The last group of a job that is destroyed leaves the job, in order. A crash on t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .. import env
-from ..errors import ProtocolError
+from ..errors import EpeeError, ProtocolError, shortage
 from ..view.directory import JobDirectory
 from ..view.events import Settings
 from ..view.messages import Member
@@ -168,13 +169,23 @@ def job_name() -> str:
     return f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
 
 
+def new_folder() -> JobDirectory:
+    """Make the folder of a new job; `ResourceError` where the system gives none."""
+    try:
+        return JobDirectory.create(job_name())
+    except OSError as exc:
+        if isinstance(exc, EpeeError):
+            raise
+        raise shortage("cannot make a folder for the job", exc) from exc
+
+
 def own_hello(rank: int, num_ranks: int) -> tuple[Hello, JobDirectory | None]:
     """Return what this rank tells, and the folder that rank 0 has made when it is in no job."""
     with _lock:
         mine = {path: job.slot for path, job in list(_jobs.items())[-MAX_JOBS_TOLD:] if job.runtime.error is None}
     if rank != 0:
         return Hello(num_ranks, mine, -1, ""), None
-    directory = None if mine else JobDirectory.create(job_name())
+    directory = None if mine else new_folder()
     lane = secrets.randbelow(LANE_LIMIT)
     return Hello(num_ranks, mine, lane, "" if directory is None else str(directory.path)), directory
 
@@ -187,8 +198,14 @@ def common_job(hellos: Sequence[Hello]) -> str:
     return ""
 
 
-def take_seat(greeting: Greeting, rank: int, blob: bytes) -> Seat:
-    """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox."""
+def take_seat(greeting: Greeting, rank: int, blob: bytes, undo: contextlib.ExitStack) -> Seat:
+    """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox.
+
+    Args:
+        undo: gets what to do when a new job cannot be made here, once the peers have been told why.
+    Raises:
+        ResourceError: the system gives no memory or descriptor.
+    """
     hellos, directory, folder = greeting
     path = common_job(hellos)
     lane = hellos[0].lane
@@ -198,8 +215,13 @@ def take_seat(greeting: Greeting, rank: int, blob: bytes) -> Seat:
             job.num_groups += 1
             return Seat(job, [hello.jobs[path] for hello in hellos], lane, False, False)
     extra = pack_extra(lane, len(hellos), blob)
-    job = Job(directory or JobDirectory.open(folder), rank, extra)
+    if directory is None:
+        directory = JobDirectory.open(folder)
+    undo.callback(directory.leave)
+    job = Job(directory, rank, extra)
+    undo.callback(job.release)
     job.runtime.listen()
+    undo.pop_all()
     return Seat(job, list(range(len(hellos))), lane, True, True)
 
 

@@ -8,13 +8,13 @@ and from which call on it takes part. Nobody waits for it before that decision, 
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
 
 from .. import env
-from ..errors import EpeeError, InvalidArgument, InvalidState, ProtocolError
+from ..errors import InvalidArgument, InvalidState
 from ..memory.host import HostRegion
 from ..view.detector import DeathWatch
 from ..view.directory import JobDirectory, find_jobs
@@ -24,14 +24,12 @@ from .birth import keep
 from .engine import Engine
 from .home import FOLDER_KEY, Home, outbox_of, pack_extra, parse_home
 from .job import Job, Seat, job_name
-from .membership import make_blank
+from .membership import attach_outbox, make_blank
 from .options import MAX_RANKS
 from .outbox import LIFE, LIFE_READY, Outboxes, outbox_layout
 from .p2p import first_number
 from .survival import Survival
 from .wake import publish_word
-
-logger = logging.getLogger("epee")
 
 STORE_WAIT_S = 2.0
 
@@ -65,28 +63,28 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         SlotTakenError: another process has this rank.
         InvalidArgument: the group has another mode.
         CommTimeoutError: no member has called `recover_ranks` or `extend_group_size_to` within `timeout_s`.
+        ResourceError: no memory or descriptor is left here.
     """
     deadline = time.monotonic() + timeout_s
-    directory = find_folder(store)
-    home = parse_home(directory.read_home())
-    _check(home, rank, num_ranks, mode)
-    layout = outbox_layout(MAX_RANKS, home.staging_bytes)
-    region = HostRegion.create(layout.nbytes, f"outbox{rank}")
-    job = Job(directory, rank, pack_extra(home.lane, num_ranks, region.blob))
-    survival = None
-    try:
+    with contextlib.ExitStack() as undo:
+        directory = find_folder(store)
+        undo.callback(directory.leave)
+        home = parse_home(directory.read_home())
+        _check(home, rank, num_ranks, mode)
+        layout = outbox_layout(MAX_RANKS, home.staging_bytes)
+        region = HostRegion.create(layout.nbytes, f"outbox{rank}")
+        undo.callback(region.close)
+        job = Job(directory, rank, pack_extra(home.lane, num_ranks, region.blob))
+        leave = job.release
+        undo.callback(lambda: leave())
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True)
         job.enlist()
         survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
+        leave = survival.close
         survival.join(decision)
-        return _start(survival, decision, home, rank, region)
-    except BaseException:
-        if survival is not None:
-            survival.close()
-        else:
-            job.release()
-        region.close()
-        raise
+        engine = _start(survival, decision, home, rank, region)
+        undo.pop_all()
+        return engine
 
 
 def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
@@ -113,27 +111,22 @@ def _size(decision: Decision, home: Home) -> int:
     return size
 
 
-def _map(peer: int, blob: bytes, pid: int, nbytes: int, blank: HostRegion) -> HostRegion:
-    """Map a member's outbox; one that has just died gets a blank one.
-
-    That says the same to this process as the real one to the others: nobody puts anything into a call that this process
-    takes part in before it is ready (`Survival.may_publish`).
-    """
+def _watch_others(decision: Decision, rank: int) -> DeathWatch:
+    watch = DeathWatch()
     try:
-        region = HostRegion.attach(blob)
-    except EpeeError as exc:
-        logger.info("rank %d cannot be mapped (%s); its death will be noticed", peer, exc)
-        return blank
-    if region.owner_pid != pid or region.nbytes < nbytes:
-        region.close()
-        raise ProtocolError(f"rank {peer} names process {pid} and an outbox of {nbytes} bytes, but it is another one")
-    return region
+        for member in decision.members:
+            if member.slot != rank:
+                endpoint = parse_endpoint(member.endpoint)
+                watch.watch(member.slot, endpoint.pid, endpoint.start_time)
+    except BaseException:
+        watch.close()
+        raise
+    return watch
 
 
 def _start(survival: Survival, decision: Decision, home: Home, rank: int, region: HostRegion) -> Engine:
     """Map everybody's outbox and make the engine. Absent ranks get a blank one that nobody writes."""
     nbytes = region.nbytes
-    watch = DeathWatch()
     parts = {member.slot: outbox_of(member, home.lane) for member in decision.members}
     size = _size(decision, home)
     regions: list[HostRegion] = [region] * size
@@ -141,13 +134,10 @@ def _start(survival: Survival, decision: Decision, home: Home, rank: int, region
     for peer in range(size):
         part = parts.get(peer)
         if peer != rank:
-            regions[peer] = blank if part is None else _map(peer, part.blob, part.pid, nbytes, blank)
+            regions[peer] = (part and attach_outbox(part, nbytes)) or blank
     box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS)
     box.blanks.update(peer for peer in range(size) if regions[peer] is blank)
-    for member in decision.members:
-        if member.slot != rank:
-            endpoint = parse_endpoint(member.endpoint)
-            watch.watch(member.slot, endpoint.pid, endpoint.start_time)
+    watch = _watch_others(decision, rank)
     engine = Engine(box, watch, 300.0, first_number(decision.epoch))
     survival.attach(engine, joined=True)
     publish_word(box, LIFE, LIFE_READY)

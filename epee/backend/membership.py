@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..errors import EpeeError, InvalidState, RankFailedError
+from ..errors import InvalidState, ProtocolError, RankFailedError, ResourceError
 from ..memory.host import HostRegion
 from ..memory.signals import tag
+from ..view.detector import is_leaving
+from .home import Part
 from .outbox import Outboxes
 
 logger = logging.getLogger("epee")
@@ -69,21 +71,30 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | 
     return new
 
 
-def attach_outbox(blob: bytes, pid: int, like: Outboxes) -> HostRegion:
-    """Map the outbox of a process that joins. One that has died again already gets a blank one, which stays blank.
+def attach_outbox(part: Part, nbytes: int) -> HostRegion | None:
+    """Map the outbox of a process; None when it is gone for good: its owner is dying or dead, or has closed it.
+
+    A blank one in its place says the same as the real one to those who have mapped it: nobody puts anything into a call
+    that a newcomer takes part in before all have (`Survival.may_publish`).
 
     Raises:
-        ResourceError: there is no memory.
+        ResourceError: it cannot be mapped now, and its owner lives. To be tried again.
     """
-    nbytes = like.payload_bytes
     try:
-        region = HostRegion.attach(blob)
-        if region.owner_pid == pid and region.nbytes >= nbytes:
-            return region
-        region.close()
-    except EpeeError as exc:
-        logger.info("the outbox of process %d cannot be mapped (%s); its death will be noticed", pid, exc)
-    return make_blank(nbytes)
+        region = HostRegion.attach(part.blob)
+    except ProtocolError as exc:
+        logger.info("the outbox of process %d is not to be had (%s); it will be seen to go", part.pid, exc)
+        return None
+    except ResourceError as exc:
+        if not is_leaving(part.pid, part.start_time):
+            raise
+        logger.info("the outbox of process %d cannot be mapped (%s); its death will be noticed", part.pid, exc)
+        return None
+    if region.owner_pid == part.pid and region.nbytes >= nbytes:
+        return region
+    logger.warning("process %d names an outbox of process %d; it was not used", part.pid, region.owner_pid)
+    region.close()
+    return None
 
 
 def make_blank(nbytes: int) -> HostRegion:
@@ -102,7 +113,8 @@ def make_blank(nbytes: int) -> HostRegion:
 def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
     """Read `rank`'s outbox in `region` from now on; `box` has all ranks. What was narrowed before keeps the old one.
 
-    A rank above those that `box` has makes it longer; places between them are blank until somebody comes.
+    A rank above those that `box` has makes it longer; places between them are blank until somebody comes. May be
+    repeated where it was broken off.
 
     Raises:
         ResourceError: there is no memory for a blank.
@@ -110,8 +122,8 @@ def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
     if rank > box.num_ranks:
         blank = make_blank(region.nbytes)
         for hole in range(box.num_ranks, rank):
-            _put(box, hole, blank)
             box.blanks.add(hole)
+            _put(box, hole, blank)
     _put(box, rank, region)
     box.blanks.discard(rank)
     box.num_ranks = box.group_size = len(box.regions)
@@ -122,13 +134,9 @@ def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
 
 
 def _put(box: Outboxes, rank: int, region: HostRegion) -> None:
-    words = region.words(0, len(box.own))
-    if rank < len(box.regions):
-        box.regions[rank], box.words[rank], box.address[rank] = region, words, region.address
-    else:
-        box.regions.append(region)
-        box.words.append(words)
-        box.address.append(region.address)
+    box.regions[rank : rank + 1] = [region]
+    box.words[rank : rank + 1] = [region.words(0, len(box.own))]
+    box.address[rank : rank + 1] = [region.address]
 
 
 def position_of(box: Outboxes, rank: int, name: str) -> int:

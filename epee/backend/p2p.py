@@ -81,6 +81,10 @@ class Mailroom:
         """Return the messages that are not done."""
         return self._sender.pending() + self._receiver.pending()
 
+    def involving(self, peer: int) -> list[Message]:
+        """Return the messages to and from `peer` that are in the books, failed ones included."""
+        return self._sender.involving(peer) + self._receiver.involving(peer)
+
     def awaited(self, message: Message) -> set[int]:
         """Return the ranks without which a message cannot complete."""
         return {message.peer} if message.peer != ANY else set(self._receiver.sources())

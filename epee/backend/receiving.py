@@ -103,6 +103,10 @@ class Receiver(Books):
         """Return the receives that are not done."""
         return [message for message in self._posted if not message.done]
 
+    def involving(self, peer: int) -> list[Message]:
+        """Return the receives that wait for `peer` or take from it and are in the books, failed ones included."""
+        return [message for message in self._posted if peer in (message.wanted, message.peer)]
+
     def cancel(self, message: Message) -> None:
         """Forget a failed receive; what has arrived of its message waits in private memory for the next one."""
         if message in self._posted:

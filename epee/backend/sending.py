@@ -70,6 +70,11 @@ class Sender(Books):
         """Return the sends that are not done."""
         return [m for lane in self._lanes.values() for m in (*lane.queue, *lane.waiting.values()) if not m.done]
 
+    def involving(self, peer: int) -> list[Message]:
+        """Return the sends to `peer` that are in the books, failed ones included."""
+        lane = self._lanes.get(peer)
+        return [] if lane is None else [*lane.queue, *lane.waiting.values()]
+
     def take_back(self, message: Message) -> bool:
         """See to it that a send which raises is not delivered. True: the receiver has begun to take the message.
 

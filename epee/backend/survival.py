@@ -20,6 +20,7 @@ lost in the next epoch.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -38,7 +39,7 @@ from ..errors import (
     RankFailedError,
 )
 from ..memory.signals import tag
-from ..view.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState
+from ..view.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
 from ..view.outcome import Course, Place, is_whole
 from .entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from .intake import Intake
@@ -204,10 +205,21 @@ class Survival(Intake):
             head = engine.queue[0] if engine.queue else None
             is_written = head is not None and head.writing
             completed = head.seq if is_written and head is not None else engine.num_retired
-            self.take_news()  # what is told as issued depends on the failures that no call has reported yet
-            return LaneState(self.lane, completed, self._course.claimed(engine.seq))
+            return LaneState(self.lane, completed, self._claimed(engine.seq))
         finally:
             engine._lock.release()
+
+    def _claimed(self, issued: int) -> int:
+        """Return what to tell as the last call issued, where `issued` is the truth. The engine's lock is held.
+
+        It depends on the failures that no call has reported yet, so on news as well. They are not taken over here: that
+        needs descriptors and memory, and who is short of them must answer all the same.
+        """
+        course = copy.deepcopy(self._course) if self._decisions else self._course
+        for decision in self._decisions:
+            if decision.epoch > self._epoch:
+                course.add(self._ours(decision))
+        return course.claimed(issued)
 
     def _claimed_unborn(self) -> int:
         """Return what to tell as the last call issued before there is an engine: the others may die and leave us."""
@@ -275,21 +287,35 @@ class Survival(Intake):
         self._owner.lower_flag(TROUBLED)
 
     def take_news(self) -> None:
-        """Take over the decisions that have come. The engine's lock is held."""
-        self._owner.lower_flag(NEWS)
+        """Take over the decisions that have come. The engine's lock is held.
+
+        A decision stays the first in the queue, and NEWS raised, until all of it has been done. An interrupt or a
+        shortage may end this at any line: the next call begins with the same decision again, and every step of it
+        may run twice (ADR 17).
+
+        Raises:
+            ResourceError: no memory or descriptor is left for a newcomer's outbox.
+        """
         while self._decisions:
-            decision = self._decisions.popleft()
-            if decision.epoch <= self._epoch:
-                continue
-            self._epoch = decision.epoch
-            for removal in decision.removed:
-                if removal.slot in self._rank_of and self._incarnations.get(removal.slot) == removal.incarnation:
-                    self._removed[self._rank_of[removal.slot]] = (decision.epoch, removal.cause)
-                    self._leave_out(self._rank_of[removal.slot])
-            self.adopt(decision)
-            if self._course.add(self._ours(decision)):
-                self._boxes[decision.epoch] = self.boxes_of(decision.epoch)
-                self._owner.raise_flag(CHANGING)
+            decision = self._decisions[0]
+            if decision.epoch > self._epoch:
+                self._take_over(decision)
+            self._decisions.popleft()
+        self._owner.lower_flag(NEWS, unless=self._decisions)
+
+    def _take_over(self, decision: Decision) -> None:
+        """Do what a decision calls for; `_epoch` is last and says that it is done."""
+        for removal in decision.removed:
+            if removal.slot in self._rank_of and self._incarnations.get(removal.slot) == removal.incarnation:
+                self._removed[self._rank_of[removal.slot]] = (decision.epoch, removal.cause)
+                self._leave_out(self._rank_of[removal.slot])
+        self.adopt(decision)
+        turn = self._course.turn_of(self._ours(decision))
+        if turn is not None:
+            self._boxes[decision.epoch] = self.boxes_of(decision.epoch)  # whoever finds the turn needs them
+            self._owner.raise_flag(CHANGING)
+            self._course.note(turn)
+        self._epoch = decision.epoch
 
     def _leave_out(self, rank: int) -> None:
         """End the messages of a rank that is not in the view."""
@@ -299,8 +325,11 @@ class Survival(Intake):
 
     def _ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this lane."""
-        members = tuple(m for m in decision.members if self._incarnations.get(m.slot, m.incarnation) == m.incarnation)
-        return decision._replace(members=members)
+        return decision._replace(members=tuple(member for member in decision.members if self._has_part(member)))
+
+    def _has_part(self, member: Member) -> bool:
+        is_known = self._incarnations.get(member.slot, member.incarnation) == member.incarnation
+        return is_known or self._part_of_newcomer(member) is not None
 
     def heed(self, op: Operation) -> None:
         """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""

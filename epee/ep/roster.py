@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
-from ..memory.claim import process_start_time
+from ..memory.claim import has_ended
 from ..view.endpoint import parse_endpoint
 from ..view.messages import DEAD, LEFT, STALLED, Decision, LaneState, Member
 
@@ -243,7 +243,7 @@ class Roster:
         if member is None:
             return False
         endpoint = parse_endpoint(member.endpoint)
-        return process_start_time(endpoint.pid) == endpoint.start_time
+        return not has_ended(endpoint.pid, endpoint.start_time)
 
     def cause(self, rank: int, incarnation: int) -> str:
         """Return why a process is gone (`view.messages`); who is not known counts as voted out."""

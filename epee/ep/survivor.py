@@ -41,7 +41,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..errors import CommTimeoutError, EpeeError, PeerError, ProtocolError, context
-from ..memory.host import HostRegion, process_start_time
+from ..memory.claim import has_ended
+from ..memory.host import HostRegion
 from ..memory.signals import futex_sleep
 from ..view.detector import is_torn_down
 from ..view.endpoint import parse_endpoint
@@ -180,7 +181,7 @@ class Survivor:
         if self.is_gone(src) if is_data else self.has_turned:
             raise Turned
         pid, start_time = self._peers[src].process
-        if process_start_time(pid) != start_time or is_torn_down(pid, start_time):
+        if has_ended(pid, start_time) or is_torn_down(pid, start_time):
             self.roster.look_at(src)  # the agent's own sources may be later
 
     def patience(self, deadline: float) -> float:

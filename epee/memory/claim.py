@@ -3,8 +3,9 @@
 Data path: the owner of a region packs a `Claim` and gives the bytes to its peers through any store. A peer parses
 them, checks every number against its own limits, and makes sure that the process which has this pid now is the one
 that made the claim: before it takes a descriptor from that process, and again afterwards, because a pid may change
-hands in between. The cookie is random and also lies at the start of the region's memory, so a descriptor that was
-closed and reused is found out once the memory is mapped.
+hands in between. Only "there is no such process" means that it has ended: where the kernel does not say (no descriptor
+is left, looking is forbidden) nobody is taken for dead. The cookie is random and also lies at the start of the region's
+memory, so a descriptor that was closed and reused is found out once the memory is mapped.
 
 A crash leaves nothing here: the bytes are plain, and whoever reads them late learns that the owner has ended.
 """
@@ -18,7 +19,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ProtocolError, ResourceError
+from ..errors import ProtocolError, ResourceError, shortage
 
 _CLAIM = struct.Struct("<8sqqqq16s")
 CLAIM_BYTES = _CLAIM.size
@@ -56,13 +57,37 @@ def process_start_time(pid: int) -> int:
 
     A process that has ended and that its parent has not yet waited for still has its pid and start time, but no
     memory: it has ended.
+
+    Raises:
+        ResourceError: the kernel does not say: no descriptor or memory is left, or looking is forbidden.
     """
+    fields = _stat_of(pid)
+    return -1 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def started_at(pid: int) -> int:
+    """Like `process_start_time`, but a process that its parent has not waited for has its start time still."""
+    fields = _stat_of(pid)
+    return int(fields[19]) if fields else -1
+
+
+def has_ended(pid: int, start_time: int) -> bool:
+    """Return whether process `pid`, started at `start_time`, is known to have ended: False where nobody says."""
+    try:
+        return process_start_time(pid) != start_time
+    except ResourceError:
+        return False
+
+
+def _stat_of(pid: int) -> list[bytes]:
+    """Return what /proc says of a process, from its state on; nothing when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return -1
-    fields = stat[stat.rindex(b")") + 2 :].split()  # the command's name may hold spaces and brackets
-    return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    except OSError as exc:
+        raise shortage(f"cannot see whether process {pid} lives", exc) from exc
+    return stat[stat.rindex(b")") + 2 :].split()  # the command's name may hold spaces and brackets
 
 
 def make_claim(magic: bytes, fd: int, nbytes: int) -> Claim:
@@ -107,7 +132,7 @@ def parse_claim(data: bytes, magic: bytes, num_bytes: int, header_bytes: int, wh
 
 
 def require_alive(claim: Claim) -> None:
-    """Raise `ResourceError` unless the claim's owner runs, in this PID namespace."""
+    """Raise `ResourceError` unless the claim's owner runs, in this PID namespace, and the kernel says so."""
     if process_start_time(claim.pid) != claim.start_time:
         raise ResourceError(
             f"process {claim.pid} has ended, or runs in another PID namespace; its memory is out of reach"
@@ -115,6 +140,10 @@ def require_alive(claim: Claim) -> None:
 
 
 def require_unchanged(claim: Claim) -> None:
-    """Raise `ProtocolError` when the owner's pid changed hands since `require_alive`."""
+    """Raise `ProtocolError` when the owner's pid changed hands since `require_alive`.
+
+    Raises:
+        ResourceError: the kernel does not say.
+    """
     if process_start_time(claim.pid) != claim.start_time:
         raise ProtocolError(f"process {claim.pid} changed while its memory was being opened")

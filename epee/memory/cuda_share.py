@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 
 from .. import env
-from ..errors import InvalidState, ProtocolError, ResourceError
+from ..errors import EpeeError, InvalidState, ProtocolError, ResourceError, shortage
 from .claim import Claim, require_alive, require_unchanged
 from .passing import fetch_descriptor
 
@@ -164,6 +164,8 @@ def _duplicate(claim: Claim) -> int:
     try:
         return os.dup(claim.fd)
     except OSError as exc:
+        if exc.errno != errno.EBADF:
+            raise shortage(f"cannot copy this process's descriptor {claim.fd}", exc) from exc
         raise ProtocolError(f"this process has no descriptor {claim.fd}; it closed the GPU region") from exc
 
 
@@ -175,7 +177,7 @@ def _copy_from_owner(claim: Claim) -> int:
         os.close(pidfd)
     try:
         require_unchanged(claim)
-    except ProtocolError:
+    except EpeeError:
         os.close(fd)
         raise
     return fd

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidState, ProtocolError, ResourceError, UnsupportedError
+from ..errors import EpeeError, InvalidState, ProtocolError, ResourceError, UnsupportedError
 from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, parse_claim, require_alive, require_unchanged
 from .claim import process_start_time as process_start_time  # detectors of deaths import it from here
 from .layout import CACHE_LINE_BYTES, align_up
@@ -106,6 +106,9 @@ class HostRegion:
         except (OSError, ValueError, OverflowError) as exc:
             os.close(fd)
             raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; make the buffer smaller") from exc
+        except EpeeError:
+            os.close(fd)
+            raise
         region.mapping[:COOKIE_BYTES] = claim.cookie
         return region
 
@@ -127,7 +130,7 @@ class HostRegion:
         except (OSError, ValueError) as exc:
             os.close(fd)
             raise ResourceError(f"cannot map the region of process {claim.pid}: {exc}") from exc
-        except ProtocolError:
+        except EpeeError:
             os.close(fd)
             raise
         if region.mapping[:COOKIE_BYTES] != claim.cookie:

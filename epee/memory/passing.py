@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 
-from ..errors import AuthError, ProtocolError, ResourceError
+from ..errors import AuthError, EpeeError, ProtocolError, ResourceError, shortage
 from .claim import COOKIE_BYTES, Claim, require_alive, require_unchanged
 
 PATIENCE_S = 5.0  # how long a peer waits for the owner
@@ -146,12 +146,16 @@ def fetch_descriptor(claim: Claim, socket_fd: int) -> int:
         claim: of the region.
         socket_fd: the owner's `DescriptorServer.socket_fd`.
     Raises:
-        ResourceError: the owner has ended, has closed the region, or does not answer.
+        ResourceError: the owner has ended, has closed the region, or does not answer; or no descriptor is left here.
         AuthError: another process than the owner listens there.
         ProtocolError: the answer is not one descriptor.
     """
     require_alive(claim)
-    with socket.socket(socket.AF_UNIX, _KIND) as connection:
+    try:
+        made = socket.socket(socket.AF_UNIX, _KIND)
+    except OSError as exc:
+        raise shortage(f"no socket to ask process {claim.pid} for its descriptor", exc) from exc
+    with made as connection:
         _bound(connection, PATIENCE_S)
         try:
             connection.connect(f"/proc/{claim.pid}/fd/{socket_fd}")
@@ -172,7 +176,7 @@ def fetch_descriptor(claim: Claim, socket_fd: int) -> int:
             ) from exc
     try:
         require_unchanged(claim)
-    except ProtocolError:
+    except EpeeError:
         os.close(fd)
         raise
     return fd
@@ -188,6 +192,11 @@ def _receive_one(connection: socket.socket, pid: int) -> int:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     if not message and not fds:
         raise ProtocolError(f"process {pid} does not know the region; it was closed, or the blob is another's")
+    if message == _GIVEN and not fds and flags & socket.MSG_CTRUNC:  # the kernel had no number to give it
+        raise ResourceError(
+            f"no descriptor is left here for the one that process {pid} has sent; raise the limit on descriptors "
+            "(ulimit -n)"
+        )
     if message != _GIVEN or len(fds) != 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         for fd in fds:
             os.close(fd)

@@ -36,7 +36,7 @@ from ..view.events import (
     Waiting,
     WriteBoard,
 )
-from ..view.messages import STALLED, BoardState, Decision, Member, Message
+from ..view.messages import STALLED, BoardState, Commit, Decision, Member, Message
 from ..view.quorum import has_quorum
 from .faults import crash, inject, interrupt
 from .history import DONE, EVICTED, GONE, NO_QUORUM, VIEW, History, Record, Violation, check
@@ -196,6 +196,8 @@ class World:
 
     def _send(self, process: Process, effect: Send) -> None:
         sender, to, message = process.me, effect.to, effect.message
+        if isinstance(message, Commit) and self._is_buried(to, message):
+            return  # before chance comes in: seeds stay what they are
         for mask in self.cuts:
             if sender.slot < 12 and to.slot < 12 and mask >> (sender.slot * 12 + to.slot) & 1:
                 return
@@ -204,6 +206,12 @@ class World:
         self._deliver_later(sender.nonce, to.nonce, message)
         if self.plan.dup and self.random() < self.plan.dup:
             self._deliver_later(sender.nonce, to.nonce, message)
+
+    def _is_buried(self, to: Member, message: Commit) -> bool:
+        """Return whether a process is dead or has left, and is told of the decision that says so."""
+        owner = self.processes.get(to.nonce)
+        removed = {r[:2] for decision in message.decisions for r in decision.removed if r.cause != STALLED}
+        return owner is not None and (owner.dead or owner.ended) and to[:2] in removed
 
     def _deliver_later(self, sender: bytes, to: bytes, message: Message) -> None:
         delay = 0.00005 + self.random() * self.plan.max_delay_s

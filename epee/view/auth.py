@@ -28,7 +28,7 @@ from typing import NamedTuple, NoReturn
 from ..errors import AuthError, InvalidArgument, ProtocolError
 from .wire import MAX_FRAME_BYTES, NONCE_BYTES
 
-PROTOCOL = 1  # version of the control plane: handshake, frames and messages
+PROTOCOL = 2  # version of the control plane: handshake, frames and messages
 TOKEN_BYTES = 32
 JOB_ID_BYTES = 16
 _CHALLENGE_BYTES = _PROOF_BYTES = 32

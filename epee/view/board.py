@@ -32,7 +32,7 @@ from .wire import EPOCH_LIMIT, LANE_LIMIT, MAX_MEMBERS, MAX_STATE_BYTES, decode_
 
 MAX_ROWS = 56  # lanes beyond these work, but no hang report shows them
 _WORDS_PER_LINE = 8
-_MAGIC = int.from_bytes(b"epeebrd1", "little")
+_MAGIC = int.from_bytes(b"epeebrd2", "little")
 _MAGIC_WORD, _VERSION = 0, 1
 _EPOCH, _LEFT = 8, 9  # a line of their own: engines sleep on the first
 _TURNS = 16
@@ -247,7 +247,7 @@ def find_board(pid: int) -> BoardView:
     folder = Path(f"/proc/{pid}/fd")
     try:
         for name in os.listdir(folder):
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 if not os.readlink(folder / name).startswith(_MEMFD):
                     continue
                 fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)

@@ -3,7 +3,7 @@
 Pure functions of what the coordinator was told. The numbers in a decision come from promises of agents that are frozen,
 so they cannot move until the decision is known:
 
-    cuts    for a removed slot that may still live (STALLED), per lane the last call that a member of the new view has
+    cuts    for removed slots that may still live (STALLED), per lane the last call that a member of the new view has
             completed. Slots that write no more need none (see `outcome.cut_of`).
     starts  per lane 1 + the last call that a member of the new view had issued. Those who join take part from there,
             and a call before it that cannot complete fails in mode "raise".
@@ -48,23 +48,22 @@ def compose(
     for joiner in joiners:
         if joiner.slot not in staying:
             staying[joiner.slot] = joiner._replace(incarnation=current.epoch + 1)
-    stalled = [removal.slot for removal in removed if removal.cause == STALLED]
+    stalled = any(removal.cause == STALLED for removal in removed)
     return Decision(
         current.epoch + 1,
         tuple(staying[slot] for slot in sorted(staying)),
         tuple(sorted(removed)),
-        _cuts(told.values(), stalled),
+        _cuts(told.values()) if stalled else (),
         _starts(told.values()),
     )
 
 
-def _cuts(told: Iterable[Sequence[LaneState]], stalled: Sequence[int]) -> tuple[Cut, ...]:
+def _cuts(told: Iterable[Sequence[LaneState]]) -> tuple[Cut, ...]:
     completed: dict[int, int] = {}
-    if stalled:
-        for states in told:
-            for state in states:
-                completed[state.lane] = max(completed.get(state.lane, 0), state.completed)
-    return tuple(Cut(lane, slot, completed[lane]) for lane in sorted(completed) for slot in stalled)
+    for states in told:
+        for state in states:
+            completed[state.lane] = max(completed.get(state.lane, 0), state.completed)
+    return tuple(Cut(lane, completed[lane]) for lane in sorted(completed))
 
 
 def _starts(told: Iterable[Sequence[LaneState]]) -> tuple[Start, ...]:

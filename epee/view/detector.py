@@ -2,7 +2,9 @@
 
 A pidfd is bound to one process, not to a number that may be given away again; it becomes readable when that process
 has ended, and never because it is slow. `kill(pid, 0)` is no substitute: it succeeds on zombies. Silence is not
-judged here: that is a time-out, which is a suspicion and another type of error.
+judged here: that is a time-out, which is a suspicion and another type of error. Nor is it a proof that the kernel does
+not answer: where descriptors or memory have run out, or looking is forbidden, `ResourceError` says so, and whoever
+wanted to watch tries again.
 
 The pidfd speaks late: a process that is killed first gives its memory back, 100 ms per GB on an idle machine and more
 on a busy one. What matters to the others, that it stores nothing any more, is true long before: a thread that dies
@@ -13,15 +15,53 @@ its program again.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import select
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..errors import ResourceError
-from ..memory.host import process_start_time
+from ..errors import ResourceError, shortage
+from ..memory.claim import started_at
 
 NUM_LOOKS = 4  # at a time; each costs some 20 us
+
+
+def open_process(pid: int, start_time: int) -> int:
+    """Return a pidfd of process `pid`, started at `start_time` (clock ticks since boot); -1 when it has ended.
+
+    The pidfd is opened first and asked itself: what /proc tells of the number afterwards is about that process, or
+    about one that has the number since.
+
+    Raises:
+        ResourceError: the kernel does not say: no descriptor or memory is left, or looking is forbidden.
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except (ProcessLookupError, FileNotFoundError):
+        return -1
+    except OSError as exc:
+        if exc.errno == errno.EINVAL and started_at(pid) != start_time:
+            return -1  # a thread of another process has the number
+        raise shortage(f"cannot watch process {pid}", exc) from exc
+    try:
+        started = started_at(pid)
+        if is_readable(fd) or started not in (-1, start_time):
+            os.close(fd)
+            return -1
+        if started < 0:
+            raise ResourceError(f"process {pid} lives, but /proc does not show it; mount it without hidepid")
+    except ResourceError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_readable(fd: int) -> bool:
+    """Return whether a descriptor has something to read; of a pidfd: whether its process has ended."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def is_torn_down(pid: int, start_time: int) -> bool:
@@ -36,8 +76,8 @@ def is_torn_down(pid: int, start_time: int) -> bool:
         if not all(_has_no_memory(f"/proc/{pid}/task/{thread}/statm") for thread in threads):
             return False
         # a thread that was not listed can only come from one that was, and would be listed by now
-        return set(os.listdir(f"/proc/{pid}/task")) == threads and _started_at(pid) == start_time
-    except OSError:
+        return set(os.listdir(f"/proc/{pid}/task")) == threads and started_at(pid) == start_time
+    except (OSError, ResourceError):
         return False
 
 
@@ -48,17 +88,11 @@ def is_leaving(pid: int, start_time: int) -> bool:
     stores nothing any more: other threads may go on (`is_torn_down`).
     """
     try:
-        return _has_no_memory(f"/proc/{pid}/statm") or _started_at(pid) != start_time
+        return _has_no_memory(f"/proc/{pid}/statm") or started_at(pid) != start_time
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:
+    except (OSError, ResourceError):
         return False
-
-
-def _started_at(pid: int) -> int:
-    """Return when the process that has this number now was started, also when it is a zombie."""
-    stat = Path(f"/proc/{pid}/stat").read_bytes()
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])  # the command's name may hold spaces and brackets
 
 
 def _has_no_memory(path: str) -> bool:
@@ -83,35 +117,32 @@ class DeathWatch:
         """Start watching `rank`, which is process `pid` started at `start_time` (clock ticks since boot).
 
         A process that has ended already counts as dead. Ranks that are threads of this process need no watching.
+        Whoever was `rank` before is watched no more. May be repeated where it was broken off.
 
         Raises:
-            ResourceError: the system has no descriptor left for it.
+            ResourceError: as `open_process`; nothing has changed.
         """
         if pid == os.getpid():
             return
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
+        fd = open_process(pid, start_time)
+        if fd < 0:
+            self.forget(rank)
             self._dead.add(rank)
             return
-        except OSError as exc:
-            raise ResourceError(f"pidfd for rank {rank} (process {pid}): {exc}; raise the descriptor limit") from exc
-        if process_start_time(pid) != start_time:
-            os.close(fd)
-            self._dead.add(rank)
-            return
+        self.forget(rank)
         self._rank_of_fd[fd] = rank
         self._process_of[rank] = (pid, start_time)
         self._poll.register(fd, select.POLLIN)
 
     def forget(self, rank: int) -> None:
-        """Watch `rank` no more: another process takes its place."""
+        """Watch `rank` no more."""
         self._dead.discard(rank)
         self._process_of.pop(rank, None)
         for fd, watched in list(self._rank_of_fd.items()):
             if watched == rank:
+                with contextlib.suppress(KeyError):  # an interrupt came before it was registered
+                    self._poll.unregister(fd)
                 del self._rank_of_fd[fd]
-                self._poll.unregister(fd)
                 os.close(fd)
 
     def dead(self) -> tuple[int, ...]:

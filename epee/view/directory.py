@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 
 from .. import env
-from ..errors import AuthError, EpeeError, InvalidArgument, InvalidState, ProtocolError, ResourceError
+from ..errors import AuthError, EpeeError, InvalidArgument, InvalidState, ProtocolError, ResourceError, shortage
 from .auth import JOB_ID_BYTES, TOKEN_BYTES, Token
 from .wire import MAX_MEMBERS, NONCE_BYTES
 
@@ -167,6 +167,8 @@ class JobDirectory:
             except OSError as exc:
                 if isinstance(exc, EpeeError):
                     raise
+                if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    raise shortage(f"cannot open {path}", exc) from exc
                 raise ResourceError(f"the job of {path} has ended ({exc}); start it again") from exc
             undo.pop_all()
             return opened
@@ -374,6 +376,8 @@ def _read_token(folder_fd: int) -> Token:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=None if named else folder_fd)
     except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise shortage(f"cannot read the job's token {path}", exc) from exc
         raise AuthError(f"cannot read the job's token {path}: {exc}; it must be a file of this user, no link") from exc
     try:
         status = os.fstat(fd)

@@ -24,7 +24,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..errors import EvictedError, InvalidState, NoQuorumError, PeerError, ProtocolError, ResourceError
+from ..errors import (
+    EpeeError,
+    EvictedError,
+    InvalidState,
+    NoQuorumError,
+    PeerError,
+    ProtocolError,
+    ResourceError,
+    shortage,
+)
 from .agent import BLANK_BOARD, Agent
 from .auth import Identity
 from .board import Board, LaneRow, read_board_of
@@ -120,17 +129,21 @@ class Loop:
         self._next_look = self._deadline = 0.0
         settings = agent.settings
         self._idle_s = min(IDLE_S, settings.answer_s + settings.patience_s / 2)
-        self._poll = select.epoll()
         me = agent.me
-        try:
-            self.switchboard = Switchboard(job, Identity(*me[:3]), self._poll)
-        except ResourceError:
-            self._poll.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            try:
+                self._poll = undo.enter_context(select.epoll())
+                self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                undo.callback(os.close, self._bell)
+                self._poll.register(self._bell, select.EPOLLIN)
+                self.switchboard = Switchboard(job, Identity(*me[:3]), self._poll)
+            except OSError as exc:
+                if isinstance(exc, EpeeError):
+                    raise
+                raise shortage(f"the agent of slot {me.slot} cannot listen", exc) from exc
+            undo.pop_all()
         self.peers = Peers(me.nonce, self._poll)
         self._bell_lock = threading.Lock()  # so that nobody rings a descriptor that was closed
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll.register(self._bell, select.EPOLLIN)
         self._effects: dict[type, Callable[..., None]] = {
             Send: lambda effect: self.switchboard.send(effect.to, effect.message, time.monotonic()),
             WriteBoard: lambda effect: self.board.write(effect.state),
@@ -213,7 +226,12 @@ class Loop:
         be readable here then.
         """
         contacts = []
-        for slot, nonce, _ in self._job.sockets():
+        try:
+            found = self._job.sockets()
+        except OSError as exc:  # `_look_around` asks again
+            logger.warning("cannot look into %s: %s; tried again", self._job.path, exc)
+            return
+        for slot, nonce, _ in found:
             if nonce != self.agent.me.nonce:
                 contacts.append(Member(slot, 0, nonce, b""))
                 self._meet_members_of(contacts[-1])
@@ -308,7 +326,7 @@ class Loop:
             self.switchboard.dropped["malformed"] += 1
             logger.warning("slot %d has an endpoint that cannot be right: %s", member.slot, exc)
             return False
-        except ResourceError as exc:
+        except ResourceError as exc:  # there are too many
             logger.warning("slot %d cannot be watched: %s", member.slot, exc)
             return True
         if not is_alive:
@@ -317,6 +335,8 @@ class Loop:
 
     def _look_around(self) -> None:
         self.peers.reap()
+        for dead in self.peers.retry():
+            self._bury(dead.member)
         self.peers.retire_former(self.agent.decided)
         for nonce in self.peers.left():
             self.step(Left(nonce))

@@ -49,10 +49,9 @@ class Removal(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The last seq of `lane` to which the contribution of `slot` counts; `FOREVER` for slots that write no more."""
+    """The last seq of `lane` to which the contributions of slots that were removed alive (STALLED) count."""
 
     lane: int
-    slot: int
     seq: int
 
 

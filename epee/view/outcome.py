@@ -114,7 +114,7 @@ class Course:
         if joined:
             turn = Turn(view, lane, tuple(r for r in view.removed if self._ours(r.slot)), [self.first_seq], 0)
             turn.hit = self.first_seq
-            self._note(turn)
+            self.note(turn)
             self.base = view.epoch - 1
 
     def _ours(self, slot: int) -> bool:
@@ -122,6 +122,19 @@ class Course:
 
     def add(self, decision: Decision) -> bool:
         """Note the next decision; True when it concerns the lane, so pending calls must be asked about again."""
+        turn = self.turn_of(decision)
+        if turn is not None:
+            self.note(turn)
+        return turn is not None
+
+    def turn_of(self, decision: Decision) -> Turn | None:
+        """Return what the next decision means for the lane, for `note`; None when it does not concern it.
+
+        `contributors` and `starts` can be asked about its epoch from now on; `place` knows of it only after `note`.
+        Both may be repeated from any line on.
+        """
+        if self.turns and self.turns[-1].epoch == decision.epoch:
+            return self.turns[-1]
         before = self._members[self._latest]
         start = first_seq(decision, self.lane)
         after: dict[int, tuple[int, int]] = {}
@@ -131,7 +144,7 @@ class Course:
                 stays = old is not None and old[0] == member.incarnation
                 after[member.slot] = old if stays and old is not None else (member.incarnation, start)
         if after == before:
-            return False
+            return None
         removed = tuple(r for r in decision.removed if before.get(r.slot, (0, 0))[0] == r.incarnation)
         joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
         turn = Turn(decision, self.lane, removed, [start for _, start in after.values()], self._last)
@@ -140,15 +153,16 @@ class Course:
             for earlier in self.turns:
                 if earlier.cap is None:
                     earlier.cap = turn.cap - 1  # see `claimed`: nobody had issued this call
-        self._note(turn)
         self._members[decision.epoch] = after
-        self._latest = decision.epoch
-        return True
+        return turn
 
-    def _note(self, turn: Turn) -> None:
-        self.turns.append(turn)
+    def note(self, turn: Turn) -> None:
+        """Let calls fall behind a turn from now on."""
+        if not self.turns or self.turns[-1] is not turn:
+            self.turns.append(turn)
         if turn.removed:
             self._last = turn.last
+        self._latest = turn.epoch
 
     def place(self, seq: int, whole: Whole, epoch: int | None = None) -> Place:
         """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far."""
@@ -241,7 +255,7 @@ def cut_of(decision: Decision, lane: int, removal: Removal) -> int:
     if removal.cause != STALLED:
         return FOREVER
     for cut in decision.cuts:
-        if cut.lane == lane and cut.slot == removal.slot:
+        if cut.lane == lane:
             return cut.seq
     return 0
 

@@ -6,8 +6,9 @@ its death. The agent thread alone calls all of it.
 
 Who writes: each process its own board and beat. What is believed: a pidfd that is readable is proof of death, and so
 is an address space that is gone (`detector.py`); anything else (a beat that stands still, a state in /proc) is for
-messages to people and for reports. A member that cannot be mapped has no board here: it is then no witness, and
-nothing worse.
+messages to people and for reports. A process that cannot be watched, because descriptors or memory have run out here,
+is not dead: `retry` tries again. A member that cannot be mapped has no board here: it is then no witness, and nothing
+worse.
 
 A forked child closes its copies of the descriptors; a crash leaves nothing.
 """
@@ -22,11 +23,10 @@ import signal
 import time
 from pathlib import Path
 
-from ..errors import ProtocolError, ResourceError
-from ..memory.host import process_start_time
+from ..errors import ProtocolError, ResourceError, shortage
 from .beat import PERIOD_S, BeatView
 from .board import BoardView
-from .detector import is_torn_down
+from .detector import is_readable, is_torn_down, open_process
 from .endpoint import Endpoint, parse_endpoint
 from .messages import BoardState, Decision, Member
 
@@ -43,7 +43,8 @@ class Peer:
     Attributes:
         member: as it was told; the incarnation may be 0 still.
         endpoint: where it is.
-        pidfd: -1 once it is proved dead.
+        pidfd: -1 before it is watched, and once it is dead.
+        is_dead: it is proved.
         was_member: it stood in a decision that this process has seen committed.
         board, beat: None where they could not be mapped.
     """
@@ -51,20 +52,31 @@ class Peer:
     def __init__(self, member: Member, endpoint: Endpoint) -> None:
         self.member = member
         self.endpoint = endpoint
-        self.pidfd = _open_pidfd(endpoint)
+        self.pidfd = -1
+        self.is_dead = False
+        self.is_mappable = True  # as far as is known
+        self.is_told = False  # that it cannot be watched yet
         self.was_member = False
         self.board: BoardView | None = None
         self.beat: BeatView | None = None
         self._seen: dict[str, tuple[int, float]] = {}  # counter -> its last value and when it changed
 
     def map(self) -> None:
-        """Map board and beat; raises `ProtocolError` or `ResourceError`."""
-        board = BoardView.attach(self.endpoint.board)
-        if board.owner != (self.endpoint.pid, self.endpoint.start_time):
-            board.close()
-            raise ProtocolError(f"slot {self.member.slot}'s board belongs to another process than its endpoint says")
-        self.board = board
+        """Map board and beat, what is missing of them; raises `ProtocolError` or `ResourceError`."""
+        if self.board is None:
+            board = BoardView.attach(self.endpoint.board)
+            if board.owner != (self.endpoint.pid, self.endpoint.start_time):
+                board.close()
+                raise ProtocolError(
+                    f"slot {self.member.slot}'s board belongs to another process than its endpoint says"
+                )
+            self.board = board
         self.beat = BeatView(self.endpoint.beat)
+
+    @property
+    def is_wanting(self) -> bool:
+        """True while it is not watched, or not mapped, and may yet be."""
+        return not self.is_dead and (self.pidfd < 0 or (self.is_mappable and self.beat is None))
 
     def look(self, now: float) -> None:
         """Note which of its counters have changed."""
@@ -75,7 +87,7 @@ class Peer:
 
     def health(self, now: float) -> str:
         """Return "dead", "stopped" (SIGSTOP, a debugger), "frozen" (it gets no processor), "busy" or "running"."""
-        if self.pidfd < 0:
+        if self.is_dead:
             return "dead"
         if process_state(self.endpoint.pid) in "Tt":
             return "stopped"
@@ -110,33 +122,63 @@ class Peers:
     def add(self, member: Member, pid: int = 0) -> bool:
         """Watch a member; False when it is proved dead already (nobody can map its board any more).
 
-        With `pid`, the process that the kernel says it is, its endpoint must name the same.
+        With `pid`, the process that the kernel says it is, its endpoint must name the same. Whoever cannot be watched
+        now is kept for `retry`.
 
         Raises:
             ProtocolError: its endpoint cannot be right.
-            ResourceError: descriptors have run out, or there are too many peers.
+            ResourceError: there are too many peers.
         """
+        if member.nonce == self._me:
+            return True
         known = self._peers.get(member.nonce)
-        if member.nonce == self._me or known is not None:
-            if known is not None and member.incarnation:
+        if known is not None:
+            if member.incarnation:
                 known.member = member
-            return known is None or known.pidfd >= 0
+            return self._attend(known)
         if len(self._peers) >= MAX_PEERS:
             raise ResourceError(f"more than {MAX_PEERS} processes have asked to be watched; the last was not heard")
         endpoint = parse_endpoint(member.endpoint)
         if pid not in (0, endpoint.pid):
             raise ProtocolError(f"process {pid} says that it is process {endpoint.pid}; it was not believed")
-        peer = Peer(member, endpoint)
-        self._peers[member.nonce] = peer
-        if peer.pidfd < 0:
-            return False
-        self._nonce_of[peer.pidfd] = member.nonce
-        self._poll.register(peer.pidfd, select.EPOLLIN)
+        peer = self._peers[member.nonce] = Peer(member, endpoint)
+        return self._attend(peer)
+
+    def retry(self) -> list[Peer]:
+        """Try again to watch and map those with whom it has not worked; return who is found dead."""
+        return [peer for peer in self._peers.values() if peer.is_wanting and not self._attend(peer)]
+
+    def _attend(self, peer: Peer) -> bool:
+        """Do what is missing to watch a peer and to read its board; False when it is proved dead."""
+        if not peer.is_wanting:
+            return not peer.is_dead
+        slot = peer.member.slot
         try:
-            peer.map()
-        except (ProtocolError, ResourceError) as exc:  # it dies, or leaves; its end is seen all the same
-            logger.info("slot %d can be watched, but its board cannot be read: %s", member.slot, exc)
-        return True
+            if peer.pidfd < 0:
+                self._watch(peer)
+            if not peer.is_dead and peer.is_mappable:
+                peer.map()
+        except ProtocolError as exc:  # it dies, or leaves; its end is seen all the same
+            peer.is_mappable = False
+            logger.info("slot %d can be watched, but its board cannot be read: %s", slot, exc)
+        except ResourceError as exc:
+            if not peer.is_told:  # once, however often it is tried again
+                logger.warning("slot %d cannot be watched, or its board not be read, yet; tried again: %s", slot, exc)
+            peer.is_told = True
+        return not peer.is_dead
+
+    def _watch(self, peer: Peer) -> None:
+        fd = open_process(peer.endpoint.pid, peer.endpoint.start_time)
+        if fd < 0:
+            peer.is_dead = True
+            return
+        try:
+            self._poll.register(fd, select.EPOLLIN)
+        except OSError as exc:
+            os.close(fd)
+            raise shortage(f"cannot watch process {peer.endpoint.pid}", exc) from exc
+        peer.pidfd = fd
+        self._nonce_of[fd] = peer.member.nonce
 
     def get(self, nonce: bytes) -> Peer | None:
         """Return a peer, None if it is not watched."""
@@ -152,26 +194,30 @@ class Peers:
 
         The pidfd is asked again: the event may be an older one, of a descriptor that had this number before.
         """
-        if fd not in self._nonce_of or not _is_readable(fd):
+        if fd not in self._nonce_of or not is_readable(fd):
             return None
         peer = self._peers[self._nonce_of[fd]]
-        os.close(self._take_pidfd(peer))
+        os.close(self._bury(peer))
         return peer
 
     def look_at(self, nonce: bytes) -> Peer | None:
         """Look closely at a peer that others take for dead; return it if it is, and was not known to be."""
         peer = self._peers.get(nonce)
-        if peer is None or peer.pidfd < 0 or not is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
+        if peer is None or peer.is_dead or not is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
             return None
         self.reap()
-        self._ending.append(self._take_pidfd(peer))
+        if peer.pidfd >= 0:
+            self._ending.append(self._bury(peer))
+        peer.is_dead = True
         return peer
 
     def reap(self) -> None:
         """Drop the descriptors of those that were dead before they were gone, once they are gone."""
         self._ending = [fd for fd in self._ending if not _has_ended(fd)]
 
-    def _take_pidfd(self, peer: Peer) -> int:
+    def _bury(self, peer: Peer) -> int:
+        """Note that a peer that was watched is dead; return its pidfd."""
+        peer.is_dead = True
         fd, peer.pidfd = peer.pidfd, -1
         del self._nonce_of[fd]
         self._poll.unregister(fd)
@@ -181,7 +227,7 @@ class Peers:
         """Wait until those that died with their memory still to be given back are gone: they hold locks until then."""
         for peer in self._peers.values():  # whose end others may have seen first
             if peer.pidfd >= 0 and is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
-                self._ending.append(self._take_pidfd(peer))
+                self._ending.append(self._bury(peer))
         deadline = time.monotonic() + timeout_s
         while self._ending:
             poll = select.poll()
@@ -198,7 +244,7 @@ class Peers:
         """
         peer = self._peers.get(nonce)
         if peer is None or peer.board is None:
-            raise ResourceError("the board of a process that died early was not mapped; it is no witness")
+            raise ResourceError("its board was not mapped in time; it is no witness")
         return peer.board.read()
 
     def left(self) -> list[bytes]:
@@ -217,7 +263,7 @@ class Peers:
         for nonce, peer in list(self._peers.items()):
             if nonce in there:
                 peer.was_member = True
-            elif peer.pidfd < 0 or _has_left(peer):
+            elif peer.is_dead or _has_left(peer):
                 self._drop(nonce)
 
     def retire_former(self, decision: Decision) -> None:
@@ -227,7 +273,7 @@ class Peers:
         """
         there = {member.nonce for member in decision.members}
         for nonce, peer in list(self._peers.items()):
-            if peer.was_member and nonce not in there and (peer.pidfd < 0 or _has_left(peer)):
+            if peer.was_member and nonce not in there and (peer.is_dead or _has_left(peer)):
                 self._drop(nonce)
 
     def _drop(self, nonce: bytes) -> None:
@@ -261,37 +307,19 @@ def _has_left(peer: Peer) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of a process from /proc (`R`, `S`, `D`, `T`, `Z` ...), "X" when there is none."""
+    """Return the state letter of a process from /proc (`R`, `S`, `D`, `T`, `Z` ...), "X" for none, "?" if not known."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X"
+    except OSError:
+        return "?"
     return stat[stat.rindex(b")") + 2 :][:1].decode("ascii", "replace")
 
 
 def _has_ended(fd: int) -> bool:
     """Return whether the process of a pidfd is gone, and close the pidfd then."""
-    if not _is_readable(fd):
+    if not is_readable(fd):
         return False
     os.close(fd)
     return True
-
-
-def _is_readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _open_pidfd(endpoint: Endpoint) -> int:
-    """Return a pidfd of the process that is meant; -1 when it has ended."""
-    try:
-        fd = os.pidfd_open(endpoint.pid)
-    except ProcessLookupError:
-        return -1
-    except OSError as exc:
-        raise ResourceError(f"pidfd for process {endpoint.pid}: {exc}; raise the limit on descriptors") from exc
-    if process_start_time(endpoint.pid) != endpoint.start_time:
-        os.close(fd)
-        return -1
-    return fd

@@ -315,14 +315,20 @@ class Proposer:
             self._send_phase(campaign)
 
     def _announce(self, campaign: Campaign) -> None:
-        """A decision is chosen: tell everybody whom it concerns, then take it over."""
+        """A decision is chosen: tell everybody whom it concerns, then take it over.
+
+        Who is removed is told, too, the dead last: it costs nothing if they are.
+        """
         decision = campaign.proposal
         assert decision is not None
         self._to_others(Commit((decision,)))
         for member in decision.members:
             if member.nonce not in self.slot_of:
                 self._out.append(Send(member, Commit((decision,))))
+        gone = [self.members[slot] for slot in self.gone]
         self._learn(decision)
+        for member in gone:
+            self._out.append(Send(member, Commit((decision,))))
         if not self.ended:
             self._drive()
 

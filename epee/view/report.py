@@ -14,7 +14,7 @@ import time
 from typing import NamedTuple
 
 from ..errors import EpeeError
-from ..memory.host import process_start_time
+from ..memory.claim import has_ended
 from .beat import PERIOD_S, BeatView
 from .board import BoardView, Row, read_board_of
 from .endpoint import parse_endpoint
@@ -107,7 +107,7 @@ class _Watch:
         if not self._pid:
             return "unknown"
         state = process_state(self._pid)
-        if process_start_time(self._pid) != self._start_time or state in "XZ":
+        if has_ended(self._pid, self._start_time) or state in "XZ":
             return "dead"
         if state in "Tt":
             return "stopped"

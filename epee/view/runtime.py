@@ -182,7 +182,7 @@ class Runtime:
         if not 0 <= lane <= LANE_LIMIT or lane in self._rows:
             raise InvalidArgument(f"lane must lie in 0 ... {LANE_LIMIT} and be new, got {lane}")
         if len(self._rows) >= MAX_LANES:
-            raise InvalidArgument(f"a process takes part in {MAX_LANES} lanes at most; destroy some groups")
+            raise InvalidArgument(f"a process takes part in {MAX_LANES} groups and buffers at most; destroy some")
         loop, hooks = self._running(), Hooks(freeze, thaw, decided, trouble)
 
         given_up = threading.Event()

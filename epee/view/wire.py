@@ -45,13 +45,14 @@ from .messages import (
 )
 
 MAX_MEMBERS = 64  # of a job; slots are below it
-MAX_LANES = 4096
-MAX_CUTS = 1 << 15
+MAX_LANES = 1024  # in which one process takes part
+MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision speaks of every lane of every member
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
-MAX_FRAME_BYTES = 1 << 20
-MAX_STATE_BYTES = 2 << 20  # a board holds two decisions
+MAX_DECISION_BYTES = 32 * MAX_ALL_LANES + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 128)  # a cut and a start per lane
+MAX_FRAME_BYTES = 3 << 20  # one decision, and what a Promise tells of the lanes of one process
+MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
 NONCE_BYTES = 16
 EPOCH_LIMIT = ROUND_LIMIT = INCARNATION_LIMIT = 1 << 48  # a joiner's incarnation is the epoch that it joins in
 LANE_LIMIT = (1 << 63) - 1
@@ -92,7 +93,7 @@ _NONCE = Bytes(NONCE_BYTES, NONCE_BYTES)
 _BALLOT = Record(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1))
 _MEMBER = Record(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES))
 _REMOVAL = Record(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT))
-_CUT = Record(Cut, _LANE, _SLOT, _SEQ)
+_CUT = Record(Cut, _LANE, _SEQ)
 _START = Record(Start, _LANE, _SEQ)
 _LANE_STATE = Record(LaneState, _LANE, _SEQ, _SEQ, rule=_rule_of_lane)
 _DECISION = Record(
@@ -100,8 +101,8 @@ _DECISION = Record(
     _EPOCH,
     Many(_MEMBER, MAX_MEMBERS, key=lambda member: member.slot),
     Many(_REMOVAL, MAX_MEMBERS, key=lambda removal: removal.slot),
-    Many(_CUT, MAX_CUTS, key=lambda cut: cut[:2]),
-    Many(_START, MAX_LANES, key=lambda start: start.lane),
+    Many(_CUT, MAX_ALL_LANES, key=lambda cut: cut.lane),
+    Many(_START, MAX_ALL_LANES, key=lambda start: start.lane),
     rule=_rule_of_decision,
 )
 _LANES = Many(_LANE_STATE, MAX_LANES, key=lambda state: state.lane)

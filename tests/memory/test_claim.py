@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from epee.errors import ProtocolError, ResourceError
+from epee.memory import claim as claims
 from epee.memory.claim import CLAIM_BYTES, make_claim, parse_claim, process_start_time, require_alive, require_unchanged
+from tests import shortage
 
 MAGIC = b"testtest"
 
@@ -39,6 +43,28 @@ def test_a_process_that_was_not_waited_for_has_ended() -> None:
     with pytest.raises(ProtocolError, match="changed while"):
         require_unchanged(claim)
     child.communicate()
+
+
+def test_out_of_descriptors_is_no_proof_of_death() -> None:
+    claim = make_claim(MAGIC, 7, 8192)
+    with shortage.descriptors(0):
+        for ask in (process_start_time, claims.started_at):
+            with pytest.raises(ResourceError, match=r"Too many open files.*limit on descriptors"):
+                ask(claim.pid)
+        for require in (require_alive, require_unchanged):
+            with pytest.raises(ResourceError, match="Too many open files"):
+                require(claim)
+        assert not claims.has_ended(claim.pid, claim.start_time), "nobody says so"
+    assert claims.has_ended(claim.pid, claim.start_time + 1)
+
+
+def test_a_process_that_may_not_be_looked_at_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    with pytest.raises(ResourceError, match=r"whether process 1 lives.*one user"):
+        process_start_time(1)
 
 
 def test_names_with_brackets_do_not_confuse() -> None:

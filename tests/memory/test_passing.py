@@ -17,6 +17,7 @@ from epee.errors import AuthError, ProtocolError, ResourceError
 from epee.memory import passing
 from epee.memory.claim import CLAIM_BYTES, Claim, make_claim, parse_claim
 from epee.memory.passing import DescriptorServer, fetch_descriptor
+from tests import shortage
 from tests.harness import run_ranks
 
 MAGIC = b"testtest"
@@ -45,6 +46,24 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert [name for name in os.listdir(tmp_path) if not name.startswith("pymp-")] == []  # multiprocessing's own
     assert open_fds() == fds
     assert threading.active_count() == threads
+
+
+def test_out_of_descriptors_is_named_at_the_peer(file: int) -> None:
+    claim = make_claim(MAGIC, file, 4096)
+    server = DescriptorServer(file, claim.cookie)
+    for num_free in (0, 8):
+        with shortage.descriptors(num_free):
+            if num_free:
+                os.close(fetch_descriptor(claim, server.socket_fd))
+            else:
+                with pytest.raises(ResourceError, match="limit on descriptors"):
+                    fetch_descriptor(claim, server.socket_fd)
+    server.close()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(theirs, [passing._GIVEN], [file])
+        with shortage.descriptors(0), pytest.raises(ResourceError, match=r"no descriptor is left here.*ulimit"):
+            passing._receive_one(ours, 7)
 
 
 def test_peers_get_copies_until_the_server_closes(file: int) -> None:

@@ -236,8 +236,18 @@ def test_cuts_and_starts_come_from_those_who_stay() -> None:
     group.post(member(0), Accused(2, 1, 7, 6))
     group.late(0.3)
     (decision,) = group.decisions(member(1))
-    assert [(cut.lane, cut.slot, cut.seq) for cut in decision.cuts] == [(7, 2, 5)]
+    assert [(cut.lane, cut.seq) for cut in decision.cuts] == [(7, 5)]
     assert decision.starts == (Start(7, 8),)
+
+
+def test_who_is_removed_as_dead_is_told() -> None:
+    """It costs nothing if it is dead. Should the proof have been wrong it must not go on in a view of its own."""
+    group = Group(3)
+    group.kill(member(2))
+    group.dead.clear()
+    group.run()
+    assert group.told[member(2).nonce] == [Evicted(2, DEAD)]
+    assert group.views() == {(2, ((0, 1), (1, 1)))}
 
 
 def test_a_member_that_does_not_freeze_delays_no_death_but_a_join() -> None:

@@ -61,7 +61,7 @@ def test_a_decision_says_who_goes_and_why_and_what_counts() -> None:
     decision = compose(first(5), lanes, {3: DEAD, 4: LEFT}, {2})
     assert [m.slot for m in decision.members] == [0, 1]
     assert decision.removed == (Removal(2, 1, STALLED), Removal(3, 1, DEAD), Removal(4, 1, LEFT))
-    assert decision.cuts == (Cut(7, 2, 4), Cut(9, 2, 1))
+    assert decision.cuts == (Cut(7, 4), Cut(9, 1))
     assert decision.starts == (Start(7, 6), Start(9, 2))
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from epee.errors import ResourceError
 from epee.memory.host import process_start_time
-from epee.view.detector import DeathWatch, is_torn_down
+from epee.view import detector
+from epee.view.detector import DeathWatch, is_torn_down, open_process
+from tests import shortage
 
 
 @pytest.fixture
@@ -52,6 +57,55 @@ def test_a_pid_that_changed_hands_is_dead(victim: subprocess.Popen[bytes]) -> No
     watch = DeathWatch()
     watch.watch(2, victim.pid, process_start_time(victim.pid) - 1)
     assert watch.dead() == (2,)
+    watch.close()
+
+
+def test_who_cannot_be_watched_is_not_dead(victim: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = DeathWatch()
+    start = process_start_time(victim.pid)
+    for num_free in (0, 1):  # for the pidfd, for /proc
+        with shortage.descriptors(num_free), pytest.raises(ResourceError, match="Too many open files"):
+            watch.watch(4, victim.pid, start)
+        assert watch.dead() == ()
+    for number in (errno.EPERM, errno.ENFILE, errno.ENOMEM, errno.EINVAL):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pidfd_open", _refuse(number))
+            with pytest.raises(ResourceError, match=f"cannot watch process {victim.pid}"):
+                watch.watch(4, victim.pid, start)
+    assert watch.dead() == ()
+    watch.watch(4, victim.pid, start)
+    victim.kill()
+    assert dead_within(watch, 20) == (4,)
+
+
+def _refuse(number: int) -> Callable[[int], int]:
+    def pidfd_open(pid: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return pidfd_open
+
+
+def test_a_process_without_proc_is_asked_through_its_pidfd(
+    victim: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = process_start_time(victim.pid)
+    monkeypatch.setattr(detector, "started_at", lambda pid: -1)
+    with pytest.raises(ResourceError, match="lives, but /proc does not show it"):
+        open_process(victim.pid, start)
+    victim.kill()
+    os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
+    assert open_process(victim.pid, start) == -1
+
+
+def test_a_rank_is_watched_anew_in_place_of_another(victim: subprocess.Popen[bytes]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    watch = DeathWatch()
+    watch.watch(1, 1, process_start_time(1) + 1)
+    assert watch.dead() == (1,)
+    for _ in range(3):
+        watch.watch(1, victim.pid, process_start_time(victim.pid))
+        assert watch.dead() == ()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
     watch.close()
 
 

@@ -24,7 +24,7 @@ def after(
     members = [m for m in before.members if m.slot not in gone]
     members += [Member(slot, epoch, bytes([slot, epoch]) * 8, b"") for slot in joins]
     removed = tuple(Removal(m.slot, m.incarnation, gone[m.slot]) for m in before.members if m.slot in gone)
-    cuts = tuple(Cut(LANE, r.slot, cut) for r in removed if r.cause == STALLED)
+    cuts = (Cut(LANE, cut),) if any(r.cause == STALLED for r in removed) else ()
     starts = () if issued is None else (Start(LANE, issued + 1),)
     return Decision(epoch, tuple(sorted(members)), removed, cuts, starts)
 

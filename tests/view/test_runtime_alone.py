@@ -599,7 +599,7 @@ def test_messages_to_a_peer_that_does_not_read_are_dropped_not_waited_for() -> N
     board = switchboard.Switchboard(job, auth.Identity(0, 1, b"m" * 16), poll)
     peer = Member(1, 1, NONCE, b"")
     big = Commit(tuple(Decision(n, (Member(1, 1, NONCE, bytes(1000)),)) for n in range(1, 9)))
-    for _ in range(400):
+    for _ in range(2 * connection.MAX_QUEUED_BYTES // len(encode(big))):
         board.send(peer, big, time.monotonic())
     assert board.dropped["queue full"] > 0
     assert not board.is_idle
@@ -616,7 +616,7 @@ def test_messages_to_a_peer_that_does_not_read_are_dropped_not_waited_for() -> N
 
 def test_a_long_commit_is_cut_into_frames() -> None:
     decisions = tuple(
-        Decision(n, tuple(Member(slot, 1, bytes([slot]) * 16, bytes(1000)) for slot in range(64))) for n in range(1, 20)
+        Decision(n, tuple(Member(slot, 1, bytes([slot]) * 16, bytes(1000)) for slot in range(64))) for n in range(1, 40)
     )
     parts = switchboard._parts(Commit(decisions))
     assert [part.decisions[0] for part in parts] == list(decisions)  # type: ignore[union-attr]

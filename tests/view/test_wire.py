@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from epee.errors import InvalidArgument, ProtocolError
 from epee.view import messages as m
 from epee.view import wire
+from epee.view.board import Board, BoardView
+from epee.view.decision import compose
 
 SLOT = st.integers(0, wire.MAX_MEMBERS - 1)
 EPOCH = st.integers(0, wire.EPOCH_LIMIT - 1)
@@ -40,7 +42,7 @@ def decisions(draw: Any, epoch: int | None = None) -> m.Decision:
         draw(EPOCH) if epoch is None else epoch,
         members,
         tuple(removal for removal in removed if removal[:2] not in there),
-        draw(ordered(st.builds(m.Cut, LANE, SLOT, SEQ), lambda cut: cut[:2])),
+        draw(ordered(st.builds(m.Cut, LANE, SEQ), lambda cut: cut[:2])),
         draw(ordered(st.builds(m.Start, LANE, SEQ), lambda start: start.lane)),
     )
 
@@ -100,7 +102,7 @@ DECISION = m.Decision(
     7,
     tuple(member(slot, b"e" * 100) for slot in range(4)),
     (m.Removal(4, 1, m.DEAD), m.Removal(5, 2, m.STALLED)),
-    (m.Cut(1, 4, m.FOREVER), m.Cut(1, 5, 20), m.Cut(9, 5, 3)),
+    (m.Cut(1, 20), m.Cut(9, 3)),
     (m.Start(1, 30), m.Start(9, 4)),
 )
 SAMPLES: tuple[m.Message, ...] = (
@@ -200,9 +202,49 @@ def test_something_else_is_not_sent() -> None:
         wire.encode("hello")  # type: ignore[arg-type]
 
 
+def largest_decision() -> m.Decision:
+    """All lanes in which 64 processes can take part, all shared by nobody."""
+    lanes = {
+        slot: [m.LaneState(slot << 32 | lane, m.FOREVER - 1, m.FOREVER - 1) for lane in range(wire.MAX_LANES)]
+        for slot in range(wire.MAX_MEMBERS)
+    }
+    current = m.Decision(7, tuple(member(slot, bytes(wire.MAX_ENDPOINT_BYTES)) for slot in range(wire.MAX_MEMBERS)))
+    return compose(current, lanes, {}, {wire.MAX_MEMBERS - 1})
+
+
+def test_what_the_members_can_come_to_fits_a_frame_and_a_board() -> None:
+    """The limits belong together: what does not fit would end the threads of the agents."""
+    big = largest_decision()
+    assert len(big.cuts) == len(big.starts) == (wire.MAX_MEMBERS - 1) * wire.MAX_LANES
+    everybody_else = tuple(m.Removal(slot, 1, m.STALLED) for slot in range(1, wire.MAX_MEMBERS))
+    alone = big._replace(members=(member(0),), removed=everybody_else)
+    told = tuple(m.LaneState(lane, 1, 2) for lane in range(wire.MAX_LANES))
+    ballot = m.Ballot(3, 1)
+    for decision in (big, alone):
+        assert wire.decode(wire.encode(m.Commit((decision,)))) == m.Commit((decision,))
+        assert wire.encode(m.Accept(ballot, 7, decision))
+        assert wire.encode(m.Promise(ballot, 7, ballot, decision, told))
+    state = m.BoardState(big, ballot, ballot, big._replace(epoch=9))
+    board = Board(0)
+    board.write(state)
+    view = BoardView.attach(board.blob)
+    assert view.read() == state
+    view.close()
+    board.close()
+
+
+def test_many_lanes_and_many_evicted_do_not_end_the_agent() -> None:
+    """600 groups and 55 ranks voted out at once, as after a switch has failed."""
+    current = m.Decision(7, tuple(member(slot) for slot in range(64)))
+    lanes = {slot: [m.LaneState(lane, 3, 4) for lane in range(600)] for slot in range(9)}
+    decision = compose(current, lanes, {}, set(range(9, 64)))
+    assert len(decision.removed) == 55
+    state = m.BoardState(decision, m.NO_BALLOT, m.NO_BALLOT, None)
+    assert wire.decode_state(wire.encode_state(state)) == state
+
+
 def test_long_frames_are_neither_sent_nor_read() -> None:
-    cuts = tuple(m.Cut(lane, 1, 1) for lane in range(wire.MAX_CUTS))
-    big = m.Decision(8, tuple(member(slot, bytes(1024)) for slot in range(64)), (), cuts, ())
+    big = largest_decision()
     assert wire.decode(wire.encode(m.Commit((big,)))) == m.Commit((big,))
     with pytest.raises(InvalidArgument, match="at most"):
         wire.encode(m.Commit((big, big._replace(epoch=9))))

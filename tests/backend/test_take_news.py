@@ -1,0 +1,249 @@
+"""Taking a decision over may be broken off at any line, by an interrupt or a shortage, and nothing of it is lost.
+
+One process plays all ranks: it makes their outboxes, and a stand-in for the control plane tells it what was decided.
+Rank 1 dies, another process takes its place and a third rank comes in beyond the end, in three decisions.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import epee.backend
+from epee.backend.engine import Engine
+from epee.backend.entry import CHANGING, NEWS
+from epee.backend.home import pack_extra
+from epee.backend.job import Seat
+from epee.backend.message import Message
+from epee.backend.outbox import Outboxes, outbox_layout
+from epee.backend.survival import Survival
+from epee.errors import RankFailedError, ResourceError
+from epee.memory.host import BLOB_BYTES, HostRegion, process_start_time
+from epee.view import detector
+from epee.view.board import LaneRow
+from epee.view.detector import DeathWatch
+from epee.view.endpoint import Endpoint, pack_endpoint
+from epee.view.messages import DEAD, Decision, Member, Removal, Start
+from tests import shortage
+
+LANE, CAPACITY, STAGING = 7, 5, 1 << 16
+STRIDE = 3  # lines; so many tests share them
+NBYTES = outbox_layout(CAPACITY, STAGING).nbytes
+_FILES = ("intake.py", "survival.py", "membership.py", "sizes.py", "outcome.py", "detector.py")
+_FOLDERS = tuple(str(Path(module.__file__ or "").parent) for module in (epee.backend, detector))
+
+
+class Process:
+    """A rank: an outbox of this process."""
+
+    def __init__(self, slot: int, incarnation: int, num_ranks: int) -> None:
+        self.region = HostRegion.create(NBYTES, f"outbox{slot}")
+        blob, extra = bytes(BLOB_BYTES), pack_extra(LANE, num_ranks, self.region.blob)
+        endpoint = Endpoint(os.getpid(), process_start_time(os.getpid()), blob, blob, extra)
+        self.member = Member(slot, incarnation, bytes([slot, incarnation]) * 8, pack_endpoint(endpoint))
+
+
+class Case:
+    """Rank 0 of a group of two, and three decisions that it has not taken over yet."""
+
+    def __init__(self, processes: list[Process], mode: str) -> None:
+        zero, one, again, beyond = (process.member for process in processes)
+        self.decisions = (
+            Decision(2, (zero,), (Removal(1, 1, DEAD),), (), (Start(LANE, 1),)),
+            Decision(3, (zero, again), (), (), (Start(LANE, 2),)),
+            Decision(4, (zero, again, beyond), (), (), (Start(LANE, 3),)),
+        )
+        runtime = SimpleNamespace(
+            view=lambda: Decision(1, (zero, one)),
+            register=lambda *hooks: LaneRow(memoryview(bytearray(64)), LANE),
+            unregister=lambda lane: None,
+            error=None,
+            look_at=lambda slot: None,
+        )
+        job: Any = SimpleNamespace(runtime=runtime, release=lambda: None)
+        self.survival = Survival(Seat(job, [0, 1], LANE, True, True), mode)
+        regions = [processes[0].region, HostRegion.attach(processes[1].region.blob)]
+        self.engine = Engine(Outboxes(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)
+        self.survival.attach(self.engine)
+        for decision in self.decisions:
+            self.survival.decided(decision)
+
+    def result(self) -> dict[str, Any]:
+        """Return what is left of taking them over."""
+        survival, engine = self.survival, self.engine
+        return {
+            "flags": engine.flags,
+            "epoch": survival._epoch,
+            "left": len(survival._decisions),
+            "removed": survival._removed,
+            "incarnations": survival._incarnations,
+            "joined": (survival._join_epoch, survival._first_call, survival._sizes._changes),
+            "turns": [(turn.epoch, turn.removed, turn.limit, turn.cap, turn.last) for turn in survival._course.turns],
+            "present": survival._course.present(),
+            "boxes": {
+                epoch: [(first, box.members, box.group_size, box.epoch) for first, box in boxes]
+                for epoch, boxes in survival._boxes.items()
+            },
+            "outboxes": [region.blob for region in survival._full.regions],
+            "words": [len(words) for words in survival._full.words],
+            "full": (survival._full.num_ranks, survival._full.members, survival._full.peers, survival._full.blanks),
+            "lanes": {peer: lane.next_slot for peer, lane in engine.mail._receiver._lanes.items()},
+            "verdicts": [engine.box.own[engine.box.verdict_base[peer]] for peer in range(CAPACITY)],
+            "watched": sorted(engine.watch._rank_of_fd.values()),
+        }
+
+    def close(self) -> None:
+        self.engine.watch.close()
+        self.survival.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Process]]:
+    made = [Process(0, 1, 2), Process(1, 1, 2), Process(1, 3, 2), Process(2, 4, 3)]
+    yield made
+    for process in made:
+        process.region.close()
+
+
+class Interrupt:
+    """Raises `KeyboardInterrupt` before the `at`-th line that taking a decision over runs."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.where = ""
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(_FOLDERS) or not name.endswith(_FILES):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._trace
+
+    def run(self, engine: Engine) -> bool:
+        """Look at the news; True when that was interrupted."""
+        sys.settrace(self._trace)
+        try:
+            engine.look(lambda: None)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+
+@pytest.mark.parametrize("start", range(1, 1 + STRIDE))
+@pytest.mark.parametrize("mode", ["mask/error", "raise/error"])
+def test_an_interrupt_before_any_line_loses_no_decision(processes: list[Process], mode: str, start: int) -> None:
+    case = Case(processes, mode)
+    case.engine.look(lambda: None)
+    wanted = case.result()
+    case.close()
+    assert wanted["epoch"] == 4
+    assert wanted["left"] == 0
+    assert wanted["flags"] == CHANGING
+    assert wanted["boxes"][4][-1][1] == (0, 1, 2)
+    at, was_interrupted = start, True
+    while was_interrupted:
+        case, interrupt = Case(processes, mode), Interrupt(at)
+        was_interrupted = interrupt.run(case.engine)
+        if was_interrupted:
+            assert not case.engine._lock._is_owned(), interrupt.where
+            claimed = case.survival.freeze()  # an agreement may begin at once; it says the same as before
+            case.survival.thaw()
+            assert claimed.issued == (1 if mode.startswith("raise") else 0), interrupt.where
+            if case.engine.num_retired == 0 and case.survival._decisions:
+                assert case.engine.flags & NEWS, interrupt.where
+            case.engine.look(lambda: None)
+        assert case.result() == wanted, interrupt.where
+        case.close()
+        at += STRIDE
+    assert at > 150, "hardly a line was tried"
+
+
+def test_a_shortage_is_an_error_and_the_next_call_takes_the_decision_over(processes: list[Process]) -> None:
+    case = Case(processes, "mask/error")
+    errors: list[str] = []
+    states: list[Any] = []
+    num_free = 0
+    while case.survival._decisions and num_free < 20:
+        with shortage.descriptors(num_free):
+            try:
+                case.engine.look(lambda: None)
+            except ResourceError as exc:
+                errors.append(str(exc))
+                assert case.engine.flags & NEWS
+        freezer = threading.Thread(target=lambda: states.append(case.survival.freeze()))
+        freezer.start()
+        freezer.join(10)  # the lock is free, and who is short answers all the same
+        case.survival.thaw()
+        num_free += 1
+    assert len(errors) >= 2
+    assert all("has joined in epoch" in error and "Too many open files" in error for error in errors)
+    assert [state.issued for state in states] == [0] * num_free
+    assert case.survival._epoch == 4
+    assert case.survival._full.num_ranks == 3
+    assert not case.survival._full.blanks
+    case.close()
+
+
+def test_an_outbox_that_cannot_be_opened_is_not_taken_for_that_of_a_dead_process(
+    processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(processes, "mask/error")
+    attach = HostRegion.attach
+
+    def forbidden(blob: bytes, is_writable: bool = True) -> HostRegion:
+        raise ResourceError("opening it is forbidden")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostRegion, "attach", forbidden)
+        with pytest.raises(ResourceError, match="forbidden"):
+            case.engine.look(lambda: None)
+        monkeypatch.setattr("epee.backend.membership.is_leaving", lambda pid, start_time: True)
+        patch.setattr(HostRegion, "attach", lambda blob, is_writable=True: _only_blank(attach, blob, processes))
+        case.engine.look(lambda: None)
+    assert case.survival._full.regions[1].blob != processes[2].region.blob, "it is dying: a blank stands for it"
+    case.close()
+
+
+def _only_blank(attach: Any, blob: bytes, processes: list[Process]) -> HostRegion:
+    if blob in [process.region.blob for process in processes]:
+        raise ResourceError("opening it is forbidden")
+    return attach(blob)  # type: ignore[no-any-return]
+
+
+def test_messages_with_a_replaced_rank_are_failed_once_whatever_interrupts(processes: list[Process]) -> None:
+    at, was_interrupted, num_told = 1, True, 0
+    while was_interrupted:
+        case, interrupt = Case(processes, "mask/error"), Interrupt(at)
+        told: list[Message] = []
+        message = _receive(case, told)
+        was_interrupted = interrupt.run(case.engine)
+        case.engine.look(lambda: None)
+        assert isinstance(message.error, RankFailedError), interrupt.where
+        assert told == [message], interrupt.where
+        assert not case.engine.mail._receiver._posted, interrupt.where
+        num_told += 1
+        case.close()
+        at += 3
+    assert num_told > 50
+
+
+def _receive(case: Case, told: list[Message]) -> Message:
+    message = Message(False, 1, 0, 1, np.zeros(4))
+    message.on_done = [told.append]
+    case.engine.mail.ends[False].post(message)
+    return message

@@ -1,0 +1,28 @@
+"""A process that runs out of descriptors, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def descriptors(num_free: int) -> Iterator[None]:
+    """Leave this process `num_free` descriptors, all its threads together, until the block ends."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers: list[int] = []
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + num_free + 2, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        for _ in range(num_free):
+            os.close(fillers.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)

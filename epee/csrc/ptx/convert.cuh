@@ -6,6 +6,9 @@ DEVICE float bf16_to_float(u16 bits) { return __uint_as_float(static_cast<u32>(b
 
 #ifdef __CUDACC__
 
+DEVICE double bits_to_double(u64 bits) { return __longlong_as_double(static_cast<i64>(bits)); }
+DEVICE u64 double_bits(double v) { return static_cast<u64>(__double_as_longlong(v)); }
+
 /// Two floats to two bfloat16; `low` goes to the lower address.
 DEVICE u32 float2_to_bf16x2(float low, float high) {
   u32 r;
@@ -31,6 +34,17 @@ DEVICE u32 float2_to_e4m3x2(float low, float high) {
 }
 
 #else
+
+DEVICE double bits_to_double(u64 bits) {
+  double v;
+  memcpy(&v, &bits, 8);
+  return v;
+}
+DEVICE u64 double_bits(double v) {
+  u64 bits;
+  memcpy(&bits, &v, 8);
+  return bits;
+}
 
 // To nearest, ties to even, in units of 2^-9 below 2^-6, else to three places behind the point.
 DEVICE u32 emulated_float_to_e4m3(float v) {

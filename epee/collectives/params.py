@@ -1,0 +1,232 @@
+"""The numbers and structs that the collective kernels share with the host: the lent region, arguments, constants.
+
+Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
+fields mean stands here, what the kernels do with them in `csrc/kernels/collective_*.cuh`. Everything here is
+arithmetic; no memory is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgument
+from ..jit.params import constants_source, offsets_source, struct_source
+from ..memory.layout import Field, Layout
+
+MAX_RANKS = 8
+MAX_BLOCKS = 1024  # of one kernel; each has a copy of the call's number
+MAX_LANES = 176
+NUM_STAGES = 2
+NUM_REPORTS = 8
+REPORT_WORDS = 8
+TILE_BYTES, TILE_PACKET_BYTES = 1536, 2048  # what a warp sends at once, and how long that is in packets
+EXCHANGE_THREADS, TWO_SHOT_THREADS = 256, 256
+
+_PTR, _WORD, _INT, _LONG = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64
+
+OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+OP_NUMBERS = {name: number for number, name in enumerate(OPS, 1)}
+# In the order of `Element` and `Reduction` in `collective_elements.cuh`; the first element is bytes, only moved.
+ELEMENTS: dict[torch.dtype | None, int] = {
+    None: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float32: 3,
+    torch.float64: 4,
+    torch.int8: 5,
+    torch.uint8: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+}
+REDUCTIONS = {name: number for number, name in enumerate(("sum", "product", "min", "max", "and", "or", "xor"))}
+
+
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
+class CollectiveCall(ctypes.Structure):
+    """What every kernel gets first.
+
+    `own`: this rank's region; `report`, `abort`: pinned host memory (`abort[0]` ends all waits, `abort[1]` has a bit
+    for each rank that is dead); `packets_offset`, `chunks_offset`: where payload lies in a region; `packets_stride`:
+    bytes of packets of a rank; `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
+    """
+
+    _fields_ = (
+        *_fields(_PTR, "own report abort"),
+        *_fields(_WORD, "packets_offset packets_stride chunks_offset timeout_ns"),
+        *_fields(_INT, "rank op"),
+    )
+
+
+class ExchangeParams(ctypes.Structure):
+    """Arguments of `collective_exchange_*` and `collective_barrier`.
+
+    `num_bytes`: of a row; `in_stride`: from the row for one rank to the next one's, 0 where all get the same;
+    `out_stride`: likewise between placed rows; `root`: the only source, or -1.
+    """
+
+    _fields_ = (
+        ("call", CollectiveCall),
+        *_fields(_PTR, "in out"),
+        *_fields(_LONG, "num_bytes in_stride out_stride"),
+        *_fields(_INT, "root unused"),
+    )
+
+
+class TwoShotParams(ctypes.Structure):
+    """Arguments of `collective_two_shot`; `num_bytes`: of the whole row."""
+
+    _fields_ = (
+        ("call", CollectiveCall),
+        *_fields(_PTR, "in out"),
+        ("num_bytes", _LONG),
+        *_fields(_INT, "root unused"),
+    )
+
+
+class PipelineParams(ctypes.Structure):
+    """Arguments of `collective_pipeline_*`; as those of the exchange, or of two shots with `has_gather`.
+
+    `num_lanes` lanes, `num_slots` slots for each rank in each lane, `slot_bytes` apart, and chunks of `chunk_vecs`
+    vectors of 16 bytes.
+    """
+
+    _fields_ = (
+        ("call", CollectiveCall),
+        *_fields(_PTR, "in out"),
+        *_fields(_LONG, "num_bytes in_stride out_stride slot_bytes"),
+        *_fields(_INT, "root has_gather num_lanes num_slots chunk_vecs unused"),
+    )
+
+
+# Kernel file -> its entry points and their params.
+KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
+    "kernels/collective_exchange.cuh": {
+        "collective_exchange_reduced": ExchangeParams,
+        "collective_exchange_placed": ExchangeParams,
+        "collective_barrier": ExchangeParams,
+    },
+    "kernels/collective_two_shot.cuh": {"collective_two_shot": TwoShotParams},
+    "kernels/collective_pipeline.cuh": {
+        "collective_pipeline_reduced": PipelineParams,
+        "collective_pipeline_placed": PipelineParams,
+    },
+}
+
+
+@dataclass(frozen=True)
+class CollectiveConfig:
+    """What the memory is sized for; equal on all ranks.
+
+    Attributes:
+        packet_bytes: longest row that crosses in packets; of two shots too, whose only owner has it all.
+        num_lanes: of large calls; each has a block for every role.
+        num_slots: chunks of a rank that lie in a lane at once.
+        chunk_bytes: of a slot.
+    """
+
+    rank: int
+    num_ranks: int
+    packet_bytes: int = 1 << 20
+    num_lanes: int = 132
+    num_slots: int = 2
+    chunk_bytes: int = 32 << 10
+
+    def check(self) -> None:
+        """Raise `InvalidArgument` for what the kernels cannot do."""
+        if not 1 <= self.num_ranks <= MAX_RANKS or not 0 <= self.rank < self.num_ranks:
+            raise InvalidArgument(f"collectives have 1 ... {MAX_RANKS} ranks, got rank {self.rank} of {self.num_ranks}")
+        if not 1 <= self.num_lanes <= MAX_LANES or self.num_slots < 1:
+            raise InvalidArgument(f"num_lanes must be 1 ... {MAX_LANES}, num_slots 1 or more, got {self}")
+        if self.chunk_bytes < 128 or self.chunk_bytes % 128 or self.packet_bytes < 1:
+            raise InvalidArgument(f"chunk_bytes must be a multiple of 128, packet_bytes 1 or more, got {self}")
+
+    @property
+    def packets_stride(self) -> int:
+        """Bytes of packets that one rank has in one half and stage."""
+        return -(-self.packet_bytes // TILE_BYTES) * TILE_PACKET_BYTES
+
+    @cached_property
+    def region_layout(self) -> Layout:
+        """The fields of a rank's lent region; the last dimension of what peers write is the writer, or its bytes."""
+        slots = (self.num_lanes, self.num_slots, self.num_ranks, self.chunk_bytes)
+        return Layout(
+            *CONTROL_FIELDS,
+            Field("packets", torch.uint8, (2, NUM_STAGES, self.num_ranks, self.packets_stride), 512),
+            Field("chunks", torch.uint8, (NUM_STAGES, *slots), 512),
+        )
+
+    def call(self, own: int, report: int, abort: int) -> CollectiveCall:
+        """Return the constant part of all calls, given where this rank's memory lies."""
+        layout = self.region_layout
+        call = CollectiveCall(own=own, report=report, abort=abort, rank=self.rank)
+        call.packets_offset, call.packets_stride = layout.offset("packets"), self.packets_stride
+        call.chunks_offset = layout.offset("chunks")
+        return call
+
+
+_U64 = torch.int64
+CONTROL_FIELDS = (
+    Field("joined", _U64, (MAX_RANKS,), 128),
+    Field("flags", _U64, (NUM_STAGES, MAX_LANES, MAX_RANKS), 128),
+    Field("credits", _U64, (NUM_STAGES, MAX_LANES, MAX_RANKS), 128),
+    Field("peers", _U64, (MAX_RANKS,), 128),
+    Field("tags", _U64, (MAX_BLOCKS,), 128),
+    Field("view", _U64, (1,), 128),
+    Field("news", _U64, (3,), 128),
+    Field("failed", _U64, (2,), 128),
+)
+
+
+@functools.cache
+def kernel_head(
+    num_ranks: int,
+    dtype: torch.dtype | None,
+    reduction: str = "sum",
+    pipeline: tuple[int, int] = (384, 2),
+    stall_one_in: int = 0,
+) -> str:
+    """Return the generated C++ in front of every collective kernel.
+
+    Args:
+        num_ranks: of the group.
+        dtype: of a reduction, or None for bytes that are only moved.
+        reduction: one of `REDUCTIONS`.
+        pipeline: threads of a pipeline's block, and its blocks on a multiprocessor.
+        stall_one_in: as in `ep.throughput_params.kernel_head`.
+    """
+    if dtype not in ELEMENTS or reduction not in REDUCTIONS:
+        raise InvalidArgument(f"reductions are {', '.join(REDUCTIONS)} of {ELEMENTS}, got {reduction} of {dtype}")
+    if reduction in ("and", "or", "xor") and dtype is not None and dtype.is_floating_point:
+        raise InvalidArgument(f"reduction {reduction} is of integers, got {dtype}")
+    constants = {
+        "kNumRanks": num_ranks,
+        "kMaxRanks": MAX_RANKS,
+        "kMaxBlocks": MAX_BLOCKS,
+        "kMaxLanes": MAX_LANES,
+        "kNumReports": NUM_REPORTS,
+        "kElement": ELEMENTS[dtype],
+        "kReduction": REDUCTIONS[reduction],
+        "kExchangeThreads": EXCHANGE_THREADS,
+        "kTwoShotThreads": TWO_SHOT_THREADS,
+        "kPipelineThreads": pipeline[0],
+        "kPipelineBlocks": pipeline[1],
+        "kStallOneIn": stall_one_in,
+    }
+    structs = (CollectiveCall, ExchangeParams, TwoShotParams, PipelineParams)
+    names = [field.name for field in CONTROL_FIELDS]
+    return "".join(
+        [
+            constants_source(constants),
+            offsets_source(Layout(*CONTROL_FIELDS), names, "Region"),
+            *(struct_source(struct) for struct in structs),
+        ]
+    )

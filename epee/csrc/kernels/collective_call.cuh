@@ -1,0 +1,175 @@
+// What the collectives share: the lent region, the call's number, who takes part, bounded waits, the end of a call.
+//
+// Region of a rank (offsets from the Python `Layout`). Peers write what is marked *; each such word or byte has one
+// writer, named by its index:
+//   joined  *[rank]                       number of the last call that the rank has begun
+//   flags   *[stage][lane][rank]          how far the rank has written its chunks (`collective_pipeline.cuh`)
+//   credits *[stage][lane][rank]          how far it has read ours
+//   packets *[parity][stage][rank][bytes] payload of small and middle calls (`collective_packets.cuh`)
+//   chunks  *[stage][lane][slot][rank][bytes] payload of large calls
+//   peers, tags, view, news, failed       local: where this GPU sees the regions of all ranks (0: none); the number of
+//                                         the last call; a bit for each rank that takes part; what was seen last in
+//                                         the host's memory; the last call that failed, the last one reported
+//
+// Number of a call (tag). All ranks make the same calls in the same order, so all count alike, in device memory: a
+// replayed graph has a new number each time. Each block has a copy of its own in `tags`, which it reads when it begins
+// and, when it ends, writes together with those of blocks that this grid does not have; so no block can see the number
+// move under it, and nothing is counted at the end of a call.
+//
+// Reuse of memory. `joined[p] >= n` here says that rank p has begun call n, hence that its call n - 1 has ended: it
+// reads nothing of earlier calls, and none of its stores of an earlier call are under way. Each call says so to all
+// active ranks first thing, whether it has data for them or not. Packets lie in one of two halves, by the number's
+// parity: call n writes to rank p behind `joined[p] >= n - 1`, so p has ended call n - 2, which used this half before.
+// That word came with, or in front of, p's part of call n - 1, so as a rule nobody waits for it. Chunks have one home
+// only: there call n writes behind `joined[p] >= n`. Both hold when calls fail, because nobody writes without having
+// seen the word.
+//
+// Everything that decides who takes part is read from memory (tags, peers, view), so a graph replays into the view of
+// its day. The host sets view and peers, and on all ranks alike a tag above all calls made and `joined` to match, while
+// no call is in flight anywhere; ranks outside the view are not written to, not awaited, not read. Their bytes in
+// gathered results stay as they were.
+//
+// A wait ends with a report when the time is over, the host aborts, a rank of the view is known to be dead, or the peer
+// has begun a later call (it gave this one up); without one when the call failed elsewhere on this GPU. A call that has
+// failed goes on to its end without moving more payload, so numbers stay in step. What of the output was written
+// before is lost. Nothing traps.
+#pragma once
+#include "../common/report.cuh"
+#include "../common/stall.cuh"
+#include "../common/work.cuh"
+
+constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
+constexpr u64 kLookNs = 20000;       // between two looks of this GPU into the host's memory
+
+/// Which wait a report is about; the host has the words for them.
+enum WaitPlace : u64 { kWaitJoined = 1, kWaitPackets, kWaitFlag, kWaitCredit, kWaitBarrier };
+/// First and second crossing of a payload: from its source, and from who has reduced or relays it.
+enum Stage : int { kScatter = 0, kGather, kNumStages };
+
+constexpr i32 kNeverLost = 0x7FFFFFFF;
+
+/// A block's view of the call.
+struct Meeting {
+  u64 peer[kMaxRanks];  // regions of all ranks
+  u64 tag;
+  u32 active;   // ranks that take part, this one always
+  u32 is_open;  // all have come so far that the call can go on
+  i32 lost_at;  // the first step of this block whose wait has failed since
+};
+
+DEVICE u64* own_words(const CollectiveCall& call, u64 offset) { return reinterpret_cast<u64*>(call.own + offset); }
+DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
+
+/// Tells the host of a failure; the first one of a call wins.
+DEVICE void report_failure(const CollectiveCall& call, u64 tag, const Failure& failure) {
+  u64* words = own_words(call, kRegionFailedOffset);
+  write_report(words, words + 1, reinterpret_cast<u64*>(call.report), tag,
+               static_cast<u64>(call.op) << 32 | failure.code, failure.peer, failure.expected, failure.got,
+               failure.where);
+}
+
+/// What the host has said: not 0 in word 0 to end all waits, a bit for each dead rank in word 1. One thread at a time
+/// fetches it, for loads of the host's memory queue up.
+DEVICE const u64* latest_news(const CollectiveCall& call, u64 now) {
+  u64* news = own_words(call, kRegionNewsOffset);
+  const u64 last = ld_relaxed_sys(news + 2);
+  if (static_cast<i64>(now - last) > static_cast<i64>(kLookNs) && atom_cas_relaxed_gpu(news + 2, last, now) == last) {
+    const u64* told = reinterpret_cast<const u64*>(call.abort);
+    st_relaxed_sys(news, ld_relaxed_sys(told));
+    st_relaxed_sys(news + 1, ld_relaxed_sys(told + 1));
+  }
+  return news;
+}
+
+constexpr u32 kFailedElsewhere = 0xFF;  // of this call, on this GPU
+
+/// Why a wait for `peer` must end, 0 when it may go on: a `FailureCode` with the rank to blame above it, or
+/// `kFailedElsewhere`. `start` is when the wait was first looked at.
+DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, int peer, u64 start) {
+  const u64 now = global_time_ns();
+  const u64* news = latest_news(call, now);
+  const u32 dead = static_cast<u32>(ld_relaxed_sys(news + 1)) & active & ~(1u << call.rank);
+  const u32 blamed = static_cast<u32>(dead ? __ffs(static_cast<int>(dead)) - 1 : peer) << 8;
+  if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) == tag) return kFailedElsewhere;
+  if (dead) return kPeerDead | blamed;
+  if (ld_relaxed_sys(news)) return kAborted | blamed;
+  if (ld_acquire_sys(own_words(call, kRegionJoinedOffset) + peer) > tag) return kPeerGaveUp | blamed;
+  return now - start > call.timeout_ns ? kTimeout | blamed : 0;
+}
+
+/// Polls until `look(got)` is true; `got` is what a report shows beside `want`, `peer` who is missing, both of which a
+/// look may change. False when the wait had to end. Looks
+/// once more then: this thread may have stood still, and what a rank stored before it died or went on counts.
+template <class Look>
+DEVICE bool wait_until(const CollectiveCall& call, const Meeting& s, const int& peer, u64 want, WaitPlace where,
+                       Look look) {
+  u64 start = 0, got = 0;
+  u32 stop = 0;
+  for (u32 polls = 1;; ++polls) {
+    if (look(got)) return true;
+    if (stop) break;
+    poll_pause();
+    if (polls % kPollsPerGlance) continue;
+    if (start == 0) start = global_time_ns();  // most waits end before they have to know the time
+    stop = why_stop(call, s.tag, s.active, peer, start);
+  }
+  if (stop == kFailedElsewhere) return false;
+  report_failure(call, s.tag, {static_cast<FailureCode>(stop & 0xFF), static_cast<int>(stop >> 8), want, got, where});
+  return false;
+}
+
+/// Waits until a word that counts up has reached `want`; acquires.
+DEVICE bool wait_count(const CollectiveCall& call, const Meeting& s, int peer, const u64* word, u64 want,
+                       WaitPlace where) {
+  perhaps_stall(s.tag, call.rank, 2);
+  return wait_until(call, s, peer, want, where, [&](u64& got) { return (got = ld_acquire_sys(word)) >= want; });
+}
+
+/// Reads number and view, tells the others that this rank has begun (`release` also publishes what it did before), and
+/// waits until all have begun the call `behind` calls ago. All threads; false in all of them when the call is lost, as
+/// it is when the root (-1: none) takes no part.
+template <bool kRelease = false>
+DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, int root) {
+  if (warp_idx() == 0) {
+    const int lane = lane_idx();
+    const int rank = lane < kNumRanks ? lane : call.rank;
+    const u64* joined = own_words(call, kRegionJoinedOffset) + rank;
+    const u64 peer = ld_relaxed_sys(own_words(call, kRegionPeersOffset) + rank);
+    const u64 view = ld_relaxed_sys(own_words(call, kRegionViewOffset));
+    const u64 tag = ld_relaxed_sys(own_words(call, kRegionTagsOffset) + blockIdx.x) + 1;
+    const u64 seen = ld_acquire_sys(joined);
+    const bool is_member = lane < kNumRanks && peer != 0 && (rank == call.rank || (view >> rank & 1));
+    const u32 active = __ballot_sync(~0u, is_member);
+    if (lane < kNumRanks) s.peer[lane] = peer;
+    if (lane == 0) {
+      s.tag = tag;
+      s.active = active;
+      s.lost_at = kNeverLost;
+      s.is_open = root < 0 || is_in(active, root);
+      if (!s.is_open) report_failure(call, tag, {kPeerDead, root, tag, active, kWaitJoined});
+    }
+    __syncwarp();
+    const bool is_peer = is_member && rank != call.rank;
+    if (is_peer && blockIdx.x == 0) {
+      perhaps_stall(tag, call.rank, 1);
+      u64* word = reinterpret_cast<u64*>(peer + kRegionJoinedOffset) + call.rank;
+      if (kRelease)
+        st_release_sys(word, tag);
+      else
+        st_relaxed_sys(word, tag);
+    }
+    if (is_peer && seen + behind < tag &&
+        !wait_count(call, s, rank, joined, tag - behind, behind ? kWaitJoined : kWaitBarrier))
+      s.is_open = 0;
+  }
+  __syncthreads();
+  return s.is_open;
+}
+
+/// Ends the call for this block: the next one has the next number. All threads.
+DEVICE void close_call(const CollectiveCall& call, const Meeting& s) {
+  __syncthreads();
+  u64* tags = own_words(call, kRegionTagsOffset);
+#pragma unroll 1
+  for (u32 i = threadIdx.x * gridDim.x + blockIdx.x; i < kMaxBlocks; i += blockDim.x * gridDim.x) tags[i] = s.tag;
+}

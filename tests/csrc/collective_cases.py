@@ -1,0 +1,154 @@
+"""Calls of the collective kernels on any platform, each compared bit for bit with plain torch on all ranks' inputs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epee.collectives.machine import CollectivePlan, Collectives
+from epee.collectives.params import CollectiveConfig
+from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
+
+# Small enough that a few kilobytes are "large": several chunks for each of two lanes, slots used many times over.
+SMALL = {"packet_bytes": 8 << 10, "num_lanes": 2, "num_slots": 2, "chunk_bytes": 1024}
+PLAN = CollectivePlan(
+    one_shot_bytes=2 << 10, two_shot_bytes=8 << 10, exchange_bytes=2 << 10, max_blocks=3, chunk_bytes=1024,
+    min_chunks=1, pipeline=(96, 1),
+)  # fmt: skip
+INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+FULL = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what halves are reduced in
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: `op`, elements of a row, dtype, and what the op needs beside."""
+
+    op: str
+    count: int
+    dtype: torch.dtype = torch.bfloat16
+    reduction: str = "sum"
+    root: int = 0
+    is_in_place: bool = False
+    shift: int = 0  # elements by which tensors are off their alignment
+    seed: int = 0
+
+
+def make(platform: Any, rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0) -> Collectives:
+    """The machine of a rank with the kernels that `calls` need."""
+    kinds = sorted({(call.dtype, call.reduction) for call in calls if "reduce" in call.op}, key=str)
+    config = CollectiveConfig(rank, num_ranks, **SMALL)
+    machine = Collectives(platform, config, all_gather_bytes, kinds, PLAN, stall_one_in)
+    machine.timeout_s = 60.0
+    return machine
+
+
+def values(call: Call, rank: int, count: int) -> torch.Tensor:
+    """What a rank brings."""
+    gen = torch.Generator().manual_seed(1000 * call.seed + rank)
+    if call.dtype in INTEGERS:
+        low, high = max(torch.iinfo(call.dtype).min, -(1 << 62)), min(torch.iinfo(call.dtype).max, 1 << 62)
+        return torch.randint(low, high, (count,), generator=gen, dtype=call.dtype)
+    x = torch.randn(count, generator=gen, dtype=torch.float64)
+    return (x * 10.0 ** torch.randint(-3, 4, (count,), generator=gen)).to(call.dtype)
+
+
+def reduced(rows: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    """The rows in order, one operation at a time, halves in float32."""
+    op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = {
+        "sum": torch.add,
+        "product": torch.mul,
+        "min": torch.minimum,
+        "max": torch.maximum,
+        "and": torch.bitwise_and,
+        "or": torch.bitwise_or,
+        "xor": torch.bitwise_xor,
+    }[reduction]
+    full = FULL.get(rows[0].dtype, rows[0].dtype)
+    total = rows[0].to(full)
+    for row in rows[1:]:
+        total = op(total, row.to(full))
+    return total.to(rows[0].dtype)
+
+
+def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """Fail unless every byte is equal."""
+    equal = got.contiguous().view(torch.uint8) == want.contiguous().view(torch.uint8)
+    if not bool(equal.all()):
+        first = int((~equal).nonzero()[0])
+        raise AssertionError(f"{what}: {int((~equal).sum())} of {equal.numel()} bytes differ, first at {first}")
+
+
+def place(call: Call, device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """A copy that starts `shift` elements behind an aligned address."""
+    room = torch.empty(call.shift + x.numel() + 64, dtype=x.dtype, device=device)
+    room.view(torch.uint8).fill_(0xA5)
+    return room[call.shift : call.shift + x.numel()].copy_(x)
+
+
+def play(machine: Collectives, call: Call, active: Sequence[int], who: str = "") -> None:
+    """Make one call and compare; nothing around the output may have changed."""
+    rank, num_ranks, device = machine.config.rank, machine.config.num_ranks, machine.platform.device
+    count = call.count * (num_ranks if call.op in ("reduce_scatter", "all_to_all") else 1)
+    inputs = [values(call, src, count) for src in range(num_ranks)]
+    x, n, mine = place(call, device, inputs[rank]), call.count, slice(call.count * rank, call.count * (rank + 1))
+    blank = torch.full((n * num_ranks,), 1, dtype=call.dtype)
+    if call.op in ("all_reduce", "broadcast"):
+        want = inputs[call.root]
+        if call.op == "all_reduce":
+            want = reduced([inputs[src] for src in active], call.reduction)
+        out = x if call.is_in_place or call.op == "broadcast" else place(call, device, blank[:n])
+    elif call.op == "reduce_scatter":
+        want = reduced([inputs[src][mine] for src in active], call.reduction)
+        out = x[mine] if call.is_in_place else place(call, device, blank[:n])
+    else:
+        rows = [inputs[src] if call.op == "all_gather" else inputs[src][mine] for src in range(num_ranks)]
+        want = torch.cat([row if src in active else blank[:n] for src, row in enumerate(rows)])
+        out = place(call, device, blank)
+        if call.is_in_place and call.op == "all_gather":
+            x = out[mine].copy_(x)
+    if call.op == "broadcast":
+        machine.broadcast(x, call.root)
+    elif "reduce" in call.op:
+        getattr(machine, call.op)(x, out, call.reduction)
+    else:
+        getattr(machine, call.op)(x, out)
+    machine.platform.synchronize()
+    machine.check()
+    same(out.cpu(), want, f"rank {rank}{who}: {call}")
+    if not call.is_in_place:
+        same(x.cpu(), want if call.op == "broadcast" else inputs[rank], f"rank {rank}{who}: input of {call}")
+    if not (call.is_in_place and call.op == "reduce_scatter"):
+        around = torch.as_strided(out, (64,), (1,), out.storage_offset() + out.numel()).cpu()
+        assert bool((around.view(torch.uint8) == 0xA5).all()), f"rank {rank}: written behind the output of {call}"
+
+
+def run_calls(rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0) -> None:
+    """All calls one after the other, with barriers between some."""
+    machine = make(EmulatedPlatform(), rank, num_ranks, calls, stall_one_in)
+    for number, call in enumerate(calls):
+        play(machine, call, range(num_ranks))
+        if number % 5 == 4:
+            machine.barrier()
+            machine.check()
+    all_gather_bytes(b"done")
+    machine.close()
+
+
+OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def random_calls(seed: int, how_many: int, num_ranks: int) -> list[Call]:
+    """Any op, any size around the borders of the ways, any place."""
+    pick = random.Random(seed)
+    counts = (0, 1, 3, 95, 768, 1023, 1024, 1025, 2047, 3000, 4096, 5001, 9000)
+    return [
+        Call(
+            pick.choice(OPS), pick.choice(counts), root=pick.randrange(num_ranks), is_in_place=pick.random() < 0.3,
+            shift=pick.choice((0, 0, 1, 8)), seed=seed * 1000 + number,
+        )
+        for number in range(how_many)
+    ]  # fmt: skip

@@ -1,0 +1,46 @@
+"""Every collective kernel compiles for every architecture, element and number of ranks, without spilling a register."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epee.collectives.machine import CollectivePlan
+from epee.collectives.params import EXCHANGE_THREADS, KERNELS, TWO_SHOT_THREADS, kernel_head
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
+
+from epee.jit.compile import compile_source, resources
+from epee.jit.source import flatten
+
+THREADS, BLOCKS = CollectivePlan().pipeline
+THREADS_PER_SM = {"exchange": EXCHANGE_THREADS, "two_shot": TWO_SHOT_THREADS, "pipeline": THREADS * BLOCKS}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize(
+    ("architecture", "num_ranks", "dtype", "reduction"),
+    [
+        ("sm_90a", 4, None, "sum"),
+        ("sm_90a", 2, torch.bfloat16, "sum"),
+        ("sm_90a", 8, torch.bfloat16, "sum"),
+        ("sm_90a", 4, torch.uint8, "product"),
+        ("sm_100a", 8, torch.float32, "max"),
+        ("sm_100a", 4, torch.bfloat16, "sum"),
+        ("sm_100a", 2, torch.int64, "xor"),
+    ],
+)
+def test_kernels_compile_without_spills(
+    path: str, architecture: str, num_ranks: int, dtype: torch.dtype | None, reduction: str
+) -> None:
+    head = kernel_head(num_ranks, dtype, reduction, CollectivePlan().pipeline)
+    compiled = compile_source(flatten(path, head), architecture, path)
+    found = resources(compiled.log)
+    assert set(found) == set(KERNELS[path])
+    for name, needs in found.items():
+        assert needs.spill_bytes == 0, name
+        assert needs.stack_bytes == 0, name
+        per_sm = next((count for part, count in THREADS_PER_SM.items() if part in name), 32)
+        assert needs.registers * per_sm <= 65536, name
+    assert "warning" not in compiled.log

@@ -1,0 +1,56 @@
+"""The collective kernels' own sources on the CPU: the same bits as plain torch, from real rank processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.csrc.collective_cases import OPS, Call, random_calls, run_calls
+from tests.csrc.emulated import has_compiler
+from tests.harness import run_ranks
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.timeout(240),  # the first case for a number of ranks builds the kernels
+    pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
+]
+# Elements of bfloat16: nothing, one, odd, a tile and one more; borders of packets, two shots and chunks; many chunks.
+COUNTS = (0, 1, 7, 769, 1024, 1025, 4096, 4099, 20003)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_size_has_the_bits_of_torch(op: str, num_ranks: int) -> None:
+    calls = [Call(op, count, root=num_ranks - 1, seed=count) for count in COUNTS]
+    run_ranks(run_calls, num_ranks, calls, timeout_s=200)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction"),
+    [
+        (torch.float16, "sum"),
+        (torch.float32, "sum"),
+        (torch.float64, "sum"),
+        (torch.int32, "sum"),
+        (torch.int64, "max"),
+        (torch.uint8, "min"),
+        (torch.uint8, "sum"),
+        (torch.int8, "product"),
+        (torch.bfloat16, "max"),
+        (torch.int32, "xor"),
+    ],
+)
+def test_every_dtype_has_the_bits_of_torch(dtype: torch.dtype, reduction: str) -> None:
+    size = dtype.itemsize
+    counts = (1, 2048 // size + 1, 6000 // size, 10000 // size + 3)
+    calls = [Call("all_reduce", count, dtype, reduction, seed=count) for count in counts]
+    calls += [Call("reduce_scatter", count, dtype, reduction, shift=1, seed=count + 1) for count in counts]
+    run_ranks(run_calls, 2, calls, timeout_s=200)
+
+
+def test_random_calls_share_memory_and_survive_warps_that_stand_still() -> None:
+    run_ranks(run_calls, 3, random_calls(3, 40, 3), 24, timeout_s=200)
+
+
+def test_a_rank_alone() -> None:
+    run_ranks(run_calls, 1, [Call(op, count, seed=count) for op in OPS for count in (0, 5, 3000, 9001)], timeout_s=200)

@@ -420,6 +420,8 @@ class Engine:
             box.store(self.now, cell + GAVE, self.tag(call.seq, call.place.epoch))
             box.store(self.now, cell + TAG, 0)
             box.fence()
+        elif call.place.epoch:
+            call.steps = self._steps(call)  # what was half published gets no tag
 
     def interrupt(self) -> None:
         """An exception comes out of the youngest call: its program cannot reach it any more, and may repeat it."""

@@ -39,6 +39,7 @@ class Ending(Waiting):
 
     seq: int
     queue: deque[Operation]
+    messages: list[Message]
     mail: Mailroom
     watch: DeathWatch
     survival: Survival | None
@@ -102,6 +103,7 @@ class Ending(Waiting):
             self.retire(op)
         self.queue.clear()
         self.unclaimed.clear()
+        self.messages.clear()
         if got:
             self._lock.release()
         self._do_rest()

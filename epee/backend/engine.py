@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AbortedError, InvalidArgument, InvalidState
 from ..view.detector import DeathWatch
-from . import interrupts, trouble
+from . import interrupts, overlap, trouble
 from .ending import Driven
 from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED
 from .express import Express
@@ -55,7 +55,7 @@ from .outbox import (
     failed_by_view,
 )
 from .p2p import Mailroom
-from .plan import Make, RefusedPlan, refused
+from .plan import NOTHING, Make, RefusedPlan, Tensors, refused
 from .sizes import Mask
 from .waiting import NAP_ROUNDS
 
@@ -82,6 +82,8 @@ class Engine(Express):
         self.seq = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box, first_number)
+        self.written = overlap.Written()
+        self.messages: list[Message] = []  # those that are open, and some that have ended since somebody looked
         self._helper = Helper(self)
         self.members = box
         self.survival: Survival | None = None
@@ -95,8 +97,15 @@ class Engine(Express):
         """Calls up to this number have ended on this rank."""
         return consumed_of(self.box.own)
 
-    def run(self, make: Make, opts: Any = None) -> Operation:
-        """Plan a collective and run it to its end in the caller's thread. Raises what the call ends with."""
+    def run(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING) -> Operation:
+        """Plan a collective and run it to its end in the caller's thread. Raises what the call ends with.
+
+        Args:
+            make: plans it.
+            opts: torch's options of the call.
+            tensors: what the call writes and what it reads.
+        """
+        seen = overlap.glance(self) if self.queue or self.messages else None
         box = self.members
         plan = make(box)
         self.enter()
@@ -104,13 +113,16 @@ class Engine(Express):
         try:
             op = self.claim(make) if self.unclaimed else None
             if op is None:
-                if box is not self.members:  # the view has changed meanwhile
+                if box is not self.members or (seen and overlap.has_moved(self, seen)):  # planned too early
                     box = self.members
                     plan = make(box)
                 op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
                 op.make = make
                 self.seq = op.seq  # from here on the number is used up, whatever happens
-                if self.queue or self.flags or not self._express(op):
+                op.tensors = tensors
+                if self.queue or self.messages:
+                    overlap.order(self, op)
+                if self.queue or self.flags or op.before or not self._express(op):
                     self.queue.append(op)
                     self._publish_waiting()
                     self.drive(op)
@@ -127,8 +139,9 @@ class Engine(Express):
         finally:
             del error
 
-    def start(self, make: Make, opts: Any = None, may_claim: bool = True) -> Operation:
+    def start(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING, may_claim: bool = True) -> Operation:
         """Plan and issue a collective and return; its first contribution is published when the outbox has room."""
+        seen = overlap.glance(self) if self.queue or self.messages else None
         box = self.members
         plan = make(box)
         self.enter()
@@ -136,11 +149,13 @@ class Engine(Express):
         try:
             op = self.claim(make) if self.unclaimed and may_claim else None
             if op is None:
-                if box is not self.members:
+                if box is not self.members or (seen and overlap.has_moved(self, seen)):
                     box = self.members
                     plan = make(box)
                 op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
                 op.make = make
+                op.tensors = tensors
+                overlap.order(self, op)
                 op.start_clock()
                 self.seq = op.seq
                 self.queue.append(op)
@@ -236,8 +251,13 @@ class Engine(Express):
                 error = self.mail.absence(message)
                 if error is not None:
                     raise error
-            self.mail.ends[message.is_send].post(message)
+            overlap.order_message(self, message)
+            if message.before:
+                self.mail.held.append(message)
+            else:
+                self.mail.ends[message.is_send].post(message)
             if not message.done:
+                self.messages.append(message)
                 message.started = time.monotonic()
                 message.deadline = message.started + self.timeout_s
                 self._helper.kick()
@@ -296,13 +316,15 @@ class Engine(Express):
                 while self.flags & ~CHANGING:
                     self._wait_ended(op)
                     trouble.raise_if_overdue(self, op, until, op.start_clock())
-                block = self.advance(op)
-                if block is not None and not op.done:
-                    head = op if isinstance(op, Message) or self.queue[0].done else self.queue[0]
+                head = overlap.foremost(self, op)
+                block = self.advance(head)
+                if block is not None and not op.done and (head is op or overlap.foremost(self, op) is head):
                     trouble.raise_if_open(head, op)
                     self._wait(block, head, op, until)
             if not isinstance(op, Message):
                 self.retire_heads()
+            if self.mail.held:
+                overlap.release(self)
         finally:
             op.num_waiters -= 1
             if self.queue or not op.done:  # nobody waits for these now

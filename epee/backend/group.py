@@ -37,7 +37,7 @@ from .plan import Make, Plan
 from .signature import OP_CODE
 from .signature import pack as pack_signature
 from .sizes import Mask
-from .staging import run_staged
+from .staging import Unsettled, run_staged
 from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import ViewCalls
 from .work import DONE, Work
@@ -130,6 +130,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         self._group_desc = ""
         self._engine.mask = _shared_mask(self.options, self._engine.members)
         weakref.finalize(self, self._engine.close)
+        self._staged = Unsettled()
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
     # ---- what torch asks about a group
@@ -202,11 +203,13 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
 
     # ---- running plans
 
-    def _go(self, make: Make, opts: Any, outputs: Any) -> Any:
+    def _go(self, make: Make, opts: Any, outputs: Any, reads: Any, writes: Any = None) -> Any:
+        """Run or start a call; its Work shows `outputs`, which it writes, unless `writes` says otherwise."""
+        tensors = (outputs if writes is None else writes, reads)
         if opts is not None and not opts.asyncOp:
-            self._engine.run(make, opts)
+            self._engine.run(make, opts, tensors)
             return DONE
-        return Work(self._engine, [self._engine.start(make, opts)], outputs)
+        return Work(self._engine, [self._engine.start(make, opts, tensors)], outputs)
 
     # ---- collectives
 
@@ -214,28 +217,37 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """`opts.rootRank`'s tensor goes to all ranks."""
         root = opts.rootRank if opts is not None else 0
-        return self._go(lambda box: calls.broadcast(box, calls.one(tensors, "broadcast"), root), opts, tensors)
+        is_root = root == self._rank
+
+        def plan(box: Outboxes) -> Plan:
+            return calls.broadcast(box, calls.one(tensors, "broadcast"), root)
+
+        return self._go(plan, opts, tensors, tensors if is_root else (), () if is_root else tensors)
 
     @_collective("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce in place on all ranks."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        return self._go(lambda box: calls.all_reduce(box, calls.one(tensors, "all_reduce"), code), opts, tensors)
+        return self._go(
+            lambda box: calls.all_reduce(box, calls.one(tensors, "all_reduce"), code), opts, tensors, tensors
+        )
 
     @_collective("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors of one dtype in place, as one call, all or none."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
         _check_one_dtype(tensors)
-        return self._go(lambda box: calls.all_reduce_coalesced(box, tensors, code), opts, tensors)
+        return self._go(lambda box: calls.all_reduce_coalesced(box, tensors, code), opts, tensors, tensors)
 
     @_collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """Reduce into `opts.rootRank`'s tensor; the others keep theirs."""
         code = calls.reduce_code(opts.reduceOp)
-        return self._go(
-            lambda box: calls.all_reduce(box, calls.one(tensors, "reduce"), code, opts.rootRank), opts, tensors
-        )
+
+        def plan(box: Outboxes) -> Plan:
+            return calls.all_reduce(box, calls.one(tensors, "reduce"), code, opts.rootRank)
+
+        return self._go(plan, opts, tensors, tensors, tensors if opts.rootRank == self._rank else ())
 
     @_collective("all_gather")
     def allgather(
@@ -244,12 +256,12 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         """Everybody's tensor goes to everybody, one output tensor per rank."""
         tensor = calls.one(tensors, "all_gather")
         outputs = output_lists[0] if len(output_lists) == 1 else []
-        return self._go(lambda box: calls.all_gather(box, outputs, tensor), opts, output_lists)
+        return self._go(lambda box: calls.all_gather(box, outputs, tensor), opts, output_lists, tensors)
 
     @_collective("all_gather")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Everybody's tensor goes to everybody, one output tensor in rank order."""
-        return self._go(lambda box: calls.all_gather_single(box, output, tensor), opts, [output])
+        return self._go(lambda box: calls.all_gather_single(box, output, tensor), opts, [output], tensor)
 
     _allgather_base = all_gather_single
 
@@ -259,7 +271,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
     ) -> Any:
         """Several `all_gather_single` calls of one dtype as one, all or none."""
         _check_one_dtype(inputs)
-        return self._go(lambda box: calls.all_gather_coalesced(box, outputs, inputs), opts, outputs)
+        return self._go(lambda box: calls.all_gather_coalesced(box, outputs, inputs), opts, outputs, inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -280,7 +292,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
                         f"elements like the input, got {out.dtype} with {out.numel()}"
                     )
         wide = [torch.empty(size * tensor.numel(), dtype=tensor.dtype, device="cpu") for tensor in inputs]
-        op = self._engine.run(lambda box: calls.all_gather_coalesced(box, wide, inputs), opts)
+        op = self._engine.run(lambda box: calls.all_gather_coalesced(box, wide, inputs), opts, (output_lists, inputs))
         for gathered, outs in zip(wide, zip(*output_lists, strict=True), strict=True):
             for rank in op.box.members:
                 outs[rank].detach().copy_(gathered.view(size, -1)[rank].view(outs[rank].shape))
@@ -294,7 +306,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         def plan(box: Outboxes) -> Plan:
             return calls.gather(box, outputs, calls.one(tensors, "gather"), opts.rootRank)
 
-        return self._go(plan, opts, output_lists)
+        return self._go(plan, opts, output_lists, tensors)
 
     @_collective("scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
@@ -304,7 +316,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         def plan(box: Outboxes) -> Plan:
             return calls.scatter(box, calls.one(outputs, "scatter"), inputs, opts.rootRank)
 
-        return self._go(plan, opts, outputs)
+        return self._go(plan, opts, outputs, inputs)
 
     @_collective("reduce_scatter")
     def reduce_scatter(
@@ -317,13 +329,13 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         def plan(box: Outboxes) -> Plan:
             return calls.reduce_scatter(box, calls.one(outputs, "reduce_scatter"), inputs, code)
 
-        return self._go(plan, opts, outputs)
+        return self._go(plan, opts, outputs, inputs)
 
     @_collective("reduce_scatter")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """`reduce_scatter` with one input that holds the segments in rank order."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        return self._go(lambda box: calls.reduce_scatter_single(box, output, tensor, code), opts, [output])
+        return self._go(lambda box: calls.reduce_scatter_single(box, output, tensor, code), opts, [output], tensor)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -334,14 +346,14 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         """Several `reduce_scatter_single` calls of one dtype as one, all or none."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
         _check_one_dtype(inputs)
-        return self._go(lambda box: calls.reduce_scatter_coalesced(box, outputs, inputs, code), opts, outputs)
+        return self._go(lambda box: calls.reduce_scatter_coalesced(box, outputs, inputs, code), opts, outputs, inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     @_collective("all_to_all")
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Tensor j of rank i goes to rank j's output i; sizes may differ."""
-        return self._go(lambda box: calls.all_to_all(box, outputs, inputs), opts, outputs)
+        return self._go(lambda box: calls.all_to_all(box, outputs, inputs), opts, outputs, inputs)
 
     @_collective("all_to_all")
     def all_to_all_single(
@@ -357,13 +369,13 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         def plan(box: Outboxes) -> Plan:
             return calls.all_to_all_single(box, output, tensor, output_splits, input_splits)
 
-        return self._go(plan, opts, [output])
+        return self._go(plan, opts, [output], tensor)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Any:
         """Everybody waits for everybody."""
-        return self._go(lambda box: calls.barrier(box), opts, [])
+        return self._go(lambda box: calls.barrier(box), opts, [], ())
 
     # ---- point to point
 
@@ -373,7 +385,9 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         tensor = calls.one(tensors, "send")
         carrier = carrier_of(tensor, "send: tensor")
         self._check_peer(dst_rank, tag, "send")
+        is_early = bool(self._engine.queue or self._engine.messages)
         message = Message(True, dst_rank, tag, _p2p_signature(carrier.code, tensor.numel()), source(tensor, carrier))
+        message.tensors, message.is_early = ((), tensor), is_early
         return self._post(message, tensors)
 
     @_message("recv")
@@ -393,6 +407,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         carrier = carrier_of(tensor, "recv: tensor")
         place = target(tensor, carrier, "recv: tensor")
         message = Message(False, src_rank, tag, _p2p_signature(carrier.code, tensor.numel()), place.array, place)
+        message.tensors = (tensor, ())
         return self._post(message, tensors)
 
     def _post(self, message: Message, tensors: Sequence[torch.Tensor]) -> Work:

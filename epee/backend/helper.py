@@ -17,7 +17,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ..errors import AbortedError, EpeeError, ResourceError
-from . import trouble
+from . import overlap, trouble
+from .message import Message
 from .operation import Block
 from .outbox import BELL
 
@@ -140,13 +141,18 @@ class Helper:
         """Drive everything that is pending, then sleep on what the first of it waits for, with the lock given back."""
         engine = self._engine
         block: Block | None = None
+        if engine.mail.held:
+            overlap.release(engine)
         while engine.queue:
-            block = engine.advance(engine.queue[0])
+            head = overlap.foremost(engine, engine.queue[0])
+            block = engine.advance(head)
             if block is not None:
                 open_ops = (op for op in engine.queue if not op.done)  # the head itself may only wait for room
-                self._look(block, next(open_ops, engine.queue[0]))
+                self._look(block, head if isinstance(head, Message) else next(open_ops, head))
                 break
         for message in engine.mail.pending():
+            if message.before:
+                continue  # what it waits for is in the queue, or one of these itself
             waits = engine.advance(message)
             if waits is not None:
                 self._look(waits, message)

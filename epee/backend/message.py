@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import MismatchError, PeerError, context
 from .outbox import Outboxes
+from .plan import NOTHING, Tensors
 from .signature import unpack
 from .tensors import Array, Target
 
@@ -52,6 +53,10 @@ class Message:
     patience = 0
     num_waiters = 0
     started = deadline = 0.0
+    before: Sequence[Any] = ()  # what it waits for before it is posted, see `overlap.py`
+    tensors: Tensors = NOTHING
+    is_early = False  # made while other calls were open, which may have ended before it was posted
+    touched: Any = None
 
     def __init__(
         self, is_send: bool, peer: int, user_tag: int, signature: int, data: Array, target: Target | None = None

@@ -27,7 +27,7 @@ what they are made of stays in the outboxes until this rank says that it is thro
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import CommTimeoutError, EvictedError, MismatchError, ProtocolError, context
@@ -51,7 +51,8 @@ from .outbox import (
     seal,
     unsealed,
 )
-from .plan import Make, Plan, RefusedPlan
+from .overlap import is_free
+from .plan import NOTHING, Make, Plan, RefusedPlan, Tensors
 from .signature import REFUSED, unpack
 from .wake import publish_word
 from .withdrawal import Withdrawal, withdrawn
@@ -91,6 +92,9 @@ class Operation:
     make: Make | None = None  # plans the call again for other outboxes; None for refusals
     lost: Collection[int] = ()  # ranks that read nothing any more
     withdrawal: Withdrawal | None = None  # this rank's time-out, or another's, has passed
+    before: Sequence[Any] = ()  # what it waits for before it is published, see `overlap.py`
+    tensors: Tensors = NOTHING
+    touched: Any = None
     completing = False  # it was withdrawn here, but a peer had completed it: it must be, here too
     told: BaseException | None = None  # what its caller got before its end was known; the plan is detached from then on
 
@@ -107,7 +111,12 @@ class Operation:
     # ---- publish
 
     def publish(self, box: Outboxes) -> bool:
-        """Write the first contribution and the header; False when the outbox has no room yet."""
+        """Write the first contribution and the header; False when the outbox has no room, or a call is in the way."""
+        if self.before:
+            if not is_free(self, box):
+                return False
+            self.plan = self.plan if self.make is None else self.make(box)  # its copies of the input were too early
+            self.before = ()
         plan = self.plan
         cell = self.cell
         if self.seq > box.cells_free_until:
@@ -236,6 +245,7 @@ class Operation:
         self.give_up(cause)
         if not self.done or self.error is None:
             self.plan.detach()
+            self.tensors, self.touched = NOTHING, ((), ())  # nobody waits for it because of what it was to write
             self.told = cause
 
     def _end_withdrawn(self, box: Outboxes) -> Block | None:

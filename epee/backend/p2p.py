@@ -60,6 +60,7 @@ class Mailroom:
 
     Attributes:
         finished: messages that have ended while somebody listens; the engine takes them.
+        held: messages that are not posted yet, because earlier calls are in their way (`overlap.py`), oldest first.
         ends: the receiving and the sending end, indexed by `Message.is_send`. Both have `post` (take a new message and
             move it as far as it goes) and `step` (move one that is not done).
         out: the ranks that are not in the newest view, and why.
@@ -68,6 +69,7 @@ class Mailroom:
     def __init__(self, box: Outboxes, first: int = 1) -> None:
         self._box = box
         self.finished: list[Message] = []
+        self.held: list[Message] = []
         self._sender = Sender(box, self.finished, first)
         self.out: dict[int, Absence] = {}
         self._receiver = Receiver(box, self.finished, first, self.out)
@@ -79,7 +81,15 @@ class Mailroom:
 
     def pending(self) -> list[Message]:
         """Return the messages that are not done."""
-        return self._sender.pending() + self._receiver.pending()
+        held = [message for message in self.held if not message.done]
+        return self._sender.pending() + self._receiver.pending() + held
+
+    def let_go(self, message: Message) -> None:
+        """Post a message that was held back. After an interrupt in the midst of it `settle` finds out how far it is."""
+        if not message.done:
+            self.ends[message.is_send].post(message)
+        message.before = ()
+        self.held.remove(message)
 
     def involving(self, peer: int) -> list[Message]:
         """Return the messages to and from `peer` that are in the books, failed ones included."""
@@ -158,6 +168,8 @@ class Mailroom:
     def cancel(self, message: Message) -> None:
         """Take a failed message out of the books, so that its lane goes on."""
         self._sender.entry = self._receiver.entry = None  # what was begun for it has failed
+        if message in self.held:
+            self.held.remove(message)
         if message.is_send:
             self._sender.cancel(message)
         else:
@@ -173,8 +185,16 @@ class Mailroom:
         """After an interrupt: finish the entry that was being made in the books."""
         self._sender.settle()
         self._receiver.settle()
+        for message in list(self.held):
+            is_posted = message in self.ends[message.is_send].pending()
+            if message.number or message.done or (is_posted and message.is_send):
+                message.before = ()
+                self.held.remove(message)
+            elif is_posted:  # it may not have looked at what has arrived: it is posted again
+                self._receiver.cancel(message)
 
     def close(self) -> None:
         """Forget everything; the engine has ended the messages."""
+        self.held.clear()
         self._sender.close()
         self._receiver.close()

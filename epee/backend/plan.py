@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -96,6 +96,8 @@ class Plan:
             sink.finish()
 
 
+Tensors = tuple[Any, Any]  # what a call writes and what it reads: tensors, or lists of them of any depth
+NOTHING: Tensors = ((), ())
 Make = Callable[[Outboxes], Plan]  # plans a call over the members of these outboxes
 
 

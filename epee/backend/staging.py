@@ -16,6 +16,11 @@ Twins are filled before every call, so what a call leaves untouched (rows of los
 stays what it was. A twin's memory is not used again before the copies from and to it are done: torch's pinned allocator
 remembers the streams, and the caller's tensors are noted on our stream (`record_stream`).
 
+Calls on overlapping memory (`Unsettled`). Twins are memory of their own, so for GPUs the ranges of `overlap.py` are
+compared here, before the twins are filled: a call whose tensors meet what an earlier call of the group still has to
+write waits on the host for the end of that one, and on its stream for the copy of the results. What a call reads has
+been read when it is issued (step 2), so nobody waits for readers.
+
 A rank whose copies fail refuses its call: the peers get `MismatchError` with the reason, as for any other argument.
 """
 
@@ -32,6 +37,7 @@ import torch
 
 from ..errors import AbortedError, CommTimeoutError, EpeeError, UnsupportedError, context
 from .entry import CLOSED
+from .overlap import batch_mates, meet, not_run, spans_of
 from .tensors import refuse_overlap, refuse_shared
 from .work import Work
 
@@ -250,6 +256,29 @@ class StagedWork(Work):
         """True when it has ended well."""
         return super().is_success() and self.is_completed()
 
+    def settle_in(self, result: Result) -> None:
+        """Have `result` know when the call has ended and where its copies are."""
+
+        def settle(op: Any) -> None:
+            if op.error is None:
+                with contextlib.suppress(RuntimeError):  # whoever waits is told
+                    result.marks = self._staged.copy_back()
+            result.work = None
+
+        self._engine.listen(self._ops[-1], settle)
+
+    def let_end(self, told: str, is_read: bool) -> None:
+        """Wait for its end and make the current streams wait for its results, for a call on the same memory."""
+        try:
+            self._engine.wait(self._ops[-1], None)
+        except EpeeError as exc:
+            if self._ops[-1].error is None:
+                raise  # it goes on: the wait for it was ended
+            if is_read:
+                raise not_run(told, exc) from exc
+            return
+        _device.join(self._staged.copy_back())
+
     def get_future(self) -> Any:
         """Return a future of the output tensors; whoever uses its value waits on its streams, not on the host."""
         if self._future is None:
@@ -279,6 +308,59 @@ class StagedWork(Work):
         return super()._value(ended)
 
 
+class Result:
+    """Where a staged call writes. It keeps the call only until that has ended, and no tensor afterwards.
+
+    Attributes:
+        work: the call, while it is under way.
+        marks: behind the copies of its results, from then on.
+    """
+
+    def __init__(self, staged: Staged, work: StagedWork | None) -> None:
+        self.spans = spans_of([twin.tensor for twin in staged.written])
+        self.work = work
+        self.marks: list[Any] = [] if work is not None else _device.marks(staged.written)
+
+    def is_settled(self) -> bool:
+        """True when nothing of the call is under way any more, however it has ended."""
+        return self.work is None and all(map(_device.is_done, self.marks))
+
+
+class Unsettled:
+    """Results of the staged calls of a group that are not known to have reached the caller's tensors."""
+
+    def __init__(self) -> None:
+        self._results: list[Result] = []
+
+    def add(self, staged: Staged, work: StagedWork | None) -> None:
+        """Note what a call writes: `work` when it is asynchronous, else its copies are on the current streams."""
+        if not staged.written:
+            return
+        result = Result(staged, work)
+        self._results.append(result)
+        if work is not None:
+            work.settle_in(result)
+
+    def let_end(self, tensors: Any, told: str, is_read: bool) -> None:
+        """Wait until nobody will write to `tensors` any more; current streams wait for copies that are under way.
+
+        Raises:
+            EpeeError: a call has failed that was to write what the new one reads, and what it ended with.
+        """
+        self._results = [result for result in self._results if not result.is_settled()]
+        if not self._results:
+            return
+        spans, mates = spans_of(tensors), batch_mates()
+        for result in self._results:
+            if not meet(result.spans, spans):
+                continue
+            work = result.work
+            if work is None:
+                _device.join(result.marks)
+            elif not any(op in mates for op in work._ops):
+                work.let_end(told, is_read)
+
+
 def run_staged(
     group: ProcessGroup, name: str, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
@@ -292,6 +374,7 @@ def run_staged(
     is_root = roots == [group.rank()]
     is_written = {"send": False, "broadcast": not is_root, "reduce": is_root}.get(name, True)
     try:
+        group._staged.let_end(_tensors_of(args), context(name, rank=group.rank()), name != "recv")
         staged = Staged(name, args, name != "recv", is_written)
         staged.await_values(group, name)
     except Exception as exc:
@@ -300,8 +383,11 @@ def run_staged(
         raise
     work = method(group, *staged.args, **kwargs)
     if isinstance(work, Work):
-        return StagedWork(work, staged, args[0])
+        work = StagedWork(work, staged, args[0])
+        group._staged.add(staged, work)
+        return work
     staged.copy_now()
+    group._staged.add(staged, None)
     return work
 
 

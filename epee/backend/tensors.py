@@ -199,7 +199,7 @@ def _is_distinct(tensor: torch.Tensor) -> bool:
     return len(np.unique(places)) == places.size
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte that `tensor` covers and the end; (0, 0) when it is empty."""
     if tensor.numel() == 0:
         return 0, 0
@@ -213,14 +213,14 @@ def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.is_contiguous() and second.is_contiguous():
         start, other = first.data_ptr(), second.data_ptr()
         return start < other + second.nbytes and other < start + first.nbytes
-    start_a, end_a = _span(first)
-    start_b, end_b = _span(second)
+    start_a, end_a = span(first)
+    start_b, end_b = span(second)
     return start_a < end_b and start_b < end_a
 
 
 def refuse_shared(outputs: Sequence[torch.Tensor], name: str) -> None:
     """Raise `InvalidArgument` when two of the outputs share an element."""
-    spans = sorted((*_span(tensor), position) for position, tensor in enumerate(outputs) if tensor.numel())
+    spans = sorted((*span(tensor), position) for position, tensor in enumerate(outputs) if tensor.numel())
     for (_, end, position), (start, _, other) in itertools.pairwise(spans):
         if start >= end:
             continue

@@ -266,3 +266,122 @@ def _mixed(rank: int, num_ranks: int) -> None:
 
 def test_ranks_and_arguments_may_lie_on_different_devices() -> None:
     run_ranks(_mixed, 2, backend="epee")
+
+
+def _dependent(rank: int, num_ranks: int) -> None:
+    device = _device()
+    for _ in range(5):
+        x = on_gpu(torch.ones(4))
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(x[1:], async_op=True)]
+        dist.all_reduce(x[:2])  # blocks; a view that both have written to
+        device.synchronize()
+        assert _plain(x).tolist() == [4.0, 8.0, 4.0, 4.0]
+        for work in reversed(works):
+            work.wait()
+
+        y = on_gpu(torch.full((4,), rank + 1.0))
+        out = on_gpu(torch.zeros(2 * num_ranks, 4))
+        works = [
+            dist.broadcast(y, 0, async_op=True),
+            dist.all_gather_single(out[::2], y, async_op=True)
+            if hasattr(dist, "all_gather_single")
+            else dist.all_gather_into_tensor(out[::2], y, async_op=True),
+            dist.all_reduce(out, async_op=True),
+        ]
+        works[-1].wait()
+        device.synchronize()
+        assert _plain(out)[::2].eq(2.0).all()
+        assert _plain(out)[1::2].eq(0.0).all()
+        assert _plain(y).tolist() == [1.0] * 4
+
+
+def test_calls_on_one_tensor_give_what_they_give_in_order() -> None:
+    run_ranks(_dependent, 2, backend="epee")
+
+
+def _dependent_messages(rank: int, num_ranks: int) -> None:
+    device = _device()
+    x = on_gpu(torch.full((4,), rank + 1.0))
+    works = [dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0), dist.all_reduce(x, async_op=True)]
+    if rank == 0:
+        works += [dist.irecv(x[:2], 1), dist.irecv(x[1:3], 1)]
+    else:
+        works += [dist.isend(x[:2], 0), dist.isend(on_gpu(torch.full((2,), 9.0)), 0)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    device.synchronize()
+    assert _plain(x).tolist() == ([2.0, 9.0, 9.0, 2.0] if rank == 0 else [2.0] * 4)
+    for _ in range(3):  # within a batch nobody waits for anybody
+        y, half = on_gpu(torch.full((4,), rank + 1.0)), on_gpu(torch.zeros(4))
+        ops = [dist.P2POp(dist.irecv, half[:2], 1 - rank), dist.P2POp(dist.irecv, half[1:3], 1 - rank)]
+        for work in dist.batch_isend_irecv([*ops, *[dist.P2POp(dist.isend, y[:2], 1 - rank) for _ in range(2)]]):
+            work.wait()
+        device.synchronize()
+        assert _plain(half).tolist() == [2.0 - rank] * 3 + [0.0]
+
+
+def test_messages_and_collectives_on_one_tensor() -> None:
+    run_ranks(_dependent_messages, 2, backend="epee")
+
+
+def _then_reduce(x: torch.Tensor) -> None:
+    """A call on `x`, with a message to rank 1 that it may come as soon as the call before is looked at."""
+    group: Any = dist.group.WORLD
+    wait = group._engine.wait
+
+    def tell_and_wait(*args: Any) -> None:
+        group._engine.wait = wait
+        dist.send(torch.zeros(1), 1)
+        wait(*args)
+
+    group._engine.wait = tell_and_wait
+    dist.all_reduce(x)
+
+
+def _independent(rank: int, num_ranks: int) -> None:
+    _device()
+    group: Any = dist.group.WORLD
+    x, y = on_gpu(torch.ones(4)), on_gpu(torch.ones(4))
+    if rank == 0:
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True)]
+        assert [op.published for op in group._engine.queue] == [True, True], "nobody has come, and both are issued"
+        dist.send(torch.zeros(1), 1)
+    else:
+        dist.recv(torch.zeros(1), 0)
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True)]
+    for work in works:
+        work.wait()
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+    failed = dist.all_reduce(x[: 3 + rank], async_op=True)
+    if rank == 0:  # rank 1 has not called it yet
+        with pytest.raises(epee.MismatchError, match="not run: it reads"):
+            _then_reduce(x)
+    else:
+        with pytest.raises(epee.MismatchError, match="disagree"):
+            failed.wait()
+        with pytest.raises(epee.MismatchError, match="rank 0 refused"):
+            dist.all_reduce(x)
+    dist.all_reduce(y)
+
+
+def test_calls_on_other_tensors_are_issued_at_once_and_a_failed_input_is_an_error() -> None:
+    run_ranks(_independent, 2, backend="epee")
+
+
+def test_a_group_keeps_no_tensor_of_a_call_that_has_ended() -> None:
+    run_ranks(_forgets, 2, backend="epee")
+
+
+def _forgets(rank: int, num_ranks: int) -> None:
+    _device()
+    group: Any = dist.group.WORLD
+    x = on_gpu(torch.ones(4))
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    dist.all_reduce(x)
+    deadline = time.monotonic() + 20
+    while any(result.work is not None for result in group._staged._results) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert all(result.work is None for result in group._staged._results)

@@ -279,7 +279,8 @@ class Engine(Express):
         """A view has begun without `rank`: its messages end. What it had sent before its death counts. Lock held."""
         if absence.is_final and rank not in self.mail.out:
             for message in self.mail.pending():
-                self.advance(message)
+                if not message.before:
+                    self.advance(message)
         for message in self.mail.lose(rank, absence, is_told):
             self.retire(message)
 

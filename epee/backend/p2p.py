@@ -93,7 +93,8 @@ class Mailroom:
 
     def involving(self, peer: int) -> list[Message]:
         """Return the messages to and from `peer` that are in the books, failed ones included."""
-        return self._sender.involving(peer) + self._receiver.involving(peer)
+        held = [message for message in self.held if message.wanted == peer]
+        return self._sender.involving(peer) + self._receiver.involving(peer) + held
 
     def awaited(self, message: Message) -> set[int]:
         """Return the ranks without which a message cannot complete."""

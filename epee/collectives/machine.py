@@ -120,7 +120,9 @@ class Collectives:
         for kernels in self._kernels.values():
             for kernel in kernels.values():
                 kernel.args.call = call
-        self._words("peers")[: config.num_ranks].copy_(torch.tensor([peer.address for peer in self._peers]))
+        self._words("peers")[: config.num_ranks].copy_(
+            torch.tensor([peer.address for peer in self._peers], dtype=torch.int64, device="cpu")
+        )
         self.set_view(range(config.num_ranks))
         all_gather(b"attached")  # nobody leaves before all have attached, nor stores before all have set their words
 

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -215,23 +214,21 @@ def timed_out_and_stopped(rank: int, num_ranks: int, folder: str) -> list[str]:
 
 
 def _interrupted_when(folder: str, stage: str, steps: Steps) -> None:
-    """Make step 2 with a handler that raises when rank 0 is deciding; say so."""
-
-    def ring(*_: Any) -> None:
-        if (Path(folder) / f"stage-{stage}").exists():
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            raise Watchdog
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    """Have step 2 interrupted when its header is there and rank 0 is deciding; say so."""
     engine = steps.group._engine
+
+    def interrupted(*_: Any) -> bool:
+        stages.wait_for(folder, stage)
+        raise Watchdog("the step takes too long")
+
     seq = engine.seq
+    engine._express_headers = interrupted
     with pytest.raises(Watchdog):
         dist.all_reduce(torch.tensor([200.0 + steps.rank]))
+    del engine._express_headers
     assert engine.seq == seq + 1
     assert [op.seq for op in engine.unclaimed] == [seq + 1], "nobody knows yet how it ends"
     stages.reach(folder, f"told{steps.rank}")
-    steps.group.set_timeout(timedelta(seconds=30))
 
 
 def test_a_call_whose_end_is_open_goes_on_by_its_repetition(tmp_path: Path) -> None:

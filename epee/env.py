@@ -103,8 +103,8 @@ TABLE: tuple[Variable, ...] = (
         "EPEE_RUNTIME_DIR",
         "",
         str,
-        "Folder for the sockets of the jobs of this machine; by default `epee` in XDG_RUNTIME_DIR or a private folder "
-        "among the temporary files.",
+        "Folder where the jobs of this machine are found by those who join; by default `epee-UID` among the temporary "
+        "files.",
     ),
     Variable(
         "EPEE_TOKEN_FILE",
@@ -114,12 +114,6 @@ TABLE: tuple[Variable, ...] = (
     ),
     Variable("MASTER_ADDR", "", str, "Set by torchrun; with MASTER_PORT it names the job for those who join."),
     Variable("MASTER_PORT", "", str, "See MASTER_ADDR."),
-    Variable(
-        "XDG_RUNTIME_DIR",
-        "",
-        str,
-        "The user's folder of sockets, made by the login manager.",
-    ),
 )
 
 _BY_NAME = {variable.name: variable for variable in TABLE}

@@ -6,7 +6,8 @@ have read all records and wait for words. So all ranks fail at once and name the
 wait. What all ranks find in the records by themselves (another version, another host) is not told again.
 
 An error record is JSON of three fields, of bounded length, checked before use. Writers race and may overwrite each
-other's error or a good record of the same attempt; nobody minds, because this attempt is lost on all ranks.
+other's error or a good record of the same attempt; nobody minds, because this attempt is lost on all ranks. It needs no
+proof (`proof.py`), for a rank may fail before it has a token, and nothing is opened because of it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Attempt:
     """Where the records of this attempt lie, and what to do when it fails.
 
     Attributes:
+        number: how often this rank was born in this store; the same on all ranks of one birth.
         region: this rank's outbox, once there is one.
         others_know: an error that is raised now is found by every rank in the same records.
     """
@@ -55,11 +57,11 @@ class Attempt:
         self.region: HostRegion | None = None
         self.others_know = False
         self._over = False
-        self._number = store.add(f"epee/births/{rank}", 1)
+        self.number = store.add(f"epee/births/{rank}", 1)
 
     def key(self, rank: int) -> str:
         """Return the key of a rank's record."""
-        return f"epee/{self._number}/{rank}"
+        return f"epee/{self.number}/{rank}"
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers about `error`, unless they know it or it is their own. The first error counts."""

@@ -18,6 +18,7 @@ from ..memory.host import BLOB_BYTES
 from ..view.endpoint import parse_endpoint
 from ..view.messages import Member
 from .options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
+from .outbox import Owner
 
 VERSION = 2
 FOLDER_KEY = "epee/job"
@@ -41,12 +42,14 @@ class Part(NamedTuple):
         blob: of its outbox.
         pid: with `start_time` the process.
         num_ranks: the world size that it was started with.
+        owner: what the outbox must say.
     """
 
     blob: bytes
     pid: int
     start_time: int
     num_ranks: int
+    owner: Owner
 
 
 def pack_home(home: Home) -> bytes:
@@ -88,4 +91,4 @@ def outbox_of(member: Member, lane: int) -> Part | None:
     told, num_ranks, blob = _EXTRA.unpack(endpoint.extra)
     if told != lane or not member.slot < num_ranks <= MAX_RANKS:
         return None
-    return Part(blob, endpoint.pid, endpoint.start_time, num_ranks)
+    return Part(blob, endpoint.pid, endpoint.start_time, num_ranks, Owner(member.nonce, lane, member.slot))

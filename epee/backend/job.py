@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from .. import env
 from ..errors import EpeeError, ProtocolError, shortage
 from ..view.directory import JobDirectory
+from ..view.endpoint import parse_endpoint
 from ..view.events import Settings
 from ..view.messages import Member
 from ..view.runtime import Runtime
@@ -46,12 +47,14 @@ class Hello(NamedTuple):
         jobs: folder of each job that this process is in -> its slot there.
         lane: rank 0's choice for the group; -1 on the others.
         folder: of a new job, made by rank 0; "" when it may not be needed.
+        nonce: random, so that what was told in another attempt does not fit this one (`proof.py`).
     """
 
     num_ranks: int
     jobs: dict[str, int]
     lane: int
     folder: str
+    nonce: str
 
 
 class Seat(NamedTuple):
@@ -77,11 +80,13 @@ class Greeting(NamedTuple):
     Attributes:
         directory: the folder of a new job that rank 0 has made, in case; None on the others.
         folder: of the new job, if one is needed.
+        told: stands for all that (`proof.transcript`).
     """
 
     hellos: list[Hello]
     directory: JobDirectory | None
     folder: str
+    told: bytes
 
     @property
     def capacity(self) -> int:
@@ -183,11 +188,12 @@ def own_hello(rank: int, num_ranks: int) -> tuple[Hello, JobDirectory | None]:
     """Return what this rank tells, and the folder that rank 0 has made when it is in no job."""
     with _lock:
         mine = {path: job.slot for path, job in list(_jobs.items())[-MAX_JOBS_TOLD:] if job.runtime.error is None}
+    nonce = secrets.token_hex(NONCE_BYTES)
     if rank != 0:
-        return Hello(num_ranks, mine, -1, ""), None
+        return Hello(num_ranks, mine, -1, "", nonce), None
     directory = None if mine else new_folder()
     lane = secrets.randbelow(LANE_LIMIT)
-    return Hello(num_ranks, mine, lane, "" if directory is None else str(directory.path)), directory
+    return Hello(num_ranks, mine, lane, "" if directory is None else str(directory.path), nonce), directory
 
 
 def common_job(hellos: Sequence[Hello]) -> str:
@@ -206,7 +212,7 @@ def take_seat(greeting: Greeting, rank: int, blob: bytes, undo: contextlib.ExitS
     Raises:
         ResourceError: the system gives no memory or descriptor.
     """
-    hellos, directory, folder = greeting
+    hellos, directory, folder, _ = greeting
     path = common_job(hellos)
     lane = hellos[0].lane
     with _lock:
@@ -243,7 +249,8 @@ def parse_member(text: str, rank: int) -> Member:
         member = Member(slot, 0, bytes.fromhex(nonce), bytes.fromhex(endpoint))
         if type(slot) is not int or slot != rank or len(member.nonce) != NONCE_BYTES:
             raise ValueError(f"slot {slot!r}, nonce of {len(member.nonce)} bytes")
-    except (ValueError, TypeError, RecursionError) as exc:
+        parse_endpoint(member.endpoint)
+    except (ValueError, TypeError, RecursionError, ProtocolError) as exc:
         raise ProtocolError(
             f"rank {rank}'s record names a member that cannot be right ({exc}); is the store ours?"
         ) from exc
@@ -261,8 +268,8 @@ def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
             raise ValueError(f"lane is {hello.lane!r}")
         if rank == 0 and hello.lane < 0:
             raise ValueError("rank 0 names no lane")
-        if type(hello.num_ranks) is not int:
-            raise TypeError(f"num_ranks is {hello.num_ranks!r}")
+        if type(hello.num_ranks) is not int or not isinstance(hello.nonce, str):
+            raise TypeError(f"num_ranks is {hello.num_ranks!r}, nonce {hello.nonce!r}")
     except (TypeError, ValueError) as exc:
         raise ProtocolError(f"rank {rank}'s greeting in the store cannot be read ({exc}); is the store ours?") from exc
     if hello.num_ranks != num_ranks:

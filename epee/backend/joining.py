@@ -14,20 +14,22 @@ from datetime import timedelta
 from typing import Any
 
 from .. import env
-from ..errors import InvalidArgument, InvalidState
+from ..errors import AuthError, InvalidArgument, InvalidState
 from ..memory.host import HostRegion
 from ..view.detector import DeathWatch
 from ..view.directory import JobDirectory, find_jobs
 from ..view.endpoint import parse_endpoint
 from ..view.messages import Decision
+from .attempt import read_fields
 from .birth import keep
 from .engine import Engine
 from .home import FOLDER_KEY, Home, outbox_of, pack_extra, parse_home
 from .job import Job, Seat, job_name
 from .membership import attach_outbox, make_blank
 from .options import MAX_RANKS
-from .outbox import LIFE, LIFE_READY, Outboxes, outbox_layout
+from .outbox import LIFE, LIFE_READY, Outboxes, Owner, outbox_layout
 from .p2p import first_number
+from .proof import proved
 from .survival import Survival
 from .wake import publish_word
 
@@ -42,7 +44,9 @@ def find_folder(store: Any) -> JobDirectory:
     """
     try:
         store.wait([FOLDER_KEY], timedelta(seconds=STORE_WAIT_S))
-        return JobDirectory.open(bytes(store.get(FOLDER_KEY)).decode(errors="replace"))
+        return _open_told(bytes(store.get(FOLDER_KEY)))
+    except AuthError:
+        raise
     except RuntimeError as exc:  # the store has died or is another one: the folder itself can be found
         jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for ours
         if len(jobs) != 1:
@@ -51,6 +55,18 @@ def find_folder(store: Any) -> JobDirectory:
                 f"of {job_name()} run here; use the store of the running ranks"
             ) from exc
         return JobDirectory.open(jobs[0])
+
+
+def _open_told(raw: bytes) -> JobDirectory:
+    """Open the folder that rank 0 has named in the store; `AuthError` unless the job's own token proves it."""
+    fields = read_fields(raw, 0)
+    directory = JobDirectory.open(str(fields.get("record", "")))
+    try:
+        proved(directory.token, fields, FOLDER_KEY.encode(), "the job's")
+    except BaseException:
+        directory.leave()
+        raise
+    return directory
 
 
 def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: str) -> Engine:
@@ -72,9 +88,10 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         home = parse_home(directory.read_home())
         _check(home, rank, num_ranks, mode)
         layout = outbox_layout(MAX_RANKS, home.staging_bytes)
-        region = HostRegion.create(layout.nbytes, f"outbox{rank}")
+        region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         undo.callback(region.close)
         job = Job(directory, rank, pack_extra(home.lane, num_ranks, region.blob))
+        Owner(job.runtime.member.nonce, home.lane, rank).sign(region)
         leave = job.release
         undo.callback(lambda: leave())
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..errors import InvalidState, ProtocolError, RankFailedError, ResourceError
+from ..errors import AuthError, InvalidState, ProtocolError, RankFailedError, ResourceError
 from ..memory.host import HostRegion
 from ..memory.signals import tag
 from ..view.detector import is_leaving
 from .home import Part
-from .outbox import Outboxes
+from .outbox import Outboxes, open_outbox
 
 logger = logging.getLogger("epee")
 
@@ -81,8 +81,8 @@ def attach_outbox(part: Part, nbytes: int) -> HostRegion | None:
         ResourceError: it cannot be mapped now, and its owner lives. To be tried again.
     """
     try:
-        region = HostRegion.attach(part.blob)
-    except ProtocolError as exc:
+        region = open_outbox(part.blob, part.owner)
+    except (AuthError, ProtocolError) as exc:
         logger.info("the outbox of process %d is not to be had (%s); it will be seen to go", part.pid, exc)
         return None
     except ResourceError as exc:

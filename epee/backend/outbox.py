@@ -2,9 +2,10 @@
 
 Who writes, who reads: a rank writes **only its own outbox** and reads the others'. Nobody can therefore overwrite a
 survivor's memory, whatever an evicted or stopped process still does; leaving a rank out means not reading its outbox
-any more. A new epoch gets new outboxes, so a late reader of the old ones still finds what belonged there.
+any more. The kernel sees to it: peers map an outbox for reading only, and it is sealed against anything else
+(`HostRegion.create`). A new epoch gets new outboxes, so a late reader of the old ones still finds what belonged there.
 
-    state      words that describe the rank: progress, sleepers, life
+    state      words that describe the rank: progress, sleepers, life; whose outbox this is
     cells      NUM_CELLS headers of collective calls, seq modulo NUM_CELLS, each with room for a small payload
     verdicts   per source rank: what became of its point-to-point messages (a ring, and a count of freed slots)
     lanes      per destination rank: headers of NUM_LANE_SLOTS point-to-point slots
@@ -15,20 +16,24 @@ Order: a writer stores the payload, then the header's words, then the tag (x86-6
 sleeps. A crash before the tag leaves an old tag, so half a contribution is never read. A cell or slot is written again
 only when every reader has said, in its own outbox, that it is through with it.
 
+An outbox says whose it is (`Owner`), written once before its blob is told to anybody, so that a blob that was told for
+another rank, group or incarnation is found out when it is mapped.
+
 Memory is lazy: the file is sparse, only pages that were used exist. The first group of a job may grow, so its outboxes
 have room for lanes to 64 ranks from the beginning (ADR 42): 1.1 GiB of addresses each, some pages of it touched.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import ProtocolError
-from ..memory.host import HEADER_BYTES, HostRegion
+from ..memory.host import HostRegion
 from ..memory.layout import Field, Layout, align_up
 from ..memory.signals import SEQ_BITS
 
@@ -44,10 +49,11 @@ PREAMBLE = 8  # first word of the payload, where some calls put lists that must 
 # words of the state field, one cache line apart. CONSUMED has a copy beside it and readers take the smaller one, so a
 # damaged word never frees what somebody still reads; the values of LIFE are four bits apart.
 # CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
+# OWNER: whose outbox this is, packed (`Owner`).
 # BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders ring it (`wake.py`).
-CONSUMED, SLEEPERS, LIFE, CORE, BELL = 0, 8, 16, 24, 32
+CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER = 0, 8, 16, 24, 32, 40
 CONSUMED_TOO = CONSUMED + 1
-STATE_WORDS = 40
+STATE_WORDS = 48
 LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED = 0, 0xF, 0xF0, 0xF00, 0xF000
 _GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED))
 
@@ -83,6 +89,51 @@ def outbox_layout(capacity: int, staging_bytes: int) -> Layout:
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
         Field("lane_data", torch.uint8, (capacity, LANE_BYTES), align_bytes=4096),
     )
+
+
+class Owner(NamedTuple):
+    """Whose an outbox is.
+
+    Attributes:
+        nonce: of the process; it stands for its job and its incarnation.
+        lane: of the group.
+        slot: of the process in the job.
+    """
+
+    nonce: bytes
+    lane: int
+    slot: int
+
+    def pack(self) -> bytes:
+        """Return the bytes of the OWNER words."""
+        return _OWNER.pack(*self)
+
+    def sign(self, region: HostRegion) -> None:
+        """Write into one's own outbox whose it is."""
+        words = region.words(0, STATE_WORDS)
+        words[OWNER : OWNER + _OWNER.size // 8] = memoryview(self.pack()).cast("Q")
+        words.release()
+
+
+_OWNER = struct.Struct("<16sQQ")
+
+
+def open_outbox(blob: bytes, owner: Owner) -> HostRegion:
+    """Map a peer's outbox for reading.
+
+    Raises:
+        ProtocolError: it is the outbox of somebody else, or none.
+        AuthError, ResourceError: as `HostRegion.attach`.
+    """
+    region = HostRegion.attach(blob, is_writable=False)
+    told = bytes(region.words(0, STATE_WORDS)[OWNER:]) if region.nbytes >= 8 * STATE_WORDS else b""
+    if told[: _OWNER.size] != owner.pack():
+        region.close()
+        raise ProtocolError(
+            f"the memory of process {region.owner_pid} was told to be slot {owner.slot}'s outbox, and is another's; "
+            "the record that said so was not used"
+        )
+    return region
 
 
 SEAL_PRIME = (1 << 32) - 5  # no power of two is a multiple of it
@@ -201,10 +252,7 @@ class Outboxes:
         """Return every rank's outbox as a flat array of `dtype`; index = byte offset / item size."""
         arrays = self._views.get(dtype)
         if arrays is None:
-            count = self.payload_bytes // dtype.itemsize
-            arrays = [
-                np.frombuffer(region.mapping, dtype=dtype, count=count, offset=HEADER_BYTES) for region in self.regions
-            ]
+            arrays = [region.array(dtype, self.payload_bytes) for region in self.regions]
             self._views[dtype] = arrays
         return arrays
 

@@ -169,4 +169,11 @@ class Reducer:
             self._half(out, first, last).copy_(total)
 
     def _half(self, array: Array, first: int, last: int) -> torch.Tensor:
-        return torch.from_numpy(array[first:last]).view(self._dtype)
+        return _tensor(array[first:last]).view(self._dtype)
+
+
+def _tensor(part: Array) -> torch.Tensor:
+    """Return a tensor over a slice that is only read; torch would warn of a peer's memory, which cannot be written."""
+    if not part.flags.writeable:
+        part.flags.writeable = True
+    return torch.from_numpy(part)

@@ -99,7 +99,8 @@ class Card:
     @classmethod
     def make(cls, num_ranks: int, rank: int) -> Card:
         """Make this rank's card; raises as `HostRegion.create`."""
-        return cls(HostRegion.create(_layout(num_ranks).nbytes, f"card-{rank}-{os.getpid()}"), num_ranks)
+        name = f"card-{rank}-{os.getpid()}"
+        return cls(HostRegion.create(_layout(num_ranks).nbytes, name, only_owner_writes=True), num_ranks)
 
     @classmethod
     def attach(cls, blob: bytes, num_ranks: int) -> Card:

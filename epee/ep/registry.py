@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import EpeeError, ProtocolError, ResourceError
+from ..memory.claim import require_own
 from ..memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ..memory.signals import futex_wake
 from ..view.detector import is_leaving
@@ -128,7 +129,7 @@ class Registry:
     @classmethod
     def make(cls, lane: int) -> Registry:
         """Make this process's registry for the group with `lane`; raises as `HostRegion.create`."""
-        region = HostRegion.create(8 * _NUM_WORDS, name_of(lane))
+        region = HostRegion.create(8 * _NUM_WORDS, name_of(lane), only_owner_writes=True)
         words = region.words(0, _LINE_WORDS)
         words[_OWN_BLOB : _OWN_BLOB + _BLOB_WORDS] = memoryview(region.blob.ljust(8 * _BLOB_WORDS, b"\0")).cast("Q")
         words[0] = _MAGIC
@@ -216,15 +217,16 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
 
 def _attach(path: str, pid: int, start_time: int) -> Registry | None:
     """Map the registry behind a descriptor; None when it is not this process's own, or is just coming or going."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        raw = os.pread(fd, 8 * (_OWN_BLOB + _BLOB_WORDS), HEADER_BYTES)
-    finally:
-        os.close(fd)
-    if int.from_bytes(raw[:8], "little") != _MAGIC:
-        return None  # just being made
-    try:
-        region = HostRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES])
+        require_own(pid)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            raw = os.pread(fd, 8 * (_OWN_BLOB + _BLOB_WORDS), HEADER_BYTES)
+        finally:
+            os.close(fd)
+        if int.from_bytes(raw[:8], "little") != _MAGIC:
+            return None  # just being made
+        region = HostRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES], is_writable=False)
     except EpeeError as exc:  # it has just ended, or closed it; whoever waits for it has a time-out
         logger.info("the list of buffers of process %d cannot be used: %s", pid, exc)
         return None

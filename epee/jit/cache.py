@@ -1,9 +1,11 @@
 """Compiled kernels on disk, one file per content hash, written so that nobody else's file is ever loaded.
 
-    <folder>/<key>.cubin      32 bytes SHA-256 of the rest, then the cubin
+    <folder>/<key>.cubin      32 bytes SHA-256 of key and cubin, then the cubin
 
-The folder is ours (owner is the effective user, nobody else may write, neither it nor its parent is a symbolic link),
-or it is not used and a private temporary folder serves this process. An entry is opened without following links,
+The folder is ours (owner is the effective user, nobody else may write, neither it nor its parent is a symbolic link,
+and in its parent nobody else can put another in its place), or it is not used and a private temporary folder serves
+this process. What is missing on the way to it is made for us alone. It is opened once and everything in it goes through
+that descriptor, so a folder that is exchanged after the check does no harm. An entry is opened without following links,
 checked for owner and mode, and its hash is compared; anything else counts as absent and is compiled again. Entries
 are written to a temporary file, synced and renamed, so two jobs at once, or a crash, leave whole files only. When the
 folder grows over its cap, the entries that were used least recently go.
@@ -15,6 +17,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -26,6 +29,7 @@ from .. import env
 
 _log = logging.getLogger(__name__)
 _HASH_BYTES = 32
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _STALE_S = 3600.0  # no write of a kernel takes as long
 
 
@@ -46,18 +50,22 @@ class CubinCache:
         """Use `folder` (default: `EPEE_JIT_CACHE_DIR`, else the user's cache folder), at most `cap_bytes` large."""
         self.cap_bytes = env.get_int("EPEE_JIT_CACHE_BYTES") if cap_bytes is None else cap_bytes
         self.folder = default_folder() if folder is None else Path(os.path.abspath(folder))
-        reason = _why_unusable(self.folder)
-        if reason:
+        try:
+            self._fd = _make_and_open(self.folder)
+        except OSError as exc:
+            reason = exc.strerror if isinstance(exc, _NotOurs) else str(exc)
             private = Path(tempfile.mkdtemp(prefix="epee-jit-"))
             _log.warning("not using the kernel cache %s: %s; compiling into %s instead", self.folder, reason, private)
             weakref.finalize(self, _remove, private, os.getpid())  # at the latest when the process ends
             self.folder = private
+            self._fd = _make_and_open(private)
+        weakref.finalize(self, os.close, self._fd)
 
     def load(self, key: str) -> bytes | None:
         """Return the cubin stored under `key`, or None when there is none that can be trusted."""
-        path = self.folder / f"{key}.cubin"
+        path = self.folder / f"{key}.cubin"  # for messages
         try:
-            raw = _read(path)
+            raw = _read(path.name, self._fd)
         except FileNotFoundError:
             return None
         except OSError as exc:
@@ -66,44 +74,42 @@ class CubinCache:
         if raw is None:
             _log.warning("%s is not a file of this user alone; compiling again", path)
             return None
-        if hashlib.sha256(raw[_HASH_BYTES:]).digest() != raw[:_HASH_BYTES]:
+        if _hash(key, raw[_HASH_BYTES:]) != raw[:_HASH_BYTES]:
             _log.warning("%s is damaged; compiling again", path)
             return None
         return raw[_HASH_BYTES:]
 
     def store(self, key: str, cubin: bytes) -> None:
         """Keep `cubin` under `key`; a full or read-only disk is logged and otherwise ignored."""
-        temporary = None
+        temporary = f".new-{secrets.token_hex(8)}"
         try:
-            fd, temporary = tempfile.mkstemp(dir=self.folder, prefix=".new-")
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self._fd)
             with os.fdopen(fd, "wb") as file:
-                file.write(hashlib.sha256(cubin).digest() + cubin)
+                file.write(_hash(key, cubin) + cubin)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, self.folder / f"{key}.cubin")
+            os.replace(temporary, f"{key}.cubin", src_dir_fd=self._fd, dst_dir_fd=self._fd)
             self._trim()
         except OSError as exc:
             _log.warning("cannot keep a compiled kernel in %s: %s", self.folder, exc)
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=self._fd)
 
     def _trim(self) -> None:
         entries = []
-        for path in self.folder.glob(".new-*"):  # left by a writer that was killed
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.lstat().st_mtime > _STALE_S:
-                    path.unlink()
-        for path in self.folder.glob("*.cubin"):
-            try:
-                status = path.lstat()
-            except FileNotFoundError:
-                continue  # another job trimmed it
-            entries.append((status.st_mtime, status.st_size, path))
+        for name in os.listdir(self._fd):
+            with contextlib.suppress(FileNotFoundError):  # another job trimmed it
+                status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                if name.endswith(".cubin"):
+                    entries.append((status.st_mtime, status.st_size, name))
+                elif name.startswith(".new-") and time.time() - status.st_mtime > _STALE_S:
+                    os.unlink(name, dir_fd=self._fd)  # left by a writer that was killed
         total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
+        for _, size, name in sorted(entries):
             if total <= self.cap_bytes:
                 break
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._fd)
             total -= size
 
 
@@ -114,9 +120,13 @@ def default_folder() -> Path:
     return Path(os.path.abspath(folder.expanduser()))
 
 
-def _read(path: Path) -> bytes | None:
+def _hash(key: str, cubin: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + cubin).digest()
+
+
+def _read(name: str, folder_fd: int) -> bytes | None:
     """Return a file's bytes, or None when it is not ours alone; marks it as used."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=folder_fd)
     try:
         if not _is_ours(os.fstat(fd)):
             return None
@@ -137,13 +147,24 @@ def _remove(folder: Path, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _why_unusable(folder: Path) -> str:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return why_not_ours(folder)
-    except OSError as exc:
-        return str(exc)
+class _NotOurs(OSError):
+    """A folder cannot be trusted; `strerror` says why."""
+
+
+def _make_and_open(folder: Path) -> int:
+    """Return a descriptor of the folder, which is made if it is missing; `OSError` when it cannot be used."""
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            path.mkdir(mode=0o700, exist_ok=True)
+    reason = why_not_ours(folder)
+    if reason:
+        raise _NotOurs(0, reason)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    reason = _why_not_private(folder, os.fstat(fd))  # it may be another than was looked at
+    if reason:
+        os.close(fd)
+        raise _NotOurs(0, reason)
+    return fd
 
 
 def why_not_ours(folder: Path) -> str:
@@ -151,11 +172,25 @@ def why_not_ours(folder: Path) -> str:
     for path in (folder, folder.parent):
         if path.is_symlink():
             return f"{path} is a symbolic link"
-    status = folder.lstat()
+    return _why_not_private(folder, folder.lstat()) or _why_exchangeable(folder.parent)
+
+
+def _why_not_private(folder: Path, status: os.stat_result) -> str:
     if not stat.S_ISDIR(status.st_mode):
         return f"{folder} is not a folder"
     if status.st_uid != os.geteuid():
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & 0o022:
         return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
+
+
+def _why_exchangeable(parent: Path) -> str:
+    """Return how somebody else could put another folder in the place of one in `parent`; "" when nobody can."""
+    status = parent.lstat()
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"its parent {parent} belongs to user {status.st_uid}"
+    by_group = status.st_mode & 0o020 and status.st_gid != os.getegid()  # one's own group is often one's alone
+    if (by_group or status.st_mode & 0o002) and not status.st_mode & stat.S_ISVTX:
+        return f"others may write to its parent {parent} (mode {stat.S_IMODE(status.st_mode):04o})"
     return ""

@@ -2,9 +2,10 @@
 
 Data path: the owner of a region packs a `Claim` and gives the bytes to its peers through any store. A peer parses
 them, checks every number against its own limits, and makes sure that the process which has this pid now is the one
-that made the claim: before it takes a descriptor from that process, and again afterwards, because a pid may change
-hands in between. Only "there is no such process" means that it has ended: where the kernel does not say (no descriptor
-is left, looking is forbidden) nobody is taken for dead. The cookie is random and also lies at the start of the region's
+that made the claim, and of this process's own user: before it takes a descriptor from that process, and again
+afterwards, because a pid may change hands in between. The kernel alone would not do: it lets root open everybody's
+descriptors. Only "there is no such process" means that it has ended: where the kernel does not say (no descriptor is
+left, looking is forbidden) nobody is taken for dead. The cookie is random and also lies at the start of the region's
 memory, so a descriptor that was closed and reused is found out once the memory is mapped.
 
 A crash leaves nothing here: the bytes are plain, and whoever reads them late learns that the owner has ended.
@@ -19,7 +20,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ProtocolError, ResourceError, shortage
+from ..errors import AuthError, ProtocolError, ResourceError, shortage
 
 _CLAIM = struct.Struct("<8sqqqq16s")
 CLAIM_BYTES = _CLAIM.size
@@ -131,19 +132,43 @@ def parse_claim(data: bytes, magic: bytes, num_bytes: int, header_bytes: int, wh
     return claim
 
 
+def require_own(pid: int) -> None:
+    """Make sure that process `pid` runs as this process's user.
+
+    Raises:
+        AuthError: it is another user's.
+        ResourceError: it has ended.
+    """
+    try:
+        user = os.stat(f"/proc/{pid}").st_uid
+    except OSError as exc:
+        raise ResourceError(f"process {pid} has ended; its memory is out of reach ({exc})") from exc
+    if user != os.geteuid():
+        raise AuthError(
+            f"process {pid} runs as user {user}, and memory is taken from processes of user {os.geteuid()} only; run "
+            "all ranks as one user"
+        )
+
+
 def require_alive(claim: Claim) -> None:
-    """Raise `ResourceError` unless the claim's owner runs, in this PID namespace, and the kernel says so."""
+    """Raise `ResourceError` unless the claim's owner runs, in this PID namespace, and the kernel says so.
+
+    Raises:
+        AuthError: it is another user's process.
+    """
     if process_start_time(claim.pid) != claim.start_time:
         raise ResourceError(
             f"process {claim.pid} has ended, or runs in another PID namespace; its memory is out of reach"
         )
+    require_own(claim.pid)
 
 
 def require_unchanged(claim: Claim) -> None:
-    """Raise `ProtocolError` when the owner's pid changed hands since `require_alive`.
+    """Raise `ProtocolError` when the owner's pid changed hands since `require_alive`, `AuthError` when its user did.
 
     Raises:
         ResourceError: the kernel does not say.
     """
     if process_start_time(claim.pid) != claim.start_time:
         raise ProtocolError(f"process {claim.pid} changed while its memory was being opened")
+    require_own(claim.pid)

@@ -4,9 +4,14 @@ Data path: the owner creates a memfd, seals its size, maps it and writes a rando
 gives away a `blob` of fixed size (pid, start time, fd, size, cookie). A peer opens `/proc/PID/fd/FD`, which needs the
 same user and no extra permission, and maps the same pages.
 
-What is checked before the mapping is used: the process that has this pid now is the one that made the blob (start
-time), the file has the stated size, its size is sealed (so no peer can shrink it under us and cause SIGBUS), and the
+What is checked before anything is opened: the process that has this pid now is the one that made the blob (start time),
+and it is of our own user (root could open everybody's). Before the mapping is used: both again, the file was made by
+our own user, it has the stated size, its size is sealed (so no peer can shrink it under us and cause SIGBUS), and the
 cookie matches (so the fd was not closed and reused).
+
+Who writes: with `only_owner_writes` the kernel lets nobody map the region writable but who has it mapped already, its
+owner (F_SEAL_FUTURE_WRITE; kernels before 5.1 do not know it, there a region is as it is without). Peers can wait for a
+word of such a region and wake its owner all the same: a futex needs the address only.
 
 Lifetime: pages live as long as any mapping or fd. A killed owner leaves nothing behind: there is no name in /dev/shm,
 and peers keep what they mapped. The mapping itself is reference-counted by Python: it goes when the region object and
@@ -28,9 +33,10 @@ import platform
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..errors import EpeeError, InvalidState, ProtocolError, ResourceError, UnsupportedError
+from ..errors import AuthError, EpeeError, InvalidState, ProtocolError, ResourceError, UnsupportedError
 from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, parse_claim, require_alive, require_unchanged
 from .claim import process_start_time as process_start_time  # detectors of deaths import it from here
 from .layout import CACHE_LINE_BYTES, align_up
@@ -41,6 +47,7 @@ HEADER_BYTES = CACHE_LINE_BYTES  # holds the cookie; user offsets start behind i
 _F_ADD_SEALS = 1033  # linux/fcntl.h; Python 3.10's fcntl module has the names only on some builds
 _F_GET_SEALS = 1034
 _SEAL_SIZE = 0x2 | 0x4 | 0x1  # F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
+_SEAL_FUTURE_WRITE = 0x10
 
 
 def require_shared_memory() -> None:
@@ -67,7 +74,7 @@ class HostRegion:
         mapped_bytes: size of the mapping.
         owner_pid: the process that made it.
         owner_start_time: when that process started, in clock ticks since boot.
-        address: of the first usable byte in this process; 0 where the mapping can only be read.
+        address: of the first usable byte in this process.
     """
 
     def __init__(self, fd: int, claim: Claim, is_writable: bool = True) -> None:
@@ -77,16 +84,17 @@ class HostRegion:
         self.owner_start_time = claim.start_time
         self._fd = fd
         self._blob = claim.pack()
+        self._is_writable = is_writable
         self._map: mmap.mmap | None = mmap.mmap(
             fd, claim.nbytes, access=mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
         )
-        self.address = 0
-        if is_writable:
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + HEADER_BYTES
+        self.address = np.frombuffer(self._map, np.uint8, 1).ctypes.data + HEADER_BYTES
 
     @classmethod
-    def create(cls, nbytes: int, name: str) -> HostRegion:
+    def create(cls, nbytes: int, name: str, only_owner_writes: bool = False) -> HostRegion:
         """Make and map a new region of at least `nbytes` bytes, all zero; `name` shows in /proc/PID/maps.
+
+        With `only_owner_writes` peers must attach it without `is_writable`, and the kernel sees to it.
 
         Raises:
             UnsupportedError: this machine cannot share memory safely.
@@ -100,9 +108,9 @@ class HostRegion:
             raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; free memory or descriptors") from exc
         try:
             os.ftruncate(fd, mapped_bytes)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
             claim = make_claim(_MAGIC, fd, mapped_bytes)
             region = cls(fd, claim)
+            _seal(fd, only_owner_writes)
         except (OSError, ValueError, OverflowError) as exc:
             os.close(fd)
             raise ResourceError(f"memfd for {name} ({mapped_bytes} bytes): {exc}; make the buffer smaller") from exc
@@ -119,20 +127,21 @@ class HostRegion:
         Without `is_writable` a stray store of this process faults instead of damaging what the peer says.
 
         Raises:
+            AuthError: the owner is a process of another user, or the memory was made by one.
             ProtocolError: the blob is damaged, or names something that is not the region it claims to be.
             ResourceError: the owner is gone, or the system forbids opening its descriptor.
         """
         claim = parse_claim(data, _MAGIC, BLOB_BYTES, HEADER_BYTES, "region")
-        fd = _open_peer_fd(claim)
+        fd = _open_peer_fd(claim, is_writable)
         try:
             _check_file(fd, claim)
             region = cls(fd, claim, is_writable)
-        except (OSError, ValueError) as exc:
-            os.close(fd)
-            raise ResourceError(f"cannot map the region of process {claim.pid}: {exc}") from exc
         except EpeeError:
             os.close(fd)
             raise
+        except (OSError, ValueError) as exc:
+            os.close(fd)
+            raise ResourceError(f"cannot map the region of process {claim.pid}: {exc}") from exc
         if region.mapping[:COOKIE_BYTES] != claim.cookie:
             region.close()
             raise ProtocolError(f"region of process {claim.pid}: cookie differs; descriptor {claim.fd} was reused")
@@ -165,6 +174,19 @@ class HostRegion:
         self._check_range(offset, 8 * count)
         start = HEADER_BYTES + offset
         return memoryview(self.mapping)[start : start + 8 * count].cast("Q")
+
+    def array(self, dtype: np.dtype[Any], nbytes: int) -> np.ndarray[Any, Any]:
+        """Return the first `nbytes` bytes as a flat array, cut to whole elements; it keeps the mapping alive.
+
+        Where the mapping can only be read the array says so, too. Slices of it may be told otherwise
+        (`flags.writeable`) for the sake of torch, which warns of tensors over such memory; a store faults all the same.
+        """
+        self._check_range(0, nbytes)
+        memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        memory.mapping = self.mapping  # type: ignore[attr-defined]  # lives as long as the array
+        array = np.frombuffer(memoryview(memory), dtype=dtype, count=nbytes // dtype.itemsize)
+        array.flags.writeable = self._is_writable
+        return array
 
     def lease(self, offset: int, nbytes: int) -> ctypes.Array[Any]:
         """Return an object over the bytes that supports the buffer protocol and weak references.
@@ -208,11 +230,23 @@ class HostRegion:
         assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
 
 
-def _open_peer_fd(claim: Claim) -> int:
+def _seal(fd: int, only_owner_writes: bool) -> None:
+    """Fix a region's size and, if wanted, who may write it: those who have it mapped so far."""
+    if only_owner_writes:
+        try:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE | _SEAL_FUTURE_WRITE)
+            return
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
+
+
+def _open_peer_fd(claim: Claim, is_writable: bool = True) -> int:
     path = f"/proc/{claim.pid}/fd/{claim.fd}"
     require_alive(claim)
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, (os.O_RDWR if is_writable else os.O_RDONLY) | os.O_CLOEXEC)
     except PermissionError as exc:
         raise ResourceError(
             f"opening {path} is forbidden; the ranks must run as one user, dumpable, in one PID namespace"
@@ -225,7 +259,12 @@ def _open_peer_fd(claim: Claim) -> int:
 
 def _check_file(fd: int, claim: Claim) -> None:
     require_unchanged(claim)
-    nbytes = os.fstat(fd).st_size
+    nbytes, user = os.fstat(fd).st_size, os.fstat(fd).st_uid
+    if user != os.geteuid():  # a process may have been given it by another user's
+        raise AuthError(
+            f"the memory that process {claim.pid} lends as descriptor {claim.fd} was made by user {user}; memory of "
+            f"user {os.geteuid()} only is used"
+        )
     if nbytes != claim.nbytes:
         raise ProtocolError(f"region of process {claim.pid}: {claim.nbytes} bytes promised, {nbytes} there")
     try:

@@ -147,7 +147,7 @@ def fetch_descriptor(claim: Claim, socket_fd: int) -> int:
         socket_fd: the owner's `DescriptorServer.socket_fd`.
     Raises:
         ResourceError: the owner has ended, has closed the region, or does not answer; or no descriptor is left here.
-        AuthError: another process than the owner listens there.
+        AuthError: the owner is another user's process, or another process than the owner listens there.
         ProtocolError: the answer is not one descriptor.
     """
     require_alive(claim)

@@ -13,6 +13,9 @@ of what is proved, so an answer for one process or job is worth nothing for anot
 to the responder only: length, payload, MAC (keyed BLAKE2b under a key of this connection and direction) over a counter,
 the length and the payload. A frame that is changed, repeated, left out or moved does not fit its counter.
 
+What is proved is that a process of the job speaks. Which one, the token cannot tell: there is one for all, and slots
+and nonces are no secret, so whoever holds it could speak as any slot. All who do are of one user, and could do worse.
+
 Anything else raises `AuthError` or `ProtocolError`; the connection is closed then, and nothing that it said was used.
 There is no secrecy here: the payloads of the control plane are none. A crash leaves nothing.
 """

@@ -69,7 +69,7 @@ class Beat:
         Where the system gives no timer the count stays 0, which readers take for "not known": nothing rests on a beat
         but the wording of messages. Raises as `HostRegion.create`.
         """
-        self._region = HostRegion.create(_SEMAPHORE_BYTES, "beat")
+        self._region = HostRegion.create(_SEMAPHORE_BYTES, "beat", only_owner_writes=True)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._region))  # nor may the end of the interpreter unmap it
         self.blob = self._region.blob
         self._num_users = 0

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import EpeeError, ProtocolError, ResourceError
+from ..memory.claim import require_own
 from ..memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ..memory.signals import futex_sleep, futex_wake
 from .messages import FOREVER, BoardState
@@ -101,7 +102,7 @@ class Board:
 
     def __init__(self, slot: int) -> None:
         """Make the board of `slot`, with no state on it; raises as `HostRegion.create`."""
-        self._region = HostRegion.create(_COPIES + 2 * _COPY_BYTES, f"board{slot}")
+        self._region = HostRegion.create(_COPIES + 2 * _COPY_BYTES, f"board{slot}", only_owner_writes=True)
         self._words = self._region.words(0, NUM_WORDS)
         self._words[_MAGIC_WORD] = _MAGIC
         self.blob = self._region.blob
@@ -242,8 +243,10 @@ def find_board(pid: int) -> BoardView:
     """Attach the board of a process of this user that is known by its pid alone.
 
     Raises:
-        ResourceError: there is no such process, it is another user's, or it has no board.
+        AuthError: it is another user's.
+        ResourceError: there is no such process, or it has no board.
     """
+    require_own(pid)
     folder = Path(f"/proc/{pid}/fd")
     try:
         for name in os.listdir(folder):

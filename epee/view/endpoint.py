@@ -1,6 +1,6 @@
 """Where a process is: what others need to watch it and to read its board. Opaque bytes in `Member.endpoint`.
 
-Its socket needs no word here: it is found in the job's folder by slot and nonce (`directory.py`).
+Its socket is reached through its own descriptor of it (`directory.Door`), which needs no name.
 
 Who writes: the process itself, at birth. Who reads: the runtime of each other member, which checks every number before
 it opens a pid or a file by it. Plain bytes: a crash leaves nothing.
@@ -24,6 +24,7 @@ class Endpoint(NamedTuple):
     Attributes:
         pid: its number in the PID namespace of the job.
         start_time: when it started, clock ticks since boot; with `pid` it names one process.
+        door: its descriptor of its socket's place (`directory.Door.fd`).
         board: blob of its board (`board.py`).
         beat: blob of its heartbeat (`beat.py`).
         extra: what the engines above want to know of it, at most `MAX_EXTRA_BYTES`.
@@ -31,6 +32,7 @@ class Endpoint(NamedTuple):
 
     pid: int
     start_time: int
+    door: int
     board: bytes
     beat: bytes
     extra: bytes
@@ -40,6 +42,7 @@ _CODEC = Record(
     Endpoint,
     Number(1, (1 << 31) - 1),
     Number(0, (1 << 62)),
+    Number(0, (1 << 31) - 1),
     Bytes(BLOB_BYTES, BLOB_BYTES),
     Bytes(BLOB_BYTES, BLOB_BYTES),
     Bytes(0, MAX_EXTRA_BYTES),

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import (
+    AuthError,
     EpeeError,
     EvictedError,
     InvalidState,
@@ -37,7 +38,7 @@ from ..errors import (
 from .agent import BLANK_BOARD, Agent
 from .auth import Identity
 from .board import Board, LaneRow, read_board_of
-from .directory import JobDirectory, socket_name
+from .directory import Door, JobDirectory, socket_name
 from .events import (
     BoardRead,
     Decide,
@@ -111,8 +112,8 @@ class Shared:
 class Loop:
     """See above. Make it, then call `run` on a thread of its own."""
 
-    def __init__(self, job: JobDirectory, board: Board, agent: Agent) -> None:
-        """Listen in the folder of the job; raises `ResourceError`."""
+    def __init__(self, job: JobDirectory, door: Door, board: Board, agent: Agent) -> None:
+        """Take over `door`, which is closed at the end; raises `ResourceError`."""
         self.shared = Shared()
         self.agent = agent
         self.board = board
@@ -123,6 +124,8 @@ class Loop:
         self._is_frozen = False
         self._is_running = True
         self._waiting: dict[bytes, int] = {}
+        self._known: dict[bytes, Member] = {}  # members that a joiner has read of, should it lose sight of the folder
+        self._is_folder_there = True
         self._later: list[Callable[[], None]] = []  # registrations that wait for the thaw
         self.owes_lane = False  # who joins promises nothing before it can say how far its lane is
         self._owed: Freeze | None = None
@@ -136,7 +139,7 @@ class Loop:
                 self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 undo.callback(os.close, self._bell)
                 self._poll.register(self._bell, select.EPOLLIN)
-                self.switchboard = Switchboard(job, Identity(*me[:3]), self._poll)
+                self.switchboard = Switchboard(job, Identity(*me[:3]), door, self._poll)
             except OSError as exc:
                 if isinstance(exc, EpeeError):
                     raise
@@ -220,12 +223,12 @@ class Loop:
             self._bury(peer.member)
 
     def ask_to_join(self) -> None:
-        """Ask all whose sockets are in the folder to take this process in.
+        """Ask all whose sockets are in the folder, and all members that they knew, to take this process in.
 
         Their boards are mapped before: once this process is a member, one of them may die at once, and its board must
         be readable here then.
         """
-        contacts = []
+        contacts = {}
         try:
             found = self._job.sockets()
         except OSError as exc:  # `_look_around` asks again
@@ -233,19 +236,20 @@ class Loop:
             return
         for slot, nonce, _ in found:
             if nonce != self.agent.me.nonce:
-                contacts.append(Member(slot, 0, nonce, b""))
-                self._meet_members_of(contacts[-1])
-        self.step(JoinAsked(tuple(contacts)))
+                contacts[nonce] = Member(slot, 0, nonce, b"")
+                self._meet_members_of(contacts[nonce])
+        self.step(JoinAsked(tuple({**contacts, **self._known}.values())))
 
     def _meet_members_of(self, contact: Member) -> None:
         """Map the boards of all members that a process in the folder knows of; it may be dead, or no member itself."""
         pid = self.switchboard.reach(contact, time.monotonic())
         if pid == 0 or self.peers.get(contact.nonce) is not None:
             return
-        with contextlib.suppress(ProtocolError, ResourceError):
+        with contextlib.suppress(AuthError, ProtocolError, ResourceError):
             state = read_board_of(pid)
             for member in state.decided.members if state is not None else ():
-                self._meet(member)
+                if self._meet(member):
+                    self._known[member.nonce] = member
 
     def stop(self, is_leaving: bool) -> None:
         """End the loop; tell the others before if this process leaves for good."""
@@ -296,6 +300,7 @@ class Loop:
     def _bury(self, member: Member) -> None:
         self.switchboard.forget(member.nonce)
         self._job.remove(socket_name(member.slot, member.nonce))
+        self._known.pop(member.nonce, None)
         self._set_waiting(member.nonce, None)
         self.step(Died(member.nonce))
 
@@ -334,6 +339,13 @@ class Loop:
         return True
 
     def _look_around(self) -> None:
+        if self._is_folder_there and not self._job.is_there():
+            self._is_folder_there = False
+            logger.warning(
+                "the folder %s of this job was removed: the job goes on, but nobody can join it any more; let "
+                "EPEE_RUNTIME_DIR name a folder that nobody cleans",
+                self._job.path,
+            )
         self.peers.reap()
         for dead in self.peers.retry():
             self._bury(dead.member)

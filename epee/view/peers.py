@@ -23,7 +23,7 @@ import signal
 import time
 from pathlib import Path
 
-from ..errors import ProtocolError, ResourceError, shortage
+from ..errors import AuthError, ProtocolError, ResourceError, shortage
 from .beat import PERIOD_S, BeatView
 from .board import BoardView
 from .detector import is_readable, is_torn_down, open_process
@@ -158,7 +158,7 @@ class Peers:
                 self._watch(peer)
             if not peer.is_dead and peer.is_mappable:
                 peer.map()
-        except ProtocolError as exc:  # it dies, or leaves; its end is seen all the same
+        except (AuthError, ProtocolError) as exc:  # it dies, or leaves; its end is seen all the same
             peer.is_mappable = False
             logger.info("slot %d can be watched, but its board cannot be read: %s", slot, exc)
         except ResourceError as exc:

@@ -45,6 +45,7 @@ from .endpoint import Endpoint, pack_endpoint
 from .events import Accused, Admit, Settings
 from .loop import Hooks, Loop
 from .messages import FOREVER, SLOT_TAKEN, Decision, LaneState, Member
+from .switchboard import BACKLOG
 from .wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
 
 ANSWER_S = 5.0  # how long the agent thread may take to fulfil a wish
@@ -64,7 +65,7 @@ class Runtime:
     """
 
     def __init__(self, job: JobDirectory, slot: int, settings: Settings | None = None, extra: bytes = b"") -> None:
-        """Make board, heartbeat and identity; nothing runs yet, and nobody can reach this process.
+        """Make board, heartbeat, socket and identity; nothing runs yet, so nobody who connects is answered.
 
         Args:
             job: the folder of the job; the runtime leaves it when it ends.
@@ -73,7 +74,7 @@ class Runtime:
             extra: what other members' engines want to know of this process, at most 640 bytes.
         Raises:
             InvalidArgument: `slot`, `settings` or `extra` break a rule.
-            ResourceError, UnsupportedError: the system gives no memory, timer or descriptor.
+            ResourceError, UnsupportedError: the system gives no memory, timer or descriptor, or the folder is gone.
         """
         if not 0 <= slot < MAX_MEMBERS:
             raise InvalidArgument(f"slot must lie in 0 ... {MAX_MEMBERS - 1}, got {slot}; jobs have 64 ranks at most")
@@ -85,8 +86,13 @@ class Runtime:
             undo.callback(beat.release, self._beat)
             self._board = Board(slot)
             undo.callback(self._board.close)
-            endpoint = Endpoint(self._pid, process_start_time(self._pid), self._board.blob, self._beat.blob, extra)
-            self._me = Member(slot, 0, secrets.token_bytes(NONCE_BYTES), pack_endpoint(endpoint))
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            self._door = job.listen(slot, nonce, BACKLOG)
+            undo.callback(job.remove, self._door.name)
+            undo.callback(self._door.close)
+            start_time = process_start_time(self._pid)
+            endpoint = Endpoint(self._pid, start_time, self._door.fd, self._board.blob, self._beat.blob, extra)
+            self._me = Member(slot, 0, nonce, pack_endpoint(endpoint))
             undo.pop_all()
         self._loop: Loop | None = None
         self._thread: threading.Thread | None = None
@@ -103,14 +109,14 @@ class Runtime:
         return self._loop.agent.me if self._loop is not None else self._me
 
     def listen(self) -> None:
-        """Open the socket, so that others can reach this process before it starts; `start` and `join` do it, too.
+        """Make what answers at the socket once this process has started; `start` and `join` do it, too.
 
         Raises:
-            ResourceError: the folder of the job is gone, or descriptors have run out.
+            ResourceError: descriptors have run out.
         """
         self._require_usable()
         if self._loop is None:
-            self._loop = Loop(self._job, self._board, Agent(self._me, self.settings))
+            self._loop = Loop(self._job, self._door, self._board, Agent(self._me, self.settings))
 
     def start(self, members: Sequence[Member]) -> Decision:
         """Begin with the first view, which is made of all founders' `member` and the same for all; return it.
@@ -353,6 +359,7 @@ class Runtime:
         elif loop is not None:
             loop.close()
         else:
+            self._door.close()
             self._job.leave()
         self._board.close()
         beat.release(self._beat)
@@ -403,6 +410,7 @@ class Runtime:
         if self._loop is not None:
             self._loop.forked()
         elif not self._is_closed:
+            self._door.close()
             self._job.forget()
         self._board.close()
 

@@ -1,5 +1,8 @@
 """All connections of one agent: it listens, connects when there is something to send, and never waits for anybody.
 
+A process whose endpoint is known is reached through it, whatever has become of the job's folder (`directory.py`); one
+that was only found in the folder is reached by its name there.
+
 Data path: `send` puts a message on the connection to a process, which is opened at first use. `handle` is called for a
 descriptor that is ready and returns what came: messages with the nonce of the process that has proved to be their
 sender. The agent thread alone calls all of it.
@@ -20,15 +23,17 @@ import socket
 from collections import Counter
 
 from ..errors import AuthError, EpeeError, ProtocolError
+from ..memory.host import process_start_time
 from .auth import Identity, Initiator
 from .connection import Incoming, Outgoing
-from .directory import JobDirectory, socket_name
+from .directory import Door, JobDirectory, connect_door, socket_name
+from .endpoint import parse_endpoint
 from .messages import Commit, Member, Message
 from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, decode, encode
 
 MAX_CONNECTIONS = 4 * MAX_MEMBERS  # to this process
 MAX_STRANGERS = MAX_MEMBERS  # of them, before they have proved anything
-_BACKLOG = 256
+BACKLOG = 256
 _PAUSE_S = 0.1  # how long nobody is let in when descriptors have run out
 
 
@@ -39,10 +44,10 @@ class Switchboard:
         dropped: how often a connection or message was dropped, by reason.
     """
 
-    def __init__(self, job: JobDirectory, me: Identity, poll: select.epoll) -> None:
-        """Listen in the folder of the job; raises `ResourceError`."""
+    def __init__(self, job: JobDirectory, me: Identity, door: Door, poll: select.epoll) -> None:
+        """Take over `door`, which others connect to."""
         self._job, self._me, self._poll = job, me, poll
-        self._listener, _ = job.listen(me.slot, me.nonce, _BACKLOG)
+        self._door, self._listener = door, door.listener
         self._outgoing: dict[bytes, Outgoing] = {}
         self._nonce_of: dict[int, bytes] = {}  # of outgoing descriptors
         self._incoming: dict[int, Incoming] = {}
@@ -134,15 +139,15 @@ class Switchboard:
         self._incoming.clear()
         self._outgoing.clear()
         self._nonce_of.clear()
-        self._listener.close()
+        self._door.close()
 
     # ---- outgoing
 
     def _connect(self, to: Member, now: float) -> Outgoing | None:
         initiator = Initiator(self._job.token, self._job.job_id, self._me, Identity(*to[:3]))
         try:
-            connection = self._job.connect(socket_name(to.slot, to.nonce))
-        except OSError:  # it has gone, or its queue is full of others; the message is lost
+            connection = self._call(to)
+        except (OSError, EpeeError):  # it has gone, or its queue is full of others; the message is lost
             self.dropped["unreachable"] += 1
             return None
         try:
@@ -155,6 +160,14 @@ class Switchboard:
         self._nonce_of[outgoing.fd] = to.nonce
         self._poll.register(outgoing.fd, select.EPOLLIN)
         return outgoing
+
+    def _call(self, to: Member) -> socket.socket:
+        if not to.endpoint:
+            return self._job.connect(socket_name(to.slot, to.nonce))
+        endpoint = parse_endpoint(to.endpoint)
+        if process_start_time(endpoint.pid) != endpoint.start_time:
+            raise ProcessLookupError(errno.ESRCH, "it has ended")
+        return connect_door(endpoint.pid, endpoint.door)
 
     def _progress(self, connection: Outgoing) -> None:
         try:
@@ -179,7 +192,7 @@ class Switchboard:
     # ---- incoming
 
     def _accept(self, now: float) -> None:
-        for _ in range(_BACKLOG):
+        for _ in range(BACKLOG):
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:

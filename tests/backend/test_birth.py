@@ -24,7 +24,7 @@ from . import cases
 NO_MEMORY = "no memory for tests " + "x" * 5000
 
 
-def fail_create(*_: Any) -> Any:
+def fail_create(*_: Any, **__: Any) -> Any:
     raise ResourceError(NO_MEMORY)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -171,3 +172,55 @@ def test_many_writers_leave_a_whole_file(tmp_path: Path) -> None:
         thread.join()
     assert cache.load(KEY) == cubin
     assert [path.name for path in cache.folder.iterdir()] == [f"{KEY}.cubin"]
+
+
+# ---- where the folder lies (review A12)
+
+
+def test_missing_parents_are_made_for_us_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b" / "cache"
+    old_mask = os.umask(0)
+    try:
+        cache = CubinCache(folder, 1 << 20)
+    finally:
+        os.umask(old_mask)
+    assert cache.folder == folder
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.parents[:2])] == [0o700] * 3
+
+
+@pytest.mark.parametrize(("mode", "is_used"), [(0o777, False), (0o1777, True), (0o757, False), (0o700, True)])
+def test_a_parent_where_others_could_exchange_the_folder_is_refused(tmp_path: Path, mode: int, is_used: bool) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    parent.chmod(mode)
+    cache = CubinCache(parent / "cache", 1 << 20)
+    assert (cache.folder == parent / "cache") is is_used
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+def test_a_parent_of_another_user_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir(mode=0o755)
+    os.chown(parent, 65534, 65534)
+    cache = CubinCache(parent / "cache", 1 << 20)
+    assert cache.folder != parent / "cache"
+    assert f"its parent {parent} belongs to user 65534" in caplog.text
+
+
+def test_a_kernel_under_another_kernels_name_is_not_loaded(tmp_path: Path) -> None:
+    cache, other = make(tmp_path), cache_key("another text", (), "")
+    cache.store(KEY, b"cubin")
+    (cache.folder / f"{KEY}.cubin").rename(cache.folder / f"{other}.cubin")
+    assert cache.load(other) is None
+
+
+def test_a_folder_that_is_exchanged_later_is_not_used(tmp_path: Path) -> None:
+    cache = make(tmp_path)
+    cache.store(KEY, b"cubin")
+    cache.folder.rename(tmp_path / "moved")
+    cache.folder.mkdir()
+    (cache.folder / f"{KEY}.cubin").write_bytes(b"planted")
+    assert cache.load(KEY) == b"cubin"
+    cache.store(KEY, b"newer")
+    assert (cache.folder / f"{KEY}.cubin").read_bytes() == b"planted"
+    assert make(tmp_path).load(KEY) is None

@@ -13,7 +13,15 @@ import pytest
 
 from epee.errors import ProtocolError, ResourceError
 from epee.memory import claim as claims
-from epee.memory.claim import CLAIM_BYTES, make_claim, parse_claim, process_start_time, require_alive, require_unchanged
+from epee.memory.claim import (
+    CLAIM_BYTES,
+    make_claim,
+    parse_claim,
+    process_start_time,
+    require_alive,
+    require_own,
+    require_unchanged,
+)
 from tests import shortage
 
 MAGIC = b"testtest"
@@ -76,3 +84,15 @@ def test_names_with_brackets_do_not_confuse() -> None:
     child.stdout.readline()
     assert 0 < process_start_time(child.pid) <= time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
     child.communicate("\n")
+
+
+def test_this_user_is_taken_from_the_credentials_and_not_from_the_owner_of_proc() -> None:
+    require_own(os.getpid())
+    with pytest.raises(ResourceError, match="has ended"):
+        require_own(_free_pid())
+
+
+def _free_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-S", "-E", "-c", ""])
+    child.wait()
+    return child.pid

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
+import gc
 import os
 import platform
 import struct
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epee.errors import InvalidState, ProtocolError, ResourceError, UnsupportedError
-from epee.memory import host
+from epee.errors import AuthError, InvalidState, ProtocolError, ResourceError, UnsupportedError
+from epee.memory import host, signals
 from epee.memory.host import BLOB_BYTES, HostRegion
 from tests.harness import run_ranks
 
@@ -152,3 +159,115 @@ def test_seals_are_the_ones_of_the_kernel() -> None:
     for name in ("F_ADD_SEALS", "F_GET_SEALS"):
         if hasattr(fcntl, name):
             assert getattr(fcntl, name) == getattr(host, f"_{name}")
+
+
+# ---- whose memory it is, and who writes it (review A9)
+
+FOREIGN = """
+import os, sys
+from epee.memory.host import HostRegion
+if sys.argv[1] == "process":
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+os.seteuid(65534)
+region = HostRegion.create(4096, "foreign")
+if sys.argv[1] == "memory":
+    os.seteuid(0)
+print(region.blob.hex(), flush=True)
+sys.stdin.read()
+print(bytes(region.words(0, 1)).hex(), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("process", "runs as user 65534"), ("memory", "was made by user 65534")],
+    ids=["process", "memory"],
+)
+def test_memory_of_another_user_is_refused_by_root_too(what: str, why: str) -> None:
+    """The second is what a program of root holds that was started by another user with descriptors left open."""
+    command = [sys.executable, "-c", FOREIGN, what]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        blob = bytes.fromhex(child.stdout.readline())
+        refused = []
+        for is_writable in (True, False):
+            try:
+                HostRegion.attach(blob, is_writable).words(0, 1)
+            except AuthError as exc:
+                refused.append(why in str(exc))
+        told = child.communicate("", timeout=20)[0].split()
+    assert refused == [True, True]
+    assert told == ["00" * 8]
+
+
+def test_only_the_owner_can_map_a_sealed_region_for_writing() -> None:
+    region = HostRegion.create(10_000, "test", only_owner_writes=True)
+    with pytest.raises(ResourceError, match="cannot map"):
+        HostRegion.attach(region.blob)
+    other = HostRegion.attach(region.blob, is_writable=False)
+    region.words(0, 1)[0] = 77
+    assert other.words(0, 1)[0] == 77
+    assert other.array(np.dtype(np.uint64), 8).tolist() == [77]
+    with pytest.raises(TypeError, match="read-only"):
+        other.words(0, 1)[0] = 78
+    with pytest.raises(ValueError, match="read-only"):
+        other.array(np.dtype(np.uint64), 8)[0] = 78
+    fd = os.open(f"/proc/self/fd/{region._fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 100)
+    os.close(fd)
+    other.close()
+    region.close()
+
+
+@pytest.mark.parametrize("sleeper_is_owner", [True, False])
+def test_futexes_work_through_a_mapping_that_cannot_be_written(sleeper_is_owner: bool) -> None:
+    """Shared futexes are known by file and offset, so either side may sleep and the other wake it."""
+    region = HostRegion.create(4096, "test", only_owner_writes=True)
+    other = HostRegion.attach(region.blob, is_writable=False)
+    asleep, waker = (region, other) if sleeper_is_owner else (other, region)
+    answers = []
+    patience = signals._Timespec(20, 0)
+
+    def sleep() -> None:
+        address = ctypes.c_void_p(asleep.address)
+        answers.append(
+            signals._syscall(signals._SYS_FUTEX, address, signals._FUTEX_WAIT, 0, ctypes.byref(patience), None, 0)
+        )
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    woken, deadline = 0, time.monotonic() + 20
+    while woken == 0 and time.monotonic() < deadline:
+        address = ctypes.c_void_p(waker.address)
+        woken = signals._syscall(signals._SYS_FUTEX, address, signals._FUTEX_WAKE, 1, None, None, 0)
+    thread.join(30)
+    assert (woken, answers) == (1, [0])
+    other.close()
+    region.close()
+
+
+def test_kernels_that_do_not_know_the_seal_share_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.fcntl
+
+    def old(fd: int, command: int, argument: int = 0) -> int:
+        if command == host._F_ADD_SEALS and argument & host._SEAL_FUTURE_WRITE:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", old)
+    region = HostRegion.create(4096, "test", only_owner_writes=True)
+    other = HostRegion.attach(region.blob, is_writable=False)
+    region.words(0, 1)[0] = 5
+    assert other.words(0, 1)[0] == 5
+    other.close()
+    region.close()
+
+
+def test_an_array_keeps_the_mapping_alive(region: HostRegion) -> None:
+    array = region.array(np.dtype(np.int32), 20)
+    array[:] = 9
+    region.close()
+    gc.collect()
+    assert array.tolist() == [9] * 5

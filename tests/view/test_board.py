@@ -319,7 +319,7 @@ def test_many_users_leave_no_threads_and_no_descriptors() -> None:
     until(lambda: (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))) <= before)
 
 
-ENDPOINT = Endpoint(77, 123456, b"b" * BLOB_BYTES, b"h" * BLOB_BYTES, b"outbox")
+ENDPOINT = Endpoint(77, 123456, 9, b"b" * BLOB_BYTES, b"h" * BLOB_BYTES, b"outbox")
 
 
 def test_endpoints_come_back_or_are_refused() -> None:

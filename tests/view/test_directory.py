@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -37,13 +38,14 @@ def test_everything_is_ours_alone_and_nothing_stays(runtime: Path) -> None:
     old_mask = os.umask(0)
     try:
         job = d.JobDirectory.create("a:1")
-        listener, name = job.listen(3, NONCE, 4)
+        door = job.listen(3, NONCE, 4)
     finally:
         os.umask(old_mask)
     assert mode(runtime) == mode(job.path) == 0o700
-    assert {entry.name: mode(entry) for entry in job.path.iterdir()} == {"token": 0o600, "lock": 0o600, name: 0o600}
-    assert listener.getsockname().startswith("/"), "no abstract name"
-    listener.close()
+    assert {entry.name: mode(entry) for entry in job.path.iterdir()} == {"token": 0o600, door.name: 0o600}
+    assert door.listener.getsockname().startswith("/"), "no abstract name"
+    door.close()
+    door.close()
     job.leave()
     job.leave()
     assert list(runtime.iterdir()) == []
@@ -56,15 +58,15 @@ def test_others_find_the_job_its_token_and_its_sockets() -> None:
     second = d.JobDirectory.open(first.path)
     assert second.job_id == first.job_id
     assert second.token.derive(b"x", b"y") == first.token.derive(b"x", b"y")
-    listener, name = first.listen(3, NONCE, 4)
-    assert second.sockets() == [(3, NONCE, name)]
-    connection = second.connect(name)
-    listener.accept()[0].close()
+    door = first.listen(3, NONCE, 4)
+    assert second.sockets() == [(3, NONCE, door.name)]
+    connection = second.connect(door.name)
+    door.listener.accept()[0].close()
     connection.close()
-    first.remove(name)
+    first.remove(door.name)
     with pytest.raises(FileNotFoundError):
-        second.connect(name)
-    listener.close()
+        second.connect(door.name)
+    door.close()
     first.leave()
     assert first.path.exists(), "the second is still there"
     second.leave()
@@ -93,7 +95,7 @@ DYING = """
 import os, signal, sys
 from epee.view.directory import JobDirectory
 job = JobDirectory.create("dying")
-listener, name = job.listen(0, bytes(16), 4)
+door = job.listen(0, bytes(16), 4)
 print(job.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -103,7 +105,7 @@ def test_what_a_killed_job_left_is_removed_by_the_next() -> None:
     done = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, timeout=50)
     assert done.returncode == -signal.SIGKILL
     left = Path(done.stdout.strip())
-    assert {entry.name for entry in left.iterdir()} == {"token", "lock", "0-" + "0" * 32}
+    assert {entry.name for entry in left.iterdir()} == {"token", "0-" + "0" * 32}
     assert d.find_jobs("dying") == []
     job = d.JobDirectory.create()
     assert not left.exists()
@@ -157,7 +159,7 @@ def test_a_folder_that_others_can_enter_is_refused(runtime: Path, bad: int) -> N
 
 def test_links_are_refused(runtime: Path, tmp_path: Path) -> None:
     job = d.JobDirectory.create()
-    link = runtime / job.path.name.replace("job-", "job-", 1).replace(job.job_id.hex(), "0" * 32)
+    link = runtime / job.path.name.replace(job.job_id.hex(), "0" * 32)
     link.symlink_to(job.path)
     with pytest.raises(AuthError):
         d.JobDirectory.open(link)
@@ -199,7 +201,7 @@ def test_another_user_cannot_reach_the_socket(monkeypatch: pytest.MonkeyPatch) -
         os.chmod(open_to_all, 0o755)
         monkeypatch.setenv("EPEE_RUNTIME_DIR", open_to_all + "/run")
         job = d.JobDirectory.create()
-        listener, name = job.listen(0, NONCE, 4)
+        door = job.listen(0, NONCE, 4)
         probe = "import socket,sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
         command = [
             "setpriv",
@@ -212,11 +214,11 @@ def test_another_user_cannot_reach_the_socket(monkeypatch: pytest.MonkeyPatch) -
             probe,
         ]
         link = Path(open_to_all) / "s"  # a socket's path must be short
-        link.symlink_to(job.path / name)
+        link.symlink_to(job.path / door.name)
         done = subprocess.run([*command, str(link)], capture_output=True, text=True, timeout=20)
         link.unlink()
         assert "PermissionError" in done.stderr
-        listener.close()
+        door.close()
         job.leave()
 
 
@@ -252,7 +254,6 @@ def test_names_that_are_no_sockets_of_the_folder_are_refused() -> None:
     job.leave()
     folder = job.path.parent / "elsewhere"
     folder.mkdir(mode=0o700)
-    (folder / "lock").touch()
     with pytest.raises(ProtocolError, match="not the folder of a job"):
         d.JobDirectory.open(folder)
 
@@ -262,20 +263,67 @@ def test_long_paths_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     deep.mkdir()
     monkeypatch.setenv("EPEE_RUNTIME_DIR", str(deep / "run"))
     job = d.JobDirectory.create()
-    listener, name = job.listen(0, NONCE, 1)
-    job.connect(name).close()
-    listener.close()
+    door = job.listen(0, NONCE, 1)
+    job.connect(door.name).close()
+    door.close()
     job.leave()
 
 
-def test_without_a_named_folder_the_sessions_or_a_private_one_is_used(
+def test_without_a_named_folder_a_private_one_among_the_temporary_files_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The session's folder goes when the user logs out; a job need not."""
     monkeypatch.delenv("EPEE_RUNTIME_DIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
-    assert d.runtime_folder() == (tmp_path / f"epee-{os.geteuid()}").resolve()
     session = tmp_path / "session"
     session.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    assert d.runtime_folder() == (session / "epee").resolve()
+    assert d.runtime_folder() == (tmp_path / f"epee-{os.geteuid()}").resolve()
+    assert mode(d.runtime_folder()) == 0o700
+    assert not list(session.iterdir())
+
+
+# ---- what cleaners do (review A5)
+
+
+def test_a_cleaner_that_empties_a_living_jobs_folder_does_not_give_it_to_the_next_job(runtime: Path) -> None:
+    job = d.JobDirectory.create("a:1")
+    door = job.listen(0, NONCE, 4)
+    for entry in job.path.iterdir():  # what a cleaner does to files that nobody has touched for some days
+        entry.unlink()
+    os.utime(job.path, (1, 1))
+    other = d.JobDirectory.create("b:2")
+    assert job.path.exists(), "the next job has removed the folder of a living one"
+    assert job.is_there()
+    assert d.find_jobs("a:1") == [job.path]
+    other.leave()
+    door.close()
+    job.leave()
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_process_is_reached_through_its_door_when_its_name_is_gone() -> None:
+    job = d.JobDirectory.create("a:1")
+    door = job.listen(0, NONCE, 4)
+    shutil.rmtree(job.path)
+    assert not job.is_there()
+    assert job.sockets() == []
+    connection = d.connect_door(os.getpid(), door.fd)
+    accepted, _ = door.listener.accept()
+    for end in (connection, accepted):
+        end.close()
+    job.remove(door.name)
+    with pytest.raises(ResourceError, match="has ended, or its folder was removed"):
+        d.JobDirectory.open(job.path)
+    door.close()
+    job.leave()
+
+
+def test_a_folder_that_took_the_place_of_another_is_not_taken_for_it() -> None:
+    job = d.JobDirectory.create("a:1")
+    moved = job.path.with_name("moved")
+    job.path.rename(moved)
+    job.path.mkdir(mode=0o700)
+    assert not job.is_there()
+    job.leave()
+    shutil.rmtree(moved)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from epee.view.loop import IDLE_S
 from epee.view.messages import DEAD, LEFT, STALLED, LaneState
 from epee.view.report import look_at_job
 from epee.view.runtime import Runtime
@@ -348,3 +350,35 @@ def test_a_joiner_maps_the_boards_of_the_members_before_it_is_one(tmp_path: Path
         ranks[0].ask("call", "admit", (2,))
         new.answer()
         settle([*ranks, new], {0, 1, 2})
+
+
+# ---- the job's folder vanishes (review A5)
+
+
+def test_a_death_is_decided_when_the_folder_was_removed(tmp_path: Path) -> None:
+    with group(tmp_path / "run") as job:
+        ranks = job.born(3)
+        shutil.rmtree(tmp_path / "run")
+        ranks[2].kill()
+        assert settle(ranks[:2], {0, 1}).epoch == 2
+        same_history(ranks[:2])
+
+
+def test_who_has_seen_the_folder_is_taken_in_when_it_was_removed(tmp_path: Path) -> None:
+    with group(tmp_path / "run", PATIENT._replace(admit="ask")) as job:
+        ranks = job.born(3)
+        new = job.joiner(2)
+        ranks[2].kill()
+        settle(ranks[:2], {0, 1})
+        new.tell("join", 20.0)
+        deadline = time.monotonic() + 20
+        while ranks[1].ask("call", "waiting") != (2,):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        shutil.rmtree(tmp_path / "run")
+        time.sleep(2 * IDLE_S)  # the joiner has to ask again without the folder
+        ranks[0].kill()
+        settle([ranks[1]], {1})
+        ranks[1].ask("call", "admit", [2])
+        new.answer()
+        settle([ranks[1], new], {1, 2})

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -182,7 +183,7 @@ def test_a_lane_that_waited_in_vain_is_not_taken_in_later(alone: Runtime, monkey
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on fork with threads
 def test_a_fork_has_no_part_in_it(alone: Runtime) -> None:
     before, loop = alone.view(), alone._running()
-    fds = (loop._poll.fileno(), loop._bell, alone._board._region._fd, alone._job._folder_fd, alone._job._lock_fd)
+    fds = (loop._poll.fileno(), loop._bell, alone._board._region._fd, alone._job._folder_fd, alone._door.fd)
     shared = {fd for fd in descriptors() if int(fd.split()[0]) in fds}
     assert len(shared) == 5
     child = os.fork()
@@ -594,9 +595,9 @@ def test_a_pid_that_changed_hands_is_not_taken_for_the_process_that_is_meant(alo
 
 def test_messages_to_a_peer_that_does_not_read_are_dropped_not_waited_for() -> None:
     job = JobDirectory.create()
-    listener, _ = job.listen(1, NONCE, 8)
+    door, own = job.listen(1, NONCE, 8), job.listen(0, b"m" * 16, 8)
     poll = select.epoll()
-    board = switchboard.Switchboard(job, auth.Identity(0, 1, b"m" * 16), poll)
+    board = switchboard.Switchboard(job, auth.Identity(0, 1, b"m" * 16), own, poll)
     peer = Member(1, 1, NONCE, b"")
     big = Commit(tuple(Decision(n, (Member(1, 1, NONCE, bytes(1000)),)) for n in range(1, 9)))
     for _ in range(2 * connection.MAX_QUEUED_BYTES // len(encode(big))):
@@ -605,7 +606,7 @@ def test_messages_to_a_peer_that_does_not_read_are_dropped_not_waited_for() -> N
     assert not board.is_idle
     assert board.expire(time.monotonic() + 2 * connection.HANDSHAKE_S) == float("inf")
     assert board.is_idle
-    listener.close()
+    door.close()
     board.send(peer, Ask(1), time.monotonic())
     board.send(peer._replace(nonce=b"x" * 16), Ask(1), time.monotonic())
     assert board.dropped["unreachable"] == 2
@@ -623,3 +624,17 @@ def test_a_long_commit_is_cut_into_frames() -> None:
     assert all(encode(part) for part in parts)
     assert switchboard._parts(Ask(1)) == [Ask(1)]
     assert first_view([Member(1, 0, NONCE, b"")]).members[0].incarnation == 1
+
+
+# ---- the folder
+
+
+def test_that_the_folder_has_vanished_is_said_once(alone: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.rmtree(alone._job.path)
+    for _ in range(3):
+        alone._ask(lambda done: (alone._running()._look_around(), done()))
+    told = [record for record in caplog.records if "was removed" in record.message]
+    assert len(told) == 1
+    assert str(alone._job.path) in told[0].message
+    assert "EPEE_RUNTIME_DIR" in told[0].message
+    assert alone.view().epoch == 1

@@ -217,7 +217,10 @@ class JobDirectory:
             ResourceError: no descriptor is left, or the folder is gone.
         """
         name = socket_name(slot, nonce)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        except OSError as exc:
+            raise shortage(f"cannot listen in {self.path}", exc) from exc
         try:
             listener.bind(self._address(name))
             self._sockets.add(name)

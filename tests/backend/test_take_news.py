@@ -23,7 +23,7 @@ from epee.backend.entry import CHANGING, NEWS
 from epee.backend.home import pack_extra
 from epee.backend.job import Seat
 from epee.backend.message import Message
-from epee.backend.outbox import Outboxes, outbox_layout
+from epee.backend.outbox import Outboxes, Owner, outbox_layout
 from epee.backend.survival import Survival
 from epee.errors import RankFailedError, ResourceError
 from epee.memory.host import BLOB_BYTES, HostRegion, process_start_time
@@ -47,8 +47,9 @@ class Process:
     def __init__(self, slot: int, incarnation: int, num_ranks: int) -> None:
         self.region = HostRegion.create(NBYTES, f"outbox{slot}")
         blob, extra = bytes(BLOB_BYTES), pack_extra(LANE, num_ranks, self.region.blob)
-        endpoint = Endpoint(os.getpid(), process_start_time(os.getpid()), blob, blob, extra)
+        endpoint = Endpoint(os.getpid(), process_start_time(os.getpid()), 0, blob, blob, extra)
         self.member = Member(slot, incarnation, bytes([slot, incarnation]) * 8, pack_endpoint(endpoint))
+        Owner(self.member.nonce, LANE, slot).sign(self.region)
 
 
 class Case:

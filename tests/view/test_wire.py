@@ -42,7 +42,7 @@ def decisions(draw: Any, epoch: int | None = None) -> m.Decision:
         draw(EPOCH) if epoch is None else epoch,
         members,
         tuple(removal for removal in removed if removal[:2] not in there),
-        draw(ordered(st.builds(m.Cut, LANE, SEQ), lambda cut: cut[:2])),
+        draw(ordered(st.builds(m.Cut, LANE, SEQ), lambda cut: cut.lane)),
         draw(ordered(st.builds(m.Start, LANE, SEQ), lambda start: start.lane)),
     )
 

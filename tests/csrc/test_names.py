@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from epee.collectives import params as collectives
 from epee.ep import latency_kernels, throughput_params
 from epee.jit.params import NAMESPACE, kernel_symbol
 from epee.jit.source import CSRC
@@ -24,7 +25,14 @@ def test_a_name_begins_with_the_one_thing_that_the_kernel_does(name: str) -> Non
 
 
 def test_no_name_stands_twice() -> None:
-    assert max(Counter(NAMES).values()) == 1
+    names = [*NAMES, *(name for entries in collectives.KERNELS.values() for name in entries)]
+    assert max(Counter(names).values()) == 1
+
+
+def test_a_collective_is_not_taken_for_a_call_of_a_buffer() -> None:
+    names = [name for entries in collectives.KERNELS.values() for name in entries]
+    assert all(name.startswith("collective_") for name in names)
+    assert not any(word in name for name in names for word in ("dispatch", "combine", "layout"))
 
 
 @pytest.mark.parametrize("kernels", [throughput_params.KERNELS, latency_kernels.KERNELS])
@@ -40,7 +48,7 @@ def test_every_kernel_stands_in_the_namespace_and_in_the_table() -> None:
         assert "__global__" not in before, path.name
         assert 'extern "C"' not in inside, path.name
         found = set(re.findall(r"__global__[^(]*\([^)]*\)\s+(\w+)(?=\()", inside))
-        assert found <= set(ALL.get(f"kernels/{path.name}", {})), path.name
+        assert found <= set({**ALL, **collectives.KERNELS}.get(f"kernels/{path.name}", {})), path.name
 
 
 @pytest.mark.compiler

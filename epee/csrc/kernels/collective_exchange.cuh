@@ -88,20 +88,24 @@ DEVICE void exchange(const ExchangeParams& p) {
   close_call(p.call, s);
 }
 
-extern "C" __global__ void __launch_bounds__(kExchangeThreads, 1)
+namespace epee {
+
+__global__ void __launch_bounds__(kExchangeThreads, 1)
     collective_exchange_reduced(const __grid_constant__ ExchangeParams p) {
   exchange<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(kExchangeThreads, 1)
+__global__ void __launch_bounds__(kExchangeThreads, 1)
     collective_exchange_placed(const __grid_constant__ ExchangeParams p) {
   exchange<true>(p);
 }
 
 /// All ranks meet. One warp; what kernels of this stream wrote before is visible to those behind it on all ranks.
-extern "C" __global__ void __launch_bounds__(32, 1) collective_barrier(const __grid_constant__ ExchangeParams p) {
+__global__ void __launch_bounds__(32, 1) collective_barrier(const __grid_constant__ ExchangeParams p) {
   __shared__ Meeting s;
   wait_previous_kernel();
   open_call<true>(p.call, s, 0, -1);
   close_call(p.call, s);
 }
+
+}  // namespace epee

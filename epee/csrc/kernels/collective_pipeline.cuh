@@ -296,12 +296,16 @@ DEVICE void pipeline(const PipelineParams& p) {
   close_call(p.call, s);
 }
 
-extern "C" __global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)
+namespace epee {
+
+__global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)
     collective_pipeline_reduced(const __grid_constant__ PipelineParams p) {
   pipeline<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)
+__global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)
     collective_pipeline_placed(const __grid_constant__ PipelineParams p) {
   pipeline<true>(p);
 }
+
+}  // namespace epee

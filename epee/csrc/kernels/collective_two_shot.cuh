@@ -118,7 +118,9 @@ DEVICE bool take_shares(const TwoShotParams& p, const Meeting& s, const Shares& 
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(kTwoShotThreads, 1)
+namespace epee {
+
+__global__ void __launch_bounds__(kTwoShotThreads, 1)
     collective_two_shot(const __grid_constant__ TwoShotParams p) {
   __shared__ Meeting s;
   wait_previous_kernel();
@@ -133,3 +135,5 @@ extern "C" __global__ void __launch_bounds__(kTwoShotThreads, 1)
   }
   close_call(p.call, s);
 }
+
+}  // namespace epee

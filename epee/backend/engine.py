@@ -55,7 +55,7 @@ from .outbox import (
     failed_by_view,
 )
 from .p2p import Mailroom
-from .plan import NOTHING, Make, RefusedPlan, Tensors, refused
+from .plan import NOTHING, Make, Plan, RefusedPlan, Tensors, refused
 from .sizes import Mask
 from .waiting import NAP_ROUNDS
 
@@ -170,34 +170,35 @@ class Engine(Express):
     def claim(self, make: Make) -> Operation | None:
         """Return the unclaimed call that `make` repeats, its results in the places of the repetition; None: a new call.
 
-        The ends of the unclaimed calls must be known first. A call of another kind repeats none of them: its caller
-        goes on without their results, as the other ranks do that have them.
+        The end of that call must be known first. A call of another kind repeats none of them: its caller goes on
+        without their results, as the other ranks do that have them.
 
         Raises:
-            CommTimeoutError: an end is still open; nothing was issued, the call may be repeated.
+            CommTimeoutError: the end is still open; nothing was issued, the call may be repeated.
         """
         for op in self.unclaimed[:]:
+            plan = self._repetition(op, make)
+            if plan is None:
+                continue
             if not op.done:
                 self.drive(op, time.monotonic() + self.timeout_s)
-        for position, op in enumerate(self.unclaimed):
-            if op.error is None and self._deliver(op, make):
+            if op.error is None:
+                plan.deliver(op.plan.sinks())
                 self.contributors = op.box.members
-                del self.unclaimed[: position + 1]
+                del self.unclaimed[: self.unclaimed.index(op) + 1]
                 return op
+            self.unclaimed.remove(op)
         self.unclaimed.clear()
         return None
 
     @staticmethod
-    def _deliver(op: Operation, make: Make) -> bool:
-        """Write the results of an unclaimed call to the places of the call that `make` plans, if it repeats it."""
+    def _repetition(op: Operation, make: Make) -> Plan | None:
+        """Return the plan of an unclaimed call for the places of the call that `make` plans, if it repeats it."""
         try:
             plan = make(op.box)
         except InvalidArgument:  # it does not fit that call's members
-            return False
-        is_repetition = plan.is_like(op.plan)
-        if is_repetition:
-            plan.deliver(op.plan.sinks())
-        return is_repetition
+            return None
+        return plan if plan.is_like(op.plan) else None
 
     def disown(self, op: Operation, exc: BaseException) -> None:
         """End a call whose caller gets `exc` instead, or leave it unclaimed. The lock is held."""

@@ -22,7 +22,8 @@ with the others. A rank that was stopped learns it when it goes on. A refusal is
 it, and its reason is for those who come late.
 
 What is left open: a rank that has stopped between its last look and the store after it has not decided, and nobody can
-decide for it. After GRACE_S the others' callers get their error, but the call stays open: the repetition of it
+decide for it. (Who is through with the call and whose words were damaged says nothing any more: then the call is lost,
+and the error says so.) After GRACE_S the others' callers get their error, but the call stays open: the repetition of it
 continues its number (`Engine.claim`), so nobody pairs it with another call. A rank in the midst of rounds that others
 do not need (a gather's senders) is through with the call before another's time-out. A crash between two stores leaves a
 rank that the next epoch has no more.
@@ -74,23 +75,34 @@ class Withdrawal:
     def is_over(self, op: Operation, box: Outboxes) -> bool:
         """See how the call ends. True when it does so here: it has failed, or `op.completing` says that it must be."""
         undecided: list[int] = []
+        unreadable: list[int] = []
         somebody_completes = False
         for peer in box.peers:
             state = _state_of(box.words[peer], op)
             if state == _MISSING:
-                undecided, somebody_completes = [], False
+                undecided, unreadable, somebody_completes = [], [], False
                 break
             somebody_completes |= state == _COMPLETES
+            if state == _UNREADABLE:
+                unreadable.append(box.members[peer])
             if state == _OPEN and box.members[peer] not in op.lost:  # who is lost decides nothing any more
                 undecided.append(box.members[peer])
         if somebody_completes:
             op.completing = True
             return True
         self.undecided = undecided
-        if undecided:
+        if undecided or (unreadable and time.monotonic() < self._until):
             return False
-        op.fail(self.cause or self._error(op, box))
+        op.fail(self._lost(op, box, unreadable) if unreadable else self.cause or self._error(op, box))
         return True
+
+    def _lost(self, op: Operation, box: Outboxes, unreadable: list[int]) -> CommTimeoutError:
+        return CommTimeoutError(
+            f"{op.describe(box)}: {self._told(op, box)}; the call is lost: rank(s) {_names(unreadable)} are through "
+            "with it, and their words do not tell whether they completed it (is their memory damaged?); results are "
+            "untouched; agree with them before you repeat it; the next call pairs by its number",
+            unreadable,
+        )
 
     def raise_if_open(self, op: Operation, box: Outboxes) -> None:
         """Raise `CommTimeoutError` when others could have decided by now and have not; the call stays open."""
@@ -122,7 +134,7 @@ class Withdrawal:
         )
 
 
-_MISSING, _OPEN, _COMPLETES, _FAILED = range(4)
+_MISSING, _OPEN, _COMPLETES, _FAILED, _UNREADABLE = range(5)
 
 
 def _state_of(words: memoryview, op: Operation) -> int:
@@ -141,7 +153,9 @@ def _state_of(words: memoryview, op: Operation) -> int:
         return _COMPLETES
     if words[cell + SIGNATURE] & 63 == REFUSED:
         return _FAILED
-    return _FAILED if (is_through and header == tag) or has_left(words) else _OPEN
+    if has_left(words) or (is_through and header == tag):
+        return _FAILED
+    return _UNREADABLE if is_through else _OPEN  # what is through with the call will say nothing more of it
 
 
 def _names(ranks: list[int]) -> str:

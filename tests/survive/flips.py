@@ -76,6 +76,7 @@ def flip_round(
         if is_on:
             flipper.begin(group, seq, flip)
         entry = one_call(group, flip.op, flip.length)
+        group._engine.unclaimed.clear()  # this program goes on instead of repeating a call whose end is open
         if is_on:
             flipper.end()
         if entry.status == "ok":

@@ -11,6 +11,7 @@ from epee.collectives.params import EXCHANGE_THREADS, KERNELS, TWO_SHOT_THREADS,
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
 from epee.jit.compile import compile_source, resources
+from epee.jit.params import kernel_symbol
 from epee.jit.source import flatten
 
 THREADS, BLOCKS = CollectivePlan().pipeline
@@ -37,7 +38,7 @@ def test_kernels_compile_without_spills(
     head = kernel_head(num_ranks, dtype, reduction, CollectivePlan().pipeline)
     compiled = compile_source(flatten(path, head), architecture, path)
     found = resources(compiled.log)
-    assert set(found) == set(KERNELS[path])
+    assert set(found) == {kernel_symbol(name, params) for name, params in KERNELS[path].items()}
     for name, needs in found.items():
         assert needs.spill_bytes == 0, name
         assert needs.stack_bytes == 0, name

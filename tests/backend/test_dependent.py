@@ -188,12 +188,14 @@ def unattended(rank: int, num_ranks: int, folder: str) -> None:
     if rank == 0:
         works = [dist.irecv(x, 1, tag=tag) for tag in (3, 2, 1)]
         assert len(engine.mail.held) == 2
+        stages.reach(folder, "posted")
         works += [dist.all_reduce(x, async_op=True), dist.isend(x, 1)]
         deadline = time.monotonic() + 20
         while not works[-1].is_completed() and time.monotonic() < deadline:
             time.sleep(0.001)
         assert x.tolist() == [3.0] * 4
     else:
+        stages.wait_for(folder, "posted")
         for tag in (1, 2, 3):
             dist.isend(torch.full((4,), float(tag)), 0, tag=tag)
         got = torch.full((4,), 2.0)
@@ -316,6 +318,8 @@ def test_messages_of_a_batch_do_not_wait_for_each_other(tmp_path: Path) -> None:
 def failed_input(rank: int, num_ranks: int, folder: str) -> None:
     engine = _init(rank, num_ranks, folder)
     x, y, z = (torch.full((4,), rank + 1.0) for _ in range(3))
+    if rank == 1:
+        stages.wait_for(folder, "issued")  # else the first call could fail before the others are issued
     first = dist.all_reduce(x[: 3 + rank], async_op=True)  # a mismatch
     if rank == 0:
         works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True), dist.isend(x, 1)]
@@ -326,7 +330,6 @@ def failed_input(rank: int, num_ranks: int, folder: str) -> None:
         works[1].wait()
         dist.send(z, 1)
     else:
-        stages.wait_for(folder, "issued")
         with pytest.raises(MismatchError, match="disagree"):
             first.wait()
         with pytest.raises(MismatchError, match="not run: it reads"):

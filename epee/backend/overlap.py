@@ -212,6 +212,10 @@ def _is_near(engine: Engine, writes: Spans, reads: Spans, retired: int) -> bool:
 
 def order_message(engine: Engine, message: Message) -> None:
     """Note which open calls are in the way of a new message."""
+    if not engine.queue and not _open_messages(engine):
+        if message.is_early:
+            _read_again(message)
+        return
     writes, reads = touched(message)
     edges = []
     for op in engine.queue:

@@ -12,7 +12,6 @@ slowest rank. `tensor.add_` of one element is timed in the same way, as a measur
     launch             the kernel alone, arguments prepared
     graph of one       a CUDA graph with one barrier, replayed
     graph of twenty    a CUDA graph with twenty, replayed; time of one barrier
-    kernel             mean duration of the barrier's kernel, by the profiler (its wait for the other ranks included)
 """
 
 from __future__ import annotations
@@ -73,22 +72,6 @@ def graph_of(call: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def kernel_time(call: Callable[[], object], num_calls: int) -> float:
-    """Return the mean duration of the barrier's kernel in microseconds."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(num_calls):
-            call()
-        torch.cuda.synchronize()
-    mean = torch.tensor(
-        [event.device_time_total / event.count for event in profile.key_averages() if "barrier" in event.key][:1]
-        or [float("nan")]
-    )
-    dist.all_reduce(mean, op=dist.ReduceOp.MAX)
-    return float(mean)
-
-
 def time_barrier(num_ranks: int, num_calls: int) -> dict[str, Any]:
     """Time everything; the first dispatch makes the buffer's memory."""
     buffer = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=128, num_cpu_timeout_secs=TIMEOUT_S)
@@ -116,7 +99,6 @@ def time_barrier(num_ranks: int, num_calls: int) -> dict[str, Any]:
     rows["graph of one"] = block_times(one.replay, num_calls)
     elapsed, host = block_times(many.replay, max(1, num_calls // IN_GRAPH))
     rows["graph of twenty"] = elapsed / IN_GRAPH, host / IN_GRAPH
-    rows["kernel"] = kernel_time(buffer.barrier, num_calls)
     buffer.barrier(with_cpu_sync=True)
     return rows
 

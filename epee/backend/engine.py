@@ -57,6 +57,7 @@ from .outbox import (
 from .p2p import Mailroom
 from .plan import NOTHING, Make, Plan, RefusedPlan, Tensors, refused
 from .sizes import Mask
+from .unsettled import Unsettled
 from .waiting import NAP_ROUNDS
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Engine(Express):
         members: the outboxes of those who take part in the next call, which is planned with them; `box` has all ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
         unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
+        unsettled: calls that ended here without a result, and may still be open at others.
     """
 
     def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float, first_number: int = 1) -> None:
@@ -88,6 +90,7 @@ class Engine(Express):
         self.members = box
         self.survival: Survival | None = None
         self.unclaimed: list[Operation] = []
+        self.unsettled = Unsettled()
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
 
     # ---- collectives
@@ -122,7 +125,7 @@ class Engine(Express):
                 op.tensors = tensors
                 if self.queue or self.messages:
                     overlap.order(self, op)
-                if self.queue or self.flags or op.before or not self._express(op):
+                if self.queue or self.flags or op.before or self.unsettled or not self._express(op):
                     self.queue.append(op)
                     self._publish_waiting()
                     self.drive(op)
@@ -351,7 +354,7 @@ class Engine(Express):
             if not head.done and not self.survival.may_publish(head):
                 return NO_ROOM
         try:
-            block = head.step(head.box)
+            block = NO_ROOM if self.unsettled and self._is_held_up(head) else head.step(head.box)
         except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
             if head.writing or head.completing:
                 head.fail(exc)
@@ -363,6 +366,14 @@ class Engine(Express):
             if self.queue and self.queue[0] is head:  # no verdict yet, or no room to tell it
                 return NO_ROOM
         return block
+
+    def _is_held_up(self, head: Operation) -> bool:
+        """Publish the head; True when an earlier call without a result is still open at a rank (`unsettled.py`)."""
+        if head.withdrawal is not None or head.done:
+            return False
+        if not head.published and not head.publish(head.box):
+            return True
+        return bool(self.unsettled.behind(head.box))
 
     def retire_heads(self) -> None:
         """Take finished calls off the queue, in order, and say that this rank is through with them."""
@@ -378,6 +389,8 @@ class Engine(Express):
                 break  # its number stays open until there is room for a header
             own[CONSUMED] = own[CONSUMED_TOO] = op.seq
             self.contributors = op.box.members if op.error is None else ()
+            if self.survival is not None:
+                self.unsettled.note(op)
             retired = True
             self.retire(op)
             queue.popleft()  # last: all of this may be run again after an interrupt

@@ -66,6 +66,7 @@ class Block(NamedTuple):
     value: int
 
 
+RENEWED_S = 5.0  # longer than a busy machine keeps a process from its core
 NO_ROOM = Block(-1, 0, 0)
 MOVED_ON = NO_ROOM  # a peer runs the call in a later epoch; there is no word to wait for, only a decision
 
@@ -291,6 +292,8 @@ class Operation:
         self.withdrawal = None
         self.damaged = -1
         self.seen = self.base = self.filled = self.merged = self.drained = self.patience = 0
+        if self.deadline:  # the others need a moment for the news, too: who is late for it is not silent
+            self.deadline = max(self.deadline, time.monotonic() + min(self.deadline - self.started, RENEWED_S))
 
     @property
     def rounds_known(self) -> bool:

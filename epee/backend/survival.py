@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import (
@@ -38,9 +38,8 @@ from ..errors import (
     PeerError,
     RankFailedError,
 )
-from ..memory.signals import tag
 from ..view.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
-from ..view.outcome import Course, Place, is_whole
+from ..view.outcome import Course, Place
 from .entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from .intake import Intake
 from .job import Seat
@@ -51,18 +50,14 @@ from .options import MAX_RANKS
 from .outbox import (
     CONSUMED,
     CONSUMED_TOO,
-    FILLED,
-    GAVE_UP,
     LIFE,
     LIFE_BORN,
-    MERGED,
     Outboxes,
     consumed_of,
-    count_of,
-    failed_by_view,
 )
 from .p2p import first_number
 from .sizes import Sizes
+from .unsettled import Past, past_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -335,10 +330,8 @@ class Survival(Intake):
         """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
         if op.done or op.writing:
             return
-        ran_in = max(op.box.epoch, self._course.base)  # it may have been issued before a change long over
-        if ran_in <= max(self._joined_in, self._shown_epoch):
-            ran_in = 0  # it was planned in a change that no call has been asked about: ask from before that
-        place = self._course.place(op.seq, lambda slot, epoch, seq: self._is_whole(op, slot, epoch), ran_in)
+        self._owner.unsettled.keep(self._ask_again(self._owner.unsettled))
+        place = self._place(past_of(op))
         for epoch in place.via:
             box = self.box_for(epoch, op.seq)
             if op.box is not box and op.box.epoch <= epoch:  # else it was planned in a later one: see `show_joined`
@@ -355,32 +348,32 @@ class Survival(Intake):
         else:
             self._move(op, box)
 
+    def _ask_again(self, calls: Iterable[Past]) -> Iterator[Past]:
+        """Ask about calls that have ended here, before any later one, and say where they would run now."""
+        for past in calls:
+            place = self._place(past)
+            if not place.failed:
+                box = past.box if place.epoch <= past.box.epoch else self.box_for(place.epoch, past.seq)
+                yield past.moved(box)
+
+    def _place(self, past: Past) -> Place:
+        ran_in = max(past.box.epoch, self._course.base)  # it may have been issued before a change long over
+        if ran_in <= max(self._joined_in, self._shown_epoch):
+            ran_in = 0  # it was planned in a change that no call has been asked about: ask from before that
+        return self._course.place(past.seq, lambda slot, epoch, seq: self._is_whole(past, slot, epoch), ran_in)
+
     def _mark_lost(self, op: Operation) -> None:
         """Tell a call which of its members read nothing any more."""
         op.lost = {rank for rank, (epoch, _) in self._removed.items() if epoch > op.box.epoch}
 
-    def _is_whole(self, op: Operation, slot: int, epoch: int) -> bool:
+    def _is_whole(self, past: Past, slot: int, epoch: int) -> bool:
         """True when a dead slot has done all that the call needs of it, as far as its words and ours tell.
 
         The outboxes of the epoch asked about have the memory of the process that died, whoever has its place now.
         """
-        box = op.box if epoch == op.box.epoch else self.box_for(epoch, op.seq)
+        box = past.box if epoch == past.box.epoch else self.box_for(epoch, past.seq)
         rank = self._rank_of[slot]
-        if rank not in box.members:
-            return True
-        words = box.words[box.members.index(rank)]
-        if words[op.cell + GAVE_UP] in (tag(epoch, op.seq), failed_by_view(tag(epoch, op.seq))):
-            return True  # it had given the call up: that is between it and those who wait for its rounds
-        plan = op.plan
-        known = epoch == op.box.epoch and op.rounds_known and (plan.rounds > 1 or plan.merge_bytes > 0)
-        return is_whole(
-            words[op.cell],
-            tag(epoch, op.seq),
-            count_of(words[op.cell + FILLED]) if known else 1,
-            count_of(words[op.cell + MERGED]) if known else 1,
-            plan.rounds if known else 1,
-            known and plan.merge_bytes > 0,
-        )
+        return rank not in box.members or past.moved(box).counts_as_settled(box.words[box.members.index(rank)])
 
     def _move(self, op: Operation, box: Outboxes) -> None:
         """Run a call again with the members of a later epoch."""

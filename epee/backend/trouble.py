@@ -39,7 +39,7 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
         unready = [] if engine.survival is None or head.published else engine.survival.unready(head.box)
-        silent = unready or head.missing() or behind(engine, block) or silent
+        silent = unready or head.missing() or behind(engine, block) or engine.unsettled.behind(head.box) or silent
     awaited = silent if isinstance(head, Operation) else sorted(engine.mail.awaited(head))
     found = engine.watch.look(sorted(awaited))
     if found and engine.survival is not None:

@@ -19,6 +19,10 @@ then is at least what any other reader has seen, as on x86-64, where a store tha
 that was not published is refused. Where its end stays open it is unclaimed: the program issues nothing more before it
 is known.
 
+A call that ended here without a result may still be open at another process, which asks about it when a member dies.
+So this one asks about it, too, and completes nothing after it that this member has not settled it for (`backend/
+unsettled.py`).
+
 Calls: kind 0 reduces in one round, 1 in three rounds and two phases through two halves, 2 is an all-to-all, 3 a
 barrier.
 """
@@ -46,7 +50,7 @@ CELL_WORDS = SHARES + 2
 CONSUMED = NUM_CELLS * CELL_WORDS
 BOX_WORDS = CONSUMED + 1
 PRIME = (1 << 61) - 1
-BLOCKED, MOVED = 0, 1
+BLOCKED, MOVED, LOOKED = 0, 1, 2  # looking at others again is no progress
 
 
 class Kind(NamedTuple):
@@ -232,6 +236,7 @@ class Engine:
         self.epoch = view.epoch
         self.completed = self.issued = self.ended = self.course.first_seq - 1
         self.calls: list[Call] = []
+        self.unsettled: deque[Call] = deque(maxlen=NUM_CELLS)  # ended without a result since the last one
         self.mirrors: dict[tuple[int, int], Mirror] = {}
         self.dead: set[tuple[int, int]] = set()
         self.removed: set[tuple[int, int]] = set()
@@ -271,10 +276,12 @@ class Engine:
         return seq % NUM_CELLS * CELL_WORDS
 
     def whole(self, slot: int, epoch: int, seq: int) -> bool:
-        """Return whether a dead slot's contribution is all there, or its word that there will be none."""
+        """Return whether a slot's contribution is all there, or its word that there will be none (more)."""
         words, cell, kind = self.look(slot, epoch), self.cell(seq), kind_of(self.shared.seed, seq)
         wanted = self.tag(seq, epoch)
-        if words[cell + GAVE] == wanted or (words[cell + TAG] == wanted and words[cell + REFUSAL]):
+        if words[CONSUMED] >= seq or words[cell + GAVE] == wanted:
+            return True
+        if words[cell + TAG] == wanted and words[cell + REFUSAL]:
             return True
         return is_whole(
             words[cell + TAG], wanted, words[cell + FILLED], words[cell + MERGED], kind.rounds, kind.is_two_phase
@@ -330,8 +337,11 @@ class Engine:
         concerned = self.course.add(decision)
         self.epoch = decision.epoch
         if concerned:
-            for call in list(self.calls):
-                self._settle(call)
+            for call in sorted([*self.unsettled, *self.calls], key=lambda call: call.seq):
+                if call in self.unsettled:
+                    call.place = self.course.place(call.seq, self.whole, call.place.epoch or None)
+                else:
+                    self._settle(call)
         if not self.shared.seed % 2:
             self.own(self.epoch).store(self.now, CONSUMED, self.through())
 
@@ -355,6 +365,7 @@ class Engine:
             self._end(call, call.given_up, place.epoch)
         elif place.epoch != call.place.epoch:
             call.place = place
+            call.undecided = []
             call.is_published = call.is_completing = False
             call.given_up *= not call.place.epoch
             call.steps = self._steps(call)
@@ -372,6 +383,9 @@ class Engine:
         self.ended = max(self.ended, call.seq)
         if status == OK:
             self.completed = call.seq
+            self.unsettled = deque((past for past in self.unsettled if past.seq > call.seq), NUM_CELLS)
+        elif status != FAILED:
+            self.unsettled.append(call)
         for where in sorted({call.place.epoch or self.epoch, self.epoch}):
             box = self.own(where)
             if self.through() > box.words[CONSUMED]:
@@ -405,8 +419,9 @@ class Engine:
                     break
                 position += 1
                 continue
-            moved = True
-            call.moved_at = now
+            if outcome == MOVED:
+                moved = True
+                call.moved_at = now
             budget -= 1
         return moved
 
@@ -452,7 +467,7 @@ class Engine:
                 late = words[cell + TAG] != tag or (word != TAG and words[cell + word] < least)
             if late:
                 slots.append(slot)
-        return slots
+        return slots or self._unsettled_at(call)
 
     def _steps(self, call: Call) -> Iterator[int]:
         """Run a call in the epoch that it stands in; every `yield` is a point where anything may happen."""
@@ -529,6 +544,9 @@ class Engine:
     def _decide(self, call: Call, peers: list[Mirror]) -> Generator[int, None, bool]:
         """Everything has arrived: complete the call unless somebody has withdrawn it; returns False when it failed."""
         cell, tag = self.cell(call.seq), self.tag(call.seq, call.place.epoch)
+        while self.unsettled and not call.is_completing and self._unsettled_at(call):
+            if not (yield from self._blocked(call)):
+                return False
         for peer in peers:
             is_gone = peer.sync(self.now)[cell + TAG] != tag
             yield MOVED
@@ -543,6 +561,19 @@ class Engine:
             yield MOVED
         return True
 
+    def _unsettled_at(self, call: Call) -> list[int]:
+        """Return the members of a call that have not settled what ended here before it without a result."""
+        epoch, incarnations = call.place.epoch, self.incarnations
+        slots = [slot for slot in self.course.contributors(call.seq, epoch) if slot != self.slot]
+        return [
+            slot
+            for past in self.unsettled
+            for slot in slots
+            if past.seq < call.seq
+            and incarnations.get((past.place.epoch, slot)) == incarnations[epoch, slot]
+            and not self.whole(slot, past.place.epoch, past.seq)
+        ]
+
     def _verdict(self, call: Call) -> Generator[int, None, bool]:
         """See once how a withdrawn call ends; returns False when it has failed."""
         seq, epoch = call.seq, call.place.epoch
@@ -554,9 +585,9 @@ class Engine:
                 continue
             peer = self.mirror(slot, epoch)
             is_through = peer.coherent(self.now)[CONSUMED] >= seq
-            yield MOVED
+            yield LOOKED
             header = peer.coherent(self.now)[cell + TAG]
-            yield MOVED
+            yield LOOKED
             mark = peer.coherent(self.now)[cell + GAVE]
             if mark == tag:
                 continue

@@ -259,6 +259,14 @@ class NewsTakenFirst(Engine):
                 self.raise_after -= self.raise_after > 0
 
 
+class ForgetsGivenUp(Engine):
+    """Knows nothing more of a call that has ended here without a result (a mistake of ours)."""
+
+    def _end(self, call: Call, status: int, epoch: int, contributors: int = 0, digest: int = 0) -> None:
+        super()._end(call, status, epoch, contributors, digest)
+        self.unsettled.clear()
+
+
 class OneArena(Shared):
     """Uses the same memory in every epoch and for every incarnation."""
 
@@ -298,6 +306,7 @@ MUTANTS: dict[str, type] = {
         KeepsItsHeader,
         CompletesUnasked,
         NewsTakenFirst,
+        ForgetsGivenUp,
         OneArena,
         NoFreeze,
     )

@@ -19,6 +19,7 @@ from epee.errors import CommTimeoutError, EvictedError, RankFailedError
 from tests.harness import run_ranks
 
 from . import stages
+from .processes import run_mortal
 
 TIMEOUT_S = 3.0  # a busy machine may keep a rank that is well from its core for a second or two
 PATIENCE = timedelta(seconds=30)
@@ -144,6 +145,45 @@ def zombie_that_sends(rank: int, num_ranks: int, folder: str) -> Any:
 
 def test_nothing_of_a_rank_that_was_voted_out_is_delivered(tmp_path: Path) -> None:
     assert run_ranks(zombie_that_sends, 3, str(tmp_path), backend=None, timeout_s=60)[0] == [(1, 7.0), (1, 5.0)]
+
+
+def late_for_the_news(rank: int, num_ranks: int, folder: str) -> Any:
+    """Rank 2 is stopped and voted out; rank 0 takes that decision over some time after rank 1 has."""
+    group = start(rank, num_ranks, folder, "mask")
+    dist.all_reduce(torch.ones(1))
+    publish_pid(folder, rank)
+    if rank == 2:
+        stages.wait_for(folder, "never", 60.0)  # it is stopped, and killed at the end of the test
+    survival = group._engine.survival
+    accused = set()
+    accuse = survival.runtime.accuse
+
+    def note(slot: int, *where: int) -> None:
+        accused.add(slot)
+        accuse(slot, *where)
+
+    survival.runtime.accuse = note
+    if rank == 0:
+        os.kill(int(wait_for(Path(folder) / "pid2")), signal.SIGSTOP)
+        stages.reach(folder, "stopped")
+        take_over = survival._take_over
+
+        def late(decision: Any) -> None:
+            time.sleep(0.5)
+            take_over(decision)
+
+        survival._take_over = late
+    stages.wait_for(folder, "stopped")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    stages.meet(folder, "made", rank, (0, 1))
+    if rank == 0:
+        os.kill(int(wait_for(Path(folder) / "pid2")), signal.SIGKILL)
+    return x.item(), group.last_contributors(), group.epoch, accused - {2}
+
+
+def test_who_is_late_for_the_news_of_an_eviction_is_not_voted_out() -> None:
+    assert run_mortal(late_for_the_news, 3, dead={2}, timeout_s=60)[:2] == [(2.0, (0, 1), 2, set())] * 2
 
 
 def silent_in_raise_mode(rank: int, num_ranks: int, folder: str) -> Any:

@@ -1,0 +1,90 @@
+"""A call that ended without a result on some ranks and is open on another when a member dies (`unsettled.py`).
+
+Ranks 1 and 2 stand still with two calls begun, the first in rounds that they have not all put. Rank 0 gives the first
+up while rank 3 is missing; then ranks 0 and 3 make the second, to which everybody's part is there. Rank 2 dies: for
+rank 1, which wakes up with both calls open, both belong to the next view. So nobody may have completed the second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.errors import CommTimeoutError, PeerError
+
+from . import stages
+from .processes import DEAD, run_mortal
+
+NUM_ELEMENTS = 24 << 20  # more rounds than there is room for at once
+PATIENCE = timedelta(seconds=30)
+IMPATIENCE = timedelta(seconds=0.3)
+GIVEN_UP, LAST = 0, 3
+SLEEPER, VICTIM = 1, 2
+
+
+def await_stop(folder: str, rank: int) -> int:
+    """Wait until all threads of a rank stand still; returns its process id."""
+    stages.wait_for(folder, f"begun {rank}")
+    pid = int((Path(folder) / f"pid{rank}").read_text())
+    deadline = time.monotonic() + 20.0
+    while not all(
+        stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < deadline, f"rank {rank} does not stop"
+        time.sleep(0.005)
+    return pid
+
+
+def open_elsewhere(rank: int, num_ranks: int, folder: str) -> Any:
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    options = epee.BackendOptions(fault_mode="mask", on_stall="error", op_timeout=PATIENCE.total_seconds())
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    dist.all_reduce(torch.ones(1))
+    large, small = torch.full((NUM_ELEMENTS,), 1.0 + rank), torch.full((4,), 10.0 + rank)
+    if rank in (SLEEPER, VICTIM):
+        first, second = dist.all_reduce(large, async_op=True), dist.all_reduce(small, async_op=True)
+        (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+        stages.reach(folder, f"begun {rank}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == GIVEN_UP:
+        pids = [await_stop(folder, sleeper) for sleeper in (SLEEPER, VICTIM)]
+        dist.group.WORLD.set_timeout(IMPATIENCE)
+        with pytest.raises(CommTimeoutError, match="given up"):
+            dist.all_reduce(large)
+        dist.group.WORLD.set_timeout(PATIENCE)
+        stages.reach(folder, "given up")
+        second = dist.all_reduce(small, async_op=True)
+        stages.wait_for(folder, "issued", 20.0)
+        until = time.monotonic() + 0.5  # what must not happen gets its chance
+        while not second.is_completed() and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[0], signal.SIGCONT)
+    else:
+        stages.wait_for(folder, "given up", 20.0)
+        first, second = dist.all_reduce(large, async_op=True), dist.all_reduce(small, async_op=True)
+        stages.reach(folder, "issued")
+    if rank != GIVEN_UP:
+        with pytest.raises((CommTimeoutError, PeerError)):
+            first.wait()
+        assert (large == 1.0 + rank).all()
+    second.wait()
+    contributors = dist.group.WORLD.last_contributors()
+    dist.all_reduce(torch.ones(1))
+    return small.tolist(), contributors
+
+
+def test_no_rank_completes_a_call_after_one_that_is_open_at_a_rank_that_may_die() -> None:
+    results = run_mortal(open_elsewhere, 4, dead={VICTIM})
+    assert results[VICTIM] == DEAD
+    living = [results[rank] for rank in (GIVEN_UP, SLEEPER, LAST)]
+    assert living == [([10.0 + 11.0 + 13.0] * 4, (GIVEN_UP, SLEEPER, LAST))] * 3

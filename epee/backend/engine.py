@@ -328,6 +328,8 @@ class Engine(Express):
                     self._wait(block, head, op, until)
             if not isinstance(op, Message):
                 self.retire_heads()
+            elif self.messages and self.messages[-1] is op:
+                self.messages = self.messages[:-1]  # a new list, see `overlap.has_moved`
             if self.mail.held:
                 overlap.release(self)
         finally:

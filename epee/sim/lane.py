@@ -50,6 +50,7 @@ CELL_WORDS = SHARES + 2
 CONSUMED = NUM_CELLS * CELL_WORDS
 BOX_WORDS = CONSUMED + 1
 PRIME = (1 << 61) - 1
+SEQ_MASK = (1 << SEQ_BITS) - 1
 BLOCKED, MOVED, LOOKED = 0, 1, 2  # looking at others again is no progress
 
 
@@ -215,6 +216,10 @@ class Shared:
             box = self.boxes[key] = Outbox()
         return box
 
+    def boxes_of(self, slot: int, incarnation: int) -> list[Outbox]:
+        """Return the outboxes of a process, in the order of their epochs."""
+        return [self.boxes[key] for key in sorted(self.boxes) if key == self.key(slot, incarnation, key[2])]
+
 
 class Engine:
     """The calls of one process in the lane.
@@ -342,8 +347,8 @@ class Engine:
                     call.place = self.course.place(call.seq, self.whole, call.place.epoch or None)
                 else:
                     self._settle(call)
-        if not self.shared.seed % 2:
-            self.own(self.epoch).store(self.now, CONSUMED, self.through())
+        self.own(self.epoch)
+        self._say_through()
 
     def _is_dead(self, dead: int, incarnation: int) -> None:
         """Who knows that a writer is dead sees all that it has stored."""
@@ -386,15 +391,19 @@ class Engine:
             self.unsettled = deque((past for past in self.unsettled if past.seq > call.seq), NUM_CELLS)
         elif status != FAILED:
             self.unsettled.append(call)
-        for where in sorted({call.place.epoch or self.epoch, self.epoch}):
-            box = self.own(where)
-            if self.through() > box.words[CONSUMED]:
-                box.store(self.now, CONSUMED, self.through())
+        self._say_through()
         record = Record(
             self.now, self.slot, self.incarnation, DONE, status, LANE, call.seq, epoch, contributors, digest
         )
         self.records.append(record)
         self.course.forget(self.through())
+
+    def _say_through(self) -> None:
+        """Say in all outboxes of this process up to which call it is through."""
+        through = self.through()
+        for box in self.shared.boxes_of(self.slot, self.incarnation):
+            if through > box.words[CONSUMED]:
+                box.store(self.now, CONSUMED, through)
 
     def through(self) -> int:
         """Return the last call that this process is through with, and with all before it."""
@@ -591,7 +600,9 @@ class Engine:
             mark = peer.coherent(self.now)[cell + GAVE]
             if mark == tag:
                 continue
-            if mark != -tag and header < tag:
+            if mark != -tag and (
+                header < tag or header & SEQ_MASK > seq
+            ):  # a cell is used again when it was not needed
                 is_missing, completes = True, False
             elif header == tag and mark == COMPLETES:
                 completes = True
@@ -607,6 +618,11 @@ class Engine:
         yield BLOCKED
         return True
 
+    @staticmethod
+    def _never_held(header: int, tag: int) -> bool:
+        """Return whether a cell with this TAG has not held the call: only then is it used again so early."""
+        return header < tag or header & SEQ_MASK > tag & SEQ_MASK
+
     def _ended_without(self, call: Call) -> bool:
         """Return whether a peer is through with the call and has put nothing into it, nor ever will."""
         epoch, cell, tag = call.place.epoch, self.cell(call.seq), self.tag(call.seq, call.place.epoch)
@@ -614,7 +630,8 @@ class Engine:
             if slot == self.slot:
                 continue
             words = self.look(slot, epoch)
-            is_without = words[CONSUMED] >= call.seq and words[cell + TAG] < tag != words[cell + GAVE]
+            is_without = words[CONSUMED] >= call.seq and self._never_held(words[cell + TAG], tag)
+            is_without &= words[cell + GAVE] != tag
             if is_without and self.shared.epoch_of(slot, self.incarnations[epoch, slot]) <= self.epoch:
                 return not self.news
         return False

@@ -1,19 +1,18 @@
 """A machine without a GPU for throughput mode: the kernels' own sources, built by g++, run in the calling process.
 
 A launch returns when the kernel has ended, so ranks must be processes (or the first would wait for ever). Regions are
-memfds. The built library is shared by the ranks of a test through a folder that the first one fills.
+memfds. Libraries are built once for all processes (`tests.csrc.made`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
-import os
+import itertools
+import re
 import shutil
 import subprocess
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,13 +21,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from epee.collectives import params as collectives
+from epee.ep import latency_kernels, throughput_params
 from epee.ep.throughput_plan import Limits
 from epee.jit.params import NAMESPACE
-from epee.jit.source import flatten
+from epee.jit.source import CSRC, flatten
 from epee.memory.host import HostRegion
+from tests.csrc.made import is_made, made
 
 MAX_WARPS = 2
-FOLDER = Path(tempfile.gettempdir()) / f"epee-emulation-{os.getuid()}"
+_FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-fPIC")
+# Numbers of a head that one build serves all of; see CONSTANT and ROOM in `csrc/ptx/types.cuh`.
+_VARIABLE = re.compile(
+    r"\bconstexpr int (kNumRanks|kStallOneIn|kIsFolded|kElement|kReduction|kPipelineThreads|kPipelineBlocks) = (\d+);"
+)
 
 
 def has_compiler() -> bool:
@@ -40,25 +46,67 @@ def _launcher(name: str, struct: str) -> str:
     return (
         f'extern "C" void launch_{name}(unsigned grid, unsigned block, size_t bytes, const {struct}* params) {{\n'
         f"  const {struct} copy = *params;\n"
-        f"  emulation::launch(grid, block, bytes, [copy] {{ {NAMESPACE}::{name}(copy); }});\n}}\n"
+        f"  const auto kernel = [](const void* copy) {{ {NAMESPACE}::{name}(*static_cast<const {struct}*>(copy)); }};\n"
+        "  emulation::launch(grid, block, bytes, kernel, &copy);\n}\n"
     )
 
 
 @functools.cache
 def build(path: str, head: str, entries: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    """Build one kernel file as a shared library; `entries` are (kernel, params struct) names."""
-    text = flatten(path, head) + "".join(_launcher(name, struct) for name, struct in entries)
-    FOLDER.mkdir(mode=0o700, exist_ok=True)
-    library = FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
-    with open(FOLDER / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            temporary = library.with_suffix(".new")
-            command = ["g++", "-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-x", "c++"]
-            command += ["-o", str(temporary), "-", "-lpthread"]
-            subprocess.run(command, input=text.encode(), check=True, timeout=120)
-            temporary.rename(library)
+    """Build one kernel file as a shared library; `entries` are (kernel, params struct) names.
+
+    A compiled file serves all heads that differ in `_VARIABLE` only: the numbers are linked to it.
+    """
+    values = "".join(f"extern const int {name} = {value};\n" for name, value in _VARIABLE.findall(head))
+    general = _VARIABLE.sub(r"extern const int \1;", head)
+    key = _key(path, general, entries)
+    if not is_made(f"{key}.o"):
+        _compile_family(path, general)
+    kernels = made(f"{key}.o", functools.partial(_compile, path, general, entries))
+    library = made(f"{key}-{_hash(values)}.so", lambda so: _gxx(values, so, "-shared", str(kernels), "-lpthread"))
     return ctypes.CDLL(str(library))
+
+
+def _compile_family(path: str, general: str) -> None:
+    """Compile what will soon be needed with the file at `path`, as far as no other process is at it already.
+
+    The ranks of a test come here together, so they share the work.
+    """
+    for family in (throughput_params.KERNELS, latency_kernels.KERNELS, collectives.KERNELS):
+        for other, params in family.items() if path in family else ():
+            entries = entries_of(params)
+            make = functools.partial(_compile, other, general, entries)
+            made(f"{_key(other, general, entries)}.o", make, is_awaited=False)
+
+
+def _key(path: str, general: str, entries: tuple[tuple[str, str], ...]) -> str:
+    return _hash(_sources(), path, general, *itertools.chain(*entries))
+
+
+def _compile(path: str, general: str, entries: tuple[tuple[str, str], ...], target: Path) -> None:
+    _gxx(flatten(path, general) + "".join(itertools.starmap(_launcher, entries)), target, "-c")
+
+
+def _gxx(text: str, target: Path, *arguments: str) -> None:
+    """Let g++ make `target` of a text."""
+    command = ["g++", *_FLAGS, "-o", str(target), "-x", "c++", "-", "-x", "none", *arguments]
+    subprocess.run(command, input=text.encode(), check=True, timeout=120)
+
+
+def entries_of(params: Mapping[str, type[ctypes.Structure]]) -> tuple[tuple[str, str], ...]:
+    """Return the names of kernels and of their structs."""
+    return tuple((name, struct.__name__) for name, struct in params.items())
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _sources() -> str:
+    """What all builds are made of: the kernels' sources and this file. Quicker than to put each text together."""
+    files = [Path(__file__), *sorted(CSRC.rglob("*.cuh"))]
+    return _hash(*(file.read_text(encoding="utf-8") for file in files))
 
 
 class EmulatedKernel:
@@ -123,7 +171,7 @@ class EmulatedPlatform:
         return EmulatedRegion(HostRegion.attach(blob))
 
     def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> dict[str, EmulatedKernel]:
-        library = build(path, head, tuple((name, struct.__name__) for name, struct in params.items()))
+        library = build(path, head, entries_of(params))
         self._libraries[path] = library
         return {name: EmulatedKernel(getattr(library, f"launch_{name}"), struct) for name, struct in params.items()}
 

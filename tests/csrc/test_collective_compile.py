@@ -10,9 +10,10 @@ from epee.collectives.params import EXCHANGE_THREADS, KERNELS, TWO_SHOT_THREADS,
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
-from epee.jit.compile import compile_source, resources
+from epee.jit.compile import resources
 from epee.jit.params import kernel_symbol
 from epee.jit.source import flatten
+from tests.csrc.compiled import compile_once
 
 THREADS, BLOCKS = CollectivePlan().pipeline
 THREADS_PER_SM = {"exchange": EXCHANGE_THREADS, "two_shot": TWO_SHOT_THREADS, "pipeline": THREADS * BLOCKS}
@@ -36,7 +37,7 @@ def test_kernels_compile_without_spills(
     path: str, architecture: str, num_ranks: int, dtype: torch.dtype | None, reduction: str
 ) -> None:
     head = kernel_head(num_ranks, dtype, reduction, CollectivePlan().pipeline)
-    compiled = compile_source(flatten(path, head), architecture, path)
+    compiled = compile_once(flatten(path, head), architecture, path)
     found = resources(compiled.log)
     assert set(found) == {kernel_symbol(name, params) for name, params in KERNELS[path].items()}
     for name, needs in found.items():

@@ -8,9 +8,10 @@ from epee.ep.throughput_params import KERNELS, kernel_head
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
-from epee.jit.compile import compile_source, resources
+from epee.jit.compile import resources
 from epee.jit.params import kernel_symbol
 from epee.jit.source import flatten
+from tests.csrc.compiled import compile_once
 
 CUDA_WARPS = 16
 
@@ -20,7 +21,7 @@ CUDA_WARPS = 16
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_kernels_compile_without_spills(path: str, architecture: str, num_ranks: int) -> None:
-    compiled = compile_source(flatten(path, kernel_head(num_ranks, CUDA_WARPS)), architecture, path)
+    compiled = compile_once(flatten(path, kernel_head(num_ranks, CUDA_WARPS)), architecture, path)
     found = resources(compiled.log)
     assert set(found) == {kernel_symbol(name, params) for name, params in KERNELS[path].items()}
     for name, needs in found.items():

@@ -8,9 +8,10 @@ from epee.ep.latency_kernels import KERNELS, kernel_head
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
-from epee.jit.compile import compile_source, resources
+from epee.jit.compile import resources
 from epee.jit.params import kernel_symbol
 from epee.jit.source import flatten
+from tests.csrc.compiled import compile_once
 
 THREADS_PER_SM = 512  # one block of a dispatch, two of a combine
 
@@ -19,7 +20,7 @@ THREADS_PER_SM = 512  # one block of a dispatch, two of a combine
 @pytest.mark.parametrize("path", KERNELS)
 @pytest.mark.parametrize(("architecture", "num_ranks"), [("sm_90a", 4), ("sm_100a", 8)])
 def test_kernels_compile_without_spills(path: str, architecture: str, num_ranks: int) -> None:
-    compiled = compile_source(flatten(path, kernel_head(num_ranks)), architecture, path)
+    compiled = compile_once(flatten(path, kernel_head(num_ranks)), architecture, path)
     found = resources(compiled.log)
     assert set(found) == {kernel_symbol(name, params) for name, params in KERNELS[path].items()}
     for name, needs in found.items():

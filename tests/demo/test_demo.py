@@ -23,8 +23,9 @@ from epee.demo import rank, run
 from epee.demo.settings import ModelSize, Settings
 from tests.demo import broken
 from tests.demo.test_launch import REPOSITORY, wait_until_gone
+from tests.forked import Command
 
-LIMIT_S = 50
+LIMIT_S = 100
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,15 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments: str) -> Iterator[Command]:
     """The demo in a process group of its own; nothing of it is left afterwards."""
+    with Command(["demo", *arguments], REPOSITORY) as process:
+        yield process
+
+
+@contextmanager
+def started_afresh(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """As `started`, by a shell's means: `python -m epee demo`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests that a shell runs in the background inherit that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
@@ -59,7 +67,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+def read_until(process: subprocess.Popen[str] | Command, pattern: str) -> str:
     """Read the output up to a line that matches and return that much."""
     assert process.stdout is not None
     seen = ""
@@ -113,12 +121,6 @@ def check_png(path: Path) -> None:
     assert len(set(pixels)) > 20
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=LIMIT_S, cwd=REPOSITORY, check=False
-    )
-
-
 def small(**changes: Any) -> Settings:
     """Settings that take a second."""
     size = ModelSize(hidden=32, num_heads=2, num_layers=2, ffn_hidden=32, context=32)
@@ -133,7 +135,7 @@ def run_here(settings: Settings) -> tuple[int, str]:
 
 def test_the_command_writes_all_files_passes_the_check_and_leaves_no_process(tmp_path: Path, text_file: Path) -> None:
     out = tmp_path / "results"
-    with started("--steps", "4", "--out", str(out), "--text", str(text_file)) as process:
+    with started_afresh("--steps", "4", "--out", str(out), "--text", str(text_file)) as process:
         seen = read_until(process, r"step +\d+")
         children = descendants(process.pid)
         assert children
@@ -252,11 +254,13 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path, text_file: Pa
 
 
 def test_a_raising_rank_is_shown_once_with_its_traceback(tmp_path: Path, text_file: Path) -> None:
-    done = run_demo("--backend", "nonsense", "--steps", "1", "--out", str(tmp_path), "--text", str(text_file))
-    assert done.returncode == 1
-    assert re.search(r"rank \d failed: ", done.stdout)
-    assert (done.stdout + done.stderr).count("Traceback") == 1
-    assert "nonsense" in done.stdout
+    arguments = ("--backend", "nonsense", "--steps", "1", "--out", str(tmp_path), "--text", str(text_file))
+    with started(*arguments) as process:
+        output, _ = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 1
+    assert re.search(r"rank \d failed: ", output)
+    assert output.count("Traceback") == 1
+    assert "nonsense" in output
 
 
 def test_a_failed_check_is_a_failed_demo(tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from epee.jit import source as source_module
 from epee.jit.cache import CubinCache
 from epee.jit.compile import compile_source
 from epee.jit.source import flatten
+from tests.csrc.compiled import compile_once
 
 BARRIER = "kernels/barrier.cuh"
 
@@ -49,6 +50,7 @@ def test_second_request_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest
 def test_warm_up_leaves_nothing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CubinCache(tmp_path / "cache", 1 << 26)
     monkeypatch.setattr(kernel_module, "_cache", lambda: cache)
+    monkeypatch.setattr(kernel_module, "compile_source", compile_once)
     assert warm_up([2], ["sm_90a"]) == len(KERNELS) + len(latency_kernels.KERNELS)
     monkeypatch.setenv("EPEE_JIT_COMPILE", "0")
     for path in KERNELS:

@@ -10,7 +10,7 @@
 
 enum Element : int { kBytes = 0, kBfloat16, kFloat16, kFloat32, kFloat64, kInt8, kUint8, kInt32, kInt64 };
 enum Reduction : int { kSum = 0, kProduct, kMin, kMax, kAnd, kOr, kXor };
-constexpr bool kIsHalf = kElement == kBfloat16 || kElement == kFloat16;
+CONSTANT bool kIsHalf = kElement == kBfloat16 || kElement == kFloat16;
 
 /// Consecutive words of a row.
 template <int kWords>
@@ -114,7 +114,7 @@ class Accumulator {
   }
   static DEVICE u64 pair(u32 low, u32 high) { return low | static_cast<u64>(high) << 32; }
 
-  static constexpr int kHalves = kIsHalf ? 2 * kWords : 1;
+  static constexpr int kHalves = ROOM(kIsHalf ? 2 * kWords : 1, 2 * kWords);
   float half_[kHalves] = {};
   Words<kWords> words_ = {};
   bool is_empty_ = true;

@@ -12,7 +12,7 @@
 
 constexpr int kTileVecs = 3, kTilePackets = 4;  // of a lane
 constexpr int kTileBytes = kTileVecs * 512, kTilePacketBytes = kTilePackets * 512;
-constexpr int kGroup = kNumRanks < 4 ? kNumRanks : 4;  // ranks whose packets a thread holds at once
+CONSTANT int kGroup = kNumRanks < 4 ? kNumRanks : 4;  // ranks whose packets a thread holds at once
 using Tile = Words<4 * kTileVecs>;
 
 DEVICE int num_tiles(i64 num_bytes) { return static_cast<int>((num_bytes + kTileBytes - 1) / kTileBytes); }
@@ -60,14 +60,14 @@ DEVICE void send_tile(u8* to, u64 tag, const Tile& t) {
 
 /// The tiles of `kGroup` ranks, from `base` on.
 struct TileGroup {
-  Tile tile[kGroup];
+  Tile tile[ROOM(kGroup, 4)];
 };
 
 /// Waits for this lane's packets of a tile from each of the ranks in `sources`, which belong to the group. False when
 /// they do not come.
 DEVICE bool receive_group(const CollectiveCall& call, const Meeting& s, Stage stage, int base, u32 sources, int tile,
                           TileGroup& group) {
-  const u8* from[kGroup];
+  const u8* from[ROOM(kGroup, 4)];
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) from[i] = packets_at(call, call.own, s.tag, stage, base + i, tile);
   int missing = __ffs(static_cast<int>(sources >> base)) - 1 + base;

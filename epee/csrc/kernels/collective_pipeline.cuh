@@ -24,7 +24,7 @@
 
 constexpr int kRowAlignVecs = 8;  // shares and runs are whole lines of 128 bytes
 constexpr int kChunkShift = 20;   // a run has fewer chunks than this many bits count
-constexpr int kHeld = kNumRanks < 4 ? kNumRanks : 4;  // ranks whose vectors a thread holds at once
+CONSTANT int kHeld = kNumRanks < 4 ? kNumRanks : 4;  // ranks whose vectors a thread holds at once
 
 /// How a lane cuts its rows; in vectors of 16 bytes.
 struct Cut {
@@ -158,7 +158,7 @@ DEVICE void scatter_sender(const PipelineParams& p, Meeting& s, const Cut& c) {
     for (int i = thread; i < length; i += num_threads) {
 #pragma unroll
       for (int first = 1; first < kNumRanks; first += kHeld) {
-        Vec16 v[kHeld] = {};
+        Vec16 v[ROOM(kHeld, 4)] = {};
 #pragma unroll
         for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
           const int d = rank_behind(p.call.rank, n);
@@ -192,7 +192,7 @@ DEVICE void take_sources(const PipelineParams& p, const Cut& c, const Neighbours
   }
 #pragma unroll
   for (int base = 0; base < kNumRanks; base += kHeld) {
-    Vec16 v[kHeld] = {};
+    Vec16 v[ROOM(kHeld, 4)] = {};
 #pragma unroll
     for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
       if (is_in(with.writers, src)) v[src - base] = ld_vec16(slot_at(p, p.call.own, kScatter, c.lane, k, src) + i * 16);
@@ -266,7 +266,7 @@ DEVICE void collector(const PipelineParams& p, Meeting& s, const Cut& c) {
     for (int i = thread; i < length; i += num_threads) {
 #pragma unroll
       for (int base = 0; base < kNumRanks; base += kHeld) {
-        Vec16 v[kHeld] = {};
+        Vec16 v[ROOM(kHeld, 4)] = {};
 #pragma unroll
         for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
           if (is_in(writers, src)) v[src - base] = ld_vec16(slot_at(p, p.call.own, kGather, c.lane, k, src) + i * 16);

@@ -206,7 +206,7 @@ DEVICE bool wait_packet(const LatencyCall& call, const CallShared& s, u64 tag, c
 /// Where a record (this rank, token) lies at the ranks that get it, 0 for others; the first one is the next rank, so
 /// that no inlet is crowded.
 struct RecordPlaces {
-  u8* at[kNumRanks];
+  u8* at[ROOM(kNumRanks, kMaxRanks)];
 };
 DEVICE RecordPlaces record_places(const LatencyCall& call, const LatencyPlaces& at, const CallShared& s, u64 tag,
                                   int token, u32 ranks, bool is_packed) {
@@ -281,7 +281,7 @@ DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShar
 /// may see different sources take part at all, so who does not is left out like any other. The word has the number of
 /// blocks that have ended (16 bits), of those that did not have all (16), and what these have left out (8) and taken (8).
 DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 taken, u64 word_offset) {
-  constexpr u32 kAll = (1u << kNumRanks) - 1;
+  CONSTANT u32 kAll = (1u << kNumRanks) - 1;
   __syncthreads();
   if (threadIdx.x == 0) {
     u64* word = own_words(call, word_offset);

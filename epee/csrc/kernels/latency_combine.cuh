@@ -35,7 +35,7 @@ DEVICE void add_packets(const LatencyCombineParams& p, CombineShared& s, int tok
   const u64 tag = s.call.receive_tag;
 #pragma unroll 1
   for (int first = 0; first < kNumRanks; first += kRankBatch) {
-    Vec16 v[kRankBatch];
+    Vec16 v[ROOM(kRankBatch, 4)];
 #pragma unroll
     for (int j = 0; j < kRankBatch; ++j)
       if (ranks >> (first + j) & 1)
@@ -88,7 +88,7 @@ DEVICE void add_ranks(const LatencyCombineParams& p, u64 tag, int token, u32 ran
                       Lanes<kPayload> (&sum)[kUnits]) {
 #pragma unroll 1
   for (int first = 0; first < kNumRanks; first += kRankBatch) {
-    Vec16 v[kRankBatch][kUnits];
+    Vec16 v[ROOM(kRankBatch, 4)][kUnits];
 #pragma unroll
     for (int j = 0; j < kRankBatch; ++j)
 #pragma unroll

@@ -10,7 +10,7 @@ constexpr int kPartialShares = 3;  // blocks that sum a partial that goes in pac
 constexpr int kRowParts = kFlagsOfToken;  // of a partial that goes as a row, each with a flag
 constexpr int kRowShares = 2;      // blocks that sum a token,
 constexpr int kPacketShares = 5;   // and one whose partials come in packets
-constexpr int kRankBatch = kNumRanks <= 4 ? kNumRanks : 3;  // ranks whose partials are read at once
+CONSTANT int kRankBatch = kNumRanks <= 4 ? kNumRanks : 3;  // ranks whose partials are read at once
 
 /// The rows of a token of a peer, in summing order.
 struct TokenRows {
@@ -80,7 +80,7 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
 struct Pair {
   int src, token;
 };
-constexpr int kNumPeers = kNumRanks > 1 ? kNumRanks - 1 : 1;
+CONSTANT int kNumPeers = kNumRanks > 1 ? kNumRanks - 1 : 1;
 
 /// The pairs come token by token, for each beginning behind this rank. Where there are more of them than blocks
 /// (`num_tokens` of the largest source is not 0), this rank's own come last: they need no link, so all blocks feed it.

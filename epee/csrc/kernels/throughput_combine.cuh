@@ -411,7 +411,7 @@ DEVICE void weigher(const CombineParams& p, CombineShared& s, int warp, int num_
     if (kExpert) {
       if (f.position >= 0) sum = ld_relaxed_sys(reinterpret_cast<const float*>(s.weights[f.rank]) + f.row);
     } else {
-      float from[kNumRanks];
+      float from[ROOM(kNumRanks, kMaxRanks)];
 #pragma unroll
       for (int d = 0; d < kNumRanks; ++d) {
         const i32 row = __shfl_sync(~0u, static_cast<i32>(f.row), d);

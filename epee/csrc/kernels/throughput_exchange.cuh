@@ -12,6 +12,8 @@
 #include "../common/call.cuh"
 #include "../common/work.cuh"
 
+typedef i32 PerRank[ROOM(kNumRanks, kMaxRanks)];  // a word of each rank
+
 /// Header and totals to every active rank; `refusal` is 0 or says why this rank cannot make the call. One block, all threads;
 /// no order among the stores is needed.
 DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* totals, int refusal) {
@@ -49,7 +51,7 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* t
 }
 
 /// Collects word `idx` of the rows of all active ranks, 0 for the others. False, with a report, when one does not come.
-DEVICE bool collect(const LayoutParams& p, u64 tag, u32 active, int idx, i32 (&values)[kNumRanks]) {
+DEVICE bool collect(const LayoutParams& p, u64 tag, u32 active, int idx, PerRank& values) {
   const u64* rows = counts_row(p.call, p.call.rank, 0, tag) + idx;
   const u64 start = global_time_ns();
   for (u32 polls = 1;; ++polls) {
@@ -76,7 +78,7 @@ DEVICE bool collect(const LayoutParams& p, u64 tag, u32 active, int idx, i32 (&v
 
 /// Whether some rank refuses this call: then its other words mean nothing, and whoever reads the refusals reports them.
 DEVICE bool is_refused(const LayoutParams& p, u64 tag, u32 active) {
-  i32 refusals[kNumRanks];
+  PerRank refusals;
   if (!collect(p, tag, active, kRefusal, refusals)) return true;
   bool is_any = false;
 #pragma unroll
@@ -85,7 +87,7 @@ DEVICE bool is_refused(const LayoutParams& p, u64 tag, u32 active) {
 }
 
 /// Checks word `which` of the headers of all active ranks. False, with a report, when one refuses, differs or cannot be right.
-DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, const i32 (&values)[kNumRanks]) {
+DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, const PerRank& values) {
   const u32 mine = static_cast<u32>(which == kSignatureLow ? p.signature : p.signature >> 32);
   const i32 limit = which == kGrant ? p.num_slots - 1 : which == kChannels ? kMaxChannels : kMaxBlocks;
 #pragma unroll
@@ -108,7 +110,7 @@ DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, 
 }
 
 /// Checks one count of all ranks, before it is used as a size or a place.
-DEVICE bool check_counts(const LayoutParams& p, u64 tag, const i32 (&values)[kNumRanks]) {
+DEVICE bool check_counts(const LayoutParams& p, u64 tag, const PerRank& values) {
   const int max_count = p.max_tokens * max(1, p.num_topk);
   bool is_good = true;
 #pragma unroll
@@ -126,7 +128,7 @@ DEVICE bool receive_header(const LayoutParams& p, u64 tag, u32 active, int which
     if (which == 0) mark_failed(p.call, tag);
     return false;
   }
-  i32 values[kNumRanks];
+  PerRank values;
   if (!collect(p, tag, active, which, values) || !check_header(p, tag, active, which, values)) return false;
   i32* grants = reinterpret_cast<i32*>(control_at(p.call, p.call.rank, kControlGrantsOffset));
 #pragma unroll
@@ -154,7 +156,7 @@ DEVICE bool receive_counts(const LayoutParams& p, u64 tag, u32 active, Sums& s, 
   i32* matrix = reinterpret_cast<i32*>(p.count_matrix);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) {
-    i32 values[kNumRanks];
+    PerRank values;
     if (!collect(p, tag, active, kCountsHeaderWords + i, values)) return false;
     if (!check_counts(p, tag, values)) is_good = false;
     i32 sum = 0;

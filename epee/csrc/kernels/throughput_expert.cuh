@@ -15,20 +15,21 @@
 
 /// One warp of a sending block: passes on what the senders post until all their channels are done.
 DEVICE void publisher(const DispatchParams& p, u64 tag, int first_channel, int num_senders, Posted& posted) {
-  constexpr int kLanesPerSender = kNumRanks;
-  constexpr int kSenders = 32 / kLanesPerSender;
+  CONSTANT int kLanesPerSender = kNumRanks;
+  CONSTANT int kSenders = 32 / kLanesPerSender;
+  CONSTANT int kTurns = (kMaxSenderWarps + kSenders - 1) / kSenders;
   const int d = lane_idx() % kLanesPerSender;
   const bool is_told = is_in(active_ranks(p.call), d);
   // In registers: what this lane has told. Several lanes serve a sender, one for each rank.
-  u32 told[(kMaxSenderWarps + kSenders - 1) / kSenders];
+  u32 told[ROOM(kTurns, kMaxSenderWarps)];
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(told) / 4); ++i) told[i] = 0;
+  for (int i = 0; i < kTurns; ++i) told[i] = 0;
   bool is_open = true;
   while (__ballot_sync(~0u, is_open)) {
     perhaps_stall(tag + told[0], p.call.rank, 9);
     is_open = false;
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(told) / 4); ++i) {
+    for (int i = 0; i < kTurns; ++i) {
       const int sender = i * kSenders + lane_idx() / kLanesPerSender;
       if (sender >= num_senders || lane_idx() >= kSenders * kLanesPerSender || told[i] & kPostedDone) continue;
       const u32 now = ld_acquire_cta(&posted.progress[sender][d]);

@@ -75,7 +75,7 @@ DEVICE Traveller prepare(const LayoutParams& p, const FewShared& s, int token) {
 /// each word. False, with a report, when the call fails.
 DEVICE bool learn_word(const FewParams& p, u64 tag, u32 active, FewShared& s, int idx) {
   const int d = idx - kNumHeaderWords;  // negative for a header word
-  i32 values[kNumRanks];
+  PerRank values;
   if (!collect(p.layout, tag, active, d < 0 ? idx : kCountsHeaderWords + p.layout.num_experts + d, values)) return false;
   if (d < 0) {
     if (!check_header(p.layout, tag, active, idx, values)) return false;

@@ -3,19 +3,16 @@
 //
 // Used by tests only: it runs the kernels' own sources in real rank processes and finds errors of protocol and of
 // indexing. It cannot find memory-model errors, missing proxy fences or blocks that are not co-resident.
+// x86-64 only. Headers of C++ are left out: they took longer to compile than a kernel.
 #pragma once
 #include <emmintrin.h>
 #include <math.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <ucontext.h>
-
-#include <functional>
-#include <thread>
-#include <vector>
 
 #define __device__
 #define __host__
@@ -55,20 +52,29 @@ struct Warp {
   uint64_t slot[32];
 };
 
-/// A CUDA thread.
+/// A CUDA thread; `stack_pointer` is where it goes on.
 struct Fiber {
-  ucontext_t context;
+  void* stack_pointer;
   Dim3 index;
   bool done;
-  char* stack;
+};
+
+/// What all blocks of a launch share.
+struct Launch {
+  void (*kernel)(const void* params);
+  const void* params;
+  unsigned grid, num_threads;
+  size_t shared_bytes;
 };
 
 struct Block {
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
+  const Launch* launch;
+  unsigned index;
+  Fiber* fibers;
+  Warp* warps;
   Barrier barriers[16];  // 0 is __syncthreads, the others are named
-  ucontext_t scheduler;
-  unsigned current = 0, num_threads = 0;
+  void* scheduler;
+  unsigned current;
 };
 
 constexpr size_t kStackBytes = 64 << 10;
@@ -76,12 +82,37 @@ constexpr size_t kStackBytes = 64 << 10;
 inline thread_local Block* block;
 inline thread_local Dim3 block_idx, block_dim, grid_dim;
 inline thread_local uint8_t* dynamic_shared;
-inline thread_local const std::function<void()>* body;
 
 inline Fiber& self() { return block->fibers[block->current]; }
 
+/// Saves where the caller is in `from` and goes on at `to`. `swapcontext` would enter the kernel each time.
+extern "C" void emulated_switch(void** from, void* to);
+asm(R"(
+.pushsection .text
+.local emulated_switch
+.type emulated_switch, @function
+emulated_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulated_switch, . - emulated_switch
+.popsection
+)");
+
 /// Lets the block's other fibers run. Every loop that waits for another thread must come here, or it waits for ever.
-inline void yield() { swapcontext(&self().context, &block->scheduler); }
+inline void yield() { emulated_switch(&self().stack_pointer, block->scheduler); }
 
 inline void wait_at(Barrier& barrier, unsigned num_threads) {
   const unsigned phase = barrier.phase;
@@ -94,63 +125,98 @@ inline void wait_at(Barrier& barrier, unsigned num_threads) {
 }
 
 inline void fiber_main() {
-  (*body)();
+  block->launch->kernel(block->launch->params);
   self().done = true;
   yield();
 }
 
-/// Runs all fibers of a block in turn until each has ended.
-inline void run_block(unsigned index, unsigned grid, unsigned num_threads, size_t shared_bytes) {
-  Block mine;
-  mine.num_threads = num_threads;
-  mine.fibers.resize(num_threads);
-  mine.warps.resize((num_threads + 31) / 32);
-  block = &mine;
-  block_idx = {index, 0, 0};
-  block_dim = {num_threads, 1, 1};
-  grid_dim = {grid, 1, 1};
-  const size_t padded_bytes = (shared_bytes + 127) / 128 * 128 + 128;
+/// Returns a stack pointer from which `emulated_switch` enters `fiber_main`: six registers, its address, and a word
+/// that aligns the stack as a call would.
+inline void* first_frame(char* stack) {
+  void** top = reinterpret_cast<void**>(stack + kStackBytes);
+  top[-1] = nullptr;
+  top[-2] = reinterpret_cast<void*>(fiber_main);
+  memset(top - 8, 0, 6 * sizeof(void*));
+  return top - 8;
+}
+
+/// Memory of blocks that have ended, for the next ones: stacks of fresh pages would fault with every launch.
+struct Slab {
+  Slab* next;
+  unsigned num_threads;
+};
+inline Slab* free_slabs;
+inline pthread_mutex_t slabs_lock = PTHREAD_MUTEX_INITIALIZER;
+
+inline Slab* take_slab(unsigned num_threads) {
+  pthread_mutex_lock(&slabs_lock);
+  Slab** at = &free_slabs;
+  while (*at && (*at)->num_threads != num_threads) at = &(*at)->next;
+  Slab* found = *at;
+  if (found) *at = found->next;
+  pthread_mutex_unlock(&slabs_lock);
+  if (found) return found;
+  found = static_cast<Slab*>(aligned_alloc(4096, 4096 + num_threads * kStackBytes));
+  found->num_threads = num_threads;
+  return found;
+}
+
+inline void give_slab(Slab* slab) {
+  pthread_mutex_lock(&slabs_lock);
+  slab->next = free_slabs;
+  free_slabs = slab;
+  pthread_mutex_unlock(&slabs_lock);
+}
+
+/// Runs all fibers of a block in turn until each has ended. A thread's main function.
+inline void* run_block(void* argument) {
+  block = static_cast<Block*>(argument);
+  const Launch& launch = *block->launch;
+  if (block->index) pause(0);
+  block_idx = {block->index, 0, 0};
+  block_dim = {launch.num_threads, 1, 1};
+  grid_dim = {launch.grid, 1, 1};
+  const size_t padded_bytes = (launch.shared_bytes + 127) / 128 * 128 + 128;
   dynamic_shared = static_cast<uint8_t*>(aligned_alloc(128, padded_bytes));
   memset(dynamic_shared, 0xA5, padded_bytes);  // shared memory holds garbage at first, as on the GPU
-  for (unsigned t = 0; t < num_threads; ++t) {
-    Fiber& fiber = mine.fibers[t];
-    fiber.index = {t, 0, 0};
-    fiber.done = false;
-    fiber.stack = static_cast<char*>(malloc(kStackBytes));
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack;
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, fiber_main, 0);
+  block->fibers = static_cast<Fiber*>(calloc(launch.num_threads, sizeof(Fiber)));
+  block->warps = static_cast<Warp*>(calloc((launch.num_threads + 31) / 32, sizeof(Warp)));
+  Slab* slab = take_slab(launch.num_threads);
+  for (unsigned t = 0; t < launch.num_threads; ++t) {
+    block->fibers[t].index = {t, 0, 0};
+    block->fibers[t].stack_pointer = first_frame(reinterpret_cast<char*>(slab) + 4096 + t * kStackBytes);
   }
-  for (unsigned left = num_threads; left;) {
-    for (unsigned t = 0; t < num_threads; ++t) {
-      Fiber& fiber = mine.fibers[t];
+  for (unsigned left = launch.num_threads; left;) {
+    for (unsigned t = 0; t < launch.num_threads; ++t) {
+      Fiber& fiber = block->fibers[t];
       if (fiber.done) continue;
-      mine.current = t;
-      swapcontext(&mine.scheduler, &fiber.context);
-      if (fiber.done) {
-        --left;
-        free(fiber.stack);
-      }
+      block->current = t;
+      emulated_switch(&block->scheduler, fiber.stack_pointer);
+      if (fiber.done) --left;
     }
     sched_yield();  // the fibers may all be waiting for another block or another process
   }
+  give_slab(slab);
+  free(block->warps);
+  free(block->fibers);
   free(dynamic_shared);
+  return nullptr;
 }
 
 /// Runs a grid to its end: all blocks at once, as if the GPU had room for them.
-template <class F>
-void launch(unsigned grid, unsigned num_threads, size_t shared_bytes, F kernel) {
-  const std::function<void()> call = kernel;
-  std::vector<std::thread> threads;
-  for (unsigned index = 0; index < grid; ++index)
-    threads.emplace_back([&call, index, grid, num_threads, shared_bytes] {
-      if (index) pause(0);
-      body = &call;
-      run_block(index, grid, num_threads, shared_bytes);
-    });
-  for (std::thread& thread : threads) thread.join();
+inline void launch(unsigned grid, unsigned num_threads, size_t shared_bytes, void (*kernel)(const void*),
+                   const void* params) {
+  const Launch all = {kernel, params, grid, num_threads, shared_bytes};
+  Block* blocks = static_cast<Block*>(calloc(grid, sizeof(Block)));
+  pthread_t* threads = static_cast<pthread_t*>(calloc(grid, sizeof(pthread_t)));
+  for (unsigned index = 0; index < grid; ++index) {
+    blocks[index].launch = &all;
+    blocks[index].index = index;
+    if (pthread_create(&threads[index], nullptr, run_block, &blocks[index])) abort();
+  }
+  for (unsigned index = 0; index < grid; ++index) pthread_join(threads[index], nullptr);
+  free(threads);
+  free(blocks);
 }
 
 }  // namespace emulation

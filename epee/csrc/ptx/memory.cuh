@@ -211,15 +211,17 @@ DEVICE void red_max_relaxed_gpu(u64* p, u64 v) {
   }
 }
 DEVICE void red_or_shared(u32* p, u32 v) { *p |= v; }
-// x86 moves an aligned vector register at once (all processors with AVX).
+// x86 moves an aligned vector register at once (all processors with AVX). In assembly, as g++ takes the intrinsics
+// apart: a word is then older than the mark that is read after it.
 DEVICE void st_relaxed_sys_128(void* p, const Vec16& v) {
-  _mm_store_si128(static_cast<__m128i*>(p), _mm_loadu_si128(reinterpret_cast<const __m128i*>(&v)));
-  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(&v));
+  asm volatile("movdqa %1, %0" : "=m"(*static_cast<__m128i*>(p)) : "x"(all) : "memory");
 }
 DEVICE Vec16 ld_relaxed_sys_128(const void* p) {
   Vec16 v;
-  __atomic_signal_fence(__ATOMIC_SEQ_CST);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(&v), _mm_load_si128(static_cast<const __m128i*>(p)));
+  __m128i all;
+  asm volatile("movdqa %1, %0" : "=x"(all) : "m"(*static_cast<const __m128i*>(p)) : "memory");
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(&v), all);
   return v;
 }
 DEVICE void red_add_shared(i32* p, i32 v) { *p += v; }

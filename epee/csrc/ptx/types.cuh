@@ -10,6 +10,10 @@ typedef long long i64;
 #ifdef __CUDACC__
 #define DEVICE __device__ __forceinline__
 #define DEVICE_COLD __device__ __noinline__  // rare paths, kept out of the instructions that every call fetches
+// Numbers of the head, such as `kNumRanks`, are constants on the GPU. In the emulation they are variables, so that one
+// build serves all: what is made of them is a CONSTANT, and an array of so many elements has ROOM for the most.
+#define CONSTANT constexpr
+#define ROOM(count, most) (count)
 
 /// The block's dynamic shared memory, 128-byte aligned (bulk copies and mbarriers want 16 and 8).
 DEVICE u8* dynamic_shared() {
@@ -20,6 +24,8 @@ DEVICE u8* dynamic_shared() {
 #include "emulation.cuh"
 #define DEVICE inline
 #define DEVICE_COLD inline
+#define CONSTANT const
+#define ROOM(count, most) (most)
 
 DEVICE u8* dynamic_shared() { return emulation::dynamic_shared; }
 #endif

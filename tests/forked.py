@@ -1,0 +1,120 @@
+"""The `epee` command in a process of its own that is forked, not started: torch need not be imported twice, 7 s.
+
+The process leads a session, and the server of its ranks is forked, too. Nothing else differs from `python -m epee`,
+of which each command has one test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from epee.cli.main import main
+from tests import harness  # noqa: F401 - says what the server imports before it forks
+
+
+class Command:
+    """A running command: what tests need of `subprocess.Popen`."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(theirs, list(arguments), str(folder), dict(os.environ)))
+        self._process.start()
+        theirs.close()
+        self.stdout = open(os.dup(ours.fileno()), encoding="utf-8")  # noqa: SIM115 - closed in `__exit__`
+        ours.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, as far as there is one."""
+        return self._process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """Return the rest of the output once the command has ended; it is killed when that takes too long."""
+        timer = threading.Timer(timeout, self.kill)
+        timer.start()
+        try:
+            text = self.stdout.read()
+            self._process.join()
+        finally:
+            timer.cancel()
+            timer.join()
+        return text, None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command, not to its ranks."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the command at once, if it has not ended."""
+        self._process.kill()
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._process.join()
+        self._process.close()
+        self.stdout.close()
+
+
+def _run(output: Connection, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+    """Become what a shell would have started, as far as the command can tell."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # the environment may name another one
+    for standard in (1, 2):
+        os.dup2(output.fileno(), standard)
+    output.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _fork_server()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    sys.argv = ["epee", *arguments]
+    main()
+
+
+def _fork_server() -> None:
+    """Give this process a server of ranks, forked from it, SIGINT blocked there, as `epee.demo.launch` does it."""
+    server: Any = multiprocessing.forkserver
+    real = server.util.spawnv_passfds
+
+    def fork(path: bytes, arguments: list[str], fds: Sequence[int]) -> int:
+        if "forkserver" not in arguments[-1]:
+            return real(path, arguments, fds)
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if fd > 2 and fd not in fds:
+                    _close(fd)
+            exec(arguments[-1], {})  # calls the server's main function
+        finally:
+            os._exit(0)
+
+    server.util.spawnv_passfds = fork
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    server.ensure_running()
+    server.util.spawnv_passfds = real
+
+
+def _close(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:
+        return  # the descriptor of the listing itself

@@ -9,22 +9,22 @@
 //                     each block), combine_ready, combine_failed (the peer gave this combine up; both for each of the
 //                     last calls, as a rank whose calls fail runs ahead of a slow reader), barrier, streams (progress
 //                     of a sender, expert layout only), staged (progress of a copy)
-//   written locally:  view and haunted (by the host), news, seq, failed (tag of the last call that failed), exchanged (tag of the last call that all ranks
-//                     were seen to join), reported, grid words, grants, scratch
+//   written locally:  view and haunted (by the host), news, seq, failed (tag of the last call that failed), exchanged
+//                     (tag of the last call that all ranks were seen to join), reported, grid words, grants, scratch
 //
-// View. Who takes part is read from memory, so that a graph replays into the view of its day: `view` holds a bit for each
-// active rank below and a number of the view above. The host writes it (`Machine.set_view`) while no call is in flight on
-// any member, together with `seq`, which all members set to the same number above every call that any of them has made:
-// so no word of an earlier call passes for one of a later call. A rank that is not active is neither written to, nor
-// awaited, nor read: its words have places of their own, so it cannot be taken for somebody else, whatever it stores.
-// A handle knows the view that it was made in and serves in no other. `haunted` has a bit for each slot that a rank which
-// was left out may still write; the host lends none of them, but a graph names its slot in every replay.
+// View. Who takes part is read from memory, so that a graph replays into the view of its day: `view` holds a bit for
+// each active rank below and a number of the view above. The host writes it (`Machine.set_view`) while no call is in
+// flight on any member, together with `seq`, which all members set to the same number above every call that any of them
+// has made: so no word of an earlier call passes for one of a later call. A rank that is not active is neither written
+// to, nor awaited, nor read: its words have places of their own, so it cannot be taken for somebody else, whatever it
+// stores. A handle knows the view that it was made in and serves in no other. `haunted` has a bit for each slot that a
+// rank which was left out may still write; the host lends none of them, but a graph names its slot in every replay.
 //
-// News. `abort` is two words in host memory: not 0 to end all waits; a bit for each rank that is dead. Threads that wait
-// for peers look at the copy in `news` (time of the last look, what was seen) every `kPollsPerLook` polls; one of them
-// renews it when it is older than `kNewsPeriodNs`. Host memory is far away: hundreds of threads that read it take turns.
-// A call with a dead rank in its view cannot end well, so any wait for a peer ends then, also one for a living rank,
-// which may have given up already; the report names the dead one.
+// News. `abort` is two words in host memory: not 0 to end all waits; a bit for each rank that is dead. Threads that
+// wait for peers look at the copy in `news` (time of the last look, what was seen) every `kPollsPerLook` polls; one of
+// them renews it when it is older than `kNewsPeriodNs`. Host memory is far away: hundreds of threads that read it take
+// turns. A call with a dead rank in its view cannot end well, so any wait for a peer ends then, also one for a living
+// rank, which may have given up already; the report names the dead one.
 //
 // Every params struct starts with a `Call` (generated, `throughput_params.Call`): control blocks of all ranks as this
 // GPU addresses them, host memory for reports and for the abort word, the time-out per wait, rank and operation.
@@ -158,8 +158,8 @@ DEVICE u64 latest_news(const Call& call) {
 
 constexpr u32 kFailedElsewhere = 1 << 8;
 
-/// Why waits that began at `start` must end, 0 when they may go on: a `FailureCode`, with the first dead rank of the view
-/// above it, or `kFailedElsewhere`.
+/// Why waits that began at `start` must end, 0 when they may go on: a `FailureCode`, with the first dead rank of the
+/// view above it, or `kFailedElsewhere`.
 DEVICE u32 why_stop(const Call& call, u64 tag, u64 start) {
   const u64 news = latest_news(call);
   const u32 dead = static_cast<u32>(news >> kNewsDeadShift) & active_ranks(call) & ~(1u << call.rank);
@@ -169,8 +169,8 @@ DEVICE u32 why_stop(const Call& call, u64 tag, u64 start) {
   return has_failed(call, tag) ? kFailedElsewhere : 0;
 }
 
-/// Whether a wait for `peer` that began at `start` must end: the time is over, the call aborted, a rank of the view dead
-/// (these are reported, with the other arguments), or the call has failed elsewhere.
+/// Whether a wait for `peer` that began at `start` must end: the time is over, the call aborted, a rank of the view
+/// dead (these are reported, with the other arguments), or the call has failed elsewhere.
 DEVICE bool must_stop(const Call& call, u64 tag, u64 start, int peer, u64 want, u64 got, u64 where) {
   const u32 why = why_stop(call, tag, start);
   if (!why) return false;

@@ -1,4 +1,5 @@
-// What kernels tell the host when something is wrong: numbers in pinned memory, a few slots, the first one of a call wins.
+// What kernels tell the host when something is wrong: numbers in pinned memory, a few slots, the first one of a call
+// wins.
 #pragma once
 #include "../ptx/memory.cuh"
 

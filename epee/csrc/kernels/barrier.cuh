@@ -1,9 +1,9 @@
 // All ranks of a buffer meet on the device. One block; thread r signals and awaits rank r.
 //
 // `barrier` in a rank's control block has a word for each peer: the tag of the last barrier that the peer has reached.
-// A barrier is a call like any other and all ranks must make it. Who dispatches or combines instead is told in the words
-// that those wait for, and tells it in the word of refusals, which a dispatch and a combine send anyway. A peer may have
-// reached a later barrier already; then that word says whether it has made this one.
+// A barrier is a call like any other and all ranks must make it. Who dispatches or combines instead is told in the
+// words that those wait for, and tells it in the word of refusals, which a dispatch and a combine send anyway. A peer
+// may have reached a later barrier already; then that word says whether it has made this one.
 #pragma once
 #include "../common/call.cuh"
 
@@ -19,8 +19,8 @@ DEVICE bool makes_other_call(const Call& call, u64 tag, int peer) {
   return true;
 }
 
-/// Waits until rank `peer` is here; afterwards this thread sees what the peer's stream had done before its barrier. False,
-/// with a report, when the peer does not come.
+/// Waits until rank `peer` is here; afterwards this thread sees what the peer's stream had done before its barrier.
+/// False, with a report, when the peer does not come.
 DEVICE bool wait_arrival(const Call& call, u64 tag, int peer) {
   const u64* word = local_words(call, kControlBarrierOffset) + peer;
   const u64 start = global_time_ns();

@@ -42,8 +42,7 @@ DEVICE bool take_rows(const ExchangeParams& p, const Meeting& s, u32 sources, in
   for (int base = 0; base < kNumRanks; base += kGroup) {
     TileGroup group;
     const u32 others = (sources & ~(1u << p.call.rank)) >> base & ((1u << kGroup) - 1);
-    if (others && !receive_group(p.call, s, kScatter, base, others << base, tile, group))
-      return false;
+    if (others && !receive_group(p.call, s, kScatter, base, others << base, tile, group)) return false;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       const int src = base + i;

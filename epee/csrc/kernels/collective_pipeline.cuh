@@ -22,8 +22,8 @@
 #include "collective_call.cuh"
 #include "collective_elements.cuh"
 
-constexpr int kRowAlignVecs = 8;  // shares and runs are whole lines of 128 bytes
-constexpr int kChunkShift = 20;   // a run has fewer chunks than this many bits count
+constexpr int kRowAlignVecs = 8;                     // shares and runs are whole lines of 128 bytes
+constexpr int kChunkShift = 20;                      // a run has fewer chunks than this many bits count
 CONSTANT int kHeld = kNumRanks < 4 ? kNumRanks : 4;  // ranks whose vectors a thread holds at once
 
 /// How a lane cuts its rows; in vectors of 16 bytes.
@@ -77,8 +77,7 @@ DEVICE void await_credit(const PipelineParams& p, Meeting& s, Stage stage, int l
     s.lost_at = k;
 }
 DEVICE void await_chunk(const PipelineParams& p, Meeting& s, Stage stage, int lane, int k, int src) {
-  if (!wait_count(p.call, s, src, flag_at(p.call.own, stage, lane, src), mark_of(s, k + 1), kWaitFlag))
-    s.lost_at = k;
+  if (!wait_count(p.call, s, src, flag_at(p.call.own, stage, lane, src), mark_of(s, k + 1), kWaitFlag)) s.lost_at = k;
 }
 
 /// Runs the chunks of a role. The first warp does `await(k, rank)`, a thread for each rank, chunk after chunk; the
@@ -151,30 +150,33 @@ DEVICE void scatter_sender(const PipelineParams& p, Meeting& s, const Cut& c) {
   const auto release = [&](int k, int rank) {
     if (is_in(readers, rank)) st_release_sys(flag_at(s.peer[rank], kScatter, c.lane, p.call.rank), mark_of(s, k + 1));
   };
-  run_chunks(s, c.num_chunks, await, [&](int k, int thread, int num_threads) {
-    const i64 begin = chunk_begin(p, c, k);
-    const int length = chunk_length(p, c, k);
+  run_chunks(
+      s, c.num_chunks, await,
+      [&](int k, int thread, int num_threads) {
+        const i64 begin = chunk_begin(p, c, k);
+        const int length = chunk_length(p, c, k);
 #pragma unroll 1
-    for (int i = thread; i < length; i += num_threads) {
+        for (int i = thread; i < length; i += num_threads) {
 #pragma unroll
-      for (int first = 1; first < kNumRanks; first += kHeld) {
-        Vec16 v[ROOM(kHeld, 4)] = {};
+          for (int first = 1; first < kNumRanks; first += kHeld) {
+            Vec16 v[ROOM(kHeld, 4)] = {};
 #pragma unroll
-        for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
-          const int d = rank_behind(p.call.rank, n);
-          if (!is_in(readers, d)) continue;
-          const Row row = row_of(p, c, p.in, d);
-          v[n - first] = load_user(row.at, begin + i * 16, row.num_bytes);
+            for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
+              const int d = rank_behind(p.call.rank, n);
+              if (!is_in(readers, d)) continue;
+              const Row row = row_of(p, c, p.in, d);
+              v[n - first] = load_user(row.at, begin + i * 16, row.num_bytes);
+            }
+#pragma unroll
+            for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
+              const int d = rank_behind(p.call.rank, n);
+              if (!is_in(readers, d)) continue;
+              st_vec16(slot_at(p, s.peer[d], kScatter, c.lane, k, p.call.rank) + i * 16, v[n - first]);
+            }
+          }
         }
-#pragma unroll
-        for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
-          const int d = rank_behind(p.call.rank, n);
-          if (!is_in(readers, d)) continue;
-          st_vec16(slot_at(p, s.peer[d], kScatter, c.lane, k, p.call.rank) + i * 16, v[n - first]);
-        }
-      }
-    }
-  }, release);
+      },
+      release);
 }
 
 /// Whose chunks an owner reads from slots, and whose slots it writes to.
@@ -225,29 +227,33 @@ DEVICE void owner(const PipelineParams& p, Meeting& s, const Cut& c) {
   };
   Row to = {reinterpret_cast<u8*>(p.out), p.num_bytes};
   if (p.has_gather) to = row_of(p, c, p.out, p.call.rank);
-  run_chunks(s, c.num_chunks, await, [&](int k, int thread, int num_threads) {
-    const i64 begin = chunk_begin(p, c, k);
-    const int length = chunk_length(p, c, k);
+  run_chunks(
+      s, c.num_chunks, await,
+      [&](int k, int thread, int num_threads) {
+        const i64 begin = chunk_begin(p, c, k);
+        const int length = chunk_length(p, c, k);
 #pragma unroll 1
-    for (int i = thread; i < length; i += num_threads) {
-      if (kIsPlaced) {
-        u8* out = reinterpret_cast<u8*>(p.out);
-        take_sources(p, c, with, k, i, [&](int src, const Words<4>& w) {
-          store_user(out + src * p.out_stride, begin + i * 16, p.num_bytes, vector_of(w));
-        });
-        continue;
-      }
-      Accumulator<4> sum;
-      take_sources(p, c, with, k, i, [&](int, const Words<4>& w) { sum.add(w); });
-      const Vec16 result = vector_of(sum.result());
+        for (int i = thread; i < length; i += num_threads) {
+          if (kIsPlaced) {
+            u8* out = reinterpret_cast<u8*>(p.out);
+            take_sources(p, c, with, k, i, [&](int src, const Words<4>& w) {
+              store_user(out + src * p.out_stride, begin + i * 16, p.num_bytes, vector_of(w));
+            });
+            continue;
+          }
+          Accumulator<4> sum;
+          take_sources(p, c, with, k, i, [&](int, const Words<4>& w) { sum.add(w); });
+          const Vec16 result = vector_of(sum.result());
 #pragma unroll
-      for (int n = 1; n < kNumRanks; ++n) {
-        const int d = rank_behind(p.call.rank, n);
-        if (is_in(with.readers, d)) st_vec16(slot_at(p, s.peer[d], kGather, c.lane, k, p.call.rank) + i * 16, result);
-      }
-      store_user(to.at, begin + i * 16, to.num_bytes, result);
-    }
-  }, release);
+          for (int n = 1; n < kNumRanks; ++n) {
+            const int d = rank_behind(p.call.rank, n);
+            if (is_in(with.readers, d))
+              st_vec16(slot_at(p, s.peer[d], kGather, c.lane, k, p.call.rank) + i * 16, result);
+          }
+          store_user(to.at, begin + i * 16, to.num_bytes, result);
+        }
+      },
+      release);
 }
 
 DEVICE void collector(const PipelineParams& p, Meeting& s, const Cut& c) {
@@ -259,26 +265,30 @@ DEVICE void collector(const PipelineParams& p, Meeting& s, const Cut& c) {
   const auto release = [&](int k, int rank) {
     if (is_in(writers, rank)) st_release_sys(credit_at(s.peer[rank], kGather, c.lane, p.call.rank), mark_of(s, k + 1));
   };
-  run_chunks(s, c.num_chunks, await, [&](int k, int thread, int num_threads) {
-    const i64 begin = chunk_begin(p, c, k);
-    const int length = chunk_length(p, c, k);
+  run_chunks(
+      s, c.num_chunks, await,
+      [&](int k, int thread, int num_threads) {
+        const i64 begin = chunk_begin(p, c, k);
+        const int length = chunk_length(p, c, k);
 #pragma unroll 1
-    for (int i = thread; i < length; i += num_threads) {
+        for (int i = thread; i < length; i += num_threads) {
 #pragma unroll
-      for (int base = 0; base < kNumRanks; base += kHeld) {
-        Vec16 v[ROOM(kHeld, 4)] = {};
+          for (int base = 0; base < kNumRanks; base += kHeld) {
+            Vec16 v[ROOM(kHeld, 4)] = {};
 #pragma unroll
-        for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
-          if (is_in(writers, src)) v[src - base] = ld_vec16(slot_at(p, p.call.own, kGather, c.lane, k, src) + i * 16);
+            for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
+              if (is_in(writers, src))
+                v[src - base] = ld_vec16(slot_at(p, p.call.own, kGather, c.lane, k, src) + i * 16);
 #pragma unroll
-        for (int src = base; src < base + kHeld && src < kNumRanks; ++src) {
-          if (!is_in(writers, src)) continue;
-          const Row row = row_of(p, c, p.out, src);
-          store_user(row.at, begin + i * 16, row.num_bytes, v[src - base]);
+            for (int src = base; src < base + kHeld && src < kNumRanks; ++src) {
+              if (!is_in(writers, src)) continue;
+              const Row row = row_of(p, c, p.out, src);
+              store_user(row.at, begin + i * 16, row.num_bytes, v[src - base]);
+            }
+          }
         }
-      }
-    }
-  }, release);
+      },
+      release);
 }
 
 template <bool kIsPlaced>

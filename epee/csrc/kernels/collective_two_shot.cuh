@@ -59,8 +59,7 @@ DEVICE bool reduce_tile(const TwoShotParams& p, const Meeting& s, const Shares& 
   for (int base = 0; base < kNumRanks; base += kGroup) {
     TileGroup group;
     const u32 others = (w.sources & ~(1u << p.call.rank)) >> base & ((1u << kGroup) - 1);
-    if (others && !receive_group(p.call, s, kScatter, base, others << base, tile, group))
-      return false;
+    if (others && !receive_group(p.call, s, kScatter, base, others << base, tile, group)) return false;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
       if (base + i < kNumRanks && is_in(w.sources, base + i)) {
@@ -120,8 +119,7 @@ DEVICE bool take_shares(const TwoShotParams& p, const Meeting& s, const Shares& 
 
 namespace epee {
 
-__global__ void __launch_bounds__(kTwoShotThreads, 1)
-    collective_two_shot(const __grid_constant__ TwoShotParams p) {
+__global__ void __launch_bounds__(kTwoShotThreads, 1) collective_two_shot(const __grid_constant__ TwoShotParams p) {
   __shared__ Meeting s;
   wait_previous_kernel();
   const bool is_open = open_call(p.call, s, 1, p.root);

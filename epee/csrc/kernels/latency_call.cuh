@@ -13,8 +13,8 @@
 // by which the blocks of a grid end together, `news`: abort word and dead ranks as somebody saw them last in the host's
 // memory, and when.
 //
-// The host's memory is looked at while something is waited for, by one thread at a time: loads of one such word queue up
-// at 1.3 us each (measured: 16 warps that looked once at the end of each call made it 20 us longer).
+// The host's memory is looked at while something is waited for, by one thread at a time: loads of one such word queue
+// up at 1.3 us each (measured: 16 warps that looked once at the end of each call made it 20 us longer).
 //
 // Everything that decides who takes part is read from memory (tags, peers, mask, abort), so a graph replays into the
 // view of its day. A tag never repeats; what waits does so for equality. A peer's word of a later call means that the
@@ -133,7 +133,9 @@ DEVICE_COLD void report_error(const LatencyCall& call, u64 tag, FailureCode code
                expected, got, where);
 }
 
-DEVICE bool is_aborted(const LatencyCall& call) { return ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) != 0; }
+DEVICE bool is_aborted(const LatencyCall& call) {
+  return ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) != 0;
+}
 
 /// Whether the host wants no more waiting for `peer`. Looks into its memory when nobody has done so for `kLookNs`.
 DEVICE bool has_bad_news(const LatencyCall& call, int peer, u64 now) {
@@ -147,8 +149,8 @@ DEVICE bool has_bad_news(const LatencyCall& call, int peer, u64 now) {
   return ld_relaxed_sys(news) != 0 || (ld_relaxed_sys(news + 1) >> peer & 1);
 }
 
-/// Whether a wait for `peer` goes on: not when the time is over, the call aborted, the peer dead or taken out of the mask
-/// meanwhile.
+/// Whether a wait for `peer` goes on: not when the time is over, the call aborted, the peer dead or taken out of the
+/// mask meanwhile.
 DEVICE_COLD bool glance(const LatencyCall& call, u64 deadline_ns, int peer) {
   const u64 now = global_time_ns();
   if (now > deadline_ns) return false;
@@ -244,8 +246,7 @@ DEVICE void release_flags(const LatencyCall& call, const LatencyPlaces& at, cons
                           u32 ranks) {
   const int d = lane_idx();
   perhaps_stall(tag, call.rank, 5);
-  if (d < kNumRanks && (ranks >> d & 1))
-    st_release_sys(flag_at(at, s.peer[d], tag, part_of(call.rank, d), token), tag);
+  if (d < kNumRanks && (ranks >> d & 1)) st_release_sys(flag_at(at, s.peer[d], tag, part_of(call.rank, d), token), tag);
 }
 
 /// Waits for a head word of every source in `awaited` and understands it: this block's `late` and `refused` grow.
@@ -259,8 +260,7 @@ DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShar
     if (blockIdx.x == 0 && call.waits) reinterpret_cast<u64*>(call.waits)[src] = 0;
     return 0;
   }
-  const bool is_there =
-      wait_marked(call, s, s.receive_tag, head_at(at, call.own, s.receive_tag, src), src, value);
+  const bool is_there = wait_marked(call, s, s.receive_tag, head_at(at, call.own, s.receive_tag, src), src, value);
   if (blockIdx.x == 0 && call.waits)
     reinterpret_cast<u64*>(call.waits)[src] = (global_time_ns() + call.timeout_ns - s.deadline_ns) / 1000;
   const u32 other = value >> kHeadKindShift;
@@ -279,7 +279,8 @@ DEVICE u32 learn_head(const LatencyCall& call, const LatencyPlaces& at, CallShar
 /// Ends a block's part. True in the last block to end, which then knows what all blocks have seen. All threads, after
 /// all memory operations. `taken`: sources whose rows this block has laid out; of these, `s.late` do not count. Blocks
 /// may see different sources take part at all, so who does not is left out like any other. The word has the number of
-/// blocks that have ended (16 bits), of those that did not have all (16), and what these have left out (8) and taken (8).
+/// blocks that have ended (16 bits), of those that did not have all (16), and what these have left out (8) and taken
+/// (8).
 DEVICE bool end_block(const LatencyCall& call, CallShared& s, u32 taken, u64 word_offset) {
   CONSTANT u32 kAll = (1u << kNumRanks) - 1;
   __syncthreads();

@@ -3,18 +3,18 @@
 //
 //   announcer    block 0, send half: a word to every rank that says whether this rank has its tokens. When the weights
 //                are given to the combine, it sends those of its tokens to the ranks that have them.
-//   reducer      every block, send half: finds the rows of a token (a warp each), sums a part of them in float32, rounds
-//                once, and stores the sum at the token's rank, straight from registers: as a row in four parts with a
-//                flag each, or in packets.
+//   reducer      every block, send half: finds the rows of a token (a warp each), sums a part of them in float32,
+//                rounds once, and stores the sum at the token's rank, straight from registers: as a row in four parts
+//                with a flag each, or in packets.
 //   collector    every block, receive half: a share of a token at a time, sums the partials of all ranks that have it.
 //   The last block to end decides what counts, as in dispatch; when blocks have not seen the same ranks whole, it sums
 //   all tokens again.
 //
-// Sums begin with -0, the neutral element: partial += weight * row for k ascending (two roundings), total += partial for
-// ranks ascending. A token without a row is +0. The mask that counts is that of the end: `got`.
+// Sums begin with -0, the neutral element: partial += weight * row for k ascending (two roundings), total += partial
+// for ranks ascending. A token without a row is +0. The mask that counts is that of the end: `got`.
 //
-// Time, 128 tokens, in microseconds, from time stamps on H200s (four ranks on two GPUs): call open 1, rows found 0.7, read,
-// summed and stored (4.9 MB) 17, acknowledged and seen 2, last sums 2, end 1. In packets (16 tokens): 8.5 in all.
+// Time, 128 tokens, in microseconds, from time stamps on H200s (four ranks on two GPUs): call open 1, rows found 0.7,
+// read, summed and stored (4.9 MB) 17, acknowledged and seen 2, last sums 2, end 1. In packets (16 tokens): 8.5 in all.
 #pragma once
 #include "latency_reduce.cuh"
 

@@ -2,11 +2,11 @@
 // so wished, and is expanded there into `x [local experts, ranks * max_tokens, hidden]`, packed per expert in (source,
 // token) order. No host waits; what is counted stays on the device.
 //
-//   coordinator  block 0, send half: tells every rank, in words that carry their tag, how many tokens this rank has, how
-//                many go to each expert there, and which tokens go there at all. Nobody waits before that is sent.
-//   sender       every other block, send half: a token at a time becomes a record (latency_rows.cuh) and crosses: its row
-//                straight from registers and a flag behind it, or, when this rank has few tokens, in packets that are
-//                flags themselves. Waits for nobody.
+//   coordinator  block 0, send half: tells every rank, in words that carry their tag, how many tokens this rank has,
+//                how many go to each expert there, and which tokens go there at all. Nobody waits before that is sent.
+//   sender       every other block, send half: a token at a time becomes a record (latency_rows.cuh) and crosses: its
+//                row straight from registers and a flag behind it, or, when this rank has few tokens, in packets that
+//                are flags themselves. Waits for nobody.
 //   receiver     every block, receive half: learns the words of all sources, from which all places follow. Block 0 then
 //                writes counts, ranges and what the combine needs, as they are if nobody is late; in the others a few
 //                warps for each (token, source) write the record to its experts' rows as soon as it is there.
@@ -15,20 +15,20 @@
 //
 // The halves are one launch, or two: then no SM is occupied between them. See latency_call.cuh for memory and order.
 //
-// Time, 128 tokens, FP8, in microseconds, from time stamps on H200s (four ranks on two GPUs): call open and ids read 1.3,
-// rows quantised 0.5, stored and acknowledged (2.6 MB) 9, expanded 4.5, end 1.2. In packets (16 tokens) nobody waits for
-// acknowledgements: 8 in all.
+// Time, 128 tokens, FP8, in microseconds, from time stamps on H200s (four ranks on two GPUs): call open and ids read
+// 1.3, rows quantised 0.5, stored and acknowledged (2.6 MB) 9, expanded 4.5, end 1.2. In packets (16 tokens) nobody
+// waits for acknowledgements: 8 in all.
 #pragma once
 #include "latency_rows.cuh"
 
 struct DispatchShared {
   CallShared call;
-  i32 num_tokens[kMaxRanks];  // of each source
+  i32 num_tokens[kMaxRanks];   // of each source
   i32 most_packed, most_rows;  // tokens of a source that sends packets, or rows
 };
 
-/// The block's dynamic shared memory: `counts` [num_experts], `bits` [ranks][token words], `ids` [num_tokens][num_topk],
-/// `record`. Both halves use the first two, one after the other.
+/// The block's dynamic shared memory: `counts` [num_experts], `bits` [ranks][token words], `ids`
+/// [num_tokens][num_topk], `record`. Both halves use the first two, one after the other.
 struct DispatchMemory {
   i32* counts;
   u32* bits;
@@ -62,8 +62,8 @@ DEVICE int first_token_of_warp() {
 }
 
 /// Reads the routing, a token a lane, and marks what repeats within a token; block 0 counts tokens per expert as well
-/// (in memory that is zero), and notes which tokens go where. True when an id is neither good nor -1: it is taken as -1.
-/// All threads; the caller synchronises.
+/// (in memory that is zero), and notes which tokens go where. True when an id is neither good nor -1: it is taken as
+/// -1. All threads; the caller synchronises.
 DEVICE bool load_ids(const LatencyDispatchParams& p, const DispatchMemory& m) {
   constexpr int kLoads = 8;
   const i64* topk_idx = reinterpret_cast<const i64*>(p.topk_idx);
@@ -220,8 +220,8 @@ DEVICE void send_token(const LatencyDispatchParams& p, const DispatchShared& s, 
     const int num_packets = packets_of_record(p);
 #pragma unroll 1
     for (int i = tid; i < num_packets; i += step)
-      store_everywhere<true>(
-          to, 16 * i, packet_of(reinterpret_cast<const u32*>(m.record), num_packets, i, s.call.send_tag));
+      store_everywhere<true>(to, 16 * i,
+                             packet_of(reinterpret_cast<const u32*>(m.record), num_packets, i, s.call.send_tag));
     __syncthreads();
     return;
   }

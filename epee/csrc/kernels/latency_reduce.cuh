@@ -5,11 +5,11 @@
 #include "latency_call.cuh"
 
 constexpr int kMaxTopk = 32;
-constexpr int kRowBatch = 4;      // rows that are read at once
-constexpr int kPartialShares = 3;  // blocks that sum a partial that goes in packets
-constexpr int kRowParts = kFlagsOfToken;  // of a partial that goes as a row, each with a flag
-constexpr int kRowShares = 2;      // blocks that sum a token,
-constexpr int kPacketShares = 5;   // and one whose partials come in packets
+constexpr int kRowBatch = 4;                               // rows that are read at once
+constexpr int kPartialShares = 3;                          // blocks that sum a partial that goes in packets
+constexpr int kRowParts = kFlagsOfToken;                   // of a partial that goes as a row, each with a flag
+constexpr int kRowShares = 2;                              // blocks that sum a token,
+constexpr int kPacketShares = 5;                           // and one whose partials come in packets
 CONSTANT int kRankBatch = kNumRanks <= 4 ? kNumRanks : 3;  // ranks whose partials are read at once
 
 /// The rows of a token of a peer, in summing order.
@@ -21,11 +21,11 @@ struct TokenRows {
 
 struct CombineShared {
   CallShared call;
-  u32 served;                                 // ranks whose tokens this rank has
-  u32 sent_to;                                // ranks that took part in the dispatch
-  u32 first_ranks;                            // of the token that this block sums first
-  i32 num_tokens[kMaxRanks];                  // of each rank's dispatch
-  TokenRows rows[kMaxWarps];                  // one for each warp to find
+  u32 served;                 // ranks whose tokens this rank has
+  u32 sent_to;                // ranks that took part in the dispatch
+  u32 first_ranks;            // of the token that this block sums first
+  i32 num_tokens[kMaxRanks];  // of each rank's dispatch
+  TokenRows rows[kMaxWarps];  // one for each warp to find
 };
 
 DEVICE u64* weight_at(const LatencyCombineParams& p, u64 region, u64 tag, int src, int token, int k) {
@@ -60,7 +60,9 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
   perhaps_stall(tag, p.call.rank, 11);
   if (tid < kNumRanks && (s.call.mapped >> tid & 1)) {
     const bool is_served = (s.served & s.call.active) >> tid & 1;
-    const u32 value = p.refused ? kHeadRefused : !is_served ? kHeadExcluded : static_cast<u32>(p.kind) << kHeadKindShift;
+    const u32 value = p.refused    ? kHeadRefused
+                      : !is_served ? kHeadExcluded
+                                   : static_cast<u32>(p.kind) << kHeadKindShift;
     st_relaxed_sys(head_at(p.at, s.call.peer[tid], tag, part_of(p.call.rank, tid)), marked(tag, value));
   }
   if (!p.topk_weights || p.refused) return;
@@ -276,7 +278,8 @@ DEVICE void load_words(const u8* row, int i, int num_words, u32 (&words)[3]) {
   for (int k = 0; k < 3; ++k) {
     const int at = 3 * i + k;
     words[k] = 0;
-    if (at < num_words) words[k] = kIsWide ? reinterpret_cast<const u16*>(row)[at] : reinterpret_cast<const u32*>(row)[at];
+    if (at < num_words)
+      words[k] = kIsWide ? reinterpret_cast<const u16*>(row)[at] : reinterpret_cast<const u32*>(row)[at];
   }
 }
 
@@ -325,8 +328,7 @@ DEVICE void send_packets(const LatencyCombineParams& p, const CombineShared& s, 
 DEVICE u32 packed_ranks(const LatencyCombineParams& p, const CombineShared& s) {
   u32 ranks = 0;
 #pragma unroll
-  for (int src = 0; src < kNumRanks; ++src)
-    ranks |= static_cast<u32>(s.num_tokens[src] <= p.at.packet_tokens) << src;
+  for (int src = 0; src < kNumRanks; ++src) ranks |= static_cast<u32>(s.num_tokens[src] <= p.at.packet_tokens) << src;
   return ranks;
 }
 

@@ -1,9 +1,9 @@
 // How a token becomes a record, and a record becomes rows of the result.
 //
-// A record is meta | row | scales. Meta is a u64 for each k: weight above; below the expert (16 bits, kNoExpert for none),
-// the number of this rank's earlier tokens that chose the same expert (15 bits), and whether an earlier k of the token
-// did (the topmost bit), in which case the row is written once only. The row is bfloat16, or e4m3 by blocks of 128
-// channels with a scale each.
+// A record is meta | row | scales. Meta is a u64 for each k: weight above; below the expert (16 bits, kNoExpert for
+// none), the number of this rank's earlier tokens that chose the same expert (15 bits), and whether an earlier k of the
+// token did (the topmost bit), in which case the row is written once only. The row is bfloat16, or e4m3 by blocks of
+// 128 channels with a scale each.
 #pragma once
 #include "../ptx/convert.cuh"
 #include "latency_call.cuh"
@@ -11,7 +11,8 @@
 constexpr u32 kNoExpert = 0x7FFF;
 constexpr u32 kRepeated = 0x8000;  // in `ids`: no first choice of this expert in its token
 constexpr int kRowShares = 4;      // warps that expand a row,
-constexpr int kPacketShares = kPacketWarps;  // and one that comes in packets: a packet for each lane if it is FP8 of 7168
+constexpr int kPacketShares =
+    kPacketWarps;  // and one that comes in packets: a packet for each lane if it is FP8 of 7168
 enum ScaleKind : int { kFloatScales = 0, kPowerScales, kUe8m0Scales };
 
 /// Two times sixteen bytes of a token's row that a thread works on: sixteen channels, or twice eight.
@@ -50,8 +51,8 @@ DEVICE Scale scale_of(float amax, int kind) {
   return {__uint_as_float(exponent << 23), 1.0f / __uint_as_float(exponent << 23)};
 }
 
-/// Quantises sixteen channels of each thread; eight threads share a block of 128, whose scale is written. All lanes of a
-/// warp.
+/// Quantises sixteen channels of each thread; eight threads share a block of 128, whose scale is written. All lanes of
+/// a warp.
 DEVICE Vec16 quantise(const LatencyDispatchParams& p, int unit, const Input& in, u8* scales) {
   float value[16];
   float amax = 1e-4f;
@@ -81,7 +82,9 @@ DEVICE Vec16 quantise(const LatencyDispatchParams& p, int unit, const Input& in,
   return out;
 }
 
-DEVICE int packets_of_record(const LatencyDispatchParams& p) { return (p.meta_words + p.row_words + p.scale_words + 2) / 3; }
+DEVICE int packets_of_record(const LatencyDispatchParams& p) {
+  return (p.meta_words + p.row_words + p.scale_words + 2) / 3;
+}
 
 /// Where the row of a source's choice lies in the result; lane k holds that of slot k.
 struct Target {

@@ -238,8 +238,7 @@ DEVICE void end_block(const CombineParams& p, u64 tag, const CombineShared& s, b
   const bool is_peer = lane < kNumRanks && is_in(s.active, lane);
   if (is_peer && (lane == rank || is_whole))
     st_relaxed_sys(control_words(p.call, lane, kControlCombineDoneOffset) + rank * kMaxBlocks + blockIdx.x, tag);
-  if (is_whole && is_peer && has_given_up(p.call, tag, lane))
-    report_failure(p.call, tag, {kPeerGaveUp, lane, 0, 0, 3});
+  if (is_whole && is_peer && has_given_up(p.call, tag, lane)) report_failure(p.call, tag, {kPeerGaveUp, lane, 0, 0, 3});
   if (blockIdx.x != 0) return;
   const bool has_heard = await_pullers(p, tag, s, is_whole);
   if (is_peer && !(is_whole && has_heard))  // before this kernel ends, and with it the rows of this rank
@@ -486,9 +485,11 @@ DEVICE void combine(const CombineParams& p) {
 }
 
 namespace epee {
-#define COMBINE_KERNEL(name, is_expert, payload)             \
-  __global__ void __launch_bounds__(kReducerThreads + 96, 1) \
-      combine_throughput_##name(const __grid_constant__ CombineParams p) { combine<is_expert, payload>(p); }
+#define COMBINE_KERNEL(name, is_expert, payload)                           \
+  __global__ void __launch_bounds__(kReducerThreads + 96, 1)               \
+      combine_throughput_##name(const __grid_constant__ CombineParams p) { \
+    combine<is_expert, payload>(p);                                        \
+  }
 COMBINE_KERNEL(rank_bf16, false, kBf16)
 COMBINE_KERNEL(rank_f16, false, kF16)
 COMBINE_KERNEL(rank_f32, false, kF32)

@@ -14,8 +14,8 @@
 
 typedef i32 PerRank[ROOM(kNumRanks, kMaxRanks)];  // a word of each rank
 
-/// Header and totals to every active rank; `refusal` is 0 or says why this rank cannot make the call. One block, all threads;
-/// no order among the stores is needed.
+/// Header and totals to every active rank; `refusal` is 0 or says why this rank cannot make the call. One block, all
+/// threads; no order among the stores is needed.
 DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* totals, int refusal) {
   perhaps_stall(tag, p.call.rank, 11);
   const u64 mark = tag << 32;
@@ -33,7 +33,8 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* t
     const int peer = at % kNumRanks;
     const int which = at / kNumRanks;
     if (!is_in(active, peer)) continue;
-    if (which == kRefusal && !refusal && is_slot_haunted(p.call, active, p.grant)) refusal = static_cast<int>(kHauntedCode);
+    if (which == kRefusal && !refusal && is_slot_haunted(p.call, active, p.grant))
+      refusal = static_cast<int>(kHauntedCode);
     const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
     const i32 values[kNumHeaderWords] = {static_cast<i32>(p.signature),
                                          static_cast<i32>(p.signature >> 32),
@@ -86,7 +87,8 @@ DEVICE bool is_refused(const LayoutParams& p, u64 tag, u32 active) {
   return is_any;
 }
 
-/// Checks word `which` of the headers of all active ranks. False, with a report, when one refuses, differs or cannot be right.
+/// Checks word `which` of the headers of all active ranks. False, with a report, when one refuses, differs or cannot be
+/// right.
 DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, const PerRank& values) {
   const u32 mine = static_cast<u32>(which == kSignatureLow ? p.signature : p.signature >> 32);
   const i32 limit = which == kGrant ? p.num_slots - 1 : which == kChannels ? kMaxChannels : kMaxBlocks;
@@ -229,8 +231,8 @@ DEVICE i32 sum_up_to_lane(i32 value) {
 }
 
 /// Writes what is read on the GPU alone, by whoever works on the rows (`HandleSpace`): where each local expert's slots
-/// end, how many it has, and how many tokens have come from this and all lower ranks. Zeros in a call that fails, so that
-/// nobody goes by what never came. One warp.
+/// end, how many it has, and how many tokens have come from this and all lower ranks. Zeros in a call that fails, so
+/// that nobody goes by what never came. One warp.
 DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_rows) {
   bool is_good = s.has_all;
   for (int d = 0; d < kNumRanks; ++d) is_good = is_good && !has_overflow(p, s, d);
@@ -291,4 +293,3 @@ DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, i32* padded
   }
   if (p.do_count) reinterpret_cast<i32*>(p.recv_info)[1] = static_cast<i32>(current_view(p.call) >> 32);
 }
-

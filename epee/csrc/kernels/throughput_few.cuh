@@ -17,8 +17,8 @@
 
 struct FewShared {
   u64 barriers[kMaxFewWarps];
-  u64 slot[kMaxRanks];        // granted by rank d, as this GPU addresses it
-  i32 first_row[kMaxRanks];   // rows of lower source ranks there
+  u64 slot[kMaxRanks];       // granted by rank d, as this GPU addresses it
+  i32 first_row[kMaxRanks];  // rows of lower source ranks there
   i32 num_recv;
   u32 is_good;
   u8 ranks[kMaxFewTokens];  // bit d: the token goes to rank d
@@ -71,12 +71,13 @@ DEVICE Traveller prepare(const LayoutParams& p, const FewShared& s, int token) {
   return t;
 }
 
-/// Reads and checks one word of all active ranks: header words, then the tokens that they send to each rank. One thread for
-/// each word. False, with a report, when the call fails.
+/// Reads and checks one word of all active ranks: header words, then the tokens that they send to each rank. One thread
+/// for each word. False, with a report, when the call fails.
 DEVICE bool learn_word(const FewParams& p, u64 tag, u32 active, FewShared& s, int idx) {
   const int d = idx - kNumHeaderWords;  // negative for a header word
   PerRank values;
-  if (!collect(p.layout, tag, active, d < 0 ? idx : kCountsHeaderWords + p.layout.num_experts + d, values)) return false;
+  if (!collect(p.layout, tag, active, d < 0 ? idx : kCountsHeaderWords + p.layout.num_experts + d, values))
+    return false;
   if (d < 0) {
     if (!check_header(p.layout, tag, active, idx, values)) return false;
 #pragma unroll

@@ -18,7 +18,8 @@ DEVICE void count_entries(const LayoutParams& p, u64 tag, u32 active, Range toke
   const int step = 32 / p.lanes_per_token;
 #pragma unroll 1
   for (int first = tokens.begin; first < tokens.end; first += step)
-    kept[(first - tokens.begin) / step * 32 + lane_idx()] = read_entries(p, tag, active, first, tokens.end, counters).expert;
+    kept[(first - tokens.begin) / step * 32 + lane_idx()] =
+        read_entries(p, tag, active, first, tokens.end, counters).expert;
 }
 
 /// Turns the warps' counts into the number of entries in earlier warps of the block, and leaves the block's sums in

@@ -51,7 +51,7 @@ DEVICE u32 emulated_float_to_e4m3(float v) {
   const u32 bits = __float_as_uint(v);
   const u32 sign = bits >> 24 & 0x80;
   u32 size = bits & 0x7FFFFFFF;
-  if (size > 0x7F800000) return 0x7F;         // NaN
+  if (size > 0x7F800000) return 0x7F;          // NaN
   if (size >= 0x43E00000) return sign | 0x7E;  // 448 or more
   if (size < 0x3C800000) return sign | static_cast<u32>(nearbyintf(fabsf(v) * 512.0f));
   size += 0x7FFFF + (size >> 20 & 1);

@@ -207,8 +207,7 @@ DEVICE u64 atom_cas_relaxed_gpu(u64* p, u64 expected, u64 v) {
 DEVICE u64 atom_add_acq_rel_gpu(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 DEVICE void red_or_relaxed_gpu(u64* p, u64 v) { __atomic_fetch_or(p, v, __ATOMIC_RELAXED); }
 DEVICE void red_max_relaxed_gpu(u64* p, u64 v) {
-  for (u64 old = *p; old < v && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) {
-  }
+  for (u64 old = *p; old < v && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) {}
 }
 DEVICE void red_or_shared(u32* p, u32 v) { *p |= v; }
 // x86 moves an aligned vector register at once (all processors with AVX). In assembly, as g++ takes the intrinsics

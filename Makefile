@@ -1,4 +1,4 @@
-# The commands to know: make demo, make test, make check, make bench. All of them make .venv first if it is missing.
+# The commands to know: make demo, make test, make test-all, make check, make bench. All of them make .venv first if it is missing.
 # Needs Python >= 3.10 and make; no compiler.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-defaults check bench install clean
+.PHONY: help demo test test-all test-defaults check bench install clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 22
@@ -26,8 +26,12 @@ demo: $(STAMP)  ## train a small MoE language model over two processes, about a 
 	@echo "==> training; plots and numbers go to demo-out/"
 	$(BIN)/epee demo --out demo-out
 
-test: $(STAMP)  ## run the whole test suite
+test: $(STAMP)  ## run the tests, all but the slow ones
 	@echo "==> running the tests"
+	scripts/test -m "not slow"
+
+test-all: $(STAMP)  ## run the whole test suite, as CI does
+	@echo "==> running all tests"
 	scripts/test
 
 test-defaults: $(STAMP)  ## run calls under foreign default device and dtype (tests/defaults.py)

@@ -47,24 +47,16 @@ def waiting_rank(rank: int, num_ranks: int, folder: str, trouble: str) -> None:
 @contextmanager
 def hanging_job(trouble: str) -> Iterator[list[int]]:
     """Yield the pids of three ranks of which the last is in `trouble`; all are ended afterwards."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            harness._start(waiting_rank, rank, NUM_RANKS, (folder, trouble), folder, "epee", PATIENCE_S)
-            for rank in range(NUM_RANKS)
-        ]
-        try:
-            files = [Path(folder) / f"pid{rank}" for rank in range(NUM_RANKS)]
-            deadline = time.monotonic() + PATIENCE_S
-            while not all(file.exists() and file.read_text() for file in files):
-                assert time.monotonic() < deadline, "the ranks did not start"
-                time.sleep(0.01)
-            yield [int(file.read_text()) for file in files]
-        finally:
-            for process, connection in ranks:
-                process.kill()
-                process.join()
-                process.close()
-                connection.close()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        harness.started(waiting_rank, NUM_RANKS, folder, trouble, timeout_s=PATIENCE_S, backend="epee"),
+    ):
+        files = [Path(folder) / f"pid{rank}" for rank in range(NUM_RANKS)]
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.01)
+        yield [int(file.read_text()) for file in files]
 
 
 def look_until(pid: int, is_there: Callable[[JobReport], bool]) -> JobReport:

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from epee.backend.overlap import meet, spans_of
 from epee.errors import CommTimeoutError, MismatchError
-from tests.harness import run_ranks
+from tests.harness import run_mortal, run_ranks
 from tests.survive import stages
-from tests.survive.processes import run_mortal
 
 from . import cases
 from .test_interrupts import Interrupt

@@ -29,6 +29,7 @@ from . import cases
 
 _FOLDER = str(Path(epee.backend.__file__).parent)
 _FRONT = ("group.py", "work.py", "calls.py")  # above the engine: nothing is begun there
+_SEND_COUNTS = [(4, 1), (70_000, 1), pytest.param(4_500_000, 199, marks=pytest.mark.slow)]
 
 
 class Interrupt:
@@ -221,7 +222,10 @@ def receive_at_every_line(rank: int, num_ranks: int, source: int | None, count: 
     return at
 
 
-@pytest.mark.parametrize(("source", "count", "stride"), [(1, 4, 1), (None, 4, 1), (1, 70_000, 1), (1, 4_500_000, 97)])
+@pytest.mark.parametrize(
+    ("source", "count", "stride"),
+    [(1, 4, 1), (None, 4, 1), (1, 70_000, 1), pytest.param(1, 4_500_000, 97, marks=pytest.mark.slow)],
+)
 def test_an_interrupted_receive_neither_takes_nor_loses_a_message(source: int | None, count: int, stride: int) -> None:
     lines = run_ranks(receive_at_every_line, 2, source, count, stride, backend="epee", timeout_s=55)
     assert min(lines) > 40
@@ -246,7 +250,7 @@ def send_again_at_every_line(rank: int, num_ranks: int, count: int, stride: int)
     return at
 
 
-@pytest.mark.parametrize(("count", "stride"), [(4, 1), (70_000, 1), (4_500_000, 199)])
+@pytest.mark.parametrize(("count", "stride"), _SEND_COUNTS)
 def test_an_interrupted_send_that_is_made_again_arrives_once(count: int, stride: int) -> None:
     assert min(run_ranks(send_again_at_every_line, 2, count, stride, backend="epee", timeout_s=55)) > 40
 
@@ -278,7 +282,7 @@ def send_at_every_line(rank: int, num_ranks: int, count: int, stride: int) -> in
     return at
 
 
-@pytest.mark.parametrize(("count", "stride"), [(4, 1), (70_000, 1), (4_500_000, 199)])
+@pytest.mark.parametrize(("count", "stride"), _SEND_COUNTS)
 def test_an_interrupted_send_arrives_whole_or_not_at_all(count: int, stride: int) -> None:
     assert min(run_ranks(send_at_every_line, 2, count, stride, backend="epee", timeout_s=55)) > 40
 

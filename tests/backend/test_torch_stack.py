@@ -185,7 +185,7 @@ def compiled(rank: int, num_ranks: int, backend: str) -> None:
     assert next(wrapped.parameters()).grad is not None
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_programs_work(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs g++ on this machine; aot_eager is tested")

@@ -26,9 +26,8 @@ from epee.errors import AuthError, PeerError, ProtocolError, RankFailedError, Re
 from epee.memory.host import HostRegion
 from epee.view.auth import Token
 from epee.view.directory import JobDirectory
-from tests.harness import run_ranks
+from tests.harness import run_mortal, run_ranks
 from tests.survive import stages
-from tests.survive.processes import run_mortal
 
 from . import cases
 

@@ -19,9 +19,8 @@ from epee.errors import InvalidArgument, UnsupportedError
 from epee.reference import latency as oracle
 from tests.compat.test_deep_ep_low_latency import check_rows
 from tests.ep.latency_cases import BF16, Shape, bits, expert_outputs, inputs
-from tests.harness import RankFailure, run_ranks
+from tests.harness import DEAD, RankFailure, run_mortal, run_ranks
 from tests.survive import stages
-from tests.survive.processes import DEAD, run_mortal
 
 SHAPE = Shape(num_experts=8, hidden=512, num_topk=3, max_tokens=4)
 NUM_TOKENS = (4, 1, 0, 3)

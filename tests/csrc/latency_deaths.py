@@ -28,8 +28,7 @@ import epee
 from epee.ep.latency_kernels import KERNELS, kernel_head
 from epee.ep.throughput_platform import CudaPlatform
 from tests.csrc.latency_cases import Plan, Round, expected, expected_sums, expert_output, same
-from tests.harness import RankFailure
-from tests.survive.pool import Pool, Worker, take_until, tell
+from tests.harness import Pool, RankFailure, Worker, take_until, tell
 
 NUM_RANKS, VICTIM = 3, 2
 TIMEOUT_S = 40.0  # of whatever should not happen

@@ -10,7 +10,7 @@ from epee.ep import latency_gpu_path
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated
 from tests.ep import test_latency_rejoin as cpu_tests
-from tests.survive.processes import DEAD, run_mortal
+from tests.harness import DEAD, run_mortal
 
 pytestmark = [
     pytest.mark.compiler,

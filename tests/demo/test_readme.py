@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from tests.survive.processes import DEAD, run_mortal
+from tests.harness import DEAD, run_mortal
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

@@ -22,8 +22,8 @@ from epee.ep.latency import HostMemory
 from epee.errors import CommTimeoutError, EvictedError, ResourceError, StaleHandleError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import Shape, bits, check_dispatched, check_round, combine, dispatch, expert_outputs, inputs
+from tests.harness import DEAD, run_mortal
 from tests.survive import stages
-from tests.survive.processes import DEAD, run_mortal
 
 SHAPE = Shape(num_experts=12, hidden=512, num_topk=2, max_tokens=6)
 NUM_TOKENS = (6, 3, 4, 5)

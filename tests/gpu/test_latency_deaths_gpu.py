@@ -19,8 +19,8 @@ from tests.csrc.latency_cases import same
 from tests.csrc.latency_deaths import device_of, run_deaths
 from tests.ep.latency_cases import Shape, expert_outputs, inputs
 from tests.ep.test_latency_rejoin import end, lose, make_buffer, start
+from tests.harness import DEAD, run_mortal
 from tests.survive import stages
-from tests.survive.processes import DEAD, run_mortal
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(580)]
 

@@ -47,6 +47,7 @@ def test_second_request_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest
         kernel_module.cubin_of(BARRIER, kernel_head(4, 16), "sm_90a")
 
 
+@pytest.mark.slow
 def test_warm_up_leaves_nothing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CubinCache(tmp_path / "cache", 1 << 26)
     monkeypatch.setattr(kernel_module, "_cache", lambda: cache)

@@ -20,9 +20,11 @@ from epee.sim.run import first_bad, run_seed
 SAVED = json.loads((Path(__file__).parent / "seeds.json").read_text())
 CHUNK = 250
 NUM_SEEDS = int(os.environ.get("EPEE_TEST_SEEDS", "5000"))  # fewer for a quick look
+QUICK = min(NUM_SEEDS, 2 * CHUNK)
+SLOW_STARTS = [pytest.param(start, marks=pytest.mark.slow) for start in range(QUICK, NUM_SEEDS, CHUNK)]
 
 
-@pytest.mark.parametrize("start", range(0, NUM_SEEDS, CHUNK))
+@pytest.mark.parametrize("start", [*range(0, QUICK, CHUNK), *SLOW_STARTS])
 def test_no_rule_is_broken(start: int) -> None:
     bad = first_bad(range(start, start + CHUNK))
     assert bad is None, f"python -m epee.sim --replay {bad.seed}: {bad.violations[0]}"

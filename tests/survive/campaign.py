@@ -3,7 +3,8 @@
     python -m tests.survive.campaign --kills 1000 --falls 50 --zombies 200 --rejoins 500 --flips 20000 --soak 1200
 
 Prints a table and writes JSON and a histogram. A violation is printed, counted and kept with what reproduces it; the
-exit status is then 1. Workers live from round to round (`pool.py`); only those that were killed are replaced.
+exit status is then 1. Workers live from round to round (`tests/harness/pool.py`); only those
+that were killed are replaced.
 """
 
 from __future__ import annotations
@@ -18,18 +19,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests import harness
+from tests.harness import DEAD, Pool, collect
 
 from . import kill_points, report
 from .flips import flip_round
 from .histories import ALL_OPS, COLLECTIVES, Entry, check_histories
 from .living import live_for
-from .pool import Pool, collect
-from .processes import DEAD
 from .rounds import LONG, NUM_ZOMBIE_CALLS, ZOMBIE, KillRound, beside_a_zombie, kill_round, zombie
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "epee", "tests.harness")
-WORKERS_USE = ("epee.backend.group", "tests.survive.rounds", "tests.survive.flips")
 ROUND_S = 40.0
 NUM_RANKS = 4
 NUM_ZOMBIE_RANKS = 3
@@ -299,7 +296,6 @@ def main() -> int:
     parser.add_argument("--out", default="", help="write OUT.json and OUT.png")
     args = parser.parse_args()
     until = time.time() + args.limit_s
-    harness._CONTEXT.set_forkserver_preload([*PRELOAD, *WORKERS_USE])
     with Pool() as pool:
         campaign = Campaign(pool)
         if args.kills:

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.harness import DEAD, Pool, Worker, collect, take_until
+
 from .histories import ALL_OPS
-from .pool import Pool, Worker, collect, take_until
-from .processes import DEAD
 from .rounds import LOG, live
 
 JOIN_S = 40.0

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 import epee
 from epee.errors import CommTimeoutError, EpeeError, EvictedError, RankFailedError
+from tests.harness import tell
 
 from . import kill_points, stages
 from .histories import ALL_OPS, COLLECTIVES, UNTOUCHED, Entry, before, expected, make_call, part
-from .pool import tell
 
 NUM_CALLS = 6  # and more where more ranks die
 LONG = 20_000  # 160 kB a rank: more than the staging of a round holds

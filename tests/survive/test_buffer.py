@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import epee
 from epee.view.report import look_at_job
+from tests.harness import DEAD, run_mortal
 
 from ..harness import run_ranks
 from .buffer_rounds import POINTS, run
-from .processes import DEAD, run_mortal
 
 NUM_STEPS = 8
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import epee
+from tests.harness import run_mortal
 
 from . import stages
 from .buffer_rounds import HIDDEN, LOCAL, NUM_TOPK, TIMEOUT_S, make_step
 from .growing import await_ranks, start
-from .processes import run_mortal
 
 
 def buffer_of(num_ranks: int) -> epee.Buffer:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import epee
 from epee import nn
 from epee.errors import CommTimeoutError, EvictedError, MismatchError, RankFailedError, StaleHandleError
+from tests.harness import DEAD, run_mortal
 
 from . import stages
 from .buffer_rounds import (
@@ -34,7 +35,6 @@ from .buffer_rounds import (
     rows,
     start,
 )
-from .processes import DEAD, run_mortal
 
 STALL_S = 3.0  # a busy machine may keep a rank that is well from its core for a second or two
 

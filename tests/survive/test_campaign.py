@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import DEAD, Pool, collect, tell
+
 from . import kill_points
 from .campaign import Campaign, falls, kill_rounds
 from .histories import ALL_OPS, COLLECTIVES, Entry, check_histories, contribution
-from .pool import Pool, collect, tell
-from .processes import DEAD
 from .rounds import KillRound
 
 SEED = 20_001
@@ -135,7 +135,7 @@ def test_a_worker_that_raises_fails_the_round(pool: Pool) -> None:
 def test_a_victim_that_lives_fails_the_round(pool: Pool) -> None:
     workers = pool.hire(1)
     workers[0].start(os.getpid)
-    with pytest.raises(AssertionError, match="worker 0: ok"):
+    with pytest.raises(AssertionError, match="rank 0: lives on"):
         collect(workers, {0}, 20.0)
     pool.release(workers)
 

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from epee.errors import RankFailedError
+from tests.harness import run_mortal
 
 from . import stages
-from .processes import run_mortal
 from .test_rejoin import start, total
+
+
+def wait_for_the_end(folder: str) -> None:
+    """Wait until the victim is gone: a newcomer that asks for the place of a living rank is refused."""
+    stages.wait_for(folder, "dying")
+    with contextlib.suppress(ProcessLookupError):
+        victim = os.pidfd_open(int((Path(folder) / "victim").read_text()))
+        assert select.select([victim], [], [], 30.0)[0], "the victim lives"
+        os.close(victim)
 
 
 def restarted(slot: int, num_processes: int, folder: str, mode: str) -> Any:
     """Process 3 takes rank 1's place; the others make no call between the death and the view with the replacement."""
     rank, joins = (1, True) if slot == 3 else (slot, False)
     if joins:
-        stages.wait_for(folder, "dying")
+        wait_for_the_end(folder)
     group = start(rank, 3, folder, mode, joins)
     if not joins:
         assert total() == 3
     if slot == 1:
+        (Path(folder) / "victim").write_text(str(os.getpid()))
         stages.reach(folder, "dying")
         os.kill(os.getpid(), signal.SIGKILL)
     if not joins:

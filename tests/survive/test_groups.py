@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import epee
 from epee.errors import PeerError, RankFailedError
+from tests.harness import run_mortal
 
 from . import stages
-from .processes import run_mortal
 
 
 def start(rank: int, num_ranks: int, folder: str, mode: str) -> Any:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from epee.errors import EpeeError, InvalidArgument, PeerError, RankFailedError
+from tests.harness import DEAD, run_mortal
 
 from . import stages
 from .growing import await_ranks, every_operation, ring, start, total
-from .processes import DEAD, run_mortal
 
 MODES = ("raise", "mask")
 

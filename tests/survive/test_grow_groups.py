@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import epee
 from epee.errors import InvalidState, PeerError, RankFailedError
+from tests.harness import run_mortal
 
 from . import stages
 from .growing import await_ranks, start, total
-from .processes import run_mortal
 
 
 def total_of(group: Any) -> int:

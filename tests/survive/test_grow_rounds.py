@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from epee.errors import PeerError
+from tests.harness import run_mortal
 
 from . import stages
 from .growing import await_ranks, every_operation, start, total
-from .processes import run_mortal
 from .test_grow import lose
 
 ROUNDS = int(os.environ.get("EPEE_TEST_ROUNDS", "6"))

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from epee.compat.mooncake import pg
+from tests.harness import run_mortal
 
 from . import stages
 from .growing import every_operation, ring, total
-from .processes import run_mortal
 
 
 def start(rank: int, world_size: int, folder: str, is_extension: bool) -> Any:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.harness import Pool
+
 from . import kill_points
 from .campaign import play
 from .histories import CLASS_U, Entry
-from .pool import Pool
 from .rounds import NUM_CALLS, KillRound
 
 OPS = CLASS_U

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import epee
+from tests.harness import DEAD, run_mortal
 
 from . import stages
-from .processes import DEAD, run_mortal
 
 BUSY_S = 3
 PATIENCE = timedelta(seconds=30)

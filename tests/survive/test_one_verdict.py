@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 import epee
 from epee.errors import EvictedError, NoQuorumError
-from tests.harness import run_ranks
+from tests.harness import run_mortal, run_ranks
 
 from . import stages
-from .processes import run_mortal
 
 NUM_STEPS = 5
 NO_QUORUM_S = 0.3

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import epee
 from epee.errors import EpeeError, RankFailedError
+from tests.harness import DEAD, run_mortal
 
 from . import stages
-from .processes import DEAD, run_mortal
 
 MODES = ("raise", "mask")
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness import run_mortal
+
 from . import stages
-from .processes import run_mortal
 from .test_rejoin import lose_one, start, total
 
 ROUNDS = int(os.environ.get("EPEE_TEST_ROUNDS", "6"))

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import epee
 from epee.errors import ResourceError
 from tests import shortage
+from tests.harness import DEAD, run_mortal
 
 from . import stages
-from .processes import DEAD, run_mortal
 
 VICTIM, SHORT, NEWCOMER = 2, 1, 3
 

@@ -15,7 +15,7 @@ from epee.view.directory import JobDirectory
 from epee.view.events import Settings
 from epee.view.messages import Decision, LaneState, Member
 from epee.view.runtime import Runtime
-from tests import harness
+from tests.harness import server
 
 PATIENT = Settings(policy="error")
 EVICT = Settings(policy="evict", answer_s=0.1, patience_s=0.6)
@@ -155,10 +155,7 @@ class Rank:
 
     def __init__(self, slot: int, folder: str, settings: Settings) -> None:
         self.slot = slot
-        self._connection, theirs = harness._CONTEXT.Pipe()
-        self.process = harness._CONTEXT.Process(target=_main, args=(theirs, slot, folder, settings), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process, self._connection = server.fork(_main, slot, folder, settings)
         self.pid = self.process.pid or 0
 
     def tell(self, name: str, *args: Any) -> None:

@@ -1,0 +1,37 @@
+"""The server that all processes of the tests are forked from: what it has imported, no rank needs to import.
+
+A fork costs 0.025 s of processor time. Importing torch costs seconds, what `dist.init_process_group("epee")` imports
+0.2 s, a test's own module with pytest and hypothesis as much again, and all that in every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing as mp
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+# torch's optimizers import torch._dynamo at their first use; epee's backend comes in with the first group.
+_ALWAYS = ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "epee")
+_USED = ("epee.backend.group", "epee.ep.buffer", "epee.ep.latency_buffer", "tests.harness.rank")
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    """Name the server's modules before its first fork: the tests' own ones are those that this process has by now."""
+    context = mp.get_context("forkserver")
+    tests = [name for name in sys.modules if name.startswith("tests.")]
+    context.set_forkserver_preload([*_ALWAYS, *_USED, *tests])
+    return context
+
+
+def fork(main: Callable[..., None], *args: Any) -> tuple[ForkServerProcess, Connection]:
+    """Start a process that calls `main(connection, *args)`; return it and the other end of its connection."""
+    ours, theirs = _context().Pipe()
+    process = _context().Process(target=main, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours

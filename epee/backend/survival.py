@@ -315,7 +315,7 @@ class Survival(Intake):
     def _leave_out(self, rank: int) -> None:
         """End the messages of a rank that is not in the view."""
         epoch, cause = self._removed[rank]
-        absence = Absence(epoch, _CAUSE[cause], PeerError if cause == LEFT else RankFailedError, cause == DEAD)
+        absence = Absence(epoch, _CAUSE[cause], PeerError if cause == LEFT else RankFailedError, cause != STALLED)
         self._owner.leave_out(rank, absence, self._raises and cause != LEFT)
 
     def _ours(self, decision: Decision) -> Decision:

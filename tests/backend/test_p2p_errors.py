@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from epee.backend import receiving
-from epee.backend.entry import TROUBLED
+from epee.backend.entry import NEWS, TROUBLED
 from epee.backend.outbox import TAKEN_BACK
 from epee.errors import CommTimeoutError, InvalidState, NoQuorumError, RankFailedError
 from tests.harness import run_ranks
@@ -306,3 +306,26 @@ def test_receives_that_wait_when_a_rank_is_lost(tmp_path: Path, mode: str) -> No
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(loses_one, 3, str(tmp_path), mode, backend=None)
     assert all((tmp_path / f"right{rank}").exists() for rank in range(2))
+
+
+def sends_to_one_that_leaves(rank: int, num_ranks: int, folder: str) -> float:
+    """Nobody looks at the send between its delivery and the news that the receiver has left."""
+    cases.init(rank, num_ranks, folder, op_timeout=30.0)
+    x = torch.full((1,), float(7 - rank))
+    if rank == 0:
+        engine: Any = dist.group.WORLD._engine  # type: ignore[union-attr]
+        engine._helper.kick = lambda *_, **__: None
+        work = dist.isend(x, 1)
+        until = time.monotonic() + 20.0
+        while not engine.flags & NEWS:
+            assert time.monotonic() < until, "the receiver does not leave"
+            time.sleep(0.005)
+        work.wait()
+    else:
+        dist.recv(x, 0)
+        dist.destroy_process_group()
+    return x.item()
+
+
+def test_a_send_to_a_rank_that_took_it_and_left_does_not_raise(tmp_path: Path) -> None:
+    assert run_ranks(sends_to_one_that_leaves, 2, str(tmp_path), backend=None) == [7.0, 7.0]

@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 import epee
 from epee.errors import CommTimeoutError, EvictedError, RankFailedError
-from tests.harness import run_ranks
+from tests.harness import run_mortal, run_ranks
 
 from . import stages
-from .processes import run_mortal
 
 TIMEOUT_S = 3.0  # a busy machine may keep a rank that is well from its core for a second or two
 PATIENCE = timedelta(seconds=30)

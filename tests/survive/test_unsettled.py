@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 import epee
 from epee.errors import CommTimeoutError, PeerError
+from tests.harness import DEAD, run_mortal
 
 from . import stages
-from .processes import DEAD, run_mortal
 
 NUM_ELEMENTS = 24 << 20  # more rounds than there is room for at once
 PATIENCE = timedelta(seconds=30)

@@ -8,7 +8,7 @@ slowest rank. `tensor.add_` of one element is timed in the same way, as a measur
 
     V2 names           epee.compat.deep_ep.ElasticBuffer.barrier()
     Buffer             epee.Buffer.barrier()
-    core               epee.ep.throughput.Throughput.barrier(timeout)
+    core               epee.ep.throughput.gpu.core.Throughput.barrier(timeout)
     launch             the kernel alone, arguments prepared
     graph of one       a CUDA graph with one barrier, replayed
     graph of twenty    a CUDA graph with twenty, replayed; time of one barrier
@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee.compat.deep_ep as deep_ep
-from epee.ep.throughput_plan import Shape
+from epee.ep.throughput.shapes import Shape
 
 TIMEOUT_S = 20
 BLOCKS = 5

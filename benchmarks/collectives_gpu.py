@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from epee.collectives.machine import CollectivePlan, Collectives
 from epee.collectives.params import MAX_LANES, CollectiveConfig
-from epee.ep.throughput_platform import CudaPlatform
+from epee.ep.gpu.platform import CudaPlatform
 from epee.errors import CommTimeoutError
 
 DTYPE = torch.bfloat16

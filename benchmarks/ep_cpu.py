@@ -42,7 +42,7 @@ FORMULAS = {
     "wire_gbps": "the same with only the rows that come from another rank",
     "speedup": "gloo median / epee median of the same rounds",
     "back to back": f"per round: the time of {NUM_BACK_TO_BACK} calls without a barrier between them, per call",
-    PLAIN: "the gloo side sums in a float32 accumulator, as one would write it, instead of epee's way (ep/reduce.py)",
+    PLAIN: "the gloo side sums in a float32 accumulator, as one would write it, instead of epee's way (`reduce.py`)",
     "combine": "y is in ordinary memory; 'combine in place': y was written into combine_input() before the clock "
     "started, the time of the combine_input() call itself is included",
 }

@@ -34,10 +34,10 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee
-from epee.ep.throughput import Throughput
-from epee.ep.throughput_plan import ThroughputConfig, default_expanded_rows
-from epee.ep.throughput_platform import CudaPlatform
-from epee.ep.throughput_types import CombineOptions, DispatchOptions, Received
+from epee.ep.gpu.platform import CudaPlatform
+from epee.ep.throughput.gpu.core import Throughput
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received
+from epee.ep.throughput.shapes import ThroughputConfig, default_expanded_rows
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 256, 8, 7168
 WIRE_GBPS = 389.0  # the best copy seen on 4x H200, per direction

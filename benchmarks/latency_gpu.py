@@ -35,10 +35,10 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from epee.ep.latency_gpu import LatencyCore
-from epee.ep.latency_gpu_types import CoreOptions, CoreReceived
-from epee.ep.latency_kernels import PACKET_TOKENS, LatencyConfig, packet_bytes
-from epee.ep.throughput_platform import CudaPlatform
+from epee.ep.gpu.platform import CudaPlatform
+from epee.ep.latency.gpu.core import LatencyCore
+from epee.ep.latency.gpu.params import PACKET_TOKENS, LatencyConfig, packet_bytes
+from epee.ep.latency.gpu.types import CoreOptions, CoreReceived
 from epee.reference.latency import quantise
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, MAX_TOKENS = 288, 8, 7168, 128

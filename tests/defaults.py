@@ -148,8 +148,10 @@ def _public() -> Iterator[tuple[Any, str]]:
 
 def install() -> None:
     """Wrap all public functions and methods of epee in this process; idempotent."""
-    from epee.backend import engine, group, work
-    from epee.ep import handle, latency_types
+    from epee.backend import group, work
+    from epee.backend.engine import engine
+    from epee.ep import handle
+    from epee.ep.latency import types as latency_types
 
     if _done:
         return

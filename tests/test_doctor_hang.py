@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from epee.cli.main import app, main
 from epee.doctor import hang
-from epee.view.messages import Decision, Member
+from epee.view.protocol.messages import Decision, Member
 from epee.view.report import JobReport, RankReport
 from tests import harness
 from tests.forked import Command
@@ -163,7 +163,7 @@ def test_a_process_without_a_job_is_refused(
 
 
 def test_a_rank_that_runs_and_is_waited_for_is_a_suspect() -> None:
-    from epee.view.board import Row
+    from epee.view.process.board import Row
 
     def rank(slot: int, *rows: Row) -> RankReport:
         return RankReport(slot, 1, 100 + slot, "running", 1, rows)

@@ -1,7 +1,7 @@
 """A `torch.distributed` backend for CPU tensors of ranks on one host.
 
-The job in four files: `group.py` (what torch calls), `calls.py` (arguments to plans), `engine.py` (order, waiting),
-`operation.py` (the protocol of a call). Memory is in `outbox.py`, point-to-point in `p2p.py`.
+The job in four files: `group.py` (what torch calls), `collectives/arguments.py` (arguments to plans), `engine.py`
+(order, waiting), `operation.py` (the protocol of a call). Memory is in `outbox.py`, point-to-point in `p2p/channel.py`.
 """
 
 from __future__ import annotations

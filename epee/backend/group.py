@@ -24,19 +24,19 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EpeeError, InvalidArgument, RankFailedError, UnsupportedError
-from . import calls
-from .attempt import attempt
-from .birth import create_engine
-from .engine import Engine
-from .job import is_in_job, meeting_place
-from .joining import join_engine
-from .message import ANY, Message
+from .bootstrap.attempt import attempt
+from .bootstrap.birth import create_engine
+from .bootstrap.job import is_in_job, meeting_place
+from .bootstrap.joining import join_engine
+from .collectives import arguments as calls
+from .collectives.plan import Make, Plan
+from .collectives.signature import OP_CODE
+from .collectives.signature import pack as pack_signature
+from .engine.engine import Engine
+from .membership.sizes import Mask
 from .options import BackendOptions
 from .outbox import Outboxes
-from .plan import Make, Plan
-from .signature import OP_CODE
-from .signature import pack as pack_signature
-from .sizes import Mask
+from .p2p.message import ANY, Message
 from .staging import Unsettled, run_staged
 from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import ViewCalls

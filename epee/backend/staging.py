@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from ..errors import AbortedError, CommTimeoutError, EpeeError, UnsupportedError, context
-from .entry import CLOSED
-from .overlap import batch_mates, meet, not_run, spans_of
+from .engine.entry import CLOSED
+from .engine.overlap import batch_mates, meet, not_run, spans_of
 from .tensors import refuse_overlap, refuse_shared
 from .work import Work
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidArgument, UnsupportedError
-from .signature import DTYPE_CODE
+from .collectives.signature import DTYPE_CODE
 
 Array = np.ndarray[Any, Any]
 

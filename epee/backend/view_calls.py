@@ -1,7 +1,7 @@
 """What a group says about its view, how lost ranks come back and how it grows: epee's own methods of the process group.
 
-They read what the group's own calls have made of the view (`survival.py`), so all answers are those of this rank's last
-call, except where a method says otherwise. Nothing here writes to shared memory.
+They read what the group's own calls have made of the view (`membership/epochs.py`), so all answers are those of this
+rank's last call, except where a method says otherwise. Nothing here writes to shared memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, InvalidState, RankFailedError
-from .engine import Engine
-from .entry import ENDED
+from .engine.engine import Engine
+from .engine.entry import ENDED
+from .membership.epochs import Survival
 from .options import MAX_RANKS
-from .survival import Survival
 
 
 class ViewCalls:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EpeeError
-from .message import ANY, Message
+from .p2p.message import ANY, Message
 
 if TYPE_CHECKING:
-    from .ending import Driven
-    from .engine import Engine
+    from .engine.ending import Driven
+    from .engine.engine import Engine
 
 _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
 

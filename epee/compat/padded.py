@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from epee.compat.deep_ep.event import EventHandle, EventOverlap, is_capturing
-from epee.compat.deep_ep.rows import int64_routing
+from epee.compat.deep_ep.shared.rows import int64_routing
 from epee.ep.buffer import Buffer as Core
 from epee.ep.config import BufferConfig
 from epee.ep.event import Event as CoreEvent
 from epee.ep.handle import Payload
-from epee.ep.latency_types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
-from epee.ep.latency_wire import region_layout
+from epee.ep.latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
+from epee.ep.latency.wire import region_layout
 from epee.errors import InvalidArgument, InvalidState
 from epee.memory.layout import align_up
 

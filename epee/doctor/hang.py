@@ -1,8 +1,9 @@
 """Why does a job hang? `epee doctor --pid PID`: what each rank of the job of one process is doing.
 
 Data path: `view/report.py` reads the boards of all ranks of the job, from outside; nothing is sent, so ranks may be
-stopped or hold the GIL. A wait of the backend that has slept writes its call to the board (`backend/survival.py`); a
-rank without a line computes, is between two calls, or waits in a `Buffer`, which has no line of its own.
+stopped or hold the GIL. A wait of the backend that has slept writes its call to the board
+(`backend/membership/epochs.py`); a rank without a line computes, is between two calls, or waits in a `Buffer`, which
+has no line of its own.
 
 Who writes, who reads: this module only reads. What a rank writes meanwhile may be half a line; it is for people.
 """

@@ -1,8 +1,8 @@
 """`Buffer`: dispatch tokens to the ranks that own their experts, combine the results back.
 
 This file is the public face: it checks arguments, keeps one call at a time, and hands the work to the path of the
-buffer's device (`cpu.py`, `cuda_path.py`). A call whose arguments are refused still takes part in the exchange, as a
-refusal, so that the peers raise at once instead of waiting, and everybody's call numbers stay in step.
+buffer's device (`cpu.py`, `throughput/gpu_path.py`). A call whose arguments are refused still takes part in the
+exchange, as a refusal, so that the peers raise at once instead of waiting, and everybody's call numbers stay in step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EpeeError, InvalidArgument
-from ..view.detector import DeathWatch
-from . import birth
-from .bootstrap import Born, group_of, meet, size_of
+from ..view.process.detector import DeathWatch
 from .calls import Calls
 from .checks import (
     check_combine,
@@ -31,22 +29,24 @@ from .checks import (
     check_timeout,
 )
 from .config import PAYLOAD_DTYPES, BufferConfig
-from .control import ControlPlane
-from .cpu import CpuPath
-from .cuda_path import CudaPath, throughput_config
-from .exchange import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
+from .control.bootstrap import Born, group_of, meet, size_of
+from .control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
+from .control.messages import ControlPlane
 from .handle import Combined, Dispatched, Handle, Payload, mask_of
-from .lane import Lanes, RunOptions
-from .latency import LatencyCpuPath
-from .latency_birth import LatencyBorn, find_place
-from .latency_calls import LatencyCalls, Waits
-from .latency_checks import check_only_in, check_options
-from .latency_gpu_path import LatencyCudaPath, latency_config
-from .latency_types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
-from .order import CombineOrder
+from .latency.birth import LatencyBorn, find_place
+from .latency.calls import LatencyCalls, Waits
+from .latency.checks import check_only_in, check_options
+from .latency.cpu import LatencyCpuPath
+from .latency.gpu_path import LatencyCudaPath, latency_config
+from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
+from .membership import birth
+from .membership.epochs import Survivor
+from .membership.group_view import seat_of
 from .paths import make_path, platform_of, return_all, settings
-from .roster import seat_of
-from .survivor import Survivor
+from .streams import Lanes, RunOptions
+from .throughput.cpu import CpuPath
+from .throughput.gpu_path import CudaPath, throughput_config
+from .throughput.order import CombineOrder
 
 _log = logging.getLogger(__name__)
 _buffer_ids = itertools.count(1)

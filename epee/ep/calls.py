@@ -16,11 +16,11 @@ from typing import TypeVar
 
 from ..errors import EpeeError
 from .checks import check_timeout
-from .control import ControlPlane
-from .cuda_path import CudaPath
-from .exchange import OP_DISPATCH, OP_GATHER, OP_NAMES, Exchange, Moved
+from .control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES, Exchange, Moved
+from .control.messages import ControlPlane
+from .membership.epochs import Survivor
 from .paths import Path
-from .survivor import Survivor
+from .throughput.gpu_path import CudaPath
 from .turns import Turns
 
 _log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ import torch
 from ..errors import InvalidArgument, StaleHandleError
 from .config import FP8, LAYOUTS, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, SCALE_BLOCK, BufferConfig
 from .handle import Handle, HostHandle
-from .lane import RunOptions
-from .layout import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
-from .order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
+from .streams import RunOptions
+from .throughput.order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
+from .throughput.placement import SendPlan, check_topk_idx, plan_by_expert, plan_by_mask, plan_by_rank
 
 
 class PayloadRows(NamedTuple):

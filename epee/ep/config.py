@@ -158,7 +158,7 @@ class BufferConfig:
         )
 
     def meta_words(self, layout: str) -> int:
-        """Return how many 8-byte words travel beside a row (`slot_io.py` says which)."""
+        """Return how many 8-byte words travel beside a row (`throughput/rows.py` says which)."""
         if layout == "expert":
             return 2
         return 1 + self.num_topk + -(-self.num_topk * self.weight_dtype.itemsize // _WORD_BYTES)

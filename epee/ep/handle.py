@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .event import DONE, Event
-from .layout import Placement, SendPlan, runs
+from .throughput.placement import Placement, SendPlan, runs
 
 # A payload is a tensor, or an FP8 pair (values, scales).
 Payload: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"

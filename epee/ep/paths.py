@@ -8,18 +8,18 @@ import torch
 
 from .. import env
 from ..errors import InvalidArgument, UnsupportedError
-from .bootstrap import Born
 from .checks import check_timeout
 from .config import PATHS, BufferConfig
-from .control import ControlPlane
-from .cpu import CpuPath
-from .cuda_path import CudaPath
-from .exchange import Exchange
-from .latency import LatencyCpuPath
-from .latency_birth import LatencyBorn
-from .latency_gpu_path import LatencyCudaPath
-from .survivor import Survivor
-from .throughput_platform import CudaPlatform, Platform
+from .control.bootstrap import Born
+from .control.inbox import Exchange
+from .control.messages import ControlPlane
+from .gpu.platform import CudaPlatform, Platform
+from .latency.birth import LatencyBorn
+from .latency.cpu import LatencyCpuPath
+from .latency.gpu_path import LatencyCudaPath
+from .membership.epochs import Survivor
+from .throughput.cpu import CpuPath
+from .throughput.gpu_path import CudaPath
 from .turns import Closing
 
 Path = CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath

@@ -35,11 +35,10 @@ from ..errors import (
     ResourceError,
     shortage,
 )
-from .agent import BLANK_BOARD, Agent
-from .auth import Identity
-from .board import Board, LaneRow, read_board_of
-from .directory import Door, JobDirectory, socket_name
-from .events import (
+from .process.board import Board, LaneRow, read_board_of
+from .process.peers import Peers
+from .protocol.agent import BLANK_BOARD, Agent
+from .protocol.events import (
     BoardRead,
     Decide,
     Died,
@@ -61,9 +60,10 @@ from .events import (
     Waiting,
     WriteBoard,
 )
-from .messages import DEAD, Accept, Commit, Decision, Join, LaneState, Member, Message, Report
-from .peers import Peers
-from .switchboard import Switchboard
+from .protocol.messages import DEAD, Accept, Commit, Decision, Join, LaneState, Member, Message, Report
+from .transport.auth import Identity
+from .transport.directory import Door, JobDirectory, socket_name
+from .transport.switchboard import Switchboard
 
 logger = logging.getLogger("epee")
 

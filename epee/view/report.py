@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from ..errors import EpeeError
 from ..memory.claim import has_ended
-from .beat import PERIOD_S, BeatView
-from .board import BoardView, Row, read_board_of
-from .endpoint import parse_endpoint
-from .messages import Decision, Member
-from .peers import process_state
+from .process.beat import PERIOD_S, BeatView
+from .process.board import BoardView, Row, read_board_of
+from .process.endpoint import parse_endpoint
+from .process.peers import process_state
+from .protocol.messages import Decision, Member
 
 
 class RankReport(NamedTuple):

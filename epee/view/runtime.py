@@ -37,16 +37,16 @@ from ..errors import (
     context,
 )
 from ..memory.host import process_start_time
-from . import beat
-from .agent import Agent
-from .board import Board, LaneRow
-from .directory import JobDirectory
-from .endpoint import Endpoint, pack_endpoint
-from .events import Accused, Admit, Settings
 from .loop import Hooks, Loop
-from .messages import FOREVER, SLOT_TAKEN, Decision, LaneState, Member
-from .switchboard import BACKLOG
-from .wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
+from .process import beat
+from .process.board import Board, LaneRow
+from .process.endpoint import Endpoint, pack_endpoint
+from .protocol.agent import Agent
+from .protocol.events import Accused, Admit, Settings
+from .protocol.messages import FOREVER, SLOT_TAKEN, Decision, LaneState, Member
+from .transport.directory import JobDirectory
+from .transport.switchboard import BACKLOG
+from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
 
 ANSWER_S = 5.0  # how long the agent thread may take to fulfil a wish
 CLOSE_S = 5.0

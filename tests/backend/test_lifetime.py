@@ -306,7 +306,7 @@ def test_an_open_receive_does_not_spin(any_source: bool) -> None:
 
 
 def other_host(rank: int, num_ranks: int, folder: str) -> str:
-    from epee.backend import birth
+    from epee.backend.bootstrap import birth
 
     real = birth._own_record
     if rank == 1:
@@ -329,7 +329,7 @@ def test_a_group_that_spans_hosts_is_refused_on_every_rank(tmp_path: Path) -> No
 def test_a_record_that_does_not_fit_is_a_protocol_error(field: str, value: object) -> None:
     import json
 
-    from epee.backend import birth
+    from epee.backend.bootstrap import birth
     from epee.memory.host import HostRegion
 
     region = HostRegion.create(4096, "test")
@@ -343,7 +343,7 @@ def test_a_record_that_does_not_fit_is_a_protocol_error(field: str, value: objec
 
 @pytest.mark.parametrize("raw", [b"", b"\xff\xfe", b"[]", b"{}", b"[1" * 3000, b'{"a": 1}', b"null"])
 def test_a_damaged_record_is_a_protocol_error(raw: bytes) -> None:
-    from epee.backend import birth
+    from epee.backend.bootstrap import birth
     from epee.memory.host import HostRegion
 
     region = HostRegion.create(4096, "test")

@@ -1,4 +1,4 @@
-"""Every interleaving of the steps by which a message is taken back or claimed (`epee/backend/p2p.py`), store buffers
+"""Every interleaving of the steps by which a message is taken back or claimed (`p2p/channel.py`), store buffers
 included.
 
 One message, its sender and its receiver. Stores go into a buffer of the process and are seen by the other one when they

@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 
 import epee.backend
-from epee.backend.engine import Engine
-from epee.backend.entry import CHANGING, NEWS
-from epee.backend.home import pack_extra
-from epee.backend.job import Seat
-from epee.backend.message import Message
+from epee.backend.bootstrap.home import pack_extra
+from epee.backend.bootstrap.job import Seat
+from epee.backend.engine.engine import Engine
+from epee.backend.engine.entry import CHANGING, NEWS
+from epee.backend.membership.epochs import Survival
 from epee.backend.outbox import Outboxes, Owner, outbox_layout
-from epee.backend.survival import Survival
+from epee.backend.p2p.message import Message
 from epee.errors import RankFailedError, ResourceError
 from epee.memory.host import BLOB_BYTES, HostRegion, process_start_time
-from epee.view import detector
-from epee.view.board import LaneRow
-from epee.view.detector import DeathWatch
-from epee.view.endpoint import Endpoint, pack_endpoint
-from epee.view.messages import DEAD, Decision, Member, Removal, Start
+from epee.view.process import detector
+from epee.view.process.board import LaneRow
+from epee.view.process.detector import DeathWatch
+from epee.view.process.endpoint import Endpoint, pack_endpoint
+from epee.view.protocol.messages import DEAD, Decision, Member, Removal, Start
 from tests import shortage
 
 LANE, CAPACITY, STAGING = 7, 5, 1 << 16
@@ -213,7 +213,7 @@ def test_an_outbox_that_cannot_be_opened_is_not_taken_for_that_of_a_dead_process
         patch.setattr(HostRegion, "attach", forbidden)
         with pytest.raises(ResourceError, match="forbidden"):
             case.engine.look(lambda: None)
-        monkeypatch.setattr("epee.backend.membership.is_leaving", lambda pid, start_time: True)
+        monkeypatch.setattr("epee.backend.membership.members.is_leaving", lambda pid, start_time: True)
         patch.setattr(HostRegion, "attach", lambda blob, is_writable=True: _only_blank(attach, blob, processes))
         case.engine.look(lambda: None)
     assert case.survival._full.regions[1].blob != processes[2].region.blob, "it is dying: a blank stands for it"

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.backend import birth, joining
-from epee.backend.attempt import Attempt
-from epee.backend.home import FOLDER_KEY
-from epee.backend.job import parse_member
+from epee.backend.bootstrap import birth, joining
+from epee.backend.bootstrap.attempt import Attempt
+from epee.backend.bootstrap.home import FOLDER_KEY
+from epee.backend.bootstrap.job import parse_member
+from epee.backend.bootstrap.proof import prove, proved, transcript
 from epee.backend.outbox import Owner, open_outbox, outbox_layout
-from epee.backend.proof import prove, proved, transcript
 from epee.errors import AuthError, PeerError, ProtocolError, RankFailedError, ResourceError
 from epee.memory.host import HostRegion
-from epee.view.auth import Token
-from epee.view.directory import JobDirectory
+from epee.view.transport.auth import Token
+from epee.view.transport.directory import JobDirectory
 from tests.harness import run_mortal, run_ranks
 from tests.survive import stages
 

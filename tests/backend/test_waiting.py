@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from epee.backend import interrupts, waiting
-from epee.backend.entry import ENDED
+from epee.backend.engine import interrupts, waiting
+from epee.backend.engine.entry import ENDED
+from epee.backend.engine.waiting import MOVE_PAUSE_S, Waiting
 from epee.backend.outbox import CORE, STATE_WORDS
-from epee.backend.waiting import MOVE_PAUSE_S, Waiting
 
 
 def made(rank: int) -> tuple[Waiting, list[list[int]]]:

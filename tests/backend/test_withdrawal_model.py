@@ -1,4 +1,4 @@
-"""Every interleaving of the loads and stores by which calls are completed or withdrawn (`epee/backend/withdrawal.py`).
+"""Every interleaving of the loads and stores by which calls are completed or withdrawn (`engine/withdrawal.py`).
 
 One call, three ranks, each load and each store a step of its own; who waits may run out of patience at any moment. A
 rank is `(place, position, seen)`: what it does next, at which peer, and what it has found so far.

@@ -13,7 +13,7 @@ import torch
 import epee
 import epee.compat.deep_ep as deep_ep
 from epee import reference
-from epee.compat.deep_ep import rooms
+from epee.compat.deep_ep.shared import rooms
 from epee.errors import InvalidState, UnsupportedError
 from epee.reference.orders import combine_in_order
 from tests.compat.deep_ep_cases import NUM_SMS, routing_of, run_v1, v1_handle, world

@@ -13,7 +13,7 @@ import torch
 
 import epee.compat.deep_ep as deep_ep
 from epee.compat.deep_ep import event as events
-from epee.compat.deep_ep.layout import send_head
+from epee.compat.deep_ep.shared.layout import send_head
 from epee.compat.deep_ep.utils import per_token_cast_back, per_token_cast_to_fp8
 from epee.errors import InvalidArgument, InvalidState, UnsupportedError
 from tests.harness import run_ranks

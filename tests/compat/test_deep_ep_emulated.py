@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epee
 import epee.compat.deep_ep as deep_ep
 from epee import reference
-from epee.compat.deep_ep import rooms
-from epee.compat.deep_ep.layout import recv_channel_prefix_matrix, recv_channel_prefix_matrix_on_device
+from epee.compat.deep_ep.shared import rooms
+from epee.compat.deep_ep.shared.layout import (
+    recv_channel_prefix_matrix,
+    recv_channel_prefix_matrix_on_device,
+)
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat import test_deep_ep_elastic as v2
 from tests.compat.deep_ep_cases import world

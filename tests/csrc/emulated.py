@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from epee.collectives import params as collectives
-from epee.ep import latency_kernels, throughput_params
-from epee.ep.throughput_plan import Limits
+from epee.ep.gpu import params as throughput_params
+from epee.ep.latency.gpu import params as latency_kernels
+from epee.ep.throughput.shapes import Limits
 from epee.jit.params import NAMESPACE
 from epee.jit.source import CSRC, flatten
 from epee.memory.host import HostRegion

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.latency_kernels import KERNELS, kernel_head
-from epee.ep.throughput_platform import CudaPlatform
+from epee.ep.gpu.platform import CudaPlatform
+from epee.ep.latency.gpu.params import KERNELS, kernel_head
 from tests.csrc.latency_cases import Plan, Round, expected, expected_sums, expert_output, same
 from tests.harness import Pool, RankFailure, Worker, take_until, tell
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from epee.ep.latency_gpu import LatencyCore
-from epee.ep.latency_gpu_types import CoreOptions
-from epee.ep.latency_kernels import OP_COMBINE, OP_DISPATCH
+from epee.ep.latency.gpu.core import LatencyCore
+from epee.ep.latency.gpu.params import OP_COMBINE, OP_DISPATCH
+from epee.ep.latency.gpu.types import CoreOptions
 from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
 from epee.reference import latency as reference
 from tests.csrc.emulated import all_gather_bytes

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import epee
 from epee import errors, reference
-from epee.ep.order import CombineOrder
+from epee.ep.throughput.order import CombineOrder
 from tests.csrc.throughput_cases import Case, biases_of, expect_equal, expert_output, inputs_of, seen_by
 
 CASE = Case((9, 16, 5, 12), num_local_experts=4, num_topk=3, hidden=256, num_bias=1)

@@ -12,7 +12,7 @@ import torch
 
 import epee
 import epee.errors
-from epee.ep.throughput_platform import Platform
+from epee.ep.gpu.platform import Platform
 from epee.reference import latency as oracle
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
 from tests.csrc.emulated_buffer import EmulatedBuffer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epee.ep import latency_gpu_path
+from epee.ep.latency import gpu_path as latency_gpu_path
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated
 from tests.ep import test_latency_rejoin as cpu_tests

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from epee.collectives import params as collectives
-from epee.ep import latency_kernels, throughput_params
+from epee.ep.gpu import params as throughput_params
+from epee.ep.latency.gpu import params as latency_kernels
 from epee.jit.params import NAMESPACE, kernel_symbol
 from epee.jit.source import CSRC
 from tests.csrc.emulated import build, has_compiler

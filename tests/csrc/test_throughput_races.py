@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from epee import reference
-from epee.ep.order import CombineOrder
-from epee.ep.throughput import Throughput
-from epee.ep.throughput_types import CombineOptions, DispatchOptions, Received
+from epee.ep.throughput.gpu.core import Throughput
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received
+from epee.ep.throughput.order import CombineOrder
 from epee.errors import EpeeError
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes, has_compiler
 from tests.csrc.throughput_cases import Case, check_case, expect_equal, expert_output, inputs_of, make_buffer

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from epee.ep.throughput_share import RESERVE, Share, width_beside
+from epee.ep.gpu.share import RESERVE, Share, width_beside
 from epee.errors import ResourceError
 
 SMS = 132

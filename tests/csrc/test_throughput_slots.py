@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epee.ep.throughput_slots import SlotPool
+from epee.ep.throughput.gpu.slots import SlotPool
 from epee.errors import ResourceError
 from tests.csrc.emulated import EmulatedPlatform
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from epee.ep.throughput_views import SlotViews
+from epee.ep.throughput.gpu.views import SlotViews
 
 SHAPE = (4, 8)
 OFFSET = 64

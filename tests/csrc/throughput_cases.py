@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from epee import reference
-from epee.ep.throughput import Throughput
-from epee.ep.throughput_plan import ThroughputConfig, default_expanded_rows
-from epee.ep.throughput_platform import CudaPlatform
-from epee.ep.throughput_types import CombineOptions, DispatchOptions, ThroughputHandle
+from epee.ep.gpu.platform import CudaPlatform
+from epee.ep.throughput.gpu.core import Throughput
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, ThroughputHandle
+from epee.ep.throughput.shapes import ThroughputConfig, default_expanded_rows
 from epee.reference import Received, Routed
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 from tests.harness import run_ranks

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from epee import reference
-from epee.ep.throughput import Throughput
-from epee.ep.throughput_types import CombineOptions, DispatchOptions, Received
+from epee.ep.throughput.gpu.core import Throughput
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received
 from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
 from tests.csrc.emulated import all_gather_bytes
 from tests.csrc.throughput_cases import Case, device_of, ends_of, expect_equal, expert_output, inputs_of, make_buffer

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from epee import reference
-from epee.ep import throughput_dispatch
-from epee.ep.throughput import Throughput
-from epee.ep.throughput_plan import FEW_TOKENS
-from epee.ep.throughput_types import CombineOptions, DispatchOptions
+from epee.ep.throughput.gpu import dispatch as throughput_dispatch
+from epee.ep.throughput.gpu.core import Throughput
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions
+from epee.ep.throughput.shapes import FEW_TOKENS
 from epee.reference import Received
 from tests.csrc.throughput_cases import (
     TIMEOUT_S,

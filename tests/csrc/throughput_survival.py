@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from epee import reference
-from epee.ep import throughput_dispatch
-from epee.ep.order import CombineOrder
-from epee.ep.throughput import Throughput
-from epee.ep.throughput_plan import FEW_TOKENS
-from epee.ep.throughput_platform import Region
-from epee.ep.throughput_slots import Taken
-from epee.ep.throughput_types import CombineOptions, DispatchOptions, Received, ThroughputHandle
+from epee.ep.gpu.platform import Region
+from epee.ep.throughput.gpu import dispatch as throughput_dispatch
+from epee.ep.throughput.gpu.core import Throughput
+from epee.ep.throughput.gpu.slots import Taken
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received, ThroughputHandle
+from epee.ep.throughput.order import CombineOrder
+from epee.ep.throughput.shapes import FEW_TOKENS
 from epee.errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, StaleHandleError
 from epee.memory.host import process_start_time
 from epee.reference.orders import combine_in_order
-from epee.view.detector import DeathWatch
+from epee.view.process.detector import DeathWatch
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 from tests.csrc.throughput_cases import (
     Case,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.latency_types import LatencyCombined, LatencyDispatched
+from epee.ep.latency.types import LatencyCombined, LatencyDispatched
 from epee.reference import latency as oracle
 from epee.reference.latency import Packed, Sent
 

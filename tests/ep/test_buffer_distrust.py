@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep import bootstrap, exchange
+from epee.ep.control import bootstrap
+from epee.ep.control import inbox as exchange
 from tests.ep.buffer_cases import until_all_succeed
 from tests.harness import run_ranks
 

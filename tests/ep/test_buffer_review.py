@@ -115,7 +115,7 @@ def test_interrupts_cost_no_slots() -> None:
 
 def _interrupted_announcement(rank: int, num_ranks: int) -> list[str]:
     """Rank 0 is interrupted between two stores of its row; the others must see the row in the end."""
-    from epee.ep import exchange
+    from epee.ep.control import inbox as exchange
 
     x, idx, _ = _inputs(rank, num_ranks)
     seen = []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import epee
 from epee import reference
-from epee.ep.order import CombineOrder, last_k
+from epee.ep.throughput.order import CombineOrder, last_k
 from epee.reference import Routed
 from epee.reference.orders import combine_in_order
 from tests.ep.buffer_cases import Call, Setup, make_bias, make_buffer, make_input, make_output, placed, same_bits

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from epee.ep import latency_birth
-from epee.ep.latency_rejoin import Held, Kin
-from epee.ep.latency_sync import Agreement
-from epee.ep.latency_table import Decision, word_of
+from epee.ep.latency import birth as latency_birth
+from epee.ep.membership.agreement import Agreement
+from epee.ep.membership.rejoin import Held, Kin
+from epee.ep.membership.table import Decision, word_of
 from epee.errors import ProtocolError, ResourceError
 from epee.memory.host import process_start_time
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.latency_wire import Head
+from epee.ep.latency.wire import Head
 from epee.errors import AbortedError, ForkError, InvalidState, ProtocolError, StaleHandleError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import (

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epee.ep.latency_rows import as_sent, expand, lost_weight, partial_sums, place_rows, sum_over_ranks
-from epee.ep.latency_types import Quantisation
+from epee.ep.latency.rows import as_sent, expand, lost_weight, partial_sums, place_rows, sum_over_ranks
+from epee.ep.latency.types import Quantisation
 from epee.reference import latency as oracle
 from epee.reference.latency import Sent
 from tests.ep.latency_cases import BF16, bits

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep import latency_birth, latency_rejoin
-from epee.ep.latency import HostMemory
+from epee.ep.latency import birth as latency_birth
+from epee.ep.latency.cpu import HostMemory
+from epee.ep.membership import rejoin as latency_rejoin
 from epee.errors import CommTimeoutError, EvictedError, ResourceError, StaleHandleError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import Shape, bits, check_dispatched, check_round, combine, dispatch, expert_outputs, inputs

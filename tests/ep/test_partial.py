@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from epee.ep.config import BufferConfig
 from epee.ep.handle import HostHandle, Routing
-from epee.ep.layout import Counts, SendPlan, place, plan_by_expert, plan_by_rank
-from epee.ep.partial import lost_weight, pack_rows, without_destinations, without_sources
+from epee.ep.throughput.partial import lost_weight, pack_rows, without_destinations, without_sources
+from epee.ep.throughput.placement import Counts, SendPlan, place, plan_by_expert, plan_by_rank
 
 NUM_RANKS, LOCAL, NUM_TOPK, HIDDEN = 4, 2, 3, 8
 CONFIG = BufferConfig(NUM_RANKS, NUM_RANKS * LOCAL, HIDDEN, NUM_TOPK, 16, torch.float32)

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from epee.ep import registry
+from epee.ep.membership import registry
 from epee.errors import ResourceError
 from epee.memory.host import process_start_time
-from epee.view.detector import is_leaving, is_torn_down
+from epee.view.process.detector import is_leaving, is_torn_down
 
 
 def _forbidden(path: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epee.ep.verdict import Contest, Record, Verdict, after, judge, missing
+from epee.ep.membership.call_outcome import Contest, Record, Verdict, after, judge, missing
 
 EPOCH, SEQ = 1, 1
 WORKS, HAS_ENDED, MOVED = "works", "has ended it", "has not"

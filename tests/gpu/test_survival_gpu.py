@@ -11,7 +11,7 @@ import torch
 
 import epee
 from epee import reference
-from epee.ep.throughput_types import CombineOptions, DispatchOptions
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions
 from epee.errors import MismatchError, ResourceError
 from tests.csrc import survival_buffer_cases, throughput_survival
 from tests.csrc.emulated import all_gather_bytes

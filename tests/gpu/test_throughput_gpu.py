@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from epee.ep.throughput_types import CombineOptions, DispatchOptions
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions
 from tests.csrc.throughput_cases import Case, check_case, expect_equal, inputs_of, make_buffer
 from tests.csrc.throughput_stress import STALL_ONE_IN, stress
 from tests.harness import run_ranks

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from epee.ep.throughput_params import KERNELS, kernel_head
+from epee.ep.gpu.params import KERNELS, kernel_head
 from epee.errors import InvalidArgument
 from epee.jit.params import constants_source, offsets_source, struct_source
 from epee.jit.source import CSRC, flatten

@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from epee.sim.mutants import MUTANTS
-from epee.sim.run import first_bad
+from tests.sim.mutants import MUTANTS
+from tests.sim.run import first_bad
 
 SAVED = Path(__file__).parent / "seeds.json"
 LIMIT = 100_000

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from epee.view.agent import Agent
-from epee.view.events import (
+from epee.view.protocol.agent import Agent
+from epee.view.protocol.events import (
     BoardRead,
     Decide,
     Died,
@@ -28,7 +28,17 @@ from epee.view.events import (
     Tick,
     WriteBoard,
 )
-from epee.view.messages import Accept, Accepted, BoardState, Commit, Decision, Member, Nack, Prepare, Promise
+from epee.view.protocol.messages import (
+    Accept,
+    Accepted,
+    BoardState,
+    Commit,
+    Decision,
+    Member,
+    Nack,
+    Prepare,
+    Promise,
+)
 from tests.view.agents import first
 
 SETTINGS = Settings(policy="error", answer_s=1.0, patience_s=1.0, no_quorum_s=1e9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epee.sim.history import (
+from tests.sim.history import (
     DIED,
     DONE,
     EVICTED,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epee.sim import mutants
-from epee.view.agent import Agent
+from epee.view.protocol.agent import Agent
+from tests.sim import mutants
 from tests.sim.model import explore
 
 

@@ -1,7 +1,7 @@
 """The simulator: seeds hold, mistakes are found, a seed replays bit for bit.
 
-`seeds.json` keeps, per mistake (`epee/sim/mutants.py`), the first seed that shows it, and seeds that once showed a
-mistake of our own. They belong to the generator in `epee/sim/plan.py`: when that changes,
+`seeds.json` keeps, per mistake (`tests/sim/mutants.py`), the first seed that shows it, and seeds that once showed a
+mistake of our own. They belong to the generator in `tests/sim/plan.py`: when that changes,
 `python -m tests.sim.find_seeds` finds new ones.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from epee.sim.__main__ import main
-from epee.sim.mutants import MUTANTS
-from epee.sim.run import first_bad, run_seed
+from tests.sim.__main__ import main
+from tests.sim.mutants import MUTANTS
+from tests.sim.run import first_bad, run_seed
 
 SAVED = json.loads((Path(__file__).parent / "seeds.json").read_text())
 CHUNK = 250
@@ -27,7 +27,7 @@ SLOW_STARTS = [pytest.param(start, marks=pytest.mark.slow) for start in range(QU
 @pytest.mark.parametrize("start", [*range(0, QUICK, CHUNK), *SLOW_STARTS])
 def test_no_rule_is_broken(start: int) -> None:
     bad = first_bad(range(start, start + CHUNK))
-    assert bad is None, f"python -m epee.sim --replay {bad.seed}: {bad.violations[0]}"
+    assert bad is None, f"python -m tests.sim --replay {bad.seed}: {bad.violations[0]}"
 
 
 @pytest.mark.parametrize("seed", SAVED["regressions"])

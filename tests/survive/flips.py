@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from epee.backend import express, operation
+from epee.backend.engine import express, operation
 from epee.backend.outbox import BELL, CONSUMED, CONSUMED_TOO, CORE, LIFE, SLEEPERS, TAG
 
 from .histories import COLLECTIVES, before, expected

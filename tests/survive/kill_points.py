@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epee.backend import express, operation, receiving, sending
-from epee.backend.operation import Operation
-from epee.backend.plan import Plan
-from epee.view.agent import Agent
-from epee.view.board import Board
+from epee.backend.collectives.plan import Plan
+from epee.backend.engine import express, operation
+from epee.backend.engine.operation import Operation
+from epee.backend.p2p import recv as receiving
+from epee.backend.p2p import send as sending
+from epee.view.process.board import Board
+from epee.view.protocol.agent import Agent
 
 POINTS = ("before_send", "mid_send", "after_payload", "after_tag", "before_copyout", "mid_copyout", "after_copyout")
 AGREE_POINTS = ("in_agree_prepare", "in_agree_board", "in_agree_accept", "in_agree_commit")

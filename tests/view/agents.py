@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from epee.view.agent import Agent
-from epee.view.events import (
+from epee.view.protocol.agent import Agent
+from epee.view.protocol.events import (
     BoardRead,
     Decide,
     Died,
@@ -21,7 +21,7 @@ from epee.view.events import (
     Tick,
     WriteBoard,
 )
-from epee.view.messages import BoardState, Decision, LaneState, Member, Message
+from epee.view.protocol.messages import BoardState, Decision, LaneState, Member, Message
 
 
 def member(slot: int, incarnation: int = 1, tag: int = 0) -> Member:

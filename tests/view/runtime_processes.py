@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from epee.view.directory import JobDirectory
-from epee.view.events import Settings
-from epee.view.messages import Decision, LaneState, Member
+from epee.view.protocol.events import Settings
+from epee.view.protocol.messages import Decision, LaneState, Member
 from epee.view.runtime import Runtime
+from epee.view.transport.directory import JobDirectory
 from tests.harness import server
 
 PATIENT = Settings(policy="error")

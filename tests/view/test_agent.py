@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from epee.view.agent import Agent
-from epee.view.events import (
+from epee.view.protocol.agent import Agent
+from epee.view.protocol.events import (
     Accused,
     Admit,
     BoardRead,
@@ -28,7 +28,7 @@ from epee.view.events import (
     Waiting,
     WriteBoard,
 )
-from epee.view.messages import (
+from epee.view.protocol.messages import (
     DEAD,
     LEFT,
     NO_BALLOT,

@@ -9,8 +9,8 @@ import secrets
 import pytest
 
 from epee.errors import AuthError, EpeeError, InvalidArgument, ProtocolError
-from epee.view import auth
-from epee.view.wire import MAX_FRAME_BYTES
+from epee.view.transport import auth
+from epee.view.transport.wire import MAX_FRAME_BYTES
 
 JOB = bytes(range(16))
 A = auth.Identity(0, 1, b"a" * 16)

@@ -18,9 +18,9 @@ import pytest
 
 from epee.errors import EpeeError, InvalidArgument, ProtocolError, ResourceError
 from epee.memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
-from epee.view import beat, board
-from epee.view import messages as m
-from epee.view.endpoint import Endpoint, pack_endpoint, parse_endpoint
+from epee.view.process import beat, board
+from epee.view.process.endpoint import Endpoint, pack_endpoint, parse_endpoint
+from epee.view.protocol import messages as m
 
 
 @pytest.fixture(autouse=True)

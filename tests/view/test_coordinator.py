@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from epee.view.coordinator import Campaign, Facts
-from epee.view.joins import MAX_PENDING, Joins
-from epee.view.messages import DEAD, NO_BALLOT, STALLED, Accepted, Ballot, BoardState, Decision, Promise, Removal
+from epee.view.protocol.coordinator import Campaign, Facts
+from epee.view.protocol.joins import MAX_PENDING, Joins
+from epee.view.protocol.messages import (
+    DEAD,
+    NO_BALLOT,
+    STALLED,
+    Accepted,
+    Ballot,
+    BoardState,
+    Decision,
+    Promise,
+    Removal,
+)
 from tests.view.agents import first, member
 
 BALLOT = Ballot(3, 0)

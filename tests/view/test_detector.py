@@ -15,8 +15,8 @@ import pytest
 
 from epee.errors import ResourceError
 from epee.memory.host import process_start_time
-from epee.view import detector
-from epee.view.detector import DeathWatch, is_torn_down, open_process
+from epee.view.process import detector
+from epee.view.process.detector import DeathWatch, is_torn_down, open_process
 from tests import shortage
 
 

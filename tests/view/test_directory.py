@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from epee.errors import AuthError, InvalidArgument, InvalidState, ProtocolError, ResourceError
-from epee.view import directory as d
+from epee.view.transport import directory as d
 
 NONCE = bytes(range(16))
 

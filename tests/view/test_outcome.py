@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epee.view.messages import DEAD, STALLED, Cut, Decision, Member, Removal, Start
-from epee.view.outcome import Course, Place, is_whole
+from epee.view.protocol.messages import DEAD, STALLED, Cut, Decision, Member, Removal, Start
+from epee.view.protocol.outcome import Course, Place, is_whole
 from tests.view.agents import member
 
 LANE = 7

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from epee.memory.host import process_start_time
-from epee.view.directory import JobDirectory
-from epee.view.endpoint import pack_endpoint, parse_endpoint
-from epee.view.messages import Decision, Member
-from epee.view.peers import Peers, process_state
+from epee.view.process.endpoint import pack_endpoint, parse_endpoint
+from epee.view.process.peers import Peers, process_state
+from epee.view.protocol.messages import Decision, Member
 from epee.view.runtime import Runtime
+from epee.view.transport.directory import JobDirectory
 from tests import shortage
 
 ME, OTHER = b"m" * 16, b"o" * 16

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from epee.view.loop import IDLE_S
-from epee.view.messages import DEAD, LEFT, STALLED, LaneState
+from epee.view.protocol.messages import DEAD, LEFT, STALLED, LaneState
 from epee.view.report import look_at_job
 from epee.view.runtime import Runtime
 from tests.view.runtime_processes import EVICT, PATIENT, Rank, Refusal, decide, group, same_history, settle

@@ -21,15 +21,25 @@ import pytest
 
 from epee.errors import ForkError, InvalidArgument, InvalidState, NoQuorumError, ProtocolError, ResourceError
 from epee.memory.host import process_start_time
-from epee.view import auth, connection, switchboard
-from epee.view.board import BoardView
-from epee.view.directory import JobDirectory
-from epee.view.endpoint import pack_endpoint, parse_endpoint
-from epee.view.events import Freeze, Settings, Thaw
-from epee.view.messages import Accept, Ask, Ballot, Commit, Decision, Join, LaneState, Member, Prepare
-from epee.view.peers import Peers
+from epee.view.process.board import BoardView
+from epee.view.process.endpoint import pack_endpoint, parse_endpoint
+from epee.view.process.peers import Peers
+from epee.view.protocol.events import Freeze, Settings, Thaw
+from epee.view.protocol.messages import (
+    Accept,
+    Ask,
+    Ballot,
+    Commit,
+    Decision,
+    Join,
+    LaneState,
+    Member,
+    Prepare,
+)
 from epee.view.runtime import Runtime, first_view
-from epee.view.wire import encode
+from epee.view.transport import auth, connection, switchboard
+from epee.view.transport.directory import JobDirectory
+from epee.view.transport.wire import encode
 
 NONCE = b"n" * 16
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epee.errors import InvalidArgument, ProtocolError
-from epee.view import messages as m
-from epee.view import wire
-from epee.view.board import Board, BoardView
-from epee.view.decision import compose
+from epee.view.process.board import Board, BoardView
+from epee.view.protocol import messages as m
+from epee.view.protocol.decision import compose
+from epee.view.transport import wire
 
 SLOT = st.integers(0, wire.MAX_MEMBERS - 1)
 EPOCH = st.integers(0, wire.EPOCH_LIMIT - 1)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import MismatchError, ProtocolError
-from ..operation import Operation
+from ..engine.operation import Operation
 from ..outbox import PREAMBLE, Outboxes
-from ..plan import Plan, Sink
 from ..tensors import Array
+from .plan import Plan, Sink
 from .rounds import CHUNK_BYTES
 
 

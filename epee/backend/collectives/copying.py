@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..outbox import Outboxes
-from ..plan import Plan, Sink
 from ..tensors import Array
+from .plan import Plan, Sink
 from .rounds import cut, lay_out
 from .segments import Segmented
 

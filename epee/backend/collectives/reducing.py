@@ -17,9 +17,9 @@ import numpy as np
 
 from ...memory.layout import align_up
 from ..outbox import ALIGN_BYTES, Outboxes
-from ..plan import Plan, Sink
-from ..reduce import Reducer
 from ..tensors import Array
+from .plan import Plan, Sink
+from .reduce import Reducer
 from .rounds import cut, lay_out
 from .segments import Segmented
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...memory.layout import align_up
 from ..outbox import ALIGN_BYTES
-from ..plan import Plan
+from .plan import Plan
 
 CHUNK_BYTES = 2 << 20
 

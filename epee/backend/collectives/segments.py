@@ -9,8 +9,8 @@ import numpy as np
 
 from ...memory.layout import align_up
 from ..outbox import ALIGN_BYTES, Outboxes
-from ..plan import Plan, Sink
 from ..tensors import Array
+from .plan import Plan, Sink
 from .rounds import cut, lay_out
 
 

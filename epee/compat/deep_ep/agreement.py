@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epee.compat.deep_ep.rooms import Need, Rooms
+from epee.compat.deep_ep.shared.rooms import Need, Rooms
 from epee.ep.config import DTYPE_CODES
 from epee.errors import EpeeError, InvalidArgument, MismatchError, ProtocolError
 

@@ -19,7 +19,8 @@ from epee.compat.deep_ep import agreement
 from epee.compat.deep_ep.agreement import Wish
 from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
-from epee.compat.deep_ep.layout import (
+from epee.compat.deep_ep.low_latency import LowLatency, NotHere, unsupported
+from epee.compat.deep_ep.shared.layout import (
     channel_prefix_matrix,
     dispatch_layout,
     rank_prefix_matrix,
@@ -27,16 +28,23 @@ from epee.compat.deep_ep.layout import (
     recv_channel_prefix_matrix_on_device,
     send_head,
 )
-from epee.compat.deep_ep.low_latency import LowLatency, NotHere, unsupported
-from epee.compat.deep_ep.owner import Owner
-from epee.compat.deep_ep.rooms import Need, Room, Rooms
-from epee.compat.deep_ep.rows import as_bias, cut, device_of, filled_up, int64_routing, payload_filled_up, values_of
-from epee.ep.bootstrap import group_of
+from epee.compat.deep_ep.shared.owner import Owner
+from epee.compat.deep_ep.shared.rooms import Need, Room, Rooms
+from epee.compat.deep_ep.shared.rows import (
+    as_bias,
+    cut,
+    device_of,
+    filled_up,
+    int64_routing,
+    payload_filled_up,
+    values_of,
+)
 from epee.ep.config import DTYPE_CODES, round_up
-from epee.ep.cuda_handle import CudaHandle
+from epee.ep.control.bootstrap import group_of
 from epee.ep.handle import Dispatched, Handle, Payload
-from epee.ep.layout import check_topk_idx
-from epee.ep.order import CombineOrder
+from epee.ep.throughput.gpu_handle import CudaHandle
+from epee.ep.throughput.order import CombineOrder
+from epee.ep.throughput.placement import check_topk_idx
 from epee.errors import InvalidArgument
 
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding

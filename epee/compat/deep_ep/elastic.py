@@ -20,9 +20,9 @@ from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_dom
 from epee.compat.deep_ep.ep_handle import EPHandle
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, is_capturing
 from epee.compat.deep_ep.experimental import NotHere
-from epee.compat.deep_ep.owner import Owner
-from epee.compat.deep_ep.rooms import Need, Rooms
-from epee.compat.deep_ep.rows import (
+from epee.compat.deep_ep.shared.owner import Owner
+from epee.compat.deep_ep.shared.rooms import Need, Rooms
+from epee.compat.deep_ep.shared.rows import (
     as_bias,
     column_major,
     cut,
@@ -32,9 +32,9 @@ from epee.compat.deep_ep.rows import (
     payload_filled_up,
     values_of,
 )
-from epee.ep.bootstrap import group_of
+from epee.ep.control.bootstrap import group_of
 from epee.ep.handle import Combined, Dispatched, Payload
-from epee.ep.order import CombineOrder
+from epee.ep.throughput.order import CombineOrder
 from epee.errors import InvalidArgument, InvalidState
 
 _DEFAULT_SMS = 24

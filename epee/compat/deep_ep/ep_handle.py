@@ -15,11 +15,11 @@ from functools import cached_property
 
 import torch
 
-from epee.compat.deep_ep.layout import dispatch_layout
-from epee.compat.deep_ep.rooms import Room
-from epee.compat.deep_ep.rows import filled_up
-from epee.ep.cuda_handle import CudaHandle
+from epee.compat.deep_ep.shared.layout import dispatch_layout
+from epee.compat.deep_ep.shared.rooms import Room
+from epee.compat.deep_ep.shared.rows import filled_up
 from epee.ep.handle import Handle
+from epee.ep.throughput.gpu_handle import CudaHandle
 from epee.errors import UnsupportedError
 
 

@@ -16,7 +16,7 @@ import torch
 from epee.compat.deep_ep.event import EventOverlap
 from epee.compat.padded import Hook, PaddedHandle, PaddedRooms, Ways, size_hint
 from epee.ep.handle import Payload
-from epee.ep.latency_types import LatencyCombined, LatencyDispatched, Quantisation
+from epee.ep.latency.types import LatencyCombined, LatencyDispatched, Quantisation
 from epee.errors import InvalidArgument, InvalidState, UnsupportedError
 
 _HOSTS = "nothing travels between hosts (RDMA) in epee yet; use dispatch and combine on the ranks of one host"

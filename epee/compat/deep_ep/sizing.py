@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from epee.compat.deep_ep.rooms import num_tokens_made_for
+from epee.compat.deep_ep.shared.rooms import num_tokens_made_for
 from epee.ep.config import BufferConfig
 from epee.memory.arena import num_pool_slots
 from epee.memory.layout import align_up

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from epee.compat.deep_ep.event import EventOverlap
 from epee.compat.padded import Hook, PaddedHandle, PaddedRooms, Ways, size_hint
-from epee.ep.bootstrap import group_of
+from epee.ep.control.bootstrap import group_of
 from epee.ep.handle import Payload
-from epee.ep.latency_types import Quantisation
+from epee.ep.latency.types import Quantisation
 
 from ...errors import InvalidArgument, UnsupportedError
 from . import pg

@@ -1,4 +1,4 @@
-// Sums rows in an order that the caller asks for (`ep/order.py`). Plain, not fast: for programs that must match another
+// Sums rows in an order that the caller asks for (`ep/throughput/order.py`). Plain, not fast: for programs that must match another
 // library's bits.
 //
 // Runs behind a combine, by which all ranks have learnt where everybody's rows lie. A block takes a token: one thread

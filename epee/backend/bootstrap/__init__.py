@@ -1,0 +1,1 @@
+"""How a group begins, and how a process joins one."""

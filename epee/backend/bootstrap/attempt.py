@@ -1,0 +1,174 @@
+"""One attempt of one rank to make a group: its place in the store, and how the others learn that it failed.
+
+A rank that cannot make its part (bad options, no memory, a time-out) puts an error record under the key of every rank:
+its own, and those that others may be waiting for. Then it sets LIFE_FAILED in its outbox, if it has one, for those who
+have read all records and wait for words. So all ranks fail at once and name the rank and its reason, wherever they
+wait. What all ranks find in the records by themselves (another version, another host) is not told again.
+
+An error record is JSON of three fields, of bounded length, checked before use. Writers race and may overwrite each
+other's error or a good record of the same attempt; nobody minds, because this attempt is lost on all ranks. It needs no
+proof (`proof.py`), for a rank may fail before it has a token, and nothing is opened because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import (
+    EpeeError,
+    InvalidArgument,
+    MismatchError,
+    PeerError,
+    ProtocolError,
+    RankFailedError,
+    UnsupportedError,
+    context,
+)
+from ...memory.host import HostRegion
+from ...view.process.detector import DeathWatch
+from ..outbox import LIFE, LIFE_FAILED, STATE_WORDS
+
+MAX_RECORD_BYTES = 4096
+WHATS = ("", "/hello", "/folder")  # the records of one rank, see `birth.py`
+MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
+MAX_KIND_CHARS = 60
+REASON_WAIT_S = 2.0  # a store may be slower than shared memory
+
+_REFUSALS = (InvalidArgument.__name__, UnsupportedError.__name__)
+
+
+class Attempt:
+    """Where the records of this attempt lie, and what to do when it fails.
+
+    Attributes:
+        number: how often this rank was born in this store; the same on all ranks of one birth.
+        region: this rank's outbox, once there is one.
+        others_know: an error that is raised now is found by every rank in the same records.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.region: HostRegion | None = None
+        self.others_know = False
+        self._over = False
+        self.number = store.add(f"epee/births/{rank}", 1)
+
+    def key(self, rank: int) -> str:
+        """Return the key of a rank's record."""
+        return f"epee/{self.number}/{rank}"
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the peers about `error`, unless they know it or it is their own. The first error counts."""
+        of_a_peer = isinstance(error, (MismatchError, PeerError)) and not isinstance(error, RankFailedError)
+        if not (self._over or self.others_know or of_a_peer):
+            self._tell(error)
+        self._over = True
+
+    def _tell(self, error: BaseException) -> None:
+        """Put an error record where every rank looks next."""
+        record = {
+            "failed": self.rank,
+            "kind": _plain(type(error).__name__, MAX_KIND_CHARS),
+            "reason": _plain(str(error), MAX_REASON_CHARS),
+        }
+        with contextlib.suppress(RuntimeError):  # the store is gone: the error itself is what counts
+            for rank in range(self.num_ranks):
+                for what in WHATS:
+                    self.store.set(self.key(rank) + what, json.dumps(record))
+            self.store.check([self.key(self.rank)])  # a round trip: the store has them before this process can end
+        if self.region is not None:
+            words = self.region.words(0, STATE_WORDS)
+            words[LIFE] = LIFE_FAILED
+            words.release()
+
+    def told_by(self, peer: int) -> EpeeError | None:
+        """Return the error to raise when an error record lies under `peer`'s key, else None."""
+        try:
+            if not self.store.check([self.key(peer)]):
+                return None
+            raw = bytes(self.store.get(self.key(peer)))
+        except RuntimeError:  # the store is gone
+            return None
+        fields = read_fields(raw, peer)
+        return failure(fields, self.rank, self.num_ranks) if "failed" in fields else None
+
+    def failure_of(self, peer: int, watch: DeathWatch) -> EpeeError:
+        """Return the error to raise now that `peer` has failed; that a rank has died explains more."""
+        until = time.monotonic() + REASON_WAIT_S
+        while not watch.dead() and time.monotonic() < until:
+            error = self.told_by(peer)
+            if error is not None:
+                return error
+            time.sleep(0.01)
+        dead = watch.dead()
+        if dead:
+            return died(self.rank, dead)
+        return PeerError(f"init (rank={self.rank}, peer={peer}): rank {peer} failed without a word", [peer], "init")
+
+
+@contextlib.contextmanager
+def attempt(store: Any, rank: int, num_ranks: int) -> Iterator[Attempt]:
+    """Tell the peers about whatever goes wrong inside: the check of the options, and `create_engine`."""
+    this = Attempt(store, rank, num_ranks)
+    try:
+        yield this
+    except BaseException as exc:
+        this.fail(exc)
+        if this.region is not None:
+            this.region.close()
+        raise
+
+
+def _plain(text: str, limit: int) -> str:
+    return "".join(char if char.isprintable() else " " for char in text[:limit])
+
+
+def read_fields(raw: bytes, peer: int) -> dict[str, Any]:
+    """Return the fields of a record, any record.
+
+    Raises:
+        ProtocolError: it is too long, or no JSON object.
+    """
+    try:
+        if len(raw) > MAX_RECORD_BYTES:
+            raise ValueError(f"{len(raw)} bytes")
+        fields = json.loads(raw)
+        if not isinstance(fields, dict):
+            raise TypeError(f"{type(fields).__name__} instead of an object")
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
+    return fields
+
+
+def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:
+    """Return what to raise on `rank` for a peer's error record."""
+    failed, kind, reason = (fields.get(name) for name in ("failed", "kind", "reason"))
+    good = type(failed) is int and 0 <= failed < num_ranks and isinstance(kind, str) and isinstance(reason, str)
+    if not good or len(fields) != 3:
+        return ProtocolError(f"an error record in the store cannot be read (fields {list(fields)[:9]}); is it ours?")
+    assert isinstance(failed, int)
+    assert isinstance(kind, str)
+    assert isinstance(reason, str)
+    cause = f"{_plain(kind, MAX_KIND_CHARS)}: {_plain(reason, MAX_REASON_CHARS)}"
+    where = context("init", rank=rank, peer=failed)
+    if kind in _REFUSALS:
+        return MismatchError(f"{where}: rank {failed} refused its options, so no group was made: {cause}")
+    told = f"{where}: rank {failed} could not make its part, so no group was made: {cause}"
+    return PeerError(told, [failed], "init", cause=cause)
+
+
+def died(rank: int, peers: tuple[int, ...]) -> RankFailedError:
+    """Return what to raise on `rank` when peers have died on the way."""
+    names = ", ".join(map(str, peers))
+    return RankFailedError(
+        f"init (rank={rank}): rank {names} died while the group was made; see its own output, then start all ranks",
+        peers,
+        "init",
+        cause="its process has ended",
+    )

@@ -1,0 +1,94 @@
+"""What a process must know to join a running group, in the place of a lost rank or beyond, and where it finds it.
+
+The first group of a job is its *home*: who joins the job joins that group. Rank 0 of the founders leaves a note in
+the job's folder (`Home`: id of the lane, sizes, mode) and the folder's path in the store. Each process tells the blob
+of its outbox, for which lane it is, and how many ranks it was told that the group has, in its `Member.endpoint`
+(`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it (`Part`).
+
+Both are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from ...errors import EpeeError, InvalidState, ProtocolError
+from ...memory.host import BLOB_BYTES
+from ...view.process.endpoint import parse_endpoint
+from ...view.protocol.messages import Member
+from ..options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
+from ..outbox import Owner
+
+VERSION = 2
+FOLDER_KEY = "epee/job"
+_HOME = struct.Struct("<IQIQI")
+_EXTRA = struct.Struct(f"<QI{BLOB_BYTES}s")
+
+
+class Home(NamedTuple):
+    """The first group of a job: id of its lane, number of ranks at birth, bytes of a staging buffer, mode."""
+
+    lane: int
+    num_ranks: int
+    staging_bytes: int
+    mode: str
+
+
+class Part(NamedTuple):
+    """A process's part in a lane.
+
+    Attributes:
+        blob: of its outbox.
+        pid: with `start_time` the process.
+        num_ranks: the world size that it was started with.
+        owner: what the outbox must say.
+    """
+
+    blob: bytes
+    pid: int
+    start_time: int
+    num_ranks: int
+    owner: Owner
+
+
+def pack_home(home: Home) -> bytes:
+    """Return the note for joiners."""
+    return _HOME.pack(VERSION, home.lane, home.num_ranks, home.staging_bytes, MODES.index(home.mode))
+
+
+def parse_home(raw: bytes) -> Home:
+    """Return the note of a job's folder.
+
+    Raises:
+        InvalidState: there is none: the job has no group that can be joined.
+        ProtocolError: it is damaged or of another version.
+    """
+    if not raw:
+        raise InvalidState("the job has no group that could be joined yet; start its ranks first")
+    if len(raw) != _HOME.size:
+        raise ProtocolError(f"the note for joiners has {len(raw)} bytes, {_HOME.size} expected; another version?")
+    version, lane, num_ranks, staging_bytes, mode = _HOME.unpack(raw)
+    sizes_ok = 2 <= num_ranks <= MAX_RANKS and MIN_STAGING_BYTES <= staging_bytes <= MAX_STAGING_BYTES
+    if version != VERSION or not sizes_ok or staging_bytes % 4096 or mode >= len(MODES):
+        raise ProtocolError("the note for joiners cannot be right; is the job of another version?")
+    return Home(lane, num_ranks, staging_bytes, MODES[mode])
+
+
+def pack_extra(lane: int, num_ranks: int, blob: bytes) -> bytes:
+    """Return what a process tells in its endpoint: the outbox with `blob` is its part of `lane`, see `Part`."""
+    return _EXTRA.pack(lane, num_ranks, blob)
+
+
+def outbox_of(member: Member, lane: int) -> Part | None:
+    """Return a member's part in `lane`, None when it has none or tells what cannot be."""
+    try:
+        endpoint = parse_endpoint(member.endpoint)
+    except EpeeError:
+        return None  # an endpoint that cannot be right is nobody's outbox
+    if len(endpoint.extra) != _EXTRA.size:
+        return None
+    told, num_ranks, blob = _EXTRA.unpack(endpoint.extra)
+    if told != lane or not member.slot < num_ranks <= MAX_RANKS:
+        return None
+    return Part(blob, endpoint.pid, endpoint.start_time, num_ranks, Owner(member.nonce, lane, member.slot))

@@ -1,0 +1,277 @@
+"""Which control plane a group belongs to: the one its processes have in common, or a new one.
+
+A process has one `Runtime` (`view/runtime.py`) per job. The first group of the backend founds a job: rank 0 makes its
+folder and names it in the store, all ranks start with the same first view. Later groups whose ranks all belong to one
+job use it, so their views are projections of one; a group that mixes jobs founds another.
+
+Order: every rank puts a `Hello` into the store (its jobs and slots; rank 0 the lane's id and, if need be, a new
+folder), reads all of them and comes to the same choice. In a job that runs already the lane is registered before this
+rank tells which epoch it knows; the group begins in the highest epoch told, and every rank has learned, or will learn,
+all decisions from there on. Founders begin in epoch 1.
+
+The last group of a job that is destroyed leaves the job, in order. A crash on the way is a death like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ... import env
+from ...errors import EpeeError, ProtocolError, shortage
+from ...view.process.endpoint import parse_endpoint
+from ...view.protocol.events import Settings
+from ...view.protocol.messages import Member
+from ...view.runtime import Runtime
+from ...view.transport.directory import JobDirectory
+from ...view.transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
+from ..options import MAX_RANKS
+from .home import pack_extra
+
+MAX_JOBS_TOLD = 8
+SETTINGS = Settings(policy="evict", admit="ask")  # whether anybody is accused is each group's own choice
+
+
+class Hello(NamedTuple):
+    """What a rank tells before a group has a job.
+
+    Attributes:
+        num_ranks: how many ranks the group has, as this one was told.
+        jobs: folder of each job that this process is in -> its slot there.
+        lane: rank 0's choice for the group; -1 on the others.
+        folder: of a new job, made by rank 0; "" when it may not be needed.
+        nonce: random, so that what was told in another attempt does not fit this one (`proof.py`).
+    """
+
+    num_ranks: int
+    jobs: dict[str, int]
+    lane: int
+    folder: str
+    nonce: str
+
+
+class Seat(NamedTuple):
+    """This process's place in the job of a group.
+
+    Attributes:
+        slots: of each rank.
+        lane: id of the group's lane.
+        is_founder: the group founds the job.
+        is_home: it is the first group of the job, which who joins the job joins.
+    """
+
+    job: Job
+    slots: list[int]
+    lane: int
+    is_founder: bool
+    is_home: bool
+
+
+class Greeting(NamedTuple):
+    """What all ranks of a group have told before it has a job.
+
+    Attributes:
+        directory: the folder of a new job that rank 0 has made, in case; None on the others.
+        folder: of the new job, if one is needed.
+        told: stands for all that (`proof.transcript`).
+    """
+
+    hellos: list[Hello]
+    directory: JobDirectory | None
+    folder: str
+    told: bytes
+
+    @property
+    def capacity(self) -> int:
+        """For how many ranks outboxes need room: the first group of a job may grow, others keep their size."""
+        return len(self.hellos) if common_job(self.hellos) else MAX_RANKS
+
+    def withdraw(self) -> None:
+        """Give up: remove a folder that nobody will use. After `take_seat` the job does that."""
+        if self.directory is not None:
+            self.directory.leave()
+
+
+class Job:
+    """A `Runtime` and how many groups use it.
+
+    Attributes:
+        store: through which the first group was made, or joined.
+        name_later: says where the ranks of a later group meet in that store (`Intake.name_later`); dead or None when
+            the first group has gone.
+    """
+
+    store: Any = None
+    name_later: weakref.WeakMethod[Callable[[Sequence[int]], str]] | None = None
+
+    def __init__(self, directory: JobDirectory, slot: int, extra: bytes) -> None:
+        self.path = str(directory.path)
+        self.directory = directory
+        self.runtime = Runtime(directory, slot, SETTINGS, extra)
+        self.num_groups = 1
+
+    def enlist(self) -> None:
+        """Let later groups of this process find the job."""
+        with _lock:
+            _jobs[self.path] = self
+
+    @property
+    def slot(self) -> int:
+        """This process's rank number in the job."""
+        return self.runtime.member.slot
+
+    def retain(self) -> None:
+        """Something else of this process needs the job (a buffer); `release` follows."""
+        with _lock:
+            self.num_groups += 1
+
+    def release(self) -> None:
+        """A group has gone; the last one takes the process out of the job."""
+        with _lock:
+            self.num_groups -= 1
+            is_last = self.num_groups <= 0
+            if is_last:
+                _jobs.pop(self.path, None)
+        if is_last:
+            self.runtime.close()
+
+
+_jobs: dict[str, Job] = {}
+_lock = threading.Lock()
+
+
+def is_in_job() -> bool:
+    """Return whether this process belongs to a job already."""
+    with _lock:
+        return bool(_jobs)
+
+
+def meeting_place(store: Any, ranks: Sequence[int]) -> Any:
+    """Return the store in which the ranks of a new group find each other: torch's, unless it cannot work.
+
+    torch names groups by counting those that a process has made. Who joined has made fewer than the others, so where
+    somebody has joined the name is made of what all members know alike.
+    """
+    with _lock:
+        jobs = list(_jobs.values())
+    for job in reversed(jobs):
+        name_later = None if job.name_later is None else job.name_later()
+        name = "" if name_later is None else name_later(ranks)
+        if name:
+            return PrefixStore(name, job.store)
+    return store
+
+
+def job_name() -> str:
+    """Return what the processes of a job have in common before they meet: where their rendezvous is."""
+    return f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+
+
+def new_folder() -> JobDirectory:
+    """Make the folder of a new job; `ResourceError` where the system gives none."""
+    try:
+        return JobDirectory.create(job_name())
+    except OSError as exc:
+        if isinstance(exc, EpeeError):
+            raise
+        raise shortage("cannot make a folder for the job", exc) from exc
+
+
+def own_hello(rank: int, num_ranks: int) -> tuple[Hello, JobDirectory | None]:
+    """Return what this rank tells, and the folder that rank 0 has made when it is in no job."""
+    with _lock:
+        mine = {path: job.slot for path, job in list(_jobs.items())[-MAX_JOBS_TOLD:] if job.runtime.error is None}
+    nonce = secrets.token_hex(NONCE_BYTES)
+    if rank != 0:
+        return Hello(num_ranks, mine, -1, "", nonce), None
+    directory = None if mine else new_folder()
+    lane = secrets.randbelow(LANE_LIMIT)
+    return Hello(num_ranks, mine, lane, "" if directory is None else str(directory.path), nonce), directory
+
+
+def common_job(hellos: Sequence[Hello]) -> str:
+    """Return the youngest job of rank 0 that all ranks are in, or ""."""
+    for path in reversed(hellos[0].jobs):
+        if all(path in hello.jobs for hello in hellos):
+            return path
+    return ""
+
+
+def take_seat(greeting: Greeting, rank: int, blob: bytes, undo: contextlib.ExitStack) -> Seat:
+    """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox.
+
+    Args:
+        undo: gets what to do when a new job cannot be made here, once the peers have been told why.
+    Raises:
+        ResourceError: the system gives no memory or descriptor.
+    """
+    hellos, directory, folder, _ = greeting
+    path = common_job(hellos)
+    lane = hellos[0].lane
+    with _lock:
+        if path and path in _jobs:
+            job = _jobs[path]
+            job.num_groups += 1
+            return Seat(job, [hello.jobs[path] for hello in hellos], lane, False, False)
+    extra = pack_extra(lane, len(hellos), blob)
+    if directory is None:
+        directory = JobDirectory.open(folder)
+    undo.callback(directory.leave)
+    job = Job(directory, rank, extra)
+    undo.callback(job.release)
+    job.runtime.listen()
+    undo.pop_all()
+    return Seat(job, list(range(len(hellos))), lane, True, True)
+
+
+def start_job(seat: Seat, members: Sequence[Member]) -> None:
+    """Begin with the first view; the job can be found by later groups from now on."""
+    seat.job.runtime.start(members)
+    seat.job.enlist()
+
+
+def pack_member(member: Member) -> str:
+    """Return a member as text for a record."""
+    return json.dumps([member.slot, member.nonce.hex(), member.endpoint.hex()])
+
+
+def parse_member(text: str, rank: int) -> Member:
+    """Return the founder that `rank` says it is; `ProtocolError` if that cannot be."""
+    try:
+        slot, nonce, endpoint = json.loads(text)
+        member = Member(slot, 0, bytes.fromhex(nonce), bytes.fromhex(endpoint))
+        if type(slot) is not int or slot != rank or len(member.nonce) != NONCE_BYTES:
+            raise ValueError(f"slot {slot!r}, nonce of {len(member.nonce)} bytes")
+        parse_endpoint(member.endpoint)
+    except (ValueError, TypeError, RecursionError, ProtocolError) as exc:
+        raise ProtocolError(
+            f"rank {rank}'s record names a member that cannot be right ({exc}); is the store ours?"
+        ) from exc
+    return member
+
+
+def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
+    """Return a checked `Hello`; `ProtocolError` if it cannot be right."""
+    try:
+        hello = Hello(**fields)
+        jobs_ok = isinstance(hello.jobs, dict) and len(hello.jobs) <= MAX_JOBS_TOLD
+        if not jobs_ok or not all(type(s) is int and 0 <= s < MAX_MEMBERS for s in hello.jobs.values()):
+            raise ValueError(f"jobs are {hello.jobs!r}")
+        if type(hello.lane) is not int or not -1 <= hello.lane < LANE_LIMIT or not isinstance(hello.folder, str):
+            raise ValueError(f"lane is {hello.lane!r}")
+        if rank == 0 and hello.lane < 0:
+            raise ValueError("rank 0 names no lane")
+        if type(hello.num_ranks) is not int or not isinstance(hello.nonce, str):
+            raise TypeError(f"num_ranks is {hello.num_ranks!r}, nonce {hello.nonce!r}")
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(f"rank {rank}'s greeting in the store cannot be read ({exc}); is the store ours?") from exc
+    if hello.num_ranks != num_ranks:
+        raise ProtocolError(f"num_ranks must be equal on all ranks: {num_ranks} here, {hello.num_ranks} on rank {rank}")
+    return hello

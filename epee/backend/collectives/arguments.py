@@ -1,0 +1,369 @@
+"""From the arguments of a collective to its plan: every check of user input is here.
+
+A check that fails raises `InvalidArgument` before anything was sent; the group then tells the peers (`group.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...errors import InvalidArgument
+from ..membership.members import position_of
+from ..outbox import Outboxes
+from ..tensors import (
+    CARRIERS,
+    Array,
+    Carrier,
+    Target,
+    carrier_of,
+    in_place,
+    overlap,
+    refuse_shared,
+    source,
+    target,
+)
+from .alltoall import AllToAll
+from .copying import Barrier, Scatter, Spread
+from .packing import FinishAfter, GatheredPart, Packed, pack, shapes_word
+from .plan import Plan
+from .reduce import Reducer, check
+from .reducing import AllReduce, ReduceScatter
+from .signature import MAX_COUNT, NO_REDUCE, OP_CODE
+from .signature import pack as pack_signature
+
+_SUM = dist.ReduceOp.SUM
+
+
+def reduce_code(op: Any) -> int:
+    """Return the wire code of a torch reduce op (`ReduceOp` or its enum)."""
+    if op == _SUM:
+        return 0
+    return int(getattr(op, "op", op))
+
+
+@cache
+def _reducer(op: int, dtype: torch.dtype, name: str) -> Reducer:
+    check(op, dtype, name)
+    return Reducer(op, dtype, CARRIERS[dtype])
+
+
+@cache
+def _prefix(name: str, dtype: torch.dtype | None, op: int = NO_REDUCE, root: int = -1) -> int:
+    return pack_signature(OP_CODE[name], CARRIERS[dtype].code if dtype else 0, op, root)
+
+
+def _signature(name: str, dtype: torch.dtype | None, count: int, op: int = NO_REDUCE, root: int = -1) -> int:
+    if count > MAX_COUNT:
+        raise InvalidArgument(f"{name}: a call moves at most {MAX_COUNT} elements, got {count}; split the tensor")
+    return _prefix(name, dtype, op, root) | count << 23
+
+
+def one(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """Return the only tensor of a list."""
+    if len(tensors) != 1:
+        raise InvalidArgument(f"{name} takes one tensor per call, got {len(tensors)}; use the coalesced form")
+    return tensors[0]
+
+
+def check_root(root: int, box: Outboxes, name: str) -> int:
+    """Return the position of rank `root` among the members."""
+    if not 0 <= root < box.group_size:
+        raise InvalidArgument(f"{name}: the root must be a rank of the group, 0 ... {box.group_size - 1}, got {root}")
+    return position_of(box, root, name)
+
+
+def _same(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> None:
+    if tensor.dtype is not like.dtype:
+        raise InvalidArgument(f"{name} must have dtype {like.dtype} like the other tensors, got {tensor.dtype}")
+    if tensor.numel() != count:
+        raise InvalidArgument(f"{name} must have {count} elements, got {tensor.numel()}; shapes must fit the input")
+
+
+def _list_of(tensors: Sequence[torch.Tensor], box: Outboxes, name: str) -> list[torch.Tensor]:
+    """Return the tensors of the members, in their order, from a list with one per rank of the group."""
+    if len(tensors) != box.group_size:
+        raise InvalidArgument(f"{name} must have one tensor per rank ({box.group_size}), got {len(tensors)}")
+    return [tensors[rank] for rank in box.members]
+
+
+def _gathered(output: torch.Tensor, carrier: Carrier, name: str, box: Outboxes) -> Target:
+    """Return the place for everybody's rows; those of lost ranks keep what they hold."""
+    return (target if box.num_ranks == box.group_size else in_place)(output, carrier, name)
+
+
+def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Target:
+    """Return the place for results, a private one when the output shares memory with an input."""
+    if not any(overlap(output, tensor) for tensor in inputs):
+        return _gathered(output, carrier, name, box)
+    target(output, carrier, name)  # for its checks
+    plain = output.detach()
+    scratch = plain.clone(memory_format=torch.contiguous_format)  # what lost ranks would fill stays as it is
+    return Target(target(scratch, carrier, name).array, plain, scratch)
+
+
+# ---- one function per collective
+
+
+def broadcast(box: Outboxes, tensor: torch.Tensor, root: int) -> Plan:
+    """Rank `root`'s tensor goes to all."""
+    carrier = carrier_of(tensor, "broadcast: tensor")
+    position = check_root(root, box, "broadcast")
+    signature = _signature("broadcast", tensor.dtype, tensor.numel(), root=root)
+    if position == box.rank:
+        return Spread("broadcast", signature, source(tensor, carrier), True, {}, box)
+    sink = target(tensor, carrier, "broadcast: tensor")
+    return Spread("broadcast", signature, sink.array, False, {position: sink}, box)
+
+
+def all_reduce(box: Outboxes, tensor: torch.Tensor, op: int, root: int | None = None) -> Plan:
+    """Reduce in place, on all ranks or on `root`."""
+    name, label = ("all_reduce", "all_reduce: tensor") if root is None else ("reduce", "reduce: tensor")
+    position = -1 if root is None else check_root(root, box, name)
+    carrier = carrier_of(tensor, label)
+    dtype = tensor.dtype
+    reducer = _reducer(op, dtype, name)
+    if position in (-1, box.rank):
+        sink = in_place(tensor, carrier, label)
+    else:
+        sink = Target(source(tensor, carrier))
+    signature = _signature(name, dtype, len(sink.array), op, -1 if root is None else root)
+    return AllReduce(name, signature, sink, reducer, box, position)
+
+
+def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int) -> Plan:
+    """Reduce several tensors of one dtype in place, as one."""
+    name = "all_reduce_coalesced"
+    carrier = carrier_of(tensors[0], f"{name}: tensors[0]")
+    reducer = _reducer(op, tensors[0].dtype, name)
+    refuse_shared(tensors, f"{name}: tensors")
+    packed = Packed(tensors, carrier, f"{name}: tensors", fill=True)
+    plan = AllReduce(name, _signature(name, tensors[0].dtype, len(packed.array), op), packed, reducer, box)
+    plan.detail = shapes_word([tensor.numel() for tensor in tensors])
+    return plan
+
+
+def all_gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Plan:
+    """Everybody's tensor goes to everybody, one output per rank."""
+    carrier = carrier_of(tensor, "all_gather: input")
+    count = tensor.numel()
+    sinks = {}
+    for rank, output in enumerate(_list_of(outputs, box, "all_gather: outputs")):
+        _same(output, tensor, count, f"all_gather: outputs[{rank}]")
+        carrier_of(output, f"all_gather: outputs[{rank}]")
+        sinks[rank] = target(output, carrier, f"all_gather: outputs[{rank}]")
+    refuse_shared(outputs, "all_gather: outputs")
+    return Spread(
+        "all_gather", _signature("all_gather", tensor.dtype, count), source(tensor, carrier), True, sinks, box
+    )
+
+
+class _Piece:
+    """A rank's part of an output that is one tensor; the last part finishes it."""
+
+    __slots__ = ("_whole", "array")
+
+    def __init__(self, array: Array, whole: Target | None) -> None:
+        self.array = array
+        self._whole = whole
+
+    def finish(self) -> None:
+        if self._whole is not None:
+            self._whole.finish()
+
+
+def _pieces(whole: Target, count: int, box: Outboxes) -> dict[int, _Piece]:
+    array = whole.array
+    last = box.num_ranks - 1
+    return {
+        position: _Piece(array[rank * count : (rank + 1) * count], whole if position == last else None)
+        for position, rank in enumerate(box.members)
+    }
+
+
+def all_gather_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor) -> Plan:
+    """Like `all_gather` with one output, filled in rank order."""
+    carrier = carrier_of(tensor, "all_gather: input")
+    carrier_of(output, "all_gather: output")
+    count = tensor.numel()
+    _same(output, tensor, count * box.group_size, "all_gather: output")
+    sinks = _pieces(_gathered(output, carrier, "all_gather: output", box), count, box)
+    signature = _signature("all_gather", tensor.dtype, count)
+    return Spread("all_gather", signature, source(tensor, carrier), True, sinks, box)
+
+
+def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
+    """Several `all_gather_single` of one dtype as one call."""
+    name = "all_gather_coalesced"
+    carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
+    if len(outputs) != len(inputs):
+        raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
+    targets = []
+    for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
+        _same(output, tensor, tensor.numel() * box.group_size, f"{name}: outputs[{position}]")
+        carrier_of(output, f"{name}: outputs[{position}]")
+        targets.append(_gathered(output, carrier, f"{name}: outputs[{position}]", box))
+    refuse_shared(outputs, f"{name}: outputs")
+    counts = [tensor.numel() for tensor in inputs]
+    flat = np.empty(sum(counts), carrier.dtype)
+    pack([source(tensor, carrier) for tensor in inputs], flat)
+    sinks: dict[int, Any] = {
+        position: GatheredPart(targets, counts, rank, carrier) for position, rank in enumerate(box.members)
+    }
+    sinks[box.num_ranks - 1] = FinishAfter(sinks[box.num_ranks - 1], targets)
+    plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, box)
+    plan.detail = shapes_word(counts)
+    return plan
+
+
+def gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Plan:
+    """Everybody's tensor goes to `root`, whose `outputs` are one per rank."""
+    carrier = carrier_of(tensor, "gather: input")
+    sinks = {}
+    if check_root(root, box, "gather") == box.rank:
+        for rank, output in enumerate(_list_of(outputs, box, "gather: outputs")):
+            carrier_of(output, f"gather: outputs[{rank}]")
+            _same(output, tensor, tensor.numel(), f"gather: outputs[{rank}]")
+            sinks[rank] = target(output, carrier, f"gather: outputs[{rank}]")
+        refuse_shared(outputs, "gather: outputs")
+    elif outputs:
+        raise InvalidArgument(f"gather: outputs belong to the root only (rank {root}), got {len(outputs)} on this rank")
+    signature = _signature("gather", tensor.dtype, tensor.numel(), root=root)
+    return Spread("gather", signature, source(tensor, carrier), True, sinks, box)
+
+
+def scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Plan:
+    """Tensor r of `root`'s `inputs` goes to rank r."""
+    carrier = carrier_of(output, "scatter: output")
+    position = check_root(root, box, "scatter")
+    segments: list[Array] = []
+    if position == box.rank:
+        for rank, tensor in enumerate(_list_of(inputs, box, "scatter: inputs")):
+            carrier_of(tensor, f"scatter: inputs[{rank}]")
+            _same(tensor, output, output.numel(), f"scatter: inputs[{rank}]")
+            segments.append(source(tensor, carrier))
+    elif inputs:
+        raise InvalidArgument(f"scatter: inputs belong to the root only (rank {root}), got {len(inputs)} on this rank")
+    sink = _apart(output, inputs, carrier, "scatter: output", box)
+    signature = _signature("scatter", output.dtype, output.numel(), root=root)
+    return Scatter("scatter", signature, segments, position, sink, box)
+
+
+def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> Plan:
+    """The reduction of everybody's `inputs[r]` goes to rank r."""
+    carrier = carrier_of(output, "reduce_scatter: output")
+    reducer = _reducer(op, output.dtype, "reduce_scatter")
+    segments = []
+    for rank, tensor in enumerate(_list_of(inputs, box, "reduce_scatter: inputs")):
+        carrier_of(tensor, f"reduce_scatter: inputs[{rank}]")
+        _same(tensor, output, output.numel(), f"reduce_scatter: inputs[{rank}]")
+        segments.append(source(tensor, carrier))
+    sink = _apart(output, inputs, carrier, "reduce_scatter: output", box)
+    signature = _signature("reduce_scatter", output.dtype, output.numel(), op)
+    return ReduceScatter("reduce_scatter", signature, segments, sink, reducer, box)
+
+
+def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor, op: int) -> Plan:
+    """Like `reduce_scatter` with one input that holds the segments in rank order."""
+    carrier = carrier_of(output, "reduce_scatter: output")
+    carrier_of(tensor, "reduce_scatter: input")
+    reducer = _reducer(op, output.dtype, "reduce_scatter")
+    count = output.numel()
+    _same(tensor, output, count * box.group_size, "reduce_scatter: input")
+    values = source(tensor, carrier)
+    segments = [values[rank * count : (rank + 1) * count] for rank in box.members]
+    sink = _apart(output, [tensor], carrier, "reduce_scatter: output", box)
+    signature = _signature("reduce_scatter", output.dtype, count, op)
+    return ReduceScatter("reduce_scatter", signature, segments, sink, reducer, box)
+
+
+def reduce_scatter_coalesced(
+    box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: int
+) -> Plan:
+    """Several `reduce_scatter_single` of one dtype as one call."""
+    name = "reduce_scatter_coalesced"
+    carrier = carrier_of(inputs[0], f"{name}: inputs[0]")
+    reducer = _reducer(op, inputs[0].dtype, name)
+    if len(outputs) != len(inputs):
+        raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
+    counts = [output.numel() for output in outputs]
+    for position, (output, tensor) in enumerate(zip(outputs, inputs, strict=True)):
+        carrier_of(output, f"{name}: outputs[{position}]")
+        _same(tensor, output, counts[position] * box.group_size, f"{name}: inputs[{position}]")
+    refuse_shared(outputs, f"{name}: outputs")
+    flats = [source(tensor, carrier) for tensor in inputs]
+    segments = np.empty((box.num_ranks, sum(counts)), carrier.dtype)
+    for position, rank in enumerate(box.members):
+        pieces = [flat[rank * n : (rank + 1) * n] for flat, n in zip(flats, counts, strict=True)]
+        pack(pieces, segments[position])
+    sink = Packed(outputs, carrier, f"{name}: outputs", fill=False)
+    signature = _signature(name, inputs[0].dtype, len(sink.array), op)
+    plan = ReduceScatter(name, signature, list(segments), sink, reducer, box)
+    plan.detail = shapes_word(counts)
+    return plan
+
+
+def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
+    """Tensor j of rank i's `inputs` goes to `outputs[i]` of rank j; sizes may differ from pair to pair."""
+    outputs = _list_of(outputs, box, "all_to_all: outputs")
+    inputs = _list_of(inputs, box, "all_to_all: inputs")
+    carrier = carrier_of(inputs[0], "all_to_all: inputs[0]")
+    segments, sinks = [], []
+    for rank, tensor in enumerate(inputs):
+        carrier_of(tensor, f"all_to_all: inputs[{rank}]")
+        _same(tensor, inputs[0], tensor.numel(), f"all_to_all: inputs[{rank}]")
+        segments.append(source(tensor, carrier))
+    for rank, output in enumerate(outputs):
+        carrier_of(output, f"all_to_all: outputs[{rank}]")
+        _same(output, inputs[0], output.numel(), f"all_to_all: outputs[{rank}]")
+        sinks.append(_apart(output, inputs, carrier, f"all_to_all: outputs[{rank}]", box))
+    refuse_shared(outputs, "all_to_all: outputs")
+    return AllToAll(_signature("all_to_all", inputs[0].dtype, 0), segments, sinks, box)
+
+
+def all_to_all_single(
+    box: Outboxes, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+) -> Plan:
+    """Like `all_to_all` with one tensor each way, split along dimension 0."""
+    carrier = carrier_of(tensor, "all_to_all: input")
+    carrier_of(output, "all_to_all: output")
+    _same(output, tensor, output.numel(), "all_to_all: output")
+    sent = _split_counts(tensor, input_splits, box.group_size, "all_to_all: input")
+    expected = _split_counts(output, output_splits, box.group_size, "all_to_all: output")
+    values = source(tensor, carrier)
+    whole = _apart(output, [tensor], carrier, "all_to_all: output", box)
+    first_sent, first_expected = list(accumulate(sent, initial=0)), list(accumulate(expected, initial=0))
+    segments = [values[first_sent[rank] : first_sent[rank + 1]] for rank in box.members]
+    sinks = [
+        _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], whole if rank == box.members[-1] else None)
+        for rank in box.members
+    ]
+    return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, box)
+
+
+def _split_counts(tensor: torch.Tensor, splits: Sequence[int], num_ranks: int, name: str) -> list[int]:
+    """Return how many elements of `tensor` belong to each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % num_ranks:
+            raise InvalidArgument(
+                f"{name}: dimension 0 must divide by the {num_ranks} ranks, got {rows} rows; give split sizes"
+            )
+        return [tensor.numel() // num_ranks] * num_ranks
+    if len(splits) != num_ranks or any(size < 0 for size in splits) or sum(splits) != rows:
+        raise InvalidArgument(
+            f"{name}: split sizes must be {num_ranks} numbers >= 0 that add up to {rows} rows, got {list(splits)}"
+        )
+    row = tensor.numel() // rows if rows else 0
+    return [size * row for size in splits]
+
+
+def barrier(box: Outboxes) -> Plan:
+    """Everybody waits for everybody."""
+    return Barrier("barrier", _prefix("barrier", None))

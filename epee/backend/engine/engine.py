@@ -1,0 +1,486 @@
+"""The calls of one group: in what order they run, who drives them, how a wait ends.
+
+Every collective call gets the next sequence number and is published at once when the outbox has room. Unfinished calls
+stand in a queue and complete in order. Whoever waits drives the head of the queue: the caller's thread in `run` and
+`wait`; a background thread (`progress.py`) only for calls that nobody waits for.
+
+One lock guards the state (`entry.py`); `waiting.py` has the ways to wait for a word. Only a wait that has slept looks
+for trouble: a dead peer (pidfd), one that has left, the deadline.
+
+One call, one verdict. Whatever comes out of a call passes `interrupts.py`: an exception from a signal handler, which
+may raise between any two lines, a lack of quorum, a shortage. It brings the books in order before the lock is given
+back: a call whose results were being written is finished, another one of the caller's own is withdrawn
+(`withdrawal.py`), so that it ends alike on all ranks. A call that has completed all the same, or whose end is not known
+yet, is *unclaimed*: its results go to private copies, and the next call is taken for its repetition if it is of the
+same kind; it continues the number and gets them (`claim`). So the ranks stay in step, and a tensor is as before or
+complete. A wait for a request that the caller holds leaves the request open. Should even that be broken off, the next
+call repairs the same (`Entry.recover`). A handler that closes the group leaves the rest of the closing to the call that
+it interrupted, which raises `AbortedError`.
+
+Seams for failure handling, and what they promise:
+
+- `flags` is zero while all is well. A bit set in it, from any thread or handler, is seen by every call before it takes
+  the lock, by every wait within one sleep (5 ms) and by a call before it writes results; it then passes `_anomaly`
+  (entering) or `_wait_ended` (inside). Nothing else on the fast path looks at the health of the group.
+- `_anomaly` runs without the lock and must raise. `_wait_ended` runs with it, once per call, and must raise.
+- `trouble.examine` runs with the lock, in whichever thread waits, after each sleep that brought nothing. It may `fail`
+  any call of the queue and retires what it ended; it must not block.
+- A call ends once: `fail` after `done` has no effect. Calls retire in order, each with a header of its number in the
+  outbox (the call's own or a refusal) before CONSUMED passes it, or with a mark that it was taken back (GAVE_UP).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...errors import AbortedError, InvalidArgument, InvalidState
+from ...view.process.detector import DeathWatch
+from ..collectives.plan import NOTHING, Make, Plan, RefusedPlan, Tensors, refused
+from ..membership.sizes import Mask
+from ..membership.unsettled import Unsettled
+from ..outbox import BELL, CONSUMED, CONSUMED_TOO, GAVE_UP, Outboxes, consumed_of, failed_by_view
+from ..p2p.channel import Mailroom
+from ..p2p.message import Absence, Message
+from . import interrupts, overlap
+from . import stall as trouble
+from .ending import Driven
+from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED
+from .express import Express
+from .operation import NO_ROOM, Block, Operation
+from .progress import Helper
+from .waiting import NAP_ROUNDS
+
+if TYPE_CHECKING:
+    from ..membership.epochs import Survival
+
+FROZEN_LOOK_S = 0.005
+
+
+class Engine(Express):
+    """State of one group in one process. It never refers to the process group object, so that can be collected.
+
+    Attributes:
+        timeout_s: how long a call waits when it names no time-out.
+        members: the outboxes of those who take part in the next call, which is planned with them; `box` has all ranks.
+        contributors: the ranks that are in the result of the last call that ended here; none when it failed.
+        unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
+        unsettled: calls that ended here without a result, and may still be open at others.
+    """
+
+    def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float, first_number: int = 1) -> None:
+        super().__init__(box)
+        self.watch = watch
+        self.timeout_s = timeout_s
+        self.seq = 0
+        self.queue: deque[Operation] = deque()
+        self.mail = Mailroom(box, first_number)
+        self.written = overlap.Written()
+        self.messages: list[Message] = []  # those that are open, and some that have ended since somebody looked
+        self._helper = Helper(self)
+        self.members = box
+        self.survival: Survival | None = None
+        self.unclaimed: list[Operation] = []
+        self.unsettled = Unsettled()
+        self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
+
+    # ---- collectives
+
+    @property
+    def num_retired(self) -> int:
+        """Calls up to this number have ended on this rank."""
+        return consumed_of(self.box.own)
+
+    def run(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING) -> Operation:
+        """Plan a collective and run it to its end in the caller's thread. Raises what the call ends with.
+
+        Args:
+            make: plans it.
+            opts: torch's options of the call.
+            tensors: what the call writes and what it reads.
+        """
+        seen = overlap.glance(self) if self.queue or self.messages else None
+        box = self.members
+        plan = make(box)
+        self.enter()
+        op = None
+        try:
+            op = self.claim(make) if self.unclaimed else None
+            if op is None:
+                if box is not self.members or (seen and overlap.has_moved(self, seen)):  # planned too early
+                    box = self.members
+                    plan = make(box)
+                op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+                op.make = make
+                self.seq = op.seq  # from here on the number is used up, whatever happens
+                op.tensors = tensors
+                if self.queue or self.messages:
+                    overlap.order(self, op)
+                if self.queue or self.flags or op.before or self.unsettled or not self._express(op):
+                    self.queue.append(op)
+                    self._publish_waiting()
+                    self.drive(op)
+            self.leave()
+            if op.error is None:
+                return op
+        except BaseException as exc:
+            interrupts.broken_off(self, exc, op)
+            raise
+        error = op.error
+        del op  # else the error, this frame and the call would keep each other, and lost ranks' outboxes, alive
+        try:
+            raise error
+        finally:
+            del error
+
+    def start(self, make: Make, opts: Any = None, tensors: Tensors = NOTHING, may_claim: bool = True) -> Operation:
+        """Plan and issue a collective and return; its first contribution is published when the outbox has room."""
+        seen = overlap.glance(self) if self.queue or self.messages else None
+        box = self.members
+        plan = make(box)
+        self.enter()
+        op = None
+        try:
+            op = self.claim(make) if self.unclaimed and may_claim else None
+            if op is None:
+                if box is not self.members or (seen and overlap.has_moved(self, seen)):
+                    box = self.members
+                    plan = make(box)
+                op = Operation(plan, self.seq + 1, box, self.timeout_s, opts)
+                op.make = make
+                op.tensors = tensors
+                overlap.order(self, op)
+                op.start_clock()
+                self.seq = op.seq
+                self.queue.append(op)
+                self._publish_waiting()
+                self._helper.kick()
+            self.leave()
+            return op
+        except BaseException as exc:
+            interrupts.broken_off(self, exc, op)
+            raise
+
+    def claim(self, make: Make) -> Operation | None:
+        """Return the unclaimed call that `make` repeats, its results in the places of the repetition; None: a new call.
+
+        The end of that call must be known first. A call of another kind repeats none of them: its caller goes on
+        without their results, as the other ranks do that have them.
+
+        Raises:
+            CommTimeoutError: the end is still open; nothing was issued, the call may be repeated.
+        """
+        for op in self.unclaimed[:]:
+            plan = self._repetition(op, make)
+            if plan is None:
+                continue
+            if not op.done:
+                self.drive(op, time.monotonic() + self.timeout_s)
+            if op.error is None:
+                plan.deliver(op.plan.sinks())
+                self.contributors = op.box.members
+                del self.unclaimed[: self.unclaimed.index(op) + 1]
+                return op
+            self.unclaimed.remove(op)
+        self.unclaimed.clear()
+        return None
+
+    @staticmethod
+    def _repetition(op: Operation, make: Make) -> Plan | None:
+        """Return the plan of an unclaimed call for the places of the call that `make` plans, if it repeats it."""
+        try:
+            plan = make(op.box)
+        except InvalidArgument:  # it does not fit that call's members
+            return None
+        return plan if plan.is_like(op.plan) else None
+
+    def disown(self, op: Operation, exc: BaseException) -> None:
+        """End a call whose caller gets `exc` instead, or leave it unclaimed. The lock is held."""
+        try:
+            op.disown(exc)
+        except MemoryError:  # for the private copies: its results cannot be kept
+            op.fail(exc)
+        if op.told is not None and op not in self.unclaimed:
+            self.unclaimed.append(op)
+
+    def look(self, step: Callable[[], None]) -> None:
+        """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
+        self.enter()
+        try:
+            step()
+            self.leave()
+        except BaseException as exc:
+            interrupts.broken_off(self, exc)
+            raise
+
+    def refuse(self, name: str, exc: Exception) -> None:
+        """Tell the peers that this rank's next collective is refused, and use up its sequence number."""
+        if self.flags & ENDED:
+            return
+        plan = refused(name, exc)
+        op = self.start(lambda box: plan, None, may_claim=False)
+        op.on_done = None
+
+    def _publish_waiting(self) -> None:
+        if self.flags & CHANGING and self.queue and self.survival is not None:
+            self.survival.heed(self.queue[0])
+            if not self.survival.may_publish(self.queue[0]):
+                return
+        for op in self.queue:
+            if not op.published and not op.done:
+                try:
+                    if not op.publish(op.box):
+                        return  # in order: what follows must not take the room
+                except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
+                    op.fail(exc)
+            if self.flags & CHANGING:
+                return  # later calls may have to begin again: they wait for their turn
+
+    # ---- point to point
+
+    def post(self, message: Message) -> None:
+        """Issue a send or a receive; it moves as far as it can at once."""
+        self.enter()
+        try:
+            if self.mail.out:
+                error = self.mail.absence(message)
+                if error is not None:
+                    raise error
+            overlap.order_message(self, message)
+            if message.before:
+                self.mail.held.append(message)
+            else:
+                self.mail.ends[message.is_send].post(message)
+            if not message.done:
+                self.messages.append(message)
+                message.started = time.monotonic()
+                message.deadline = message.started + self.timeout_s
+                self._helper.kick()
+            self.leave()
+        except BaseException as exc:  # it goes to the caller: the message must not stay posted and take a later one
+            interrupts.broken_off(self, exc, message)
+            interrupts.tell(self, exc, message)
+            raise
+
+    def take_back(self, op: Driven, exc: BaseException) -> None:
+        """Give up a message out of whose blocking call `exc` comes: nobody can wait for it again."""
+        if self.flags & ENDED or self.num_calls_below() > 1:
+            return
+        interrupts.broken_off(self, AbortedError("the blocking call of this message was interrupted"), op)
+        if isinstance(op, Message):
+            interrupts.tell(self, exc, op)
+
+    def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
+        """A view has begun without `rank`: its messages end. What it had sent before its death counts. Lock held."""
+        if absence.is_final and rank not in self.mail.out:
+            for message in self.mail.pending():
+                if not message.before:
+                    self.advance(message)
+        for message in self.mail.lose(rank, absence, is_told):
+            self.retire(message)
+
+    # ---- waiting
+
+    def wait(self, op: Driven, timeout_s: float | None) -> None:
+        """Drive until `op` is done; raise its error.
+
+        Raises:
+            CommTimeoutError: `timeout_s` passed first; the call goes on and may be waited for again.
+        """
+        if not op.done:
+            try:
+                self.enter(while_frozen=True)
+            except (AbortedError, InvalidState):
+                if op.error is not None:  # an abort has ended the call in the meantime
+                    raise op.error from None
+                raise
+            try:
+                until = time.monotonic() + timeout_s if timeout_s is not None else None
+                self.drive(op, until)
+                self.leave()
+            except BaseException as exc:
+                interrupts.broken_off(self, exc)
+                raise
+        if op.error is not None:
+            raise op.error.with_traceback(None)
+
+    def drive(self, op: Driven, until: float | None = None) -> None:
+        """Step `op` and what is before it until it is done. Called and returns with the lock held."""
+        op.num_waiters += 1
+        try:
+            while not op.done:
+                while self.flags & ~CHANGING:
+                    self._wait_ended(op)
+                    trouble.raise_if_overdue(self, op, until, op.start_clock())
+                head = overlap.foremost(self, op)
+                block = self.advance(head)
+                if block is not None and not op.done and (head is op or overlap.foremost(self, op) is head):
+                    trouble.raise_if_open(head, op)
+                    self._wait(block, head, op, until)
+            if not isinstance(op, Message):
+                self.retire_heads()
+            elif self.messages and self.messages[-1] is op:
+                self.messages = self.messages[:-1]  # a new list, see `overlap.has_moved`
+            if self.mail.held:
+                overlap.release(self)
+        finally:
+            op.num_waiters -= 1
+            if self.queue or not op.done:  # nobody waits for these now
+                self._helper.go_on(soon=bool(self.queue and self.queue[0].on_done))
+
+    def advance(self, op: Driven) -> Block | None:
+        """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
+        if isinstance(op, Message):
+            try:
+                block = None if op.done else self.mail.ends[op.is_send].step(op)
+            except Exception as exc:  # noqa: BLE001 - a peer's impossible word, say: it belongs to that message
+                op.fail(exc)
+                self.mail.cancel(op)
+                self.retire(op)
+                block = None
+            while self.mail.finished:
+                self.retire(self.mail.finished.pop())
+            return block
+        head = self.queue[0]
+        if self.flags & CHANGING and self.survival is not None:
+            self.survival.heed(head)
+            if not head.done and not self.survival.may_publish(head):
+                return NO_ROOM
+        try:
+            block = NO_ROOM if self.unsettled and self._is_held_up(head) else head.step(head.box)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
+            if head.writing or head.completing:
+                head.fail(exc)
+            else:
+                head.give_up(exc)
+            block = None
+        if block is None:
+            self.retire_heads()
+            if self.queue and self.queue[0] is head:  # no verdict yet, or no room to tell it
+                return NO_ROOM
+        return block
+
+    def _is_held_up(self, head: Operation) -> bool:
+        """Publish the head; True when an earlier call without a result is still open at a rank (`unsettled.py`)."""
+        if head.withdrawal is not None or head.done:
+            return False
+        if not head.published and not head.publish(head.box):
+            return True
+        return bool(self.unsettled.behind(head.box))
+
+    def retire_heads(self) -> None:
+        """Take finished calls off the queue, in order, and say that this rank is through with them."""
+        queue, own = self.queue, self.box.own
+        retired = False
+        while queue and queue[0].done:
+            op = queue[0]
+            if op.error is not None and op.published:
+                own[op.cell + GAVE_UP] = failed_by_view(op.tag) if op.by_view else op.tag
+                if op.by_view:  # who was voted out and has not heard of it yet must not complete it
+                    own[op.cell] = 0
+            elif op.error is not None and not op.by_view and not self._publish_failed(op):
+                break  # its number stays open until there is room for a header
+            own[CONSUMED] = own[CONSUMED_TOO] = op.seq
+            self.contributors = op.box.members if op.error is None else ()
+            if self.survival is not None:
+                self.unsettled.note(op)
+            retired = True
+            self.retire(op)
+            queue.popleft()  # last: all of this may be run again after an interrupt
+        if self.flags & CHANGING and self.survival is not None:
+            self.survival.retired(self.num_retired)
+        if retired and queue:
+            self._publish_waiting()
+
+    def _publish_failed(self, op: Operation) -> bool:
+        """A call that failed before it was published: its peers must still find a header. False: no room yet."""
+        told = f"{type(op.error).__name__}: {op.error}"
+        plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
+        return Operation(plan, op.seq, op.box, 0.0).publish(op.box)
+
+    def _settle(self) -> None:
+        interrupts.settle(self)
+        self.retire_heads()
+
+    def _wait(self, block: Block, head: Driven, op: Driven, until: float | None) -> None:
+        """Wait until the block's word is there or something else happened; the caller steps again."""
+        if block.rank < 0 or block.word == BELL:
+            head.start_clock()
+            head.patience = min(head.patience + 1, NAP_ROUNDS)
+            if block.word == BELL and head.patience == NAP_ROUNDS:
+                self.sleep_on(block)
+            else:
+                self._nap(head.patience)
+            if self.flags & ~CHANGING:
+                self._wait_ended(op)
+            if head.patience == NAP_ROUNDS:
+                trouble.examine(self, None, head, op, until)
+            return
+        if head.patience == 0 and (self._spin(block) or self._yield_until(block, head.start_clock())):
+            return
+        head.patience = 1
+        self.sleep_on(block)
+        if self.flags & ~CHANGING:
+            self._wait_ended(op)
+        if self.box.words[block.rank][block.word] < block.value:
+            trouble.examine(self, block, head, op, until)
+        else:
+            head.patience = 0
+
+    def _wait_ended(self, op: Driven) -> None:
+        """Look at `flags` in the midst of a call. The lock is held, and given back while the lane is frozen."""
+        if op.error is not None:
+            raise op.error
+        if self.flags & FORKED:
+            self._anomaly()
+        if self.flags & ENDED:
+            raise AbortedError("the call was ended: another thread destroyed or aborted the process group")
+        survival = self.survival
+        assert survival is not None, "only `membership/epochs.py` sets the other bits"
+        if self.flags & NEWS:
+            survival.take_news()
+        if self.flags & TROUBLED:
+            survival.raise_trouble()
+        if self.flags & FROZEN:
+            self._let_go()
+            try:
+                survival.await_thaw(FROZEN_LOOK_S)
+            finally:
+                self._take_back()
+
+    def _may_go_on(self, while_frozen: bool = False) -> bool:
+        if self.flags & NEWS and self.survival is not None:
+            self.survival.take_news()
+        eviction = None if self.survival is None else self.survival.eviction
+        if self.flags & TROUBLED and eviction is not None:
+            for op in self.queue:
+                op.fail(eviction)  # nobody may be waiting, only a future
+            self.retire_heads()
+        return not self.flags & (ENDED | TROUBLED | (0 if while_frozen else FROZEN))
+
+    def _anomaly(self) -> None:
+        survival = self.survival
+        if self.flags & ENDED or survival is None:
+            super()._anomaly()
+            return
+        if self.flags & TROUBLED:
+            survival.await_quorum()
+            survival.raise_trouble()
+        if self.flags & FROZEN:
+            survival.await_thaw(FROZEN_LOOK_S)
+
+
+Engine.calls = frozenset(
+    function.__code__
+    for function in (
+        Engine.run,
+        Engine.start,
+        Engine.look,
+        Engine.post,
+        Engine.wait,
+        Engine.take_back,
+        Engine.listen,
+    )
+)

@@ -1,0 +1,223 @@
+"""The lock of a group: who is inside a call, and what an exception from a signal handler can leave of it.
+
+Python runs signal handlers in the main thread between any two instructions of ours, and a handler may raise. So nothing
+here relies on a line being reached. The lock knows its owner itself (an RLock, taken by one call in C); whether the
+owner really is inside a call is not noted anywhere but read from its stack, which cannot be wrong. A lock that this
+thread owns without being inside a call is what an interrupt left: the next call takes it over and repairs the books
+(`_settle`). Other threads wait for the lock for a bounded time.
+
+A call from a signal handler that interrupted a call of the same group is refused (`InvalidState`), since the state
+below it is half changed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sized
+from types import CodeType
+from typing import Any
+
+from ...errors import AbortedError, CommTimeoutError, ForkError, InvalidState
+from ..outbox import SLEEPERS, Outboxes
+
+CLOSED, ABORTED, FORKED = 1, 2, 4
+FROZEN, NEWS, CHANGING, TROUBLED = 8, 16, 32, 64  # see `membership/epochs.py`
+ENDED = CLOSED | ABORTED | FORKED
+SLICE_S = 0.5  # how long to wait for the lock before looking at `flags` again
+
+_REENTERED = (
+    "this thread is inside a call of the same group (this is a signal handler); "
+    "start the call after that one has returned"
+)
+
+
+class Entry:
+    """The lock of one group in one process; `Waiting` and `Engine` build on it.
+
+    Attributes:
+        box: the outboxes whose words are waited for.
+        flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
+        timeout_s: how long a call waits when it names no time-out, for the lock as well.
+    """
+
+    calls: frozenset[CodeType] = frozenset()  # the methods that hold the lock; a frame of one means "inside"
+    timeout_s = 300.0
+
+    def __init__(self, box: Outboxes) -> None:
+        self.box = box
+        self.flags = 0
+        self._flags_lock = threading.Lock()
+        self._lock: Any = threading.RLock()
+        self._asleep: set[int] = set()  # threads inside a call that gave the lock back to sleep
+        self._after: deque[Callable[[], None]] = deque()  # to be done without the lock by whoever gives it back
+
+    def enter(self, while_frozen: bool = False) -> None:
+        """Take the lock and check that the group can be used.
+
+        While the lane is frozen only those come in who just wait (`while_frozen`); they keep to their own time-outs.
+        """
+        lock = self._lock
+        if self.flags or self._asleep or lock._is_owned():
+            self._look_around()
+        if not lock.acquire(False):
+            self._queue_up()
+        if self.flags:
+            try:
+                self._await_go(while_frozen)
+            except BaseException:  # news that cannot be taken over now, say: others must find the lock free
+                self.leave_wholly()
+                raise
+
+    def _await_go(self, while_frozen: bool) -> None:
+        """Return when a call may run, with the lock held, as it is when this is called."""
+        until = 0.0
+        while self.flags and not self._may_go_on(while_frozen):
+            self.leave()
+            until = until or time.monotonic() + self.timeout_s
+            self._anomaly()
+            if time.monotonic() > until:
+                raise CommTimeoutError(
+                    f"the ranks have not agreed on a view for {self.timeout_s:.0f} s (rank={self.box.rank}); no call "
+                    "was made, it may be tried again"
+                )
+            self._queue_up()
+
+    def raise_flag(self, bit: int) -> None:
+        """Set a bit of `flags`, from any thread."""
+        with self._flags_lock:
+            self.flags |= bit
+
+    def lower_flag(self, bit: int, unless: Sized = ()) -> None:
+        """Clear a bit of `flags`, from any thread; not where something is in `unless`, which was put there before."""
+        with self._flags_lock:
+            if not unless:
+                self.flags &= ~bit
+
+    def enter_if_free(self, patient: bool) -> bool:
+        """Like `enter`, but only when no thread is inside a call (or, if `patient`, leaves within a moment)."""
+        if self.flags & ENDED:
+            self._anomaly()
+        if not self._lock.acquire(patient, SLICE_S if patient else -1):
+            return False
+        try:
+            may_go_on = not self.flags or self._may_go_on()
+        except BaseException:
+            self.leave()
+            raise
+        if not may_go_on:
+            self.leave()
+            if self.flags & ENDED:
+                self._anomaly()
+            return False
+        return True
+
+    def _may_go_on(self, while_frozen: bool = False) -> bool:
+        """Look at `flags` with the lock held; False when a call must not run now."""
+        return not self.flags & ENDED
+
+    def leave(self) -> None:
+        """Give the lock back, then do what was left for this moment (futures of calls that ended, closing)."""
+        self._lock.release()
+        if self._after:
+            self._do_rest()
+
+    def leave_wholly(self) -> None:
+        """Like `leave`, however often an interrupt made this thread take the lock."""
+        while self._lock._is_owned():
+            self._lock.release()
+        self._do_rest()
+
+    def _do_rest(self) -> None:
+        while True:
+            try:
+                step = self._after.popleft()
+            except IndexError:  # nothing left, or another thread was faster
+                return
+            step()
+
+    def hold(self) -> None:
+        """After an interrupt: own the lock, as the frames of the call expect."""
+        if not self._lock._is_owned():
+            self._take_back()
+        self._asleep.discard(threading.get_ident())
+
+    def num_calls_below(self) -> int:
+        """Return how many calls of this group are on the stack of this thread."""
+        frame, found = sys._getframe(1), 0
+        while frame is not None:
+            if frame.f_code in self.calls and frame.f_locals.get("self") is self:
+                found += 1
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
+
+    def is_marked_inside(self) -> bool:
+        """True when this thread owns the lock or sleeps inside a call, or when an interrupt left it looking so."""
+        return self._lock._is_owned() or threading.get_ident() in self._asleep
+
+    def recover(self) -> None:
+        """Take over what an interrupted call of this thread left, repair the books and give the lock back."""
+        self.hold()
+        try:
+            if not self.flags & ENDED:
+                self._settle()
+        finally:
+            self.leave_wholly()
+
+    def _settle(self) -> None:
+        """Bring the books in order after an interrupt; the lock is held."""
+
+    def _look_around(self) -> None:
+        if self.flags:
+            self._anomaly()
+        if not self.is_marked_inside():
+            return
+        if self.num_calls_below() > 1:  # one is the call that asks
+            raise InvalidState(_REENTERED)
+        self.recover()
+
+    def _queue_up(self) -> None:
+        """Wait until another thread's call gives the lock back."""
+        until = time.monotonic() + self.timeout_s
+        while not self._lock.acquire(timeout=SLICE_S):
+            if self.flags:
+                self._anomaly()
+            if time.monotonic() > until:
+                raise CommTimeoutError(
+                    f"another thread has been inside a call of this group for {self.timeout_s:.0f} s (rank="
+                    f"{self.box.rank}); was it interrupted? Its next call of the group repairs that"
+                )
+
+    def _anomaly(self) -> None:
+        if self.flags & FORKED:
+            raise ForkError(
+                "this process group was made before a fork; the child has no part in it: "
+                "start workers by spawn or forkserver, or initialise after the fork"
+            )
+        if self.flags & ABORTED:
+            raise AbortedError("the process group was aborted; destroy it and initialise again")
+        raise InvalidState("the process group was destroyed; initialise a new one")
+
+    # ---- inside a call
+
+    def _let_go(self) -> None:
+        """Give the lock back inside a call, remembering that this thread is in it."""
+        self._asleep.add(threading.get_ident())
+        self._lock.release()
+
+    def _take_back(self) -> None:
+        """Take the lock again; an interrupt meanwhile is put off until that is done."""
+        interrupt: BaseException | None = None
+        until = time.monotonic() + self.timeout_s
+        while not self._lock._is_owned() and time.monotonic() < until:
+            try:
+                self._lock.acquire(timeout=SLICE_S)
+            except BaseException as exc:  # noqa: BLE001 - raised below
+                interrupt = exc
+        self._asleep.discard(threading.get_ident())
+        if not self.flags & CLOSED:
+            self.box.own[SLEEPERS] = len(self._asleep)
+        if interrupt is not None:
+            raise interrupt

@@ -1,0 +1,160 @@
+"""Which ranks of a group take part, and outboxes of only those.
+
+Collectives (`collectives/`) know positions among the members, not ranks: shares, segments and sums run over positions
+in ascending order of rank. At birth both are the same. When a view leaves ranks out, `narrow` makes outboxes of the
+rest over the same memory; `collectives/arguments.py` picks the members' tensors out of the user's lists (one per rank
+that the group counts, lost ones included) and what belongs to lost ranks is not touched. When a view takes in a rank
+that has never been here, `replace` makes the full outboxes longer; those who are there map nothing anew (ADR 42).
+
+Who writes, who reads: nothing here is shared with other processes; narrowing means not reading some of them any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ...errors import AuthError, InvalidState, ProtocolError, RankFailedError, ResourceError
+from ...memory.host import HostRegion
+from ...memory.signals import tag
+from ...view.process.detector import is_leaving
+from ..bootstrap.home import Part
+from ..outbox import Outboxes, open_outbox
+
+logger = logging.getLogger("epee")
+
+_SHARED = (
+    "blanks",
+    "capacity",
+    "first_cell",
+    "verdict_base",
+    "lane_base",
+    "lane_data",
+    "payload_bytes",
+    "staging_bytes",
+    "ring",
+)
+
+
+def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | None = None) -> Outboxes:
+    """Return outboxes of `members` (ranks of the group, ascending, this one included) for calls of `epoch`.
+
+    In these calls the group counts `group_size` ranks; None: as many as in `box`.
+
+    The memory, the staging ring and the cells are those of `box`, which must contain all members and must stay open; a
+    call of the new epoch has the old cell of its number and another tag.
+
+    Raises:
+        InvalidState: this rank is not among the members, or a member is not in `box`.
+    """
+    own = box.members[box.rank]
+    if own not in members or list(members) != sorted(set(members)) or not set(members) <= set(box.members):
+        raise InvalidState(f"rank {own} cannot make outboxes of ranks {list(members)} out of {list(box.members)}")
+    positions = [box.members.index(rank) for rank in members]
+    new: Outboxes = object.__new__(Outboxes)
+    for name in _SHARED:
+        setattr(new, name, getattr(box, name))
+    new.group_size = box.group_size if group_size is None else group_size
+    new.members = tuple(members)
+    new.num_ranks = len(positions)
+    new.rank = new.members.index(own)
+    new.epoch = epoch
+    new.epoch_bits = tag(epoch, 0)
+    new.regions = [box.regions[position] for position in positions]
+    new.words = [box.words[position] for position in positions]
+    new.address = [box.address[position] for position in positions]
+    new.own, new.own_address = box.own, box.own_address
+    new.peers = tuple(position for position in range(new.num_ranks) if position != new.rank)
+    new.peer_words = [new.words[position] for position in new.peers]
+    new.cells_free_until = 0  # found out at the first call
+    new._views = {}
+    return new
+
+
+def attach_outbox(part: Part, nbytes: int) -> HostRegion | None:
+    """Map the outbox of a process; None when it is gone for good: its owner is dying or dead, or has closed it.
+
+    A blank one in its place says the same as the real one to those who have mapped it: nobody puts anything into a call
+    that a newcomer takes part in before all have (`Survival.may_publish`).
+
+    Raises:
+        ResourceError: it cannot be mapped now, and its owner lives. To be tried again.
+    """
+    try:
+        region = open_outbox(part.blob, part.owner)
+    except (AuthError, ProtocolError) as exc:
+        logger.info("the outbox of process %d is not to be had (%s); it will be seen to go", part.pid, exc)
+        return None
+    except ResourceError as exc:
+        if not is_leaving(part.pid, part.start_time):
+            raise
+        logger.info("the outbox of process %d cannot be mapped (%s); its death will be noticed", part.pid, exc)
+        return None
+    if region.owner_pid == part.pid and region.nbytes >= nbytes:
+        return region
+    logger.warning("process %d names an outbox of process %d; it was not used", part.pid, region.owner_pid)
+    region.close()
+    return None
+
+
+def make_blank(nbytes: int) -> HostRegion:
+    """Return an outbox that nobody writes; it costs addresses and a descriptor, no pages.
+
+    Raises:
+        ResourceError: there is no memory.
+    """
+    made = HostRegion.create(nbytes, "blank")
+    try:
+        return HostRegion.attach(made.blob)
+    finally:
+        made.close()
+
+
+def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
+    """Read `rank`'s outbox in `region` from now on; `box` has all ranks. What was narrowed before keeps the old one.
+
+    A rank above those that `box` has makes it longer; places between them are blank until somebody comes. May be
+    repeated where it was broken off.
+
+    Raises:
+        ResourceError: there is no memory for a blank.
+    """
+    if rank > box.num_ranks:
+        blank = make_blank(region.nbytes)
+        for hole in range(box.num_ranks, rank):
+            box.blanks.add(hole)
+            _put(box, hole, blank)
+    _put(box, rank, region)
+    box.blanks.discard(rank)
+    box.num_ranks = box.group_size = len(box.regions)
+    box.members = tuple(range(box.num_ranks))
+    box.peers = tuple(peer for peer in box.members if peer != box.rank)
+    box.peer_words = [box.words[peer] for peer in box.peers]
+    box._views = {}
+
+
+def _put(box: Outboxes, rank: int, region: HostRegion) -> None:
+    box.regions[rank : rank + 1] = [region]
+    box.words[rank : rank + 1] = [region.words(0, len(box.own))]
+    box.address[rank : rank + 1] = [region.address]
+
+
+def position_of(box: Outboxes, rank: int, name: str) -> int:
+    """Return where `rank` of the group stands among the members.
+
+    Raises:
+        RankFailedError: it has been left out of the view.
+    """
+    if len(box.members) == box.group_size:
+        return rank
+    if rank not in box.members:
+        raise RankFailedError(
+            f"{name}: rank {rank} is not in the view any more (epoch {box.epoch}, active ranks "
+            f"{', '.join(map(str, box.members))}); choose one of them",
+            [rank],
+            name,
+            0,
+            box.epoch,
+            "left out of the view",
+        )
+    return box.members.index(rank)

@@ -1,0 +1,95 @@
+"""How many ranks a group counts, call by call, and the mask that shows which of them take part.
+
+The size of a group is the length of the user's lists with one element per rank, lost ranks included. It belongs to
+calls, not to moments: a newcomer beyond the end raises it from its first call on, and a rank that shrinks the group
+does so from its next call on. So it is the same for one call on all ranks, whenever they hear of a change (ADR 42).
+
+Nothing here is shared with other processes. The user's tensor `active_ranks`, if there is one, is written here only,
+and never read: the words in here are what counts. One element is written for each change, by the thread that takes the
+change over (mostly the one whose call meets it). On a GPU that is a kernel on this thread's current stream, so kernels
+behind the call on that stream see it; nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Collection
+
+import torch
+
+from ..options import MAX_RANKS
+
+logger = logging.getLogger("epee")
+
+
+class Sizes:
+    """The sizes of one group: `at(seq)` holds for the calls that are still to come."""
+
+    def __init__(self, size: int) -> None:
+        self._changes = [(1, size)]  # (first call, size), ascending
+
+    def at(self, seq: int) -> int:
+        """Return how many ranks the group counts in call `seq`."""
+        return next(size for first, size in reversed(self._changes) if first <= seq)
+
+    def grow(self, first: int, size: int) -> None:
+        """From call `first` on the group counts at least `size` ranks."""
+        self._note(first, max(size, self.at(first)))
+        self._changes = [(start, max(size, old) if start >= first else old) for start, old in self._changes]
+
+    def put(self, first: int, size: int) -> None:
+        """From call `first` on the group counts `size` ranks, until a later change that is known already."""
+        self._note(first, size)
+
+    def _note(self, first: int, size: int) -> None:
+        self._changes = sorted([(start, old) for start, old in self._changes if start != first] + [(first, size)])
+
+    def firsts(self, after: int) -> set[int]:
+        """Return the calls above `after` with which a size begins."""
+        return {first for first, _ in self._changes if first > after}
+
+    def forget(self, seq: int) -> None:
+        """Drop what no call after `seq` needs."""
+        while len(self._changes) > 1 and self._changes[1][0] <= seq + 1:
+            del self._changes[0]
+
+
+class Mask:
+    """1 for each rank that takes part in the next call, else 0; the user's tensor shows what it has room for.
+
+    Attributes:
+        limit: the length of the user's tensor, or what it would be.
+    """
+
+    def __init__(self, limit: int, members: Collection[int], shown: torch.Tensor | None = None) -> None:
+        """`shown`: the user's int32 tensor `[limit]`, on any device; all of it is written."""
+        self.limit = limit
+        self._words = array("i", [int(rank in members) for rank in range(MAX_RANKS)])
+        self._shown = shown
+        # Not by torch on the CPU: the background thread writes, too, and inside torch it would end a process at exit.
+        self._host = shown.numpy().data if shown is not None and shown.is_cpu else None
+        if shown is not None:
+            shown.copy_(torch.tensor(self.first(limit), dtype=torch.int32, device="cpu"))
+
+    def __getitem__(self, rank: int) -> int:
+        return self._words[rank]
+
+    def __setitem__(self, rank: int, value: int) -> None:
+        if self._words[rank] == value:
+            return  # nothing of the user's is touched without need
+        self._words[rank] = value
+        if rank >= self.limit:
+            return
+        if self._host is not None:
+            self._host[rank] = value
+        elif self._shown is not None:
+            try:
+                self._shown[rank : rank + 1].fill_(value)
+            except RuntimeError as exc:  # the GPU is broken; the group must go on, and its calls do not need the GPU
+                logger.warning("active_ranks on %s is not kept up to date any more: %s", self._shown.device, exc)
+                self._shown = None
+
+    def first(self, num_ranks: int) -> list[int]:
+        """Return the values of the first `num_ranks` ranks."""
+        return self._words[:num_ranks].tolist()

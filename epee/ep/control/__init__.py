@@ -1,0 +1,1 @@
+"""What the ranks of a buffer tell each other as hosts."""

@@ -1,0 +1,110 @@
+"""The fixed words of a row: what a rank is about to do, how it is checked, how it is named in messages.
+
+Who writes, who reads: see `inbox.py`. Everything in it is a peer's word, so each field has its bounds here. Plain
+values: a crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple, TypeAlias
+
+from ...errors import ProtocolError
+from ...memory.arena import num_pool_slots
+from ...memory.signals import SEQ_BITS
+from ..config import DTYPE_CODES, LAYOUTS, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
+
+OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
+OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
+REASON_BYTES = 248
+
+
+class Header(NamedTuple):
+    """The fixed words of a row, in order, behind the tag. The first `NUM_AGREED` must be equal on all ranks.
+
+    Attributes:
+        op: `OP_DISPATCH`, `OP_COMBINE` or `OP_GATHER`.
+        layout: index into `LAYOUTS`.
+        dtype: index into `DTYPE_CODES`.
+        handle: call that made the handle in use, 0 without one; the number of bytes of an `OP_GATHER`.
+        with_topk: 1 when routed by topk_idx, 0 by is_token_in_rank.
+        with_weights: bytes of one weight that travels, 0 without weights.
+        scale_words: 4-byte words of scales per row.
+        scale_kind: 0 none, 1 float32, 2 packed int32.
+        expert_alignment: rows.
+        arena_alignment: alignment that this rank's arena of the layout was made for, at least `expert_alignment`.
+        refused: 1 when this rank's call was refused; the row then holds the reason.
+        num_tokens: tokens of this rank.
+        slot: of this rank's arena, that peers may write (dispatch) or read (combine).
+        rank: the writer.
+        reserved: 0.
+    """
+
+    op: int
+    layout: int
+    dtype: int
+    handle: int
+    with_topk: int
+    with_weights: int
+    scale_words: int
+    scale_kind: int
+    expert_alignment: int
+    arena_alignment: int
+    refused: int
+    num_tokens: int
+    slot: int
+    rank: int
+    reserved: int = 0
+
+
+NUM_AGREED = 9
+NUM_HEADER = len(Header._fields)
+HEADER = struct.Struct(f"{NUM_HEADER}Q")
+Limits: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def parse_header(words: tuple[int, ...], src: int, limits: Limits) -> Header:
+    """Return the checked header of rank `src`; `ProtocolError` if it cannot be right."""
+    header = Header(*words)
+    for name, value, (low, high) in zip(Header._fields, header, limits, strict=True):
+        if not low <= value <= high:
+            raise ProtocolError(f"row of rank {src}: {name} must be {low} ... {high}, got {value}; memory is corrupt")
+    if header.rank != src:
+        raise ProtocolError(f"row of rank {src} says it is of rank {header.rank}; memory is corrupt")
+    return header
+
+
+def limits_of(config: BufferConfig) -> Limits:
+    """Return lowest and highest value of each header field."""
+    return (
+        (1, len(OP_NAMES) - 1),
+        (0, len(LAYOUTS) - 1),
+        (0, len(DTYPE_CODES) - 1),
+        (0, 1 << SEQ_BITS),
+        (0, 1),
+        (0, 8),
+        (0, config.scale_words),
+        (0, 2),
+        (1, MAX_EXPERT_ALIGNMENT),
+        (0, MAX_EXPERT_ALIGNMENT),
+        (0, 1),
+        (0, config.max_tokens_per_rank),
+        (0, num_pool_slots(config.num_slots) - 1),
+        (0, config.num_ranks - 1),
+        (0, 0),
+    )
+
+
+# How a user would call a header field; the others have the user's own words.
+LABELS = {
+    "handle": "the handle in use (number of the call that made it; for all_gather_bytes the number of bytes)",
+    "with_topk": "routing by topk_idx (1) or otherwise (0)",
+    "with_weights": "topk_weights (bytes of a weight, 0 without)",
+    "scale_words": "the width of the FP8 scales",
+    "scale_kind": "the dtype of the FP8 scales (0 none, 1 float32, 2 packed int32)",
+}
+
+
+def describe_field(name: str, value: int) -> str:
+    """Return a field as a user would write it."""
+    return OP_NAMES[value] if name == "op" else describe_word(name, value)

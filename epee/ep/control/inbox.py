@@ -1,0 +1,451 @@
+"""The exchange of rows: how every rank learns in one step what all ranks are about to do.
+
+Each rank lends an inbox. A call starts when a rank writes its **row** (what it calls, with what, how many rows for
+whom, which slot of its arena the peers may touch) into every inbox, its own included, and ends its announcement by
+storing the row's tag. It then waits until its own inbox holds all rows of this call. Since everybody has the same
+rows, everybody reaches the same verdict: go on, or raise the same error.
+
+    inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
+                      data  [num_ranks][8]                       word 0: tag of the call whose payload has arrived
+                                                                 whole; word 1: tag of the last call given up
+                      reasons [8][32]                            written by the owner: why it refused a GPU call,
+                                                                 whose number is word 0, stored last
+
+Order: a rank publishes row s only after it has seen all rows s-1. So when row s of a peer is seen, that peer has
+finished every call before s, its stores included, and row s+1 of anybody cannot overwrite a row s-1 that is still
+needed: two parities suffice. A call that was refused or timed out leaves its rows unread; `settle` reads them before
+the next row is published. The same argument lets one `data` word per source serve for ever: it is compared for
+equality with the tag of the call. A rank that cannot finish a call whose row it has published stores the call's tag in
+another word of its own, so that its peers need not wait for the time-out. (Not in the `data` word: a slow peer may
+still have to read the call before in it. A reader looks at `data` again after it has seen a call given up: the data of
+that or of an earlier call was stored before.)
+
+What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
+in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer, unless
+its group has a view (`membership/epochs.py`). Then each epoch has inboxes of its own, of its members only; a wait ends
+when the view changes, and the survivor says what becomes of the call. A rank stores its row into its own inbox first,
+so a row that anybody has seen can be read there, also after the death of its writer.
+
+Everything in a row is a peer's word. It is copied out of shared memory first and checked then, so that it cannot
+change between the check and its use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from ...errors import CommTimeoutError, MismatchError, ProtocolError, RankFailedError, context
+from ...memory.host import BLOB_BYTES, HostRegion
+from ...memory.layout import Field, Layout
+from ...memory.signals import futex_wake, tag, wait_equal
+from ...view.process.detector import DeathWatch
+from ..config import BufferConfig
+from ..throughput.placement import Ints
+from .header import HEADER as _HEADER
+from .header import LABELS, NUM_AGREED, NUM_HEADER, describe_field, limits_of, parse_header
+from .header import OP_COMBINE as OP_COMBINE  # whoever uses an exchange finds these words here
+from .header import OP_DISPATCH as OP_DISPATCH
+from .header import OP_GATHER as OP_GATHER
+from .header import OP_NAMES as OP_NAMES
+from .header import REASON_BYTES as REASON_BYTES
+from .header import Header as Header
+
+if TYPE_CHECKING:
+    from ..membership.epochs import Survivor
+
+_TEXT_AT = 1 + NUM_HEADER
+_COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
+_DATA_STRIDE = 8  # words: one cache line per writer
+_NUM_REASONS = 8
+RETRY_S = 0.1  # between two complaints about a rank that is silent beyond the time-out
+_REASON_WORDS = 1 + REASON_BYTES // 8
+assert BLOB_BYTES <= REASON_BYTES
+
+
+class Moved(Exception):
+    """The view has changed and nobody will end this call in its epoch: it is to be made again in the new one."""
+
+
+class Turned(Exception):
+    """The view has changed while something was waited for."""
+
+
+class Rows(NamedTuple):
+    """What one exchange brought, copied and checked. Of a rank without a part in the call: zeros.
+
+    Attributes:
+        headers: one per rank.
+        counts: `[num_ranks, num_ranks + num_experts]` int64; rows that each rank sends to each rank, then (token, k)
+            slots that it gives each expert.
+        texts: the free bytes of each row: the blob of the rank's arena.
+        parties: the ranks with a part in the call, ascending.
+    """
+
+    headers: list[Header]
+    counts: Ints
+    texts: list[bytes]
+    parties: tuple[int, ...]
+
+
+def inbox_layout(config: BufferConfig) -> Layout:
+    """Return the layout of a rank's inbox."""
+    row_words = _COUNTS_AT + config.num_ranks + config.num_experts
+    row_words += -row_words % _DATA_STRIDE
+    return Layout(
+        Field("rows", torch.int64, (2, config.num_ranks, row_words)),
+        Field("data", torch.int64, (config.num_ranks, _DATA_STRIDE)),
+        Field("reasons", torch.int64, (_NUM_REASONS, _REASON_WORDS)),
+    )
+
+
+class Exchange:
+    """Row exchange over attached inboxes.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        inboxes: one region per rank, the own one included; none where a survivor will bring them (`begin`).
+        watch: knows which ranks are dead.
+        interrupt: called while waiting; raises to end the wait.
+
+    Attributes:
+        epoch: of the view; 0 while membership cannot change, and before the first epoch.
+        members: ranks of the epoch, ascending.
+        is_reduced: whether these are not all.
+        pids: the ranks' processes.
+        settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
+        gathered: the last call whose rows were seen, or that is over for another reason.
+        num_calls: published so far, in all epochs.
+        survivor: says what a new view does to a call; None where a dead rank ends the buffer.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        inboxes: Sequence[HostRegion],
+        watch: DeathWatch,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.num_calls = 0
+        self.survivor: Survivor | None = None
+        self._watch = watch
+        self._interrupt = interrupt
+        layout = inbox_layout(config)
+        self._row_words = layout["rows"].shape[2]
+        self._rows_at = layout.offset("rows") // 8
+        self._data_at = layout.offset("data") // 8
+        self._reasons_at = layout.offset("reasons") // 8
+        self._num_words = layout.nbytes // 8
+        self._limits = limits_of(config)
+        self._op = "none"
+        self._inboxes = dict(enumerate(inboxes))
+        self.begin(0, self._inboxes)
+
+    def begin(self, epoch: int, inboxes: Mapping[int, HostRegion]) -> None:
+        """Begin an epoch with the inboxes of its members; calls are counted from 1 again."""
+        self.epoch = epoch
+        self.settled = self.gathered = 0
+        self._row = (0, b"")  # number and bytes of the last call's row
+        self._stored = 0  # the last call whose row has been stored into every inbox
+        self.members = tuple(sorted(inboxes))
+        self.is_reduced = len(self.members) < self.config.num_ranks
+        self._peers = tuple(rank for rank in self.members if rank != self.rank)
+        self._words = {rank: inboxes[rank].words(0, self._num_words) for rank in self.members}
+        self._addresses = {rank: inboxes[rank].address for rank in self.members}
+        self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
+
+    def restrict(self, epoch: int, members: Sequence[int]) -> None:
+        """Begin an epoch among some of the ranks whose inboxes this was made with; all of them do."""
+        self.begin(epoch, {rank: self._inboxes[rank] for rank in members})
+
+    def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
+        """Start the next call: write this rank's row into every inbox.
+
+        Args:
+            header: `rank` must be this rank.
+            counts: `[num_ranks + num_experts]` int64, or None when the receivers know them from a handle.
+            text: at most `REASON_BYTES` bytes.
+            deadline: `time.monotonic()` value; peers that have not passed the last call by then end it.
+
+        Raises:
+            Moved: the view has changed before the call was started.
+        """
+        self.settle(deadline)
+        self._op = OP_NAMES[header.op]
+        numbers = bytes(8 * (self._row_words - _COUNTS_AT)) if counts is None else counts.tobytes()
+        row = _HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
+        if self.survivor is not None and not self.survivor.issue(self.seq + 1):
+            raise Moved
+        self.num_calls += 1
+        # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
+        self._row = (self.seq + 1, row.ljust(8 * (self._row_words - 1), b"\0"))
+        self._store_row()
+
+    @property
+    def seq(self) -> int:
+        """Number of the last published call of the epoch, from 1."""
+        return self._row[0]
+
+    @property
+    def header(self) -> Header:
+        """What this rank has published last."""
+        return Header(*_HEADER.unpack_from(self._row[1]))
+
+    def reason(self) -> bytes:
+        """Return the free bytes of the last row."""
+        return self._row[1][8 * NUM_HEADER :][:REASON_BYTES]
+
+    def _store_row(self) -> None:
+        """Write the current row into every inbox, the own one first; storing it again changes nothing."""
+        seq, row = self._row
+        start = self._row_at(seq & 1, self.rank)
+        mark = tag(self.epoch, seq)
+        data = memoryview(row).cast("Q")
+        for rank in (self.rank, *self._peers):
+            words = self._words[rank]
+            words[start + 1 : start + self._row_words] = data
+            words[start] = mark
+            futex_wake(self._addresses[rank] + 8 * start)
+        self._stored = seq
+
+    def gather(self, deadline: float) -> Rows:
+        """Wait for all rows of the current call; return them once they are complete, checked and agreed on.
+
+        Raises:
+            MismatchError: the ranks disagree, or a peer's call was refused; the same on every rank that was not.
+            CommTimeoutError, RankFailedError: a peer did not come.
+            ProtocolError: a row cannot be right.
+            Moved: the view has changed; see there.
+        """
+        parties = self.members
+        num_ranks, width = self.config.num_ranks, 8 * self._row_words
+        try:
+            self._wait_rows(deadline)
+            is_gathered = self.survivor is None or self.survivor.gather(self.seq)
+        except Turned:
+            is_gathered = False
+        if is_gathered and not self.is_reduced:
+            first = self._row_at(self.seq & 1, 0)
+            copy = bytes(self._words[self.rank][first : first + num_ranks * self._row_words])
+        else:
+            if not is_gathered and self.survivor is not None:
+                parties = self.survivor.decide(self._op, self.seq, self.header.op == OP_COMBINE, deadline)
+            copy = self._copy_rows(parties)
+        self.gathered = self.seq
+        own = copy[self.rank * width + 8 : (self.rank + 1) * width]
+        if own != self._row[1]:
+            raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
+        headers = [
+            parse_header(_HEADER.unpack_from(copy, src * width + 8), src, self._limits) for src in range(num_ranks)
+        ]
+        texts = [copy[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in range(num_ranks)]
+        self._agree(headers, texts, parties)
+        words = np.frombuffer(copy, dtype=np.int64).reshape(num_ranks, self._row_words)
+        counts = words[:, _COUNTS_AT : _COUNTS_AT + num_ranks + self.config.num_experts]
+        return Rows(headers, counts, texts, parties)
+
+    def _copy_rows(self, parties: tuple[int, ...]) -> bytes:
+        """Return the rows of the current call, `num_ranks` of them.
+
+        A row that did not come here lies in its writer's own inbox. Who has no part gets a row that says nothing.
+        """
+        num_ranks, width = self.config.num_ranks, self._row_words
+        words = self._words[self.rank]
+        empty = self.header._replace(num_tokens=0, slot=0, refused=0)
+        parts = []
+        for src in range(num_ranks):
+            if src not in parties:
+                parts.append((bytes(8) + _HEADER.pack(*empty._replace(rank=src))).ljust(8 * width, b"\0"))
+                continue
+            at = self._row_at(self.seq & 1, src)
+            there = words if words[at] == tag(self.epoch, self.seq) else self._words[src]
+            parts.append(bytes(there[at : at + width]))
+        return b"".join(parts)
+
+    def has_row_of(self, src: int) -> bool:
+        """Return whether a rank has announced the current call, as its own inbox says."""
+        return self._words[src][self._row_at(self.seq & 1, src)] == tag(self.epoch, self.seq)
+
+    def signal_data(self, dst_rank: int) -> None:
+        """Tell `dst_rank` that this rank's payload of the current call lies whole in its arena."""
+        index = self._data_at + self.rank * _DATA_STRIDE
+        self._words[dst_rank][index] = tag(self.epoch, self.seq)
+        futex_wake(self._addresses[dst_rank] + 8 * index)
+
+    def abandon(self) -> None:
+        """Tell all peers that this rank's payload of the current call will not come."""
+        index = self._data_at + self.rank * _DATA_STRIDE
+        for peer in self._peers:
+            self._words[peer][index + 1] = tag(self.epoch, self.seq)
+            futex_wake(self._addresses[peer] + 8 * index)  # a reader of `data` sleeps on word 0
+
+    def wait_data(self, deadline: float, parties: Sequence[int] | None = None) -> list[int]:
+        """Wait until the payload of every peer with a part in the call has arrived whole.
+
+        Returns:
+            The ranks that are gone from the view and have left theirs unfinished.
+        """
+        want = tag(self.epoch, self.seq)
+        unfinished: list[int] = []
+        if self.survivor is not None and self.survivor.has_turned:
+            deadline = self.survivor.patience(deadline)
+        for src in self._peers if parties is None else parties:
+            if src == self.rank:
+                continue
+            index = self._data_at + src * _DATA_STRIDE
+            try:
+                self._wait(index, want, src, deadline, is_data=True)
+            except Turned:  # it is gone: nothing more may count, but what came before does
+                if self._words[self.rank][index] != want:
+                    unfinished.append(src)
+                if self.survivor is not None:
+                    deadline = self.survivor.patience(deadline)
+        return unfinished
+
+    def post_reason(self, call: int, reason: bytes) -> None:
+        """Say why this rank refuses GPU call number `call` (above 0); at most `REASON_BYTES` bytes."""
+        words = self._words[self.rank]
+        at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
+        words[at] = 0
+        words[at + 1 : at + _REASON_WORDS] = memoryview(reason.ljust(REASON_BYTES, b"\0")).cast("Q")
+        words[at] = call
+
+    def reason_of(self, src_rank: int, call: int) -> str:
+        """Return why a rank refused GPU call number `call`; "" when it has not said, or has said more since."""
+        words = self._words[src_rank]
+        at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
+        if words[at] != call:
+            return ""
+        text = bytes(words[at + 1 : at + _REASON_WORDS])
+        return text.rstrip(b"\0").decode("utf-8", "replace") if words[at] == call else ""
+
+    def release(self) -> None:
+        """Let go of all views of the inboxes, so that their mappings can end."""
+        self._words.clear()
+        self._inboxes.clear()
+
+    def settle(self, deadline: float) -> None:
+        """Wait until all peers have announced the last call, so that none can be behind it.
+
+        Raises:
+            Moved: the view has changed meanwhile.
+        """
+        if self._stored < self.seq:
+            self._store_row()
+        if self.settled < self.seq:
+            try:
+                self._wait_rows(deadline)
+            except Turned:
+                raise Moved from None
+            if self.gathered < self.seq and self.survivor is not None and not self.survivor.gather(self.seq):
+                raise Moved
+            self.gathered = self.seq
+
+    def _wait_rows(self, deadline: float) -> None:
+        want = tag(self.epoch, self.seq)
+        for src in self._peers:
+            self._wait(self._row_at(self.seq & 1, src), want, src, deadline)
+        self.settled = self.seq
+
+    def _wait(self, index: int, want: int, src: int, deadline: float, is_data: bool = False) -> None:
+        words = self._words[self.rank]
+        if words[index] == want:
+            return
+        started = time.monotonic()
+        survivor = self.survivor
+
+        def check() -> None:
+            self._interrupt()
+            if survivor is not None:
+                survivor.show(self._op, self.seq, self._behind(want, is_data))
+            gave_up = is_data and words[index + 1] >= want
+            dead = self._watch.dead()
+            if words[index] == want:
+                return
+            if survivor is not None:
+                survivor.check(src, is_data)
+            dead = tuple(rank for rank in dead if rank in self.members)
+            # a peer may have met a death first and given up: the death is the cause, so it comes first
+            if src in dead or (dead and gave_up):
+                behind = self._behind(want, is_data)
+                raise self._death(tuple(rank for rank in dead if rank in behind) or dead, started)
+            if gave_up:
+                raise MismatchError(
+                    f"{self._where(src)}: rank {src} gave up this call after an error of its own; see its message"
+                )
+
+        patience = deadline
+        while not wait_equal(words, index, want, self._addresses[self.rank], patience, check):
+            facts = self._where(src, started)
+            if survivor is None or not survivor.insist(self._behind(want, is_data), facts, self.seq, deadline):
+                raise _silent(facts, src, want, words[index], is_data)
+            patience = time.monotonic() + RETRY_S
+
+    def _behind(self, want: int, is_data: bool) -> list[int]:
+        """Return the ranks whose row, or payload, of the current call is not here."""
+        words = self._words[self.rank]
+        places = {
+            src: self._data_at + src * _DATA_STRIDE if is_data else self._row_at(self.seq & 1, src)
+            for src in self._peers
+        }
+        return [src for src, index in places.items() if words[index] != want]
+
+    def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
+        names = ", ".join(str(rank) for rank in dead)
+        remedy = "this buffer cannot go on, make a new one without it"
+        if self.config.is_cuda:
+            remedy = "call buffer.sync() on all survivors, then the next call runs without it"
+        return RankFailedError(
+            f"{self._where(dead[0], started)}: rank {names} is dead (its process ended); {remedy}",
+            dead,
+            self._op,
+            self.seq,
+            self.epoch,
+            "process ended",
+        )
+
+    def _where(self, peer: int, started: float | None = None) -> str:
+        elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
+        return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
+
+    def _agree(self, headers: list[Header], texts: list[bytes], parties: Sequence[int]) -> None:
+        """Raise `MismatchError` unless all ranks made the same call; its text is the same on all of them."""
+        lead = parties[0]
+        first = headers[lead]
+        for src, header in enumerate(headers):
+            if header.refused:
+                where = context(OP_NAMES[header.op], seq=self.seq, epoch=self.epoch)
+                reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
+                raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
+        for src in parties:
+            header = headers[src]
+            if header[:NUM_AGREED] == first[:NUM_AGREED]:
+                continue
+            where = context(OP_NAMES[first.op], seq=self.seq, epoch=self.epoch)
+            for name, mine, other in zip(Header._fields[:NUM_AGREED], first, header, strict=False):
+                if mine != other:
+                    raise MismatchError(
+                        f"{where}: ranks disagree about {LABELS.get(name, name)}: "
+                        f"rank {lead} has {describe_field(name, mine)}, rank {src} has {describe_field(name, other)}; "
+                        "all ranks must make the same calls in the same order"
+                    )
+
+    def _row_at(self, parity: int, src: int) -> int:
+        return self._rows_at + (parity * self.config.num_ranks + src) * self._row_words
+
+
+def _silent(facts: str, src: int, want: int, got: int, is_data: bool) -> CommTimeoutError:
+    what = "its rows" if is_data else "its call"
+    return CommTimeoutError(
+        f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {got:#x}); the buffer can be used "
+        "again, raise timeout= if the peer is only slow",
+        [src],
+    )

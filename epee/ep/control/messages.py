@@ -1,0 +1,59 @@
+"""What the ranks of a buffer tell each other as hosts, through the inboxes, beside the movement of rows.
+
+Bytes for everybody (`all_gather_bytes`), that a call was refused (`refuse`), and why a GPU call was refused: the
+kernels carry only the fact, the reason lies in shared memory, written before the kernel that refuses is launched.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import DTYPE_CODES, MAX_EXPERT_ALIGNMENT, BufferConfig
+from .inbox import OP_GATHER, REASON_BYTES, Exchange, Header
+
+
+class ControlPlane:
+    """The host side of a buffer.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        exchange: its row exchange.
+    """
+
+    def __init__(self, config: BufferConfig, rank: int, exchange: Exchange) -> None:
+        self.config = config
+        self.rank = rank
+        self.exchange = exchange
+
+    def all_gather_bytes(self, data: bytes, deadline: float) -> list[bytes]:
+        """Return everybody's `data`, in rank order; one exchange for each `REASON_BYTES` bytes.
+
+        Who is not in the view has none. Pieces carry their number, so that none is taken for another when the view
+        changes between two of them.
+        """
+        parts: list[bytes] = [b""] * self.config.num_ranks
+        for idx, first in enumerate(range(0, max(1, len(data)), REASON_BYTES)):
+            piece = data[first : first + REASON_BYTES]
+            number = 1 + idx % MAX_EXPERT_ALIGNMENT
+            header = self._bare_header(OP_GATHER)._replace(handle=len(data), expert_alignment=number)
+            self.exchange.publish(header, None, piece, deadline)
+            rows = self.exchange.gather(deadline)
+            for rank in rows.parties:
+                parts[rank] += rows.texts[rank][: len(piece)]
+        return parts
+
+    def refuse(self, op: int, error: BaseException, deadline: float) -> None:
+        """Take part in an exchange as the rank whose arguments were refused, so that the peers learn it at once."""
+        header = self._bare_header(op)._replace(refused=1)
+        self.exchange.publish(header, None, reason_bytes(error), deadline)
+
+    def _bare_header(self, op: int) -> Header:
+        """Return the header of a call that moves no rows."""
+        dtype = DTYPE_CODES.index(torch.bfloat16)
+        return Header(op, 0, dtype, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, self.rank)
+
+
+def reason_bytes(error: BaseException) -> bytes:
+    """Return what the peers will read about a refusal."""
+    return f"{type(error).__name__}: {error}".encode()[:REASON_BYTES]

@@ -1,0 +1,247 @@
+"""The numbers and structs that the throughput kernels share with the host: control block, arguments, constants.
+
+Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
+fields mean stands here, what the kernels do with them in `csrc/kernels/throughput_*.cuh`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from ...jit.params import constants_source, offsets_source, struct_source
+from ...memory.layout import Field, Layout
+
+MAX_RANKS = 8
+MAX_EXPERTS = 1024
+MAX_CHANNELS = 1056  # 132 SMs with 8 sending warps each
+MAX_BLOCKS = 256  # of one kernel; a flag each
+MAX_STAGED_CHUNKS = 16384
+STAGED_ROWS = 4  # rows that a copying block announces at once
+MAX_LAYOUT_BLOCKS = 32
+MAX_FEW_TOKENS = 512  # that a rank may send by the one-kernel dispatch
+MAX_FEW_WARPS = 16
+NUM_REPORTS = 8
+REMEMBERED_CALLS = 8  # whose words of a peer outlive the peer's later calls
+REPORT_WORDS = 8
+COUNTS_HEADER_WORDS = 8
+HAUNTED_WORDS = 2  # a bit for each slot
+SOME_HAUNTED = 1 << 8  # in the view: any of those bits is set
+COUNTS_ROW_WORDS = COUNTS_HEADER_WORDS + MAX_EXPERTS + MAX_RANKS
+# Words of the numbers that a dispatch reports: 0 state, 1 good and 2 failed; 1 number of the view (device only); these.
+RECV_INFO_ROWS, RECV_INFO_EXPANDED, RECV_INFO_COUNTS = 2, 3, 4
+GRID_TIMEOUT_NS = 2_000_000_000  # the blocks of one GPU wait for each other no longer than this
+# A call's end waits that much longer than a time-out for its own blocks: other programs' kernels may keep their places.
+OWN_BLOCKS_TIMEOUT_NS = 60_000_000_000
+
+_PTR = ctypes.c_uint64
+_INT = ctypes.c_int32
+_RANKS = ctypes.c_uint64 * MAX_RANKS
+
+OP_NAMES = {1: "dispatch", 2: "combine", 3: "barrier"}
+OP_DISPATCH, OP_COMBINE, OP_BARRIER = 1, 2, 3
+
+
+_WORD = ctypes.c_uint64
+# What a handle keeps: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 and `weights_of` float32
+# [num_tokens, num_topk], `ordinals` int32 likewise (expert layout, else 0), `count_matrix` int32
+# [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32, and behind it,
+# each aligned to 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts], `token_ends` int32 [num_ranks].
+# They stand side by side in every struct, in this order, so that the host sets them in one go.
+_HANDLE_NAMES = ("send_prefix", "expert_of", "weights_of", "ordinals", "count_matrix", "row_base", "recv_info")
+_HANDLE = tuple((name, _PTR) for name in _HANDLE_NAMES)
+HANDLE_BYTES = 8 * len(_HANDLE)
+_COUNTS = tuple((name, _INT) for name in ("num_tokens", "num_topk", "num_experts", "num_local_experts"))
+
+
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
+class Call(ctypes.Structure):
+    """What every kernel gets first.
+
+    `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`, `exchanged`: pinned host
+    memory; `ordinal`: number of the call on the host, which `exchanged` receives when all ranks have joined the call (0
+    in graphs); `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
+    """
+
+    _fields_ = (
+        ("control", _RANKS),
+        *_fields(_PTR, "report abort exchanged"),
+        *_fields(_WORD, "ordinal timeout_ns"),
+        *_fields(_INT, "rank op"),
+    )
+
+
+class LayoutParams(ctypes.Structure):
+    """Arguments of `layout_throughput`.
+
+    In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0,
+    `topk_weights` float32 or 0. Out: the handle; `mailbox` is pinned host memory or 0.
+    """
+
+    _fields_ = (
+        ("call", Call),
+        *_fields(_PTR, "topk_idx token_in_rank topk_weights"),
+        *_HANDLE,
+        ("mailbox", _PTR),
+        ("signature", _WORD),
+        *_COUNTS,
+        *_fields(_INT, "lanes_per_token expert_alignment max_tokens max_recv_rows max_expanded_rows"),
+        *_fields(_INT, "grant num_slots num_channels num_blocks kept_per_warp do_count refused"),
+    )
+
+
+class DispatchParams(ctypes.Structure):
+    """Arguments of `dispatch_throughput_*`. Strides of `x` in bytes, of `scales` in 4-byte elements."""
+
+    _fields_ = (
+        ("call", Call),
+        ("slots", _RANKS),
+        *_fields(_WORD, "slot_bytes topk_idx_offset weights_offset scales_offset src_token_offset"),
+        ("x", _PTR),
+        ("x_stride", ctypes.c_int64),
+        ("scales", _PTR),
+        *_fields(ctypes.c_int64, "scale_row_stride scale_column_stride"),
+        *_HANDLE,
+        *_fields(_PTR, "out_x out_scales out_weights out_src_rank out_src_token out_src_k"),
+        *_COUNTS,
+        *_fields(_INT, "row_bytes chunk_bytes num_scales max_recv_rows max_expanded_rows expert_alignment"),
+        *_fields(_INT, "fill_tail num_sender_blocks"),
+    )
+
+
+class FewParams(ctypes.Structure):
+    """Arguments of `dispatch_throughput_few`: those of both kernels that it stands for."""
+
+    _fields_ = (("layout", LayoutParams), ("payload", DispatchParams), ("num_move_warps", _INT))
+
+
+class CombineParams(ctypes.Structure):
+    """Arguments of `combine_throughput_*`."""
+
+    _fields_ = (
+        ("call", Call),
+        ("slots", _RANKS),
+        *_fields(_WORD, "slot_bytes weights_offset"),
+        *_HANDLE,
+        *_fields(_PTR, "y bias_0 bias_1 out out_weights"),
+        ("signature", _WORD),
+        *_COUNTS,
+        *_fields(_INT, "row_bytes chunk_bytes num_stages max_entries max_rows num_slots slot refused"),
+        *_fields(_INT, "num_pull_blocks num_copy_blocks num_copy_warps is_bias_f32"),
+    )
+
+
+class OrderParams(ctypes.Structure):
+    """Arguments of `combine_throughput_order`."""
+
+    _fields_ = (
+        ("call", Call),
+        ("slots", _RANKS),
+        ("slot_bytes", _WORD),
+        *_HANDLE,
+        *_fields(_PTR, "y bias_0 bias_1 out"),
+        *_COUNTS,
+        *_fields(_INT, "row_bytes max_rows num_slots payload by bias_first round_partials is_expert is_bias_f32"),
+    )
+
+
+class BarrierParams(ctypes.Structure):
+    """Arguments of `barrier`."""
+
+    _fields_ = (("call", Call),)
+
+
+_U64, _I32 = torch.int64, torch.int32
+_CONTROL_FIELDS = (
+    Field("counts", _U64, (2, MAX_RANKS, COUNTS_ROW_WORDS), 128),
+    Field("dispatch_done", _U64, (MAX_RANKS, MAX_BLOCKS), 128),
+    Field("combine_ready", _U64, (REMEMBERED_CALLS, MAX_RANKS), 128),
+    Field("combine_done", _U64, (MAX_RANKS, MAX_BLOCKS), 128),
+    Field("combine_failed", _U64, (REMEMBERED_CALLS, MAX_RANKS), 128),
+    Field("barrier", _U64, (MAX_RANKS,), 128),
+    Field("streams", _U64, (MAX_RANKS, MAX_CHANNELS, 2), 128),
+    Field("staged", _U64, (MAX_RANKS, MAX_STAGED_CHUNKS), 128),
+    Field("view", _U64, (1,), 128),
+    Field("news", _U64, (2,), 128),
+    Field("haunted", _U64, (HAUNTED_WORDS,), 128),
+    Field("seq", _U64, (1,), 128),
+    Field("failed", _U64, (1,), 128),
+    Field("exchanged", _U64, (1,), 128),
+    Field("reported", _U64, (1,), 128),
+    Field("grid", _I32, (1,), 128),
+    Field("gate", _U64, (1,), 128),
+    Field("grants", _I32, (3, MAX_RANKS), 128),
+    Field("next_token", _I32, (1,), 128),
+    Field("scratch", _I32, (MAX_LAYOUT_BLOCKS, COUNTS_ROW_WORDS), 128),
+)
+CONTROL_LAYOUT = Layout(*_CONTROL_FIELDS)
+
+
+@functools.cache
+def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> str:
+    """Return the generated C++ in front of every throughput kernel, for `num_ranks` ranks.
+
+    With `stall_one_in`, for stress tests, one in so many warps stands still for a while at each critical place.
+    """
+    constants = {
+        "kNumRanks": num_ranks,
+        "kMaxRanks": MAX_RANKS,
+        "kMaxChannels": MAX_CHANNELS,
+        "kMaxBlocks": MAX_BLOCKS,
+        "kMaxLayoutBlocks": MAX_LAYOUT_BLOCKS,
+        "kMaxStagedChunks": MAX_STAGED_CHUNKS,
+        "kStagedRows": STAGED_ROWS,
+        "kNumReports": NUM_REPORTS,
+        "kRememberedCalls": REMEMBERED_CALLS,
+        "kCountsHeaderWords": COUNTS_HEADER_WORDS,
+        "kCountsRowWords": COUNTS_ROW_WORDS,
+        "kRecvInfoRows": RECV_INFO_ROWS,
+        "kRecvInfoExpanded": RECV_INFO_EXPANDED,
+        "kRecvInfoCounts": RECV_INFO_COUNTS,
+        "kSomeHaunted": SOME_HAUNTED,
+        "kReducerWarps": reducer_warps,
+        "kReducerThreads": 32 * reducer_warps,
+        "kGridTimeoutNs": GRID_TIMEOUT_NS,
+        "kOwnBlocksTimeoutNs": OWN_BLOCKS_TIMEOUT_NS,
+        "kMaxFewTokens": MAX_FEW_TOKENS,
+        "kMaxFewWarps": MAX_FEW_WARPS,
+        "kStallOneIn": stall_one_in,
+    }
+    structs = (Call, LayoutParams, DispatchParams, FewParams, CombineParams, OrderParams, BarrierParams)
+    names = [field.name for field in _CONTROL_FIELDS]
+    return "".join(
+        [
+            constants_source(constants),
+            offsets_source(CONTROL_LAYOUT, names, "Control"),
+            *(struct_source(struct) for struct in structs),
+        ]
+    )
+
+
+FEW_KERNEL = "dispatch_throughput_few"
+# Kernel file -> its entry points (see `jit.params.kernel_symbol`) and their params.
+KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
+    "kernels/throughput_layout.cuh": {"layout_throughput": LayoutParams},
+    "kernels/throughput_dispatch.cuh": {
+        "dispatch_throughput_2": DispatchParams,
+        "dispatch_throughput_4": DispatchParams,
+    },
+    "kernels/throughput_few.cuh": {FEW_KERNEL: FewParams},
+    "kernels/throughput_expert.cuh": {"dispatch_throughput_expert": DispatchParams},
+    "kernels/throughput_combine.cuh": {
+        f"combine_throughput_{layout}_{dtype}": CombineParams
+        for layout in ("rank", "expert")
+        for dtype in ("bf16", "f16", "f32")
+    },
+    "kernels/throughput_order.cuh": {
+        "combine_throughput_order": OrderParams,
+        "combine_throughput_order_end": BarrierParams,
+    },
+    "kernels/barrier.cuh": {"barrier": BarrierParams},
+}

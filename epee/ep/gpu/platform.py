@@ -1,0 +1,161 @@
+"""What throughput mode asks of the machine: memory to lend, kernels to launch, streams. One class for GPUs.
+
+The tests have a second implementation in which the same kernels, built by g++, run in the calling process; that is why
+this interface exists and is narrow. Nothing here knows what a dispatch is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ...jit.driver import check, driver
+from ...jit.kernel import load_kernels
+from ...memory.cuda import CudaRegion
+from ..event import stream_of
+from ..throughput.shapes import Limits
+
+_STATIC_SHARED_BYTES = 8 << 10  # more than any kernel's own variables
+
+
+class Region(Protocol):
+    """Memory that ranks lend to each other."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def blob(self) -> bytes:
+        """What a peer needs to attach."""
+
+    def lease(self, offset: int, nbytes: int, released: Callable[[], None] | None) -> torch.Tensor:
+        """Bytes as a tensor; `released` runs when the last view has gone."""
+
+    def close(self) -> None:
+        """Give it up."""
+
+
+class Launcher(Protocol):
+    """A loaded kernel: set `args`, then call it."""
+
+    args: Any
+
+    def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
+        """Launch on a raw stream; `mode` as in `jit.kernel.Kernel`."""
+
+
+class HostWords(Protocol):
+    """Words in host memory that kernels can write."""
+
+    address: int
+    words: memoryview
+
+
+class Platform(Protocol):
+    """The machine below a buffer."""
+
+    device: torch.device
+    limits: Limits
+
+    def create(self, nbytes: int) -> Region:
+        """Allocate memory, all zero."""
+
+    def attach(self, blob: bytes) -> Region:
+        """Map a peer's memory."""
+
+    def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> Mapping[str, Launcher]:
+        """Compile and load the kernels of one file."""
+
+    def host_words(self, count: int) -> HostWords:
+        """Allocate 64-bit words that the device can write and the host can poll, all zero."""
+
+    def stream(self) -> int:
+        """Return the current stream's raw handle."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is recording a graph."""
+
+    def mark(self, stream: int) -> Any:
+        """Return a mark at the present end of a stream."""
+
+    def wait(self, mark: Any) -> None:
+        """Make the current stream wait for a mark."""
+
+    def is_done(self, mark: Any) -> bool:
+        """Whether all work before a mark is done."""
+
+    def synchronize(self) -> None:
+        """Wait for all work of the machine."""
+
+
+class _PinnedWords:
+    def __init__(self, count: int) -> None:
+        self._tensor = torch.zeros(count, dtype=torch.int64, pin_memory=True, device="cpu")
+        self.address = self._tensor.data_ptr()
+        self.words = memoryview(self._tensor.numpy().data).cast("B").cast("Q")
+
+
+class CudaPlatform:
+    """One GPU.
+
+    Attributes:
+        device: the GPU.
+        limits: its multiprocessors and shared memory, of which some is left to static variables.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        torch.empty(1, dtype=torch.uint8, device=self.device)  # makes the GPU's context, which loading kernels needs
+        cu = driver()
+        attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        shared_bytes = int(check(cu.cuDeviceGetAttribute(attribute, index), "read the device"))
+        num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.limits = Limits(num_sms, shared_bytes - _STATIC_SHARED_BYTES)
+        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    def create(self, nbytes: int) -> CudaRegion:
+        """Allocate GPU memory, all zero."""
+        return CudaRegion.create(nbytes, self.device.index)
+
+    def attach(self, blob: bytes) -> CudaRegion:
+        """Map a peer's GPU memory."""
+        return CudaRegion.attach(blob, self.device.index)
+
+    def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> Mapping[str, Launcher]:
+        """Compile and load the kernels of one file."""
+        return load_kernels(path, head, self.device.index, params, self.limits.shared_bytes)
+
+    def host_words(self, count: int) -> HostWords:
+        """Allocate pinned 64-bit words, all zero."""
+        return _PinnedWords(count)
+
+    def stream(self) -> int:
+        """Return the current stream's raw handle."""
+        return self._current_stream(self.device.index)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is recording a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def mark(self, stream: int) -> torch.cuda.Event:
+        """Return an event at the present end of a stream."""
+        event = torch.cuda.Event()
+        event.record(stream_of(stream, self.device))
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Make the current stream wait for an event."""
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def is_done(self, mark: torch.cuda.Event) -> bool:
+        """Whether all work before an event is done."""
+        return mark.query()
+
+    def synchronize(self) -> None:
+        """Wait for all work of the GPU."""
+        torch.cuda.synchronize(self.device)

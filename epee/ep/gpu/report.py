@@ -1,0 +1,173 @@
+"""From a kernel's report (numbers in pinned host memory) to an exception with the facts in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...errors import (
+    AbortedError,
+    CommTimeoutError,
+    EpeeError,
+    InvalidArgument,
+    InvalidState,
+    MismatchError,
+    ProtocolError,
+    RankFailedError,
+    ResourceError,
+    StaleHandleError,
+    context,
+)
+from ...memory.signals import untag
+from .params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
+from .signature import describe_difference
+
+TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW, PEER_GAVE_UP, PEER_DEAD = range(1, 11)
+# Why a rank's call was refused; the code travels, the words stay at home.
+REFUSED_INVALID_ARGUMENT = 1
+OTHER_CALL = 2  # no refusal: that rank makes another kind of call
+GAVE_UP = 3  # that rank has left the call without waiting for this one
+REFUSED_BAD_HANDLE, REFUSED_BROKEN_GRID, REFUSED_OLD_HANDLE, REFUSED_HAUNTED = 4, 5, 6, 7
+OTHER_BARRIER = 8  # no refusal: that rank makes a barrier
+_ECHOES = ("gave up this call", "gave the call up")
+_OTHER = {"dispatch": "combine", "combine": "dispatch"}
+_REFUSALS = {
+    REFUSED_INVALID_ARGUMENT: "an argument was invalid",
+    REFUSED_BAD_HANDLE: "the dispatch whose handle it uses had failed there",
+    REFUSED_OLD_HANDLE: "the handle that it uses is of an earlier view",
+    REFUSED_HAUNTED: "its graph owns memory that a rank which was left out may still write",
+    REFUSED_BROKEN_GRID: "the blocks of its counting kernel did not meet",
+    BAD_EXPERT: "topk_idx holds a bad expert id",
+}
+_WAITS = {
+    0: "its counts",
+    1: "its rows",
+    2: "more of its rows",
+    3: "its expert output",
+    4: "a copied row",
+    5: "the end of its reading",
+    6: "its arrival",
+    7: "the other blocks of its counting kernel",
+    8: "the other blocks of its kernel",
+    9: "a load of this GPU",
+}
+
+
+ReasonOf = Callable[[int, int], str]  # (rank, call) -> why that rank refused it, "" where that is not known
+
+
+def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None) -> EpeeError | None:
+    """Return the oldest unread report as an exception and mark it as read; None when there is none.
+
+    Args:
+        words: pinned memory.
+        rank: this rank.
+        reason_of: knows what peers have said about calls that they refused.
+    """
+    pending = [i for i in range(NUM_REPORTS) if words[i * REPORT_WORDS]]
+    if not pending:
+        return None
+    at = min(pending, key=lambda i: words[i * REPORT_WORDS + 1]) * REPORT_WORDS
+    code, tag, op, peer, expected, got, where = words[at : at + 7]
+    words[at] = 0
+    name, seq, src = OP_NAMES.get(op, f"op {op}"), untag(tag)[1], _signed(peer)
+    if code == REFUSED and got in (OTHER_CALL, OTHER_BARRIER):
+        other = "barrier" if got == OTHER_BARRIER else _OTHER.get(name) or OP_NAMES.get(expected, "another call")
+        calls = sorted([(rank, name), (src, other)])
+        return MismatchError(
+            f"{context(calls[0][1], seq=seq)}: ranks disagree about op: rank {calls[0][0]} has {calls[0][1]}, "
+            f"rank {calls[1][0]} has {calls[1][1]}; all ranks must make the same calls in the same order"
+        )
+    if code == REFUSED and got == REFUSED_BAD_HANDLE and src == rank:
+        return InvalidState(
+            f"{context(name, rank=rank, seq=seq)}: the dispatch that made this handle has failed, so there is nothing "
+            "to go by; dispatch again"
+        )
+    if code == REFUSED and got == REFUSED_OLD_HANDLE and src == rank:
+        return StaleHandleError(
+            f"{context(name, rank=rank, seq=seq)}: the handle is of an earlier view; dispatch again, and record graphs "
+            "again that use a handle from outside"
+        )
+    if code == REFUSED and got == REFUSED_HAUNTED and src == rank:
+        return ResourceError(
+            f"{context(name, rank=rank, seq=seq)}: this graph was recorded before a rank was left out, which "
+            "lives and may still write into the graph's slot; record it again, or end that process"
+        )
+    if code == PEER_DEAD:
+        return RankFailedError(
+            f"{context(name, rank=rank, peer=src, seq=seq)}: rank {src} is dead (its process ended) and had a part in "
+            "this call; call buffer.sync() on all survivors, then the next call runs without it",
+            [src],
+            name,
+            seq,
+            cause="process ended",
+        )
+    if code == REFUSED and reason_of is not None and (reason := reason_of(src, seq)):
+        return MismatchError(f"{context(name, seq=seq)}: rank {src} refused its call, so nobody's took place: {reason}")
+    if code == REFUSED and got == GAVE_UP:
+        facts = context(name, rank=rank, peer=src, seq=seq)
+        return MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
+    if code == MISMATCH:
+        ranks = sorted([(rank, expected), (src, got)])
+        what, first, second = describe_difference(where, ranks[0][1], ranks[1][1])
+        return MismatchError(
+            f"{context(name, seq=seq)}: ranks disagree about {what}: rank {ranks[0][0]} has {first}, "
+            f"rank {ranks[1][0]} has {second}; all ranks must make the same calls in the same order"
+        )
+    head = context(name, seq=seq) if code == OVERFLOW else context(name, rank=rank, peer=src, seq=seq)
+    return _describe(code, head, src, (expected, _signed(got), where))
+
+
+def is_echo(error: EpeeError) -> bool:
+    """Tell whether `error` only says that a peer has left the call: it may have met a death first."""
+    return any(words in str(error) for words in _ECHOES)
+
+
+def blame(error: EpeeError, dead: Sequence[int], rank: int) -> RankFailedError:
+    """Return what is to be raised in place of an echo when `dead` ranks are its cause."""
+    names = ", ".join(str(peer) for peer in dead)
+    return RankFailedError(
+        f"{context('call', rank=rank, peer=dead[0])}: rank {names} is dead (its process ended), and others left the "
+        f"call for it; call buffer.sync() on all survivors, then the next call runs without it ({error})",
+        dead,
+        cause="process ended",
+    )
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> EpeeError:
+    expected, got, where = facts
+    if code == TIMEOUT:
+        waited = _WAITS.get(where, f"wait {where}")
+        seen = f"expected call {untag(expected)[1]}, got {untag(got)[1]}"
+        return CommTimeoutError(
+            f"{head}: rank {peer} was silent too long while waiting for {waited} ({seen}); the buffer can be used "
+            "again: raise timeout= if the peer is only slow, or go on without it by buffer.sync() on all others",
+            [peer],
+        )
+    if code == PEER_GAVE_UP:
+        return CommTimeoutError(
+            f"{head}: rank {peer} gave the call up before all its rows had been read; the buffer can be used again, "
+            "raise timeout= there if this rank is only slow",
+            [peer],
+        )
+    if code == ABORTED:
+        return AbortedError(f"{head}: the call was aborted while waiting for rank {peer}")
+    if code == REFUSED:
+        reason = _REFUSALS.get(got, f"code {got}")
+        return MismatchError(f"{head}: rank {peer} refused the call, {reason}; see the error there")
+    if code == OVERFLOW:
+        layout = "expert" if where else "rank"
+        return InvalidArgument(
+            f"{head}: rank {peer} would receive {got} rows, its {layout} layout holds {expected}; "
+            f"make the buffer with max_recv_rows={got} or more, or dispatch fewer tokens"
+        )
+    if code == BAD_EXPERT:
+        return InvalidArgument(
+            f"{head}: topk_idx must hold expert ids below num_experts or -1 for none, "
+            f"got {got} at token {expected}, k {where}"
+        )
+    what = "a count" if code == BAD_COUNT else "a row number"
+    return ProtocolError(f"{head}: rank {peer} sent {what} that cannot be right: {got}, limit {expected}")

@@ -1,0 +1,85 @@
+"""How many multiprocessors a buffer may take while other buffers of this process use the same GPU.
+
+Blocks of a call wait for other ranks and keep their multiprocessor meanwhile. So two buffers in use at once could
+starve each other: on one GPU all places belong to one, on the other GPU to the other, and both wait. On one stream that
+cannot happen, as their kernels run one after another. So a buffer that finds others on other streams (or in graphs,
+which may be replayed anywhere) takes so little that all of them but the widest fit together and leave `RESERVE`
+multiprocessors. Then the widest always finds that many places, which is enough for all its blocks in turn: only those
+that have their place already wait for anybody, see the kernels. It ends, and so do the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import ResourceError
+
+RESERVE = 26  # the blocks that a default call sends with, and two
+
+
+class Share:
+    """One buffer's part of a GPU.
+
+    Attributes:
+        stream: of its last call, None before the first.
+        width: the most multiprocessors that its kernels have taken at once.
+        in_graphs: whether a graph has recorded its kernels.
+    """
+
+    def __init__(self, device: torch.device, num_sms: int) -> None:
+        self.stream: int | None = None
+        self.width = 0
+        self.in_graphs = False
+        self._num_sms = num_sms
+        with _lock:
+            self._all = _shares.setdefault(str(device), {})
+            self._all[id(self)] = weakref.ref(self)
+        weakref.finalize(self, self._all.pop, id(self), None)
+
+    def limit(self, stream: int, is_capturing: bool) -> tuple[int, bool]:
+        """Return how many multiprocessors a call on `stream` may take, and whether it has the GPU for itself.
+
+        Raises:
+            ResourceError: too many buffers are in use at once.
+        """
+        if len(self._all) == 1:
+            return self._num_sms, True
+        with _lock:
+            others = [share for ref in list(self._all.values()) if (share := ref()) is not None and share is not self]
+        widths = [
+            min(other.width, self._num_sms)
+            for other in others
+            if other.width and (is_capturing or other.in_graphs or other.stream != stream)
+        ]
+        return width_beside(widths, self._num_sms), not widths
+
+    def leave(self) -> None:
+        """The buffer is closed."""
+        with _lock:
+            self._all.pop(id(self), None)
+
+
+_lock = threading.Lock()
+_shares: dict[str, dict[int, weakref.ref[Share]]] = {}
+
+
+def width_beside(widths: Sequence[int], num_sms: int) -> int:
+    """Return how many of `num_sms` multiprocessors a call may take beside others that take `widths`.
+
+    Raises:
+        ResourceError: less than two are left.
+    """
+    reserve = min(RESERVE, num_sms // 4)
+    if sum(widths) + reserve <= num_sms:
+        return num_sms
+    left = num_sms - reserve - (sum(widths) - max(widths))
+    if left < 2:
+        raise ResourceError(
+            f"{len(widths)} other buffers of this process use the GPU on other streams or in graphs and take {widths} "
+            f"of its {num_sms} multiprocessors; use fewer at once, give them a smaller num_sms, or one stream"
+        )
+    return left

@@ -1,0 +1,88 @@
+"""What a call is, in the few bits that every rank sends along and all ranks compare.
+
+The bits are fields, not a hash, so that a rank that meets other bits than its own can say in words what differs.
+A dispatch has two words of 32 bits (the first names the handle of a cached call), a combine has 16 bits.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..config import DTYPE_CODES, LAYOUTS
+
+SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
+_CALL = "the handle in use (number of the dispatch that made it, 0 for none)"
+_WEIGHTS = "topk_weights (1 with, 0 without)"
+# (what a user would call it, bits), from the lowest bit on
+_DISPATCH_FIELDS = (
+    ("layout", 1),
+    ("expert_alignment", 13),
+    ("dtype", 3),
+    ("the width of the FP8 scales", 8),
+    ("the dtype of the FP8 scales (0 none, 1 float32, 2 packed int32)", 2),
+    ("routing by topk_idx (1) or otherwise (0)", 1),
+    (_WEIGHTS, 1),
+)
+_COMBINE_FIELDS = (("layout", 1), ("dtype", 3), (_WEIGHTS, 1), ("order= (1 given, 0 not)", 1), (_CALL, 10))
+WHERE_CALL, WHERE_FACTS, WHERE_COMBINE = 0, 1, 3  # which word differs, as kernels report it
+
+
+@lru_cache(maxsize=1024)
+def dispatch_signature(
+    layout: str,
+    expert_alignment: int,
+    dtype: torch.dtype,
+    num_scales: int,
+    scale_dtype: torch.dtype | None,
+    has_topk: bool,
+    has_weights: bool,
+    handle_call: int,
+) -> int:
+    """Return the 64 bits of a dispatch; `handle_call` is the number of the dispatch whose handle is used, or 0."""
+    facts = (
+        LAYOUTS.index(layout),
+        expert_alignment,
+        DTYPE_CODES.index(dtype),
+        num_scales,
+        SCALE_KINDS[scale_dtype],
+        int(has_topk),
+        int(has_weights),
+    )
+    return _pack(_DISPATCH_FIELDS, facts) << 32 | handle_call & 0xFFFFFFFF
+
+
+@lru_cache(maxsize=1024)
+def combine_signature(layout: str, dtype: torch.dtype, has_weights: bool, is_ordered: bool, handle_call: int) -> int:
+    """Return the 16 bits of a combine; of `handle_call` they hold the lowest 10."""
+    kind = LAYOUTS.index(layout), DTYPE_CODES.index(dtype)
+    facts = (*kind, int(has_weights), int(is_ordered), handle_call & 0x3FF)
+    return _pack(_COMBINE_FIELDS, facts)
+
+
+def describe_difference(where: int, mine: int, other: int) -> tuple[str, str, str]:
+    """Return what differs first between two words, and both values, as a user would write them."""
+    if where == WHERE_CALL:
+        return _CALL, str(mine), str(other)
+    for name, bits in _DISPATCH_FIELDS if where == WHERE_FACTS else _COMBINE_FIELDS:
+        first, second = mine & (1 << bits) - 1, other & (1 << bits) - 1
+        if first != second:
+            return name, _words(name, first), _words(name, second)
+        mine, other = mine >> bits, other >> bits
+    return "something", str(mine), str(other)
+
+
+def _pack(fields: tuple[tuple[str, int], ...], facts: tuple[int, ...]) -> int:
+    word = at = 0
+    for (name, bits), fact in zip(fields, facts, strict=True):
+        assert 0 <= fact < 1 << bits, (name, fact)
+        word |= fact << at
+        at += bits
+    return word
+
+
+def _words(name: str, value: int) -> str:
+    if name == "dtype":
+        return str(DTYPE_CODES[value]) if value < len(DTYPE_CODES) else f"unknown dtype {value}"
+    return repr(LAYOUTS[value]) if name == "layout" else str(value)

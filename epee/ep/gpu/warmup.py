@@ -1,0 +1,35 @@
+"""Fill the kernel cache ahead of time, for images and for machines that must not compile. Needs NVRTC, but no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import InvalidArgument
+from ...jit.kernel import cubin_of
+from ..latency.gpu import params as latency_kernels
+from ..throughput.shapes import Limits
+from .params import KERNELS, MAX_RANKS, kernel_head
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+
+
+def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTURES) -> int:
+    """Compile every kernel that buffers of these sizes will load, unless it is cached already.
+
+    Args:
+        num_ranks: sizes of groups.
+        architectures: such as `sm_90a`.
+    Returns:
+        How many cubins are in place.
+    Raises:
+        CompileError: a kernel does not compile for one of the architectures.
+    """
+    for size in num_ranks:
+        if not 1 <= size <= MAX_RANKS:
+            raise InvalidArgument(f"num_ranks must be 1 ... {MAX_RANKS}, got {size}")
+    wanted = [(path, kernel_head(size, Limits.max_warps)) for path in KERNELS for size in num_ranks]
+    wanted += [(path, latency_kernels.kernel_head(size)) for path in latency_kernels.KERNELS for size in num_ranks]
+    for path, head in wanted:
+        for target in architectures:
+            cubin_of(path, head, target)
+    return len(wanted) * len(architectures)

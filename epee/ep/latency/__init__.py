@@ -1,0 +1,1 @@
+"""Latency mode: padded output per expert, a send and a receive half, lost ranks left out."""

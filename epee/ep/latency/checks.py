@@ -1,0 +1,147 @@
+"""Arguments of latency mode in, checked calls out; nothing has been sent yet when a rule here is broken.
+
+Shapes, dtypes and devices cost no pass over the data; expert ids are looked at once on the CPU (GPU kernels look
+themselves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...errors import InvalidArgument, InvalidState, StaleHandleError
+from ..checks import check_rows, check_tensor, check_timeout, overlap
+from ..config import CPU, BufferConfig
+from ..throughput.placement import check_topk_idx
+from .types import (
+    SCALE_BLOCK,
+    LatencyCombineCall,
+    LatencyDispatchCall,
+    LatencyHandle,
+    LatencyOptions,
+    Quantisation,
+)
+
+_PARTIAL_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_only_in(mode: str, arguments: Mapping[str, object]) -> None:
+    """Raise `InvalidArgument` when an argument is given that has a meaning in another mode only.
+
+    Args:
+        mode: that it has a meaning in.
+        arguments: name to value; None and False stand for "not given".
+    """
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise InvalidArgument(f'{name} has a meaning for buffers with mode="{mode}" only; leave it out here')
+
+
+def check_options(
+    config: BufferConfig,
+    active_ranks: object,
+    timeout_us: object,
+    timeout: float | None,
+    return_hook: object,
+    async_op: bool,
+    default_s: float,
+) -> LatencyOptions:
+    """Check how a call waits and whom it counts on."""
+    if not isinstance(return_hook, bool):
+        raise InvalidArgument(f"return_hook must be True or False, got {return_hook!r}")
+    if return_hook and async_op:
+        raise InvalidArgument("return_hook and async_op exclude each other: a hook runs where it is called; drop one")
+    if timeout_us is not None:
+        if timeout is not None:
+            raise InvalidArgument("timeout and timeout_us say the same; give one of them")
+        if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0:
+            raise InvalidArgument(f"timeout_us must be an int above 0 or None for the buffer's, got {timeout_us!r}")
+        timeout = timeout_us / 1e6
+    mask = None
+    if active_ranks is not None:
+        mask = check_tensor("active_ranks", active_ranks, (None,), (torch.int32,), config.device)
+        if len(mask) < config.num_ranks:
+            raise InvalidArgument(
+                f"active_ranks must have an entry for each of {config.num_ranks} ranks, got {len(mask)}"
+            )
+    return LatencyOptions(mask, check_timeout(timeout, default_s), return_hook)
+
+
+def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: object, use_ue8m0: object) -> Quantisation:
+    """Check how rows are sent."""
+    how = Quantisation(use_fp8, round_scale, use_ue8m0)  # type: ignore[arg-type]  # looked at next
+    for name, value in zip(how._fields, how, strict=True):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name} must be True or False, got {value!r}")
+    if how.round_scale and not how.use_fp8:
+        raise InvalidArgument("round_scale needs use_fp8=True: there are no scales otherwise")
+    if how.use_ue8m0 and not how.round_scale:
+        raise InvalidArgument("use_ue8m0 needs use_fp8=True and round_scale=True: an exponent holds powers of two only")
+    multiple = 4 * SCALE_BLOCK if how.use_ue8m0 else SCALE_BLOCK
+    if how.use_fp8 and config.hidden % multiple:
+        raise InvalidArgument(f"these scales need hidden to be a multiple of {multiple}, got {config.hidden}; pad rows")
+    return how
+
+
+def check_latency_dispatch(
+    config: BufferConfig, x: object, topk_idx: object, topk_weights: object, how: Quantisation
+) -> LatencyDispatchCall:
+    """Check the arguments of a dispatch."""
+    rows = check_tensor("x", x, (None, config.hidden), (torch.bfloat16,), config.device)
+    num_tokens = len(rows)
+    if num_tokens > config.max_tokens_per_rank:
+        raise InvalidArgument(
+            f"x must have at most max_tokens_per_rank={config.max_tokens_per_rank} rows, got {num_tokens}; "
+            "split the batch or make a larger buffer"
+        )
+    shape = (num_tokens, config.num_topk)
+    idx = check_tensor("topk_idx", topk_idx, shape, (torch.int64,), config.device).contiguous()
+    weights = None
+    if topk_weights is not None:
+        weights = check_tensor("topk_weights", topk_weights, shape, (torch.float32,), config.device).contiguous()
+    if config.device == CPU:
+        check_topk_idx(idx, config.num_experts)
+        return LatencyDispatchCall(rows, idx, weights, how)
+    return LatencyDispatchCall(check_rows("x", rows), idx, weights, how)
+
+
+def check_latency_handle(handle: object, buffer_id: int, epoch: int) -> LatencyHandle:
+    """Return `handle` if it belongs to this buffer and epoch."""
+    if not isinstance(handle, LatencyHandle):
+        raise InvalidArgument(f"handle must be the .handle of a dispatch in latency mode, got {type(handle).__name__}")
+    if handle.buffer_id != buffer_id:
+        raise StaleHandleError(
+            "handle was made by another buffer (or before it was closed); dispatch again with this one"
+        )
+    if handle.epoch != epoch:
+        raise StaleHandleError(f"handle is of epoch {handle.epoch}, the buffer is in epoch {epoch}; dispatch again")
+    return handle
+
+
+def check_latency_combine(
+    config: BufferConfig, y: object, handle: LatencyHandle, topk_weights: object, partial_dtype: object, out: object
+) -> LatencyCombineCall:
+    """Check the arguments of a combine."""
+    if not handle.is_received:
+        raise InvalidState("the handle's dispatch has not been received; call its hook first")
+    shape = (config.num_local_experts, config.num_ranks * config.max_tokens_per_rank, config.hidden)
+    rows = check_tensor("y", y, shape, (torch.bfloat16,), config.device)
+    if not rows.is_contiguous():
+        raise InvalidArgument(f"y must be contiguous, got strides {list(rows.stride())}; call .contiguous()")
+    weights = None
+    if topk_weights is not None:
+        per_token = (handle.num_tokens, config.num_topk)
+        weights = check_tensor("topk_weights", topk_weights, per_token, (torch.float32,), config.device).contiguous()
+    if partial_dtype not in _PARTIAL_DTYPES:
+        raise InvalidArgument(f"partial_dtype must be torch.bfloat16 or torch.float32, got {partial_dtype!r}")
+    target = None
+    if out is not None:
+        target = check_tensor("out", out, (handle.num_tokens, config.hidden), (torch.bfloat16,), config.device)
+        if not target.is_contiguous():
+            raise InvalidArgument(f"out must be contiguous, got strides {list(target.stride())}; give a .clone()")
+        for name, other in (("y", rows), ("topk_weights", weights)):
+            if other is not None and overlap(target, other):
+                raise InvalidArgument(f"out must not share memory with {name}, which is read while out is written")
+    assert isinstance(partial_dtype, torch.dtype)
+    return LatencyCombineCall(rows, handle, weights, partial_dtype, target)

@@ -1,0 +1,439 @@
+"""Latency mode for CPU tensors: padded output per expert, a send and a receive half, lost ranks left out.
+
+Dispatch, send half: a row goes once to each rank that has one of its experts, quantised once if FP8 is wanted, with its
+expert ids and weights, into this rank's section there (`wire.py` has the memory and its order). Receive half:
+the rank waits for the sections of all ranks it counts on, copies each row to its experts' blocks and keeps the places.
+
+Combine, send half: a rank weighs and sums its experts' rows of each token it got, and pushes one row per token to the
+token's rank; weights given to combine are pushed to the expert ranks before, which wait for them. Receive half: the
+rows of all ranks are summed, ranks ascending.
+
+A rank that does not come (dead, silent until the time-out, or itself counting this one out) is left out as a whole.
+With `active_ranks` it is marked there and cut off until it is marked active again; without, the call raises, after the
+slot has been freed: the buffer works on. The results are ordinary memory of this rank, so nothing of an earlier call
+can show in them and no slot outlives its call.
+
+What a crash leaves: see `wire.py`. Everything that goes wrong between two steps of the send half is told to the
+peers as a refusal, so that they raise instead of waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...errors import AbortedError, CommTimeoutError, InvalidState, PeerError, ProtocolError
+from ...memory.host import HostRegion
+from ...view.process.detector import DeathWatch
+from ..config import BufferConfig
+from ..control.inbox import OP_GATHER
+from ..control.messages import ControlPlane
+from ..event import DONE
+from ..membership.table import Decision
+from ..streams import Lane, RunOptions
+from ..throughput.placement import Ints
+from .birth import LatencyBorn, settle
+from .flight import Flight, Flights, NoFreeSlot
+from .rows import (
+    FP8,
+    Floats,
+    Rows,
+    Source,
+    as_sent,
+    expand,
+    lost_weight,
+    num_scales,
+    partial_sums,
+    place_rows,
+    sum_over_ranks,
+)
+from .types import (
+    LatencyCombineCall,
+    LatencyCombined,
+    LatencyDispatchCall,
+    LatencyDispatched,
+    LatencyHandle,
+    LatencyOptions,
+    Quantisation,
+)
+from .wire import LATENCY_COMBINE, LATENCY_DISPATCH, Head, Region, Wire, region_layout
+
+_KIND_OF_PARTIAL = {torch.bfloat16: 4, torch.float32: 5}
+
+
+@dataclass(eq=False)
+class HostLatencyHandle(LatencyHandle):
+    """The handle of CPU tensors.
+
+    Attributes:
+        topk_idx: `[num_tokens, num_topk]` of this rank, a copy.
+        topk_weights: of this rank, a copy.
+        sent: for each rank the tokens that went there, ascending.
+        sources: what came from each rank; None where nothing did.
+    """
+
+    topk_idx: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    topk_weights: Floats = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
+    sent: list[Ints] = field(default_factory=list)
+    sources: list[Source | None] = field(default_factory=list)
+
+
+class LatencyCpuPath:
+    """The regions of one buffer in latency mode and what moves rows through them. Making one is collective.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        control: the host side of the buffer; used for the birth only.
+        start: what the buffer begins with: who watches the ranks, and whether it takes part in a running buffer.
+        interrupt: called while waiting; raises to end the wait.
+        buffer_id: goes into handles.
+        poison: fill memory with 0xFF before each use.
+        deadline: `time.monotonic()` value by which all ranks have made theirs.
+    """
+
+    max_num_sms = 0
+    num_copied = 0
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        control: ControlPlane,
+        start: LatencyBorn,
+        interrupt: Callable[[], None],
+        buffer_id: int,
+        poison: bool,
+        deadline: float,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self._control = control
+        self._buffer_id = buffer_id
+        self._poison = poison
+        exchange, watch = control.exchange, start.born.watch
+        try:
+            blank = new_region(config, f"blank-{rank}")  # stands for ranks that are not there
+        except BaseException:
+            if start.running is not None:
+                start.running.table.close()
+            raise
+        self.wire = Wire(config, rank, [blank] * config.num_ranks, watch, interrupt, lambda: exchange.epoch, poison)
+        self._flights = Flights(self.wire, lambda: exchange.epoch)
+        try:
+            self._kin, self._agreement, first = settle(
+                rank, control, start, HostMemory(self.wire, watch), interrupt, deadline
+            )
+        except BaseException:
+            self.wire.close()
+            raise
+        try:
+            if first is not None:
+                self._go_on(first)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what every path has
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether `sync` takes in processes that took the places of lost ranks."""
+        return self._kin.place is not None
+
+    def num_announced(self, op: int) -> int:
+        """Return how many calls have been begun, or made through the control plane."""
+        return self.wire.seq + self._control.exchange.seq
+
+    def is_told(self, error: Exception) -> bool:
+        """Tell whether the peers know about `error`, or cannot be told."""
+        return isinstance(error, (CommTimeoutError, PeerError, AbortedError, NoFreeSlot))
+
+    def refuse(self, op: int, error: Exception, deadline: float) -> None:
+        """Take part in the peers' call as the rank that cannot make it."""
+        if op == OP_GATHER:
+            self._control.refuse(op, error, deadline)
+            return
+        self._flights.require_slot()
+        options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
+        self._flights.give_up(self._flights.begin(Head(op, 0, 0, 0), options), error)
+
+    def check(self) -> None:
+        """Nothing fails behind the host's back here."""
+
+    def join(self) -> None:
+        """There are no streams here."""
+
+    def abort(self) -> None:
+        """Calls look by themselves whether the buffer is to be closed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank's region maps; pages never touched cost nothing."""
+        return self.wire.regions[self.rank].region.mapped_bytes if self.wire.regions else 0
+
+    def close(self) -> None:
+        """Drop all memory; results of the user are their own. Idempotent."""
+        self.wire.close()
+        self._kin.close()
+
+    # -- dispatch
+
+    def dispatch(
+        self, call: LatencyDispatchCall, options: LatencyOptions, lane: Lane, run: RunOptions
+    ) -> LatencyDispatched:
+        """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
+        self._require_place()
+        self._flights.require_slot()
+        handle = self._new_handle(call)
+        got = self._empty_result(call.quantisation, handle)
+        how = call.quantisation
+        kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
+        flight = self._flights.begin(Head(LATENCY_DISPATCH, int(kind), 0, 0), options)
+        handle.seq = flight.seq
+        self._flights.guarded(flight, lambda: self._send_tokens(flight, call, handle))
+        return self._flights.finish(flight, got, lambda: self._receive_tokens(flight, call.quantisation, got, handle))
+
+    def _new_handle(self, call: LatencyDispatchCall) -> HostLatencyHandle:
+        num_local = self.config.num_local_experts
+        idx = call.topk_idx.numpy().copy()
+        weights = np.ones(idx.shape, dtype=np.float32)
+        if call.topk_weights is not None:
+            weights[:] = call.topk_weights.numpy()
+        owners = np.where(idx < 0, -1, idx // num_local)
+        sent = [(owners == dst).any(1).nonzero()[0] for dst in range(self.config.num_ranks)]
+        return HostLatencyHandle(
+            buffer_id=self._buffer_id,
+            seq=0,
+            epoch=self._control.exchange.epoch,
+            num_tokens=len(idx),
+            num_topk=self.config.num_topk,
+            got=torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu"),
+            layout_range=torch.zeros(num_local, self.config.num_ranks, dtype=torch.int64, device="cpu"),
+            src_token=torch.full((num_local, self._capacity), -1, dtype=torch.int32, device="cpu"),
+            topk_idx=idx,
+            topk_weights=weights,
+            sent=sent,
+            sources=[None] * self.config.num_ranks,
+        )
+
+    @property
+    def _capacity(self) -> int:
+        return self.config.num_ranks * self.config.max_tokens_per_rank
+
+    def _empty_result(self, how: Quantisation, handle: HostLatencyHandle) -> LatencyDispatched:
+        num_local, hidden = self.config.num_local_experts, self.config.hidden
+        x = self._memory((num_local, self._capacity, hidden), FP8 if how.use_fp8 else torch.bfloat16)
+        payload: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = x
+        if how.use_fp8:
+            shape = (num_local, num_scales(hidden, how), self._capacity)
+            scales = self._memory(shape, torch.int32 if how.use_ue8m0 else torch.float32)
+            payload = x, scales.transpose(1, 2)
+        return LatencyDispatched(
+            x=payload,
+            topk_idx=None,
+            topk_weights=None,
+            num_tokens_per_expert=torch.zeros(num_local, dtype=torch.int32, device="cpu"),
+            handle=handle,
+            event=DONE,
+            num_ranks=self.config.num_ranks,
+            got=torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu"),
+        )
+
+    def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        memory = torch.empty(shape, dtype=dtype, device="cpu")
+        if self._poison:
+            memory.view(torch.uint8).fill_(0xFF)
+        return memory
+
+    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
+        rows = as_sent(call.x, call.quantisation)
+        for dst in self._flights.reachable(flight):
+            tokens = handle.sent[dst]
+            self.wire.write_meta(dst, flight.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens])
+            self.wire.write_rows(dst, flight.seq, rows, torch.from_numpy(tokens))
+            self.wire.post(dst, flight.seq, flight.head._replace(num_rows=len(tokens)))
+
+    def _receive_tokens(
+        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
+    ) -> None:
+        heads = self._flights.heads(flight)
+        given: list[tuple[Ints, Ints, Floats] | None] = [None] * self.config.num_ranks
+        for src, head in heads.items():
+            given[src] = self.wire.read_meta(src, flight.seq, head.num_rows)
+        placed = place_rows(given, self.config.num_local_experts, self._capacity)
+        x, scales = result.x if isinstance(result.x, tuple) else (result.x, None)
+        flat = x.view(-1, self.config.hidden)
+        columns = None if scales is None else scales.transpose(1, 2)
+        kind = None if columns is None else (columns.shape[1], columns.dtype)
+        for src, source in enumerate(placed.sources):
+            if source is not None:
+                rows = self.wire.read_rows(src, flight.seq, len(source.tokens), x.dtype, kind)
+                expand(source, rows, flat, columns)
+        self._flights.require_all(flight)
+        handle.sources = placed.sources
+        handle.layout_range.copy_(torch.from_numpy(placed.layout_range))
+        handle.src_token.copy_(torch.from_numpy(placed.src_token))
+        result.num_tokens_per_expert.copy_(torch.from_numpy(placed.num_tokens_per_expert))
+        for src in heads:
+            handle.got[src] = result.got[src] = True
+        handle.is_received = True
+
+    # -- combine
+
+    def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
+        """Return `[num_local_experts, num_ranks * max_tokens, hidden]`: the partial sums read y where it lies."""
+        shape = (self.config.num_local_experts, self._capacity, self.config.hidden)
+        return self._memory(shape, torch.bfloat16)
+
+    def combine(
+        self, call: LatencyCombineCall, options: LatencyOptions, lane: Lane, run: RunOptions
+    ) -> LatencyCombined:
+        """Run one combine, or its send half; raises as `Buffer.combine`."""
+        handle = call.handle
+        assert isinstance(handle, HostLatencyHandle)
+        self._require_place()
+        self._flights.require_slot()
+        out = call.out
+        if out is None:
+            out = self._memory((handle.num_tokens, self.config.hidden), torch.bfloat16)
+        got = torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu")
+        weights = handle.topk_weights if call.topk_weights is None else call.topk_weights.numpy().copy()
+        result = LatencyCombined(x=out, topk_weights=None, got=got)
+        result.lost = lambda: lost_weight(self._owners(handle), weights, got.numpy())
+        kind = _KIND_OF_PARTIAL[call.partial_dtype]
+        flight = self._flights.begin(Head(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None), options)
+        self._flights.guarded(flight, lambda: self._send_partials(flight, call, handle))
+        return self._flights.finish(
+            flight, result, lambda: self._receive_partials(flight, call.partial_dtype, result, handle)
+        )
+
+    def _owners(self, handle: HostLatencyHandle) -> Ints:
+        return np.where(handle.topk_idx < 0, -1, handle.topk_idx // self.config.num_local_experts)
+
+    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
+        reachable = self._flights.reachable(flight)
+        if call.topk_weights is not None:
+            weights = call.topk_weights.numpy()
+            for dst in reachable:
+                self.wire.write_weights(dst, flight.seq, weights[handle.sent[dst]])
+                self.wire.post_early(dst, flight.seq)
+        y = call.y.view(-1, self.config.hidden)
+        for src in reachable:
+            source = handle.sources[src]
+            if source is None:  # its tokens were not here
+                self.wire.post(src, flight.seq, flight.head)
+                continue
+            factors = source.weights
+            if call.topk_weights is not None:
+                if not self._flights.has_come(flight, src, "early"):
+                    continue
+                factors = self.wire.read_weights(src, flight.seq, len(source.tokens))
+            partial = partial_sums(source, factors, y).to(call.partial_dtype)
+            self.wire.write_rows(src, flight.seq, Rows(partial, None), None)
+            self.wire.post(src, flight.seq, flight.head._replace(num_rows=len(partial), had=1))
+
+    def _receive_partials(
+        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle
+    ) -> None:
+        parts = []
+        counted = []
+        for src, head in self._flights.heads(flight).items():
+            tokens = handle.sent[src]
+            if not head.had:
+                continue
+            if head.num_rows != len(tokens):
+                raise ProtocolError(f"combine: rank {src} sends {head.num_rows} rows for {len(tokens)} tokens")
+            counted.append(src)
+            parts.append((tokens, self.wire.read_rows(src, flight.seq, len(tokens), partial_dtype).data))
+        summed = sum_over_ranks(parts, handle.num_tokens, self.config.hidden)
+        self._flights.require_all(flight)  # an error leaves `out` as it was
+        result.x.copy_(summed)
+        result.got[counted] = True
+
+    def _require_place(self) -> None:
+        """Raise `EvictedError` when the group has gone on without this process."""
+        if self._kin.place is not None:
+            self._kin.place.check()
+
+    # -- agreement
+
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Agree on who takes part and go on from the same call; raises as `Buffer.sync`."""
+        if self.wire.num_open:
+            raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
+        num_ranks = self.config.num_ranks
+        active = [True] * num_ranks
+        if active_ranks is not None:
+            active = [mark != 0 for mark in active_ranks[:num_ranks].tolist()]
+            active[self.rank] = True
+        self.wire.set_cut([True] * num_ranks)  # before anybody can go on
+        decision = self._agreement.sync(active, self.wire.seq, deadline)
+        self._go_on(decision)
+        members = torch.tensor(decision.members, dtype=torch.int32, device="cpu")
+        if active_ranks is not None:
+            active_ranks[:num_ranks] = members
+        return members
+
+    def _go_on(self, decision: Decision) -> None:
+        self._kin.commit(decision)
+        self.wire.restart(decision.seq)
+        self.wire.set_cut(decision.members)
+
+
+def new_region(config: BufferConfig, name: str) -> Region:
+    """Make a region for rows; its pages cost nothing until they are written."""
+    layout = region_layout(config)
+    return Region(HostRegion.create(layout.nbytes, f"latency-{name}-{os.getpid()}"), layout)
+
+
+class HostMemory:
+    """The regions of a wire, as `latency_rejoin.Memory`.
+
+    Args:
+        wire: of the buffer.
+        watch: tells calls who is dead.
+    """
+
+    def __init__(self, wire: Wire, watch: DeathWatch) -> None:
+        self._wire = wire
+        self._watch = watch
+
+    def renew(self) -> tuple[bytes, Region]:
+        """Make a region that nobody has mapped."""
+        region = new_region(self._wire.config, str(self._wire.rank))
+        return region.region.blob, region
+
+    def attach(self, blob: bytes) -> Region:
+        """Map a peer's region.
+
+        Raises:
+            ProtocolError: it is too small; and as `HostRegion.attach`.
+        """
+        layout = region_layout(self._wire.config)
+        region = HostRegion.attach(blob)
+        if region.nbytes < layout.nbytes:
+            region.close()
+            raise ProtocolError(f"process {region.owner_pid} lends {region.nbytes} bytes; {layout.nbytes} are needed")
+        return Region(region, layout)
+
+    def cleanse(self, rank: int) -> None:
+        """Nothing of an old process is in a region that is new."""
+
+    def use(self, rank: int, held: Region) -> None:
+        """Let calls use a region."""
+        self._wire.replace(rank, held)
+
+    def drop(self, held: Region) -> None:
+        """Unmap a region."""
+        held.close()
+
+    def follow(self, rank: int, process: tuple[int, int]) -> None:
+        """Watch another process."""
+        self._watch.forget(rank)
+        self._watch.watch(rank, *process)

@@ -1,0 +1,246 @@
+"""The steps of every call in latency mode: begin, wait for room, wait for the peers' halves, mark who did not come.
+
+A `Flight` is one call between its first step and its last; `Flights` takes it through them over a `Wire`. Whatever ends
+a flight, its slot is freed: a call that failed leaves nothing behind that could hold up or mix with a later one.
+
+Who is lost: a rank that is dead, that has not come (or not freed its slot) when the time is over, or that counts this
+rank out itself. What it had stored whole before it died counts. A lost rank is lost for the whole call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from ...errors import CommTimeoutError, InvalidState, MismatchError, RankFailedError, context
+from ..control.messages import reason_bytes
+from .types import LatencyCombined, LatencyDispatched, LatencyOptions
+from .wire import NUM_AGREED, OP_NAMES, Head, Patience, Wire
+
+_Result = TypeVar("_Result", LatencyDispatched, LatencyCombined)
+_LABELS = {
+    "op": "the call",
+    "kind": "the type of the rows",
+    "handle": "the handle in use (number of the call that made it)",
+    "with_weights": "topk_weights given to combine (1) or not (0)",
+}
+_KINDS = (
+    "bfloat16",
+    "FP8",
+    "FP8 with rounded scales",
+    "FP8 with packed scales",
+    "bfloat16 partials",
+    "float32 partials",
+)
+
+
+def _shown(name: str, value: int) -> str:
+    return {"op": OP_NAMES, "kind": _KINDS}[name][value] if name in ("op", "kind") else str(value)
+
+
+class NoFreeSlot(InvalidState):
+    """A call cannot even be refused: there is no slot to tell the peers in. Its caller sees an `InvalidState`."""
+
+
+class Flight:
+    """One call between its first step and its last.
+
+    Attributes:
+        seq: its number.
+        head: what must be equal on all ranks; sent to each with what differs.
+        options: of the call.
+        lost: ranks that did not come, and why.
+        active: ranks that this half counts on.
+        wait_us: microseconds that the receive half has waited for each rank.
+    """
+
+    def __init__(self, seq: int, head: Head, options: LatencyOptions, num_ranks: int) -> None:
+        self.seq = seq
+        self.head = head
+        self.options = options
+        self.lost: dict[int, str] = {}
+        self.active = [True] * num_ranks
+        self.wait_us = torch.zeros(num_ranks, dtype=torch.int64, device="cpu")
+        self.start()
+
+    def start(self) -> None:
+        """Start the clock of a half."""
+        self.started = time.monotonic()
+        self.patience = Patience(self.started + self.options.timeout_s, self.options.timeout_s)
+
+    def peers(self) -> list[int]:
+        """Return the ranks that still count, ascending."""
+        return [rank for rank, is_active in enumerate(self.active) if is_active and rank not in self.lost]
+
+
+class Flights:
+    """Takes calls through their steps.
+
+    Args:
+        wire: of the buffer.
+        epoch: returns the epoch of the view.
+    """
+
+    def __init__(self, wire: Wire, epoch: Callable[[], int]) -> None:
+        self.wire = wire
+        self._epoch = epoch
+
+    def require_slot(self) -> None:
+        """Raise `NoFreeSlot` when as many calls as there are slots wait for their hooks."""
+        if not self.wire.is_free():
+            raise NoFreeSlot(
+                f"{self.wire.num_open} calls have been sent and not received, among them the one "
+                f"num_slots={self.wire.config.num_slots} calls ago, whose slot this call needs; call its hook first"
+            )
+
+    def begin(self, head: Head, options: LatencyOptions) -> Flight:
+        """Start the next call."""
+        flight = Flight(self.wire.begin(), head, options, self.wire.config.num_ranks)
+        self.read_mask(flight)
+        self.wire.set_cut(flight.active, flight.seq)
+        return flight
+
+    def read_mask(self, flight: Flight) -> None:
+        """Leave out who is marked inactive; this rank always counts on itself."""
+        if flight.options.active_ranks is not None:
+            marks = flight.options.active_ranks[: self.wire.config.num_ranks].tolist()
+            for rank, mark in enumerate(marks):
+                flight.active[rank] = flight.active[rank] and (mark != 0 or rank == self.wire.rank)
+
+    def reachable(self, flight: Flight) -> list[int]:
+        """Return whom to write to, the next rank first and this one last; waits until they have room."""
+        num_ranks = self.wire.config.num_ranks
+        order = [(self.wire.rank + step) % num_ranks for step in range(1, num_ranks + 1)]
+        for dst in order:
+            if dst in flight.peers() and not self.wire.has_room(dst, flight.seq, flight.patience):
+                self.lose(flight, dst)
+        return [dst for dst in order if dst in flight.peers()]
+
+    def has_come(self, flight: Flight, src: int, field_name: str = "head") -> bool:
+        """Wait for the half of a peer, or its weights (`early`); False when it is lost."""
+        if self.wire.has_come(src, flight.seq, flight.patience, field_name):
+            if field_name == "head":
+                return True
+            if self.wire.is_early(src, flight.seq):
+                return True
+            head, reason = self.wire.head_of(src, flight.seq)  # it has gone on without sending weights
+            self.agree(flight, src, head, reason)
+        self.lose(flight, src)
+        return False
+
+    def lose(self, flight: Flight, peer: int) -> None:
+        """Note that a peer is lost for this call, and why."""
+        if peer in self.wire.watch.dead():
+            flight.lost[peer] = "dead"
+        elif self.wire.is_cut_by(peer, flight.seq):
+            flight.lost[peer] = "cut"
+        else:
+            flight.lost[peer] = "silent"
+
+    def heads(self, flight: Flight) -> dict[int, Head]:
+        """Wait for everybody who counts; return the headers of those who came, ranks ascending."""
+        heads = {}
+        for src in flight.peers():
+            before = time.monotonic_ns()
+            has_come = self.has_come(flight, src)
+            flight.wait_us[src] = (time.monotonic_ns() - before) // 1000
+            if has_come:
+                head, reason = self.wire.head_of(src, flight.seq)
+                self.agree(flight, src, head, reason)
+                heads[src] = head
+        return heads
+
+    def agree(self, flight: Flight, src: int, head: Head, reason: str) -> None:
+        """Raise `MismatchError` unless a peer makes the same call."""
+        where = context(OP_NAMES[flight.head.op], rank=self.wire.rank, peer=src, seq=flight.seq)
+        if head.refused:
+            raise MismatchError(f"{where}: rank {src} refused its call: {reason}")
+        for name, mine, theirs in zip(Head._fields[:NUM_AGREED], flight.head, head, strict=False):
+            if mine != theirs:
+                raise MismatchError(
+                    f"{where}: ranks disagree about {_LABELS[name]}: this rank has {_shown(name, mine)}, rank {src} "
+                    f"has {_shown(name, theirs)}; all ranks must make the same calls in the same order"
+                )
+
+    def guarded(self, flight: Flight, send: Callable[[], None]) -> None:
+        """Run a send half; when it fails the peers hear of it."""
+        try:
+            send()
+        except BaseException as error:
+            self.give_up(flight, error)
+            raise
+        self.mark(flight)
+
+    def give_up(self, flight: Flight, error: BaseException) -> None:
+        """End a call that this rank cannot make, and tell the peers that have not got its half."""
+        try:
+            for dst in self.reachable(flight):
+                if dst != self.wire.rank and not self.wire.is_posted(dst, flight.seq):
+                    self.wire.post(dst, flight.seq, flight.head._replace(refused=1), reason_bytes(error))
+        finally:
+            self.wire.free(flight.seq)
+
+    def finish(self, flight: Flight, result: _Result, receive: Callable[[], None]) -> _Result:
+        """Receive now, or hand out a hook that does."""
+        result.wait_us = flight.wait_us
+        if not flight.options.return_hook:
+            self.receive(flight, receive)
+            return result
+        hooks = [receive]
+
+        def hook() -> None:
+            if not hooks:
+                raise InvalidState("this hook has been called already; a call is received once")
+            flight.start()
+            self.read_mask(flight)
+            self.receive(flight, hooks.pop())
+
+        result.hook = hook
+        return result
+
+    def receive(self, flight: Flight, receive: Callable[[], None]) -> None:
+        """Run a receive half; the slot is freed whatever happens."""
+        try:
+            receive()
+            self.require_all(flight)
+        finally:
+            self.wire.free(flight.seq)
+            self.mark(flight)
+
+    def mark(self, flight: Flight) -> None:
+        """Write who is lost into the mask, and cut them off."""
+        mask = flight.options.active_ranks
+        if mask is None or not flight.lost:
+            return
+        for peer in flight.lost:
+            mask[peer] = 0
+        counted = flight.peers()
+        self.wire.set_cut([peer in counted for peer in range(self.wire.config.num_ranks)], flight.seq)
+
+    def require_all(self, flight: Flight) -> None:
+        """Without a mask a lost rank is an error."""
+        if flight.options.active_ranks is not None or not flight.lost:
+            return
+        op = OP_NAMES[flight.head.op]
+        dead = sorted(rank for rank, why in flight.lost.items() if why == "dead")
+        lost = dead or sorted(flight.lost)
+        elapsed = time.monotonic() - flight.started
+        where = context(op, rank=self.wire.rank, peer=lost[0], seq=flight.seq, elapsed=elapsed)
+        names = ", ".join(str(rank) for rank in lost)
+        if dead:
+            raise RankFailedError(
+                f"{where}: rank {names} is dead (its process ended); give active_ranks to go on without it",
+                lost,
+                op,
+                flight.seq,
+                self._epoch(),
+                "process ended",
+            )
+        raise CommTimeoutError(
+            f"{where}: rank {names} did not send its half; the buffer can be used again, give active_ranks to go on "
+            "without silent ranks",
+            lost,
+        )

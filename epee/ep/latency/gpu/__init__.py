@@ -1,0 +1,1 @@
+"""The host side of latency mode on GPUs."""

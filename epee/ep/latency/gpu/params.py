@@ -1,0 +1,356 @@
+"""The numbers and structs that the latency kernels share with the host: the lent region, arguments, constants, shapes.
+
+Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
+fields mean stands here, what the kernels do with them in `csrc/kernels/latency_*.cuh`. Everything here is arithmetic;
+no memory is touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from ....errors import InvalidArgument
+from ....jit.params import constants_source, struct_source
+from ....memory.layout import Field, Layout, align_up
+from ...gpu.params import MAX_EXPERTS, MAX_RANKS, NUM_REPORTS
+from ...throughput.shapes import Limits
+
+MAX_TOKENS = 1024
+MAX_TOPK = 32
+MAX_HIDDEN = 16384
+MAX_WARPS = 16
+SCALE_BLOCK = 128
+PACKET_BYTES, PACKET_WORDS = 16, 3  # three words of a record and a mark
+COMBINE_WARPS = 8
+COMBINE_FLAGS = 4  # of a partial that goes as a row: blocks that send a part of it
+PARTIAL_SHARES = 3  # blocks that sum a partial that goes in packets
+PACKET_SHARES = 20  # warps that expand a record in packets
+PACKET_TOKENS = 32  # up to so many tokens of a rank cross in packets
+SEND_HALF, RECEIVE_HALF = 1, 2
+BOTH_HALVES = SEND_HALF | RECEIVE_HALF
+OP_DISPATCH, OP_COMBINE = 1, 2
+SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0 = range(3)
+
+_PTR, _WORD, _INT, _LONG = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64
+
+
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
+class LatencyCall(ctypes.Structure):
+    """What every kernel gets first.
+
+    `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory
+    (`abort[0]` ends all waits, `abort[1]` has a bit for each rank that is dead); `waits`: int64 [num_ranks],
+    microseconds until the receive half has heard each rank, or 0; offsets into the region; `timeout_ns`:
+    of the call's waits; `halves`: which of them this launch does; `is_strict`: a source that does not come is an error
+    and stays in the mask; `ahead`: calls sent before the one to receive and not received yet; `advance`: how many calls
+    in a row are received with this one.
+    """
+
+    _fields_ = (
+        *_fields(_PTR, "own mask report abort lost waits"),
+        *_fields(_WORD, "peers_offset tags_offset heard_offset end_offset reported_offset news_offset"),
+        *_fields(_WORD, "timeout_ns ahead advance max_in_flight"),
+        *_fields(_INT, "rank op halves is_strict"),
+    )
+
+
+class LatencyPlaces(ctypes.Structure):
+    """Where an operation's words and records lie in every rank's region; strides in bytes."""
+
+    _fields_ = (
+        *_fields(_WORD, "heads_offset flags_offset rows_offset packets_offset"),
+        *_fields(_INT, "row_stride packet_stride head_words num_slots max_tokens packet_tokens"),
+    )
+
+
+class LatencyDispatchParams(ctypes.Structure):
+    """Arguments of `dispatch_latency_*`; T is `max_tokens`, L the local experts.
+
+    In: `x` bfloat16 [num_tokens, hidden], rows `x_stride` bytes apart; `topk_idx` int64 and `topk_weights` float32 (or
+    0 for ones) [num_tokens, num_topk]. Out: `out_x` [L, ranks * T, row]; `out_scales` [L, scale_words, ranks * T];
+    `out_counts` int32 [L]; `out_ranges` int64 [L, ranks]; `out_src_token` int32 [L, ranks * T]; `out_got` bool [ranks];
+    `stats` int32 [L] to which counts are added, or 0. The handle: `recv_rows` int32 and `recv_weights` float32
+    [ranks, T, num_topk], `recv_info` int32 [ranks, 1 + token_words] (tokens of the rank, and which of them came),
+    `sent_to` int32 [1 + num_tokens] (bits of the ranks in the call, and of each token's),
+    `own_ids` int32 and `own_weights` float32 [num_tokens, num_topk] (what this rank sent).
+    """
+
+    _fields_ = (
+        ("call", LatencyCall),
+        ("at", LatencyPlaces),
+        *_fields(_PTR, "x topk_idx topk_weights out_x out_scales out_counts out_ranges out_src_token out_got stats"),
+        *_fields(_PTR, "recv_rows recv_weights recv_info sent_to own_ids own_weights"),
+        ("x_stride", _LONG),
+        *_fields(_INT, "num_tokens num_topk num_experts num_local_experts owner_factor hidden token_words"),
+        *_fields(_INT, "meta_words row_words scale_words scale_kind kind refused"),
+    )
+
+
+class LatencyCombineParams(ctypes.Structure):
+    """Arguments of `combine_latency_*`.
+
+    In: `y` bfloat16 [num_rows, hidden], rows `y_stride` bytes apart; `topk_weights` float32 [num_tokens, num_topk] when
+    `has_weights`; the handle. Out: `out` bfloat16 [num_tokens, hidden], `out_got` bool
+    [ranks].
+    """
+
+    _fields_ = (
+        ("call", LatencyCall),
+        ("at", LatencyPlaces),
+        ("weights_offset", _WORD),
+        *_fields(_PTR, "y topk_weights out out_got handle_got recv_rows recv_weights recv_info sent_to"),
+        ("y_stride", _LONG),
+        *_fields(_INT, "num_tokens num_topk hidden token_words num_rows has_weights kind refused"),
+    )
+
+
+# Kernel file -> its entry points and their params.
+KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
+    "kernels/latency_dispatch.cuh": {
+        "dispatch_latency_fp8": LatencyDispatchParams,
+        "dispatch_latency_bf16": LatencyDispatchParams,
+    },
+    "kernels/latency_combine.cuh": {
+        "combine_latency_bf16": LatencyCombineParams,
+        "combine_latency_f32": LatencyCombineParams,
+    },
+}
+
+
+@functools.cache
+def kernel_head(num_ranks: int, stall_one_in: int = 0, is_folded: bool = False) -> str:
+    """Return the generated C++ in front of every latency kernel; `stall_one_in` as in `throughput_params`."""
+    constants = {
+        "kNumRanks": num_ranks,
+        "kMaxRanks": MAX_RANKS,
+        "kMaxWarps": MAX_WARPS,
+        "kNumReports": NUM_REPORTS,
+        "kStallOneIn": stall_one_in,
+        "kIsFolded": int(is_folded),
+        "kPacketWarps": PACKET_SHARES,
+        "kFlagsOfToken": COMBINE_FLAGS,
+    }
+    structs = (LatencyCall, LatencyPlaces, LatencyDispatchParams, LatencyCombineParams)
+    return "".join([constants_source(constants), *(struct_source(struct) for struct in structs)])
+
+
+def _ceil_div(count: int, divisor: int) -> int:
+    return -(-count // divisor)
+
+
+def packet_bytes(num_words: int) -> int:
+    """Return how long a record of `num_words` words is in packets."""
+    return _ceil_div(num_words, PACKET_WORDS) * PACKET_BYTES
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """What the memory is sized for; equal on all ranks.
+
+    Attributes:
+        max_tokens: that a rank dispatches in a call (T).
+        max_in_flight: calls of a kind whose receive half may be outstanding: 1, 2 or 4.
+        packet_tokens: up to so many tokens a rank's rows cross in packets.
+        is_folded: processes 0 and 1 play all ranks, for benchmarks (`part_of` in `latency_call.cuh`).
+    """
+
+    rank: int
+    num_ranks: int
+    num_experts: int
+    hidden: int
+    num_topk: int
+    max_tokens: int
+    max_in_flight: int = 2
+    packet_tokens: int = PACKET_TOKENS
+    is_folded: bool = False
+
+    def check(self) -> None:
+        """Raise `InvalidArgument` for what the kernels cannot do."""
+        if not 1 <= self.num_ranks <= MAX_RANKS:
+            raise InvalidArgument(f"GPU buffers have 1 ... {MAX_RANKS} ranks on one host, got {self.num_ranks}")
+        if not 1 <= self.num_experts <= MAX_EXPERTS or self.num_experts % self.num_ranks:
+            raise InvalidArgument(
+                f"num_experts must be a multiple of {self.num_ranks} ranks up to {MAX_EXPERTS}, got {self.num_experts}"
+            )
+        if self.hidden % 8 or not 8 <= self.hidden <= MAX_HIDDEN:
+            raise InvalidArgument(f"hidden must be a multiple of 8 up to {MAX_HIDDEN}, got {self.hidden}")
+        for name, most in (("num_topk", MAX_TOPK), ("max_tokens", MAX_TOKENS)):
+            if not 1 <= getattr(self, name) <= most:
+                raise InvalidArgument(f"{name} must be 1 ... {most} in latency mode, got {getattr(self, name)}")
+        if self.max_in_flight not in (1, 2, 4):
+            raise InvalidArgument(f"max_in_flight must be 1, 2 or 4, got {self.max_in_flight}")
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of one rank (L)."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def owner_factor(self) -> int:
+        """2^20 / experts of a rank, rounded up: an id times this, shifted by 20, is its owner; exact below 1024."""
+        return _ceil_div(1 << 20, self.num_local_experts)
+
+    @property
+    def num_slots(self) -> int:
+        """Calls of a kind whose data may lie in the region at once; why twice, says `latency_call.cuh`."""
+        return 2 * self.max_in_flight
+
+    @property
+    def capacity(self) -> int:
+        """Rows of an expert's block."""
+        return self.num_ranks * self.max_tokens
+
+    @property
+    def token_words(self) -> int:
+        """32-bit words that name tokens of one rank."""
+        return _ceil_div(self.max_tokens, 32)
+
+    @property
+    def meta_words(self) -> int:
+        """32-bit words in front of a record's row."""
+        return align_up(2 * self.num_topk, 4)
+
+    @property
+    def dispatch_words(self) -> int:
+        """Words of the longest record of a dispatch: a bfloat16 row, or e4m3 with scales if that is longer."""
+        return self.meta_words + max(self.hidden // 2, self.hidden // 4 + _ceil_div(self.hidden, SCALE_BLOCK))
+
+    @cached_property
+    def region_layout(self) -> Layout:
+        """The fields of a rank's lent region; `[slot][source]...` for those that peers write."""
+        slots, ranks, tokens, num_topk = self.num_slots, self.num_ranks, self.max_tokens, self.num_topk
+        packets = min(tokens, self.packet_tokens)
+
+        def words(name: str, *shape: int) -> Field:
+            return Field(name, torch.int64, shape, 128)
+
+        def rows(name: str, count: int, nbytes: int) -> Field:
+            return Field(name, torch.uint8, (slots, ranks, count, align_up(nbytes, 16)), 256)
+
+        return Layout(
+            words("peers", MAX_RANKS),
+            words("dispatch_tags", 2),
+            words("combine_tags", 2),
+            words("dispatch_heard", MAX_RANKS),
+            words("combine_heard", MAX_RANKS),
+            words("dispatch_end", 1),
+            words("combine_end", 1),
+            words("reported", 2),
+            words("news", 3),
+            words("scratch", 1),
+            words("dispatch_heads", slots, ranks, 1 + self.token_words + self.num_local_experts),
+            words("dispatch_flags", slots, ranks, tokens),
+            words("combine_heads", slots, ranks, 1),
+            words("combine_flags", slots, ranks, tokens, COMBINE_FLAGS),
+            words("combine_weights", slots, ranks, tokens, num_topk),
+            rows("dispatch_rows", tokens, 4 * self.dispatch_words),
+            rows("combine_rows", tokens, 4 * self.hidden),
+            rows("dispatch_packets", packets, packet_bytes(self.dispatch_words)),
+            rows("combine_packets", packets, packet_bytes(self.hidden)),
+        )
+
+    def places(self, op: str) -> LatencyPlaces:
+        """Return where `op` ("dispatch" or "combine") has its words and records."""
+        layout = self.region_layout
+        fields = {part: f"{op}_{part}" for part in ("heads", "flags", "rows", "packets")}
+        at = LatencyPlaces(*(layout.offset(name) for name in fields.values()))
+        at.row_stride = layout[fields["rows"]].shape[-1]
+        at.packet_stride = layout[fields["packets"]].shape[-1]
+        at.head_words = layout[fields["heads"]].shape[-1]
+        at.num_slots, at.max_tokens = self.num_slots, self.max_tokens
+        at.packet_tokens = min(self.max_tokens, self.packet_tokens)
+        return at
+
+
+@dataclass(frozen=True)
+class HandleSpace:
+    """Where the parts of a dispatch's small results lie in its one int32 tensor (element offsets)."""
+
+    ranges: int  # int64
+    waits: int  # int64
+    got: int  # bool
+    counts: int
+    src_token: int
+    recv_rows: int
+    recv_weights: int
+    recv_info: int
+    sent_to: int
+    own_ids: int
+    own_weights: int
+    total: int
+
+
+@functools.cache
+def handle_space(config: LatencyConfig, num_tokens: int) -> HandleSpace:
+    """Lay out the small results of a dispatch of `num_tokens` tokens."""
+    choices = config.num_ranks * config.max_tokens * config.num_topk
+    sizes = (
+        2 * config.num_local_experts * config.num_ranks,
+        2 * config.num_ranks,
+        _ceil_div(config.num_ranks, 4),
+        config.num_local_experts,
+        config.num_local_experts * config.capacity,
+        choices,
+        choices,
+        config.num_ranks * (1 + config.token_words),
+        1 + num_tokens,
+        num_tokens * config.num_topk,
+        num_tokens * config.num_topk,
+    )
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + align_up(size, 4))
+    return HandleSpace(*offsets)
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    grid: int
+    block: int
+    shared_bytes: int
+
+
+@functools.cache
+def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
+    """Return the launch of a dispatch: a block that counts, one for each token, and as many as the rows need that come
+    if all ranks have as many tokens, but no fewer than do for full batches of the others. A multiprocessor has one.
+
+    Raises:
+        InvalidArgument: the routing of so many tokens does not fit into shared memory.
+    """
+    warps = limits.max_warps
+    sending = num_tokens + 1 if halves & SEND_HALF else 0
+    shares = PACKET_SHARES if num_tokens <= config.packet_tokens else 1
+    rows = max(shares * config.num_ranks * num_tokens, config.capacity)  # a warp each
+    receiving = 1 + _ceil_div(rows, warps) if halves & RECEIVE_HALF else 0
+    grid = max(1, min(max_sms, max(sending, receiving)))
+    shared_bytes = 4 * align_up(config.num_experts + config.num_ranks * config.token_words, 4)
+    if halves & SEND_HALF:
+        shared_bytes += align_up(2 * num_tokens * config.num_topk, 16) + align_up(4 * config.dispatch_words, 16) + 16
+    if shared_bytes > limits.shared_bytes:
+        raise InvalidArgument(
+            f"{num_tokens} tokens with top-{config.num_topk} of hidden {config.hidden} need {shared_bytes} bytes of "
+            f"shared memory, there are {limits.shared_bytes}; use a smaller batch or the throughput mode"
+        )
+    return Launch(grid, 32 * warps, shared_bytes)
+
+
+@functools.cache
+def combine_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
+    """Return the launch of a combine: a block for each part of a partial that a rank with as many tokens as the others
+    sends, and not too few when they have more; two blocks on a multiprocessor."""
+    is_packed, is_sending = num_tokens <= config.packet_tokens, bool(halves & SEND_HALF)
+    sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else COMBINE_FLAGS)
+    sending = max(sending, _ceil_div(config.capacity, 8)) if is_sending else 0
+    receiving = (5 if is_packed else 2) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each
+    return Launch(max(1, min(2 * max_sms, max(sending, receiving))), 32 * min(COMBINE_WARPS, limits.max_warps), 0)

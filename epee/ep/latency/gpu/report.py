@@ -1,0 +1,71 @@
+"""From a latency kernel's report (numbers in pinned host memory) to an exception with the facts in words."""
+
+from __future__ import annotations
+
+from ....errors import (
+    AbortedError,
+    CommTimeoutError,
+    EpeeError,
+    InvalidArgument,
+    MismatchError,
+    ProtocolError,
+    context,
+)
+from ....memory.signals import untag
+from ...gpu.params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
+from ...gpu.report import ABORTED, BAD_COUNT, BAD_EXPERT, MISMATCH, REFUSED, TIMEOUT
+
+_KINDS = {
+    "dispatch": ("bfloat16", "FP8", "FP8 with round_scale", "FP8 with use_ue8m0"),
+    "combine": (
+        "bfloat16 partials",
+        "float32 partials",
+        "bfloat16 partials and topk_weights",
+        "float32 partials and topk_weights",
+    ),
+}
+
+
+def take_report(words: memoryview, rank: int) -> EpeeError | None:
+    """Return the oldest unread report as an exception and mark it as read; None when there is none."""
+    pending = [i for i in range(NUM_REPORTS) if words[i * REPORT_WORDS]]
+    if not pending:
+        return None
+    at = min(pending, key=lambda i: words[i * REPORT_WORDS + 1]) * REPORT_WORDS
+    code, tag, op, peer, expected, got, where = words[at : at + 7]
+    words[at] = 0
+    name, seq = OP_NAMES.get(op, f"op {op}"), untag(tag)[1]
+    return _describe(code, name, context(name, rank=rank, peer=peer, seq=seq), peer, (expected, got, where))
+
+
+def _describe(code: int, op: str, head: str, peer: int, facts: tuple[int, int, int]) -> EpeeError:
+    expected, got, where = facts
+    if code == BAD_EXPERT:
+        value = got - (1 << 64) if got >> 63 else got
+        return InvalidArgument(
+            f"{head}: topk_idx must hold expert ids below num_experts or -1 for none, got {value} at token {expected}, "
+            f"k {where}; it was taken as -1"
+        )
+    if code == MISMATCH:
+        return MismatchError(
+            f"{head}: ranks disagree about the call: this rank has {_kind(op, expected)}, rank {peer} has "
+            f"{_kind(op, got)}; its part was left out, all ranks must make the same calls"
+        )
+    if code == REFUSED:
+        return MismatchError(f"{head}: rank {peer} refused the call, so its part was left out; see the error there")
+    if code == TIMEOUT:
+        silent = [rank for rank in range(64) if got >> rank & 1]
+        return CommTimeoutError(
+            f"{head}: rank {', '.join(map(str, silent))} was silent too long, so its part was left out; pass "
+            "active_ranks= to go on without it, raise timeout_us= if it is only slow",
+            silent,
+        )
+    if code == ABORTED:
+        return AbortedError(f"{head}: the call was aborted")
+    what = "a count" if code == BAD_COUNT else f"something (code {code})"
+    return ProtocolError(f"{head}: rank {peer} sent {what} that cannot be right: {got}, limit {expected}")
+
+
+def _kind(op: str, kind: int) -> str:
+    names = _KINDS.get(op, ())
+    return names[kind] if kind < len(names) else f"kind {kind}"

@@ -1,0 +1,405 @@
+"""Latency mode for CUDA tensors: a `Buffer`'s calls handed to the GPU core.
+
+Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to
+attach memory at construction and to agree on a view (`sync`, `membership/agreement.py`), in which processes that took
+the places of lost ranks come in (`membership/rejoin.py`).
+
+Protocol: GPU calls are counted by the kernels. A rank whose call fails before its kernel takes part by a refusal, so
+that all stay in step. What kernels find lies in pinned memory until the host looks: at the end of a call, at the start
+of the next one, in `check`.
+
+A crash of a peer leaves kernels waiting. A thread looks every few milliseconds whether a rank is dead and tells the
+kernels in flight (`membership/death_notifier.py`), so their waits end long before the time-out; a source that had sent
+everything still counts. With a
+mask of the caller's a dead rank is taken out of it by the kernel; without, the call is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import (
+    AbortedError,
+    CommTimeoutError,
+    EpeeError,
+    InvalidArgument,
+    InvalidState,
+    PeerError,
+    RankFailedError,
+    context,
+)
+from ...view.process.detector import DeathWatch
+from ..config import BufferConfig
+from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER
+from ..control.messages import ControlPlane
+from ..gpu.platform import Platform, Region
+from ..membership.death_notifier import Mourner
+from ..membership.rejoin import TAG_JUMP
+from ..membership.table import Decision
+from ..streams import Lane, RunOptions
+from .birth import LatencyBorn, settle
+from .gpu.core import LatencyCore
+from .gpu.params import OP_COMBINE as KERNEL_COMBINE
+from .gpu.params import OP_DISPATCH as KERNEL_DISPATCH
+from .gpu.params import LatencyConfig
+from .gpu.types import CoreHandle, CoreOptions
+from .types import (
+    Hook,
+    LatencyCombineCall,
+    LatencyCombined,
+    LatencyDispatchCall,
+    LatencyDispatched,
+    LatencyHandle,
+    LatencyOptions,
+    Quantisation,
+)
+
+CLOSE_GRACE_S = 2.0
+_KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
+
+
+def latency_config(config: BufferConfig, rank: int) -> LatencyConfig:
+    """Return what the kernels' memory is made for.
+
+    Raises:
+        InvalidArgument: the kernels cannot do it.
+    """
+    if config.num_slots > 4:
+        raise InvalidArgument(f"latency mode on GPUs has at most 4 calls in flight, got num_slots={config.num_slots}")
+    made = LatencyConfig(
+        rank,
+        config.num_ranks,
+        config.num_experts,
+        config.hidden,
+        config.num_topk,
+        config.max_tokens_per_rank,
+        max_in_flight=2 if config.num_slots <= 2 else 4,
+    )
+    made.check()
+    return made
+
+
+@dataclass(eq=False)
+class CudaLatencyHandle(LatencyHandle):
+    """The handle of CUDA tensors; `core` is what the kernels know."""
+
+    core: CoreHandle | None = None
+
+
+class LatencyCudaPath:
+    """The GPU end of one buffer in latency mode. Collective to make, except where it takes part in a running buffer.
+
+    The arguments are those of `CudaPath`, with what the buffer begins with in the place of the watch.
+    """
+
+    num_copied = 0
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        control: ControlPlane,
+        buffer_id: int,
+        platform: Platform,
+        start: LatencyBorn,
+        is_closing: Callable[[], bool],
+        timeout: float,
+    ) -> None:
+        self.config, self.rank = config, rank
+        self._control, self._buffer_id = control, buffer_id
+        self._platform, self._watch, self._is_closing = platform, start.born.watch, is_closing
+        self._place = start.place
+        deadline = time.monotonic() + timeout
+        self._core = self._make_core(start, deadline)
+        self._mourner = Mourner(self._core.mark_dead, f"epee-latency-{rank}")
+        memory = GpuMemory(self._core, self._watch, self._mourner)
+        try:
+            self._kin, self._agreement, first = settle(
+                rank, control, start, memory, self._interrupt, deadline, maps=False
+            )
+        except BaseException:
+            self._core.close()
+            raise
+        try:
+            processes = self._kin.processes
+            self._mourner.start({peer: process for peer, process in processes.items() if peer != rank})
+            if first is not None:
+                self._go_on(first)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_core(self, start: LatencyBorn, deadline: float) -> LatencyCore:
+        control, config = self._control, latency_config(self.config, self.rank)
+        if start.running is not None:
+            try:
+                return LatencyCore(self._platform, config, self._alone)
+            except BaseException:
+                start.running.table.close()
+                raise
+        try:
+            return LatencyCore(self._platform, config, lambda data: control.all_gather_bytes(data, deadline))
+        except (CommTimeoutError, PeerError, AbortedError):
+            raise
+        except Exception as error:
+            control.refuse(OP_GATHER, error, deadline)
+            raise
+
+    def _alone(self, data: bytes) -> list[bytes]:
+        """Stand in for a gather where the others' memory is mapped later."""
+        return [data if rank == self.rank else b"" for rank in range(self.config.num_ranks)]
+
+    # -- what every path has
+
+    @property
+    def max_num_sms(self) -> int:
+        """Multiprocessors of the GPU."""
+        return self._platform.limits.num_sms
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory that this rank lends."""
+        return self._core.nbytes
+
+    def set_poison(self, is_poisoned: bool) -> None:
+        """Fill results with 0xFF before each call, or not."""
+        self._core.is_poisoned = is_poisoned
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether `sync` takes in processes that took the places of lost ranks."""
+        return self._kin.place is not None
+
+    def num_announced(self, op: int) -> int:
+        """Return how many calls have been begun: on the host, or on the GPU."""
+        return self._control.exchange.seq if op == OP_GATHER else self._core.num_calls
+
+    def is_told(self, error: Exception) -> bool:
+        """Tell whether the peers know about `error`, or cannot be told."""
+        return isinstance(error, (PeerError, AbortedError, InvalidState)) or self._is_closing()
+
+    def refuse(self, op: int, error: Exception, deadline: float) -> None:
+        """Take part in the peers' call as the rank that cannot make it. Nothing while a graph is recorded."""
+        if op == OP_GATHER:
+            self._control.refuse(op, error, deadline)
+        elif not self._platform.is_capturing():
+            self._core.refuse(_KERNEL_OPS[op])
+
+    def check(self) -> None:
+        """Raise what the kernels have reported since the last look."""
+        self._guarded("check", self._core.check)
+
+    def join(self) -> None:
+        """Let the current stream go on behind everything that this buffer has put on any other."""
+        self._core.join()
+
+    def abort(self) -> None:
+        """End the waits of the kernels in flight, from any thread."""
+        self._core.abort()
+
+    def close(self) -> None:
+        """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
+        self._mourner.stop()
+        self._core.drain(CLOSE_GRACE_S)
+        self._core.close()
+        self._kin.close()
+
+    # -- calls
+
+    def dispatch(
+        self, call: LatencyDispatchCall, options: LatencyOptions, lane: Lane, run: RunOptions
+    ) -> LatencyDispatched:
+        """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
+        how = _core_options(options, call.quantisation)
+        inputs = (call.x, call.topk_idx, call.topk_weights)
+        got = self._guarded("dispatch", lambda: self._core.dispatch(*inputs, how, options.active_ranks), options)
+        core = got.handle
+        handle = CudaLatencyHandle(
+            buffer_id=self._buffer_id,
+            seq=self._core.num_calls,
+            epoch=self._control.exchange.epoch,
+            num_tokens=core.num_tokens,
+            num_topk=self.config.num_topk,
+            got=core.got,
+            layout_range=core.layout_range,
+            src_token=core.src_token,
+            is_received=got.hook is None,
+            core=core,
+        )
+        if lane.is_own:
+            lane.keep((*inputs, options.active_ranks), (got.x, got.scales, core.words))
+        return LatencyDispatched(
+            x=got.x if got.scales is None else (got.x, got.scales),
+            topk_idx=None,
+            topk_weights=None,
+            num_tokens_per_expert=core.num_tokens_per_expert,
+            handle=handle,
+            event=lane.event(self.config.device, self._platform.stream()),
+            num_ranks=self.config.num_ranks,
+            hook=None if got.hook is None else self._hook("dispatch", got.hook, handle),
+            got=core.got,
+            wait_us=core.wait_us,
+        )
+
+    def combine(
+        self, call: LatencyCombineCall, options: LatencyOptions, lane: Lane, run: RunOptions
+    ) -> LatencyCombined:
+        """Run one combine, or its send half; raises as `Buffer.combine`."""
+        core = _core_of(call.handle)
+        how = _core_options(options, Quantisation())
+        is_wide = call.partial_dtype == torch.float32
+        got = self._guarded(
+            "combine",
+            lambda: self._core.combine(call.y, core, call.topk_weights, how, is_wide, call.out, options.active_ranks),
+            options,
+        )
+        if lane.is_own:
+            lane.keep((call.y, call.topk_weights, core.words, options.active_ranks), (got.x, got.got))
+        weights, num_local = call.topk_weights, self.config.num_local_experts
+        return LatencyCombined(
+            x=got.x,
+            topk_weights=None,
+            event=lane.event(self.config.device, self._platform.stream()),
+            got=got.got,
+            wait_us=got.wait_us,
+            hook=None if got.hook is None else self._hook("combine", got.hook, None),
+            lost=lambda: lost_weight(
+                core.own_ids, core.own_weights if weights is None else weights, got.got, num_local
+            ),
+        )
+
+    def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
+        """Return uninitialised `[num_local_experts, num_ranks * max_tokens, hidden]`: y is read where it lies."""
+        shape = (self.config.num_local_experts, self.config.num_ranks * self.config.max_tokens_per_rank)
+        return torch.empty(*shape, self.config.hidden, dtype=torch.bfloat16, device=self._platform.device)
+
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Agree on who takes part and go on from the same call; raises as `Buffer.sync`. Waits for the GPU."""
+        if self._core.num_outstanding:
+            raise InvalidState(f"{self._core.num_outstanding} calls have been sent and not received; call their hooks")
+        num_ranks = self.config.num_ranks
+        mask = self._core.active_ranks if active_ranks is None else active_ranks
+        active = [mark != 0 for mark in mask[:num_ranks].tolist()]
+        active[self.rank] = True
+        decision = self._agreement.sync(active, self._core.tags(), deadline)
+        self._go_on(decision)
+        members = torch.tensor(decision.members, dtype=torch.int32, device="cpu")
+        if active_ranks is not None:
+            active_ranks[:num_ranks] = members.to(active_ranks.device)
+        return members
+
+    def _go_on(self, decision: Decision) -> None:
+        self._kin.commit(decision)
+        is_new = decision.epoch == decision.number
+        step = TAG_JUMP if is_new else 2 * self._core.config.num_slots
+        self._core.set_view(decision.members, decision.seq + step)
+
+    # -- errors
+
+    def _hook(self, op: str, receive: Hook, handle: CudaLatencyHandle | None) -> Hook:
+        def run() -> None:
+            self._guarded(op, receive)
+            if handle is not None:
+                handle.is_received = True
+
+        return run
+
+    def _guarded(self, op: str, work: Callable[[], Any], options: LatencyOptions | None = None) -> Any:
+        """Do `work` and look at what the kernels have reported; names a dead rank as the cause where it is."""
+        is_strict = options is not None and options.active_ranks is None
+        is_capturing = self._platform.is_capturing()
+        if self._place is not None:
+            self._place.check()
+        if is_strict and not is_capturing and (dead := self._watch.dead()):
+            raise self._death(op, dead)
+        try:
+            result = work()
+            if not is_capturing:
+                self._core.check()
+        except EpeeError as error:
+            if isinstance(error, CommTimeoutError) and (dead := self._watch.dead()):
+                raise self._death(op, dead) from error
+            raise
+        return result
+
+    def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
+        seq, epoch = self._core.num_calls, self._control.exchange.epoch
+        names = ", ".join(str(rank) for rank in dead)
+        return RankFailedError(
+            f"{context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)}: rank {names} is dead (its process "
+            "ended); pass active_ranks= to go on without it",
+            tuple(dead),
+            op,
+            seq,
+            epoch,
+            "process ended",
+        )
+
+    def _interrupt(self) -> None:
+        if self._is_closing():
+            raise AbortedError("the buffer was closed by another thread")
+
+
+def lost_weight(ids: torch.Tensor, weights: torch.Tensor, got: torch.Tensor, num_local_experts: int) -> torch.Tensor:
+    """Return `[num_tokens]` float32: the weights of each token whose expert lives on a rank that is not in `got`."""
+    is_lost = (ids >= 0) & ~got[(ids.clamp(min=0) // num_local_experts).long()]
+    lost = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
+    for k in range(ids.shape[1]):
+        lost = torch.where(is_lost[:, k], lost + weights[:, k], lost)
+    return lost
+
+
+def _core_options(options: LatencyOptions, how: Quantisation) -> CoreOptions:
+    return CoreOptions(options.timeout_s, options.active_ranks is None, options.return_hook, *how)
+
+
+def _core_of(handle: LatencyHandle) -> CoreHandle:
+    """Return what the kernels know of a checked handle; it is of this buffer, so it was made here."""
+    assert isinstance(handle, CudaLatencyHandle)
+    assert handle.core is not None
+    return handle.core
+
+
+class GpuMemory:
+    """The regions of a core, as `latency_rejoin.Memory`: this rank's stays, because recorded graphs have its address.
+
+    Args:
+        core: of the buffer.
+        watch: tells calls who is dead.
+        mourner: tells kernels.
+    """
+
+    def __init__(self, core: LatencyCore, watch: DeathWatch, mourner: Mourner) -> None:
+        self._core, self._watch, self._mourner = core, watch, mourner
+
+    def renew(self) -> tuple[bytes, None]:
+        """Return what peers need to map this rank's region."""
+        return self._core.blob, None
+
+    def attach(self, blob: bytes) -> Region:
+        """Map a peer's region; raises as `LatencyCore.attach_peer`."""
+        return self._core.attach_peer(blob)
+
+    def cleanse(self, rank: int) -> None:
+        """Forget the words that an old process of `rank` has stored here."""
+        self._core.clear_source(rank)
+
+    def use(self, rank: int, held: Region | None) -> None:
+        """Let kernels use a region for `rank`; None for what the core has mapped by itself."""
+        if held is not None:
+            self._core.replace_peer(rank, held)
+
+    def drop(self, held: Region) -> None:
+        """Unmap a region."""
+        held.close()
+
+    def follow(self, rank: int, process: tuple[int, int]) -> None:
+        """Watch another process."""
+        self._watch.forget(rank)
+        self._watch.watch(rank, *process)
+        self._mourner.follow(rank, process)

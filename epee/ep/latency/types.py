@@ -1,0 +1,182 @@
+"""What latency mode takes and returns, on CPUs and GPUs alike: checked calls, handles, results.
+
+`LatencyPath` is what `Buffer` needs of whoever moves the rows: `latency.LatencyCpuPath` for CPU tensors. Metadata only;
+no memory of peers is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..event import DONE, Event
+from ..handle import Combined, Dispatched
+from ..streams import Lane, RunOptions
+
+SCALE_BLOCK = 128  # channels that share one FP8 scale
+
+
+class LatencyOptions(NamedTuple):
+    """How a call waits and whom it counts on; these need not be equal on all ranks.
+
+    Attributes:
+        active_ranks: `[num_ranks or more]` int32 on the buffer's device, 1 = active, read and written in each half;
+            None: all ranks are needed, and a missing one is an error.
+        timeout_s: seconds that a half waits for a silent peer.
+        return_hook: send now, receive when the hook is called.
+    """
+
+    active_ranks: torch.Tensor | None
+    timeout_s: float
+    return_hook: bool
+
+
+class Quantisation(NamedTuple):
+    """How rows are sent.
+
+    Attributes:
+        use_fp8: as float8_e4m3fn with a scale for each 128 channels.
+        round_scale: scales are powers of two.
+        use_ue8m0: four scales in an int32.
+    """
+
+    use_fp8: bool = False
+    round_scale: bool = False
+    use_ue8m0: bool = False
+
+
+class LatencyDispatchCall(NamedTuple):
+    """A checked dispatch.
+
+    Attributes:
+        x: `[num_tokens, hidden]` bfloat16.
+        topk_idx: `[num_tokens, num_topk]` int64, contiguous.
+        topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for ones.
+        quantisation: of the rows.
+    """
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    quantisation: Quantisation
+
+
+class LatencyCombineCall(NamedTuple):
+    """A checked combine.
+
+    Attributes:
+        y: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, contiguous.
+        handle: of the dispatch.
+        topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for those of the dispatch.
+        partial_dtype: bfloat16 or float32: what crosses back.
+        out: `[num_tokens, hidden]` bfloat16 or None.
+    """
+
+    y: torch.Tensor
+    handle: LatencyHandle
+    topk_weights: torch.Tensor | None
+    partial_dtype: torch.dtype
+    out: torch.Tensor | None
+
+
+@dataclass(eq=False)
+class LatencyHandle:
+    """Remembers where the rows of one dispatch went. It serves any number of combines, as long as its epoch lasts.
+
+    Attributes:
+        buffer_id: of the buffer that made it.
+        seq: the call that made it; equal on all ranks.
+        epoch: of the view in which it was made.
+        num_tokens: of this rank.
+        num_topk: columns of `topk_idx`.
+        got: `[num_ranks]` bool on the buffer's device: whose tokens this rank has; right once they are received.
+        layout_range: `[num_local_experts, num_ranks]` int64, `begin << 32 | count` of each source's rows in a block.
+        src_token: `[num_local_experts, num_ranks * max_tokens_per_rank]` int32: the token's index on its source; what
+            lies behind an expert's rows is undefined.
+        is_received: whether the receive half has been done (on GPUs: launched).
+    """
+
+    buffer_id: int
+    seq: int
+    epoch: int
+    num_tokens: int
+    num_topk: int
+    got: torch.Tensor
+    layout_range: torch.Tensor
+    src_token: torch.Tensor
+    is_received: bool = False
+
+
+Hook = Callable[[], None]
+
+
+@dataclass(eq=False)
+class LatencyDispatched(Dispatched):
+    """What this rank received, in latency mode. With a hook everything is undefined until the hook has been called.
+
+    Attributes:
+        x: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, or the pair (float8_e4m3fn values,
+            scales); a block holds its expert's rows in (source rank, token) order, the rest is undefined. The scales'
+            rows lie side by side (stride 1): float32 `[..., hidden / 128]` or int32 `[..., hidden / 512]`.
+        topk_idx, topk_weights: None: weights stay with the handle.
+        num_tokens_per_expert: `[num_local_experts]` int32 on the buffer's device: rows of each block.
+        handle: for combine.
+        hook: runs the receive half, once; None without `return_hook`.
+        got: `[num_ranks]` bool on the buffer's device: whose rows are in. A source that is not is missing as a whole.
+        wait_us: `[num_ranks]` int64 on the buffer's device: microseconds until the receive half had heard each rank.
+    """
+
+    num_tokens_per_expert: torch.Tensor  # type: ignore[assignment]  # a device tensor: nobody waits for the counts
+    handle: LatencyHandle  # type: ignore[assignment]
+    hook: Hook | None = None
+    got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool, device="cpu"))
+    wait_us: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class LatencyCombined(Combined):
+    """What came back, in latency mode.
+
+    Attributes:
+        x: `[num_tokens, hidden]` bfloat16 (or `out`).
+        topk_weights: None.
+        got: `[num_ranks]` bool on the buffer's device: whose experts are in the sums.
+        hook: runs the receive half, once; None without `return_hook`.
+        lost: what `lost_weight` calls.
+        wait_us: as in `LatencyDispatched`.
+    """
+
+    event: Event = DONE
+    got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool, device="cpu"))
+    hook: Hook | None = None
+    lost: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
+    wait_us: torch.Tensor | None = None
+
+    @property
+    def lost_weight(self) -> torch.Tensor:
+        """`[num_tokens]` float32: the weights of each token whose expert is not in the sums (see `got`)."""
+        assert self.lost is not None
+        return self.lost()
+
+
+class LatencyPath(Protocol):
+    """Moves the rows of a buffer in latency mode."""
+
+    def dispatch(
+        self, call: LatencyDispatchCall, options: LatencyOptions, lane: Lane, run: RunOptions
+    ) -> LatencyDispatched:
+        """Send, and receive unless a hook is asked for."""
+
+    def combine(
+        self, call: LatencyCombineCall, options: LatencyOptions, lane: Lane, run: RunOptions
+    ) -> LatencyCombined:
+        """Send, and receive unless a hook is asked for."""
+
+    def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
+        """Return memory for the `y` of a combine that is not copied."""
+
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Agree with the other ranks on who takes part: `[num_ranks]` int32 on the CPU, and into `active_ranks`."""

@@ -1,0 +1,496 @@
+"""How a CPU buffer goes on when ranks of its group die, are voted out or come back.
+
+A buffer is in one **epoch** at a time: that of the newest view that concerned its ranks (`group_view.py`). Each epoch
+has inboxes and arenas of its own, made by its members for its members, and its calls are counted from 1. What a zombie
+may still write lies in memory of an epoch that is over: nobody reads it or uses it again, and the system frees it when
+the last process that has mapped it lets go. That is the quarantine.
+
+**A call meets a new view.** Each call has two parts: rows are exchanged until everybody has seen everybody's
+(*gathered*), then the payload moves. A rank that has gathered a call when the view changes ends it in the old epoch;
+else `call_outcome.py` says what becomes of it, out of the records that all who stay have stamped with the new view. The
+stamp is set on the agent thread, so nobody waits for a rank that computes.
+
+    gathered by somebody    all rows are there. A dispatch counts the sources whose payload has arrived whole (`got`);
+                            mode "raise" makes it an error where one has not. A combine reads what all had put.
+    not gathered            mode "raise": `RankFailedError` on all. Mode "mask": the call is made again in the new
+                            epoch; a combine that all had begun ends over those who have.
+
+In mode "raise" every rank raises once for each loss, in the call that meets it or in its next one. So the ranks are in
+step without another word: the first call after that is call 1 of the new epoch for everybody. In mode "mask" it is so
+because the verdicts are equal. A call that was given up (a time-out, a refusal) before it was gathered and that moves
+is announced again as a refusal.
+
+**Entering an epoch.** Each rank makes a new inbox and shows its blob, with the number of the epoch, in its registry;
+it finds the registries of newcomers by the process that the view names; when it has mapped all inboxes it is in. It
+makes its inbox when it is through with the old epoch, so once somebody is in, nobody asks about the old one any more.
+Every wait ends with the time-out of the call, by the group's policy (`on_stall`), or with the next view, which begins
+the same again.
+
+Who writes: each rank its own line and inbox blob; inboxes as in `control/inbox.py`. A crash between two steps: the rank
+is not in the next view; its line says how far it was. A replacement process begins like everybody else: with the epoch
+that its view names and a line of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ...errors import CommTimeoutError, EpeeError, PeerError, ProtocolError, context
+from ...memory.claim import has_ended
+from ...memory.host import HostRegion
+from ...memory.signals import futex_sleep
+from ...view.process.detector import is_torn_down
+from ...view.process.endpoint import parse_endpoint
+from ...view.protocol.messages import STALLED, Member
+from ..config import BufferConfig
+from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, inbox_layout
+from .birth import Begun
+from .call_outcome import Contest, Record, Verdict, after, judge, missing
+from .group_view import View, failure
+from .registry import FRESH_NS, GATHERED, INBOX_VIEW, ISSUED, NUMBER, VIEW, Line, at_fault, find
+
+logger = logging.getLogger("epee")
+
+HEAR_S = 0.15  # how long a time-out waits to hear for whom the others wait
+LOOK_S = 0.002  # between two looks for the registry of a newcomer
+_closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet out of the control plane
+
+
+class Peer(NamedTuple):
+    """A process that has a rank in an epoch; `process` is its number and start time."""
+
+    incarnation: int
+    line: Line
+    process: tuple[int, int]
+
+
+class Survivor:
+    """The part of a buffer that knows of views.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        begun: the buffer's place in its group.
+        exchange: of the buffer; brought from epoch to epoch here.
+        timeout_s: of the buffer's calls.
+        interrupt: called while waiting; raises to end the wait.
+
+    Attributes:
+        forget: called when an epoch is over: drops what belonged to it.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        begun: Begun,
+        exchange: Exchange,
+        timeout_s: float,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self.roster = begun.roster
+        self.forget: Callable[[], None] = _nothing
+        self._config = config
+        self._rank = rank
+        self._begun = begun
+        self._number = begun.number
+        self._line = begun.line
+        self._words = begun.line.words
+        self._lock = begun.roster.lock
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._interrupt = interrupt
+        self._peers: dict[int, Peer] = {}  # of the epoch; this rank's own line included
+        self._lines: dict[tuple[int, int], Line] = {}  # of other processes
+        self._inbox: HostRegion | None = None
+        self._mapped: list[HostRegion] = []
+        self._next_inbox: tuple[int, HostRegion] | None = None  # made for an epoch that was not entered yet
+        self._refusal: tuple[Header, bytes] | None = None  # to be announced in the next epoch
+        self._op = ""  # of the call under way, for hang reports
+        self._has_shown = False
+        self._told = begun.roster.heard  # losses up to this epoch have been raised
+        self._is_closed = False
+        self._pid = os.getpid()
+        exchange.survivor = self
+
+    @property
+    def raises(self) -> bool:
+        """Whether a loss is an error."""
+        return self.roster.seat.raises
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Bytes of this rank's inbox."""
+        return 0 if self._inbox is None else self._inbox.mapped_bytes
+
+    def close(self) -> None:
+        """Let go of all memory and leave the registry; idempotent. `retire` follows.
+
+        Also called when a buffer is dropped, at any moment on any thread: so it waits for nobody.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return  # in a forked child all of it is the parent's
+        self._is_closed = True
+        self._begun.line.words[NUMBER] = 0  # before the rest: a newcomer must not take the buffer for open
+        _closed.append((self._pid, self._begun))
+        self._drop()
+        if self._next_inbox is not None:
+            self._next_inbox[1].close()
+        self._lines.clear()
+        self._peers.clear()
+
+    @staticmethod
+    def retire() -> None:
+        """End the part of all closed buffers in the control plane. Between calls only: it talks to the agent thread."""
+        while _closed:
+            pid, begun = _closed.popleft()
+            if pid == os.getpid():
+                try:
+                    begun.close()
+                except EpeeError as problem:
+                    logger.warning("a closed buffer could not tell the agent thread: %s", problem)
+
+    def _drop(self) -> None:
+        for region in self._mapped:
+            region.close()
+        self._mapped.clear()
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
+
+    # ---- in a call
+
+    @property
+    def has_turned(self) -> bool:
+        """Whether there is a view that the buffer is not in yet."""
+        return self.roster.newest != self._exchange.epoch
+
+    def check(self, src: int, is_data: bool) -> None:
+        """Look around while waiting for the row of `src`, or for its payload.
+
+        Raises:
+            Turned: the view has changed; where a payload is waited for: that rank is gone.
+            EvictedError, NoQuorumError: this process cannot go on.
+        """
+        self.roster.check()
+        if self.is_gone(src) if is_data else self.has_turned:
+            raise Turned
+        pid, start_time = self._peers[src].process
+        if has_ended(pid, start_time) or is_torn_down(pid, start_time):
+            self.roster.look_at(src)  # the agent's own sources may be later
+
+    def patience(self, deadline: float) -> float:
+        """Return until when to wait now that the view has changed: the others begin anew, and so does the time-out.
+
+        The old deadline may be over because of those who are gone, which must not speak against those who are left.
+        """
+        return max(deadline, time.monotonic() + self._timeout_s)
+
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a member of the buffer's epoch is not in the newest view."""
+        return self.roster.is_gone(rank, self._peers[rank].incarnation)
+
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Show the peers, and hang reports, for whom a call waits; again and again, for what is old counts no more."""
+        self.roster.show(op, seq, ranks)
+        self._line.blame(ranks)
+        self._has_shown = True
+
+    def hide(self) -> None:
+        """Show that no call waits; costs nothing if none has."""
+        if self._has_shown:
+            self._has_shown = False
+            self.roster.hide()
+            self._line.blame(())
+
+    def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
+        """At a time-out: True while it may help to wait on (`Roster.insist`).
+
+        Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused. What a rank
+        showed that was stopped in a wait runs out; until then it may look as if all waited for each other.
+        """
+        late_s, evicts = time.monotonic() - deadline, self.roster.seat.on_stall == "evict"
+        found = at_fault(self._rank, ranks, {rank: peer.line for rank, peer in self._peers.items()})
+        if evicts and (late_s < HEAR_S or (not found and late_s < HEAR_S + FRESH_NS / 1e9)):
+            return True
+        return self.roster.insist(found or ranks, what, seq, deadline)
+
+    def issue(self, seq: int) -> bool:
+        """Note that call `seq` is made; False when the view has changed, and it must not be."""
+        with self._lock:
+            if self.roster.newest != self._exchange.epoch:
+                return False
+            self._words[ISSUED] = seq
+            return True
+
+    def gather(self, seq: int) -> bool:
+        """Note that all rows of call `seq` have been seen; False when the view has changed: `decide` what it means."""
+        with self._lock:
+            if self.roster.newest != self._exchange.epoch:
+                return False
+            self._words[GATHERED] = seq
+            return True
+
+    def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
+        """Say which ranks have a part in a call of the old epoch that goes on there.
+
+        Raises:
+            Moved: none; it is to be made again.
+            RankFailedError, PeerError: a loss ends it (mode "raise").
+            CommTimeoutError: who stays does not say what has become of it there.
+        """
+        contest = Contest(self._exchange.epoch, seq, is_pull)
+        started = time.monotonic()
+        self._op, view = op, None
+        while True:
+            if view is not self.roster.view:
+                view, deadline = self.roster.view, self.patience(deadline)
+            stayed, ended = self._records(view)
+            lost = self.raises and len(stayed) < len(self._peers)
+            verdict = judge(contest, view.epoch, stayed, ended, lost)
+            if verdict is None:
+                self._await_stamp(missing(view.epoch, stayed)[0], view, op, seq, started, deadline)
+                continue
+            with self.roster.lock:
+                if self.roster.view.epoch != view.epoch:
+                    continue
+                self._line.set_record(after(verdict, seq, self._line.record()))
+            if verdict is Verdict.WHOLE:
+                return self._exchange.members
+            if verdict is Verdict.AMONG and self._await_rows(view, list(stayed), op, started, deadline):
+                issued = [rank for rank in ended if self._exchange.has_row_of(rank)]
+                return tuple(sorted([*stayed, *issued]))
+            if verdict is Verdict.AMONG:
+                continue
+            self._exchange.gathered = seq
+            if verdict is Verdict.MOVE:
+                raise Moved
+            raise self._failure(view, op, seq, time.monotonic() - started)
+
+    def _records(self, view: View) -> tuple[dict[int, Record], dict[int, Record]]:
+        """Return the records of those of the epoch who stay in `view`, and of those who have died or left."""
+        stayed, ended = {}, {}
+        for rank, peer in self._peers.items():
+            member = view.members.get(rank)
+            if member is not None and member.incarnation == peer.incarnation:
+                stayed[rank] = peer.line.record()
+            elif self.roster.cause(rank, peer.incarnation) != STALLED:
+                ended[rank] = peer.line.record()
+        return stayed, ended
+
+    def _await_stamp(self, rank: int, view: View, op: str, seq: int, started: float, deadline: float) -> None:
+        """Wait until a rank's record may be of `view`, or the view has changed again."""
+        line = self._peers[rank].line
+        seen = line.words[VIEW]
+        if seen != view.epoch:
+            self._nap(line, VIEW, seen)
+            self._look(rank, f"{op}: rank {rank} does not say where it is", seq, started, deadline)
+
+    def _await_rows(self, view: View, ranks: list[int], op: str, started: float, deadline: float) -> bool:
+        """Wait until the rows of all who have issued the call are there; False when the view has changed again."""
+        for rank in ranks:
+            while not self._exchange.has_row_of(rank):
+                if self.roster.view.epoch != view.epoch:
+                    return False
+                self._nap(self._line, VIEW, view.epoch)
+                self._look(rank, f"{op}: the row of rank {rank} does not come", self._exchange.seq, started, deadline)
+        return True
+
+    def _nap(self, line: Line, word: int, seen: int) -> None:
+        futex_sleep(line.address + 8 * word, seen)
+
+    def _look(self, rank: int, what: str, seq: int, started: float, deadline: float) -> None:
+        """Between two looks at what a rank does: see whether to go on waiting."""
+        self._interrupt()
+        self.roster.check()
+        self.show(self._op, seq or self._exchange.seq + 1, [rank])
+        now = time.monotonic()
+        if now <= deadline:
+            return
+        epoch = self.roster.view.epoch
+        told = f"{what} ({context('epoch', rank=self._rank, peer=rank, epoch=epoch, elapsed=now - started)})"
+        if not self.insist([rank], told, seq, deadline):
+            raise CommTimeoutError(
+                f"{told}; the buffer can be used again, raise timeout= if the peer is only slow", [rank]
+            )
+
+    def _failure(self, view: View, op: str, seq: int, elapsed: float) -> PeerError:
+        """Return the error for the losses that have not been raised yet."""
+        losses = self.roster.losses(self._told) or self.roster.losses(self._exchange.epoch)
+        self._told = max(self._told, view.epoch)
+        return failure(losses, op, self._rank, seq, view.epoch, elapsed)
+
+    def await_end_of(self, rank: int, deadline: float) -> bool:
+        """Wait until a rank of the epoch is gone from the view; False when it is still there at the deadline."""
+        incarnation = self._peers[rank].incarnation
+        while not self.roster.is_gone(rank, incarnation):
+            self._interrupt()
+            self.roster.check()
+            if time.monotonic() > deadline or self.roster.is_alive(rank):
+                return False
+            self._nap(self._line, VIEW, self.roster.newest)
+        return True
+
+    def unfinished(self, ranks: list[int], op: str) -> PeerError:
+        """Return the error of a dispatch whose sources `ranks` died in the midst of it (mode "raise")."""
+        return self._failure(self.roster.view, op, self._exchange.seq, 0.0)
+
+    # ---- between two calls
+
+    def turn(self, op: str, deadline: float) -> None:
+        """Bring the buffer into the newest epoch; costs nothing when it is there.
+
+        Raises:
+            RankFailedError, PeerError: somebody was lost, and it has not been told yet (mode "raise").
+            CommTimeoutError: a member does not come.
+            EvictedError, NoQuorumError: this process cannot go on.
+        """
+        if self.roster.newest == self._exchange.epoch:
+            return
+        self.roster.check()
+        self._op = op
+        self._settle_last(deadline)
+        while not self._enter(self.roster.view, op, deadline):
+            deadline = self.patience(deadline)
+        if self._refusal is not None:
+            header, reason = self._refusal
+            self._exchange.publish(header, None, reason, deadline)
+            self._refusal = None
+
+    def has_losses_to_tell(self) -> bool:
+        """Return whether the next call will raise a loss."""
+        return self.raises and bool(self.roster.losses(self._told))
+
+    def _settle_last(self, deadline: float) -> None:
+        """Find out about a call that was given up before it was gathered; if it moves it is to be announced again."""
+        exchange = self._exchange
+        if exchange.gathered >= exchange.seq:
+            return
+        header, reason, epoch = exchange.header, exchange.reason(), exchange.epoch
+        try:
+            self.decide(OP_NAMES[header.op], exchange.seq, header.op == OP_COMBINE, deadline)
+        except Moved:
+            text = reason if header.refused else f"it gave up this call in epoch {epoch}".encode()
+            self._refusal = header._replace(refused=1), text
+        exchange.gathered = exchange.seq
+
+    def _enter(self, view: View, op: str, deadline: float) -> bool:
+        """Enter the epoch of `view`; False when there is a newer one."""
+        started = time.monotonic()
+        if self.has_losses_to_tell():
+            raise self._failure(view, op, self._exchange.seq, 0.0)
+        inbox = self._inbox_for(view.epoch)
+        peers: dict[int, Peer] = {}
+        regions = {self._rank: inbox}
+        try:
+            self._line.lend_inbox(view.epoch, inbox.blob)
+            for rank, member in view.members.items():
+                if rank == self._rank:
+                    peers[rank] = Peer(member.incarnation, self._line, _process_of(member))
+                    continue
+                line = self._find(rank, member, view, started, deadline)
+                region = None if line is None else self._map(rank, line, view, started, deadline)
+                if line is None or region is None:
+                    return False
+                peers[rank], regions[rank] = Peer(member.incarnation, line, _process_of(member)), region
+            with self.roster.lock:
+                if self.roster.view.epoch != view.epoch:
+                    return False
+                self._line.set_record(Record(view.epoch, view.epoch))
+            self._begin(view, peers, regions)
+            return True
+        finally:
+            if self._inbox is not inbox:
+                for rank, region in regions.items():
+                    if rank != self._rank:  # the own one may be mapped by others: it is used in the next attempt
+                        region.close()
+
+    def _inbox_for(self, epoch: int) -> HostRegion:
+        """Return this rank's inbox for an epoch that it enters: one and the same in each attempt."""
+        if self._next_inbox is not None:
+            if self._next_inbox[0] == epoch:
+                return self._next_inbox[1]
+            self._next_inbox[1].close()
+            self._next_inbox = None
+        region = HostRegion.create(inbox_layout(self._config).nbytes, f"inbox-{self._rank}-{epoch}")
+        self._next_inbox = epoch, region
+        return region
+
+    def _begin(self, view: View, peers: dict[int, Peer], regions: Mapping[int, HostRegion]) -> None:
+        """Make the mapped memory that of the buffer, and drop the old epoch's."""
+        old = self._exchange.epoch
+        self._drop()
+        self.forget()
+        self._peers = peers
+        self._inbox, self._next_inbox = regions[self._rank], None
+        self._mapped = [region for rank, region in regions.items() if rank != self._rank]
+        self._exchange.begin(view.epoch, regions)
+        processes = {_process_of(member) for member in view.members.values()}
+        self._lines = {process: line for process, line in self._lines.items() if process in processes}
+        if old and len(peers) < self._config.num_ranks:
+            logger.warning(
+                "a buffer goes on in epoch %d with ranks %s (rank %d)", view.epoch, sorted(peers), self._rank
+            )
+
+    def _find(self, rank: int, member: Member, view: View, started: float, deadline: float) -> Line | None:
+        """Return the line of a member, which may have to make its buffer first; None when the view has changed."""
+        process = _process_of(member)
+        while True:
+            line = self._lines.get(process)
+            if line is not None:
+                return line
+            registry = find(self.roster.seat.lane, *process)
+            line = None if registry is None else registry.numbers().get(self._number)
+            if line is not None:
+                self._check_config(rank, line)
+                self._lines[process] = line
+                return line
+            if self.roster.view.epoch != view.epoch:
+                return None
+            time.sleep(LOOK_S)
+            self._look(rank, f"rank {rank} has not made this buffer", 0, started, deadline)
+
+    def _map(self, rank: int, line: Line, view: View, started: float, deadline: float) -> HostRegion | None:
+        """Map the inbox that a member makes for `view`; None when the view has changed."""
+        problem: EpeeError | None = None
+        while self.roster.view.epoch == view.epoch:
+            blob = line.inbox(view.epoch)
+            if blob is not None and problem is None:
+                try:
+                    return self._attach(rank, blob, line)
+                except EpeeError as exc:
+                    problem = exc  # it has just died, and the view will say so; else it is damaged
+            self._nap(line, INBOX_VIEW, line.words[INBOX_VIEW])
+            try:
+                self._look(rank, f"rank {rank} does not come into epoch {view.epoch}", 0, started, deadline)
+            except CommTimeoutError:
+                if problem is not None:
+                    raise problem from None
+                raise
+        return None
+
+    def _attach(self, rank: int, blob: bytes, line: Line) -> HostRegion:
+        region = HostRegion.attach(blob)
+        if region.owner_pid != line.owner_pid or region.nbytes < inbox_layout(self._config).nbytes:
+            region.close()
+            raise ProtocolError(f"rank {rank} names an inbox that is not its own, or too small")
+        return region
+
+    def _check_config(self, rank: int, line: Line) -> None:
+        words = self._config.words()
+        if line.config(len(words)) != words:
+            raise ProtocolError(f"rank {rank} has made buffer {self._number} of the group with other arguments")
+
+
+def _process_of(member: Member) -> tuple[int, int]:
+    endpoint = parse_endpoint(member.endpoint)
+    return endpoint.pid, endpoint.start_time
+
+
+def _nothing() -> None:
+    pass

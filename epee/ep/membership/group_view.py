@@ -1,0 +1,313 @@
+"""Who takes part in a buffer: the view of its group's job, as far as it concerns the buffer's ranks.
+
+Data path: the agent thread tells every decision in order (`decided`). One that changes nothing for the buffer's ranks
+is passed over; any other begins a new epoch of the buffer, which has the decision's number: so all members call an
+epoch by the same name, whoever else comes and goes in the job. In the same step, under `lock`, the buffer's line in the
+registry is stamped with it (`call_outcome.py` says why).
+
+Who calls: `decided` and `trouble` on the agent thread; all else on the thread of a call. The lock is held for some
+microseconds at a time and nobody waits under it.
+
+A process that has a rank's slot in the job but no part in the group (it joined for another group) does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
+from ...memory.claim import has_ended
+from ...view.process.endpoint import parse_endpoint
+from ...view.protocol.messages import DEAD, LEFT, STALLED, Decision, LaneState, Member
+
+if TYPE_CHECKING:
+    from ...view.process.board import LaneRow
+    from ...view.runtime import Runtime
+    from .registry import Line
+
+logger = logging.getLogger("epee")
+
+CAUSES = {
+    DEAD: "its process has ended",
+    LEFT: "has left the group (destroyed or aborted it)",
+    STALLED: "was silent until the time-out and has been voted out",
+}
+ACCUSE_PAUSE_S = 0.2
+_LANE_SALT = 0x9E3779B97F4A7C15
+
+
+class Seat(NamedTuple):
+    """What a buffer needs to know of its group.
+
+    Attributes:
+        runtime: the control plane of this process.
+        lane: id of the group.
+        slots: of each rank in the job.
+        raises: a loss is an error (mode "raise").
+        on_stall: "error", "evict" or "wait".
+        known: incarnation of each slot that has a part in the group.
+        is_joiner: this process took a lost rank's place.
+        job: to be retained as long as the buffer lives.
+    """
+
+    runtime: Runtime
+    lane: int
+    slots: tuple[int, ...]
+    raises: bool
+    on_stall: str
+    known: dict[int, int]
+    is_joiner: bool
+    job: Any
+
+
+def seat_of(group: Any, num_ranks: int) -> Seat | None:
+    """Return the seat of a group of the backend "epee", None for groups of other backends and of one rank."""
+    survival = getattr(getattr(group, "_engine", None), "survival", None)
+    if survival is None:
+        return None
+    return Seat(
+        survival.runtime,
+        survival.lane,
+        tuple(getattr(survival, "_slot_of", survival._slots)[:num_ranks]),  # the group may have grown
+        survival._raises,
+        survival.on_stall,
+        dict(survival._incarnations),
+        bool(survival._joined_in),
+        survival._job,
+    )
+
+
+class Loss(NamedTuple):
+    """A rank that is gone: the epoch that began without it, and why."""
+
+    rank: int
+    epoch: int
+    cause: str
+
+
+class View(NamedTuple):
+    """The present epoch: its number and the member that has each rank."""
+
+    epoch: int
+    members: Mapping[int, Member]
+
+
+class Roster:
+    """See above.
+
+    Attributes:
+        seat: of the buffer's group.
+        view: the newest; replaced as a whole.
+        newest: its epoch.
+        lock: for steps that must not be divided by a new view.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        """Begin with what the runtime remembers; `watch` follows."""
+        from ...backend.bootstrap.home import outbox_of  # the backend is not loaded before there is a group of it
+
+        self.seat = seat
+        self._outbox_of = outbox_of
+        self.lock = threading.Lock()
+        self._lane = 0
+        self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
+        self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
+        self._line: Line | None = None
+        self._row: LaneRow | None = None
+        self._shown: tuple[str, int, int, int] | None = None
+        self._heard = 0
+        self._accused_at = self._warned_at = 0.0
+        self._is_over = False
+        self._trouble: Exception | None = None
+        self.newest = 0
+        self.view = View(0, {})
+        self._replay()
+
+    def watch(self, number: int, line: Line, floor: int, timeout_s: float) -> None:
+        """Follow the decisions from now on, and stamp `line` with each new epoch.
+
+        Args:
+            number: of the buffer among those of the group.
+            line: this process's.
+            floor: an epoch that other ranks have heard of: the first one is not an older one.
+            timeout_s: how long to wait until it is known here.
+        """
+        runtime = self.seat.runtime
+        if runtime.view().epoch < floor:
+            runtime.await_decision(floor - 1, timeout_s)
+        self._lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
+        with self.lock:
+            self._line = line
+        state = LaneState(self._lane, 0, 0)
+        self._row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
+        self._replay()
+        with self.lock:
+            self.newest = max(self.view.epoch, floor)
+            self.view = View(self.newest, self.view.members)
+            line.stamp(self.view.epoch)
+
+    def _replay(self) -> None:
+        """Take over what was decided so far; what is decided meanwhile comes twice, and counts once."""
+        runtime = self.seat.runtime
+        for decision in (*runtime.since(0), runtime.view()):
+            self.decided(decision)
+
+    def close(self) -> None:
+        """Follow no more; idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            if self._line is not None:
+                self.seat.runtime.unregister(self._lane)
+
+    # ---- on the agent thread
+
+    def decided(self, decision: Decision) -> None:
+        """Take note of a decision."""
+        with self.lock:
+            if decision.epoch <= self._heard:
+                return
+            self._heard = decision.epoch
+            members = {self._rank_of[m.slot]: m for m in decision.members if self._is_ours(m)}
+            for removal in decision.removed:
+                rank = self._rank_of.get(removal.slot)
+                if rank is not None:
+                    self._causes.setdefault((rank, removal.incarnation), (decision.epoch, removal.cause))
+            if not self.view.epoch:  # the first that is remembered: nobody can have come later than he came
+                epoch = max((member.incarnation for member in members.values()), default=0)
+            elif _incarnations(members) != _incarnations(self.view.members):
+                epoch = decision.epoch
+            else:
+                epoch = self.view.epoch
+            is_new = epoch != self.view.epoch
+            self.view = View(epoch, members)
+            self.newest = epoch
+            if is_new and self._line is not None:
+                self._line.stamp(epoch)
+
+    def trouble(self, error: Exception) -> None:
+        """Take note that the agent thread has failed; all else is in `Runtime.error`."""
+        if not isinstance(error, PeerError):
+            self._trouble = error
+
+    def _is_ours(self, member: Member) -> bool:
+        if member.slot not in self._rank_of:
+            return False
+        if self.seat.known.get(member.slot) == member.incarnation:
+            return True
+        return self._outbox_of(member, self.seat.lane) is not None
+
+    # ---- on the thread of a call
+
+    @property
+    def heard(self) -> int:
+        """The newest epoch of the job."""
+        return self._heard
+
+    def check(self) -> None:
+        """Raise why a call cannot end well: `EvictedError` for good, `NoQuorumError` for the time being."""
+        error = self.seat.runtime.error
+        if error is not None:
+            raise _renewed(error)
+        if self._trouble is not None:
+            raise InvalidState(str(self._trouble))
+
+    def is_gone(self, rank: int, incarnation: int) -> bool:
+        """Return whether the process that had `rank` is a member no more."""
+        member = self.view.members.get(rank)
+        return member is None or member.incarnation != incarnation
+
+    def show(self, op: str, seq: int, ranks: Sequence[int]) -> None:
+        """Show in hang reports that a call waits for ranks; since when, is the first time that it is told so."""
+        shown = (op, seq, self.view.epoch, sum(1 << self.seat.slots[rank] for rank in ranks))
+        if shown != self._shown and self._row is not None and not self._is_over:
+            self._shown = shown
+            self._row.show(op.encode(), *shown[1:])
+
+    def hide(self) -> None:
+        """Show that no call waits."""
+        if self._shown is not None and self._row is not None and not self._is_over:
+            self._shown = None
+            self._row.idle()
+
+    def look_at(self, rank: int) -> None:
+        """Tell the agent that a rank's process seems to have ended; it looks for itself."""
+        self.seat.runtime.look_at(self.seat.slots[rank])
+
+    def is_alive(self, rank: int) -> bool:
+        """Return whether the process of a member lives, as far as this one can see."""
+        member = self.view.members.get(rank)
+        if member is None:
+            return False
+        endpoint = parse_endpoint(member.endpoint)
+        return not has_ended(endpoint.pid, endpoint.start_time)
+
+    def cause(self, rank: int, incarnation: int) -> str:
+        """Return why a process is gone (`view.messages`); who is not known counts as voted out."""
+        return self._causes.get((rank, incarnation), (0, STALLED))[1]
+
+    def losses(self, after: int) -> list[Loss]:
+        """Return who was lost in epochs later than `after`."""
+        with self.lock:
+            found = [Loss(rank, *what) for (rank, _), what in self._causes.items() if what[0] > after]
+        return sorted(found)
+
+    def insist(self, ranks: Sequence[int], what: str, seq: int, deadline: float) -> bool:
+        """At a time-out: do what the group's policy is with silent ranks; True while waiting on may still help."""
+        now = time.monotonic()
+        seat = self.seat
+        if seat.on_stall == "wait":
+            if now - self._warned_at > 1.0:
+                self._warned_at = now
+                names = ", ".join(f"{rank} ({seat.runtime.health(seat.slots[rank])})" for rank in ranks)
+                logger.warning("%s: waits for rank(s) %s and goes on waiting (on_stall='wait')", what, names)
+            return True
+        if seat.on_stall != "evict" or now > deadline + seat.runtime.settings.no_quorum_s:
+            return False
+        if now - self._accused_at > ACCUSE_PAUSE_S:
+            self._accused_at = now
+            for rank in ranks:
+                seat.runtime.accuse(seat.slots[rank], self._lane, seq)
+        return True
+
+
+def failure(losses: list[Loss], op: str, rank: int, seq: int, epoch: int, elapsed: float) -> PeerError:
+    """Return the error that tells of `losses`: `RankFailedError`, or `PeerError` where all have left in order."""
+    ranks = sorted({loss.rank for loss in losses})
+    causes = sorted({CAUSES[loss.cause] for loss in losses})
+    kind = PeerError if {loss.cause for loss in losses} == {LEFT} else RankFailedError
+    names = ", ".join(map(str, ranks))
+    where = context(op, rank=rank, peer=names, seq=seq, epoch=epoch, elapsed=elapsed)
+    cause = ", ".join(causes)
+    return kind(
+        f"{where}: rank {names}: {cause}; results are untouched, handles of earlier calls are stale; the next "
+        f"call runs in epoch {epoch} without them",
+        ranks,
+        op,
+        seq,
+        epoch,
+        cause,
+    )
+
+
+def process_of(member: Member) -> tuple[int, int]:
+    """Return number and start time of a member's process."""
+    endpoint = parse_endpoint(member.endpoint)
+    return endpoint.pid, endpoint.start_time
+
+
+def _incarnations(members: Mapping[int, Member]) -> dict[int, int]:
+    return {rank: member.incarnation for rank, member in members.items()}
+
+
+def _renewed(error: PeerError) -> PeerError:
+    """Return an error of its own for each call that raises it."""
+    kind = EvictedError if isinstance(error, EvictedError) else NoQuorumError
+    return kind(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
+
+
+def _nothing() -> None:
+    """Calls of a buffer need not stop while the ranks agree: the stamp does that."""

@@ -1,0 +1,239 @@
+"""Where a process says which buffers it has on a group, and how far each of them is.
+
+One small region per process and group, with a line for each buffer. Who writes: the process itself, nobody else. Who
+reads: the other members, who find the region without being told where it is: among the descriptors of a process that
+the view names, by the name of the memfd. So a process that joins needs neither the store nor a collective call to find
+the buffers that run, nor the others to find its own.
+
+    header  magic, number of the newest buffer, blob of the region
+    line    number of the buffer (0: none), record (`verdict.Record`, word by word), for whom this rank waits and when
+            it said so last, view for which the inbox was made, blob of the inbox, words of the config
+
+Order: a line's number is stored last when it is made and first when it ends; the blob of an inbox lies between two
+stores of the view it is for (0, then the view), and a reader looks at the view again after it has copied the blob. The
+stamp (`VIEW`) is stored after the words that it makes final. Each word is one store of the machine.
+
+A crash leaves a line as it was; the memory stays readable to those who have mapped it. Everything read here is a peer's
+word: a blob is checked by `HostRegion.attach`, its owner against the process that the view names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...errors import EpeeError, ProtocolError, ResourceError
+from ...memory.claim import require_own
+from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
+from ...memory.signals import futex_wake
+from ...view.process.detector import is_leaving
+from .call_outcome import Record
+
+logger = logging.getLogger("epee")
+
+FRESH_NS = 500_000_000  # a rank that waits says so several times in this time, unless it has stopped
+MAX_BUFFERS = 32  # of one group at the same time
+_MAGIC = int.from_bytes(b"epeebuf1", "little")
+_BLOB_WORDS = -(-BLOB_BYTES // 8)
+_NEWEST, _OWN_BLOB = 1, 2
+_LINE_WORDS = 64
+NUMBER, VIEW, EPOCH, ISSUED, GATHERED, BLAMED, BLAMED_AT, INBOX_VIEW, INBOX = range(9)
+CONFIG = INBOX + _BLOB_WORDS
+_NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
+assert _OWN_BLOB + _BLOB_WORDS <= _LINE_WORDS
+
+
+class Line:
+    """The words of one buffer in one process's registry.
+
+    Attributes:
+        address: of the first word, for those who sleep on one.
+        owner_pid: whose it is.
+    """
+
+    def __init__(self, region: HostRegion, index: int) -> None:
+        self._region = region
+        start = 8 * _LINE_WORDS * (1 + index)
+        self.words = region.words(start, _LINE_WORDS)
+        self.owner_pid = region.owner_pid
+        self.address = region.address + start
+
+    @property
+    def number(self) -> int:
+        """Number of the buffer; 0 when it is closed."""
+        return self.words[NUMBER]
+
+    def record(self) -> Record:
+        """Return what the line shows; the stamp is read first, since what it makes final was stored before it."""
+        words = self.words
+        return Record(words[VIEW], words[EPOCH], words[ISSUED], words[GATHERED])
+
+    def stamp(self, view: int) -> None:
+        """Make the record final for `view`. Only the owner."""
+        self.words[VIEW] = view
+        futex_wake(self.address + 8 * VIEW)
+
+    def set_record(self, record: Record) -> None:
+        """Store all but the stamp. Only the owner."""
+        self.words[EPOCH], self.words[ISSUED], self.words[GATHERED] = record.epoch, record.issued, record.gathered
+
+    def blame(self, ranks: Iterable[int]) -> None:
+        """Show for whom this rank waits. Only the owner."""
+        self.words[BLAMED] = 0
+        self.words[BLAMED_AT] = time.monotonic_ns()
+        self.words[BLAMED] = sum(1 << rank for rank in set(ranks))
+
+    def blamed(self) -> int:
+        """Return for whom the rank waits, as a mask; 0 when it has not said so lately."""
+        is_fresh = time.monotonic_ns() - self.words[BLAMED_AT] < FRESH_NS
+        return self.words[BLAMED] if is_fresh else 0
+
+    def lend_inbox(self, view: int, blob: bytes) -> None:
+        """Show the blob of the inbox that this process has made for `view`. Only the owner."""
+        self.words[INBOX_VIEW] = 0
+        self.words[INBOX : INBOX + _BLOB_WORDS] = memoryview(blob.ljust(8 * _BLOB_WORDS, b"\0")).cast("Q")
+        self.words[INBOX_VIEW] = view
+        futex_wake(self.address + 8 * INBOX_VIEW)
+
+    def inbox(self, view: int) -> bytes | None:
+        """Return the blob of the inbox for `view`, None while there is none."""
+        if self.words[INBOX_VIEW] != view:
+            return None
+        blob = bytes(self.words[INBOX : INBOX + _BLOB_WORDS])[:BLOB_BYTES]
+        return blob if self.words[INBOX_VIEW] == view else None
+
+    def config(self, count: int) -> tuple[int, ...]:
+        """Return the first `count` words of the config."""
+        return tuple(self.words[CONFIG : CONFIG + count])
+
+
+class Registry:
+    """This process's lines, or another's.
+
+    Attributes:
+        owner: process number and start time.
+        had: own: numbers of the buffers that were opened.
+    """
+
+    def __init__(self, region: HostRegion) -> None:
+        self.region = region
+        self.owner = (region.owner_pid, region.owner_start_time)
+        self.had: set[int] = set()
+        self._words = region.words(0, _LINE_WORDS)
+        weakref.finalize(self, region.close).atexit = False
+
+    @classmethod
+    def make(cls, lane: int) -> Registry:
+        """Make this process's registry for the group with `lane`; raises as `HostRegion.create`."""
+        region = HostRegion.create(8 * _NUM_WORDS, name_of(lane), only_owner_writes=True)
+        words = region.words(0, _LINE_WORDS)
+        words[_OWN_BLOB : _OWN_BLOB + _BLOB_WORDS] = memoryview(region.blob.ljust(8 * _BLOB_WORDS, b"\0")).cast("Q")
+        words[0] = _MAGIC
+        words.release()
+        return cls(region)
+
+    @property
+    def newest(self) -> int:
+        """The highest number of a buffer that this process has or had."""
+        return self._words[_NEWEST]
+
+    def open(self, number: int, view: int, config: Sequence[int]) -> Line:
+        """Make the line of buffer `number`.
+
+        Raises:
+            ResourceError: too many buffers of the group are open.
+        """
+        for index in range(MAX_BUFFERS):
+            line = Line(self.region, index)
+            if line.number == line.words[VIEW] == 0:
+                line.words[VIEW : CONFIG + len(config)] = memoryview(bytes(8 * (CONFIG - VIEW + len(config)))).cast("Q")
+                for at, word in enumerate(config):
+                    line.words[CONFIG + at] = word
+                line.stamp(view)
+                self._words[_NEWEST] = max(self.newest, number)
+                self.had.add(number)
+                line.words[NUMBER] = number
+                return line
+        raise ResourceError(f"a process has at most {MAX_BUFFERS} buffers of one group at a time; close some")
+
+    def numbers(self) -> dict[int, Line]:
+        """Return the lines of the buffers that are open, by number."""
+        lines = (Line(self.region, index) for index in range(MAX_BUFFERS))
+        return {line.number: line for line in lines if line.number}
+
+
+def name_of(lane: int) -> str:
+    """Return the name of the memfds of a group's registries."""
+    return f"buffers-{lane:x}"
+
+
+def at_fault(me: int, ranks: Sequence[int], lines: Mapping[int, Line]) -> list[int]:
+    """Return for whom those wait for whom rank `me` waits, and so on; none where all wait for each other."""
+    found, seen, todo = set(), {me}, list(ranks)
+    while todo:
+        rank = todo.pop()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        mask = lines[rank].blamed() if rank in lines else 0
+        others = [other for other in lines if mask >> other & 1 and other not in (me, rank)]
+        if others:
+            todo += others
+        else:
+            found.add(rank)
+    return sorted(found)
+
+
+def find(lane: int, pid: int, start_time: int) -> Registry | None:
+    """Return the registry of another process for a group, None when it has none (yet), is dying or no longer lives.
+
+    Raises:
+        ProtocolError: there is something of that name which cannot be right.
+        ResourceError: the system forbids to look.
+    """
+    wanted = f"/memfd:epee-{name_of(lane)}"
+    folder = f"/proc/{pid}/fd"
+    try:
+        entries = os.listdir(folder)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except OSError as exc:
+        if isinstance(exc, PermissionError) and is_leaving(pid, start_time):
+            return None  # the folder of a process without memory is root's
+        raise ResourceError(f"cannot look into {folder}: {exc}; the ranks must run as one user, dumpable") from exc
+    for entry in entries:
+        path = f"{folder}/{entry}"
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(path).split(" ")[0] == wanted:
+                found = _attach(path, pid, start_time)
+                if found is not None:
+                    return found
+    return None
+
+
+def _attach(path: str, pid: int, start_time: int) -> Registry | None:
+    """Map the registry behind a descriptor; None when it is not this process's own, or is just coming or going."""
+    try:
+        require_own(pid)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            raw = os.pread(fd, 8 * (_OWN_BLOB + _BLOB_WORDS), HEADER_BYTES)
+        finally:
+            os.close(fd)
+        if int.from_bytes(raw[:8], "little") != _MAGIC:
+            return None  # just being made
+        region = HostRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES], is_writable=False)
+    except EpeeError as exc:  # it has just ended, or closed it; whoever waits for it has a time-out
+        logger.info("the list of buffers of process %d cannot be used: %s", pid, exc)
+        return None
+    if (region.owner_pid, region.owner_start_time) != (pid, start_time):
+        region.close()
+        return None  # another process's, which this one was just mapping
+    if region.nbytes < 8 * _NUM_WORDS:
+        region.close()
+        raise ProtocolError(f"the list of buffers of process {pid} has {region.nbytes} bytes; another version of epee?")
+    return Registry(region)

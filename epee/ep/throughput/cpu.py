@@ -1,0 +1,491 @@
+"""Dispatch and combine for CPU tensors: rows are copied once, straight into their final place in shared memory.
+
+Dispatch: every rank publishes its counts and a slot of its arena; from the counts of all ranks each one computes
+where its rows go (`placement.py`), copies each row there with one `index_select` per segment, and signals each peer
+when its rows are complete. Who writes: the source rank, into segments that no other rank's segments overlap. What
+orders it: the row exchange comes before the first store into a peer's slot, the `data` tag after the last one.
+
+Combine pulls: a rank puts its expert outputs into a slot of its own arena (or finds them there already, see
+`combine_input`), publishes the slot, and reads the rows of its own tokens out of everybody's slot. It sums in float32
+in ascending rank order and rounds once. A slot stays untouched until all peers have passed the call.
+
+What a crash between two steps leaves: half-written rows in a slot whose `data` tag never comes. The receiver raises
+and lets the slot cool; nothing half-written is ever returned. Where the group has a view (`membership/epochs.py`) the
+call may end without the dead: rows of the others are then packed into ordinary memory (`partial.py`), and the next call
+finds other arenas. A result that all sources have completed stays where it is: nobody has a grant to write there again.
+
+Arguments come checked (`checks.py`); what comes from peers is checked here and in `control/inbox.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from ...errors import (
+    AbortedError,
+    CommTimeoutError,
+    EpeeError,
+    InvalidArgument,
+    PeerError,
+    ProtocolError,
+    context,
+)
+from ...memory.arena import Arena, Slots, num_pool_slots
+from ...memory.host import BLOB_BYTES
+from ...memory.layout import Field
+from ..checks import CombineCall, DispatchCall, PayloadRows
+from ..config import LAYOUTS, BufferConfig
+from ..control.announce import combine_header, dispatch_header
+from ..control.inbox import OP_NAMES, Rows
+from ..control.messages import ControlPlane
+from ..event import DONE
+from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, Routing
+from ..streams import Lane, RunOptions
+from .order import RANKS_THEN_BIAS
+from .partial import lost_weight, pack_rows, without_destinations, without_sources
+from .placement import Counts, Segment, num_rows_needed, place
+from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
+from .reduce_ordered import combine_expert_rows_in_order, combine_rank_rows_in_order
+from .rows import pack_meta, received_meta, rows_of, typed, write_meta, write_rows
+
+
+def _own(handle: Handle) -> HostHandle:
+    """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
+    assert isinstance(handle, HostHandle)
+    return handle
+
+
+class CpuPath:
+    """The arenas of one buffer and what moves rows through them.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        control: its host side, whose row exchange orders the calls.
+        buffer_id: goes into handles.
+        poison: fill slots with 0xFF before each use.
+
+    Attributes:
+        num_copied: results that were copied out because no slot was free.
+    """
+
+    def __init__(self, config: BufferConfig, rank: int, control: ControlPlane, buffer_id: int, poison: bool) -> None:
+        self.config = config
+        self.rank = rank
+        self.control = control
+        self.exchange = control.exchange
+        self.num_copied = 0
+        self._buffer_id = buffer_id
+        self._poison = poison
+        self._arenas: dict[str, Arena] = {}
+        self._alignment = dict.fromkeys(LAYOUTS, 0)  # that the arena of each layout was made for
+        self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
+        self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
+
+    max_num_sms = 0
+
+    def num_announced(self, op: int) -> int:
+        """Return how many calls have been announced to the peers."""
+        return self.exchange.num_calls
+
+    def is_told(self, error: Exception) -> bool:
+        """Tell whether the peers know about `error`, or cannot be told: it was they who caused it."""
+        return isinstance(error, (CommTimeoutError, PeerError, AbortedError))
+
+    def refuse(self, op: int, error: Exception, deadline: float) -> None:
+        """Take part in the peers' call as the rank that cannot make it."""
+        survivor = self.exchange.survivor
+        if survivor is not None and survivor.has_turned:
+            if survivor.has_losses_to_tell():
+                return  # the peers' call fails by itself
+            survivor.turn(OP_NAMES[op], deadline)
+        self.control.refuse(op, error, deadline)
+
+    def check(self) -> None:
+        """Nothing fails behind the host's back here."""
+
+    def join(self) -> None:
+        """There are no streams here."""
+
+    def abort(self) -> None:
+        """Calls look by themselves whether the buffer is to be closed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank's arenas map; pages never touched cost nothing."""
+        return sum(arena.region.mapped_bytes for arena in self._arenas.values())
+
+    def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
+        """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
+        arena = self._arena(call.layout, call.expert_alignment)
+        self._settle(deadline)
+        slot = self._take(arena)
+        counts = call.plan.counts if call.plan is not None else None
+        survivor = self.exchange.survivor
+        last_seq = self.exchange.seq
+        try:
+            header = dispatch_header(call, self.rank, slot, self._alignment[call.layout])
+            self.exchange.publish(header, counts, arena.region.blob, deadline)
+            rows = self.exchange.gather(deadline)
+            handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
+            slots = self._attach(call.layout, rows, deadline)
+            self._send(call, handle, rows, slots)
+            missing = self.exchange.wait_data(deadline, rows.parties)
+            if missing and survivor is not None and survivor.raises:
+                raise survivor.unfinished(missing, "dispatch")
+            return self._receive(call, handle, arena, slot, missing)
+        except BaseException:
+            self._let_go(arena, slot, last_seq)
+            if self.exchange.seq > last_seq:
+                self.exchange.abandon()  # some may wait for rows that will not come
+            raise
+
+    def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
+        """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
+        layout = call.handle.layout
+        arena = self._arena(layout, call.handle.expert_alignment)
+        self._settle(deadline)
+        slot = arena.leased_input(call.y) if call.y.numel() else None
+        is_staged = slot is not None
+        slot = self._take(arena) if slot is None else slot
+        last_seq = self.exchange.seq
+        try:
+            self._stage(call, arena, slot, is_staged)
+            header = combine_header(call, self.rank, slot, self._alignment[layout])
+            self.exchange.publish(header, None, arena.region.blob, deadline)
+            rows = self.exchange.gather(deadline)
+            return self._pull(call, self._attach(layout, rows, deadline), rows)
+        finally:
+            self._let_go(arena, slot, last_seq)
+
+    def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
+        shape = (handle.num_recv, self.config.hidden)
+        arena = self._arena(handle.layout, handle.expert_alignment)
+        arena.pool.reclaim(self.exchange.seq)
+        arena.pool.passed(self.exchange.settled)
+        if handle.num_recv == 0 or not arena.pool.can_lease("input"):
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        slot = self._take(arena)
+        return arena.lease(slot, [Field("payload", dtype, shape)], "input")[0]
+
+    def close(self) -> None:
+        """Drop all memory; tensors that the user still holds keep theirs. Idempotent.
+
+        Also between two epochs: the arenas of the next one are made by its calls.
+        """
+        for peers in self._peers.values():
+            for slots in peers.values():
+                slots.close()
+            peers.clear()
+        for blobs in self._blobs.values():
+            blobs.clear()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+    # -- memory
+
+    def _arena(self, layout: str, alignment: int) -> Arena:
+        """Return the arena of a layout, made at its first use and again when a larger alignment needs more room."""
+        arena = self._arenas.get(layout)
+        needed = alignment if layout == "expert" else 1
+        if arena is not None and self._alignment[layout] >= needed:
+            return arena
+        slot_layout = self.config.slot_layout(layout, needed)
+        new = Arena(slot_layout, self.config.num_slots, f"{layout}-{self.rank}-{os.getpid()}")
+        if arena is not None:
+            arena.close()
+        self._arenas[layout] = new
+        self._alignment[layout] = needed
+        return new
+
+    def _take(self, arena: Arena) -> int:
+        slot = arena.pool.take()
+        if self._poison:
+            arena.poison(slot)
+        return slot
+
+    def _settle(self, deadline: float) -> None:
+        """Wait until the peers have passed every call but the last, and free the slots that were cooling for them."""
+        self.exchange.settle(deadline)
+        for arena in self._arenas.values():
+            arena.pool.reclaim(self.exchange.seq)
+            arena.pool.passed(self.exchange.settled)
+
+    def _let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
+        """Give a slot up. Once the call was announced, peers may touch it until they have passed the call."""
+        if self.exchange.seq > last_seq:
+            arena.pool.cool(slot, self.exchange.seq)
+        else:
+            arena.pool.give_back(slot)
+
+    def _attach(self, layout: str, rows: Rows, deadline: float) -> dict[int, Slots]:
+        """Return the slots of all with a part in the call; one that has died before it was mapped has none.
+
+        What is new is mapped: a peer's first arena, or one that it has made larger.
+        """
+        peers, blobs = self._peers[layout], self._blobs[layout]
+        for src in rows.parties:
+            text = rows.texts[src]
+            if src == self.rank:
+                peers[src] = self._arenas[layout]
+            elif blobs.get(src) != text:
+                survivor = self.exchange.survivor
+                try:
+                    self._attach_one(layout, src, rows)
+                except EpeeError:
+                    if survivor is None or not survivor.await_end_of(src, deadline):
+                        raise
+        return peers
+
+    def _attach_one(self, layout: str, src: int, rows: Rows) -> None:
+        peers, blobs = self._peers[layout], self._blobs[layout]
+        text, header = rows.texts[src], rows.headers[src]
+        alignment = max(1, header.arena_alignment)
+        if layout == "expert" and alignment < header.expert_alignment:
+            raise ProtocolError(
+                f"rank {src}: its arena is aligned to {alignment}, its call to {header.expert_alignment} rows"
+            )
+        slot_layout = self.config.slot_layout(layout, alignment)
+        new = Slots.attach(text[:BLOB_BYTES], slot_layout, num_pool_slots(self.config.num_slots))
+        if new.region.owner_pid != self.exchange.pids[src]:
+            new.close()
+            raise ProtocolError(f"the arena that rank {src} names belongs to process {new.region.owner_pid}")
+        if src in peers:
+            peers[src].close()
+        peers[src], blobs[src] = new, text
+
+    # -- dispatch
+
+    def _new_handle(self, call: DispatchCall, rows: Rows) -> HostHandle:
+        assert call.plan is not None
+        counts = self._check_counts(rows, call.layout, call.expert_alignment)
+        return HostHandle(
+            buffer_id=self._buffer_id,
+            seq=self.exchange.seq,
+            epoch=self.exchange.epoch,
+            layout=call.layout,
+            expert_alignment=call.expert_alignment,
+            num_tokens=call.payload.rows.shape[0],
+            num_topk=self.config.num_topk,
+            with_topk=call.topk_idx is not None,
+            plan=call.plan,
+            placement=place(counts, self.rank, call.layout, call.expert_alignment, self.config),
+            routing=self._routing(call),
+        )
+
+    def _routing(self, call: DispatchCall) -> Routing | None:
+        """Return a copy of the routing where some of it may be lost: in a reduced view, or where a loss is no error."""
+        survivor = self.exchange.survivor
+        if survivor is None or (survivor.raises and not self.exchange.is_reduced):
+            return None
+        return Routing(
+            *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
+        )
+
+    def _check_counts(self, rows: Rows, layout: str, alignment: int) -> Counts:
+        """Raise unless the counts are possible and everybody has room; the same verdict on every rank."""
+        num_ranks, num_topk = self.config.num_ranks, self.config.num_topk
+        per_rank, per_expert = rows.counts[:, :num_ranks], rows.counts[:, num_ranks:]
+        limit = np.array([header.num_tokens for header in rows.headers])[:, None]
+        possible = rows.counts.min() >= 0 and not (per_expert > limit * num_topk).any()
+        if layout == "rank":
+            possible = possible and not (per_rank > limit).any()
+        else:
+            possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
+        if not possible:
+            where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
+            raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
+        counts = Counts(per_rank.tolist(), per_expert)
+        needed = num_rows_needed(counts, layout, alignment, self.config)
+        capacity = self.config.capacity(layout, alignment)
+        worst = max(range(num_ranks), key=needed.__getitem__)
+        if needed[worst] > capacity:
+            where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
+            raise InvalidArgument(
+                f"{where}: rank {worst} would receive {needed[worst]} rows, its {layout} layout holds {capacity}; "
+                f"make the buffer with max_recv_rows={needed[worst]} or more, or dispatch fewer tokens"
+            )
+        return counts
+
+    def _send(self, call: DispatchCall, handle: HostHandle, rows: Rows, slots: dict[int, Slots]) -> None:
+        """Write this rank's rows at their destinations, the next rank first and this one last."""
+        by_rank: dict[int, list[Segment]] = {}
+        for segment in handle.placement.segments:
+            by_rank.setdefault(segment.dst_rank, []).append(segment)
+        meta = {segment.dst_rank: segment for segment in handle.placement.meta_segments}
+        packed = pack_meta(call, handle, self.config.meta_words(handle.layout))
+        for step in range(1, self.config.num_ranks + 1):
+            dst_rank = (self.rank + step) % self.config.num_ranks
+            if dst_rank not in slots:
+                continue
+            target, slot = slots[dst_rank], rows.headers[dst_rank].slot
+            for segment in by_rank.get(dst_rank, ()):
+                write_rows(call.payload, handle, segment, target, slot)
+            if packed is not None and dst_rank in meta:
+                write_meta(packed, handle, meta[dst_rank], target, slot)
+            if dst_rank != self.rank:
+                self.exchange.signal_data(dst_rank)
+
+    def _receive(
+        self, call: DispatchCall, handle: HostHandle, arena: Arena, slot: int, missing: list[int]
+    ) -> Dispatched:
+        if call.handle is None or call.topk_weights is not None:
+            words = self.config.meta_words(handle.layout)
+            meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
+            handle = received_meta(call, handle, meta, self.rank * self.config.num_local_experts)
+        if call.handle is not None and call.topk_weights is not None and handle.routing is not None:
+            handle = replace(handle, routing=handle.routing._replace(topk_weights=call.topk_weights.clone()))
+        source = None
+        if missing:
+            whole_recv = handle.num_recv
+            handle, source = without_sources(handle, missing)
+        if source is None:
+            self._clear_padding(call, handle, arena, slot)
+            x = self._result(call.payload, handle.num_recv, arena, slot)
+        else:
+            x = self._packed(call.payload, whole_recv, source, arena, slot)
+        weights = handle.recv_weights
+        if call.handle is not None and call.topk_weights is None and handle.layout == "rank":
+            weights = None
+        return Dispatched(
+            x=x,
+            # copies: the handle's own must not change with what the user does to these
+            topk_idx=None if handle.recv_topk_idx is None else handle.recv_topk_idx.clone(),
+            topk_weights=None if weights is None else weights.clone(),
+            num_tokens_per_expert=handle.num_tokens_per_expert,
+            handle=handle,
+            event=DONE,
+            num_ranks=self.config.num_ranks,
+            epoch=self.exchange.epoch,
+            lost_ranks=self._lost(missing),
+        )
+
+    def _lost(self, missing: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the ranks that are not members, and those of `missing`."""
+        if not missing and not self.exchange.is_reduced:
+            return ()
+        there = set(self.exchange.members) - set(missing)
+        return tuple(rank for rank in range(self.config.num_ranks) if rank not in there)
+
+    def _clear_padding(self, call: DispatchCall, handle: HostHandle, arena: Arena, slot: int) -> None:
+        for first, end in handle.placement.padding:
+            rows_of(arena, slot, "payload", first, end - first, call.payload.rows.shape[1]).zero_()
+            if call.payload.scales is not None:
+                rows_of(arena, slot, "scales", first, end - first, call.payload.scales.shape[1]).zero_()
+
+    def _fields(self, payload: PayloadRows, num_recv: int) -> list[Field]:
+        fields = [Field("payload", payload.dtype, (num_recv, self.config.hidden))]
+        if payload.scales is not None:
+            assert payload.scale_dtype is not None
+            fields.append(Field("scales", payload.scale_dtype, (num_recv, payload.scales.shape[1])))
+        return fields
+
+    def _result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
+        """Return the received rows: a lease on the slot, or a copy when as many are out as may be."""
+        fields = self._fields(payload, num_recv)
+        if num_recv == 0:
+            arena.pool.give_back(slot)
+            tensors = [torch.empty(field.shape, dtype=field.dtype, device="cpu") for field in fields]
+        elif arena.pool.can_lease("result"):
+            tensors = arena.lease(slot, fields, "result")
+        else:
+            tensors = [typed(arena, slot, field).clone() for field in fields]
+            arena.pool.give_back(slot)
+            self.num_copied += 1
+        return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
+
+    def _packed(self, payload: PayloadRows, num_recv: int, source: torch.Tensor, arena: Arena, slot: int) -> Payload:
+        """Return the rows that have come, copied out; the slot is never used again."""
+        tensors = [pack_rows(typed(arena, slot, field), source) for field in self._fields(payload, num_recv)]
+        return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
+
+    # -- combine
+
+    def _stage(self, call: CombineCall, arena: Arena, slot: int, is_staged: bool) -> None:
+        """Bring y, unless it lies in the slot already, and the weights to where peers may read them."""
+        if not is_staged:
+            staged = typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape)))
+            for part in self._rows_for_others(_own(call.handle)):
+                staged[part].copy_(call.y[part])
+        if call.topk_weights is not None:
+            flat = call.topk_weights.reshape(-1)
+            arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
+
+    def _rows_for_others(self, handle: HostHandle) -> tuple[slice, ...]:
+        """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""
+        if handle.layout == "expert":
+            return (slice(None),)
+        first = sum(handle.num_received[: self.rank])
+        return slice(0, first), slice(first + handle.num_received[self.rank], None)
+
+    def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
+        handle, hidden = _own(call.handle), self.config.hidden
+        missing = [rank for rank in self.exchange.members if rank not in rows.parties or rank not in slots]
+        if missing:
+            handle = without_destinations(handle, missing)
+            call = call._replace(handle=handle)
+        dtype = call.y.dtype
+        out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu")
+        granted = [header.slot for header in rows.headers]
+        if handle.layout == "rank":
+            parts = [self._segment_rows(call, segment, slots, granted) for segment in handle.placement.segments]
+            if call.order is RANKS_THEN_BIAS:
+                combine_rank_rows(handle, parts, call.bias, out)
+            else:
+                combine_rank_rows_in_order(handle, parts, call.bias, out, call.order, call.last_k)
+        else:
+            views = [self._whole(slots.get(src), granted[src], dtype) for src in range(self.config.num_ranks)]
+            if call.order is RANKS_THEN_BIAS:
+                combine_expert_rows(handle, views, call.bias, out)
+            else:
+                combine_expert_rows_in_order(handle, views, call.bias, out, call.order)
+        lost = self._lost(missing)
+        return Combined(
+            out,
+            self._returned_weights(call, slots, granted),
+            num_ranks=self.config.num_ranks,
+            epoch=self.exchange.epoch,
+            lost_ranks=lost,
+            lost=None if handle.routing is None else partial(lost_weight, handle.routing, lost, self.config),
+        )
+
+    def _whole(self, slots: Slots | None, slot: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return all rows of a slot; none of a rank without a part."""
+        hidden = self.config.hidden
+        if slots is None:
+            return torch.empty(0, hidden, dtype=dtype, device="cpu")
+        flat = slots.field(slot, "payload").view(dtype)
+        return flat[: flat.numel() // hidden * hidden].view(-1, hidden)
+
+    def _segment_rows(
+        self, call: CombineCall, segment: Segment, slots: dict[int, Slots], granted: list[int]
+    ) -> torch.Tensor:
+        if segment.dst_rank == self.rank:
+            return call.y[segment.dst_row : segment.dst_row + segment.num_rows]
+        words = call.y.shape[1] * call.y.element_size() // 8
+        target, slot = slots[segment.dst_rank], granted[segment.dst_rank]
+        return rows_of(target, slot, "payload", segment.dst_row, segment.num_rows, words).view(call.y.dtype)
+
+    def _returned_weights(self, call: CombineCall, slots: dict[int, Slots], granted: list[int]) -> torch.Tensor | None:
+        if call.topk_weights is None:
+            return None
+        handle, num_topk = _own(call.handle), self.config.num_topk
+        width = num_topk if handle.layout == "rank" else 1
+        dtype = call.topk_weights.dtype  # a float64 buffer carries float32 weights widened: narrowing them is exact
+        parts = [
+            rows_of(slots[seg.dst_rank], granted[seg.dst_rank], "topk_weights", seg.dst_row, seg.num_rows, width).to(
+                dtype
+            )
+            for seg in handle.placement.segments
+        ]
+        if handle.layout == "rank":
+            return return_rank_weights(handle, parts, num_topk, dtype)
+        return return_expert_weights(handle, [part.view(-1) for part in parts], num_topk, dtype)

@@ -1,0 +1,302 @@
+"""Throughput mode on the GPUs of one host: the host side of dispatch and combine.
+
+A `Throughput` is a rank's end of a GPU buffer. A dispatch is two kernels (`dispatch.py`): one counts,
+exchanges counts and grants, and finds all places; the other moves the rows to where they stay. Few tokens need one
+kernel only. A combine is one kernel
+(`combine.py`) that pulls the rows back and sums them. The host waits for nothing but the counts, and only
+when it is asked to. Memory, kernels and the order of calls are in `machine.py`.
+
+Failures are numbers in pinned host memory: `check` raises them, as does every call before it starts. After a failure
+the buffer works on; the ranks stay in step because failed calls count as well. A late peer may still write into a slot
+that was granted in a failed call: see `slots.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ....errors import ResourceError
+from ...gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
+from ...gpu.platform import Platform
+from ...gpu.report import REFUSED_INVALID_ARGUMENT, ReasonOf
+from ...gpu.signature import dispatch_signature
+from ..shapes import HandleSpace, Shape, ThroughputConfig, handle_space
+from .combine import launch_combine, launch_refusal
+from .dispatch import (
+    Exchange,
+    Payload,
+    allocate_expanded,
+    cut_expanded,
+    launch_few,
+    launch_layout,
+    launch_payload,
+    plan_launch,
+    view_slot,
+)
+from .machine import AllGather, Machine
+from .order import launch_order
+from .types import CombineOptions, DispatchOptions, Received, ThroughputHandle
+
+_ONE_WARP = Shape(1, 32, 0, 0, 0)
+
+
+class Throughput:
+    """A rank's end of a GPU buffer. One call at a time; calls of all ranks in the same order.
+
+    Args:
+        platform: the GPU.
+        config: sizes, equal on all ranks.
+        all_gather: gives everybody's bytes in rank order; called at construction and, once, at the first
+            expert-layout combine (never while a graph is recorded).
+    """
+
+    def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
+        self.config = config
+        self._machine = Machine(platform, config, all_gather)
+        self._spaces: dict[int, HandleSpace] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory that this rank lends."""
+        return self._machine.nbytes
+
+    @property
+    def num_copies(self) -> int:
+        """Results that were copied out because no slot was free."""
+        return self._machine.pool.num_copies
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        route: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        handle: ThroughputHandle | None,
+        options: DispatchOptions,
+    ) -> Received:
+        """Send rows; the caller has checked the arguments, see `Buffer.dispatch` for their meaning.
+
+        Args:
+            x: `[num_tokens, hidden]`, unit stride in the last dimension, rows 16-byte aligned.
+            scales: `[num_tokens, num_scales]` of 4-byte elements, any strides, or None.
+            route: `[num_tokens, num_topk]` int64, or `[num_tokens, num_ranks]` bool, contiguous; None with a handle.
+            topk_weights: `[num_tokens, num_topk]` float32 contiguous, or None.
+            handle: of an earlier dispatch, to go the same way again; its layout and alignment count.
+            options: how.
+        Raises:
+            what an earlier call left behind; with `options.sync` also what this one met.
+        """
+        machine = self._machine
+        stream = machine.begin()
+        is_fresh = handle is None
+        if handle is None:
+            handle = self._new_handle(x.shape[0], route, topk_weights, options)
+        elif handle.is_expert and topk_weights is not None:
+            handle = handle.with_weights(topk_weights)
+        payload = Payload.of(x, scales, topk_weights)
+        few_tokens = None if route is None or handle.is_expert else handle.num_tokens
+        launch = plan_launch(machine, payload.row_bytes, handle.is_expert, options.num_sms, few_tokens)
+        # all memory before the first kernel: behind it there is no way back without the peers
+        expanded = allocate_expanded(machine, payload, handle, stream) if handle.is_expert else None
+        taken = None if handle.is_expert else machine.take(stream, is_granted=True)
+        try:
+            slot = machine.grant_landing() if taken is None else taken.slot
+            if machine.is_poisoned:
+                machine.poison_slot(slot)
+            mailbox = machine.open_mailbox() if options.sync and is_fresh else None
+            word = dispatch_signature(
+                handle.layout, handle.expert_alignment, x.dtype, payload.num_scales,
+                None if scales is None else scales.dtype, handle.has_topk, topk_weights is not None,
+                0 if is_fresh else handle.call_idx,
+            )  # fmt: skip
+            exchange = Exchange(slot, word, mailbox)
+            weights = topk_weights if is_fresh else None
+            if launch.few_warps and route is not None:
+                launch_few(machine, payload, handle, route, exchange, launch, stream, options)
+            else:
+                launch_layout(machine, handle, route, weights, exchange, launch, stream, options.timeout_s)
+                launch_payload(machine, payload, handle, launch, stream, options, expanded)
+            if mailbox is not None:
+                self._wait_counts(handle, mailbox, options.timeout_s)
+        except BaseException:
+            if taken is not None:
+                taken()
+            raise
+        if expanded is not None:
+            return cut_expanded(expanded, handle)
+        return view_slot(machine, payload, handle, taken, is_fresh, stream)
+
+    def combine_input(self, handle: ThroughputHandle, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return `[num_recv, hidden]` memory from which a combine needs no copy, or None when no slot is free."""
+        machine, hidden = self._machine, self.config.hidden
+        stream = machine.begin()
+        if handle.num_recv == 0:
+            return torch.empty(0, hidden, dtype=dtype, device=machine.platform.device)
+        if handle.is_expert:
+            place = machine.expert_place(handle.expert_alignment)
+            rows = self.config.expanded_rows(handle.expert_alignment) if handle.num_recv is None else handle.num_recv
+            if place.is_leased:
+                return None
+            region, nbytes = place.regions[self.config.rank], rows * hidden * dtype.itemsize
+            machine.poison(region, 0, nbytes)
+            place.is_leased = True
+            released = None if machine.platform.is_capturing() else place.free
+            return region.lease(0, nbytes, released).view(dtype).view(rows, hidden)
+        rows = self.config.max_recv_rows if handle.num_recv is None else handle.num_recv
+        taken = machine.take(stream, is_granted=False)
+        if taken is None:
+            return None
+        machine.poison_slot(taken.slot)
+        return machine.lease(taken)[: rows * hidden * dtype.itemsize].view(dtype).view(rows, hidden)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: ThroughputHandle,
+        topk_weights: torch.Tensor | None,
+        bias: Sequence[torch.Tensor],
+        out: torch.Tensor | None,
+        options: CombineOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bring rows back and sum them; the caller has checked the arguments, see `Buffer.combine`.
+
+        Args:
+            y: `[num_recv, hidden]` contiguous, anywhere; from `combine_input` or a dispatch it is not copied.
+            handle: of the dispatch.
+            topk_weights: `[num_recv, num_topk]` or, expert layout, `[num_recv]`; float32 contiguous, or None.
+            bias: up to two contiguous `[num_tokens, hidden]`, both of y's dtype or both float32.
+            out: where to write, contiguous, or None.
+            options: how.
+        Returns:
+            `[num_tokens, hidden]`, and the weights `[num_tokens, num_topk]` or None.
+        """
+        stream = self._machine.begin()
+        if out is None:
+            shape = (handle.num_tokens, self.config.hidden)
+            out = torch.empty(shape, dtype=y.dtype, device=self._machine.platform.device)
+        if options.order is None:
+            return out, launch_combine(self._machine, y, handle, topk_weights, bias, out, options, stream)
+        # a combine without tokens, unless weights are to come back: the ranks meet and learn where all rows lie
+        met = handle if topk_weights is not None else replace(handle, num_tokens=0)
+        weights = launch_combine(self._machine, y, met, topk_weights, (), out, options, stream)
+        launch_order(self._machine, y, handle, bias, out, options.order, stream, options.timeout_s)
+        return out, weights
+
+    def barrier(self, timeout_s: float) -> None:
+        """All ranks meet on the device, on their current streams; the host waits for nobody."""
+        machine = self._machine
+        stream = machine.begin()
+        kernel = machine.kernel("barrier", timeout_s)
+        machine.announce()
+        machine.launch(kernel, 1, _ONE_WARP, stream)
+
+    def refuse(self, timeout_s: float, tell: Callable[[int], None] | None = None) -> None:
+        """Take part in the peers' next call, whatever it is, only to tell them that this rank's was invalid.
+
+        Args:
+            timeout_s: of the refusal's kernels, which wait for nobody.
+            tell: gets the call's number before the peers can see that it is refused; the host waits for the GPU then.
+        """
+        machine = self._machine
+        stream = machine.begin(do_check=False)
+        if tell is not None:
+            tell(machine.num_finished() + 1)
+        options = DispatchOptions(timeout_s=timeout_s, sync=False)
+        handle = self._new_handle(0, None, None, options)
+        nothing = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=machine.platform.device)
+        payload = Payload.of(nothing, None, None)
+        launch = plan_launch(machine, payload.row_bytes, False, None)
+        exchange = Exchange(0, 0, None, REFUSED_INVALID_ARGUMENT)  # nobody stores into the slot of a refused call
+        launch_layout(machine, handle, None, None, exchange, launch, stream, timeout_s)
+        launch_refusal(machine, timeout_s, stream)  # ends the call, for peers that combine as for those that dispatch
+
+    def set_hooks(self, interrupt: Callable[[], None], reason_of: ReasonOf) -> None:
+        """Set what is called while the host waits, and what knows why peers have refused calls."""
+        self._machine.interrupt, self._machine.reason_of = interrupt, reason_of
+
+    def set_poison(self, is_poisoned: bool) -> None:
+        """Fill receive memory with 0xFF before each use, or not."""
+        self._machine.is_poisoned = is_poisoned
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that the peers have heard of; those recorded in graphs do not count."""
+        return self._machine.num_calls
+
+    def tags(self) -> int:
+        """Return the highest call number that this rank has used; waits for the GPU."""
+        return self._machine.tags()
+
+    def set_view(self, active: Sequence[bool], tag: int) -> None:
+        """Go on in an agreed view: every member calls this with equal arguments, no call of any of them is in flight.
+
+        Handles from before do not serve any more: kernels refuse them, also in graphs. Errors that nobody has heard of
+        yet are dropped.
+
+        Args:
+            active: `num_ranks` flags: who takes part. Who does not is neither written to, awaited, nor counted.
+            tag: above every member's `tags()`, so that nothing of earlier calls passes for new.
+        """
+        self._machine.set_view(active, tag)
+
+    def mark_dead(self, ranks: Sequence[int]) -> None:
+        """Say which ranks are dead: calls in flight that have them in their view end with an error. Any thread."""
+        self._machine.mark_dead(ranks)
+
+    def bury(self, ranks: Sequence[int]) -> None:
+        """Hear that the processes of ranks have ended, and their GPUs' work: what they might have written is free."""
+        self._machine.bury(ranks)
+
+    def join(self) -> None:
+        """Let the current stream go on behind everything that this buffer has put on any other."""
+        self._machine.join()
+
+    def drain(self, grace_s: float) -> None:
+        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
+        self._machine.drain(grace_s)
+
+    def abort(self) -> None:
+        """End every wait of the kernels in flight, from any thread; close the buffer afterwards."""
+        self._machine.abort()
+
+    def check(self) -> None:
+        """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
+        self._machine.check()
+
+    def close(self) -> None:
+        """Give up all memory; tensors over it keep what they use. Idempotent. No kernel may be in flight."""
+        self._machine.close()
+
+    def _new_handle(
+        self,
+        num_tokens: int,
+        route: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        options: DispatchOptions,
+    ) -> ThroughputHandle:
+        device = self._machine.platform.device
+        space = self._spaces.get(num_tokens)
+        if space is None:
+            space = self._spaces.setdefault(num_tokens, handle_space(self.config, num_tokens))
+        return ThroughputHandle(
+            call_idx=self._machine.num_calls + 1,
+            layout=options.layout,
+            expert_alignment=options.expert_alignment,
+            num_tokens=num_tokens,
+            space=space,
+            words=torch.empty(space.total, dtype=torch.int32, device=device),
+            has_topk=route is not None and route.dtype != torch.bool,
+            has_weights=topk_weights is not None,
+        )
+
+    def _wait_counts(self, handle: ThroughputHandle, mailbox: int, timeout_s: float) -> None:
+        """Wait until the layout kernel has all counts; they become the handle's."""
+        info = self._machine.wait_mailbox(mailbox, timeout_s)
+        if info is None:
+            self._machine.check()
+            raise ResourceError("dispatch failed and left no report")
+        handle.num_recv = info[RECV_INFO_EXPANDED if handle.is_expert else RECV_INFO_ROWS]
+        handle.num_tokens_per_expert = info[RECV_INFO_COUNTS : RECV_INFO_COUNTS + self.config.num_local_experts]

@@ -1,0 +1,489 @@
+"""What a rank's end of a GPU buffer is made of: kernels, lent memory, reports, and the order of calls.
+
+Memory map of a rank: a control block (`throughput_params.CONTROL_LAYOUT`), a receive region of `num_slots + 1` slots
+(the last is the landing place for results that are copied out and for rows that combine copies in), and, once the
+expert layout has been combined, a region for its rows. All of it is lent to all ranks; who writes what is said at the
+kernels.
+
+Every call of a buffer carries the next tag, so calls run one after another. Calls from another stream than the last
+one wait for whatever is queued there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ....errors import CommTimeoutError, InvalidArgument, InvalidState, ResourceError
+from ....memory.layout import align_up
+from ...gpu.params import (
+    CONTROL_LAYOUT,
+    FEW_KERNEL,
+    HANDLE_BYTES,
+    KERNELS,
+    NUM_REPORTS,
+    OP_BARRIER,
+    OP_COMBINE,
+    OP_DISPATCH,
+    REPORT_WORDS,
+    DispatchParams,
+    LayoutParams,
+    kernel_head,
+)
+from ...gpu.platform import Launcher, Platform, Region
+from ...gpu.report import ReasonOf, blame, is_echo, take_report
+from ...gpu.share import Share
+from ..shapes import Shape, ThroughputConfig
+from .kept import KeptRows
+from .place import DIGEST_BYTES, NOWHERE, ExpertPlace, digest_of
+from .slots import SlotPool, Taken
+from .types import ThroughputHandle
+from .view import ViewWords
+from .views import SlotViews
+
+DEFAULT_SMS = 24
+NUM_MAILBOXES = 16
+NEWS_S = 0.1  # how long a rank that others have left alone in a call waits to hear of a death
+HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
+AllGather = Callable[[bytes], Sequence[bytes]]
+_log = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    """Nobody interrupts."""
+
+
+class Machine:
+    """Kernels and memory of one rank; see `Throughput` for the arguments.
+
+    Attributes:
+        nbytes: GPU memory of this rank.
+        slots: the receive regions of all ranks.
+        members: ranks that take part.
+        num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
+        max_sms: multiprocessors that the call in progress may take.
+        offsets: of the fields of a slot.
+        plans: how kernels are launched, by the facts that decide it.
+        interrupt: called while the host waits for the GPU; may call `abort`.
+        reason_of: knows what peers have said about calls that they refused.
+        is_poisoned: fill receive memory with 0xFF before each use.
+    """
+
+    def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
+        config.check()
+        self.config = config
+        self.platform = platform
+        self.nbytes = 0
+        self.is_closed = False
+        self.is_capturing = False
+        self.num_calls = 0
+        self.interrupt: Callable[[], None] = _nothing
+        self.reason_of: ReasonOf | None = None
+        self.is_poisoned = False
+        self._all_gather = all_gather
+        self._kernels: dict[str, Launcher] = {}
+        head = kernel_head(config.num_ranks, platform.limits.max_warps, platform.limits.stall_one_in)
+        for path, params in KERNELS.items():
+            self._kernels.update(platform.kernels(path, head, params))
+        self._regions: list[Region] = []
+        self._control, _ = self._share(CONTROL_LAYOUT.nbytes)
+        self.slots, _ = self._share((config.num_slots + 1) * config.slot_bytes)
+        self._expert: ExpertPlace | None = None
+        self._is_place_open = False  # the view has changed: do all members have the same place?
+        self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
+        self._report_codes = self._report.words[::REPORT_WORDS]
+        self._news = platform.host_words(2)  # 1 to end all waits; bits of the ranks that are dead
+        self._mailbox_words = -(-config.info_words // 2)
+        self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
+        self._next_mailbox = 0
+        self._exchanged = platform.host_words(1)
+        self.pool = SlotPool(platform, config.num_slots, self._exchanged.words)
+        self._last_stream: int | None = None
+        self._share_of_gpu = Share(platform.device, platform.limits.num_sms)
+        self.max_sms, self._is_alone = platform.limits.num_sms, True
+        names = ("x", "topk_idx", "src_token", "topk_weights", "scales")
+        self.offsets = {name: config.slot_layout.offset(name) for name in names}
+        self.plans: dict[tuple[object, ...], Any] = {}
+        self._kept: dict[int, weakref.ref[KeptRows]] = {}  # of the last result in each slot
+        self._slot_words: dict[int, torch.Tensor] = {}
+        self._views: dict[int, SlotViews] = {}
+        self._lent: dict[int, Taken] = {}  # slots whose aliases are looked after
+        self._calls: dict[str, Any] = {}
+        for name, kernel in self._kernels.items():
+            is_few = name == FEW_KERNEL
+            self._calls[name] = kernel.args.layout.call if is_few else kernel.args.call
+            for part in (kernel.args.layout, kernel.args.payload) if is_few else (kernel.args,):
+                self._set_constants(name, part)
+        self._view = ViewWords(self._control[config.rank])
+        self._view.write([True] * config.num_ranks, 0)
+        self._gone: set[int] = set()  # ranks whose processes have ended
+        self.members = frozenset(range(config.num_ranks))
+        platform.synchronize()  # calls may come on any stream
+
+    def kernel(self, name: str, timeout_s: float) -> Launcher:
+        """Return a kernel, its waits bounded by `timeout_s`."""
+        call = self._calls[name]
+        call.timeout_ns = int(timeout_s * 1e9)
+        call.ordinal = 0 if self.is_capturing else self.num_calls + 1
+        return self._kernels[name]
+
+    def launch(self, kernel: Launcher, grid: int, shape: Shape, stream: int, mode: str = "plain") -> None:
+        """Launch a kernel of a call that `begin` has started."""
+        share, at_once = self._share_of_gpu, grid
+        if mode == "early":
+            if self._is_alone or 2 * grid <= self.max_sms:
+                at_once *= 2  # the next kernel's blocks take their places beside this one's
+            else:
+                mode = "plain"
+        if share.width < at_once:
+            share.width = at_once
+        kernel(grid, shape.block, shape.shared_bytes, stream, mode)
+
+    def announce(self) -> None:
+        """Count a call, right before its first kernel is launched: from then on peers hear of it."""
+        if not self.is_capturing:
+            self.num_calls += 1
+
+    def begin(self, do_check: bool = True) -> int:
+        """Start a call: raise what earlier ones have left behind, return the current stream.
+
+        What the call puts on the stream runs behind everything that this buffer has put on any other.
+        """
+        if self.is_closed:
+            raise InvalidState("the buffer is closed; make a new one")
+        stream = self.platform.stream()
+        self.is_capturing = self.platform.is_capturing()
+        if do_check and not self.is_capturing:
+            self.check()
+        if do_check:  # a refusal is one block that waits for nobody
+            self.max_sms, self._is_alone = self._share_of_gpu.limit(stream, self.is_capturing)
+        if self.is_capturing:
+            self._share_of_gpu.in_graphs = True
+            return stream
+        self._join(stream)
+        if self._view.haunted and self._view.haunted != self.pool.haunted:
+            self._view.tell_haunted(self.pool.haunted)
+        return stream
+
+    def join(self) -> None:
+        """Let the current stream go on behind everything that this buffer has put on any other."""
+        if not self.is_closed and not self.platform.is_capturing():
+            self._join(self.platform.stream())
+
+    def _join(self, stream: int) -> None:
+        self._share_of_gpu.stream = stream
+        if self._last_stream != stream:
+            if self._last_stream is not None:
+                self.platform.wait(self.platform.mark(self._last_stream))
+            self._last_stream = stream
+
+    def check(self) -> None:
+        """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
+        if not any(self._report_codes):
+            return
+        error = take_report(self._report.words, self.config.rank, self.reason_of)
+        if error is not None:
+            if is_echo(error) and (dead := self._await_news()):
+                error = blame(error, dead, self.config.rank)
+            while (later := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
+                _log.warning("after the error that is raised now, another call failed: %s", later)
+            try:
+                raise error
+            finally:
+                del error  # else it would hold the caller's tensors, through traceback and frames, until a collection
+
+    def _await_news(self) -> list[int]:
+        """Return the members that are known to be dead; a peer may have heard of it a little earlier than this rank."""
+        deadline = time.monotonic() + NEWS_S
+        while True:
+            dead = [rank for rank in sorted(self.members) if self._news.words[1] >> rank & 1]
+            if dead or time.monotonic() > deadline:
+                return dead
+            time.sleep(1e-3)
+
+    def num_finished(self) -> int:
+        """Return how many calls this rank's kernels have finished; waits for the GPU."""
+        return self._view.seq
+
+    def drain(self, grace_s: float) -> None:
+        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
+        if self.is_closed or self._last_stream is None or self.platform.is_capturing():
+            return
+        mark = self.platform.mark(self._last_stream)
+        deadline = time.monotonic() + grace_s
+        while not self.platform.is_done(mark):
+            if time.monotonic() > deadline:
+                self.abort()
+                break
+            time.sleep(1e-4)
+        self.platform.synchronize()
+
+    def abort(self) -> None:
+        """End every wait of the kernels in flight, from any thread."""
+        self._news.words[0] = 1
+
+    # --- view -----------------------------------------------------------------------------------------------------
+
+    def tags(self) -> int:
+        """Return the highest call number that this rank has used, on the GPU or on the host; waits for the GPU."""
+        self.platform.synchronize()
+        return max(self._view.seq, self.num_calls)
+
+    def set_view(self, active: Sequence[bool], tag: int) -> None:
+        """Go on in an agreed view, from call number `tag` on; see `Throughput.set_view`."""
+        self.platform.synchronize()
+        self._reclaim()
+        outside = [rank for rank, is_in in enumerate(active) if not is_in and rank != self.config.rank]
+        self.pool.haunt(rank for rank in outside if rank in self.members and rank not in self._gone)
+        members = frozenset(range(len(active))) - frozenset(outside)
+        self._gone -= members
+        self.pool.release(members)
+        self._exchanged.words[0] = tag  # all members have left all earlier calls
+        self.num_calls = tag
+        self._view.write(active, tag, self.pool.haunted)
+        self.members = members
+        self._is_place_open = True
+        self.platform.synchronize()
+        while (error := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
+            _log.info("the view has changed behind a call that failed: %s", error)
+
+    def mark_dead(self, ranks: Sequence[int]) -> None:
+        """Say which ranks are dead: waits of calls with them end, also in kernels in flight. Any thread."""
+        self._news.words[1] = sum(1 << rank for rank in ranks)
+
+    def bury(self, ranks: Sequence[int]) -> None:
+        """Hear that the processes of ranks have ended, with all that their GPUs did: they store nothing any more."""
+        if not self._gone.issuperset(ranks):
+            self._gone |= set(ranks)
+            self.pool.release(self._gone)
+
+    def num_sms(self, wanted: int | None, default: int = DEFAULT_SMS) -> int:
+        """Return how many multiprocessors a call uses."""
+        available = self.platform.limits.num_sms
+        if wanted is None:
+            return max(1, min(default, available - 1, self.max_sms))
+        if not 1 <= wanted <= available:
+            raise InvalidArgument(f"num_sms must be 1 ... {available}, got {wanted}")
+        return min(wanted, self.max_sms)
+
+    def set_handle(self, args: Any, handle: ThroughputHandle) -> None:
+        """Point a kernel at the parts of a handle."""
+        start = type(args).send_prefix.offset
+        memoryview(args).cast("B")[start : start + HANDLE_BYTES] = handle.addresses
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def expert_place(self, expert_alignment: int) -> ExpertPlace:
+        """Return where expert-layout rows are pulled from. Collective at first use in a view, and when padding grows.
+
+        A place that has become too small lives on: kernels in flight, and graphs, may still use it.
+        """
+        place = self._expert
+        if place is None or place.expert_alignment < expert_alignment or self._is_place_open:
+            if self.platform.is_capturing():
+                raise InvalidState(
+                    "the first expert-layout combine, with the largest expert_alignment, must run before a graph is "
+                    "recorded, and again behind a sync()"
+                )
+            if self._is_place_open and self._is_place_common(expert_alignment):
+                assert place is not None
+                self._is_place_open = False
+                return place
+            slot_bytes = align_up(self.config.expert_layout(expert_alignment).nbytes, 256)
+            regions, digest = self._share(ExpertPlace.num_slots * slot_bytes)
+            members = frozenset(rank for rank, region in enumerate(regions) if region.address)
+            place = self._expert = ExpertPlace(regions, expert_alignment, slot_bytes, members, digest)
+            self._is_place_open = False
+        return place
+
+    def _is_place_common(self, expert_alignment: int) -> bool:
+        """Whether all members of a new view have the same place, made by all of them. Collective."""
+        place = self._expert
+        is_fit = place is not None and place.expert_alignment >= expert_alignment
+        mine = place.digest if place is not None and is_fit and self.members <= place.members else bytes(DIGEST_BYTES)
+        others = self._all_gather(mine)
+        return any(mine) and all(others[rank] == mine for rank in self.members)
+
+    def take(self, stream: int, is_granted: bool) -> Taken | None:
+        """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
+        call = self.num_calls + 1 if is_granted else None
+        self._reclaim()
+        if self.is_capturing:
+            return self._take_for_graph(stream, call)
+        slot = self.pool.take(stream, call)
+        if slot is None:
+            return None
+        kept = self._kept.pop(slot, None)
+        if kept is not None and (rows := kept()) is not None:
+            rows.keep()  # the handle of the slot's last result is still there
+        return Taken(self.pool, slot, [stream], False)
+
+    def _reclaim(self) -> None:
+        """Give back slots whose results have died."""
+        for idle in [slot for slot in self._lent if self._views[slot].is_idle()]:
+            self._lent.pop(idle)()
+
+    @property
+    def landing(self) -> int:
+        """The landing slot, for rows that a combine copies in; raises as `SlotPool.landing`."""
+        if self.pool.haunted:
+            self._reclaim()
+        return self.pool.landing
+
+    def grant_landing(self) -> int:
+        """Return the landing slot for a call that grants it to the peers; raises as `SlotPool.landing`."""
+        if self.pool.haunted:
+            self._reclaim()
+        return self.pool.grant_landing(self.num_calls + 1, self.is_capturing)
+
+    def _take_for_graph(self, stream: int, call: int | None) -> Taken:
+        """Take a slot for good. One that a handle may still be asked for cannot be copied now, so it stays free."""
+        passed: list[int] = []
+        while (slot := self.pool.take(stream, call, for_graph=True)) is not None:
+            kept = self._kept.get(slot)
+            rows = None if kept is None else kept()
+            if rows is None or rows.is_kept:
+                break
+            passed.append(slot)
+        for other in passed:
+            self.pool.give_back(other, [stream])
+        if slot is None:
+            raise ResourceError(
+                "no slot is free for this graph to own; make the buffer with a larger num_slots, or drop the handles "
+                "of earlier dispatches"
+            )
+        return Taken(self.pool, slot, [stream], True)
+
+    def poison(self, region: Region, offset: int, nbytes: int) -> None:
+        """Where it is asked for, fill memory with 0xFF, so that rows nobody wrote show as NaN."""
+        if self.is_poisoned and nbytes:
+            region.lease(offset, nbytes, None).fill_(0xFF)
+
+    def poison_slot(self, slot: int) -> None:
+        """The same with a slot of this rank."""
+        slot_bytes = self.config.slot_bytes
+        self.poison(self.slots[self.config.rank], slot * slot_bytes, slot_bytes)
+
+    def views(self, taken: Taken | None) -> SlotViews:
+        """Return the tensors over a slot, which goes back to the pool when their aliases have died; those over the
+        landing slot for None."""
+        slot = self.pool.landing if taken is None else taken.slot
+        views = self._views.get(slot)
+        if views is None:
+            views = self._views[slot] = SlotViews(self._lease(slot, None))
+        if taken is not None:
+            self._lent[slot] = taken
+        return views
+
+    def kept_rows(self, taken: Taken | None, num_rows: int, has_topk: bool, readers: list[int]) -> KeptRows:
+        """Return what the handle of a result may be asked for later; in the landing slot it is copied at once."""
+        config = self.config
+        slot = self.pool.landing if taken is None else taken.slot
+        words = self._slot_words.get(slot)
+        if words is None:
+            words = self._slot_words[slot] = self._lease(slot, None).view(torch.int64)
+        places = self.offsets["topk_idx"] // 8 if has_topk else None, self.offsets["src_token"] // 8
+        is_graphs = taken is not None and taken.is_graphs
+        stream = None if is_graphs else self.platform.stream
+        kept = KeptRows(words, places, (num_rows, config.num_topk), readers, stream)
+        if taken is None:
+            kept.keep()
+        elif not is_graphs:
+            self._kept[slot] = weakref.ref(kept)
+        return kept
+
+    def lease(self, taken: Taken) -> torch.Tensor:
+        """Return the bytes of a slot; it goes back to the pool when the last view has died."""
+        return self._lease(taken.slot, taken)
+
+    def _lease(self, slot: int, released: Callable[[], None] | None) -> torch.Tensor:
+        slot_bytes = self.config.slot_bytes
+        return self.slots[self.config.rank].lease(slot * slot_bytes, slot_bytes, released)
+
+    def close(self) -> None:
+        """Give up all memory; tensors over it keep what they use. Idempotent."""
+        self.is_closed = True
+        self._share_of_gpu.leave()
+        self._slot_words.clear()
+        self._views.clear()
+        self._lent.clear()
+        for region in self._regions:
+            region.close()
+
+    def _share(self, nbytes: int) -> tuple[list[Region], bytes]:
+        """Allocate a region, give it to all members and attach theirs; return them and a digest. Collective."""
+        own = self.platform.create(nbytes)
+        self.nbytes += own.nbytes
+        blobs = self._all_gather(own.blob)
+        regions: list[Region] = []
+        for rank, blob in enumerate(blobs):
+            region = own if rank == self.config.rank else self.platform.attach(blob) if blob else NOWHERE
+            regions.append(region)
+            if region.address and region.nbytes != own.nbytes:
+                raise InvalidArgument(
+                    f"rank {rank} lends {region.nbytes} bytes, this rank {own.nbytes}; "
+                    "all ranks must make the buffer with the same sizes"
+                )
+        self._regions += regions
+        self._all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
+        return regions, digest_of(blobs)
+
+    def _set_constants(self, name: str, args: Any) -> None:
+        """Fill in what no call changes."""
+        config = self.config
+        call = args.call
+        for rank, region in enumerate(self._control):
+            call.control[rank] = region.address
+        call.report, call.abort, call.rank = self._report.address, self._news.address, config.rank
+        call.exchanged = self._exchanged.address
+        call.op = OP_BARRIER if name == "barrier" else OP_COMBINE if "combine" in name else OP_DISPATCH
+        if name == "barrier":
+            return
+        args.num_topk, args.num_experts = config.num_topk, config.num_experts
+        args.num_local_experts = config.num_local_experts
+        if isinstance(args, LayoutParams):
+            args.num_slots, args.max_tokens = config.num_slots + 1, config.max_tokens
+            args.lanes_per_token, args.max_recv_rows = config.lanes_per_token, config.max_recv_rows
+        if isinstance(args, DispatchParams):
+            layout = config.slot_layout
+            for rank, region in enumerate(self.slots):
+                args.slots[rank] = region.address
+            args.slot_bytes, args.max_recv_rows = config.slot_bytes, config.max_recv_rows
+            args.topk_idx_offset, args.weights_offset = layout.offset("topk_idx"), layout.offset("topk_weights")
+            args.scales_offset, args.src_token_offset = layout.offset("scales"), layout.offset("src_token")
+
+    # --- the host's wait ------------------------------------------------------------------------------------------
+
+    def open_mailbox(self) -> int:
+        """Return a cleared mailbox: the index of its first word."""
+        at = self._next_mailbox * self._mailbox_words
+        self._next_mailbox = (self._next_mailbox + 1) % NUM_MAILBOXES
+        self._mailboxes.words[at] = 0
+        return at
+
+    def mailbox_address(self, mailbox: int) -> int:
+        """Return where kernels write to a mailbox."""
+        return self._mailboxes.address + 8 * mailbox
+
+    def wait_mailbox(self, mailbox: int, timeout_s: float) -> list[int] | None:
+        """Wait for a kernel's answer: its 32-bit words, or None when the call has failed."""
+        words = self._mailboxes.words
+        deadline = 0.0
+        while not words[mailbox]:
+            for _ in range(1000):
+                if words[mailbox]:
+                    break
+            else:
+                self.interrupt()
+                now = time.monotonic()
+                deadline = deadline or now + timeout_s + HOST_GRACE_S
+                if now > deadline:
+                    raise CommTimeoutError(f"dispatch: the GPU gave no answer for {timeout_s + HOST_GRACE_S:.1f} s")
+        if words[mailbox] != 1:
+            return None
+        return list(words[mailbox : mailbox + self._mailbox_words].cast("B").cast("i"))

@@ -1,0 +1,52 @@
+"""The launch that sums a combine's rows in an order that the caller asks for (`csrc/kernels/throughput_order.cuh`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..order import ORDERS, CombineOrder
+from ..shapes import PAYLOADS, Shape
+from .machine import Machine
+from .place import ExpertPlace
+from .types import ThroughputHandle
+
+_THREADS = 256
+
+
+def launch_order(
+    machine: Machine,
+    y: torch.Tensor,
+    handle: ThroughputHandle,
+    bias: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    order: CombineOrder,
+    stream: int,
+    timeout_s: float,
+) -> None:
+    """Launch the sum behind a combine of `y`; arguments as in `launch_combine`."""
+    config = machine.config
+    kernel = machine.kernel("combine_throughput_order", timeout_s)
+    a = kernel.args
+    machine.set_handle(a, handle)
+    if handle.is_expert:
+        place = machine.expert_place(handle.expert_alignment)
+        regions, a.slot_bytes, a.num_slots = place.regions, place.slot_bytes, ExpertPlace.num_slots
+        a.max_rows = config.expanded_rows(handle.expert_alignment)
+    else:
+        regions, a.slot_bytes, a.num_slots = machine.slots, config.slot_bytes, config.num_slots + 1
+        a.max_rows = config.max_recv_rows
+    for rank, region in enumerate(regions):
+        a.slots[rank] = region.address
+    a.y, a.out = y.data_ptr(), out.data_ptr()
+    a.bias_0 = bias[0].data_ptr() if bias else 0
+    a.bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
+    a.is_bias_f32 = int(bool(bias) and bias[0].dtype == torch.float32)
+    a.num_tokens, a.row_bytes = handle.num_tokens, config.hidden * y.element_size()
+    a.payload, a.by = list(PAYLOADS).index(y.dtype), ORDERS.index(order.by)
+    a.bias_first, a.round_partials = int(order.bias_first), int(order.round_partials)
+    a.is_expert = int(handle.is_expert)
+    if handle.num_tokens:
+        machine.launch(kernel, min(handle.num_tokens, 8 * machine.max_sms), Shape(1, _THREADS, 0, 0, 0), stream)
+    machine.launch(machine.kernel("combine_throughput_order_end", timeout_s), 1, Shape(1, 32, 0, 0, 0), stream)

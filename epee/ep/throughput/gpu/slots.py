@@ -1,0 +1,177 @@
+"""The slots of a receive region: who holds which, and when one may be written again.
+
+A slot is taken for a result or a combine input and goes back when the last tensor over it has died. It may be taken
+again at once: the stream that reuses it first waits for whatever is queued on the other streams of its readers, and a
+remote writer learns of the slot only through the exchange of the call that reuses it.
+
+A slot that was granted in a call that failed may still be written by a peer that has not given up. Another dispatch may
+grant it again: nobody stores a row of that call before all ranks have joined it, and by then they have left the failed
+one. But what is put into a slot for peers to pull must not be overwritten. So a slot is handed out for that only when a
+call behind the last one that granted it was joined by all: kernels count such calls in pinned memory (`exchanged`).
+No failure need be known for this, so it holds without CPU sync as well.
+
+A rank that a view leaves out while its process lives (it was stopped, or silent) is a zombie: nobody waits for it, but
+it may still store into what was granted in the last call that it joined, and in later ones. Such slots, the landing
+slot among them, are haunted until the zombie has died or is a member again; graphs own their slots for ever, so all of
+these count. Another slot takes the place of a haunted landing slot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ....errors import ResourceError
+from ...gpu.platform import Platform
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class SlotPool:
+    """Hands out slot numbers; thread-safe, as tensors die in any thread.
+
+    Attributes:
+        num_slots: slots that results may hold. There is one more, the landing place, at first number `num_slots`.
+        num_copies: calls whose result had to be copied out, for want of a slot.
+
+    Args:
+        exchanged: a word in pinned memory: number of the last call that all ranks were seen to join.
+    """
+
+    def __init__(self, platform: Platform, num_slots: int, exchanged: Sequence[int]) -> None:
+        self.num_slots = num_slots
+        self.num_copies = 0
+        self._platform = platform
+        self._lock = threading.Lock()
+        self._free = list(range(num_slots))
+        self._readers: dict[int, list[int]] = {}
+        self._granted = [0] * (num_slots + 1)  # number of the last call that granted a slot
+        self._in_graphs: set[int] = set()
+        self._haunted: dict[int, set[int]] = {}  # slot -> zombies that may write it
+        self._landing = num_slots
+        self._exchanged = exchanged
+
+    @property
+    def landing(self) -> int:
+        """The slot for calls whose result is copied out, and for rows that a combine copies in.
+
+        Raises:
+            ResourceError: zombies may still write into every slot that is free.
+        """
+        with self._lock:
+            if not self._has_clean_landing():
+                zombies = sorted(set().union(*self._haunted.values()))
+                raise ResourceError(
+                    f"every free slot may still be written by rank {', '.join(map(str, zombies))}, which the view "
+                    "leaves out and whose process lives; end that process, drop results, or make a new buffer"
+                )
+            return self._landing
+
+    def grant_landing(self, call: int, for_graph: bool) -> int:
+        """Return the landing slot, which call number `call` grants to peers; raises as `landing`."""
+        slot = self.landing
+        with self._lock:
+            self._granted[slot] = call
+            if for_graph:
+                self._in_graphs.add(slot)
+        return slot
+
+    def haunt(self, zombies: Iterable[int]) -> None:
+        """Lend no slot that ranks may still write which are to be left out of the view while they live.
+
+        Comes before `exchanged` is moved on to the new view.
+        """
+        with self._lock:
+            for slot, granted in enumerate(self._granted):
+                if slot in self._in_graphs or (granted and granted >= self._exchanged[0]):
+                    self._haunted.setdefault(slot, set()).update(zombies)
+            self._haunted = {slot: ranks for slot, ranks in self._haunted.items() if ranks}
+            self._has_clean_landing()  # now, before results take the slots that are left
+
+    def release(self, ranks: Iterable[int]) -> None:
+        """These ranks are dead, or have left all earlier calls: they write no slot that they were not granted anew."""
+        with self._lock:
+            gone = set(ranks)
+            left = {slot: haunters - gone for slot, haunters in self._haunted.items()}
+            self._haunted = {slot: haunters for slot, haunters in left.items() if haunters}
+
+    @property
+    def haunted(self) -> frozenset[int]:
+        """Slots that zombies may still write."""
+        return frozenset(self._haunted) if self._haunted else _NOTHING
+
+    def take(self, stream: int, call: int | None, for_graph: bool = False) -> int | None:
+        """Return a free slot that work on `stream` may write from now on, or None when there is none.
+
+        Args:
+            stream: on which it will be written first.
+            call: number of the call that grants it to peers; None when this rank fills it, for peers to pull.
+            for_graph: a graph's slot needs no wait: recording begins with a synchronisation of the device.
+        """
+        with self._lock:
+            slot = self._pick(call is not None)
+            if slot is None:
+                self.num_copies += 1
+                return None
+            self._free.remove(slot)
+            readers = self._readers.pop(slot, [])
+            if call is not None:
+                self._granted[slot] = call
+            if for_graph:
+                self._in_graphs.add(slot)
+        for reader in readers:
+            if reader != stream and not for_graph:
+                self._platform.wait(self._platform.mark(reader))
+        return slot
+
+    def give_back(self, slot: int, streams: list[int]) -> None:
+        """Free a slot that work queued on `streams` may still read."""
+        with self._lock:
+            self._readers[slot] = streams
+            self._free.append(slot)
+
+    def _has_clean_landing(self) -> bool:
+        """Put a free slot in the place of a haunted landing slot; False when there is none."""
+        if self._landing in self._haunted:
+            clean = [slot for slot in self._free if slot not in self._haunted]
+            if not clean:
+                return False
+            self._free.remove(clean[0])
+            self._free.append(self._landing)
+            self._landing = clean[0]
+        return True
+
+    def _pick(self, is_granted: bool) -> int | None:
+        """Choose a free slot: the one granted last for another grant, so that the others are soon safe to fill."""
+        free = self._free
+        if self._haunted:
+            free = [slot for slot in free if slot not in self._haunted]
+        if not free:
+            return None
+        if is_granted:
+            return max(free, key=self._granted.__getitem__)
+        slot = min(free, key=self._granted.__getitem__)
+        granted = self._granted[slot]
+        return slot if granted == 0 or granted < self._exchanged[0] else None
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken now."""
+        return sum(slot not in self._haunted for slot in self._free)
+
+
+@dataclass(eq=False, slots=True)
+class Taken:
+    """A slot and the streams that may read it; gives the slot back when its tensor dies. A graph keeps its slot."""
+
+    pool: SlotPool
+    slot: int
+    streams: list[int]
+    is_graphs: bool
+    is_back: bool = False
+
+    def __call__(self) -> None:
+        if not self.is_graphs and not self.is_back:
+            self.is_back = True
+            self.pool.give_back(self.slot, self.streams)

@@ -1,0 +1,68 @@
+"""The words of the control block that say who takes part, and from which call on.
+
+The host writes them while no call of any member is in flight; the kernels of this rank read them in every call, so that
+a graph replays into the view of its day (`csrc/common/call.cuh`). Peers neither read nor write them, so a member that
+is quicker than this one finds nothing half done: its words lie elsewhere.
+
+A crash in the midst of a change leaves words that only the process that has crashed would have read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from ...gpu.params import CONTROL_LAYOUT, HAUNTED_WORDS, SOME_HAUNTED
+from ...gpu.platform import Region
+
+
+class ViewWords:
+    """What a rank's kernels know of the view.
+
+    Args:
+        control: this rank's control block.
+    """
+
+    def __init__(self, control: Region) -> None:
+        self._control = control
+        self._mask = self._number = 0
+        self.haunted: frozenset[int] = frozenset()  # as the kernels know them
+
+    @property
+    def seq(self) -> int:
+        """Number of the last call that the kernels have finished; waits for the current stream."""
+        return int(self._words("seq"))
+
+    def write(self, active: Sequence[bool], tag: int, haunted: Collection[int] = ()) -> None:
+        """Say who takes part, that call `tag` was the last one, and which slots no call may grant; no kernel may be in
+        flight.
+
+        The number of the view is the low half of `tag`. All members have left all earlier calls, so none has failed
+        that a peer may still be in.
+        """
+        self._number = tag & 0xFFFFFFFF
+        self._mask = sum(1 << rank for rank, is_in in enumerate(active) if is_in)
+        self.tell_haunted(haunted)
+        self._words("seq").fill_(tag)
+        self._words("exchanged").fill_(tag)
+        for name in ("failed", "news", "grid", "next_token"):  # a call that failed may have left the last two
+            self._words(name).zero_()
+
+    def tell_haunted(self, slots: Collection[int]) -> None:
+        """Say which slots no call may grant, because ranks outside the view may still write them: graphs own slots, and
+        name them in every replay. On the current stream."""
+        self.haunted = frozenset(slots)
+        bits = sum(1 << slot for slot in slots)
+        for index in range(HAUNTED_WORDS):
+            self._words("haunted")[index].copy_(_signed(bits >> 64 * index & (1 << 64) - 1)[0])
+        flag = SOME_HAUNTED if slots else 0
+        self._words("view").copy_(_signed(self._number << 32 | flag | self._mask))
+
+    def _words(self, name: str) -> torch.Tensor:
+        field = CONTROL_LAYOUT[name]
+        return self._control.lease(CONTROL_LAYOUT.offset(name), field.nbytes, None).view(field.dtype)
+
+
+def _signed(word: int) -> torch.Tensor:
+    return torch.tensor([word - (1 << 64) if word >> 63 else word], dtype=torch.int64, device="cpu")

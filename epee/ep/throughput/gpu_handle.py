@@ -1,0 +1,156 @@
+"""The handle of CUDA tensors: device metadata of one dispatch, and what it says in the words of `Handle`.
+
+What a dispatch leaves behind on the GPU (`throughput_types.ThroughputHandle`) is enough for cached dispatches and
+combines. Everything else is worked out when it is first read, by closed form from the matrix of counts; only
+`num_received` and `num_sent`, which are lists, make the host wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ..gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
+from ..handle import Handle, Routing
+from .gpu.kept import KeptRows
+from .gpu.types import ThroughputHandle
+
+
+@dataclass(eq=False)
+class CudaHandle(Handle):
+    """Remembers one GPU dispatch.
+
+    Attributes:
+        core: metadata for the kernels.
+        rank, num_ranks, num_local_experts: of the buffer.
+        num_rows: rows of the results: those that came, or all that may come without CPU sync.
+        row_src_rank, row_src_token, row_src_k: expert layout: `[num_rows]` int64; None in the rank layout.
+        kept: rank layout: source tokens and experts of the rows; None in the expert layout.
+        routing: a copy of the dispatch's, where the view leaves ranks out.
+    """
+
+    core: ThroughputHandle
+    rank: int
+    num_ranks: int
+    num_local_experts: int
+    num_rows: int
+    row_src_rank: torch.Tensor | None
+    row_src_token: torch.Tensor | None
+    row_src_k: torch.Tensor | None
+    kept: KeptRows | None
+    routing: Routing | None = None
+
+    @property
+    def num_recv(self) -> int:
+        """Rows of the results."""
+        return self.num_rows
+
+    @property
+    def num_tokens_per_expert(self) -> list[int]:
+        """(token, k) slots per local expert, rounded up; empty without top-k routing or CPU sync."""
+        counts = self.core.num_tokens_per_expert
+        return list(counts) if self.with_topk and counts is not None else []
+
+    @cached_property
+    def num_received(self) -> list[int]:
+        """Rows (rank layout: tokens) that came from each rank; the host waits for the GPU.
+
+        In the expert layout a row stands for a (token, k).
+        """
+        return self._received.tolist()
+
+    @cached_property
+    def num_sent(self) -> list[int]:
+        """Rows that this rank sends to each rank; the host waits for the GPU."""
+        if self.layout == "rank":
+            return self._count_matrix[self.rank, self._num_experts :].tolist()
+        return self._count_matrix[self.rank, : self._num_experts].view(self.num_ranks, -1).sum(1).tolist()
+
+    @property
+    def recv_counts(self) -> torch.Tensor:
+        """`[1 + num_local_experts]` int32 on the GPU: rows that are there, then slots per local expert, rounded up."""
+        info = self.core.recv_info
+        at = RECV_INFO_ROWS if self.layout == "rank" else RECV_INFO_EXPANDED
+        counts = info[RECV_INFO_COUNTS : RECV_INFO_COUNTS + self.num_local_experts]
+        return torch.cat([info[at : at + 1], counts])
+
+    @cached_property
+    def src_rank(self) -> torch.Tensor:
+        """`[num_recv]` int64: the rank that each row came from, -1 in padding."""
+        if self.row_src_rank is not None:
+            return self.row_src_rank
+        rows = torch.arange(self.num_rows, dtype=torch.int64, device=self.core.words.device)
+        src_rank = torch.searchsorted(self._received.cumsum(0), rows, right=True)
+        return src_rank if self.is_exact else src_rank.masked_fill_(src_rank >= self.num_ranks, -1)
+
+    @cached_property
+    def src_token(self) -> torch.Tensor:
+        """`[num_recv]` int64: the token's index on the rank that it came from, -1 in padding."""
+        if self.row_src_token is not None:
+            return self.row_src_token
+        assert self.kept is not None
+        src_token = self.kept.src_token
+        return src_token if self.is_exact else src_token.masked_fill(self.src_rank < 0, -1)
+
+    @property
+    def src_k(self) -> torch.Tensor | None:
+        """`[num_recv]` int64: which of its token's k a row stands for, -1 in padding; None in the rank layout."""
+        return self.row_src_k
+
+    @property
+    def recv_topk_idx(self) -> torch.Tensor | None:
+        """`[num_recv, num_topk]` int64, local ids or -1; rank layout with top-k routing only."""
+        return None if self.kept is None else self.kept.topk_idx
+
+    @property
+    def recv_slots(self) -> torch.Tensor:
+        """`[num_local_experts]` int32 on the GPU: (token, k) slots of each local expert, not rounded up."""
+        return self.core.part("recv_slots", self.num_local_experts)
+
+    @property
+    def slot_ends(self) -> torch.Tensor:
+        """`[num_local_experts]` int32 on the GPU, as the kernel wrote it: where the slots of each local expert end.
+
+        Rank layout: the sum of the counts of local experts 0 ... i, each rounded up. Expert layout: the first row of
+        expert i plus its rows that are no padding.
+        """
+        return self.core.part("slot_ends", self.num_local_experts)
+
+    @property
+    def token_ends(self) -> torch.Tensor:
+        """`[num_ranks]` int32 on the GPU, as the kernel wrote it: tokens from ranks 0 ... r, each counted once."""
+        return self.core.part("token_ends", self.num_ranks)
+
+    @property
+    def received_up_to(self) -> torch.Tensor:
+        """`[num_ranks, num_ranks]` int32 on the GPU: tokens that rank d (column) gets from ranks 0 ... s (row)."""
+        return self._count_matrix[:, self._num_experts :].cumsum(0).to(torch.int32)
+
+    def unweighted(self) -> CudaHandle:
+        """Return a handle of the same rows whose weights are all one."""
+        return replace(self, core=replace(self.core, has_weights=False)) if self.core.has_weights else self
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `num_recv` is what came; else only the GPU knows, and it is what may come."""
+        return self.core.num_recv is not None
+
+    @property
+    def _num_experts(self) -> int:
+        return self.num_ranks * self.num_local_experts
+
+    @property
+    def _count_matrix(self) -> torch.Tensor:
+        """`[num_ranks, num_experts + num_ranks]` int32: slots for each expert, then tokens for each rank, by source."""
+        space, width = self.core.space, self._num_experts + self.num_ranks
+        return self.core.words[space.count_matrix : space.count_matrix + self.num_ranks * width].view(-1, width)
+
+    @property
+    def _received(self) -> torch.Tensor:
+        """`[num_ranks]` int64: rows from each rank."""
+        if self.layout == "rank":
+            return self._count_matrix[:, self._num_experts + self.rank].to(torch.int64)
+        first = self.rank * self.num_local_experts
+        return self._count_matrix[:, first : first + self.num_local_experts].sum(1)

@@ -1,0 +1,136 @@
+"""Results where somebody is missing: what came is packed together in ordinary memory, what was lost is counted.
+
+A source counts as a whole or not at all. Who is missing in a dispatch leaves no row: the rows of the others move up, in
+the order that they would have had without it. They are copied out of the arena, which a zombie may still write to. Who
+is missing in a combine adds nothing; the weights of the others stay as they are.
+
+Nothing here is on the way of a call that lost nobody. Local work on memory of this process; nothing is told to peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from ..config import BufferConfig, round_up
+from ..handle import HostHandle, Routing
+from .placement import Placement, Segment
+
+
+def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostHandle, torch.Tensor]:
+    """Leave the rows of some sources out of what a dispatch received.
+
+    Returns:
+        The handle of the rest, and `[num_recv]` int64: for each row of the new result its row in the slot, -1 in
+        padding.
+    """
+    old = handle.placement
+    is_there = torch.ones(len(old.num_received), dtype=torch.bool, device="cpu")
+    is_there[list(missing)] = False
+    kept = torch.repeat_interleave(is_there, torch.tensor(old.num_received, dtype=torch.int64, device="cpu"))
+    num_received = [0 if rank in missing else count for rank, count in enumerate(old.num_received)]
+    if old.recv_rows is None:
+        per_expert = _count_local(handle, kept)
+        placement = old._replace(
+            num_received=num_received, num_recv=sum(num_received), num_tokens_per_expert=per_expert
+        )
+        source = kept.nonzero()[:, 0]
+    else:
+        placement, source = _by_expert(handle, kept, num_received)
+    names = ("recv_topk_idx", "recv_src_token", "recv_src_k")
+    news = {name: value[kept] for name in names if (value := getattr(handle, name)) is not None}
+    weights = handle.recv_weights
+    if weights is not None and old.recv_rows is None:
+        news["recv_weights"] = weights[kept]
+    elif weights is not None:
+        news["recv_weights"] = torch.where(source >= 0, weights[source.clamp(min=0)], weights.new_zeros(()))
+    return replace(handle, placement=placement, **news), source
+
+
+def _count_local(handle: HostHandle, kept: torch.Tensor) -> list[int]:
+    """Return the rows of the rank layout for each local expert, rounded up."""
+    num_experts = len(handle.placement.num_tokens_per_expert)
+    if handle.recv_topk_idx is None:
+        return [0] * num_experts
+    ids = handle.recv_topk_idx[kept]
+    counts = torch.bincount(ids[ids >= 0], minlength=num_experts).tolist()
+    return [round_up(count, handle.expert_alignment) for count in counts]
+
+
+def _by_expert(handle: HostHandle, kept: torch.Tensor, num_received: list[int]) -> tuple[Placement, torch.Tensor]:
+    old = handle.placement
+    assert old.recv_rows is not None
+    ends = torch.tensor(old.num_tokens_per_expert, dtype=torch.int64, device="cpu").cumsum(0)
+    rows = old.recv_rows[kept]  # in (source, plan) order
+    expert = torch.searchsorted(ends, rows, right=True)
+    counts = torch.bincount(expert, minlength=len(ends))
+    padded = [round_up(count, handle.expert_alignment) for count in counts.tolist()]
+    starts = torch.tensor([0, *padded], dtype=torch.int64, device="cpu").cumsum(0)
+    order = torch.argsort(rows)  # by expert, and within one as they lay
+    index = torch.arange(len(rows), dtype=torch.int64, device="cpu")
+    rank_in_block = index - (counts.cumsum(0) - counts)[expert[order]]
+    placed = torch.empty_like(rows)
+    placed[order] = starts[expert[order]] + rank_in_block
+    source = torch.full((sum(padded),), -1, dtype=torch.int64, device="cpu")
+    source[placed] = rows
+    filled = (starts[:-1] + counts).tolist()
+    padding = [(first, end) for first, end in zip(filled, starts[1:].tolist(), strict=True) if first < end]
+    placement = old._replace(
+        num_received=num_received,
+        num_recv=sum(padded),
+        num_tokens_per_expert=padded,
+        recv_rows=placed,
+        padding=padding,
+    )
+    return placement, source
+
+
+def pack_rows(rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return rows of a slot in their new order, in ordinary memory; -1 stands for a row of zeros."""
+    packed = rows.view(torch.uint8)[source.clamp(min=0)]
+    packed[source < 0] = 0
+    return packed.view(rows.dtype)
+
+
+def without_destinations(handle: HostHandle, missing: Collection[int]) -> HostHandle:
+    """Return the handle of a combine that gets nothing from some ranks."""
+    plan, old = handle.plan, handle.placement
+    lost = torch.zeros(len(plan.tokens), dtype=torch.bool, device="cpu")
+    for segment in old.meta_segments:
+        if segment.dst_rank in missing:
+            lost[segment.first : segment.first + segment.num_rows] = True
+    kept = ~lost
+    slots = None if plan.slots is None else plan.slots[kept]
+    placement = old._replace(
+        segments=_moved_up(old.segments, missing), meta_segments=_moved_up(old.meta_segments, missing)
+    )
+    return replace(handle, plan=plan._replace(tokens=plan.tokens[kept], slots=slots), placement=placement)
+
+
+def _moved_up(segments: list[Segment], missing: Collection[int]) -> list[Segment]:
+    """Return the segments of the others, which follow each other without gaps in the new plan (as they did before)."""
+    moved, first = [], 0
+    for segment in segments:
+        if segment.dst_rank not in missing:
+            moved.append(segment._replace(first=first))
+            first += segment.num_rows
+    return moved
+
+
+def lost_weight(routing: Routing, missing: Collection[int], config: BufferConfig) -> torch.Tensor:
+    """Return `[num_tokens]` float32: the sum of each token's weights whose rank is missing.
+
+    Without weights an expert counts 1; where ranks were chosen, and no experts, a rank counts 1.
+    """
+    is_lost = torch.zeros(config.num_ranks + 1, dtype=torch.float32, device="cpu")
+    is_lost[list(missing)] = 1.0
+    if routing.topk_idx is None:
+        assert routing.mask is not None
+        return routing.mask.float() @ is_lost[:-1].to(routing.mask.device)
+    is_lost = is_lost.to(routing.topk_idx.device)
+    owner = routing.topk_idx.div(config.num_local_experts, rounding_mode="floor")  # -1 stays -1, the last one
+    lost = is_lost[owner]
+    weights = lost if routing.topk_weights is None else lost * routing.topk_weights.float()
+    return torch.where(lost > 0, weights, 0.0).sum(1)  # a weight that is NaN counts only where it is lost

@@ -1,0 +1,204 @@
+"""Where every row goes: counts and prefix sums, no sorting of payload and no communication of places.
+
+`C[s, d]` is the number of rows that rank s sends to rank d. Once all ranks know C, row i of s for d has the final
+place `sum of C[s', d] over s' < s, plus i`. The expert layout is the same with blocks of experts: an expert's block
+holds its rows in (source rank, token, k) order and is padded to the alignment.
+
+A `SendPlan` lists this rank's rows by destination; `Segment`s say which run of them lies where at whom. Both layouts
+look alike from then on: a dispatch copies segments, a combine reads the same segments back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...errors import InvalidArgument
+from ..config import BufferConfig, round_up
+
+# Routing is small integer work: numpy does it with a third of torch's cost per operation.
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+class Segment(NamedTuple):
+    """A run of rows that lies in one piece at its destination.
+
+    Attributes:
+        dst_rank: where it goes.
+        first: index of its first row in `SendPlan.tokens`.
+        num_rows: at least 1.
+        dst_row: its first row in the destination's slot.
+    """
+
+    dst_rank: int
+    first: int
+    num_rows: int
+    dst_row: int
+
+
+class SendPlan(NamedTuple):
+    """This rank's rows, sorted by where they go.
+
+    Attributes:
+        tokens: `[num_sent]` int64, the token of each row: by (dst rank, token), or by (expert, token, k).
+        slots: expert layout only: `[num_sent]` int64, `token * num_topk + k` of each row.
+        counts: `[num_ranks + num_experts]` int64: rows for each rank, then (token, k) slots for each expert.
+    """
+
+    tokens: torch.Tensor
+    slots: torch.Tensor | None
+    counts: Ints
+
+
+def check_topk_idx(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Raise `InvalidArgument` naming the first expert id outside -1 ... num_experts - 1."""
+    ids = topk_idx.numpy()
+    if ids.size == 0 or (ids.min() >= -1 and ids.max() < num_experts):
+        return
+    bad = (topk_idx < -1) | (topk_idx >= num_experts)
+    token, k = bad.nonzero()[0].tolist()
+    raise InvalidArgument(
+        f"topk_idx must hold expert ids 0 ... {num_experts - 1} or -1 for none, "
+        f"got {int(topk_idx[token, k])} at token {token}, k {k} ({int(bad.sum())} bad in all)"
+    )
+
+
+def plan_by_rank(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
+    """Plan the rank layout: a token goes once to each rank that owns one of its experts."""
+    ids = topk_idx.numpy()
+    member = np.zeros((config.num_ranks + 1, len(ids)), dtype=np.bool_)
+    member[(ids // config.num_local_experts).T, np.arange(len(ids))] = True  # -1 is the last row, which is left out
+    return _plan_members(member[:-1], _slots_per_expert(ids, config))
+
+
+def plan_by_mask(is_token_in_rank: torch.Tensor, config: BufferConfig) -> SendPlan:
+    """Plan the rank layout from `[num_tokens, num_ranks]` bool; experts are not known and count 0."""
+    return _plan_members(is_token_in_rank.numpy().T, np.zeros(config.num_experts, dtype=np.int64))
+
+
+def _plan_members(member: npt.NDArray[np.bool_], per_expert: Ints) -> SendPlan:
+    dst, tokens = member.nonzero()
+    per_rank = np.bincount(dst, minlength=len(member))
+    # numpy returns the columns of one array: made dense, since every use of them reads all
+    return SendPlan(torch.from_numpy(np.ascontiguousarray(tokens)), None, np.concatenate([per_rank, per_expert]))
+
+
+def _slots_per_expert(ids: Ints, config: BufferConfig) -> Ints:
+    return np.bincount(ids.ravel() + 1, minlength=config.num_experts + 1)[1:]
+
+
+def plan_by_expert(topk_idx: torch.Tensor, config: BufferConfig) -> SendPlan:
+    """Plan the expert layout: a row for each (token, k) with an expert."""
+    ids = topk_idx.numpy()
+    per_expert = _slots_per_expert(ids, config)
+    slots = np.argsort(ids, axis=None, kind="stable")[ids.size - per_expert.sum() :]
+    per_rank = per_expert.reshape(config.num_ranks, config.num_local_experts).sum(1)
+    tokens = torch.from_numpy(slots // config.num_topk)
+    return SendPlan(tokens, torch.from_numpy(slots), np.concatenate([per_rank, per_expert]))
+
+
+class Placement(NamedTuple):
+    """What the counts of all ranks say about one call, seen from one rank.
+
+    Attributes:
+        segments: this rank's rows at their destinations, by destination rank ascending.
+        meta_segments: the same rows in (source rank, order of the plan) order, one run per destination.
+        num_received: rows that come from each rank, padding not counted.
+        num_recv: rows of the result, padding included.
+        num_tokens_per_expert: per local expert, rounded up to the alignment.
+        recv_rows: expert layout only: `[sum(num_received)]` int64, final row of each row in (source, plan) order.
+        padding: expert layout only: (first, end) of each run of padding rows.
+    """
+
+    segments: list[Segment]
+    meta_segments: list[Segment]
+    num_received: list[int]
+    num_recv: int
+    num_tokens_per_expert: list[int]
+    recv_rows: torch.Tensor | None
+    padding: list[tuple[int, int]]
+
+
+class Counts(NamedTuple):
+    """What all ranks are about to send.
+
+    Attributes:
+        per_rank: `per_rank[s][d]` rows go from rank s to rank d.
+        per_expert: `[num_ranks, num_experts]` int64, (token, k) slots that each rank gives each expert.
+    """
+
+    per_rank: list[list[int]]
+    per_expert: Ints
+
+
+def num_rows_needed(counts: Counts, layout: str, alignment: int, config: BufferConfig) -> list[int]:
+    """Return how many rows each rank will hold, padding included."""
+    if layout == "rank":
+        return [sum(column) for column in zip(*counts.per_rank, strict=True)]
+    padded = -(-counts.per_expert.sum(0) // alignment) * alignment
+    return padded.reshape(config.num_ranks, config.num_local_experts).sum(1).tolist()
+
+
+def place(counts: Counts, rank: int, layout: str, alignment: int, config: BufferConfig) -> Placement:
+    """Turn the counts of all ranks, checked, into places for `rank`."""
+    base = [sum(column[:rank]) for column in zip(*counts.per_rank, strict=True)]
+    meta = _segments_by_rank(counts.per_rank[rank], base)
+    num_received = [row[rank] for row in counts.per_rank]
+    first = rank * config.num_local_experts
+    mine = counts.per_expert[:, first : first + config.num_local_experts]
+    per_expert = mine.sum(0).tolist()
+    if alignment > 1:
+        per_expert = [round_up(count, alignment) for count in per_expert]
+    if layout == "rank":
+        return Placement(meta, meta, num_received, sum(num_received), per_expert, None, [])
+    segments = _segments_by_expert(counts.per_expert, rank, alignment, config)
+    recv_rows, padding = _receive_by_expert(torch.from_numpy(mine.copy()), per_expert)
+    return Placement(segments, meta, num_received, sum(per_expert), per_expert, recv_rows, padding)
+
+
+def _segments_by_rank(num_sent: list[int], base: list[int]) -> list[Segment]:
+    segments = []
+    first = 0
+    for dst_rank, count in enumerate(num_sent):
+        if count:
+            segments.append(Segment(dst_rank, first, count, base[dst_rank]))
+        first += count
+    return segments
+
+
+def _segments_by_expert(per_expert: Ints, rank: int, alignment: int, config: BufferConfig) -> list[Segment]:
+    totals = per_expert.sum(0).tolist()
+    before = per_expert[:rank].sum(0).tolist()
+    num_sent = per_expert[rank].tolist()
+    segments = []
+    first = block = 0
+    for expert, total in enumerate(totals):
+        if expert % config.num_local_experts == 0:
+            block = 0
+        if num_sent[expert]:
+            dst_rank = expert // config.num_local_experts
+            segments.append(Segment(dst_rank, first, num_sent[expert], block + before[expert]))
+        first += num_sent[expert]
+        block += round_up(total, alignment)
+    return segments
+
+
+def _receive_by_expert(mine: torch.Tensor, padded: list[int]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    ends = torch.tensor(padded, dtype=torch.int64, device="cpu").cumsum(0)
+    block = ends - torch.tensor(padded, dtype=torch.int64, device="cpu")
+    start = block + mine.cumsum(0) - mine  # [num_ranks, num_local_experts], first row of each (source, expert) run
+    recv_rows = runs(start.reshape(-1), mine.reshape(-1))
+    filled = (block + mine.sum(0)).tolist()
+    padding = [(first, end) for first, end in zip(filled, ends.tolist(), strict=True) if first < end]
+    return recv_rows, padding
+
+
+def runs(start: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Return `start[0], start[0] + 1, ...` (`count[0]` of them), then the run of `start[1]`, and so on (int64)."""
+    ends = count.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    index = torch.arange(total, dtype=torch.int64, device="cpu")
+    return torch.repeat_interleave(start - (ends - count), count, output_size=total) + index

@@ -1,0 +1,273 @@
+"""Sizes of throughput mode: slots, launch shapes, and what a dispatch remembers.
+
+Everything here is arithmetic on shapes; no memory is touched and no kernel is known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from ...errors import InvalidArgument
+from ...memory.layout import Field, Layout, align_up
+from ..gpu.params import (
+    MAX_CHANNELS,
+    MAX_EXPERTS,
+    MAX_FEW_TOKENS,
+    MAX_FEW_WARPS,
+    MAX_LAYOUT_BLOCKS,
+    MAX_RANKS,
+    MAX_STAGED_CHUNKS,
+    RECV_INFO_COUNTS,
+    STAGED_ROWS,
+)
+
+SCALE_BLOCK = 128
+MAX_TOPK = 32
+MAX_HIDDEN = 16384
+MAX_SLOTS = 100  # a slot number has seven bits in the kernels' words
+BULK_BYTES = 16  # bulk copies move multiples of this
+MAX_CHUNK_BYTES = 16 << 10
+TOKENS_PER_LAYOUT_BLOCK = 128
+FEW_TOKENS = MAX_FEW_TOKENS  # up to here one kernel does a dispatch
+PAYLOADS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class ThroughputConfig:
+    """What the memory is sized for; equal on all ranks.
+
+    Attributes:
+        max_recv_rows: rows that a rank may receive in one call (rank layout, and staging of the expert layout).
+        max_expanded_rows: rows of an expert-layout result, without padding.
+        num_slots: results or combine inputs that may live in the region at once.
+    """
+
+    rank: int
+    num_ranks: int
+    num_experts: int
+    hidden: int
+    num_topk: int
+    max_tokens: int
+    dtype: torch.dtype
+    max_recv_rows: int
+    max_expanded_rows: int
+    num_slots: int = 2
+
+    def check(self) -> None:
+        """Raise `InvalidArgument` for what the kernels cannot do."""
+        if not 1 <= self.num_ranks <= MAX_RANKS:
+            raise InvalidArgument(f"GPU buffers have 1 ... {MAX_RANKS} ranks on one host, got {self.num_ranks}")
+        if not 1 <= self.num_experts <= MAX_EXPERTS or self.num_experts % self.num_ranks:
+            raise InvalidArgument(
+                f"num_experts must be a multiple of {self.num_ranks} ranks up to {MAX_EXPERTS}, got {self.num_experts}"
+            )
+        if self.hidden % 8 or not 8 <= self.hidden <= MAX_HIDDEN:
+            raise InvalidArgument(f"hidden must be a multiple of 8 up to {MAX_HIDDEN}, got {self.hidden}")
+        if not 1 <= self.num_topk <= MAX_TOPK:
+            raise InvalidArgument(f"num_topk must be 1 ... {MAX_TOPK}, got {self.num_topk}")
+        if self.dtype not in PAYLOADS:
+            raise InvalidArgument(f"dtype must be bfloat16, float16 or float32 on GPUs, got {self.dtype}")
+        if not 1 <= self.num_slots <= MAX_SLOTS:
+            raise InvalidArgument(f"num_slots must be 1 ... {MAX_SLOTS} on GPUs, got {self.num_slots}")
+        if self.max_tokens > MAX_STAGED_CHUNKS * STAGED_ROWS:
+            raise InvalidArgument(
+                f"max_tokens_per_rank must be at most {MAX_STAGED_CHUNKS * STAGED_ROWS}, got {self.max_tokens}"
+            )
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of one rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_counters(self) -> int:
+        """Numbers that a rank tells the others: slots per expert, tokens per rank."""
+        return self.num_experts + self.num_ranks
+
+    @cached_property
+    def slot_layout(self) -> Layout:
+        """Fields of one slot of the receive region; rows lie at their payload's own stride from the start."""
+        rows, slots = self.max_recv_rows, self.max_recv_rows * self.num_topk
+        return Layout(
+            Field("x", torch.uint8, (rows * self.hidden * self.dtype.itemsize,), _ALIGN),
+            Field("topk_idx", torch.int64, (slots,), _ALIGN),
+            Field("src_token", torch.int64, (rows,)),
+            Field("topk_weights", torch.float32, (slots,), _ALIGN),
+            Field("scales", torch.int32, (rows * (self.hidden // SCALE_BLOCK),), _ALIGN),
+            Field("combine_weights", torch.float32, (slots,), _ALIGN),
+        )
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Distance between slots."""
+        return align_up(self.slot_layout.nbytes, _ALIGN)
+
+    def expanded_rows(self, expert_alignment: int) -> int:
+        """Rows that an expert-layout result can have, padding included."""
+        return self.max_expanded_rows + self.num_local_experts * (expert_alignment - 1)
+
+    def expert_layout(self, expert_alignment: int) -> Layout:
+        """Fields of one slot of the region from which peers pull expert-layout rows."""
+        rows = self.expanded_rows(expert_alignment)
+        return Layout(
+            Field("x", torch.uint8, (rows * self.hidden * self.dtype.itemsize,), _ALIGN),
+            Field("combine_weights", torch.float32, (rows,), _ALIGN),
+        )
+
+    @cached_property
+    def lanes_per_token(self) -> int:
+        """Lanes of a warp that share a token in the layout kernel: a power of two, at least num_topk."""
+        return 1 << (self.num_topk - 1).bit_length()
+
+    @cached_property
+    def info_words(self) -> int:
+        """32-bit words of what a dispatch reports (`recv_info`, mailbox)."""
+        return align_up(RECV_INFO_COUNTS + self.num_local_experts, 2)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a machine allows: multiprocessors, dynamic shared memory of a block, warps of a block doing one thing."""
+
+    num_sms: int
+    shared_bytes: int
+    max_warps: int = 16
+    stall_one_in: int = 0  # stress tests: see `throughput_params.kernel_head`
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a kernel is launched."""
+
+    grid: int
+    block: int
+    shared_bytes: int
+    chunk_bytes: int
+    num_stages: int
+
+
+def _ceil_div(count: int, divisor: int) -> int:
+    return -(-count // divisor)
+
+
+def chunk_of(row_bytes: int, limit: int) -> int:
+    """Cut a row into equal chunks of at most `limit` bytes, multiples of 16 (of 128 where that fits)."""
+    pieces = -(-row_bytes // limit)
+    exact = -(-row_bytes // pieces)
+    wide = align_up(exact, 128)
+    return wide if wide <= limit else align_up(exact, BULK_BYTES)
+
+
+@lru_cache(maxsize=1024)
+def layout_shape(
+    num_tokens: int, num_counters: int, lanes_per_token: int, num_sms: int, limits: Limits
+) -> tuple[Shape, int]:
+    """Return the launch of the counting kernel, a block for each 128 tokens and 32 at most, and the words of shared
+    memory in which a warp keeps the experts of its tokens.
+
+    Raises:
+        InvalidArgument: the tokens do not fit.
+    """
+    columns = num_counters + 1
+    grid = max(1, min(MAX_LAYOUT_BLOCKS, num_sms, -(-num_tokens // TOKENS_PER_LAYOUT_BLOCK)))
+    warps = limits.max_warps
+    while True:
+        tokens_per_warp = _ceil_div(_ceil_div(num_tokens, grid), warps)
+        kept = align_up(tokens_per_warp * lanes_per_token, 32)
+        shared_bytes = 4 * (columns * (warps + 1) + kept * warps)
+        if shared_bytes <= limits.shared_bytes:
+            return Shape(grid, 32 * warps, shared_bytes, 0, 0), kept
+        if warps == 1:
+            raise InvalidArgument(f"{num_tokens} tokens in one call are too many; send them in several calls")
+        warps //= 2
+
+
+@lru_cache(maxsize=1024)
+def few_shape(
+    num_tokens: int, row_bytes: int, num_counters: int, num_sms: int, limits: Limits
+) -> tuple[Shape, int] | None:
+    """Return the launch of the one-kernel dispatch and its moving warps per block; None when that cannot be."""
+    stage = align_up(row_bytes, 128)
+    movers = min(num_sms - 1, max(1, num_tokens))
+    if num_tokens > FEW_TOKENS or movers < 1 or stage > limits.shared_bytes:
+        return None
+    warps = min(MAX_FEW_WARPS, limits.max_warps, limits.shared_bytes // stage, max(1, _ceil_div(num_tokens, movers)))
+    shared_bytes = max(warps * stage, 8 * (num_counters + 1))  # two numbers per expert in the end
+    return Shape(movers + 1, 32 * limits.max_warps, shared_bytes, stage, 1), warps
+
+
+@lru_cache(maxsize=256)
+def dispatch_shape(row_bytes: int, num_sms: int, limits: Limits, num_stages: int) -> Shape:
+    """Return the launch of the payload kernel: as many warps as have `num_stages` stages of shared memory."""
+    chunk = chunk_of(row_bytes, min(MAX_CHUNK_BYTES, limits.shared_bytes // (2 * num_stages)))
+    warps = min(limits.max_warps, limits.shared_bytes // (num_stages * chunk))
+    return Shape(num_sms, 32 * warps, warps * num_stages * chunk, chunk, num_stages)
+
+
+@lru_cache(maxsize=256)
+def combine_shape(row_bytes: int, num_entries: int, num_sms: int, limits: Limits, has_weights: bool) -> Shape:
+    """Return the launch of the combine kernel: at least three stages of `num_entries` rows side by side."""
+    limit = max(BULK_BYTES, limits.shared_bytes // (3 * num_entries) // BULK_BYTES * BULK_BYTES)
+    chunk = chunk_of(row_bytes, limit)
+    stages = min(8, limits.shared_bytes // (num_entries * chunk))
+    threads = 32 * (limits.max_warps + 1 + 2 * has_weights)
+    return Shape(num_sms, threads, stages * num_entries * chunk, chunk, stages)
+
+
+def num_expander_blocks(num_ranks: int, num_channels: int, num_warps: int, available: int) -> int:
+    """Return how many blocks expand rows: all that are left, as each warp can watch 32 streams at most.
+
+    Raises:
+        InvalidArgument: there are too few.
+    """
+    needed = -(-num_ranks * num_channels // (32 * num_warps))
+    if available < needed or num_channels > MAX_CHANNELS:
+        raise InvalidArgument(f"num_sms leaves {available} SMs to expand rows, {needed} are needed; lower num_sms")
+    return available
+
+
+@dataclass(frozen=True)
+class HandleSpace:
+    """Where the parts of a handle lie in its one int32 tensor (element offsets)."""
+
+    send_prefix: int
+    expert_of: int
+    weights_of: int
+    ordinals: int
+    count_matrix: int
+    row_base: int
+    recv_info: int
+    slot_ends: int  # these lie behind `recv_info` for the kernels, and are only read on the GPU
+    recv_slots: int
+    token_ends: int
+    total: int
+
+
+def handle_space(config: ThroughputConfig, num_tokens: int) -> HandleSpace:
+    """Lay out the handle of a dispatch of `num_tokens` tokens."""
+    sizes = (
+        num_tokens * config.num_ranks,
+        num_tokens * config.num_topk,
+        num_tokens * config.num_topk,
+        num_tokens * config.num_topk,
+        config.num_ranks * config.num_counters,
+        config.num_counters,
+        config.info_words,
+        config.num_local_experts,
+        config.num_local_experts,
+        config.num_ranks,
+    )
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + align_up(size, 4))
+    return HandleSpace(*offsets)
+
+
+def default_expanded_rows(max_tokens: int, num_topk: int, num_local_experts: int, expert_alignment: int) -> int:
+    """Return room for half as many slots again as a balanced routing brings, plus padding."""
+    return math.ceil(1.5 * max_tokens * num_topk) + num_local_experts * (expert_alignment - 1)

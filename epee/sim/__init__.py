@@ -1,1 +1,0 @@
-"""A seeded simulator that drives the real agents, and the checker of histories. Nothing at run time needs it."""

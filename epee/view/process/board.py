@@ -1,0 +1,286 @@
+"""A process's board: memory that it alone writes and the others can read, also after its death.
+
+    words: version of the state | decided epoch, has left | turns of the agent thread | one row per lane
+    two copies of the state: length, checksum, bytes
+
+Who writes: the agent thread writes the state, the epoch and its turns; the thread that runs a lane's calls writes the
+lane's row. Who reads: agents that coordinate after the owner's death (the state), the owner's engines, which sleep on
+the epoch's word, and whoever wants to know why the job hangs (all of it).
+
+What orders them: a state goes into the copy that is not shown, then the version word is raised, and its lowest bit says
+which copy is shown (stores stay in order on x86-64, see `memory/host.py`). A crash between two stores leaves the old
+state; a crash within a copy touches only what nobody reads. The checksum is there for what a stray store of a broken
+process may do; a reader who meets a writer at work looks again. Rows are for people: they are checked for range, not
+for tearing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import EpeeError, ProtocolError, ResourceError
+from ...memory.claim import require_own
+from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
+from ...memory.signals import futex_sleep, futex_wake
+from ..protocol.messages import FOREVER, BoardState
+from ..transport.wire import (
+    EPOCH_LIMIT,
+    LANE_LIMIT,
+    MAX_MEMBERS,
+    MAX_STATE_BYTES,
+    decode_state,
+    encode_state,
+)
+
+MAX_ROWS = 56  # lanes beyond these work, but no hang report shows them
+_WORDS_PER_LINE = 8
+_MAGIC = int.from_bytes(b"epeebrd2", "little")
+_MAGIC_WORD, _VERSION = 0, 1
+_EPOCH, _LEFT = 8, 9  # a line of their own: engines sleep on the first
+_TURNS = 16
+_BLOB = 24  # whoever finds the memfd without knowing the blob reads it here
+_ROWS = 64
+NUM_WORDS = _ROWS + MAX_ROWS * _WORDS_PER_LINE
+_COPIES = 8 * NUM_WORDS
+_HEAD = struct.Struct("<Q16s")
+_COPY_BYTES = _HEAD.size + MAX_STATE_BYTES
+_ROW = struct.Struct("<Q16sQQQQQ")  # lane + 1, op, seq, epoch, slots waited for, since (ns), progress
+_NUM_LOOKS = 100
+_MEMFD = "/memfd:epee-board"
+
+
+class Row(NamedTuple):
+    """What a lane is doing.
+
+    Attributes:
+        lane: its id.
+        op: name of the call that runs, cut at 16 letters; empty between calls.
+        seq: number of the call.
+        epoch: in which it runs.
+        waits_for: slots, ascending.
+        since_s: start of the call or of this wait, as `time.monotonic()` counts on this machine.
+        progress: grows whenever something came.
+    """
+
+    lane: int
+    op: str
+    seq: int
+    epoch: int
+    waits_for: tuple[int, ...]
+    since_s: float
+    progress: int
+
+
+class LaneRow:
+    """How an engine says what it is doing; one thread at a time. A call costs a fraction of a microsecond."""
+
+    def __init__(self, line: memoryview, lane: int) -> None:
+        self._line, self._lane = line, lane
+        self._progress = 0
+        self.idle()
+
+    def show(self, op: bytes, seq: int, epoch: int, waits_for: int = 0) -> None:
+        """Show that call `seq` named `op` (ASCII) runs in `epoch` and waits for a set of slots (bit i for slot i)."""
+        self._progress += 1
+        since_ns = time.monotonic_ns()
+        _ROW.pack_into(self._line, 0, self._lane + 1, op, seq, epoch, waits_for, since_ns, self._progress)
+
+    def idle(self) -> None:
+        """Show that no call runs."""
+        self.show(b"", 0, 0)
+
+    def clear(self) -> None:
+        """Give the row back."""
+        _ROW.pack_into(self._line, 0, 0, b"", 0, 0, 0, 0, 0)
+
+
+class Board:
+    """The owner's side.
+
+    Attributes:
+        blob: lets other processes of this user and machine attach.
+    """
+
+    def __init__(self, slot: int) -> None:
+        """Make the board of `slot`, with no state on it; raises as `HostRegion.create`."""
+        self._region = HostRegion.create(_COPIES + 2 * _COPY_BYTES, f"board{slot}", only_owner_writes=True)
+        self._words = self._region.words(0, NUM_WORDS)
+        self._words[_MAGIC_WORD] = _MAGIC
+        self.blob = self._region.blob
+        self._words[_BLOB : _BLOB + BLOB_BYTES // 8] = memoryview(self.blob).cast("Q")
+
+    def write(self, state: BoardState) -> None:
+        """Replace the state: whoever reads from now on, whatever becomes of this process, reads this one."""
+        data = encode_state(state)
+        version = self._words[_VERSION] + 1
+        start = HEADER_BYTES + _COPIES + (version & 1) * _COPY_BYTES
+        copy = _HEAD.pack(len(data), _checksum(version, data)) + data
+        self._region.mapping[start : start + len(copy)] = copy
+        self._words[_VERSION] = version
+
+    def decide(self, epoch: int) -> None:
+        """Show the epoch that is decided, and wake the engines that sleep on it."""
+        self._words[_EPOCH] = epoch
+        futex_wake(self._region.address + 8 * _EPOCH)
+
+    def wake(self) -> None:
+        """Wake the engines that sleep on the epoch, which stays what it is."""
+        futex_wake(self._region.address + 8 * _EPOCH)
+
+    def await_change(self, epoch: int) -> None:
+        """Sleep some milliseconds, less if the decided epoch is another than `epoch` or changes."""
+        futex_sleep(self._region.address + 8 * _EPOCH, epoch)
+
+    def turn(self) -> None:
+        """Count a turn of the agent thread: proof that Python code runs in this process."""
+        self._words[_TURNS] += 1
+
+    def leave(self) -> None:
+        """Say that this process has left and writes nothing any more."""
+        self._words[_LEFT] = 1
+
+    def row(self, lane: int) -> LaneRow:
+        """Return a free row for `lane`; one that nobody sees when all are taken."""
+        for number in range(MAX_ROWS):
+            at = _ROWS + number * _WORDS_PER_LINE
+            if self._words[at] == 0:
+                return LaneRow(self._words[at : at + _WORDS_PER_LINE].cast("B"), lane)
+        return LaneRow(memoryview(bytearray(_ROW.size)), lane)
+
+    def close(self) -> None:
+        """Drop this process's hold; idempotent. Others keep what they attached."""
+        self._words.release()
+        self._region.close()
+
+
+class BoardView:
+    """Another process's board. Nothing on it is believed unchecked."""
+
+    def __init__(self, region: HostRegion) -> None:
+        """Look at the board in `region`.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        self._region = region
+        if region.nbytes < _COPIES + 2 * _COPY_BYTES:
+            raise ProtocolError(f"process {region.owner_pid}'s region is too small for a board; one version of epee?")
+        self._words = region.words(0, NUM_WORDS)
+        if self._words[_MAGIC_WORD] != _MAGIC:
+            raise ProtocolError(f"process {region.owner_pid}'s region is no board; do the ranks run one version?")
+
+    @classmethod
+    def attach(cls, blob: bytes) -> BoardView:
+        """Map the board that `blob` describes; raises `ProtocolError`, `ResourceError` (see `HostRegion.attach`)."""
+        region = HostRegion.attach(blob, is_writable=False)
+        try:
+            return cls(region)
+        except ProtocolError:
+            region.close()
+            raise
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """Pid and start time of the process whose board this is."""
+        return self._region.owner_pid, self._region.owner_start_time
+
+    def read(self) -> BoardState | None:
+        """Return the state, None if none was ever written.
+
+        Raises:
+            ProtocolError: the bytes are damaged.
+            ResourceError: the owner lives and writes faster than they can be read.
+        """
+        for _ in range(_NUM_LOOKS):
+            version = self._words[_VERSION]
+            if version == 0:
+                return None
+            start = HEADER_BYTES + _COPIES + (version & 1) * _COPY_BYTES
+            mapping = self._region.mapping
+            length, checksum = _HEAD.unpack_from(mapping, start)
+            data = mapping[start + _HEAD.size : start + _HEAD.size + min(length, MAX_STATE_BYTES)]
+            if self._words[_VERSION] == version:
+                if checksum != _checksum(version, data) or length > MAX_STATE_BYTES:
+                    raise ProtocolError(f"the board of process {self._region.owner_pid} is damaged; it was not used")
+                return decode_state(data)
+        raise ResourceError(f"process {self._region.owner_pid} writes its board faster than it can be read")
+
+    @property
+    def has_left(self) -> bool:
+        """True when its owner has said that it has left."""
+        return self._words[_LEFT] == 1
+
+    @property
+    def epoch(self) -> int:
+        """The decided epoch."""
+        return self._words[_EPOCH]
+
+    @property
+    def turns(self) -> int:
+        """How often its agent thread has turned."""
+        return self._words[_TURNS]
+
+    def rows(self) -> list[Row]:
+        """Return what the lanes are doing; a row that cannot be right is left out."""
+        rows = []
+        for number in range(MAX_ROWS):
+            at = _ROWS + number * _WORDS_PER_LINE
+            lane, op, seq, epoch, mask, since_ns, progress = _ROW.unpack(bytes(self._words[at : at + _WORDS_PER_LINE]))
+            name = op.rstrip(b"\0")
+            is_possible = 0 < lane <= LANE_LIMIT and name.isascii() and seq <= FOREVER and epoch <= EPOCH_LIMIT
+            if is_possible:
+                slots = tuple(slot for slot in range(MAX_MEMBERS) if mask >> slot & 1)
+                text = "".join(letter if letter.isprintable() else "?" for letter in name.decode())
+                rows.append(Row(lane - 1, text, seq, epoch, slots, since_ns / 1e9, progress))
+        return rows
+
+    def close(self) -> None:
+        """Drop the mapping; idempotent."""
+        self._words.release()
+        self._region.close()
+
+
+def find_board(pid: int) -> BoardView:
+    """Attach the board of a process of this user that is known by its pid alone.
+
+    Raises:
+        AuthError: it is another user's.
+        ResourceError: there is no such process, or it has no board.
+    """
+    require_own(pid)
+    folder = Path(f"/proc/{pid}/fd")
+    try:
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if not os.readlink(folder / name).startswith(_MEMFD):
+                    continue
+                fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    blob = os.pread(fd, BLOB_BYTES, HEADER_BYTES + 8 * _BLOB)
+                finally:
+                    os.close(fd)
+                return BoardView.attach(blob)
+    except OSError as exc:
+        if isinstance(exc, EpeeError):
+            raise
+        raise ResourceError(f"cannot look into process {pid}: {exc}; it must be yours and alive") from exc
+    raise ResourceError(f"process {pid} is no rank of a job of epee: it has no board")
+
+
+def read_board_of(pid: int) -> BoardState | None:
+    """Return what is on the board of the process `pid`; raises as `find_board` and `BoardView.read`."""
+    view = find_board(pid)
+    try:
+        return view.read()
+    finally:
+        view.close()
+
+
+def _checksum(version: int, data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16, salt=struct.pack("<Q", version)).digest()

@@ -1,0 +1,173 @@
+"""Proof that a process of this machine is dead: a pidfd that has become readable, or no thread with an address space.
+
+A pidfd is bound to one process, not to a number that may be given away again; it becomes readable when that process
+has ended, and never because it is slow. `kill(pid, 0)` is no substitute: it succeeds on zombies. Silence is not
+judged here: that is a time-out, which is a suspicion and another type of error. Nor is it a proof that the kernel does
+not answer: where descriptors or memory have run out, or looking is forbidden, `ResourceError` says so, and whoever
+wanted to watch tries again.
+
+The pidfd speaks late: a process that is killed first gives its memory back, 100 ms per GB on an idle machine and more
+on a busy one. What matters to the others, that it stores nothing any more, is true long before: a thread that dies
+drops its address space, and the last one takes it down after that. `/proc/PID/task/*/statm` shows it (a size of 0), so
+whoever waits for a rank looks there (`is_torn_down`). It is a proof, like the pidfd: such a thread never runs a line of
+its program again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+from collections.abc import Sequence
+
+from ...errors import ResourceError, shortage
+from ...memory.claim import started_at
+
+NUM_LOOKS = 4  # at a time; each costs some 20 us
+
+
+def open_process(pid: int, start_time: int) -> int:
+    """Return a pidfd of process `pid`, started at `start_time` (clock ticks since boot); -1 when it has ended.
+
+    The pidfd is opened first and asked itself: what /proc tells of the number afterwards is about that process, or
+    about one that has the number since.
+
+    Raises:
+        ResourceError: the kernel does not say: no descriptor or memory is left, or looking is forbidden.
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except (ProcessLookupError, FileNotFoundError):
+        return -1
+    except OSError as exc:
+        if exc.errno == errno.EINVAL and started_at(pid) != start_time:
+            return -1  # a thread of another process has the number
+        raise shortage(f"cannot watch process {pid}", exc) from exc
+    try:
+        started = started_at(pid)
+        if is_readable(fd) or started not in (-1, start_time):
+            os.close(fd)
+            return -1
+        if started < 0:
+            raise ResourceError(f"process {pid} lives, but /proc does not show it; mount it without hidepid")
+    except ResourceError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_readable(fd: int) -> bool:
+    """Return whether a descriptor has something to read; of a pidfd: whether its process has ended."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def is_torn_down(pid: int, start_time: int) -> bool:
+    """Return whether process `pid`, started at `start_time`, has threads but no address space: it stores nothing.
+
+    False also when the process has gone altogether; a pidfd says that. One that nobody has waited for counts.
+    """
+    try:
+        if not _has_no_memory(f"/proc/{pid}/statm"):  # the leader's: what all but the dying show
+            return False
+        threads = set(os.listdir(f"/proc/{pid}/task"))
+        if not all(_has_no_memory(f"/proc/{pid}/task/{thread}/statm") for thread in threads):
+            return False
+        # a thread that was not listed can only come from one that was, and would be listed by now
+        return set(os.listdir(f"/proc/{pid}/task")) == threads and started_at(pid) == start_time
+    except (OSError, ResourceError):
+        return False
+
+
+def is_leaving(pid: int, start_time: int) -> bool:
+    """Return whether process `pid`, started at `start_time`, has gone, is dead, or has a first thread that is dying.
+
+    `/proc/PID/fd` of such a process is empty or, since it then belongs to root, closed to others. No proof that it
+    stores nothing any more: other threads may go on (`is_torn_down`).
+    """
+    try:
+        return _has_no_memory(f"/proc/{pid}/statm") or started_at(pid) != start_time
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except (OSError, ResourceError):
+        return False
+
+
+def _has_no_memory(path: str) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 2) == b"0 "
+    finally:
+        os.close(fd)
+
+
+class DeathWatch:
+    """Watches the processes of some ranks. `dead()` costs one system call; no thread is involved."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._rank_of_fd: dict[int, int] = {}
+        self._process_of: dict[int, tuple[int, int]] = {}  # rank -> pid, start time
+        self._dead: set[int] = set()
+        self._turn = 0
+
+    def watch(self, rank: int, pid: int, start_time: int) -> None:
+        """Start watching `rank`, which is process `pid` started at `start_time` (clock ticks since boot).
+
+        A process that has ended already counts as dead. Ranks that are threads of this process need no watching.
+        Whoever was `rank` before is watched no more. May be repeated where it was broken off.
+
+        Raises:
+            ResourceError: as `open_process`; nothing has changed.
+        """
+        if pid == os.getpid():
+            return
+        fd = open_process(pid, start_time)
+        if fd < 0:
+            self.forget(rank)
+            self._dead.add(rank)
+            return
+        self.forget(rank)
+        self._rank_of_fd[fd] = rank
+        self._process_of[rank] = (pid, start_time)
+        self._poll.register(fd, select.POLLIN)
+
+    def forget(self, rank: int) -> None:
+        """Watch `rank` no more."""
+        self._dead.discard(rank)
+        self._process_of.pop(rank, None)
+        for fd, watched in list(self._rank_of_fd.items()):
+            if watched == rank:
+                with contextlib.suppress(KeyError):  # an interrupt came before it was registered
+                    self._poll.unregister(fd)
+                del self._rank_of_fd[fd]
+                os.close(fd)
+
+    def dead(self) -> tuple[int, ...]:
+        """Return the ranks that are proved dead, ascending."""
+        for fd, _ in self._poll.poll(0):
+            self._dead.add(self._rank_of_fd.pop(fd))
+            self._poll.unregister(fd)
+            os.close(fd)
+        return tuple(sorted(self._dead))
+
+    def look(self, suspects: Sequence[int]) -> tuple[int, ...]:
+        """Look closely at ranks that are waited for, a few at a time; return the newly dead, whom `dead` tells, too."""
+        found = []
+        for i in range(min(NUM_LOOKS, len(suspects))):
+            rank = suspects[(self._turn + i) % len(suspects)]
+            process = self._process_of.get(rank)
+            if process is not None and rank not in self._dead and is_torn_down(*process):
+                self._dead.add(rank)
+                found.append(rank)
+        self._turn += NUM_LOOKS
+        return tuple(found)
+
+    def close(self) -> None:
+        """Close every descriptor; idempotent."""
+        for fd in self._rank_of_fd:
+            self._poll.unregister(fd)
+            os.close(fd)
+        self._rank_of_fd.clear()

@@ -1,0 +1,72 @@
+"""Where a process is: what others need to watch it and to read its board. Opaque bytes in `Member.endpoint`.
+
+Its socket is reached through its own descriptor of it (`directory.Door`), which needs no name.
+
+Who writes: the process itself, at birth. Who reads: the runtime of each other member, which checks every number before
+it opens a pid or a file by it. Plain bytes: a crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...errors import InvalidArgument, ProtocolError
+from ...memory.host import BLOB_BYTES
+from ..transport.codec import Bytes, Cursor, Number, Record, Wrong
+from ..transport.wire import MAX_ENDPOINT_BYTES
+
+MAX_EXTRA_BYTES = 640
+
+
+class Endpoint(NamedTuple):
+    """Where a process is.
+
+    Attributes:
+        pid: its number in the PID namespace of the job.
+        start_time: when it started, clock ticks since boot; with `pid` it names one process.
+        door: its descriptor of its socket's place (`directory.Door.fd`).
+        board: blob of its board (`board.py`).
+        beat: blob of its heartbeat (`beat.py`).
+        extra: what the engines above want to know of it, at most `MAX_EXTRA_BYTES`.
+    """
+
+    pid: int
+    start_time: int
+    door: int
+    board: bytes
+    beat: bytes
+    extra: bytes
+
+
+_CODEC = Record(
+    Endpoint,
+    Number(1, (1 << 31) - 1),
+    Number(0, (1 << 62)),
+    Number(0, (1 << 31) - 1),
+    Bytes(BLOB_BYTES, BLOB_BYTES),
+    Bytes(BLOB_BYTES, BLOB_BYTES),
+    Bytes(0, MAX_EXTRA_BYTES),
+)
+
+
+def pack_endpoint(endpoint: Endpoint) -> bytes:
+    """Return at most `MAX_ENDPOINT_BYTES` bytes; `InvalidArgument` if a field is out of range."""
+    out = bytearray()
+    try:
+        _CODEC.put(out, endpoint, "Endpoint")
+    except Wrong as exc:
+        raise InvalidArgument(str(exc)) from exc
+    assert len(out) <= MAX_ENDPOINT_BYTES
+    return bytes(out)
+
+
+def parse_endpoint(data: bytes) -> Endpoint:
+    """Return the endpoint in a member's bytes; `ProtocolError` if it cannot be right."""
+    cursor = Cursor(data)
+    try:
+        endpoint: Endpoint = _CODEC.take(cursor, "Endpoint")
+    except Wrong as exc:
+        raise ProtocolError(f"an endpoint that cannot be right was not used: {exc}") from exc
+    if cursor.at != len(data):
+        raise ProtocolError(f"an endpoint has {len(data) - cursor.at} bytes too many")
+    return endpoint

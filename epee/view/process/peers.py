@@ -1,0 +1,325 @@
+"""The other processes of the job as the operating system shows them, and what they wrote.
+
+Data path: an endpoint names a process, its board and its heartbeat. `add` opens a pidfd, checks that it is the
+process which is meant (start time), and maps board and beat while their owner lives; the mappings stay readable after
+its death. The agent thread alone calls all of it.
+
+Who writes: each process its own board and beat. What is believed: a pidfd that is readable is proof of death, and so
+is an address space that is gone (`detector.py`); anything else (a beat that stands still, a state in /proc) is for
+messages to people and for reports. A process that cannot be watched, because descriptors or memory have run out here,
+is not dead: `retry` tries again. A member that cannot be mapped has no board here: it is then no witness, and nothing
+worse.
+
+A forked child closes its copies of the descriptors; a crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+from ...errors import AuthError, ProtocolError, ResourceError, shortage
+from ..protocol.messages import BoardState, Decision, Member
+from .beat import PERIOD_S, BeatView
+from .board import BoardView
+from .detector import is_readable, is_torn_down, open_process
+from .endpoint import Endpoint, parse_endpoint
+
+logger = logging.getLogger("epee")
+
+MAX_PEERS = 512  # members, those before them that may still live, and joiners
+FROZEN_S = 6 * PERIOD_S  # a heart that stands still for longer belongs to a process that gets no processor
+BUSY_S = 3.0  # an agent thread that does not turn for longer does not get the GIL
+
+
+class Peer:
+    """One process of the job.
+
+    Attributes:
+        member: as it was told; the incarnation may be 0 still.
+        endpoint: where it is.
+        pidfd: -1 before it is watched, and once it is dead.
+        is_dead: it is proved.
+        was_member: it stood in a decision that this process has seen committed.
+        board, beat: None where they could not be mapped.
+    """
+
+    def __init__(self, member: Member, endpoint: Endpoint) -> None:
+        self.member = member
+        self.endpoint = endpoint
+        self.pidfd = -1
+        self.is_dead = False
+        self.is_mappable = True  # as far as is known
+        self.is_told = False  # that it cannot be watched yet
+        self.was_member = False
+        self.board: BoardView | None = None
+        self.beat: BeatView | None = None
+        self._seen: dict[str, tuple[int, float]] = {}  # counter -> its last value and when it changed
+
+    def map(self) -> None:
+        """Map board and beat, what is missing of them; raises `ProtocolError` or `ResourceError`."""
+        if self.board is None:
+            board = BoardView.attach(self.endpoint.board)
+            if board.owner != (self.endpoint.pid, self.endpoint.start_time):
+                board.close()
+                raise ProtocolError(
+                    f"slot {self.member.slot}'s board belongs to another process than its endpoint says"
+                )
+            self.board = board
+        self.beat = BeatView(self.endpoint.beat)
+
+    @property
+    def is_wanting(self) -> bool:
+        """True while it is not watched, or not mapped, and may yet be."""
+        return not self.is_dead and (self.pidfd < 0 or (self.is_mappable and self.beat is None))
+
+    def look(self, now: float) -> None:
+        """Note which of its counters have changed."""
+        if self.beat is not None and self.board is not None:
+            for name, value in (("beat", self.beat.count), ("turns", self.board.turns)):
+                if self._seen.get(name, (-1, 0.0))[0] != value:
+                    self._seen[name] = (value, now)
+
+    def health(self, now: float) -> str:
+        """Return "dead", "stopped" (SIGSTOP, a debugger), "frozen" (it gets no processor), "busy" or "running"."""
+        if self.is_dead:
+            return "dead"
+        if process_state(self.endpoint.pid) in "Tt":
+            return "stopped"
+        try:
+            self.look(now)
+        except ValueError:  # the agent thread has just dropped its board: it is gone
+            return "dead"
+        beat, beat_at = self._seen.get("beat", (0, now))
+        if beat and now - beat_at > FROZEN_S:
+            return "frozen"
+        return "busy" if now - self._seen.get("turns", (0, now))[1] > BUSY_S else "running"
+
+    def close(self) -> None:
+        """Drop descriptor and mappings; idempotent."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+        for view in (self.board, self.beat):
+            if view is not None:
+                view.close()
+
+
+class Peers:
+    """Everybody whom this process has to watch, by nonce."""
+
+    def __init__(self, me: bytes, poll: select.epoll) -> None:
+        self._me, self._poll = me, poll
+        self._peers: dict[bytes, Peer] = {}
+        self._nonce_of: dict[int, bytes] = {}  # of pidfds
+        self._ending: list[int] = []  # pidfds of processes that are dead but not gone
+
+    def add(self, member: Member, pid: int = 0) -> bool:
+        """Watch a member; False when it is proved dead already (nobody can map its board any more).
+
+        With `pid`, the process that the kernel says it is, its endpoint must name the same. Whoever cannot be watched
+        now is kept for `retry`.
+
+        Raises:
+            ProtocolError: its endpoint cannot be right.
+            ResourceError: there are too many peers.
+        """
+        if member.nonce == self._me:
+            return True
+        known = self._peers.get(member.nonce)
+        if known is not None:
+            if member.incarnation:
+                known.member = member
+            return self._attend(known)
+        if len(self._peers) >= MAX_PEERS:
+            raise ResourceError(f"more than {MAX_PEERS} processes have asked to be watched; the last was not heard")
+        endpoint = parse_endpoint(member.endpoint)
+        if pid not in (0, endpoint.pid):
+            raise ProtocolError(f"process {pid} says that it is process {endpoint.pid}; it was not believed")
+        peer = self._peers[member.nonce] = Peer(member, endpoint)
+        return self._attend(peer)
+
+    def retry(self) -> list[Peer]:
+        """Try again to watch and map those with whom it has not worked; return who is found dead."""
+        return [peer for peer in self._peers.values() if peer.is_wanting and not self._attend(peer)]
+
+    def _attend(self, peer: Peer) -> bool:
+        """Do what is missing to watch a peer and to read its board; False when it is proved dead."""
+        if not peer.is_wanting:
+            return not peer.is_dead
+        slot = peer.member.slot
+        try:
+            if peer.pidfd < 0:
+                self._watch(peer)
+            if not peer.is_dead and peer.is_mappable:
+                peer.map()
+        except (AuthError, ProtocolError) as exc:  # it dies, or leaves; its end is seen all the same
+            peer.is_mappable = False
+            logger.info("slot %d can be watched, but its board cannot be read: %s", slot, exc)
+        except ResourceError as exc:
+            if not peer.is_told:  # once, however often it is tried again
+                logger.warning("slot %d cannot be watched, or its board not be read, yet; tried again: %s", slot, exc)
+            peer.is_told = True
+        return not peer.is_dead
+
+    def _watch(self, peer: Peer) -> None:
+        fd = open_process(peer.endpoint.pid, peer.endpoint.start_time)
+        if fd < 0:
+            peer.is_dead = True
+            return
+        try:
+            self._poll.register(fd, select.EPOLLIN)
+        except OSError as exc:
+            os.close(fd)
+            raise shortage(f"cannot watch process {peer.endpoint.pid}", exc) from exc
+        peer.pidfd = fd
+        self._nonce_of[fd] = peer.member.nonce
+
+    def get(self, nonce: bytes) -> Peer | None:
+        """Return a peer, None if it is not watched."""
+        return self._peers.get(nonce)
+
+    def is_mapped(self, nonce: bytes) -> bool:
+        """Return whether a peer's board can be read, also after its death."""
+        peer = self._peers.get(nonce)
+        return peer is not None and peer.board is not None
+
+    def died(self, fd: int) -> Peer | None:
+        """Note that the process behind a pidfd has died, if it is one and readable; None otherwise.
+
+        The pidfd is asked again: the event may be an older one, of a descriptor that had this number before.
+        """
+        if fd not in self._nonce_of or not is_readable(fd):
+            return None
+        peer = self._peers[self._nonce_of[fd]]
+        os.close(self._bury(peer))
+        return peer
+
+    def look_at(self, nonce: bytes) -> Peer | None:
+        """Look closely at a peer that others take for dead; return it if it is, and was not known to be."""
+        peer = self._peers.get(nonce)
+        if peer is None or peer.is_dead or not is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
+            return None
+        self.reap()
+        if peer.pidfd >= 0:
+            self._ending.append(self._bury(peer))
+        peer.is_dead = True
+        return peer
+
+    def reap(self) -> None:
+        """Drop the descriptors of those that were dead before they were gone, once they are gone."""
+        self._ending = [fd for fd in self._ending if not _has_ended(fd)]
+
+    def _bury(self, peer: Peer) -> int:
+        """Note that a peer that was watched is dead; return its pidfd."""
+        peer.is_dead = True
+        fd, peer.pidfd = peer.pidfd, -1
+        del self._nonce_of[fd]
+        self._poll.unregister(fd)
+        return fd
+
+    def await_ends(self, timeout_s: float) -> None:
+        """Wait until those that died with their memory still to be given back are gone: they hold locks until then."""
+        for peer in self._peers.values():  # whose end others may have seen first
+            if peer.pidfd >= 0 and is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
+                self._ending.append(self._bury(peer))
+        deadline = time.monotonic() + timeout_s
+        while self._ending:
+            poll = select.poll()
+            poll.register(self._ending[-1], select.POLLIN)
+            poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+            os.close(self._ending.pop())
+
+    def read_board(self, nonce: bytes) -> BoardState | None:
+        """Return what is on a board, None when it was never written.
+
+        Raises:
+            ResourceError: it could not be mapped in time.
+            ProtocolError: it is damaged.
+        """
+        peer = self._peers.get(nonce)
+        if peer is None or peer.board is None:
+            raise ResourceError("its board was not mapped in time; it is no witness")
+        return peer.board.read()
+
+    def left(self) -> list[bytes]:
+        """Return the nonces of those whose boards say that they have left; note on the way who shows life."""
+        now = time.monotonic()
+        found = []
+        for nonce, peer in self._peers.items():
+            peer.look(now)
+            if _has_left(peer):
+                found.append(nonce)
+        return found
+
+    def retire(self, decision: Decision) -> None:
+        """Forget who is no member any more and is dead or has left. Who was voted out but lives stays watched."""
+        there = {member.nonce for member in decision.members}
+        for nonce, peer in list(self._peers.items()):
+            if nonce in there:
+                peer.was_member = True
+            elif peer.is_dead or _has_left(peer):
+                self._drop(nonce)
+
+    def retire_former(self, decision: Decision) -> None:
+        """Forget the former members that have died or left since `decision`, which left them out.
+
+        A joiner stays: a decision that is under way may have made it a member, and its board is then a witness.
+        """
+        there = {member.nonce for member in decision.members}
+        for nonce, peer in list(self._peers.items()):
+            if peer.was_member and nonce not in there and (peer.is_dead or _has_left(peer)):
+                self._drop(nonce)
+
+    def _drop(self, nonce: bytes) -> None:
+        peer = self._peers.pop(nonce)
+        if peer.pidfd >= 0:
+            self._poll.unregister(peer.pidfd)
+            del self._nonce_of[peer.pidfd]
+        peer.close()
+
+    def kill_former(self, slot: int, incarnation: int, decision: Decision) -> None:
+        """SIGKILL a process that is no member of `decision`, through its pidfd: it cannot hit another process."""
+        there = {member.nonce for member in decision.members}
+        for nonce, peer in self._peers.items():
+            if peer.member[:2] == (slot, incarnation) and nonce not in there and peer.pidfd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Drop everything; idempotent. Touches nothing that a forked child shares with its parent."""
+        for peer in self._peers.values():
+            peer.close()
+        for fd in self._ending:
+            os.close(fd)
+        self._ending.clear()
+        self._peers.clear()
+        self._nonce_of.clear()
+
+
+def _has_left(peer: Peer) -> bool:
+    return peer.board is not None and peer.board.has_left
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter of a process from /proc (`R`, `S`, `D`, `T`, `Z` ...), "X" for none, "?" if not known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+    except OSError:
+        return "?"
+    return stat[stat.rindex(b")") + 2 :][:1].decode("ascii", "replace")
+
+
+def _has_ended(fd: int) -> bool:
+    """Return whether the process of a pidfd is gone, and close the pidfd then."""
+    if not is_readable(fd):
+        return False
+    os.close(fd)
+    return True

@@ -1,0 +1,1 @@
+"""How agents find and reach each other."""

@@ -1,0 +1,440 @@
+"""The folder of a job: where a new process finds the others and the job's secret, and nobody else does.
+
+    <runtime folder>/job-2-<key>-<job id>/   0700, ours; every process of the job holds a shared `flock` on it
+        token                                0600, 32 random bytes, made by rank 0 (unless EPEE_TOKEN_FILE names one)
+        home                                 0600, what a joiner must know of the first group, written by rank 0
+        <slot>-<nonce>                       0600, the socket of one process
+
+Who writes: rank 0 makes the folder, each process its own socket; others only connect. Nothing is trusted for its name:
+the folder and the runtime folder must belong to this user, be closed to all others and be no links, and so must the
+token. Paths are opened once; everything below goes through that descriptor, so a folder that is exchanged later does no
+harm.
+
+What orders them: the folder is filled under another name and renamed when it is whole. Whoever can take the lock alone
+knows that no process of the job lives (the kernel drops a dead process's lock) and removes the folder; so does the last
+one that leaves, and so does each new job with what dead ones left. A crash leaves the folder to these. The lock works
+across PID namespaces, where a number in a file would not, and lies on the folder itself: it cannot be lost while the
+folder is there, and systemd's cleaner of temporary files leaves folders alone on which somebody holds one.
+
+The folder is for being found, not for living. Log-outs and cleaners remove it all the same, so a job that runs does not
+need it: a process that is known is reached through its own descriptor of its socket (`Door`), as its memory is, by
+`/proc/PID/fd/FD` and no name. That serves members and those who wait to become one, costs nothing before there is
+something to say, and a connection that broke can be made again, all of which connections kept from birth on would not.
+Without the folder nobody new finds the job; that is all (`is_there`). The runtime folder lies among the temporary files
+and not in XDG_RUNTIME_DIR, which is removed when the user logs out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import socket
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from ... import env
+from ...errors import (
+    AuthError,
+    EpeeError,
+    InvalidArgument,
+    InvalidState,
+    ProtocolError,
+    ResourceError,
+    shortage,
+)
+from .auth import JOB_ID_BYTES, TOKEN_BYTES, Token
+from .wire import MAX_MEMBERS, NONCE_BYTES
+
+_JOB = re.compile(rf"job-2-([0-9a-f]{{16}})-([0-9a-f]{{{2 * JOB_ID_BYTES}}})")
+_SOCKET = re.compile(rf"(\d{{1,3}})-([0-9a-f]{{{2 * NONCE_BYTES}}})")
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+_UNFINISHED_S = 60.0  # a folder that is older and not whole was left by a process that died while it made it
+MAX_HOME_BYTES = 1024
+_LOOK_S = 1.0  # how long somebody may hold the lock alone to see whether the job lives
+
+
+def runtime_folder() -> Path:
+    """Return the folder that holds this user's jobs, which exists then.
+
+    It is EPEE_RUNTIME_DIR, else `epee-UID` in the temporary folder.
+
+    Raises:
+        AuthError: it belongs to another user, is open to others, or is a link.
+        ResourceError: it cannot be made.
+    """
+    named = str(env.get("EPEE_RUNTIME_DIR"))
+    path = Path(named) if named else Path(tempfile.gettempdir()) / f"epee-{os.geteuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        os.close(_open_private(path))
+    except OSError as exc:
+        if isinstance(exc, EpeeError):
+            raise
+        raise ResourceError(f"cannot make the folder {path}: {exc}; let EPEE_RUNTIME_DIR name another") from exc
+    return path.resolve()
+
+
+def job_key(name: str) -> str:
+    """Return the part of a job's folder name that stands for `name`, by which a joiner finds it without a store."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def socket_name(slot: int, nonce: bytes) -> str:
+    """Return the name of a process's socket in the folder of its job."""
+    return f"{slot}-{nonce.hex()}"
+
+
+def find_jobs(name: str | None = None) -> list[Path]:
+    """Return the folders of this user's living jobs that were made as `name` (any, if None), the youngest first."""
+    found = []
+    for path in runtime_folder().iterdir():
+        match = _JOB.fullmatch(path.name)
+        if match is None or (name is not None and match[1] != job_key(name)):
+            continue
+        with contextlib.suppress(OSError):  # it goes just now, or is not ours
+            if not _visit(path, is_removed=False):
+                found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+class Door:
+    """A process's listening socket, and the descriptor by which others find it when its name is gone.
+
+    Attributes:
+        listener: non-blocking.
+        name: in the folder of the job.
+        fd: of the socket's place in the file system; -1 when closed.
+    """
+
+    def __init__(self, listener: socket.socket, name: str, fd: int) -> None:
+        self.listener = listener
+        self.name = name
+        self.fd = fd
+
+    def close(self) -> None:
+        """Close both; idempotent."""
+        self.listener.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def connect_door(pid: int, fd: int) -> socket.socket:
+    """Return a non-blocking socket connected to the door with descriptor `fd` in process `pid`, or raise `OSError`.
+
+    Who has that number now may be another process: whoever connects finds that out by the handshake (`auth.py`).
+    """
+    return _connect(f"/proc/{pid}/fd/{fd}")
+
+
+class JobDirectory:
+    """A process's hold on the folder of its job. Make one with `create` or `open`.
+
+    Attributes:
+        path: of the folder, to be told to other processes; it is no secret.
+        job_id: `JOB_ID_BYTES` random bytes.
+        token: the job's secret.
+    """
+
+    def __init__(self, path: Path, folder_fd: int) -> None:
+        match = _JOB.fullmatch(path.name)
+        if match is None:
+            raise ProtocolError(f"{path} is not the folder of a job")
+        self.path = path
+        self.job_id = bytes.fromhex(match[2])
+        self.token = _read_token(folder_fd)
+        self._folder_fd = folder_fd  # holds the lock
+        self._sockets: set[str] = set()
+
+    @classmethod
+    def create(cls, name: str = "") -> JobDirectory:
+        """Make the folder of a new job, and remove those of jobs that have died.
+
+        Args:
+            name: what the processes of the job have in common before they meet (address and port of the rendezvous).
+        Raises:
+            AuthError: the runtime folder is not ours alone.
+            ResourceError: it cannot be written.
+        """
+        parent = runtime_folder()
+        remove_stale(parent)
+        job = secrets.token_hex(JOB_ID_BYTES)
+        path = parent / f"job-2-{job_key(name)}-{job}"
+        unfinished = parent / f"new-{job}"
+        try:
+            unfinished.mkdir(mode=0o700)
+            with contextlib.ExitStack() as undo:
+                folder_fd = _open_private(unfinished)
+                undo.callback(os.close, folder_fd)
+                _lock_shared(folder_fd)
+                if not env.get("EPEE_TOKEN_FILE"):
+                    os.close(_make(folder_fd, "token", secrets.token_bytes(TOKEN_BYTES)))
+                unfinished.rename(path)
+                made = cls(path, folder_fd)
+                undo.pop_all()
+                return made
+        except OSError as exc:
+            if isinstance(exc, EpeeError):
+                raise
+            raise ResourceError(f"cannot make {path}: {exc}; let EPEE_RUNTIME_DIR name another folder") from exc
+
+    @classmethod
+    def open(cls, path: str | Path) -> JobDirectory:
+        """Open the folder that `create` made in another process.
+
+        Raises:
+            AuthError: it is not ours alone, or its token is not.
+            ProtocolError: it is no job's folder.
+            ResourceError: it is gone: the job has ended, or somebody has removed it.
+        """
+        path = Path(path)
+        with contextlib.ExitStack() as undo:
+            try:
+                folder_fd = _open_private(path)
+                undo.callback(os.close, folder_fd)
+                _lock_shared(folder_fd)
+                if not _is_at(path, folder_fd):
+                    raise FileNotFoundError(errno.ENOENT, "it was removed just now")
+                opened = cls(path, folder_fd)
+            except OSError as exc:
+                if isinstance(exc, EpeeError):
+                    raise
+                if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    raise shortage(f"cannot open {path}", exc) from exc
+                raise ResourceError(
+                    f"the job of {path} has ended, or its folder was removed while it runs ({exc}); start it again"
+                ) from exc
+            undo.pop_all()
+            return opened
+
+    def is_there(self) -> bool:
+        """Return whether others can still find the job: its folder lies where it was made."""
+        return _is_at(self.path, self._fd())
+
+    def listen(self, slot: int, nonce: bytes, backlog: int) -> Door:
+        """Return a listening socket with a name in the folder.
+
+        Raises:
+            ResourceError: no descriptor is left, or the folder is gone.
+        """
+        name = socket_name(slot, nonce)
+        try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        except OSError as exc:
+            raise shortage(f"cannot listen in {self.path}", exc) from exc
+        try:
+            listener.bind(self._address(name))
+            self._sockets.add(name)
+            os.chmod(name, 0o600, dir_fd=self._fd())  # nobody else gets into the folder anyway
+            listener.listen(backlog)
+            fd = os.open(name, os.O_PATH | _FLAGS, dir_fd=self._fd())
+        except OSError as exc:
+            listener.close()
+            raise ResourceError(f"cannot listen in {self.path}: {exc}; is the folder still there?") from exc
+        return Door(listener, name, fd)
+
+    def connect(self, name: str) -> socket.socket:
+        """Return a non-blocking socket that is connected, or raise `OSError` at once (`EAGAIN`: its queue is full)."""
+        if not _SOCKET.fullmatch(name):
+            raise ProtocolError(f"{name!r} is no name of a socket in a job's folder")
+        return _connect(self._address(name))
+
+    def write_home(self, content: bytes) -> None:
+        """Leave a note of at most `MAX_HOME_BYTES` for those who join later; once per job.
+
+        Raises:
+            ResourceError: no descriptor or room is left, or the folder has gone.
+        """
+        if len(content) > MAX_HOME_BYTES:
+            raise InvalidArgument(f"the note for joiners must have at most {MAX_HOME_BYTES} bytes, got {len(content)}")
+        try:
+            os.close(_make(self._fd(), "home.new", content))
+            os.rename("home.new", "home", src_dir_fd=self._fd(), dst_dir_fd=self._fd())
+        except OSError as exc:
+            raise shortage(f"cannot leave a note for joiners in {self.path}", exc) from exc
+
+    def read_home(self) -> bytes:
+        """Return the note; empty when there is none. It is for the reader to check.
+
+        Raises:
+            AuthError: the file is not this user's alone.
+        """
+        try:
+            fd = os.open("home", os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=self._fd())
+        except FileNotFoundError:
+            return b""
+        try:
+            _require_private(os.fstat(fd), self.path / "home")
+            return os.read(fd, MAX_HOME_BYTES)
+        finally:
+            os.close(fd)
+
+    def sockets(self) -> list[tuple[int, bytes, str]]:
+        """Return (slot, nonce, name) of each socket in the folder, that of dead processes included; slots ascending."""
+        found: list[tuple[int, bytes, str]] = []
+        try:
+            names = os.listdir(self._fd())
+        except FileNotFoundError:  # the folder was removed
+            return found
+        for name in names:
+            match = _SOCKET.fullmatch(name)
+            if match and int(match[1]) < MAX_MEMBERS:
+                found.append((int(match[1]), bytes.fromhex(match[2]), name))
+        return sorted(found)
+
+    def remove(self, name: str) -> None:
+        """Remove a socket from the folder: one's own, or that of a process that is proved dead."""
+        if _SOCKET.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._fd())
+            self._sockets.discard(name)
+
+    def leave(self) -> None:
+        """Remove one's own sockets; the last process of the job removes the folder. Idempotent."""
+        if self._folder_fd < 0:
+            return
+        for name in list(self._sockets):
+            self.remove(name)
+        with contextlib.suppress(OSError):  # somebody is still there, or the folder was removed under us
+            fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _empty(self._folder_fd)
+            self.path.rmdir()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptor and touch nothing else: for a forked child, to which the folder does not belong."""
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+        self._folder_fd = -1
+
+    def _fd(self) -> int:
+        if self._folder_fd < 0:
+            raise InvalidState(f"the folder {self.path} was left")
+        return self._folder_fd
+
+    def _address(self, name: str) -> str:
+        return f"/proc/self/fd/{self._fd()}/{name}"  # short enough for a socket, however long the path is
+
+
+def remove_stale(parent: Path) -> int:
+    """Remove the folders in `parent` of jobs whose processes have all ended; return how many."""
+    removed = 0
+    for path in parent.iterdir():
+        if _JOB.fullmatch(path.name) or path.name.startswith("new-"):
+            with contextlib.suppress(OSError):  # it is not ours, or another process removes it
+                removed += _visit(path, is_removed=True)
+    return removed
+
+
+def _visit(path: Path, is_removed: bool) -> bool:
+    """Return whether the job of `path` is dead; remove its folder then, if wanted."""
+    with contextlib.ExitStack() as undo:
+        folder_fd = _open_private(path)
+        undo.callback(os.close, folder_fd)
+        if path.name.startswith("new-") and time.time() - os.fstat(folder_fd).st_mtime < _UNFINISHED_S:
+            return False
+        try:
+            fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        if is_removed:
+            _empty(folder_fd)
+            path.rmdir()
+        return True
+
+
+def _lock_shared(folder_fd: int) -> None:
+    """Hold the folder together with others; `OSError` while it is being removed."""
+    deadline = time.monotonic() + _LOOK_S
+    while True:
+        try:
+            fcntl.flock(folder_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:  # somebody looks whether the job lives, which takes microseconds
+            if time.monotonic() > deadline:
+                raise
+            os.sched_yield()
+
+
+def _is_at(path: Path, folder_fd: int) -> bool:
+    """Return whether `path` names the folder that is open as `folder_fd`."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(folder_fd))
+    except OSError:
+        return False
+
+
+def _connect(address: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _empty(folder_fd: int) -> None:
+    """Remove what jobs put into their folders; anything else stays, and then so does the folder."""
+    for name in os.listdir(folder_fd):
+        if name in ("token", "home", "home.new") or _SOCKET.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder_fd)
+
+
+def _open_private(path: Path) -> int:
+    """Open a folder that belongs to this user and is closed to others; `AuthError` if it is another."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    except (NotADirectoryError, PermissionError) as exc:
+        raise AuthError(f"{path} is a link, no folder, or another user's; remove it or set EPEE_RUNTIME_DIR") from exc
+    try:
+        _require_private(os.fstat(fd), path)
+    except AuthError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_private(status: os.stat_result, path: Path) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid() or mode & 0o077:
+        raise AuthError(
+            f"{path} must belong to user {os.geteuid()} and be closed to others, but it is user {status.st_uid}'s with "
+            f"mode {mode:04o}; change it, or set EPEE_RUNTIME_DIR"
+        )
+
+
+def _make(folder_fd: int, name: str, content: bytes) -> int:
+    """Make a file that only this user can read, with `content`; return its descriptor."""
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder_fd)
+    os.fchmod(fd, 0o600)
+    os.write(fd, content)
+    return fd
+
+
+def _read_token(folder_fd: int) -> Token:
+    """Read the job's token from EPEE_TOKEN_FILE or from its folder."""
+    named = str(env.get("EPEE_TOKEN_FILE"))
+    path = Path(named or "token")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=None if named else folder_fd)
+    except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise shortage(f"cannot read the job's token {path}", exc) from exc
+        raise AuthError(f"cannot read the job's token {path}: {exc}; it must be a file of this user, no link") from exc
+    try:
+        status = os.fstat(fd)
+        _require_private(status, path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != TOKEN_BYTES:
+            raise InvalidArgument(f"the token {path} must be a file of {TOKEN_BYTES} bytes, got {status.st_size}")
+        return Token(os.read(fd, TOKEN_BYTES))
+    finally:
+        os.close(fd)

@@ -1,0 +1,276 @@
+"""All connections of one agent: it listens, connects when there is something to send, and never waits for anybody.
+
+A process whose endpoint is known is reached through it, whatever has become of the job's folder (`directory.py`); one
+that was only found in the folder is reached by its name there.
+
+Data path: `send` puts a message on the connection to a process, which is opened at first use. `handle` is called for a
+descriptor that is ready and returns what came: messages with the nonce of the process that has proved to be their
+sender. The agent thread alone calls all of it.
+
+What a peer can do: nothing but lose its connection. Whoever is of another user, proves nothing in time, sends what
+cannot be right or does not read is dropped and counted (`dropped`), and no message of it reaches the agent. Connections
+are limited in number; when strangers fill the places, the one that has been silent longest makes room.
+
+Messages may be lost (a full queue, a connection that breaks); the agents say again what matters. A crash closes the
+sockets, which the peers see.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+from collections import Counter
+
+from ...errors import AuthError, EpeeError, ProtocolError
+from ...memory.host import process_start_time
+from ..process.endpoint import parse_endpoint
+from ..protocol.messages import Commit, Member, Message
+from .auth import Identity, Initiator
+from .connection import Incoming, Outgoing
+from .directory import Door, JobDirectory, connect_door, socket_name
+from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, decode, encode
+
+MAX_CONNECTIONS = 4 * MAX_MEMBERS  # to this process
+MAX_STRANGERS = MAX_MEMBERS  # of them, before they have proved anything
+BACKLOG = 256
+_PAUSE_S = 0.1  # how long nobody is let in when descriptors have run out
+
+
+class Switchboard:
+    """See above.
+
+    Attributes:
+        dropped: how often a connection or message was dropped, by reason.
+    """
+
+    def __init__(self, job: JobDirectory, me: Identity, door: Door, poll: select.epoll) -> None:
+        """Take over `door`, which others connect to."""
+        self._job, self._me, self._poll = job, me, poll
+        self._door, self._listener = door, door.listener
+        self._outgoing: dict[bytes, Outgoing] = {}
+        self._nonce_of: dict[int, bytes] = {}  # of outgoing descriptors
+        self._incoming: dict[int, Incoming] = {}
+        self._listen_again = float("inf")
+        self.dropped: Counter[str] = Counter()
+        poll.register(self._listener, select.EPOLLIN)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when everything that was sent has left this process, or was dropped."""
+        return all(connection.is_idle for connection in self._outgoing.values())
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, both ways."""
+        return len(self._outgoing) + len(self._incoming)
+
+    def send(self, to: Member, message: Message, now: float) -> None:
+        """Send a message, or drop it if it cannot be sent."""
+        for part in _parts(message):
+            payload = encode(part)
+            connection = self._outgoing.get(to.nonce) or self._connect(to, now)
+            if connection is None:
+                return
+            try:
+                if not connection.send(payload):
+                    self.dropped["queue full"] += 1
+            except OSError:
+                self._close_outgoing(connection.fd, "broken")
+                return
+            self._watch(connection)
+
+    def reach(self, to: Member, now: float) -> int:
+        """Connect to a process if that has not happened yet; return its pid as the kernel knows it, 0 if it is gone."""
+        connection = self._outgoing.get(to.nonce) or self._connect(to, now)
+        if connection is None:
+            return 0
+        self._watch(connection)
+        return connection.pid
+
+    def owns(self, fd: int) -> bool:
+        """Return whether `handle` is to be called for this descriptor."""
+        return fd == self._listener.fileno() or fd in self._incoming or fd in self._nonce_of
+
+    def handle(self, fd: int, now: float) -> list[tuple[bytes, Message]]:
+        """Do what a ready descriptor calls for; return (sender's nonce, message) pairs."""
+        if fd in self._incoming:
+            return self._receive(self._incoming[fd])
+        if fd in self._nonce_of:
+            self._progress(self._outgoing[self._nonce_of[fd]])
+        elif fd == self._listener.fileno():
+            self._accept(now)
+        return []
+
+    def expire(self, now: float) -> float:
+        """Drop who is past its deadline; return the next one."""
+        for fd, connection in list(self._incoming.items()):
+            if now >= connection.deadline:
+                self._close_incoming(fd, "late")
+        for nonce, outgoing in list(self._outgoing.items()):
+            if now >= outgoing.deadline:
+                self._close_outgoing(self._outgoing[nonce].fd, "late")
+        if now >= self._listen_again:
+            self._listen_again = float("inf")
+            self._poll.register(self._listener, select.EPOLLIN)
+        deadlines = [incoming.deadline for incoming in self._incoming.values()]
+        deadlines += [outgoing.deadline for outgoing in self._outgoing.values()]
+        return min([self._listen_again, *deadlines])
+
+    def pid_of(self, nonce: bytes) -> int:
+        """Return the pid of the process that has proved to be `nonce`, as the kernel knows it; 0 if none has."""
+        known = [c.pid for c in self._incoming.values() if c.peer is not None and c.peer.nonce == nonce]
+        return known[0] if known else 0
+
+    def forget(self, nonce: bytes) -> None:
+        """Drop the connections with a process that is dead."""
+        if nonce in self._outgoing:
+            self._close_outgoing(self._outgoing[nonce].fd, "")
+        for fd, connection in list(self._incoming.items()):
+            if connection.peer is not None and connection.peer.nonce == nonce:
+                self._close_incoming(fd, "")
+
+    def close(self) -> None:
+        """Close everything, and touch nothing that a forked child shares with its parent; idempotent."""
+        for incoming in self._incoming.values():
+            incoming.close()
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+        self._incoming.clear()
+        self._outgoing.clear()
+        self._nonce_of.clear()
+        self._door.close()
+
+    # ---- outgoing
+
+    def _connect(self, to: Member, now: float) -> Outgoing | None:
+        initiator = Initiator(self._job.token, self._job.job_id, self._me, Identity(*to[:3]))
+        try:
+            connection = self._call(to)
+        except (OSError, EpeeError):  # it has gone, or its queue is full of others; the message is lost
+            self.dropped["unreachable"] += 1
+            return None
+        try:
+            outgoing = Outgoing(connection, initiator, now)
+        except OSError:
+            connection.close()
+            self.dropped["unreachable"] += 1
+            return None
+        self._outgoing[to.nonce] = outgoing
+        self._nonce_of[outgoing.fd] = to.nonce
+        self._poll.register(outgoing.fd, select.EPOLLIN)
+        return outgoing
+
+    def _call(self, to: Member) -> socket.socket:
+        if not to.endpoint:
+            return self._job.connect(socket_name(to.slot, to.nonce))
+        endpoint = parse_endpoint(to.endpoint)
+        if process_start_time(endpoint.pid) != endpoint.start_time:
+            raise ProcessLookupError(errno.ESRCH, "it has ended")
+        return connect_door(endpoint.pid, endpoint.door)
+
+    def _progress(self, connection: Outgoing) -> None:
+        try:
+            connection.flush()
+            connection.readable()
+        except (OSError, EpeeError) as exc:
+            self._close_outgoing(connection.fd, _reason(exc))
+            return
+        self._watch(connection)
+
+    def _watch(self, connection: Outgoing) -> None:
+        mask = select.EPOLLIN | (select.EPOLLOUT if connection.wants_to_write else 0)
+        self._poll.modify(connection.fd, mask)
+
+    def _close_outgoing(self, fd: int, reason: str) -> None:
+        connection = self._outgoing.pop(self._nonce_of.pop(fd))
+        self._poll.unregister(fd)  # closing alone would not do it while a forked child holds a copy
+        connection.close()
+        if reason:
+            self.dropped[reason] += 1
+
+    # ---- incoming
+
+    def _accept(self, now: float) -> None:
+        for _ in range(BACKLOG):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    self._poll.unregister(self._listener)  # it would stay ready, and the loop would spin
+                    self._listen_again = now + _PAUSE_S
+                self.dropped["no descriptor"] += 1
+                return
+            self._admit(connection, now)
+
+    def _admit(self, connection: socket.socket, now: float) -> None:
+        try:
+            incoming = Incoming(connection, self._job.token, self._job.job_id, self._me, now)
+        except (OSError, EpeeError) as exc:
+            connection.close()
+            self.dropped[_reason(exc)] += 1
+            return
+        strangers = [c for c in self._incoming.values() if c.peer is None]
+        if len(strangers) >= MAX_STRANGERS or len(self._incoming) >= MAX_CONNECTIONS:
+            oldest = min(strangers, key=lambda c: (c.has_spoken, c.deadline), default=None)
+            if oldest is None:
+                connection.close()
+                self.dropped["too many"] += 1
+                return
+            self._close_incoming(oldest.fd, "too many")
+        self._incoming[incoming.fd] = incoming
+        self._poll.register(incoming.fd, select.EPOLLIN)
+
+    def _receive(self, connection: Incoming) -> list[tuple[bytes, Message]]:
+        was_known = connection.peer is not None
+        try:
+            payloads = connection.readable()
+            peer = connection.peer
+            if peer is None:
+                return []
+            if not was_known:
+                self._replace(connection, peer.nonce)
+            return [(peer.nonce, decode(payload)) for payload in payloads]
+        except (OSError, EpeeError) as exc:
+            self._close_incoming(connection.fd, _reason(exc))
+            return []
+
+    def _replace(self, connection: Incoming, nonce: bytes) -> None:
+        """A process has connected anew: its earlier connection is over."""
+        for fd, other in list(self._incoming.items()):
+            if other is not connection and other.peer is not None and other.peer.nonce == nonce:
+                self._close_incoming(fd, "")
+
+    def _close_incoming(self, fd: int, reason: str) -> None:
+        self._poll.unregister(fd)
+        self._incoming.pop(fd).close()
+        if reason:
+            self.dropped[reason] += 1
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, AuthError):
+        return "not proved"
+    if isinstance(exc, ProtocolError):
+        return "malformed"
+    return "" if isinstance(exc, OSError) else "broken"  # a peer that hangs up is no trouble
+
+
+def _parts(message: Message) -> list[Message]:
+    """Cut a Commit that could be longer than a frame; its receiver takes decisions one by one anyway."""
+    if not isinstance(message, Commit) or len(message.decisions) < 2:
+        return [message]
+    if _size(message) <= MAX_FRAME_BYTES // 2:
+        return [message]
+    return [Commit((decision,)) for decision in message.decisions]
+
+
+def _size(message: Commit) -> int:
+    """Return an upper bound of the bytes of a Commit's frame."""
+    total = 64
+    for decision in message.decisions:
+        total += 64 + sum(48 + len(member.endpoint) for member in decision.members)
+        total += 24 * (len(decision.removed) + len(decision.cuts) + len(decision.starts))
+    return total

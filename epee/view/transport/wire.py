@@ -1,0 +1,197 @@
+"""Messages of `messages.py` as bytes and back: a fixed layout, and every number checked before it is believed.
+
+A frame is one byte that says the type, then its fields in the order of the named tuple (`codec.py` says how a number, a
+text, a list lie there). The layout of each type stands once, in the tables below, and both directions read it there;
+nesting is what the tables say, so its depth is fixed.
+
+Who writes: the sender's agent thread. Who reads: the receiver's, after the frame's MAC has been checked (`auth.py`);
+and whoever reads a board (`board.py`), where no MAC protects what a dying process has left. Neither is believed: a
+frame that is too short, too long, or holds a number out of range, a list out of order or a proposal of the wrong epoch
+raises `ProtocolError` and nothing of it is used. A count is checked against its limit before anything is read, and
+every item takes bytes of the frame, so a frame of n bytes never makes more than O(n) memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...errors import InvalidArgument, ProtocolError
+from ..protocol.messages import (
+    DEAD,
+    FOREVER,
+    LEFT,
+    NO_BALLOT,
+    STALLED,
+    Accept,
+    Accepted,
+    Ask,
+    Ballot,
+    BoardState,
+    Commit,
+    Cut,
+    Decision,
+    Join,
+    JoinRefused,
+    LaneState,
+    Member,
+    Message,
+    Nack,
+    Prepare,
+    Promise,
+    Removal,
+    Report,
+    Start,
+)
+from .codec import Bytes, Choice, Cursor, Many, Maybe, Number, Record, Text, Wrong
+
+MAX_MEMBERS = 64  # of a job; slots are below it
+MAX_LANES = 1024  # in which one process takes part
+MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision speaks of every lane of every member
+MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
+MAX_ENDPOINT_BYTES = 1 << 10
+MAX_REASON_BYTES = 1 << 10
+MAX_DECISION_BYTES = 32 * MAX_ALL_LANES + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 128)  # a cut and a start per lane
+MAX_FRAME_BYTES = 3 << 20  # one decision, and what a Promise tells of the lanes of one process
+MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
+NONCE_BYTES = 16
+EPOCH_LIMIT = ROUND_LIMIT = INCARNATION_LIMIT = 1 << 48  # a joiner's incarnation is the epoch that it joins in
+LANE_LIMIT = (1 << 63) - 1
+
+
+def _rule_of_decision(decision: Decision) -> str:
+    if any(member.incarnation == 0 for member in decision.members):
+        return "a member has incarnation 0"
+    both = {member[:2] for member in decision.members} & {removal[:2] for removal in decision.removed}
+    return f"(slot, incarnation) {min(both)} is both a member and removed" if both else ""
+
+
+def _rule_of_accepted(value: Promise | BoardState) -> str:
+    if (value.accepted is None) != (value.accepted_ballot == NO_BALLOT):
+        return "a proposal without its ballot, or a ballot without its proposal"
+    epoch = value.epoch if isinstance(value, Promise) else value.decided.epoch
+    if value.accepted is not None and value.accepted.epoch != epoch + 1:
+        return f"after epoch {epoch} comes {epoch + 1}, the proposal is for {value.accepted.epoch}"
+    return ""
+
+
+def _rule_of_accept(accept: Accept) -> str:
+    if accept.decision.epoch != accept.epoch + 1:
+        return f"after epoch {accept.epoch} comes {accept.epoch + 1}, the proposal is for {accept.decision.epoch}"
+    return ""
+
+
+def _rule_of_lane(state: LaneState) -> str:
+    return f"completed {state.completed} of {state.issued} calls" if state.completed > state.issued else ""
+
+
+_SLOT = Number(0, MAX_MEMBERS - 1)
+_EPOCH = Number(0, EPOCH_LIMIT)
+_INCARNATION = Number(0, INCARNATION_LIMIT)
+_LANE = Number(0, LANE_LIMIT)
+_SEQ = Number(0, FOREVER)
+_NONCE = Bytes(NONCE_BYTES, NONCE_BYTES)
+_BALLOT = Record(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1))
+_MEMBER = Record(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES))
+_REMOVAL = Record(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT))
+_CUT = Record(Cut, _LANE, _SEQ)
+_START = Record(Start, _LANE, _SEQ)
+_LANE_STATE = Record(LaneState, _LANE, _SEQ, _SEQ, rule=_rule_of_lane)
+_DECISION = Record(
+    Decision,
+    _EPOCH,
+    Many(_MEMBER, MAX_MEMBERS, key=lambda member: member.slot),
+    Many(_REMOVAL, MAX_MEMBERS, key=lambda removal: removal.slot),
+    Many(_CUT, MAX_ALL_LANES, key=lambda cut: cut.lane),
+    Many(_START, MAX_ALL_LANES, key=lambda start: start.lane),
+    rule=_rule_of_decision,
+)
+_LANES = Many(_LANE_STATE, MAX_LANES, key=lambda state: state.lane)
+_STATE = Record(BoardState, _DECISION, _BALLOT, _BALLOT, Maybe(_DECISION), rule=_rule_of_accepted)
+
+
+class _Type(NamedTuple):
+    number: int
+    codec: Record
+
+
+_TYPES: dict[type, _Type] = {
+    record.kind: _Type(number, record)
+    for number, record in enumerate(
+        (
+            Record(Prepare, _BALLOT, _EPOCH),
+            Record(Promise, _BALLOT, _EPOCH, _BALLOT, Maybe(_DECISION), _LANES, rule=_rule_of_accepted),
+            Record(Nack, _BALLOT, _EPOCH, _BALLOT),
+            Record(Accept, _BALLOT, _EPOCH, _DECISION, rule=_rule_of_accept),
+            Record(Accepted, _BALLOT, _EPOCH),
+            Record(Commit, Many(_DECISION, MAX_DECISIONS, key=lambda decision: decision.epoch)),
+            Record(Report, _EPOCH, Many(_REMOVAL, MAX_MEMBERS)),
+            Record(Join, _MEMBER),
+            Record(JoinRefused, _SLOT, _NONCE, Text(MAX_REASON_BYTES)),
+            Record(Ask, _EPOCH),
+        ),
+        start=1,
+    )
+}
+_BY_NUMBER = {entry.number: entry.codec for entry in _TYPES.values()}
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of a message, at most `MAX_FRAME_BYTES` long.
+
+    Raises:
+        InvalidArgument: a field is out of its range or of another type, or the frame would be too long.
+    """
+    entry = _TYPES.get(type(message))
+    if entry is None:
+        raise InvalidArgument(f"{type(message).__name__} is no message between agents")
+    return _written(entry.codec, message, bytes([entry.number]), MAX_FRAME_BYTES)
+
+
+def decode(data: bytes) -> Message:
+    """Return the message that a frame holds.
+
+    Raises:
+        ProtocolError: it holds none; nothing of it is to be used.
+    """
+    codec = _BY_NUMBER.get(data[0]) if data else None
+    if codec is None:
+        raise ProtocolError(f"a frame of {len(data)} bytes of no known type; do the ranks run one version of epee?")
+    message: Message = _read(codec, data, 1, MAX_FRAME_BYTES)
+    return message
+
+
+def encode_state(state: BoardState) -> bytes:
+    """Return what a board holds, at most `MAX_STATE_BYTES`; raises as `encode`."""
+    return _written(_STATE, state, b"", MAX_STATE_BYTES)
+
+
+def decode_state(data: bytes) -> BoardState:
+    """Return the state that a board holds; raises as `decode`."""
+    state: BoardState = _read(_STATE, data, 0, MAX_STATE_BYTES)
+    return state
+
+
+def _written(codec: Record, value: Any, head: bytes, limit: int) -> bytes:
+    out = bytearray(head)
+    try:
+        codec.put(out, value, codec.kind.__name__)
+        if len(out) > limit:
+            raise Wrong(f"{codec.kind.__name__} takes {len(out)} bytes, at most {limit} are allowed")
+    except Wrong as exc:
+        raise InvalidArgument(f"cannot be sent: {exc}") from exc
+    return bytes(out)
+
+
+def _read(codec: Record, data: bytes, start: int, limit: int) -> Any:
+    name = codec.kind.__name__
+    try:
+        if len(data) > limit:
+            raise Wrong(f"{len(data)} bytes, at most {limit} are allowed")
+        frame = Cursor(data)
+        frame.at = start
+        value = codec.take(frame, name)
+        if frame.at != len(data):
+            raise Wrong(f"{len(data) - frame.at} bytes too many")
+    except Wrong as exc:
+        raise ProtocolError(f"a {name} that cannot be right was not used: {exc}") from exc
+    return value

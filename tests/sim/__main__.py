@@ -1,0 +1,80 @@
+"""`python -m tests.sim --seeds A:B [--mutant NAME]` runs seeds, `--replay SEED` shows what happens in one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from .mutants import MUTANTS
+from .plan import make_plan
+from .run import Outcome, run_seed
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seeds", default="0:1000", metavar="A:B", help="run the seeds from A up to B - 1")
+    parser.add_argument("--mutant", default="", choices=["", *MUTANTS], help="run with this mistake in the protocol")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed twice and print what happens")
+    parser.add_argument("--stop-after", type=int, default=10, metavar="N", help="stop after N seeds that break a rule")
+    return parser.parse_args(argv)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _report(outcome: Outcome) -> None:
+    for violation in outcome.violations[:3]:
+        _say(f"seed {outcome.seed}: {violation.rule}: {violation.text}")
+
+
+def _replay(seed: int, mutant: str) -> int:
+    _say(str(make_plan(seed)))
+    first = run_seed(seed, mutant, _say)
+    _say("--- records")
+    for record in sorted(first.records, key=lambda record: record.time_s):
+        _say(str(record))
+    second = run_seed(seed, mutant)
+    _report(first)
+    same = first.fingerprint() == second.fingerprint()
+    _say(f"fingerprint {first.fingerprint()}, a second run is {'the same' if same else 'DIFFERENT'}")
+    return int(bool(first.violations) or not same)
+
+
+def _run(seeds: range, mutant: str, stop_after: int) -> int:
+    began = last = time.monotonic()
+    num_bad = num_events = num_decisions = num_seeds = 0
+    for seed in seeds:
+        outcome = run_seed(seed, mutant)
+        num_seeds += 1
+        num_events += outcome.num_events
+        num_decisions += outcome.num_decisions
+        if outcome.violations:
+            num_bad += 1
+            _report(outcome)
+            if num_bad >= stop_after:
+                break
+        if time.monotonic() - last > 30.0:
+            last = time.monotonic()
+            _say(f"... seed {seed}, {num_seeds / (last - began):.0f} seeds/s, {num_bad} bad")
+            sys.stdout.flush()
+    seconds = time.monotonic() - began
+    _say(
+        f"{num_seeds} seeds in {seconds:.1f} s ({num_seeds / seconds:.0f}/s), {num_events} events, "
+        f"{num_decisions} decisions, {num_bad} seeds with violations"
+    )
+    return int(bool(num_bad))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the command line asks for; 0 when nothing is wrong."""
+    args = _parse(argv)
+    if args.replay is not None:
+        return _replay(args.replay, args.mutant)
+    start, _, stop = args.seeds.partition(":")
+    return _run(range(int(start), int(stop or int(start) + 1)), args.mutant, args.stop_after)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

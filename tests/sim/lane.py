@@ -1,0 +1,722 @@
+"""A lane in miniature: outboxes that readers see late, store by store, and an engine that obeys `protocol/outcome.py`.
+
+The protocol is that of `backend/engine/operation.py` over `backend/outbox.py`: payload, header words, tag; FILLED,
+MERGED, DRAINED per round; CONSUMED before a cell is used again; a new set of outboxes per epoch. Calls are generators
+that yield after every store and every load, so a crash, a stop or another process's step can fall between any two.
+
+Memory: a store goes to the owner's words and to a log; every reader has its own copy, which follows the log with a lag
+of its own (stores of one writer stay in order, as on x86-64). Whoever has proof that the writer is dead sees all of
+its stores.
+
+In runs of odd seeds a process has one outbox for all epochs, as in the backend; in the others a new one for each. With
+one outbox a call that moves to another epoch is written again in the same cell: its tag is cleared before, and who
+reads looks at the tags once more before it takes the result for good. So a process that was stopped while it read,
+and voted out, finds no tag that it waits for.
+
+A call that is given up (a time-out, an exception that comes out of it) is withdrawn as in
+`backend/engine/withdrawal.py`: GAVE, then TAG cleared behind a fence, which every reader sees before this process loads
+anything more. What it loads then is at least what any other reader has seen, as on x86-64, where a store that one core
+sees is seen by all. A call that was not published is refused. Where its end stays open it is unclaimed: the program
+issues nothing more before it is known.
+
+A call that ended here without a result may still be open at another process, which asks about it when a member dies.
+So this one asks about it, too, and completes nothing after it that this member has not settled it for (`backend/
+unsettled.py`).
+
+Calls: kind 0 reduces in one round, 1 in three rounds and two phases through two halves, 2 is an all-to-all, 3 a
+barrier.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from random import Random
+from typing import NamedTuple
+
+from epee.memory.signals import SEQ_BITS
+from epee.view.protocol.messages import Decision, LaneState
+from epee.view.protocol.outcome import Course, Place, is_whole
+
+from .history import DONE, FAILED, GAVE_UP, ISSUED, OK, TIMEOUT, Record
+
+LANE = 7
+NUM_CELLS = 3
+MAX_SLOTS = 12
+TAG, FILLED, MERGED, DRAINED, GAVE, REFUSAL, PAYLOAD = range(7)
+COMPLETES = 0xC0DE
+HALF_WORDS = 2 * MAX_SLOTS
+SHARES = PAYLOAD + 2 * HALF_WORDS
+CELL_WORDS = SHARES + 2
+CONSUMED = NUM_CELLS * CELL_WORDS
+BOX_WORDS = CONSUMED + 1
+PRIME = (1 << 61) - 1
+SEQ_MASK = (1 << SEQ_BITS) - 1
+BLOCKED, MOVED, LOOKED = 0, 1, 2  # looking at others again is no progress
+
+
+class Kind(NamedTuple):
+    """What a call moves."""
+
+    rounds: int
+    is_two_phase: bool
+    is_pairwise: bool
+    has_payload: bool
+
+
+ONE_ROUND, TWO_PHASES = Kind(1, False, False, True), Kind(3, True, False, True)
+PAIRWISE, BARRIER = Kind(1, False, True, True), Kind(1, False, False, False)
+KINDS = (ONE_ROUND, TWO_PHASES, PAIRWISE, BARRIER)
+
+
+def kind_of(seed: int, seq: int) -> Kind:
+    """Return the kind of a call: a function of the seed, the same at all ranks."""
+    return KINDS[(seed * 7 + seq * 13 + (seed ^ seq) // 3) % 4]
+
+
+def value(slot: int, incarnation: int, seq: int, k: int, dst: int) -> int:
+    """Return what a process contributes to round `k` of a call, for `dst` in pairwise calls (0 else)."""
+    return ((((slot * 1009 + incarnation) * 1013 + seq) * 1019 + k) * 1021 + dst + 1) * 2654435761 % PRIME
+
+
+def expected_result(seed: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
+    """Return the digest of the result of call `seq` at `slot` over contributors slot -> incarnation."""
+    kind = kind_of(seed, seq)
+    total = 1
+    if not kind.has_payload:
+        return total
+    for k in range(kind.rounds):
+        dst = slot if kind.is_pairwise else 0
+        words = {src: value(src, inc, seq, k, dst) for src, inc in contributors.items()}
+        if kind.is_pairwise:
+            total += sum((2 * word + 1) * (src + 3) for src, word in words.items())
+        elif kind.is_two_phase:
+            total += sum(sum(2 * word + 1 for word in words.values()) * (dst + 3) for dst in contributors)
+        else:
+            total += sum(2 * word + 1 for word in words.values())
+    return total % PRIME or 1
+
+
+class Outbox:
+    """What one process lends for one epoch. `log` holds (time, word, value) of every store."""
+
+    __slots__ = ("fenced", "first_seq", "log", "shown", "words")
+
+    def __init__(self) -> None:
+        self.words = [0] * BOX_WORDS
+        self.log: list[tuple[float, int, int]] = []
+        self.first_seq = 0
+        self.fenced = 0  # so many stores are seen by every reader, whatever its lag
+        self.shown = 0  # so many have been seen by some reader
+
+    def store(self, now: float, word: int, what: int) -> None:
+        """Store a word; readers see it after their lag."""
+        self.words[word] = what
+        self.log.append((now, word, what))
+
+    def fence(self) -> None:
+        """Have all stores seen before the owner loads anything more."""
+        self.fenced = len(self.log)
+
+
+class Mirror:
+    """What one reader sees of an outbox."""
+
+    __slots__ = ("box", "lag", "log", "seen", "words")
+
+    def __init__(self, box: Outbox, lag: float) -> None:
+        self.box = box
+        self.log = box.log
+        self.words = [0] * BOX_WORDS
+        self.seen = 0
+        self.lag = lag
+
+    def sync(self, until: float) -> list[int]:
+        """Take in the stores whose time has come and return the words."""
+        log, seen = self.log, self.seen
+        end = len(log)
+        if seen == end:
+            return self.words
+        words, limit, fenced = self.words, until - self.lag, self.box.fenced
+        while seen < end:
+            when, word, what = log[seen]
+            if when > limit and seen >= fenced:
+                break
+            words[word] = what
+            seen += 1
+        self.seen = seen
+        if seen > self.box.shown:
+            self.box.shown = seen
+        return words
+
+    def coherent(self, until: float) -> list[int]:
+        """Like `sync`, for loads behind a fence of the reader: what others have seen is seen here."""
+        self.box.fenced = max(self.box.fenced, self.box.shown)
+        return self.sync(until)
+
+
+class Call:
+    """A call that was issued and has not ended.
+
+    Attributes:
+        given_up: the status that it ends with if it fails; 0 while nobody has given it up here.
+        is_completing: it was withdrawn here, but a peer has completed it.
+        is_decided: this process has said that it completes it.
+        is_told: its program got an error before its end was known.
+        undecided: who may still complete it, at the last look of one that has withdrawn it.
+    """
+
+    __slots__ = (
+        "given_up",
+        "is_completing",
+        "is_decided",
+        "is_published",
+        "is_told",
+        "kind",
+        "moved_at",
+        "need",
+        "place",
+        "seq",
+        "steps",
+        "undecided",
+    )
+
+    def __init__(self, seq: int, kind: Kind, now: float) -> None:
+        self.given_up = 0
+        self.undecided: list[int] = []
+        self.is_completing = self.is_decided = self.is_told = False
+        self.seq = seq
+        self.kind = kind
+        self.place = Place(0, False)
+        self.steps: Iterator[int] | None = None
+        self.is_published = False
+        self.need = (TAG, 0)
+        self.moved_at = now
+
+
+class Shared:
+    """Memory of the host: every outbox of every process, and the knobs of the run."""
+
+    def __init__(self, seed: int, rng: Random, raises: bool, max_lag: float) -> None:
+        self.seed = seed
+        self.rng = rng
+        self.raises = raises
+        self.max_lag = max_lag
+        self.boxes: dict[tuple[int, int, int], Outbox] = {}
+        self.epoch_of: Callable[[int, int], int] = lambda slot, incarnation: 0  # what a process's board says
+
+    def key(self, slot: int, incarnation: int, epoch: int) -> tuple[int, int, int]:
+        """Return what tells one outbox from another."""
+        return (slot, incarnation, 0 if self.seed % 2 else epoch)
+
+    def box(self, slot: int, incarnation: int, epoch: int) -> Outbox:
+        """Return the outbox of a process for an epoch; it is made when first touched."""
+        key = self.key(slot, incarnation, epoch)
+        box = self.boxes.get(key)
+        if box is None:
+            box = self.boxes[key] = Outbox()
+        return box
+
+    def boxes_of(self, slot: int, incarnation: int) -> list[Outbox]:
+        """Return the outboxes of a process, in the order of their epochs."""
+        return [self.boxes[key] for key in sorted(self.boxes) if key == self.key(slot, incarnation, key[2])]
+
+
+class Engine:
+    """The calls of one process in the lane.
+
+    Attributes:
+        completed: the last call that ended with a result; `issued` the last that was issued.
+        ended: the last call that ended, in whatever way.
+    """
+
+    course_type: type[Course] = Course
+
+    def __init__(self, shared: Shared, slot: int, incarnation: int, view: Decision, joined: bool) -> None:
+        self.shared = shared
+        self.slot = slot
+        self.incarnation = incarnation
+        self.records: list[Record] = []
+        self.course = self.course_type(LANE, view, shared.raises, None, joined)
+        self.incarnations = {(view.epoch, m.slot): m.incarnation for m in view.members}
+        self.epoch = view.epoch
+        self.completed = self.issued = self.ended = self.course.first_seq - 1
+        self.calls: list[Call] = []
+        self.unsettled: deque[Call] = deque(maxlen=NUM_CELLS)  # ended without a result since the last one
+        self.mirrors: dict[tuple[int, int], Mirror] = {}
+        self.dead: set[tuple[int, int]] = set()
+        self.removed: set[tuple[int, int]] = set()
+        self.news: deque[Decision] = deque()
+        self.raise_after = -1  # steps of taking a decision over before an exception comes out of it; below 0: none
+        self.now = 0.0
+        if joined:
+            self.own(view.epoch).store(0.0, CONSUMED, self.issued)
+
+    # ---- memory
+
+    def own(self, epoch: int) -> Outbox:
+        """Return this process's outbox of an epoch."""
+        return self.shared.box(self.slot, self.incarnation, epoch)
+
+    def look(self, slot: int, epoch: int) -> list[int]:
+        """Return the words of another outbox as this process sees them now."""
+        return self.mirror(slot, epoch).sync(self.now)
+
+    def mirror(self, slot: int, epoch: int) -> Mirror:
+        """Return this process's copy of another outbox."""
+        mirror = self.mirrors.get((slot, epoch))
+        if mirror is None:
+            incarnation = self.incarnations[epoch, slot]
+            lag = self.shared.rng.random() * self.shared.max_lag
+            if (slot, incarnation) in self.dead:
+                lag = -1e9
+            mirror = self.mirrors[slot, epoch] = Mirror(self.shared.box(slot, incarnation, epoch), lag)
+        return mirror
+
+    def tag(self, seq: int, epoch: int) -> int:
+        """Return the tag of a call in an epoch."""
+        return epoch << SEQ_BITS | seq
+
+    def cell(self, seq: int) -> int:
+        """Return the first word of a call's cell."""
+        return seq % NUM_CELLS * CELL_WORDS
+
+    def whole(self, slot: int, epoch: int, seq: int) -> bool:
+        """Return whether a slot's contribution is all there, or its word that there will be none (more)."""
+        words, cell, kind = self.look(slot, epoch), self.cell(seq), kind_of(self.shared.seed, seq)
+        wanted = self.tag(seq, epoch)
+        if words[CONSUMED] >= seq or words[cell + GAVE] == wanted:
+            return True
+        if words[cell + TAG] == wanted and words[cell + REFUSAL]:
+            return True
+        return is_whole(
+            words[cell + TAG], wanted, words[cell + FILLED], words[cell + MERGED], kind.rounds, kind.is_two_phase
+        )
+
+    # ---- what the user and the agent do
+
+    def issue(self, now: float) -> None:
+        """Issue the next call."""
+        self.now = now
+        self.issued += 1
+        call = Call(self.issued, kind_of(self.shared.seed, self.issued), now)
+        self.records.append(Record(now, self.slot, self.incarnation, ISSUED, 0, LANE, call.seq, self.epoch))
+        self.calls.append(call)
+        self._settle(call)
+
+    def state(self) -> tuple[LaneState, ...]:
+        """Return what a promise says of the lane."""
+        is_decided = bool(self.calls) and self.calls[0].is_decided
+        completed = self.calls[0].seq if is_decided else self.completed
+        return (LaneState(LANE, completed, self.course.claimed(self.issued)),)
+
+    def decide(self, decision: Decision, now: float) -> None:
+        """Hear of a decision and take it over; an exception may come between any two steps of that."""
+        self.now = now
+        self.news.append(decision)
+        self.take_news()
+
+    def take_news(self) -> None:
+        """Take over what was decided, in order; every step may run again after an exception."""
+        while self.news:
+            for _ in self._take_over(self.news[0]):
+                if self.raise_after == 0:
+                    self.raise_after = -1
+                    self.interrupt()
+                    return
+                self.raise_after -= self.raise_after > 0
+            self.news.popleft()
+
+    def _take_over(self, decision: Decision) -> Iterator[None]:
+        """Apply a decision: find out for every pending call where it stands now."""
+        if decision.epoch <= self.epoch:
+            return
+        yield
+        for member in decision.members:
+            self.incarnations[decision.epoch, member.slot] = member.incarnation
+        yield
+        for removal in decision.removed:
+            self.removed.add((removal.slot, removal.incarnation))
+            if removal.cause != "stalled":
+                self._is_dead(removal.slot, removal.incarnation)
+        yield
+        concerned = self.course.add(decision)
+        self.epoch = decision.epoch
+        if concerned:
+            for call in sorted([*self.unsettled, *self.calls], key=lambda call: call.seq):
+                if call in self.unsettled:
+                    call.place = self.course.place(call.seq, self.whole, call.place.epoch or None)
+                else:
+                    self._settle(call)
+        self.own(self.epoch)
+        self._say_through()
+
+    def _is_dead(self, dead: int, incarnation: int) -> None:
+        """Who knows that a writer is dead sees all that it has stored."""
+        self.dead.add((dead, incarnation))
+        for (slot, epoch), mirror in self.mirrors.items():
+            if slot == dead and self.incarnations[epoch, slot] == incarnation:
+                mirror.lag = -1e9
+
+    def _settle(self, call: Call) -> None:
+        if call.is_decided:
+            return
+        place = self.course.place(call.seq, self.whole, call.place.epoch or None)
+        if place.failed:
+            self._clear(call)
+            self._end(call, FAILED, place.epoch)
+        elif place.epoch != call.place.epoch and call.is_told:  # nobody waits for it any more
+            self._clear(call)
+            call.place = place
+            self._end(call, call.given_up, place.epoch)
+        elif place.epoch != call.place.epoch:
+            call.place = place
+            call.undecided = []
+            call.is_published = call.is_completing = False
+            call.given_up *= not call.place.epoch
+            call.steps = self._steps(call)
+            call.moved_at = self.now
+
+    def _clear(self, call: Call) -> None:
+        """A call that a change of the view has ended: who has not heard of that must not complete it."""
+        if call.is_published:
+            box, cell = self.own(call.place.epoch), self.cell(call.seq)
+            box.store(self.now, cell + GAVE, -self.tag(call.seq, call.place.epoch))
+            box.store(self.now, cell + TAG, 0)
+
+    def _end(self, call: Call, status: int, epoch: int, contributors: int = 0, digest: int = 0) -> None:
+        self.calls.remove(call)
+        self.ended = max(self.ended, call.seq)
+        if status == OK:
+            self.completed = call.seq
+            self.unsettled = deque((past for past in self.unsettled if past.seq > call.seq), NUM_CELLS)
+        elif status != FAILED:
+            self.unsettled.append(call)
+        self._say_through()
+        record = Record(
+            self.now, self.slot, self.incarnation, DONE, status, LANE, call.seq, epoch, contributors, digest
+        )
+        self.records.append(record)
+        self.course.forget(self.through())
+
+    def _say_through(self) -> None:
+        """Say in all outboxes of this process up to which call it is through."""
+        through = self.through()
+        for box in self.shared.boxes_of(self.slot, self.incarnation):
+            if through > box.words[CONSUMED]:
+                box.store(self.now, CONSUMED, through)
+
+    def through(self) -> int:
+        """Return the last call that this process is through with, and with all before it."""
+        return self.calls[0].seq - 1 if self.calls else self.ended
+
+    # ---- moving
+
+    def step(self, now: float, budget: int) -> bool:
+        """Do up to `budget` stores and loads; False when everything waits for somebody else."""
+        self.now = now
+        moved = False
+        position = 0
+        while budget > 0 and position < len(self.calls):
+            call = self.calls[position]
+            assert call.steps is not None
+            outcome = next(call.steps, None)
+            if outcome is None:
+                moved = True  # the call has ended
+                continue
+            if outcome == BLOCKED:
+                if not call.is_published:
+                    break
+                position += 1
+                continue
+            if outcome == MOVED:
+                moved = True
+                call.moved_at = now
+            budget -= 1
+        return moved
+
+    def give_up(self, call: Call, status: int = TIMEOUT) -> None:
+        """Withdraw a call, or refuse one that was not published; its steps find out how it ends."""
+        if call.given_up or call.is_decided:
+            return
+        call.given_up = status
+        if call.is_published:
+            box, cell = self.own(call.place.epoch), self.cell(call.seq)
+            box.store(self.now, cell + GAVE, self.tag(call.seq, call.place.epoch))
+            box.store(self.now, cell + TAG, 0)
+            box.fence()
+        elif call.place.epoch:
+            call.steps = self._steps(call)  # what was half published gets no tag
+
+    def interrupt(self) -> None:
+        """An exception comes out of the youngest call: its program cannot reach it any more, and may repeat it."""
+        if self.calls and not self.calls[-1].is_told:
+            call = self.calls[-1]
+            self.give_up(call, GAVE_UP)
+            call.is_told = True
+
+    def may_issue(self) -> bool:
+        """Return whether the program can issue a call: the end of an unclaimed one must be known first."""
+        return not any(call.is_told for call in self.calls)
+
+    def behind(self, call: Call) -> list[int]:
+        """Return the members for which a blocked call waits."""
+        if call.undecided:
+            return call.undecided
+        word, least = call.need
+        epoch, cell = call.place.epoch, self.cell(call.seq)
+        tag = self.tag(call.seq, epoch)
+        slots = []
+        for slot in self.course.contributors(call.seq, epoch):
+            if slot == self.slot:
+                continue
+            words = self.look(slot, epoch)
+            if word == CONSUMED:
+                late = words[CONSUMED] < least
+            else:
+                late = words[cell + TAG] != tag or (word != TAG and words[cell + word] < least)
+            if late:
+                slots.append(slot)
+        return slots or self._unsettled_at(call)
+
+    def _steps(self, call: Call) -> Iterator[int]:
+        """Run a call in the epoch that it stands in; every `yield` is a point where anything may happen."""
+        seq, epoch, kind = call.seq, call.place.epoch, call.kind
+        box, cell, tag = self.own(epoch), self.cell(seq), self.tag(seq, epoch)
+        while not (self._may_publish(call) and self._has_room(call, box)):
+            yield BLOCKED
+        if not box.first_seq:
+            box.first_seq = seq
+        if call.given_up:
+            yield from self._refuse(call, box)
+            return
+        yield from self._publish(call, box)
+        while self.calls[0] is not call:
+            yield BLOCKED
+        slots = self.course.contributors(seq, epoch)
+        peers = [self.mirror(slot, epoch) for slot in slots if slot != self.slot]
+        call.need = (TAG, tag)
+        for peer in peers:
+            while not self._has_come(peer, cell, tag, call):
+                if peer.words[cell + GAVE] == tag:
+                    self.give_up(call, GAVE_UP)
+                elif self._ended_without(call):
+                    self._clear(call)
+                    self._end(call, GAVE_UP, epoch)
+                    return
+                if not (yield from self._blocked(call)):
+                    return
+        if any(peer.words[cell + REFUSAL] for peer in peers if peer.words[cell + TAG] == tag):
+            self._end(call, call.given_up or GAVE_UP, epoch)
+            return
+        total = 1
+        for k in range(kind.rounds):
+            if k > 1 and not (yield from self._wait(call, peers, DRAINED, k - 1)):  # two halves
+                return
+            if k:
+                yield from self._put(call, box, k)
+                box.store(self.now, cell + FILLED, k + 1)
+            if not (yield from self._wait(call, peers, FILLED, k + 1)):
+                return
+            if kind.is_two_phase:
+                share = yield from self._sum(call, slots, box, k)
+                box.store(self.now, cell + SHARES + k % 2, share * (self.slot + 3))
+                yield MOVED
+                box.store(self.now, cell + MERGED, k + 1)
+                if not (yield from self._wait(call, peers, MERGED, k + 1)):
+                    return
+                for slot in slots:
+                    words = box.words if slot == self.slot else self.look(slot, epoch)
+                    total += words[cell + SHARES + k % 2]
+                    yield MOVED
+            elif kind.has_payload:
+                total += yield from self._sum(call, slots, box, k)
+            if kind.rounds > 1:
+                box.store(self.now, cell + DRAINED, k + 1)
+        if not (yield from self._decide(call, peers)):
+            return
+        while not self._still_there(peers, cell, tag):
+            yield BLOCKED
+        mask = sum(1 << slot for slot in slots)
+        self._end(call, OK, epoch, mask, total % PRIME or 1)
+
+    def _has_come(self, peer: Mirror, cell: int, tag: int, call: Call) -> bool:
+        words = peer.sync(self.now)
+        return words[cell + TAG] == tag or (call.is_completing and words[cell + GAVE] == tag)
+
+    def _blocked(self, call: Call) -> Generator[int, None, bool]:
+        """Wait for a peer, or, once the call is withdrawn, for its end; returns False when it has failed."""
+        if call.given_up and not call.is_completing:
+            return (yield from self._verdict(call))
+        yield BLOCKED
+        return True
+
+    def _decide(self, call: Call, peers: list[Mirror]) -> Generator[int, None, bool]:
+        """Everything has arrived: complete the call unless somebody has withdrawn it; returns False when it failed."""
+        cell, tag = self.cell(call.seq), self.tag(call.seq, call.place.epoch)
+        while self.unsettled and not call.is_completing and self._unsettled_at(call):
+            if not (yield from self._blocked(call)):
+                return False
+        for peer in peers:
+            is_gone = peer.sync(self.now)[cell + TAG] != tag
+            yield MOVED
+            if is_gone and peer.sync(self.now)[cell + GAVE] == tag and not call.is_completing:
+                self.give_up(call, GAVE_UP)
+        while call.given_up and not call.is_completing:
+            if not (yield from self._verdict(call)):
+                return False
+        call.is_decided = True
+        if not call.is_completing:
+            self.own(call.place.epoch).store(self.now, cell + GAVE, COMPLETES)
+            yield MOVED
+        return True
+
+    def _unsettled_at(self, call: Call) -> list[int]:
+        """Return the members of a call that have not settled what ended here before it without a result."""
+        epoch, incarnations = call.place.epoch, self.incarnations
+        slots = [slot for slot in self.course.contributors(call.seq, epoch) if slot != self.slot]
+        return [
+            slot
+            for past in self.unsettled
+            for slot in slots
+            if past.seq < call.seq
+            and incarnations.get((past.place.epoch, slot)) == incarnations[epoch, slot]
+            and not self.whole(slot, past.place.epoch, past.seq)
+        ]
+
+    def _verdict(self, call: Call) -> Generator[int, None, bool]:
+        """See once how a withdrawn call ends; returns False when it has failed."""
+        seq, epoch = call.seq, call.place.epoch
+        cell, tag = self.cell(seq), self.tag(seq, epoch)
+        is_missing = completes = False
+        undecided: list[int] = []
+        for slot in self.course.contributors(seq, epoch):
+            if slot == self.slot or is_missing:
+                continue
+            peer = self.mirror(slot, epoch)
+            is_through = peer.coherent(self.now)[CONSUMED] >= seq
+            yield LOOKED
+            header = peer.coherent(self.now)[cell + TAG]
+            yield LOOKED
+            mark = peer.coherent(self.now)[cell + GAVE]
+            if mark == tag:
+                continue
+            if mark != -tag and (
+                header < tag or header & SEQ_MASK > seq
+            ):  # a cell is used again when it was not needed
+                is_missing, completes = True, False
+            elif header == tag and mark == COMPLETES:
+                completes = True
+            elif mark == -tag or not (header == tag and (is_through or peer.words[cell + REFUSAL])):
+                undecided += [slot] * ((slot, self.incarnations[epoch, slot]) not in self.removed)
+        call.undecided = [] if is_missing or completes else undecided
+        if completes:
+            call.is_completing = True
+            return True
+        if not call.undecided:
+            self._end(call, call.given_up, epoch)
+            return False
+        yield BLOCKED
+        return True
+
+    @staticmethod
+    def _never_held(header: int, tag: int) -> bool:
+        """Return whether a cell with this TAG has not held the call: only then is it used again so early."""
+        return header < tag or header & SEQ_MASK > tag & SEQ_MASK
+
+    def _ended_without(self, call: Call) -> bool:
+        """Return whether a peer is through with the call and has put nothing into it, nor ever will."""
+        epoch, cell, tag = call.place.epoch, self.cell(call.seq), self.tag(call.seq, call.place.epoch)
+        for slot in self.course.contributors(call.seq, epoch):
+            if slot == self.slot:
+                continue
+            words = self.look(slot, epoch)
+            is_without = words[CONSUMED] >= call.seq and self._never_held(words[cell + TAG], tag)
+            is_without &= words[cell + GAVE] != tag
+            if is_without and self.shared.epoch_of(slot, self.incarnations[epoch, slot]) <= self.epoch:
+                return not self.news
+        return False
+
+    def _refuse(self, call: Call, box: Outbox) -> Iterator[int]:
+        """Tell the peers that nothing will come of a call; it ends here."""
+        cell = self.cell(call.seq)
+        box.store(self.now, cell + TAG, 0)
+        yield MOVED
+        for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0), (REFUSAL, 1)):
+            box.store(self.now, cell + word, what)
+        box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+        self._end(call, call.given_up, call.place.epoch)
+
+    def _still_there(self, peers: list[Mirror], cell: int, tag: int) -> bool:
+        """Return whether what was read belonged to the call: nobody writes a cell anew without clearing its tag."""
+        return all(tag in (words[cell + TAG], words[cell + GAVE]) for words in (peer.sync(self.now) for peer in peers))
+
+    def _may_publish(self, call: Call) -> bool:
+        oldest = self.calls[0]
+        return self.course.may_publish(call.seq, call.place.epoch, oldest.seq, oldest.place.epoch)
+
+    def _has_room(self, call: Call, box: Outbox) -> bool:
+        """Return whether everybody has read what the call's cell held before."""
+        past = call.seq - NUM_CELLS
+        if not box.first_seq or past < box.first_seq:
+            return True
+        call.need = (CONSUMED, past)
+        epoch = call.place.epoch
+        if box.words[CONSUMED] < past:
+            return False
+        readers = self.course.contributors(past, epoch)
+        return all(slot == self.slot or self.look(slot, epoch)[CONSUMED] >= past for slot in readers)
+
+    def _publish(self, call: Call, box: Outbox) -> Iterator[int]:
+        cell = self.cell(call.seq)
+        box.store(self.now, cell + TAG, 0)
+        yield from self._put(call, box, 0)
+        for word, what in ((FILLED, 1), (MERGED, 0), (DRAINED, 0), (GAVE, 0), (REFUSAL, 0)):
+            box.store(self.now, cell + word, what)
+        yield MOVED
+        box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+        box.fence()  # as `publish_word` does: who withdraws the call must not miss the header of one that completes it
+        call.is_published = True
+
+    def _put(self, call: Call, box: Outbox, k: int) -> Iterator[int]:
+        if not call.kind.has_payload:
+            return
+        base = self.cell(call.seq) + PAYLOAD + k % 2 * HALF_WORDS
+        targets = self.course.contributors(call.seq, call.place.epoch) if call.kind.is_pairwise else (0,)
+        for dst in targets:
+            what = value(self.slot, self.incarnation, call.seq, k, dst)
+            box.store(self.now, base + 2 * dst, what)
+            yield MOVED
+            box.store(self.now, base + 2 * dst + 1, what + 1)
+
+    def _wait(self, call: Call, peers: list[Mirror], word: int, least: int) -> Generator[int, None, bool]:
+        """Wait until a counter of all peers is there; returns False when the call has failed meanwhile."""
+        cell, epoch = self.cell(call.seq), call.place.epoch
+        tag = self.tag(call.seq, epoch)
+        call.need = (word, least)
+        for peer in peers:
+            while True:
+                words = peer.sync(self.now)
+                if words[cell + word] >= least:
+                    break
+                if words[cell + GAVE] == tag and words[cell + TAG] != tag:
+                    self.give_up(call, GAVE_UP)
+                if not (yield from self._blocked(call)):
+                    return False
+        return True
+
+    def _sum(self, call: Call, slots: tuple[int, ...], box: Outbox, k: int) -> Generator[int, None, int]:
+        """Read everybody's contribution to round `k`, word by word."""
+        kind, epoch = call.kind, call.place.epoch
+        base = self.cell(call.seq) + PAYLOAD + k % 2 * HALF_WORDS + (2 * self.slot if kind.is_pairwise else 0)
+        total = 0
+        for slot in slots:
+            factor = slot + 3 if kind.is_pairwise else 1
+            if slot == self.slot:
+                total += (box.words[base] + box.words[base + 1]) * factor
+                continue
+            mirror = self.mirror(slot, epoch)
+            for word in (base, base + 1):
+                total += mirror.sync(self.now)[word] * factor
+                yield MOVED
+        return total

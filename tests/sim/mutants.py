@@ -1,0 +1,328 @@
+"""Protocols with one mistake each. The simulator must find every one, or it would not have found ours.
+
+Each is a change of a few lines to an agent, a campaign, a course or an engine. Some were mistakes of our own that the
+simulator found; the seeds that found them are kept in tests/sim/seeds.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from epee.memory.signals import SEQ_BITS
+from epee.view.protocol.agent import Agent
+from epee.view.protocol.coordinator import Campaign, Facts
+from epee.view.protocol.events import BoardRead, Effect, Event, Received, Send
+from epee.view.protocol.messages import Accept, Accepted, Decision, LaneState, Nack, Prepare, Promise
+from epee.view.protocol.outcome import Course, Turn, Whole
+from epee.view.protocol.quorum import has_quorum
+
+from .history import TIMEOUT
+from .lane import COMPLETES, FILLED, GAVE, LANE, MOVED, TAG, Call, Engine, Mirror, Outbox, Shared
+from .plan import Plan
+from .world import World
+
+Acks = set[int] | dict[int, tuple[LaneState, ...]]
+
+
+# ---- the agreement
+
+
+class _DeathsWithoutBoards(Campaign):
+    def _quorum(self, acks: Acks, facts: Facts) -> bool:
+        return has_quorum(self.slots, facts.gone, acks)
+
+    def lost_to(self, facts: Facts) -> None:
+        return None
+
+    def choose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        return self._compose(facts, answer_s, patience_s) if self._quorum(self.promises, facts) else None
+
+
+class DeathsWithoutBoards(Agent):
+    """Counts proofs of death without reading the boards of the dead."""
+
+    campaign_type = _DeathsWithoutBoards
+
+    def _board_read(self, event: BoardRead) -> None:
+        pass
+
+
+class _NoQuorum(Campaign):
+    def _quorum(self, acks: Acks, facts: Facts) -> bool:
+        return 3 * len(acks) >= len(self.slots)
+
+
+class CommitWithoutQuorum(Agent):
+    """Takes a third for a quorum."""
+
+    campaign_type = _NoQuorum
+
+
+class _AnyHalf(Campaign):
+    def _quorum(self, acks: Acks, facts: Facts) -> bool:
+        voters = self.slots - facts.boards.keys()
+        return 2 * sum(slot in acks for slot in voters) >= len(voters)
+
+
+class AnyHalf(Agent):
+    """Takes any half for a quorum, not only the one with the lowest slot."""
+
+    campaign_type = _AnyHalf
+
+
+class _ForgetsAccepted(Campaign):
+    def choose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        return self._compose(facts, answer_s, patience_s) if self._quorum(self.promises, facts) else None
+
+
+class ForgetsAccepted(Agent):
+    """Proposes its own decision where another was accepted before."""
+
+    campaign_type = _ForgetsAccepted
+
+
+class AckBeforeWrite(Agent):
+    """Answers first and writes its board afterwards."""
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        effects = super().step(event, now)
+        return sorted(effects, key=lambda effect: not isinstance(effect, Send))
+
+
+class NoEpochCheck(Agent):
+    """Takes messages about any epoch for messages about its own."""
+
+    def _received(self, event: Received) -> None:
+        message = event.message
+        if isinstance(message, Prepare | Promise | Nack | Accept | Accepted) and self.epoch:
+            message = message._replace(epoch=self.epoch)
+        super()._received(Received(event.sender, message))
+
+
+class LateBoardsWitness(Agent):
+    """Takes the board of a member that died in a later epoch for a witness of this one (a mistake of ours)."""
+
+    def _board_read(self, event: BoardRead) -> None:
+        slot = self.slot_of.get(event.nonce)
+        if slot is not None and slot in self.gone and event.state is not None:
+            self.boards[slot] = event.state
+        super()._board_read(event)
+
+
+class JoinerBeginsLate(Agent):
+    """Begins, as a joiner, with whatever decision it hears of first (a mistake of ours)."""
+
+    def _begin_with(self, sender: bytes, decision: Decision) -> None:
+        if self._is_in(decision):
+            self._learn(decision)
+
+
+class JoinerCompleted(Agent):
+    """Counts, for a joiner, the calls before its first one as completed (a mistake of ours)."""
+
+    def _told(self, lanes: tuple[LaneState, ...]) -> tuple[LaneState, ...]:
+        return lanes
+
+
+# ---- the lanes
+
+
+class _ByWords(Course):
+    def _goes_on(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> bool:
+        members = self._members.get(epoch, {})
+        involved = [slot for slot, incarnation, _ in turn.removed if members.get(slot, (0, 0))[0] == incarnation]
+        return super()._goes_on(seq, epoch, turn, whole) or all(whole(slot, epoch, seq) for slot in involved)
+
+
+class CutIgnored(Engine):
+    """Judges who was voted out alive by what its outbox shows."""
+
+    course_type = _ByWords
+
+
+class _Intersection(Course):
+    def _goes_on(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> bool:
+        return not turn.removed and super()._goes_on(seq, epoch, turn, whole)
+
+
+class Intersection(Engine):
+    """Lets a contribution count only where it was already used: a call that is not completed here runs again."""
+
+    course_type = _Intersection
+
+
+class _NothingClaimed(Course):
+    def claimed(self, issued: int) -> int:
+        return issued
+
+
+class NothingClaimed(Engine):
+    """Lets a joiner begin with a call that is bound to fail elsewhere (a mistake of ours)."""
+
+    course_type = _NothingClaimed
+
+
+class BareFlag(Engine):
+    """Signals with a flag instead of a tag."""
+
+    def tag(self, seq: int, epoch: int) -> int:
+        return 1
+
+
+class ResetSeq(Engine):
+    """Counts the calls of each epoch from its own first call in it."""
+
+    def tag(self, seq: int, epoch: int) -> int:
+        first = self.own(epoch).first_seq or seq
+        return epoch << SEQ_BITS | (seq - first + 1)
+
+
+class TagFirst(Engine):
+    """Publishes the tag before the payload."""
+
+    def _publish(self, call: Call, box: Outbox) -> Iterator[int]:
+        cell = self.cell(call.seq)
+        box.store(self.now, cell + FILLED, 1)
+        box.store(self.now, cell + TAG, self.tag(call.seq, call.place.epoch))
+        yield MOVED
+        yield from super()._publish(call, box)
+
+
+class EarlyReuse(Engine):
+    """Writes a cell again without waiting for its readers."""
+
+    def _has_room(self, call: Call, box: Outbox) -> bool:
+        return True
+
+
+class TagsOnce(Engine):
+    """Looks at tags before it reads only (a mistake of ours, with one outbox for all epochs)."""
+
+    def _still_there(self, peers: list[Mirror], cell: int, tag: int) -> bool:
+        return True
+
+
+class ArrivedOnly(Engine):
+    """Judges the dead by the stores that have arrived so far."""
+
+    def _is_dead(self, dead: int, incarnation: int) -> None:
+        pass
+
+
+class StartsAtCompleted(Engine):
+    """Tells how many calls are completed where the number issued is asked for."""
+
+    def state(self) -> tuple[LaneState, ...]:
+        return (LaneState(LANE, self.completed, self.completed),)
+
+
+class PublishesEarly(Engine):
+    """Publishes for newcomers before what they do not see has ended (a mistake of ours)."""
+
+    def _may_publish(self, call: Call) -> bool:
+        return True
+
+
+class KeepsItsHeader(Engine):
+    """Ends a call with an error and leaves its header valid, and who comes later completes it (a mistake of ours)."""
+
+    def give_up(self, call: Call, status: int = TIMEOUT) -> None:
+        if call.is_published and not call.is_decided:
+            epoch = call.place.epoch
+            self.own(epoch).store(self.now, self.cell(call.seq) + GAVE, self.tag(call.seq, epoch))
+            self._end(call, status, epoch)
+        else:
+            super().give_up(call, status)
+
+
+class CompletesUnasked(Engine):
+    """Completes a call when everything has arrived, without a last look for withdrawals."""
+
+    def _decide(self, call: Call, peers: list[Mirror]) -> Generator[int, None, bool]:
+        call.is_decided = True
+        self.own(call.place.epoch).store(self.now, self.cell(call.seq) + GAVE, COMPLETES)
+        yield MOVED
+        return True
+
+
+class NewsTakenFirst(Engine):
+    """Takes a decision off the list before it is taken over, so that an exception loses it (a mistake of ours)."""
+
+    def take_news(self) -> None:
+        while self.news:
+            decision = self.news.popleft()
+            for _ in self._take_over(decision):
+                if self.raise_after == 0:
+                    self.raise_after = -1
+                    self.interrupt()
+                    return
+                self.raise_after -= self.raise_after > 0
+
+
+class ForgetsGivenUp(Engine):
+    """Knows nothing more of a call that has ended here without a result (a mistake of ours)."""
+
+    def _end(self, call: Call, status: int, epoch: int, contributors: int = 0, digest: int = 0) -> None:
+        super()._end(call, status, epoch, contributors, digest)
+        self.unsettled.clear()
+
+
+class OneArena(Shared):
+    """Uses the same memory in every epoch and for every incarnation."""
+
+    def key(self, slot: int, incarnation: int, epoch: int) -> tuple[int, int, int]:
+        return (slot, 0, 0)
+
+
+class NoFreeze(World):
+    """Lets the lanes go on after a promise."""
+
+    freezes = False
+
+
+MUTANTS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        DeathsWithoutBoards,
+        CommitWithoutQuorum,
+        AnyHalf,
+        ForgetsAccepted,
+        AckBeforeWrite,
+        NoEpochCheck,
+        LateBoardsWitness,
+        JoinerBeginsLate,
+        CutIgnored,
+        Intersection,
+        NothingClaimed,
+        BareFlag,
+        ResetSeq,
+        TagFirst,
+        EarlyReuse,
+        TagsOnce,
+        ArrivedOnly,
+        StartsAtCompleted,
+        JoinerCompleted,
+        PublishesEarly,
+        KeepsItsHeader,
+        CompletesUnasked,
+        NewsTakenFirst,
+        ForgetsGivenUp,
+        OneArena,
+        NoFreeze,
+    )
+}
+
+
+def make_world(plan: Plan, mutant: str = "", trace: Any = None) -> World:
+    """Return a world of `plan`, with the mistake named `mutant` (a key of `MUTANTS`), or with none."""
+    kind = MUTANTS[mutant] if mutant else World
+    if issubclass(kind, World):
+        return kind(plan, trace)
+
+    class Mutated(World):
+        agent_type = kind if issubclass(kind, Agent) else World.agent_type
+        engine_type = kind if issubclass(kind, Engine) else World.engine_type
+        shared_type = kind if issubclass(kind, Shared) else World.shared_type
+
+    return Mutated(plan, trace)

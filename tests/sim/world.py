@@ -1,0 +1,430 @@
+"""One run: processes, a control network, faults, virtual time. One thread, one heap of events, one random generator.
+
+A process is a real `Agent` beside a miniature engine (`lane.py`) and a program that issues the same calls everywhere.
+What the agent tells its engine (decide, freeze, thaw) reaches it in order, a little later, as in a real process. Boards
+are written at once or not at all and stay readable. The network delays, loses, repeats and reorders messages; a
+stopped process finds them all when it wakes up.
+
+The world also counts votes when a decision is first learned (V-2), because only it can see all boards.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import combinations
+from random import Random
+from typing import Any, ClassVar
+
+from epee.view.protocol.agent import BLANK_BOARD, Agent
+from epee.view.protocol.events import (
+    Accused,
+    BoardRead,
+    Decide,
+    Died,
+    Effect,
+    Evicted,
+    Freeze,
+    Frozen,
+    NoQuorum,
+    ReadBoard,
+    Received,
+    Refused,
+    Send,
+    Thaw,
+    Tick,
+    Waiting,
+    WriteBoard,
+)
+from epee.view.protocol.messages import STALLED, BoardState, Commit, Decision, Member, Message
+from epee.view.protocol.quorum import has_quorum
+
+from .faults import crash, inject, interrupt
+from .history import DONE, EVICTED, GONE, NO_QUORUM, VIEW, History, Record, Violation, check
+from .lane import LANE, Engine, Shared, expected_result
+from .plan import AFTER_SEND, Plan
+
+PATIENCE_S = 12.0  # after the last fault every call must have ended by then
+TICK = Tick()
+
+
+class Process:
+    """One process of the run and what the world knows about it."""
+
+    def __init__(self, me: Member, agent: Agent) -> None:
+        self.me = me
+        self.agent = agent
+        self.engine: Engine | None = None
+        self.board: BoardState = BLANK_BOARD
+        self.records: list[Record] = []
+        self.dead = self.stopped = self.ended = False
+        self.frozen = False
+        self.tick_at = float("inf")
+        self.step_at = float("inf")
+        self.clock_offset = 0.0
+        self.hold_until = 0.0
+        self.crash_after = -1
+        self.nap_s = 0.0
+        self.issue_at = 0.0
+        self.accuse_at = 0.0
+        self.waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def name(self) -> str:
+        return f"{self.me.slot}.{self.me.nonce[1]}"
+
+
+class World:
+    """A run of one plan. `run()` returns what is wrong."""
+
+    agent_type: type[Agent] = Agent
+    engine_type: type[Engine] = Engine
+    shared_type: type[Shared] = Shared
+    freezes = True
+
+    def __init__(self, plan: Plan, trace: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.trace = trace
+        self.calm = plan.is_calm()
+        self.rng = Random(plan.seed ^ 0x5EED)
+        self.random = self.rng.random
+        self.now = 0.0
+        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.count = 0
+        self.shared = self.shared_type(plan.seed, self.rng, plan.raises, plan.max_lag_s)
+        self.shared.epoch_of = self._epoch_of
+        self.processes: dict[bytes, Process] = {}
+        self.all: list[Process] = []
+        self.decisions: dict[int, Decision] = {}
+        self.violations: list[Violation] = []
+        self.cuts: list[int] = []
+        self.joiners = 0
+        self.faults_left = len(plan.faults)
+        self.last_fault = 0.0
+        first = Decision(1, tuple(self.member(slot, 1, 0) for slot in range(plan.num_members)))
+        self.decisions[1] = first
+        for member in first.members:
+            self.spawn(member, first)
+        for fault in plan.faults:
+            self.at(fault.time_s, inject, self, fault)
+
+    def member(self, slot: int, incarnation: int, number: int) -> Member:
+        return Member(slot, incarnation, bytes((slot, number, 0, 0)), b"")
+
+    def _epoch_of(self, slot: int, incarnation: int) -> int:
+        """Return the epoch that the board of a process shows."""
+        boards = (p.board for p in self.all if (p.me.slot, p.me.incarnation) == (slot, incarnation))
+        return max((board.decided.epoch for board in boards), default=0)
+
+    def spawn(self, me: Member, first: Decision | None) -> Process:
+        process = Process(me, self.agent_type(me, self.plan.settings, first))
+        self.processes[me.nonce] = process
+        self.all.append(process)
+        if first is not None:
+            process.engine = self.engine_type(self.shared, me.slot, 1, first, False)
+            process.records = process.engine.records
+            self._view(process, first)
+        self.agent(process, TICK)
+        if first is not None:
+            self.wake(process, self.plan.think_s * self.random())
+        return process
+
+    # ---- time
+
+    def at(self, when: float, what: Callable[..., None], *args: Any) -> None:
+        """Call `what(*args)` at a time."""
+        self.count += 1
+        heapq.heappush(self.heap, (when, self.count, what, args))
+
+    def run(self) -> list[Violation]:
+        """Run until nothing is left to do or the time is over; return what is wrong."""
+        heap = self.heap
+        while heap:
+            when, _, what, args = heapq.heappop(heap)
+            if when > self.now:
+                self.now = when
+            if not self.faults_left and self.now > self.last_fault + PATIENCE_S:
+                break
+            what(*args)
+            if self.violations or (not self.faults_left and self.count % 16 == 0 and self._is_over()):
+                break
+        self._check()
+        return self.violations
+
+    def _is_over(self) -> bool:
+        return not any(self._is_busy(process) for process in self.all)
+
+    def _is_busy(self, process: Process) -> bool:
+        """Return whether a process has calls to end, or something to learn."""
+        if process.dead or process.ended:
+            return False
+        if process.engine is None or process.stopped:
+            return True
+        return process.engine.ended < self.plan.num_calls  # who was voted out learns it on its next call
+
+    # ---- agents
+
+    def agent(self, process: Process, event: Any) -> None:
+        """Give an event to the agent of a process and carry out the effects."""
+        if process.dead or process.ended:
+            return
+        if process.stopped:
+            process.waiting.append((self.agent, (process, event)))
+            return
+        if self.trace is not None:
+            self.trace(f"{self.now:.6f} {process.name()} <- {event}")
+        agent = process.agent
+        for effect in agent.step(event, self.now + process.clock_offset):
+            if process.crash_after >= 0:
+                if process.crash_after in (0, AFTER_SEND):
+                    crash(self, process)
+                    return
+                if process.crash_after < AFTER_SEND or isinstance(effect, Send):
+                    process.crash_after -= 1
+            if self.trace is not None:
+                self.trace(f"{self.now:.6f} {process.name()}    -> {effect}")
+            self._effects[type(effect)](self, process, effect)
+            if process.dead:
+                return
+        due = agent.next_tick - process.clock_offset
+        if due < process.tick_at and not agent.ended:
+            process.tick_at = max(due, self.now)
+            self.at(process.tick_at, self._tick, process, process.tick_at)
+
+    def _tick(self, process: Process, when: float) -> None:
+        if process.tick_at == when:
+            process.tick_at = float("inf")
+            self.agent(process, TICK)
+
+    def _send(self, process: Process, effect: Send) -> None:
+        sender, to, message = process.me, effect.to, effect.message
+        if isinstance(message, Commit) and self._is_buried(to, message):
+            return  # before chance comes in: seeds stay what they are
+        for mask in self.cuts:
+            if sender.slot < 12 and to.slot < 12 and mask >> (sender.slot * 12 + to.slot) & 1:
+                return
+        if self.plan.loss and self.random() < self.plan.loss:
+            return
+        self._deliver_later(sender.nonce, to.nonce, message)
+        if self.plan.dup and self.random() < self.plan.dup:
+            self._deliver_later(sender.nonce, to.nonce, message)
+
+    def _is_buried(self, to: Member, message: Commit) -> bool:
+        """Return whether a process is dead or has left, and is told of the decision that says so."""
+        owner = self.processes.get(to.nonce)
+        removed = {r[:2] for decision in message.decisions for r in decision.removed if r.cause != STALLED}
+        return owner is not None and (owner.dead or owner.ended) and to[:2] in removed
+
+    def _deliver_later(self, sender: bytes, to: bytes, message: Message) -> None:
+        delay = 0.00005 + self.random() * self.plan.max_delay_s
+        if self.plan.slow_share and self.random() < self.plan.slow_share:
+            delay += self.random() * 0.06
+        if to in self.processes:
+            self.at(self.now + delay, self.agent, self.processes[to], Received(sender, message))
+
+    def _write_board(self, process: Process, effect: WriteBoard) -> None:
+        process.board = effect.state
+
+    def _read_board(self, process: Process, effect: ReadBoard) -> None:
+        owner = self.processes[effect.member.nonce]
+        if not (owner.dead or owner.ended):
+            self.violations.append(Violation("proof", f"{process.name()} reads the board of a live {owner.name()}"))
+        self.at(self.now, self.agent, process, BoardRead(effect.member.nonce, owner.board))
+
+    def _to_engine(self, process: Process, effect: Effect) -> None:
+        """What the engine is told arrives in order, after a moment (later when a program holds it up)."""
+        moment = 0.0 if self.random() < 0.5 else self.random() * 0.002
+        when = max(self.now + moment, process.hold_until)
+        process.hold_until = when
+        self.at(when, self._engine_told, process, effect)
+
+    def _engine_told(self, process: Process, effect: Effect) -> None:
+        if process.dead:
+            return
+        if process.stopped:
+            process.waiting.append((self._engine_told, (process, effect)))
+            return
+        if isinstance(effect, Freeze):
+            engine = process.engine
+            process.frozen = self.freezes
+            self.agent(process, Frozen(effect.epoch, engine.state() if engine else ()))
+            return
+        if isinstance(effect, Decide):
+            if process.engine is None:
+                me = process.me
+                process.engine = self.engine_type(self.shared, me.slot, me.incarnation, effect.decision, True)
+                process.engine.records = process.records
+                process.engine.now = self.now
+            else:
+                process.engine.decide(effect.decision, self.now)
+        else:
+            process.frozen = False
+        self.wake(process, 0.0)
+
+    def _decide(self, process: Process, effect: Decide) -> None:
+        decision = effect.decision
+        known = self.decisions.get(decision.epoch)
+        if known is None:
+            self.decisions[decision.epoch] = decision
+            self._count_votes(decision)
+        process.me = process.agent.me
+        self._view(process, decision)
+        for member in decision.members:  # the watch for who is new begins now
+            other = self.processes[member.nonce]
+            if other.dead or other.ended:
+                self.at(self.now + self.random() * 0.01, self.agent, process, Died(member.nonce))
+        self._to_engine(process, effect)
+
+    def _view(self, process: Process, decision: Decision) -> None:
+        mask = sum(1 << member.slot for member in decision.members)
+        digest = 1 if decision == self.decisions[decision.epoch] else 2
+        me = process.me
+        process.records.append(Record(self.now, me.slot, me.incarnation, VIEW, 0, 0, 0, decision.epoch, mask, digest))
+
+    def _count_votes(self, decision: Decision) -> None:
+        """V-2: those who have accepted a decision that somebody knows must be a quorum of those not dead."""
+        before = self.decisions.get(decision.epoch - 1)
+        if before is None:
+            self.violations.append(Violation("V-2", f"a decision without the one before it: {decision}"))
+            return
+        owners = {member.slot: self.processes[member.nonce] for member in before.members}
+        dead = {slot for slot, owner in owners.items() if owner.dead or owner.ended}
+        yes = set()
+        for slot, owner in owners.items():
+            board = owner.board
+            if board.accepted == decision or board.decided == decision or board.decided.epoch > decision.epoch:
+                yes.add(slot)
+        # which of these deaths the coordinator knew of when it counted is its own affair
+        counted = (set(some) for size in range(len(dead) + 1) for some in combinations(sorted(dead), size))
+        if not any(has_quorum(owners.keys(), some, yes) for some in counted):
+            self.violations.append(Violation("V-2", f"accepted by {yes} of {set(owners)}, dead {dead}: {decision}"))
+
+    def _evicted(self, process: Process, effect: Evicted) -> None:
+        me = process.me
+        process.records.append(Record(self.now, me.slot, me.incarnation, EVICTED, 0, 0, 0, effect.epoch))
+        self.finish(process)
+
+    def _no_quorum(self, process: Process, effect: NoQuorum) -> None:
+        me = process.me
+        process.records.append(Record(self.now, me.slot, me.incarnation, NO_QUORUM, 0, 0, 0, effect.epoch))
+        if not self.plan.is_patient:
+            crash(self, process)  # the program of this process ends with the error
+            return
+        interrupt(self, process)  # it gets the error and repeats the call, for a while
+        self.at(self.now + PATIENCE_S / 4, self._lose_patience, process, effect.epoch)
+
+    def _lose_patience(self, process: Process, epoch: int) -> None:
+        if process.agent.epoch == epoch and not (process.stopped or process.ended):
+            crash(self, process)
+
+    def _refused(self, process: Process, effect: Refused) -> None:
+        crash(self, process)
+
+    def _ignored(self, process: Process, effect: Effect) -> None:
+        pass
+
+    def finish(self, process: Process) -> None:
+        """A process that was voted out: what is pending ends with an error."""
+        process.ended = True
+        engine = process.engine
+        if engine is not None:
+            for call in engine.calls:
+                where = (LANE, call.seq, engine.epoch)
+                engine.records.append(Record(self.now, engine.slot, engine.incarnation, DONE, GONE, *where))
+            engine.calls = []
+
+    _effects: ClassVar[dict[type, Callable[..., None]]] = {
+        Send: _send,
+        WriteBoard: _write_board,
+        ReadBoard: _read_board,
+        Freeze: _to_engine,
+        Thaw: _to_engine,
+        Decide: _decide,
+        Evicted: _evicted,
+        NoQuorum: _no_quorum,
+        Refused: _refused,
+        Waiting: _ignored,
+    }
+
+    # ---- engines and programs
+
+    def wake(self, process: Process, after: float) -> None:
+        """Let the engine of a process move after a while, unless it will sooner."""
+        when = max(self.now + after, process.hold_until)
+        if when < process.step_at:
+            process.step_at = when
+            self.at(when, self._engine_step, process, when)
+
+    def _engine_step(self, process: Process, when: float) -> None:
+        if process.step_at != when:
+            return
+        process.step_at = float("inf")
+        engine = process.engine
+        if process.dead or process.ended or process.frozen or engine is None:
+            return
+        if process.stopped:
+            process.waiting.append((self.wake, (process, 0.0)))
+            return
+        if self.now < process.hold_until:
+            self.wake(process, 0.0)
+            return
+        random = self.random
+        plan = self.plan
+        if engine.news:
+            engine.now = self.now
+            engine.take_news()
+        has_room = engine.issued < plan.num_calls and len(engine.calls) < plan.window
+        if has_room and self.now >= process.issue_at and engine.may_issue():
+            engine.issue(self.now)
+            process.issue_at = self.now + random() * plan.think_s
+        budget = int(random() * 24) if random() < 0.5 else 1000
+        moved = engine.step(self.now, 1 + budget)
+        if moved:
+            process.nap_s = 0.0002
+        else:
+            process.nap_s = min(process.nap_s * 1.7 + 0.0002, 0.03)
+            self._look_for_trouble(process, engine)
+        if engine.calls:
+            self.wake(process, process.nap_s * (0.5 + random()))
+        elif engine.issued < plan.num_calls:
+            self.wake(process, max(process.issue_at - self.now, 0.0001))
+
+    def _look_for_trouble(self, process: Process, engine: Engine) -> None:
+        if not engine.calls:
+            return
+        call = engine.calls[0]
+        if self.now - call.moved_at < self.plan.op_timeout_s or self.now < process.accuse_at:
+            return
+        process.accuse_at = self.now + self.plan.settings.patience_s / 2
+        behind = engine.behind(call)
+        for slot in behind:
+            self.at(self.now, self.agent, process, self._accusation(engine, slot, call.place.epoch, call.seq))
+        if self.plan.settings.policy == "error":
+            engine.give_up(call)
+
+    def _accusation(self, engine: Engine, slot: int, epoch: int, seq: int) -> Accused:
+        return Accused(slot, engine.incarnations[epoch, slot], LANE, seq)
+
+    # ---- the end
+
+    def _check(self) -> None:
+        for process in self.all:
+            if self._is_busy(process) and not self.violations:
+                text = f"{process.name()} has not come to an end {PATIENCE_S} s after the last fault"
+                self.violations.append(Violation("C-1", text))
+        members = {e: {m.slot: m.incarnation for m in d.members} for e, d in self.decisions.items()}
+        stalled = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause == STALLED}
+        if stalled and self.calm:
+            self.violations.append(Violation("V-7", f"voted out without a cause: {stalled}"))
+        seed = self.plan.seed
+
+        def expected(lane: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
+            return expected_result(seed, seq, slot, contributors)
+
+        self.violations += check(History(self.records(), members), expected, stalled)
+
+    def records(self) -> list[Record]:
+        """Return all records, each process's in its own order."""
+        found: list[Record] = []
+        for process in self.all:
+            found += process.records
+        return found

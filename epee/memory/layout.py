@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ..errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from .host import HostRegion
-
 CACHE_LINE_BYTES = 64
+
+
+class Region(Protocol):
+    """Memory that a layout describes, on a host or a GPU."""
+
+    def tensor(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor over the memory at byte `offset`."""
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -72,7 +76,7 @@ class Layout:
         """Return the byte offset of a field from the start of the layout."""
         return self._offsets[name]
 
-    def tensor(self, region: HostRegion, name: str, base: int = 0) -> torch.Tensor:
+    def tensor(self, region: Region, name: str, base: int = 0) -> torch.Tensor:
         """Return the field as a tensor view of `region`, the layout starting at byte `base`."""
         field = self._fields[name]
         return region.tensor(field.dtype, base + self._offsets[name], field.shape)

@@ -92,3 +92,8 @@ def outbox_of(member: Member, lane: int) -> Part | None:
     if told != lane or not member.slot < num_ranks <= MAX_RANKS:
         return None
     return Part(blob, endpoint.pid, endpoint.start_time, num_ranks, Owner(member.nonce, lane, member.slot))
+
+
+def takes_part(lane: int, member: Member) -> bool:
+    """Return whether a member has a part in `lane`."""
+    return outbox_of(member, lane) is not None

@@ -27,6 +27,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import (
@@ -40,6 +41,7 @@ from ...errors import (
 )
 from ...view.protocol.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
 from ...view.protocol.outcome import Course, Place
+from ..bootstrap.home import takes_part
 from ..bootstrap.job import Seat
 from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..engine.operation import Operation
@@ -73,6 +75,7 @@ class Survival(Intake):
     Attributes:
         box: outboxes of the members of the epoch in which the next call is planned.
         on_stall: what becomes of a rank that is silent until the time-out of a call (`BackendOptions`).
+        takes_part: whether a process that comes later has a part in the lane.
     """
 
     def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None) -> None:
@@ -83,6 +86,7 @@ class Survival(Intake):
         self.runtime = seat.job.runtime
         self.lane = seat.lane
         self.on_stall = on_stall
+        self.takes_part = partial(takes_part, self.lane)  # for buffers, which must not keep the group alive
         self.error: Exception | None = None
         self._job = seat.job
         self._raises = fault_mode == "raise"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
@@ -50,6 +50,7 @@ class Seat(NamedTuple):
         raises: a loss is an error (mode "raise").
         on_stall: "error", "evict" or "wait".
         known: incarnation of each slot that has a part in the group.
+        takes_part: whether a process that comes later has a part in the group.
         is_joiner: this process took a lost rank's place.
         job: to be retained as long as the buffer lives.
     """
@@ -60,6 +61,7 @@ class Seat(NamedTuple):
     raises: bool
     on_stall: str
     known: dict[int, int]
+    takes_part: Callable[[Member], bool]
     is_joiner: bool
     job: Any
 
@@ -76,6 +78,7 @@ def seat_of(group: Any, num_ranks: int) -> Seat | None:
         survival._raises,
         survival.on_stall,
         dict(survival._incarnations),
+        survival.takes_part,
         bool(survival._joined_in),
         survival._job,
     )
@@ -108,10 +111,7 @@ class Roster:
 
     def __init__(self, seat: Seat) -> None:
         """Begin with what the runtime remembers; `watch` follows."""
-        from ...backend.bootstrap.home import outbox_of  # the backend is not loaded before there is a group of it
-
         self.seat = seat
-        self._outbox_of = outbox_of
         self.lock = threading.Lock()
         self._lane = 0
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
@@ -198,7 +198,7 @@ class Roster:
             return False
         if self.seat.known.get(member.slot) == member.incarnation:
             return True
-        return self._outbox_of(member, self.seat.lane) is not None
+        return self.seat.takes_part(member)
 
     # ---- on the thread of a call
 

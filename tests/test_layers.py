@@ -1,0 +1,150 @@
+"""The house as it may be: which part imports which, no circles, no crowded room."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "epee"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MAX_MODULES = 12
+CROWDED = {"epee/demo"}  # until it has shrunk
+
+# Parts import from rows above their own, never from their own or from below (docs/design.md, "Parts").
+LAYERS = (
+    {"errors"},
+    {"env"},
+    {"memory", "jit"},
+    {"view"},
+    {"backend", "ep", "collectives", "doctor"},
+    {"nn", "compat"},
+    {"demo"},
+    {"cli"},
+)
+NEIGHBOURS = {frozenset({"memory", "jit"})}  # kernels are loaded for memory, and their structs describe it
+ALONE = {"reference"}  # the oracle imports nothing of what it checks
+FRONT = {"__init__", "__main__"}  # the public names
+
+# Modules that import each other, TYPE_CHECKING included. This list only ever gets shorter: "One membership" and "Two
+# buffers, an engine on one screen" take its entries out.
+CIRCLES = {
+    frozenset(
+        {
+            "backend.collectives.plan",
+            "backend.engine.ending",
+            "backend.engine.engine",
+            "backend.engine.express",
+            "backend.engine.interrupts",
+            "backend.engine.operation",
+            "backend.engine.overlap",
+            "backend.engine.progress",
+            "backend.engine.stall",
+            "backend.engine.waiting",
+            "backend.engine.withdrawal",
+            "backend.membership.epochs",
+            "backend.membership.intake",
+            "backend.membership.unsettled",
+            "backend.p2p.channel",
+            "backend.p2p.message",
+            "backend.p2p.recv",
+            "backend.p2p.send",
+            "backend.work",
+        }
+    ),
+    frozenset({"backend.group", "backend.staging"}),
+    frozenset({"ep.control.bootstrap", "ep.control.inbox", "ep.membership.birth", "ep.membership.epochs"}),
+    frozenset({"ep.latency.gpu.core", "ep.latency.gpu.half"}),
+}
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name of a source, without `epee.`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield the modules of epee that a source imports, wherever in it."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join((*base, *(node.module or "").split("."))).strip(".")
+            names = [f"{stem}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            inner = name.removeprefix("epee.")
+            if name.startswith("epee."):
+                yield inner if inner in MODULES else inner.rpartition(".")[0] or "__init__"
+
+
+def part_of(module: str) -> str:
+    """Return the part of epee that a module belongs to."""
+    return module.split(".")[0]
+
+
+def test_every_part_has_its_place_and_every_place_its_part() -> None:
+    assert {part_of(name) for name in MODULES} == set().union(*LAYERS) | ALONE | FRONT
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_upwards_only(name: str) -> None:
+    part = part_of(name)
+    if part in FRONT:
+        return
+    allowed = {part}
+    for layer in LAYERS:
+        if part in layer:
+            allowed |= {other for other in layer if frozenset({part, other}) in NEIGHBOURS}
+            break
+        allowed |= layer if part not in ALONE else set()
+    assert {part_of(found) for found in imports_of(MODULES[name])} <= allowed
+
+
+def circles() -> set[frozenset[str]]:
+    """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
+    edges = {name: {found for found in imports_of(path) if found in MODULES} - {name} for name, path in MODULES.items()}
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: set[frozenset[str]] = set()
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in edges[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            place = stack.index(name)
+            found.add(frozenset(stack[place:]))
+            del stack[place:]
+
+    for name in edges:
+        if name not in index:
+            visit(name)
+    return {group for group in found if len(group) > 1}
+
+
+def test_no_modules_import_each_other_but_those_that_are_known() -> None:
+    assert circles() == CIRCLES
+
+
+def test_no_room_is_crowded() -> None:
+    folders = {path.parent for path in SOURCES}
+    full = {str(folder.relative_to(ROOT)) for folder in folders if len(list(folder.glob("*.py"))) > MAX_MODULES}
+    assert full == CROWDED
+    kernels = {path.parent for path in PACKAGE.rglob("*.cuh")}
+    assert {str(folder) for folder in kernels if len(list(folder.glob("*.cuh"))) > MAX_MODULES} == set()

@@ -11,7 +11,7 @@ timed by the profiler, each with everything that it waits for already there: so 
 Bytes that cross NVLink (`wire`): tokens that go to another rank x bytes of a record, packets or not.
 
 `--fold` lets two GPUs stand for the ranks of `--num-ranks`: each plays its own rank, and to the other GPU also ranks
-2 and above (`part_of` in `csrc/kernels/latency_call.cuh`). Each then sends and receives what a rank of so many does,
+2 and above (`part_of` in `csrc/kernels/latency/call.cuh`). Each then sends and receives what a rank of so many does,
 over the same link, and every bit is checked as well. What it does not show: four GPUs that run apart.
 """
 

@@ -1,6 +1,6 @@
 """Launches the collective kernels on one rank: memory, plans, arguments. No groups, no checks of tensors, no streams.
 
-Data path: `csrc/kernels/collective_call.cuh` and the heads of the three kernel files. This module owns the lent region
+Data path: `csrc/kernels/collective/call.cuh` and the heads of the three kernel files. This module owns the lent region
 and the words of the host, decides by size which kernel does a call, and launches it on the platform's current stream. A
 call returns when its kernel is queued; what kernels report is raised by `check`. All ranks make the same calls with the
 same sizes in the same order, on one stream at a time. In a graph nothing but launches is recorded.

@@ -1,7 +1,7 @@
 """The numbers and structs that the collective kernels share with the host: the lent region, arguments, constants.
 
 Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
-fields mean stands here, what the kernels do with them in `csrc/kernels/collective_*.cuh`. Everything here is
+fields mean stands here, what the kernels do with them in `csrc/kernels/collective/*.cuh`. Everything here is
 arithmetic; no memory is touched.
 """
 
@@ -32,7 +32,7 @@ _PTR, _WORD, _INT, _LONG = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, cty
 
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 OP_NUMBERS = {name: number for number, name in enumerate(OPS, 1)}
-# In the order of `Element` and `Reduction` in `collective_elements.cuh`; the first element is bytes, only moved.
+# In the order of `Element` and `Reduction` in `collective/elements.cuh`; the first element is bytes, only moved.
 ELEMENTS: dict[torch.dtype | None, int] = {
     None: 0,
     torch.bfloat16: 1,
@@ -109,13 +109,13 @@ class PipelineParams(ctypes.Structure):
 
 # Kernel file -> its entry points and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
-    "kernels/collective_exchange.cuh": {
+    "kernels/collective/exchange.cuh": {
         "collective_exchange_reduced": ExchangeParams,
         "collective_exchange_placed": ExchangeParams,
         "collective_barrier": ExchangeParams,
     },
-    "kernels/collective_two_shot.cuh": {"collective_two_shot": TwoShotParams},
-    "kernels/collective_pipeline.cuh": {
+    "kernels/collective/two_shot.cuh": {"collective_two_shot": TwoShotParams},
+    "kernels/collective/pipeline.cuh": {
         "collective_pipeline_reduced": PipelineParams,
         "collective_pipeline_placed": PipelineParams,
     },

@@ -162,7 +162,7 @@ class EmulatedPlatform:
 
     def pause(self, file: str, place: int, seconds: float) -> None:
         """Let threads of this process stand still at a place of the kernels of a file; see `emulated_pause_us`."""
-        pauses = (ctypes.c_uint * 16).in_dll(self._libraries[f"kernels/throughput_{file}.cuh"], "emulated_pause_us")
+        pauses = (ctypes.c_uint * 16).in_dll(self._libraries[f"kernels/throughput/{file}.cuh"], "emulated_pause_us")
         pauses[place] = int(seconds * 1e6)
 
     def create(self, nbytes: int) -> EmulatedRegion:

@@ -42,7 +42,7 @@ PLAN = Plan((FEW,), max_tokens=12)
 
 def pause(core: LatencyCore, op: str, place: int, seconds: float) -> None:
     """Let threads of this process stand still at a place of a kernel; only emulated ones can."""
-    library = core.platform._libraries[f"kernels/latency_{op}.cuh"]  # type: ignore[attr-defined]
+    library = core.platform._libraries[f"kernels/latency/{op}.cuh"]  # type: ignore[attr-defined]
     (ctypes.c_uint * 16).in_dll(library, "emulated_pause_us")[place] = int(seconds * 1e6)
 
 

@@ -44,12 +44,12 @@ def test_the_names_say_the_mode(kernels: dict[str, dict[str, type]]) -> None:
 
 
 def test_every_kernel_stands_in_the_namespace_and_in_the_table() -> None:
-    for path in (CSRC / "kernels").glob("*.cuh"):
+    for path in (CSRC / "kernels").rglob("*.cuh"):
         before, _, inside = path.read_text().partition(f"namespace {NAMESPACE} {{")
         assert "__global__" not in before, path.name
         assert 'extern "C"' not in inside, path.name
         found = set(re.findall(r"__global__[^(]*\([^)]*\)\s+(\w+)(?=\()", inside))
-        assert found <= set({**ALL, **collectives.KERNELS}.get(f"kernels/{path.name}", {})), path.name
+        assert found <= set({**ALL, **collectives.KERNELS}.get(str(path.relative_to(CSRC)), {})), path
 
 
 @pytest.mark.compiler

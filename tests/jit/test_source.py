@@ -33,7 +33,7 @@ def test_flat_text_needs_no_other_file(path: str) -> None:
 
 
 def test_line_marks_name_the_place() -> None:
-    path = "kernels/throughput_dispatch.cuh"
+    path = "kernels/throughput/dispatch.cuh"
     number, name = 0, ""
     wanted = (CSRC / path).read_text().splitlines()
     for line in flatten(path, kernel_head(2, 16)).splitlines():

@@ -1,7 +1,7 @@
 """The numbers and structs that the throughput kernels share with the host: control block, arguments, constants.
 
 Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
-fields mean stands here, what the kernels do with them in `csrc/kernels/throughput_*.cuh`.
+fields mean stands here, what the kernels do with them in `csrc/kernels/throughput/*.cuh`.
 """
 
 from __future__ import annotations
@@ -227,19 +227,19 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
 FEW_KERNEL = "dispatch_throughput_few"
 # Kernel file -> its entry points (see `jit.params.kernel_symbol`) and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
-    "kernels/throughput_layout.cuh": {"layout_throughput": LayoutParams},
-    "kernels/throughput_dispatch.cuh": {
+    "kernels/throughput/layout.cuh": {"layout_throughput": LayoutParams},
+    "kernels/throughput/dispatch.cuh": {
         "dispatch_throughput_2": DispatchParams,
         "dispatch_throughput_4": DispatchParams,
     },
-    "kernels/throughput_few.cuh": {FEW_KERNEL: FewParams},
-    "kernels/throughput_expert.cuh": {"dispatch_throughput_expert": DispatchParams},
-    "kernels/throughput_combine.cuh": {
+    "kernels/throughput/few.cuh": {FEW_KERNEL: FewParams},
+    "kernels/throughput/expert.cuh": {"dispatch_throughput_expert": DispatchParams},
+    "kernels/throughput/combine.cuh": {
         f"combine_throughput_{layout}_{dtype}": CombineParams
         for layout in ("rank", "expert")
         for dtype in ("bf16", "f16", "f32")
     },
-    "kernels/throughput_order.cuh": {
+    "kernels/throughput/order.cuh": {
         "combine_throughput_order": OrderParams,
         "combine_throughput_order_end": BarrierParams,
     },

@@ -1,11 +1,11 @@
 """Latency mode on the GPUs of one host: the host side of its dispatch and combine.
 
-Data path: `csrc/kernels/latency_dispatch.cuh` and `latency_combine.cuh` move everything, from GPU to GPU; a call is one
+Data path: `csrc/kernels/latency/dispatch.cuh` and `latency/combine.cuh` move everything, from GPU to GPU; a call is one
 launch, or two when the caller wants its send half and its receive half apart (`return_hook`). The host waits for
 nothing and learns nothing by itself: counts, `got` and the mask are tensors on the device.
 
 Memory of a rank: one region (`latency_kernels.LatencyConfig.region_layout`), lent to all ranks, into which peers store;
-results are ordinary tensors. Who writes what, and why slots are safe to reuse, says `csrc/kernels/latency_call.cuh`.
+results are ordinary tensors. Who writes what, and why slots are safe to reuse, says `csrc/kernels/latency/call.cuh`.
 
 Protocol on the host: all ranks make the same calls of a kind in the same order; hooks may be called in any. Everything
 runs behind what the buffer has put on other streams before. What kernels report lies in pinned memory and is raised by

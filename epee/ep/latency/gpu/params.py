@@ -1,7 +1,7 @@
 """The numbers and structs that the latency kernels share with the host: the lent region, arguments, constants, shapes.
 
 Each `ctypes.Structure` is the only definition of its kernel's arguments; `jit.params` writes the C++ side. What the
-fields mean stands here, what the kernels do with them in `csrc/kernels/latency_*.cuh`. Everything here is arithmetic;
+fields mean stands here, what the kernels do with them in `csrc/kernels/latency/*.cuh`. Everything here is arithmetic;
 no memory is touched.
 """
 
@@ -115,11 +115,11 @@ class LatencyCombineParams(ctypes.Structure):
 
 # Kernel file -> its entry points and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
-    "kernels/latency_dispatch.cuh": {
+    "kernels/latency/dispatch.cuh": {
         "dispatch_latency_fp8": LatencyDispatchParams,
         "dispatch_latency_bf16": LatencyDispatchParams,
     },
-    "kernels/latency_combine.cuh": {
+    "kernels/latency/combine.cuh": {
         "combine_latency_bf16": LatencyCombineParams,
         "combine_latency_f32": LatencyCombineParams,
     },
@@ -160,7 +160,7 @@ class LatencyConfig:
         max_tokens: that a rank dispatches in a call (T).
         max_in_flight: calls of a kind whose receive half may be outstanding: 1, 2 or 4.
         packet_tokens: up to so many tokens a rank's rows cross in packets.
-        is_folded: processes 0 and 1 play all ranks, for benchmarks (`part_of` in `latency_call.cuh`).
+        is_folded: processes 0 and 1 play all ranks, for benchmarks (`part_of` in `latency/call.cuh`).
     """
 
     rank: int
@@ -201,7 +201,7 @@ class LatencyConfig:
 
     @property
     def num_slots(self) -> int:
-        """Calls of a kind whose data may lie in the region at once; why twice, says `latency_call.cuh`."""
+        """Calls of a kind whose data may lie in the region at once; why twice, says `latency/call.cuh`."""
         return 2 * self.max_in_flight
 
     @property

@@ -1,4 +1,4 @@
-"""The launch that sums a combine's rows in an order that the caller asks for (`csrc/kernels/throughput_order.cuh`)."""
+"""The launch that sums a combine's rows in an order that the caller asks for (`csrc/kernels/throughput/order.cuh`)."""
 
 from __future__ import annotations
 

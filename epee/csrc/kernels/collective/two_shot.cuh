@@ -9,7 +9,7 @@
 // memory: a tile is overwritten behind the owner's packets, which were made from ours.
 //
 // Tiles are numbered through the shares: tile `t` is tile `t % share` of the `t / share`-th owner.
-#include "collective_packets.cuh"
+#include "packets.cuh"
 
 struct Shares {
   u32 sources, owners, takers;

@@ -9,8 +9,8 @@
 //
 // A warp sends a tile of each row and then waits for the same tile from the others: it has read what it sends before it
 // writes, so in and out may be the same memory where they are the same row. Why memory may be reused says
-// `collective_call.cuh`; packets need no other order.
-#include "collective_packets.cuh"
+// `call.cuh`; packets need no other order.
+#include "packets.cuh"
 
 /// Which ranks send in a call, and which receive. A root sends to all others; without one all do to all.
 struct Parts {

@@ -17,10 +17,10 @@
 // ranks ascending: part = -0; for k ascending: part += weight * row (both rounded); sum += part. Then the biases. A
 // token without rows begins at +0. No fused multiply-add anywhere.
 #pragma once
-#include "../common/call.cuh"
-#include "../common/load.cuh"
-#include "../common/work.cuh"
-#include "throughput_lanes.cuh"
+#include "../../common/call.cuh"
+#include "../../common/load.cuh"
+#include "../../common/work.cuh"
+#include "lanes.cuh"
 
 constexpr int kMaxEntries = 32;
 constexpr int kMaxStages = 8;

@@ -1,11 +1,11 @@
 // Dispatch into the rank layout: moves rows to the places where they stay. Runs behind throughput_layout, which has
 // exchanged counts and grants.
 //
-// All warps are senders (throughput_sender.cuh) and take tokens from one counter. When a block is done it says so to
+// All warps are senders (sender.cuh) and take tokens from one counter. When a block is done it says so to
 // every active rank (dispatch_done); block 0 waits for all blocks of all ranks, so the kernel's end means that
 // everything has arrived. Only block 0 waits for anybody, so the blocks need not be co-resident.
 #pragma once
-#include "throughput_sender.cuh"
+#include "sender.cuh"
 
 template <int kStages>
 DEVICE void dispatch_by_rank(const DispatchParams& p) {

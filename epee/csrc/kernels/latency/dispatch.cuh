@@ -4,7 +4,7 @@
 //
 //   coordinator  block 0, send half: tells every rank, in words that carry their tag, how many tokens this rank has,
 //                how many go to each expert there, and which tokens go there at all. Nobody waits before that is sent.
-//   sender       every other block, send half: a token at a time becomes a record (latency_rows.cuh) and crosses: its
+//   sender       every other block, send half: a token at a time becomes a record (rows.cuh) and crosses: its
 //                row straight from registers and a flag behind it, or, when this rank has few tokens, in packets that
 //                are flags themselves. Waits for nobody.
 //   receiver     every block, receive half: learns the words of all sources, from which all places follow. Block 0 then
@@ -13,13 +13,13 @@
 //   The last block to end writes `got`. When blocks have not seen the same sources whole, it first does the work of all
 //   receivers again with those that all have seen.
 //
-// The halves are one launch, or two: then no SM is occupied between them. See latency_call.cuh for memory and order.
+// The halves are one launch, or two: then no SM is occupied between them. See call.cuh for memory and order.
 //
 // Time, 128 tokens, FP8, in microseconds, from time stamps on H200s (four ranks on two GPUs): call open and ids read
 // 1.3, rows quantised 0.5, stored and acknowledged (2.6 MB) 9, expanded 4.5, end 1.2. In packets (16 tokens) nobody
 // waits for acknowledgements: 8 in all.
 #pragma once
-#include "latency_rows.cuh"
+#include "rows.cuh"
 
 struct DispatchShared {
   CallShared call;

@@ -5,8 +5,8 @@
 // token did (the topmost bit), in which case the row is written once only. The row is bfloat16, or e4m3 by blocks of
 // 128 channels with a scale each.
 #pragma once
-#include "../ptx/convert.cuh"
-#include "latency_call.cuh"
+#include "../../ptx/convert.cuh"
+#include "call.cuh"
 
 constexpr u32 kNoExpert = 0x7FFF;
 constexpr u32 kRepeated = 0x8000;  // in `ids`: no first choice of this expert in its token

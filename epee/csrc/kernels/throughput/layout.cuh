@@ -1,4 +1,4 @@
-// Where every row goes: counts, prefix sums, and the exchange of counts between ranks (throughput_exchange.cuh).
+// Where every row goes: counts, prefix sums, and the exchange of counts between ranks (exchange.cuh).
 //
 // Blocks cut the tokens into contiguous pieces, warps cut a block's piece again. Counter i < num_experts counts the
 // (token, k) slots of expert i, counter num_experts + d the tokens that go to rank d, the last one bad expert ids.
@@ -10,8 +10,8 @@
 //      the host waits for.
 // A cached call (`do_count == 0`) exchanges headers only: it needs the receivers' grants all the same.
 #pragma once
-#include "throughput_entries.cuh"
-#include "throughput_exchange.cuh"
+#include "entries.cuh"
+#include "exchange.cuh"
 
 /// Step 1: this warp's counts, in shared memory of its own. Keeps the experts in `kept` for step 3.
 DEVICE void count_entries(const LayoutParams& p, u64 tag, u32 active, Range tokens, i32* counters, i32* kept) {

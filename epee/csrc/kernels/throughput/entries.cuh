@@ -1,7 +1,7 @@
 // What a token's routing says: experts and ranks of its slots, as the lanes of a warp see them.
 #pragma once
-#include "../common/call.cuh"
-#include "../common/work.cuh"
+#include "../../common/call.cuh"
+#include "../../common/work.cuh"
 
 /// One (token, k) slot as a lane sees it. `ranks` has bit d when the token goes to rank d; `is_first` marks the lane
 /// that speaks for the token.

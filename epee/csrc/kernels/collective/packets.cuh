@@ -7,8 +7,8 @@
 // A packet keeps the number of the call that last stored there. Should it be 2^32 calls old to the call when its place
 // is used again, it would pass for a new one: whoever makes that many calls lets the host clear the packets in between.
 #pragma once
-#include "collective_call.cuh"
-#include "collective_elements.cuh"
+#include "call.cuh"
+#include "elements.cuh"
 
 constexpr int kTileVecs = 3, kTilePackets = 4;  // of a lane
 constexpr int kTileBytes = kTileVecs * 512, kTilePacketBytes = kTilePackets * 512;

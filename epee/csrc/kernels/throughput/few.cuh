@@ -6,14 +6,14 @@
 //                what the host waits for. Moves nothing: all ranks wait for its words.
 //   mover        every other block: a token for each of its moving warps at a time. Waits for the few words from which
 //                the places follow (headers, tokens per rank), then stores its rows where they stay.
-// The end is that of throughput_dispatch.cuh. A rank may take either way in a call; the peers see no difference.
+// The end is that of dispatch.cuh. A rank may take either way in a call; the peers see no difference.
 //
 // Movers wait for the coordinators of all ranks; these have the first place in their grids and wait for nobody before
 // they have sent their words.
 #pragma once
-#include "throughput_entries.cuh"
-#include "throughput_exchange.cuh"
-#include "throughput_sender.cuh"
+#include "entries.cuh"
+#include "exchange.cuh"
+#include "sender.cuh"
 
 struct FewShared {
   u64 barriers[kMaxFewWarps];

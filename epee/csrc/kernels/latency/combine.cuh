@@ -16,7 +16,7 @@
 // Time, 128 tokens, in microseconds, from time stamps on H200s (four ranks on two GPUs): call open 1, rows found 0.7,
 // read, summed and stored (4.9 MB) 17, acknowledged and seen 2, last sums 2, end 1. In packets (16 tokens): 8.5 in all.
 #pragma once
-#include "latency_reduce.cuh"
+#include "reduce.cuh"
 
 /// Which ranks a token awaits, of those in `taken`.
 DEVICE u32 ranks_of(const LatencyCombineParams& p, int token, u32 taken) {

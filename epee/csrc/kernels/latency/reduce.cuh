@@ -1,8 +1,8 @@
 // Send half of the latency mode's combine: what a block must know of the call and of the handle, and the sums of the
-// experts' rows of one rank, which go back to the tokens' ranks. latency_combine.cuh says how it all fits together.
+// experts' rows of one rank, which go back to the tokens' ranks. combine.cuh says how it all fits together.
 #pragma once
-#include "../common/lanes.cuh"
-#include "latency_call.cuh"
+#include "../../common/lanes.cuh"
+#include "call.cuh"
 
 constexpr int kMaxTopk = 32;
 constexpr int kRowBatch = 4;                               // rows that are read at once

@@ -6,8 +6,8 @@
 // rows may be written again. When the combine has failed here, both do nothing. They are part of its call: they use its
 // tag, and nothing advances.
 #pragma once
-#include "../common/call.cuh"
-#include "../ptx/convert.cuh"
+#include "../../common/call.cuh"
+#include "../../ptx/convert.cuh"
 
 enum OrderBy : int { kByRank = 0, kByLastK, kByK };
 enum OrderPayload : int { kOrderBf16 = 0, kOrderF16, kOrderF32 };

@@ -1,6 +1,6 @@
 // Large collectives: rows go in chunks through slots in the receiver's memory, with a flag behind each chunk and a
-// credit back for each slot that is free again. Two crossings, as in `collective_two_shot.cuh`, or one, as in
-// `collective_exchange.cuh`; the roles are blocks of their own, and all three work at the same time:
+// credit back for each slot that is free again. Two crossings, as in `two_shot.cuh`, or one, as in
+// `exchange.cuh`; the roles are blocks of their own, and all three work at the same time:
 //
 //   scatter_sender   sends each owner its row of the input: share by share, or row d for rank d
 //   owner            reduces what has come from all sources into the output, and sends it on to the takers (two
@@ -13,14 +13,14 @@
 //                                 thread that met those that stored them at a barrier of the block
 //   credit (stage, lane, reader)  at the writer, likewise: chunks read. Chunk k goes into slot k % num_slots behind the
 //                                 credit for chunk k - num_slots of this call; the first ones behind `joined`, as
-//                                 `collective_call.cuh` says
+//                                 `call.cuh` says
 // A word of a later call cannot be met: its writer waits for us to join that call first.
 //
 // In and out may be the same memory under the rules of the other two: an element is written by an owner that has read
 // it in the same thread, or by a collector behind the owner's result, for which our sender has read it.
-#include "../ptx/block_barrier.cuh"
-#include "collective_call.cuh"
-#include "collective_elements.cuh"
+#include "../../ptx/block_barrier.cuh"
+#include "call.cuh"
+#include "elements.cuh"
 
 constexpr int kRowAlignVecs = 8;                     // shares and runs are whole lines of 128 bytes
 constexpr int kChunkShift = 20;                      // a run has fewer chunks than this many bits count

@@ -5,9 +5,9 @@
 // Slot of the receive region (offsets in the params): rows | topk_idx | topk_weights | scales | src_token. In the
 // expert layout the topk_idx field holds i32 rows of the result instead.
 #pragma once
-#include "../common/call.cuh"
-#include "../common/load.cuh"
-#include "../common/work.cuh"
+#include "../../common/call.cuh"
+#include "../../common/load.cuh"
+#include "../../common/work.cuh"
 
 constexpr int kPublishTokens = 4;   // a stream's progress is told every so many tokens,
 constexpr int kPublishPending = 2;  // leaving so many rows in flight

@@ -1,6 +1,6 @@
 // A bias in the sums of a combine.
 #pragma once
-#include "../common/lanes.cuh"
+#include "../../common/lanes.cuh"
 
 /// The elements of a bias that belong to the 16 bytes of payload at byte `at` of the output.
 template <int kPayload>

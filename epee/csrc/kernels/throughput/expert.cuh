@@ -1,6 +1,6 @@
 // Dispatch into the expert layout: a row crosses once per destination rank and is expanded there, in the same kernel.
 //
-// sender (throughput_sender.cuh): rows arrive in (source, token) order in the receiver's slot, which serves as staging.
+// sender (sender.cuh): rows arrive in (source, token) order in the receiver's slot, which serves as staging.
 //   Each sending warp is a channel with a contiguous piece of the tokens.
 // publisher: one warp of a sending block tells the receivers how many rows of each of the block's channels are whole
 //   (`streams`: a progress word with the tag, and the first row). Its release waits for stores in flight; the senders
@@ -11,7 +11,7 @@
 // When all expanders are done, all channels of all ranks are, so block 0 need only wait for its own rank's blocks.
 // Expanders wait for senders; these have lower block numbers, so they have their places first and wait for nobody.
 #pragma once
-#include "throughput_sender.cuh"
+#include "sender.cuh"
 
 /// One warp of a sending block: passes on what the senders post until all their channels are done.
 DEVICE void publisher(const DispatchParams& p, u64 tag, int first_channel, int num_senders, Posted& posted) {

@@ -3,9 +3,9 @@
 // Region of a rank (offsets from the Python `Layout`). Peers write what is marked *; each such word or byte has one
 // writer, named by its index:
 //   joined  *[rank]                       number of the last call that the rank has begun
-//   flags   *[stage][lane][rank]          how far the rank has written its chunks (`collective_pipeline.cuh`)
+//   flags   *[stage][lane][rank]          how far the rank has written its chunks (`pipeline.cuh`)
 //   credits *[stage][lane][rank]          how far it has read ours
-//   packets *[parity][stage][rank][bytes] payload of small and middle calls (`collective_packets.cuh`)
+//   packets *[parity][stage][rank][bytes] payload of small and middle calls (`packets.cuh`)
 //   chunks  *[stage][lane][slot][rank][bytes] payload of large calls
 //   peers, tags, view, news, failed       local: where this GPU sees the regions of all ranks (0: none); the number of
 //                                         the last call; a bit for each rank that takes part; what was seen last in
@@ -34,9 +34,9 @@
 // failed goes on to its end without moving more payload, so numbers stay in step. What of the output was written
 // before is lost. Nothing traps.
 #pragma once
-#include "../common/report.cuh"
-#include "../common/stall.cuh"
-#include "../common/work.cuh"
+#include "../../common/report.cuh"
+#include "../../common/stall.cuh"
+#include "../../common/work.cuh"
 
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
 constexpr u64 kLookNs = 20000;       // between two looks of this GPU into the host's memory

@@ -5,8 +5,8 @@
 // ascending rank order, so every rank and every run has the same bits. MIN and MAX of a NaN and a number are NaN;
 // of two zeros the first one stands.
 #pragma once
-#include "../ptx/convert.cuh"
-#include "../ptx/memory.cuh"
+#include "../../ptx/convert.cuh"
+#include "../../ptx/memory.cuh"
 
 enum Element : int { kBytes = 0, kBfloat16, kFloat16, kFloat32, kFloat64, kInt8, kUint8, kInt32, kInt64 };
 enum Reduction : int { kSum = 0, kProduct, kMin, kMax, kAnd, kOr, kXor };

@@ -29,9 +29,9 @@
 // the last block to end knows what all have seen and, when they differ, does the receiving again without those
 // sources: all that came lies in the slot still.
 #pragma once
-#include "../common/report.cuh"
-#include "../common/stall.cuh"
-#include "../common/work.cuh"
+#include "../../common/report.cuh"
+#include "../../common/stall.cuh"
+#include "../../common/work.cuh"
 
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock, the mask and the news, all near
 constexpr u64 kLookNs = 20000;       // between two looks of this GPU into the host's memory

@@ -9,8 +9,8 @@
 // row is used before it is checked. A refused, differing or impossible row fails the call here; since all ranks see
 // the same rows, it fails everywhere.
 #pragma once
-#include "../common/call.cuh"
-#include "../common/work.cuh"
+#include "../../common/call.cuh"
+#include "../../common/work.cuh"
 
 typedef i32 PerRank[ROOM(kNumRanks, kMaxRanks)];  // a word of each rank
 

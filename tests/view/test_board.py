@@ -126,7 +126,8 @@ def test_a_reader_beside_a_busy_writer_sees_whole_states() -> None:
 
 DYING = """
 import os, signal, sys
-from epee.view import board, messages as m
+from epee.view.process import board
+from epee.view.protocol import messages as m
 mine = board.Board(1)
 decision = m.Decision(4, (m.Member(1, 1, bytes(16), b"here"),))
 mine.write(m.BoardState(decision, m.Ballot(2, 1), m.NO_BALLOT, None))
@@ -248,7 +249,7 @@ def test_a_heart_beats_while_the_gil_is_held() -> None:
 
 BEATING = """
 import sys
-from epee.view import beat
+from epee.view.process import beat
 sys.stdout.write(beat.acquire().blob.hex() + "\\n")
 sys.stdout.flush()
 sys.stdin.readline()
@@ -287,7 +288,7 @@ def test_a_forked_child_has_a_heart_of_its_own() -> None:
 
 ENDING = """
 import time
-from epee.view import beat
+from epee.view.process import beat
 beat.acquire()._set(0.001, 0.0005)
 time.sleep(0.05)
 """

@@ -93,7 +93,7 @@ def test_the_folder_of_a_living_job_is_not_removed(runtime: Path) -> None:
 
 DYING = """
 import os, signal, sys
-from epee.view.directory import JobDirectory
+from epee.view.transport.directory import JobDirectory
 job = JobDirectory.create("dying")
 door = job.listen(0, bytes(16), 4)
 print(job.path, flush=True)

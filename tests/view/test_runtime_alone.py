@@ -225,7 +225,7 @@ def descriptors() -> set[str]:
 
 LEAVING = """
 import os, sys
-from epee.view.directory import JobDirectory
+from epee.view.transport.directory import JobDirectory
 from epee.view.runtime import Runtime
 runtime = Runtime(JobDirectory.create(), 0)
 runtime.start([runtime.member])

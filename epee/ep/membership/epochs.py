@@ -316,7 +316,9 @@ class Survivor:
         told = f"{what} ({context('epoch', rank=self._rank, peer=rank, epoch=epoch, elapsed=now - started)})"
         if not self.insist([rank], told, seq, deadline):
             raise CommTimeoutError(
-                f"{told}; the buffer can be used again, raise timeout= if the peer is only slow", [rank]
+                f"{told}; others may have completed this call, so do not make the step again; raise timeout= if the "
+                "peer is only slow",
+                [rank],
             )
 
     def _failure(self, view: View, op: str, seq: int, elapsed: float) -> PeerError:

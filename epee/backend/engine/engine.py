@@ -248,7 +248,8 @@ class Engine(Express):
                 error = self.mail.absence(message)
                 if error is not None:
                     raise error
-            overlap.order_message(self, message)
+            if self.queue or self.messages or message.is_early:
+                overlap.order_message(self, message)
             if message.before:
                 self.mail.held.append(message)
             else:
@@ -309,17 +310,20 @@ class Engine(Express):
     def drive(self, op: Driven, until: float | None = None) -> None:
         """Step `op` and what is before it until it is done. Called and returns with the lock held."""
         op.num_waiters += 1
+        is_message = isinstance(op, Message)
         try:
             while not op.done:
                 while self.flags & ~CHANGING:
                     self._wait_ended(op)
                     trouble.raise_if_overdue(self, op, until, op.start_clock())
-                head = overlap.foremost(self, op)
+                is_alone = is_message and not op.before and not self.mail.held
+                head = op if is_alone else overlap.foremost(self, op)
                 block = self.advance(head)
                 if block is not None and not op.done and (head is op or overlap.foremost(self, op) is head):
-                    trouble.raise_if_open(head, op)
+                    if not is_alone:
+                        trouble.raise_if_open(head, op)
                     self._wait(block, head, op, until)
-            if not isinstance(op, Message):
+            if not is_message:
                 self.retire_heads()
             elif self.messages and self.messages[-1] is op:
                 self.messages = self.messages[:-1]  # a new list, see `overlap.has_moved`

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import typer
 
 
@@ -30,8 +32,6 @@ def demo(
     With --kill or --stall a rank is lost on purpose: the others go on with copies of its experts, and a new process
     takes its place and its experts. The loss curve shows both moments.
     """
-    from rich.console import Console
-
     from ..demo.run import run
     from ..demo.settings import Settings
     from ..errors import InvalidArgument
@@ -50,4 +50,6 @@ def demo(
         victim=victim,
         fault="stall" if stall is not None else "kill",
     )
-    raise typer.Exit(run(settings, Console()))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does, so that the temporary folder goes too
+        signal.signal(number, signal.default_int_handler)
+    raise typer.Exit(run(settings))

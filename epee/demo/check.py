@@ -11,80 +11,58 @@ misplaced row, lost weight or missing term stands out by ten orders of magnitude
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..nn import DenseMoELayer
-from .group import SharedGradients, gather
-from .model import Transformer, is_expert, named
+from .model import Transformer
 from .settings import Settings
-from .setup import make_buffer, make_model
-from .train import backward, make_optimizer
+from .state import gather, whole
+from .train import Batch, Trainer, backward, make_buffer, make_model, make_optimizer, sum_gradients
 
 TOLERANCE = 1e-9
+Step = dict[str, Tensor]  # what a step yields: "loss", "gradients of NAME", "weights of NAME"
 
 
-class Deviation(NamedTuple):
-    """Largest differences between the two steps, each relative to the largest value of the tensor concerned."""
-
-    loss: float
-    gradients: float
-    weights: float
-
-    @property
-    def worst(self) -> float:
-        """The largest of all."""
-        return max(self)
-
-    @property
-    def passed(self) -> bool:
-        """True when everything agrees to `TOLERANCE` (a NaN never does)."""
-        return all(value <= TOLERANCE for value in self)
-
-
-class _Step(NamedTuple):
-    """What one step yields: loss, gradients and updated weights by name, all experts in one tensor."""
-
-    loss: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-def compare_one_step(
-    rank: int, settings: Settings, group: dist.ProcessGroup, trained: Transformer, batch: tuple[Tensor, Tensor]
-) -> Deviation | None:
-    """Do one step both ways and return how far they differ, on rank 0; None elsewhere. Collective.
-
-    Args:
-        trained: this rank's model; not changed.
-        batch: this rank's inputs and targets, both `[batch, context]` int64.
-    """
-    with make_buffer(settings, group, torch.float64) as buffer:
+def compare_one_step(trainer: Trainer) -> dict[str, Any] | None:
+    """Do one step both ways and return how far they differ, on rank 0; None elsewhere. Collective of all ranks."""
+    settings, members, batch = trainer.settings, trainer.members, trainer.next_batch()
+    with make_buffer(settings, dist.group.WORLD, torch.float64) as buffer:
         model = make_model(settings, buffer, torch.float64)
-        model.load_state_dict(trained.state_dict())
-        start = {name: _whole(name, value) for name, value in model.state_dict().items()}
-        step = _step_over_epee(settings, model, batch)
-    inputs, targets = gather(batch[0]), gather(batch[1])
-    if rank:
-        return None
-    return _compare(step, _dense_step(settings, start, inputs, targets))
+        model.load_state_dict(trainer.model.state_dict())
+        start = {name: whole(name, value, members) for name, value in model.state_dict().items()}
+        step = {name: whole(name, value, members) for name, value in _step(settings, model, [batch]).items()}
+    batches = zip(gather(batch[0], members), gather(batch[1], members), strict=True)
+    return None if trainer.rank else compare(step, _dense_step(settings, start, list(batches)))
 
 
-def _step_over_epee(settings: Settings, model: Transformer, batch: tuple[Tensor, Tensor]) -> _Step:
-    shared = SharedGradients([parameter for _, parameter in named(model, experts=False)], num_words=1)
-    loss = backward(model, batch, settings)
-    shared.words[0] = loss
-    shared.sum_over_ranks()
-    gradients = {name: _whole(name, _grad(parameter)) for name, parameter in model.named_parameters()}
+def compare(ours: Step, dense: Step) -> dict[str, Any]:
+    """Return the largest differences, each relative to the largest value of its tensor; a NaN never passes."""
+    assert ours.keys() == dense.keys()
+    worst = {
+        part: torch.stack([_distance(ours[name], dense[name]) for name in dense if name.startswith(part)]).max().item()
+        for part in ("loss", "gradients", "weights")
+    }
+    passed = all(value <= TOLERANCE for value in worst.values())
+    return {"passed": passed, "tolerance": TOLERANCE, "max_deviation": max(worst.values()), **worst, "dtype": "float64"}
+
+
+def _step(settings: Settings, model: Transformer, batches: list[Batch]) -> Step:
+    """Do a step with these batches, and with those of the other ranks if a rank has but one of them."""
+    loss = sum(backward(model, batch, settings, settings.num_ranks) for batch in batches)
+    words = next(model.parameters()).new_tensor([loss])
+    if len(batches) < settings.num_ranks:
+        words = sum_gradients(model, words)
+    gradients = {f"gradients of {name}": cast(Tensor, one.grad).clone() for name, one in model.named_parameters()}
     make_optimizer(model, settings.learning_rate).step()
-    weights = {name: _whole(name, value) for name, value in model.state_dict().items()}
-    return _Step(float(shared.words[0]), gradients, weights)
+    weights = {f"weights of {name}": one.detach() for name, one in model.named_parameters()}
+    return {"loss": words, **gradients, **weights}
 
 
-def _dense_step(settings: Settings, start: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> _Step:
+def _dense_step(settings: Settings, start: Step, batches: list[Batch]) -> Step:
     size = settings.size
 
     def make_moe(layer: int) -> DenseMoELayer:
@@ -92,32 +70,9 @@ def _dense_step(settings: Settings, start: dict[str, Tensor], inputs: Tensor, ta
 
     model = Transformer(size, make_moe, seed=0).double()
     model.load_state_dict(start)
-    loss = sum(backward(model, batch, settings) for batch in zip(inputs, targets, strict=True))
-    gradients = {name: _grad(parameter).clone() for name, parameter in model.named_parameters()}
-    make_optimizer(model, settings.learning_rate).step()
-    return _Step(loss, gradients, model.state_dict())
+    return _step(settings, model, batches)
 
 
-def _compare(ours: _Step, dense: _Step) -> Deviation:
-    assert ours.gradients.keys() == dense.gradients.keys()
-    assert ours.weights.keys() == dense.weights.keys()
-    return Deviation(
-        abs(ours.loss - dense.loss) / abs(dense.loss),
-        max(_distance(ours.gradients[name], value) for name, value in dense.gradients.items()),
-        max(_distance(ours.weights[name], value) for name, value in dense.weights.items()),
-    )
-
-
-def _distance(ours: Tensor, dense: Tensor) -> float:
+def _distance(ours: Tensor, dense: Tensor) -> Tensor:
     assert ours.shape == dense.shape
-    return float((ours - dense).abs().max() / dense.abs().max().clamp_min(1e-300))
-
-
-def _whole(name: str, value: Tensor) -> Tensor:
-    """Return a copy of the whole tensor of all ranks: an expert's is spread over them, the others are the same."""
-    return gather(value.detach()).flatten(0, 1) if is_expert(name) else value.detach().clone()
-
-
-def _grad(parameter: torch.nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+    return (ours - dense).abs().max() / dense.abs().max().clamp_min(1e-300)

@@ -1,30 +1,19 @@
 """Start the ranks, listen to them, and end them: all of them, always.
 
-Protocol: each rank has one socket pair with the parent. The rank writes messages (JSON, one per send); the parent
-writes nothing. When the parent goes, however it goes, the rank's end reads end-of-file and a watching thread ends the
-rank at once, so no rank outlives its parent. The last message of a rank is `done` or `error`.
-
-Ctrl-C reaches the parent only: ranks are born with SIGINT blocked. The parent then terminates them. They hold nothing
-that outlives a process (memory is anonymous, sockets are closed by the kernel), so that is a clean end.
-
-Which rank failed first: a failing rank reports before it dies, so its report comes before those of peers that missed
-it. A rank that dies without a word (a signal) may be reported by its peers first; the parent therefore looks for such
-a death before it believes an error report. One rank may be *mortal*: its death is no failure, and another process may
-be started in its place.
+Each rank has a pipe to the parent and writes messages into it; its last one is `done` or `error`. A thread in each rank
+waits for the end of the parent, however that comes, and ends the rank: none outlives its parent. Ctrl-C reaches the
+parent only: ranks are born with SIGINT blocked, and the parent terminates them. They hold nothing that outlives a
+process (memory is anonymous, sockets are closed by the kernel), so that is a clean end.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple
@@ -36,189 +25,113 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "epee", "epee
 _SILENT_DEATH_S = 0.5  # how long a death without a word may lag behind the peers' reports of it
 _GRACE_S = 1.0  # from SIGTERM to SIGKILL
 Message = dict[str, Any]
-
-
-class Replacement(NamedTuple):
-    """What `on_message` returns to have a process started in the place of a lost one."""
-
-    rank: int
-    argument: Any
-
-
 Send = Callable[[Message], None]
-RankFunction = Callable[[int, Any, Send], None]
 
 
-def run_ranks(
-    function: RankFunction,
-    num_ranks: int,
-    argument: Any,
-    on_message: Callable[[int, Message], Replacement | None],
-    on_idle: Callable[[], None] = lambda: None,
-    mortal: int | None = None,
-) -> None:
-    """Call `function(rank, argument, send)` in `num_ranks` processes and return when all have finished.
-
-    Args:
-        function: a module-level function, found again by name in the ranks.
-        argument: handed to each rank.
-        on_message: called here with (rank, message) for every message that a rank sends; it may ask for one more
-            process, which calls `function(replacement.rank, replacement.argument, send)`.
-        on_idle: called here at least ten times a second.
-        mortal: a rank whose first process may die without a word.
-
-    Raises:
-        RankFailedError: a rank raised or died; `ranks` names it, `cause` holds its traceback. No rank is left running,
-            whatever is raised, `KeyboardInterrupt` included.
-    """
-    ranks: list[Rank] = []
-    first: list[Rank] = []
-
-    def start(rank: int, its_argument: Any) -> Rank:
-        with _interrupt_blocked():
-            ranks.append(_start(function, rank, its_argument))
-        return ranks[-1]
-
-    try:
-        for rank in range(num_ranks):
-            first.append(start(rank, argument))
-        _listen(first, on_message, on_idle, start, None if mortal is None else first[mortal].connection)
-        for one in ranks:
-            one.process.join(_GRACE_S)
-    finally:
-        _end(ranks)
-
-
-class Rank(NamedTuple):
-    """A process and the parent's end of the socket to it."""
-
+class _Rank(NamedTuple):
     number: int
     process: ForkServerProcess
-    connection: Connection
+    is_mortal: bool  # its death is no failure
 
 
-def _start(function: RankFunction, rank: int, argument: Any) -> Rank:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_rank_main, args=(function, rank, argument, theirs), name=f"rank {rank}", daemon=True
-    )
-    process.start()
-    theirs.close()
-    return Rank(rank, process, ours)
+class Ranks:
+    """Processes that call `function(rank, send, *arguments)`, found again by its name; none is left after the block."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._ranks: dict[Connection, _Rank] = {}
+
+    def start(self, number: int, *arguments: object, is_mortal: bool = False) -> None:
+        """Start one rank."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_main, args=(theirs, self._function, number, arguments), daemon=True)
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the rank and the fork server inherit that
+        try:
+            process.start()
+            self._ranks[ours] = _Rank(number, process, is_mortal)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        theirs.close()
+
+    def messages(self) -> Iterator[Message]:
+        """Yield what the ranks send until all have finished.
+
+        Raises:
+            RankFailedError: a rank raised or died; `ranks` names it, `cause` holds its traceback.
+        """
+        finished: set[Connection] = set()
+        report: RankFailedError | None = None
+        while talking := self._ranks.keys() - finished:
+            ready = wait(list(talking), None if report is None else _SILENT_DEATH_S)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                one, message = self._ranks[connection], _receive(connection)
+                if message is None and not one.is_mortal:
+                    raise _died(one)
+                if message is not None and message["kind"] not in ("done", "error"):
+                    yield message
+                    continue
+                finished.add(connection)
+                if message is not None and message["kind"] == "error" and report is None:
+                    report = _failed(one, message["error"], message["traceback"])
+            if report is not None and not ready:  # no peer has died without a word: that would be the cause
+                break
+        if report is not None:
+            raise report
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        processes = [one.process for one in self._ranks.values()]
+        for process in processes:
+            if kind is not None:  # otherwise it has said `done`
+                process.terminate()
+        for process in processes:
+            process.join(_GRACE_S)
+            process.kill()
+            process.join()
+            process.close()
+        for connection in self._ranks:
+            connection.close()
 
 
-@contextmanager
-def _interrupt_blocked() -> Iterator[None]:
-    """Block SIGINT here; processes that are started meanwhile inherit that, the fork server included."""
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
-
-
-def _rank_main(function: RankFunction, rank: int, argument: Any, connection: Connection) -> None:
+def _main(connection: Connection, function: Callable[..., None], rank: int, arguments: tuple[object, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where the fork server was started by someone else
-    threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
-
-    def send(message: Message) -> None:
-        connection.send_bytes(json.dumps(message).encode())
-
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        function(rank, argument, send)
-        send({"kind": "done"})
+        function(rank, connection.send, *arguments)
+        connection.send({"kind": "done"})
     except BaseException as exc:  # noqa: BLE001 - whatever it was, the parent shows it
-        send({"kind": "error", "error": f"{type(exc).__name__}: {exc}", "traceback": traceback.format_exc()})
-        sys.stderr.flush()
+        error = f"{type(exc).__name__}: {exc}"
+        connection.send({"kind": "error", "error": error, "traceback": traceback.format_exc()})
         os._exit(1)  # peers may be waiting for this rank: nothing may hold it up on its way out
 
 
-def _end_with_parent(fd: int) -> None:
-    try:
-        os.read(fd, 1)  # the parent never writes: this returns when it has gone
-    except OSError:
-        return  # our own end was closed: the rank is ending anyway
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
-
-
-def _listen(
-    ranks: list[Rank],
-    on_message: Callable[[int, Message], Replacement | None],
-    on_idle: Callable[[], None],
-    start: Callable[[int, Any], Rank],
-    mortal: Connection | None,
-) -> None:
-    pending = {one.connection: one for one in ranks}
-    while pending:
-        for ready in wait(list(pending), timeout=0.1):
-            assert isinstance(ready, Connection)
-            one = pending[ready]
-            message = _receive(ready)
-            if message is None and ready is mortal:
-                del pending[ready]
-            elif message is None:
-                raise _died(one)
-            elif message["kind"] == "error":
-                raise _blame(one, message, [other for other in pending.values() if other.connection is not mortal])
-            elif message["kind"] == "done":
-                del pending[ready]
-            else:
-                wanted = on_message(one.number, message)
-                if wanted is not None:
-                    another = start(wanted.rank, wanted.argument)
-                    pending[another.connection] = another
-        on_idle()
 
 
 def _receive(connection: Connection) -> Message | None:
     """Return the next message, or None when the rank has gone."""
     try:
-        message: Message = json.loads(connection.recv_bytes())
+        message: Message = connection.recv()
     except (EOFError, ConnectionResetError):
         return None
     return message
 
 
-def _died(one: Rank) -> RankFailedError:
+def _died(one: _Rank) -> RankFailedError:
     one.process.join(_GRACE_S)
     code = one.process.exitcode
     how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    return RankFailedError(
-        f"rank {one.number} failed: it died without a word ({how})", ranks=(one.number,), op="demo", cause=how
-    )
+    return _failed(one, f"it died without a word ({how})", how)
 
 
-def _blame(failed: Rank, message: Message, pending: list[Rank]) -> RankFailedError:
-    """Return the error to show for a report of `failed`: the report, or the silent death of a peer behind it."""
-    deadline = time.monotonic() + _SILENT_DEATH_S
-    others = {other.connection: other for other in pending if other is not failed}
-    while others and time.monotonic() < deadline:
-        for ready in wait(list(others), timeout=0.05):
-            assert isinstance(ready, Connection)
-            later = _receive(ready)
-            if later is None:
-                return _died(others[ready])
-            if later["kind"] in ("done", "error"):
-                del others[ready]
-    return RankFailedError(
-        f"rank {failed.number} failed: {message['error']}",
-        ranks=(failed.number,),
-        op="demo",
-        cause=message["traceback"],
-    )
-
-
-def _end(ranks: list[Rank]) -> None:
-    for one in ranks:
-        if one.process.is_alive():
-            one.process.terminate()
-    deadline = time.monotonic() + _GRACE_S
-    for _, process, connection in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        connection.close()
-        process.close()
+def _failed(one: _Rank, error: str, cause: str) -> RankFailedError:
+    return RankFailedError(f"rank {one.number} failed: {error}", ranks=(one.number,), op="demo", cause=cause)

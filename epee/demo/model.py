@@ -6,7 +6,7 @@ one process (`DenseMoELayer`). Attention, norms and embeddings are plain and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -14,29 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..nn import DenseMoELayer, MoELayer
-from .movable import MovableMoELayer
 from .settings import ModelSize
 
 NUM_BYTES = 256
-MoE = MoELayer | DenseMoELayer | MovableMoELayer
-
-
-class Attention(nn.Module):
-    """Causal self-attention with several heads."""
-
-    def __init__(self, hidden: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False, device="cpu", dtype=torch.float32)
-        self.out = nn.Linear(hidden, hidden, bias=False, device="cpu", dtype=torch.float32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[batch, length, hidden]` to the same shape."""
-        batch, length, hidden = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.num_heads, hidden // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return cast(Tensor, self.out(out.transpose(1, 2).reshape(batch, length, hidden)))
+PROMPT = b"def "
+_TEMPERATURE = 0.7
+MoE = MoELayer | DenseMoELayer
 
 
 class Block(nn.Module):
@@ -45,13 +28,17 @@ class Block(nn.Module):
     def __init__(self, size: ModelSize, moe: MoE) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
-        self.attention = Attention(size.hidden, size.num_heads)
+        self.attention = nn.MultiheadAttention(
+            size.hidden, size.num_heads, bias=False, batch_first=True, device="cpu", dtype=torch.float32
+        )
         self.moe_norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
         self.moe = moe
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, length, hidden]` to the same shape."""
-        x = x + self.attention(self.attention_norm(x))
+        normed = self.attention_norm(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+        x = x + self.attention(normed, normed, normed, attn_mask=mask, is_causal=True, need_weights=False)[0]
         return x + cast(Tensor, self.moe(self.moe_norm(x)))
 
 
@@ -69,9 +56,8 @@ class Transformer(nn.Module):
             self.blocks = nn.ModuleList(Block(size, make_moe(layer)) for layer in range(size.num_layers))
             self.norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
             self.head = nn.Linear(size.hidden, NUM_BYTES, bias=False, device="cpu", dtype=torch.float32)
-            nn.init.normal_(self.embedding.weight, std=0.5)
-            nn.init.normal_(self.previous.weight, std=0.5)
-            nn.init.normal_(self.position.weight, std=0.1)
+            for table, std in ((self.embedding, 0.5), (self.previous, 0.5), (self.position, 0.1)):
+                nn.init.normal_(table.weight, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`[batch, length]` int64 bytes to `[batch, length, 256]` logits."""
@@ -94,12 +80,18 @@ class Transformer(nn.Module):
         """Return the sum of the layers' load-balance losses of the last forward."""
         return torch.stack([layer.aux_loss for layer in self.layers()]).sum()
 
+    @torch.no_grad()
+    def write(self, num_bytes: int, *, seed: int) -> str:
+        """Return `PROMPT` and what the model adds to it, as text. Collective, as every forward is."""
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        tokens = list(PROMPT)
+        for _ in range(num_bytes):
+            window = torch.tensor([tokens[-len(self.position.weight) :]], dtype=torch.int64, device="cpu")
+            probabilities = (self(window)[0, -1] / _TEMPERATURE).softmax(-1)
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        return bytes(tokens).decode("utf-8", errors="replace")
+
 
 def is_expert(name: str) -> bool:
     """True for parameters that live on one rank only; the others are the same everywhere."""
     return ".experts." in name
-
-
-def named(model: nn.Module, *, experts: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are (or are not) an expert's, in order."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if is_expert(name) == experts)

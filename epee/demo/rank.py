@@ -6,120 +6,80 @@ but `done` or their error (see `launch.py`).
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ..errors import EvictedError
-from .check import TOLERANCE, compare_one_step
-from .group import gather, process_group
+from .check import compare_one_step
 from .launch import Message, Send
-from .machine import num_cores
-from .model import named
-from .sample import write
-from .settings import Settings
-from .setup import make_buffer, make_model
-from .survive import SurvivingTrainer, backend_options
-from .text import Text, split_text
-from .traffic import FORMULA, bytes_per_link
-from .train import Trainer
+from .model import is_expert
+from .settings import TIMEOUT_S, Settings
+from .state import gather
+from .survive import Survivor, backend_options
+from .text import split_text
+from .train import Trainer, bytes_per_link, row_bytes
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a rank is given: the settings, the text as a file, the file through which the ranks meet.
+def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: bool = False) -> None:
+    """Train on one rank; rank 0 sends the result. `folder` has the text, and files through which ranks meet.
 
     With `joins` it takes the place of a lost rank.
     """
-
-    settings: Settings
-    text_path: str
-    store_path: str
-    joins: bool = False
-
-
-def run_rank(rank: int, job: Job, send: Send) -> None:
-    """Train on one rank from start to end; rank 0 sends the result as a `result` message."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.num_ranks))
+    _join(rank, settings, folder, joins)
+    trainer = Trainer(rank, settings, split_text((folder / "text").read_bytes()), send)
     try:
-        _run(rank, job, send)
+        if settings.victim is None:
+            trainer.train()
+        else:
+            Survivor(trainer, folder / "state.npz", joins).train()
     except EvictedError as exc:  # lost on purpose (`--stall`), and awake again: it has no part in this any more
-        send({"kind": "event", "what": "evicted", "clock": time.perf_counter(), "step": 0, "told": str(exc)})
+        text = f"the old rank {rank} woke up and was told that it is out: {exc}"
+        send({"kind": "event", "what": "evicted", "text": text, "clock": time.perf_counter()})
+        return
+    with closing(trainer.buffer):
+        sample = trainer.model.write(settings.sample_bytes, seed=settings.seed)
+        result = {**_counters(trainer), "sample": sample, "check": compare_one_step(trainer)}
+    if rank == 0:
+        send({"kind": "result", **result})
+    dist.destroy_process_group()  # on a normal end only: it waits for the peers
 
 
-def _run(rank: int, job: Job, send: Send) -> None:
-    settings = job.settings
-    torch.set_num_threads(max(1, num_cores() // settings.num_ranks))
-    text = split_text(bytearray(Path(job.text_path).read_bytes()))
-
-    def phase(name: str) -> None:
-        if rank == 0:
-            send({"kind": "phase", "text": name})
-
-    options = None if settings.victim is None else backend_options(settings, job.joins)
-    with process_group(settings.backend, job.store_path, rank, settings.num_ranks, options) as group:
-        with _trainer(rank, job, group, text, send) as trainer:
-            phase("training")
-            trainer.run()
-            phase("writing a sample")
-            sample = write(trainer.model, settings)
-            phase("checking one step against one dense process")
-            result = _result(trainer, settings)
-            result["sample"] = sample
-            result["check"] = _check(rank, settings, group, trainer)
-        if rank == 0:
-            send({"kind": "result", **result})
+def _join(rank: int, settings: Settings, folder: Path, joins: bool) -> None:
+    """Open the default process group over a file; it sums the gradients of everything that is not an expert."""
+    dist.init_process_group(
+        settings.backend,
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=settings.num_ranks,
+        timeout=timedelta(seconds=TIMEOUT_S),
+        pg_options=None if settings.victim is None else backend_options(settings, joins),
+    )
 
 
-@contextmanager
-def _trainer(rank: int, job: Job, group: dist.ProcessGroup, text: Text, send: Send) -> Iterator[Trainer]:
-    """Make the trainer with its buffer, and close that in the end; collective."""
-    settings = job.settings
-    if settings.victim is None:
-        with make_buffer(settings, group, torch.float32) as buffer:
-            yield Trainer(rank, settings, make_model(settings, buffer, torch.float32), text, send)
-    else:
-        with closing(SurvivingTrainer(rank, settings, text, send, job.joins)) as trainer:
-            yield trainer
-
-
-def _check(rank: int, settings: Settings, group: dist.ProcessGroup, trainer: Trainer) -> Message | None:
-    deviation = compare_one_step(rank, settings, group, trainer.model, trainer.next_batch())
-    if deviation is None:
-        return None
-    return {
-        "passed": deviation.passed,
-        "tolerance": TOLERANCE,
-        "max_deviation": deviation.worst,
-        **deviation._asdict(),
-        "dtype": "float64",
-    }
-
-
-def _result(trainer: Trainer, settings: Settings) -> Message:
-    """Bring the ranks' counters together; collective."""
-    dispatched = gather(trainer.traffic.rows)
-    row_bytes = settings.size.hidden * torch.float32.itemsize
+def _counters(trainer: Trainer) -> Message:
+    """Bring the ranks' counters together; collective of all ranks."""
+    dispatched, size_of_row = gather(trainer.rows, trainer.members), row_bytes(trainer.settings)
+    numbers = [
+        value.numel() * (trainer.settings.num_ranks if is_expert(name) else 1)
+        for name, value in trainer.model.named_parameters()
+    ]
     return {
         "began": trainer.began,
-        "steps": trainer.history.steps,
-        "valid": trainer.history.valid,
+        "steps": trainer.steps,
+        "valid": trainer.valid,
         "train_s": trainer.train_s,
         "tokens": trainer.num_tokens,
         "tokens_per_s": trainer.num_tokens / trainer.train_s,
-        "expert_load": gather(trainer.expert_load).sum(0).tolist(),
+        "expert_load": gather(trainer.expert_load, trainer.members).sum(0).tolist(),
         "dispatched_rows": dispatched.tolist(),
-        "bytes_per_link": bytes_per_link(dispatched, row_bytes).tolist(),
-        "bytes_formula": FORMULA,
-        "row_bytes": row_bytes,
-        "num_parameters": _num_parameters(trainer, settings),
+        "bytes_per_link": bytes_per_link(dispatched, size_of_row),
+        "row_bytes": size_of_row,
+        "num_parameters": sum(numbers),
     }
-
-
-def _num_parameters(trainer: Trainer, settings: Settings) -> int:
-    shared = sum(parameter.numel() for _, parameter in named(trainer.model, experts=False))
-    return shared + settings.num_ranks * sum(parameter.numel() for _, parameter in named(trainer.model, experts=True))

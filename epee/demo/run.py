@@ -2,101 +2,108 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import time
 from pathlib import Path
-from typing import NoReturn
 
-from rich.console import Console
-from rich.markup import escape
+from typer import echo
 
-from ..errors import EpeeError, RankFailedError
-from . import plots, report
-from .display import Display
-from .launch import Message, Replacement, run_ranks
+from ..errors import RankFailedError
+from . import report
+from .launch import Message, Ranks
 from .settings import Settings
-from .story import Story
 from .text import read_text
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
+LINE_EVERY_S = 3.0
 
 
-def run(settings: Settings, console: Console) -> int:
-    """Run the demo and return the exit code: 0, 1 (a rank failed, or the check did), 130 (Ctrl-C, SIGTERM, SIGHUP).
+def run(settings: Settings) -> int:
+    """Run the demo and return the exit code: 0, 1 (a rank failed, or the check did), 130 (interrupted).
 
     Raises:
         InvalidArgument: the settings cannot run. UnsupportedError: matplotlib is missing.
     """
     settings.check()
-    plots.require()
+    report.require()
     text = read_text(settings.text)
-    console.print(
-        f"{settings.num_ranks} ranks learn from {len(text) / 1e6:.1f} MB of "
-        f"{settings.text or 'the sources of the Python standard library'}",
-        highlight=False,
-    )
+    source = settings.text or "the sources of the Python standard library"
+    echo(f"{settings.num_ranks} ranks learn from {len(text) / 1e6:.1f} MB of {source}")
     try:
-        with _ended_by(signal.SIGTERM, signal.SIGHUP):
-            result = _train(settings, text, console)
+        result = _train(settings, text)
     except KeyboardInterrupt:
-        console.print("interrupted; all ranks have ended")
+        echo("interrupted; all ranks have ended")
         return INTERRUPTED
     except RankFailedError as exc:
-        console.print(f"[bold red]{escape(str(exc))}[/]", highlight=False)
-        console.print(exc.cause, markup=False, highlight=False, soft_wrap=True)
+        echo(f"{exc}\n{exc.cause}")
         return FAILED
-    result["text"] = {"source": settings.text or "Python standard library", "bytes": len(text)}
-    report.show(console, result)
+    result["text"] = {"source": source, "bytes": len(text)}
+    report.show(result)
     for path in report.save(settings, result):
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        echo(f"wrote {path}")
     return OK if result["check"]["passed"] else FAILED
 
 
-@contextmanager
-def _ended_by(*signals: signal.Signals) -> Iterator[None]:
-    """Let these signals end the demo as Ctrl-C does, so that its temporary folder goes too."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    old = {number: signal.signal(number, interrupt) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _train(settings: Settings, text: bytes, console: Console) -> Message:
+def _train(settings: Settings, text: bytes) -> Message:
     # The ranks' story needs torch, which takes a second or two to import: after the settings were found good.
-    from .rank import Job, run_rank
+    from .rank import run_rank
 
-    results: list[Message] = []
-    with tempfile.TemporaryDirectory(prefix="epee-demo-") as folder, Display(console) as display:
-        text_path, store_path = Path(folder) / "text", Path(folder) / "store"
-        text_path.write_bytes(text)
+    story, next_line_s = Story(settings), 0.0
+    with tempfile.TemporaryDirectory(prefix="epee-demo-") as name, Ranks(run_rank) as ranks:
+        folder = Path(name)
+        (folder / "text").write_bytes(text)
+        echo("starting the ranks ...")
+        for rank in range(settings.num_ranks):
+            ranks.start(rank, settings, folder, is_mortal=rank == settings.victim)
+        for message in ranks.messages():
+            if message.pop("kind") == "result":
+                result = message
+            elif "what" in message:
+                echo(message["text"])
+                story.hear(message)
+            elif time.monotonic() >= next_line_s:
+                echo(message["text"])
+                next_line_s = time.monotonic() + LINE_EVERY_S
+            if settings.victim is not None and story.wants_replacement(message):
+                echo(story.start())
+                ranks.start(settings.victim, settings, folder, True)
+    return {**result, "events": story.told(result.pop("began"))}
 
-        job, story = Job(settings, str(text_path), str(store_path)), Story(settings)
 
-        def on_message(rank: int, message: Message) -> Replacement | None:
-            kind = message.pop("kind")
-            if kind == "progress":
-                display.progress(message)
-            elif kind == "phase":
-                display.phase(message["text"])
-            elif kind == "event":
-                display.note(story.hear(message))
-            else:
-                results.append(message)
-            if story.wants_replacement(kind, message):
-                display.note(story.start())
-                return Replacement(story.victim, replace(job, joins=True))
-            return None
+class Story:
+    """What happens when a rank is lost on purpose: a list of moments, and what to do at some.
 
-        run_ranks(run_rank, settings.num_ranks, job, on_message, mortal=settings.victim)
-    if not results:
-        raise EpeeError("the ranks ended without a result; this is a bug in the demo")
-    return {**results[0], "events": story.told(results[0].pop("began"))}
+    The victim sends an event just before its end, rank 0 after the first step without it and the first with its
+    replacement, a stopped victim when it has learned that it was evicted. The clock is the machine's, one for all.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._moments: list[Message] = []
+        self._is_owed = False  # somebody was lost, and nobody was started since
+
+    def hear(self, event: Message) -> None:
+        """Take note of an event. A stopped victim is woken up once its place is taken."""
+        self._moments.append(event)
+        self._is_owed |= event["what"] == "went on"
+        if event["what"] == "rejoined":
+            for stopped in (moment for moment in self._moments if moment["what"] == "stall"):
+                os.kill(stopped["pid"], signal.SIGCONT)
+
+    def wants_replacement(self, message: Message) -> bool:
+        """True when the others have gone on and the time for a replacement has come; again if that is lost, too."""
+        return self._is_owed and message.get("progress", 0.0) >= self._settings.replace_at
+
+    def start(self) -> str:
+        """Take note that the replacement is started."""
+        self._is_owed = False
+        text = f"a new process takes the place of rank {self._settings.victim}"
+        self._moments.append({"what": "started", "clock": time.perf_counter(), "text": text})
+        return text
+
+    def told(self, began: float) -> list[Message]:
+        """Return the moments in order; `seconds` counts from the start of the training."""
+        moments = sorted(self._moments, key=lambda moment: moment["clock"])
+        return [{"seconds": moment["clock"] - began, **moment} for moment in moments]

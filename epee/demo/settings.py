@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import InvalidArgument
 
+TIMEOUT_S = 60.0  # of the calls while nobody is lost on purpose
+
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of the demo's transformer; the defaults learn most per second on two CPU cores.
-
-    Attributes:
-        hidden: elements per token; `num_heads` divides it.
-        ffn_hidden: inner width of each expert.
-        num_layers: transformer blocks, each with attention and a Mixture-of-Experts layer.
-        context: bytes that the model sees at once.
-    """
+    """Sizes of the demo's transformer, `context` in bytes; the defaults learn most per second on two CPU cores."""
 
     hidden: int = 128
     num_heads: int = 4
@@ -34,20 +28,10 @@ class Settings:
     """One run of the demo.
 
     Attributes:
-        num_ranks: processes to train on.
-        seconds: how long to train, unless `num_steps` is given.
-        num_steps: train exactly this many steps instead.
-        out: folder for pictures and numbers.
         text: file to learn from; None takes the sources of Python's standard library.
-        seed: of weights, batches and the text sample.
-        backend: c10d backend that sums the gradients of what is not an expert.
-        batch: sequences per rank and step.
-        valid_windows: sequences per rank that the validation loss is a mean of, always the same ones.
-        sample_bytes: how much the trained model writes.
-        victim: rank that is lost in the midst of training; None: nobody.
-        fault: "kill" (SIGKILL) or "stall" (SIGSTOP).
+        batch: sequences per rank and step. `valid_windows`: per rank, for the validation loss, always the same ones.
+        victim: rank that is lost in the midst of training, by the `fault` "kill" or "stall"; None: nobody.
         fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started.
-        snapshot_every: steps between two copies of the experts to their neighbours.
         stall_s, kill_s: how long a silent rank is waited for, in the buffer and then in the group, before it is voted
             out. A death needs no waiting, so there only a machine that crawls gets so far.
     """
@@ -60,7 +44,7 @@ class Settings:
     seed: int = 0
     backend: str = "epee"
     batch: int = 8
-    valid_windows: int = 64
+    valid_windows: int = 32
     sample_bytes: int = 200
     learning_rate: float = 4e-3
     aux_coefficient: float = 0.01
@@ -77,17 +61,12 @@ class Settings:
         """Raise `InvalidArgument` when the settings cannot run."""
         num_experts = self.size.num_experts
         if self.num_ranks < 1 or num_experts % self.num_ranks:
-            fits = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
+            fits = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
             raise InvalidArgument(
-                f"--ranks must divide the {num_experts} experts, got {self.num_ranks}; use one of {', '.join(fits)}"
+                f"--ranks must divide the {num_experts} experts, got {self.num_ranks}; use one of {fits}"
             )
-        if self.victim is not None and not 1 <= self.victim < self.num_ranks:
-            raise InvalidArgument(
-                f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {self.victim}; rank 0 keeps the "
-                "clock and speaks to the screen"
-            )
-        if self.victim is not None and self.backend != "epee":
-            raise InvalidArgument(f"--{self.fault} needs --backend epee, got {self.backend}; others do not survive it")
+        if self.victim is not None:
+            self._check_victim(self.victim)
         if self.num_steps is not None and self.num_steps < 1:
             raise InvalidArgument(f"--steps must be 1 or more, got {self.num_steps}; leave it out to train by time")
         if not 1 <= self.seconds <= 86400:
@@ -97,16 +76,23 @@ class Settings:
         if not 0 <= self.seed < 2**31:
             raise InvalidArgument(f"--seed must be 0 to {2**31 - 1}, got {self.seed}")
 
+    def _check_victim(self, victim: int) -> None:
+        if not 1 <= victim < self.num_ranks:
+            raise InvalidArgument(
+                f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {victim}; rank 0 keeps the clock "
+                "and speaks to the screen"
+            )
+        if self.backend != "epee":
+            raise InvalidArgument(f"--{self.fault} needs --backend epee, got {self.backend}; others do not survive it")
+
     @property
     def tokens_per_rank(self) -> int:
         """Tokens (bytes) that a rank trains on in one step; no forward has more."""
         return self.batch * self.size.context
 
     @property
-    def patience_s(self) -> float:
-        """How long a silent rank is waited for when one is lost on purpose."""
+    def timeout_s(self) -> float:
+        """How long a silent rank is waited for."""
+        if self.victim is None:
+            return TIMEOUT_S
         return self.stall_s if self.fault == "stall" else self.kill_s
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the settings as plain values, for JSON."""
-        return dataclasses.asdict(self)

@@ -1,7 +1,6 @@
-"""The text to learn: bytes of one file, or the sources of the running Python's standard library.
+"""The text to learn: bytes of one file, or the sources of the running Python's standard library, in sorted order.
 
-Files are taken in sorted order, so one Python gives one text. The text is cut into blocks of 8 KiB; every 20th block
-is kept for validation, wherever the text came from.
+The last twentieth is kept for validation.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument
 
-BLOCK_BYTES = 8192
-VALID_EVERY = 20
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-_SMALLEST_BYTES = 4 * VALID_EVERY * 1024
+_SMALLEST_BYTES = 81920
 
 
 class Text(NamedTuple):
@@ -45,31 +41,17 @@ def read_text(path: str | None) -> bytes:
     return data
 
 
-def split_text(data: bytes | bytearray) -> Text:
-    """Split the text into training and validation bytes, block by block."""
-    values = np.frombuffer(data, dtype=np.uint8)
-    is_valid = (np.arange(len(values)) // BLOCK_BYTES) % VALID_EVERY == VALID_EVERY - 1
-    if not is_valid.any():  # a text shorter than one round of blocks: its last part
-        is_valid = np.arange(len(values)) >= len(values) - len(values) // VALID_EVERY
-    return Text(torch.from_numpy(values[~is_valid]), torch.from_numpy(values[is_valid]))
+def split_text(data: bytes) -> Text:
+    """Split the text into training and validation bytes."""
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return Text(*values.tensor_split([len(values) - len(values) // 20]))
 
 
-def windows(source: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, both `[num_windows, context]` int64, of the windows that begin at `starts`."""
-    positions = starts[:, None] + torch.arange(context + 1, dtype=torch.int64, device="cpu")
-    window = source[positions].long()
+def windows(source: Tensor, places: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, both `[num_windows, context]` int64, of windows at `places` from 0 to below 1."""
+    starts = (places * (len(source) - context)).long()
+    window = source[starts[:, None] + torch.arange(context + 1, dtype=torch.int64, device="cpu")].long()
     return window[:, :-1], window[:, 1:]
-
-
-def random_starts(source: Tensor, num_windows: int, context: int, generator: torch.Generator) -> Tensor:
-    """Draw where windows begin, int64 `[num_windows]`."""
-    highest = len(source) - context
-    return torch.randint(highest, (num_windows,), generator=generator, dtype=torch.int64, device="cpu")
-
-
-def spread_starts(source: Tensor, num_windows: int, context: int) -> Tensor:
-    """Return evenly spread places where windows begin, int64 `[num_windows]`; always the same ones."""
-    return torch.linspace(0, len(source) - context - 1, num_windows, dtype=torch.float64, device="cpu").long()
 
 
 def _standard_library() -> bytes:

@@ -1,241 +1,219 @@
-"""Training on one rank: steps, validation, counters.
+"""Training on one rank: the example of how to train a Mixture-of-Experts model with epee.
 
 Data path of a step: a batch of this rank's own -> loss / num_ranks -> backward (dispatch and combine run in both
 directions) -> gradients of shared parameters summed over the ranks; an expert's gradient is already complete on the
 rank where it lives -> AdamW.
 
 What the ranks agree on: rank 0's clock decides about progress and about when to stop. It rides along with the
-gradients (see `SharedGradients`), so all ranks take the same decision after the same step.
+gradients as one of a few words, so all ranks take the same decision after the same step.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from .group import SharedGradients, gather
+from ..ep.buffer import Buffer
+from ..nn import MoELayer
 from .launch import Send
-from .model import Transformer, named
+from .model import Transformer, is_expert
 from .settings import Settings
-from .text import Text, random_starts, spread_starts, windows
-from .traffic import Traffic, bytes_per_link
+from .state import require_all
+from .text import Text, windows
 
-VALIDATE_EVERY = 0.08  # share of the training between two validations
-_VALIDATION_COST = 0.1  # largest share of the time that validations may take, on a slow machine
-_WARMUP = 0.04  # share of the training time over which the learning rate rises
-_WORD_LOSS, _WORD_PROGRESS, _WORD_VALIDATE, _WORD_CALL, _WORD_ROWS = 0, 1, 2, 3, 4
-
-
-@dataclass
-class History:
-    """What is plotted: training loss per step, validation loss now and then.
-
-    Attributes:
-        steps: (step, seconds, loss of that step's batches over all ranks, nats per byte).
-        valid: (step, seconds, validation loss, nats per byte).
-    """
-
-    steps: list[tuple[int, float, float]] = field(default_factory=list)
-    valid: list[tuple[int, float, float]] = field(default_factory=list)
-
-
-class _Step(NamedTuple):
-    """What all ranks agree on after a step.
-
-    Attributes:
-        loss: mean cross entropy over the ranks.
-        progress: rank 0's share of the training that is done, 1 or more at the end.
-        is_validation_due: rank 0's word.
-        call: what rank 0 calls the others to, above 0 for something (see `Trainer._call`).
-        rows: `[num_ranks, num_ranks]` dispatched rows so far, to about seven digits.
-    """
-
-    loss: float
-    progress: float
-    is_validation_due: bool
-    call: float
-    rows: Tensor
+Batch = tuple[Tensor, Tensor]
+_NUM_VALIDATIONS = 10
+_WARMUP = 0.04  # share of the training over which the learning rate rises
 
 
 class Trainer:
-    """Trains `model` on this rank, in step with all others.
+    """Trains this rank's part of a model, in step with the other members.
 
     Attributes:
-        model: as given, or as `rebuild` was given since.
         members: the ranks that train, ascending; all of them unless some are lost (`survive.py`).
-        history: losses so far.
+        buffer, model, optimizer: as made for the members.
+        num_steps: steps done. `progress`: rank 0's share of the training that is done, 1 or more at the end.
+        steps, valid: (step, seconds, loss over all ranks in nats per byte) of each step, and of validations.
         expert_load: `[num_layers, num_experts]` int64, slots that this rank's tokens gave each expert in training.
-        traffic: rows that this rank dispatched.
-        train_s: seconds spent in training steps, validation left out.
-        num_tokens: tokens that the members have trained on.
-        began: when the training began, on the machine's clock (`time.perf_counter`).
+        rows: `[num_ranks]` float64, rows that this rank dispatched to each rank.
+        train_s: seconds spent in steps, for `num_tokens` tokens. `began`: the start, by `time.perf_counter`.
     """
 
-    def __init__(self, rank: int, settings: Settings, model: Transformer, text: Text, send: Send) -> None:
+    def __init__(self, rank: int, settings: Settings, text: Text, send: Send) -> None:
         size = settings.size
-        self.history = History()
+        self.rank, self.settings, self._text, self.send = rank, settings, text, send
+        self.steps: list[tuple[int, float, float]] = []
+        self.valid: list[tuple[int, float, float]] = []
         self.expert_load = torch.zeros(size.num_layers, size.num_experts, dtype=torch.int64, device="cpu")
-        self.traffic = Traffic(settings.num_ranks)
-        self.train_s = self.began = 0.0
-        self.num_tokens = 0
-        self.progress = 0.0
-        self._validated_at = self._validation_s = self._validated_progress = 0.0
-        self._rank, self._settings, self._text, self._send = rank, settings, text, send
+        self.rows = torch.zeros(settings.num_ranks, dtype=torch.float64, device="cpu")
+        self.num_steps = self.num_tokens = 0
+        self.train_s = self.progress = 0.0
         self._generator = torch.Generator(device="cpu").manual_seed(settings.seed * 1000003 + rank)
-        self.rebuild(model, tuple(range(settings.num_ranks)))
+        self.build(tuple(range(settings.num_ranks)), dist.group.WORLD)
+        self.began = time.perf_counter()
 
-    def rebuild(self, model: Transformer, members: tuple[int, ...]) -> None:
-        """Train `model` from now on, over `members`, with a fresh optimiser."""
-        self.model, self.members = model, members
-        self._shared = SharedGradients(
-            [parameter for _, parameter in named(model, experts=False)], _WORD_ROWS + self._settings.num_ranks**2
-        )
-        self._experts = [parameter for _, parameter in named(model, experts=True)]
-        self._optimizer = make_optimizer(model, self._settings.learning_rate)
+    def build(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
+        """Make buffer, model and optimiser over `members`, whose group it is; collective of them."""
+        self.members = members
+        self.buffer = make_buffer(self.settings, group, torch.float32)
+        self.model = make_model(self.settings, self.buffer, torch.float32)
+        self.optimizer = make_optimizer(self.model, self.settings.learning_rate)
 
-    @property
-    def num_steps(self) -> int:
-        """Steps done."""
-        return len(self.history.steps)
-
-    def run(self) -> None:
-        """Train until the time (or the steps) are used up, from where it stands; collective."""
-        if not self.began:
-            self.began = self._validated_at = time.perf_counter()
+    def train(self) -> None:
+        """Train to the end; collective, as all that follows is."""
         while self.progress < 1.0:
-            begin = time.perf_counter()
-            step = self._step(self.progress)
-            self.progress = step.progress
-            self.train_s += time.perf_counter() - begin
-            self.num_tokens += self._settings.tokens_per_rank * len(self.members)
-            self.history.steps.append((self.num_steps + 1, time.perf_counter() - self.began, step.loss))
-            if step.is_validation_due and self.progress < 1.0:
-                self._validate()
-                self._validated_progress = self.progress
-            self._report(step)
-            self._after_step(step.call)  # last: who is taken in there begins with the next step
-        self._validate()
+            self.step()
+        self.validate()
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Draw this rank's next inputs and targets, both `[batch, context]` int64."""
-        context = self._settings.size.context
-        starts = random_starts(self._text.train, self._settings.batch, context, self._generator)
-        return windows(self._text.train, starts, context)
+    def step(self, call: float = 0.0) -> float:
+        """Do one step; return what rank 0 `call`s the others to, above 0 for something."""
+        begin, before = time.perf_counter(), self.progress
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = self.settings.learning_rate * _rate_factor(min(1.0, before))
+        self.optimizer.zero_grad()
+        loss = backward(self.model, self.next_batch(), self.settings, len(self.members))
+        self._count(2)  # the backward moves the same rows again
+        self.expert_load += torch.stack([layer.expert_load for layer in self.model.layers()])
+        loss, self.progress, call, *rows = self._agree(loss, call)
+        self.optimizer.step()
+        self.num_steps += 1
+        self.num_tokens += self.settings.tokens_per_rank * len(self.members)
+        self.train_s += time.perf_counter() - begin
+        self.steps.append((self.num_steps, time.perf_counter() - self.began, loss))
+        if int(before * _NUM_VALIDATIONS) < int(self.progress * _NUM_VALIDATIONS) < _NUM_VALIDATIONS:
+            self.validate()
+        self._report(rows)
+        return call
 
-    def _step(self, progress: float) -> _Step:
-        """Do one step with the learning rate of `progress`."""
-        settings, words = self._settings, self._shared.words
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = settings.learning_rate * _rate_factor(progress)
-        self._shared.zero()
-        for expert in self._experts:
-            expert.grad = None
-        loss = backward(self.model, self.next_batch(), settings, len(self.members))
-        layers = self.model.layers()
-        self.expert_load += torch.stack([layer.expert_load for layer in layers])
-        self.traffic.add((layer.num_sent for layer in layers), backward=True)
-        words[_WORD_LOSS] = loss
-        if self._rank == 0:
-            words[_WORD_PROGRESS] = here = self._progress_here()
-            words[_WORD_VALIDATE] = float(self._is_validation_due(here))
-            words[_WORD_CALL] = self._call()
-        words[_WORD_ROWS:].view(settings.num_ranks, -1)[self._rank] = self.traffic.rows.to(words.dtype)
-        self._shared.sum_over_ranks()
-        self._require_all()
-        self._optimizer.step()
-        rows = words[_WORD_ROWS:].view(settings.num_ranks, -1).clone()
-        agreed = (_WORD_LOSS, _WORD_PROGRESS, _WORD_VALIDATE, _WORD_CALL)
-        loss, progress, is_due, call = (float(words[idx]) for idx in agreed)
-        return _Step(loss, progress, is_due > 0, call, rows)
-
-    def _require_all(self) -> None:
-        """After a collective: raise if the result lacks a member. Without faults that cannot be."""
-
-    def _call(self) -> float:
-        """On rank 0: what to call the others to after this step; 0 for nothing."""
-        return 0.0
-
-    def _after_step(self, call: float) -> None:
-        """Between two steps, on all ranks with the same `call`."""
-
-    def _progress_here(self) -> float:
-        if self._settings.num_steps is not None:
-            return (self.num_steps + 1) / self._settings.num_steps
-        return min(1.0, (time.perf_counter() - self.began) / self._settings.seconds)
-
-    def _is_validation_due(self, progress: float) -> bool:
-        if progress < self._validated_progress + VALIDATE_EVERY:
-            return False
-        if self._settings.num_steps is not None:
-            return True  # a run of so many steps does the same whatever the machine
-        since = time.perf_counter() - self._validated_at
-        return self._validation_s <= _VALIDATION_COST * since
-
-    def _validate(self) -> None:
-        begin = time.perf_counter()
-        context = self._settings.size.context
-        num_windows = self._settings.valid_windows * self._settings.num_ranks
-        starts = spread_starts(self._text.valid, num_windows, context)
-        num_each = num_windows // len(self.members)  # equally many forwards on all members
-        mine = starts[self.members.index(self._rank) :: len(self.members)][:num_each]
-        losses = []
+    def validate(self) -> None:
+        """Measure the loss on text that is never trained on."""
+        num_windows = self.settings.valid_windows * len(self.members)
+        places = torch.arange(num_windows, dtype=torch.float64, device="cpu") / num_windows
+        mine = places[self.members.index(self.rank) :: len(self.members)]
+        loss = torch.zeros(1, dtype=torch.float32, device="cpu")
         with torch.no_grad():
-            for chunk in mine.split(self._settings.batch):
-                losses.append(self.model.loss(*windows(self._text.valid, chunk, context)))
-                self.traffic.add((layer.num_sent for layer in self.model.layers()), backward=False)
-        whole = gather(torch.stack(losses))
-        self._require_all()
-        loss = float(whole[list(self.members)].mean())
-        self._validated_at = time.perf_counter()
-        self._validation_s = self._validated_at - begin
-        self.history.valid.append((self.num_steps, self._validated_at - self.began, loss))
+            for chunk in mine.split(self.settings.batch):
+                batch = windows(self._text.valid, chunk, self.settings.size.context)
+                loss += self.model.loss(*batch) * len(chunk) / num_windows
+                self._count(1)
+        dist.all_reduce(loss)
+        require_all(self.members)
+        self.valid.append((self.num_steps, time.perf_counter() - self.began, float(loss)))
 
-    def _report(self, step: _Step) -> None:
-        if self._rank:
+    def next_batch(self) -> Batch:
+        """Draw this rank's next inputs and targets, both `[batch, context]` int64."""
+        places = torch.rand(self.settings.batch, generator=self._generator, dtype=torch.float64, device="cpu")
+        return windows(self._text.train, places, self.settings.size.context)
+
+    def _agree(self, loss: float, call: float) -> list[float]:
+        """Sum the shared gradients over all members, and these words with them: loss, progress, call, rows."""
+        done = time.perf_counter() - self.began
+        num_steps = self.settings.num_steps
+        progress = done / self.settings.seconds if num_steps is None else (self.num_steps + 1) / num_steps
+        rows = self.rows.new_zeros(self.settings.num_ranks, len(self.rows))
+        rows[self.rank] = self.rows
+        clock = (0.0, 0.0) if self.rank else (progress, call)
+        words = sum_gradients(self.model, torch.cat([rows.new_tensor([loss, *clock]), rows.flatten()]).float())
+        require_all(self.members)
+        return cast("list[float]", words.tolist())
+
+    def _count(self, times: int) -> None:
+        """Count the rows of the last forward."""
+        for layer in self.model.layers():
+            self.rows[list(self.members)] += times * self.rows.new_tensor(layer.num_sent)
+
+    def _report(self, rows: list[float]) -> None:
+        if self.rank:
             return
-        num_steps, seconds, _ = self.history.steps[-1]
-        settings = self._settings
-        row_bytes = settings.size.hidden * next(self.model.parameters()).element_size()
-        self._send(
-            {
-                "kind": "progress",
-                "progress": min(1.0, step.progress),
-                "step": num_steps,
-                "seconds": seconds,
-                "loss": step.loss,
-                "valid": self.history.valid[-1][2] if self.history.valid else None,
-                "tokens_per_s": self.num_tokens / self.train_s,
-                "bytes_per_link": bytes_per_link(step.rows.double(), row_bytes).tolist(),
-            }
+        step, seconds, loss = self.steps[-1]
+        valid = f"  valid {self.valid[-1][2]:.3f}" if self.valid else ""
+        sent = links(bytes_per_link(self.rows.new_tensor(rows).view(len(self.rows), -1), row_bytes(self.settings)))
+        line = (
+            f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}{valid}  {self.num_tokens / self.train_s:,.0f} tokens/s"
         )
+        self.send({"kind": "progress", "progress": self.progress, "text": f"{line}  sent {sent}"})
 
 
-def backward(
-    model: Transformer, batch: tuple[Tensor, Tensor], settings: Settings, num_ranks: int | None = None
-) -> float:
+def make_buffer(settings: Settings, group: dist.ProcessGroup | None, dtype: torch.dtype) -> Buffer:
+    """Make this rank's buffer (collective), with places for all experts. One buffer serves all layers."""
+    size, num_ranks = settings.size, dist.get_world_size(group)
+    return Buffer(
+        group,
+        num_experts=num_ranks * math.ceil(size.num_experts / num_ranks),
+        hidden=size.hidden,
+        num_topk=size.num_topk,
+        max_tokens_per_rank=settings.tokens_per_rank,
+        dtype=dtype,
+        # A young router may send everything to one rank; a demo should not stop for that.
+        max_recv_rows=settings.num_ranks * settings.tokens_per_rank * size.num_topk,
+        timeout=settings.timeout_s,
+        num_slots=size.num_layers + 1,  # autograd keeps what each layer received until the backward
+    )
+
+
+def make_model(settings: Settings, buffer: Buffer, dtype: torch.dtype) -> Transformer:
+    """Make this rank's model; weights depend on the seed only, an expert's on its number and layer too."""
+    size, places = settings.size, buffer.config.num_experts
+
+    def make_moe(layer: int) -> MoELayer:
+        seed = settings.seed * 1009 + layer
+        moe = MoELayer(size.hidden, size.ffn_hidden, places, size.num_topk, buffer, seed=seed, dtype=dtype)
+        moe.router = torch.nn.Parameter(moe.router.detach()[: size.num_experts])  # no token for an empty place
+        return moe
+
+    return Transformer(size, make_moe, seed=settings.seed).to(dtype)
+
+
+def make_optimizer(model: Transformer, learning_rate: float) -> torch.optim.Optimizer:
+    """Return the optimiser of the demo; it treats each parameter alone, so ranks may hold different ones."""
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+
+
+def backward(model: Transformer, batch: Batch, settings: Settings, num_ranks: int) -> float:
     """Run forward and backward of this rank's share of the loss; return its cross entropy over `num_ranks`.
 
-    `num_ranks` is how many take part, all by default. The total over them is the mean cross entropy plus
-    `aux_coefficient` times the layers' load-balance losses.
+    The total over the ranks is the mean cross entropy plus `aux_coefficient` times the layers' load-balance losses.
     """
-    num_ranks = num_ranks or settings.num_ranks
     cross_entropy = model.loss(*batch)
-    total = (cross_entropy + settings.aux_coefficient * model.aux_loss()) / num_ranks
-    total.backward()
+    ((cross_entropy + settings.aux_coefficient * model.aux_loss()) / num_ranks).backward()
     return float(cross_entropy.detach()) / num_ranks
 
 
-def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Return the optimiser of the demo; it treats each parameter alone, so ranks may hold different ones."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
-    return cast(torch.optim.Optimizer, optimizer)
+def sum_gradients(model: Transformer, words: Tensor) -> Tensor:
+    """Sum the gradients of all that is not an expert over the ranks, and `words`, which are returned; one call."""
+    shared = [value for name, value in model.named_parameters() if not is_expert(name)]
+    parts = [*(cast(Tensor, value.grad).flatten() for value in shared), words]
+    flat = torch.cat(parts)
+    dist.all_reduce(flat)
+    *gradients, words = flat.split([len(part) for part in parts])
+    for value, gradient in zip(shared, gradients, strict=True):
+        value.grad = gradient.view_as(value)
+    return words
+
+
+def row_bytes(settings: Settings) -> int:
+    """Return the bytes of a token in a dispatch or combine."""
+    return settings.size.hidden * torch.float32.itemsize
+
+
+def bytes_per_link(dispatched: Tensor, row_bytes: int) -> list[list[float]]:
+    """Turn `[num_ranks, num_ranks]` dispatched rows into bytes from (row) to (column): a combine answers each."""
+    return cast("list[list[float]]", ((dispatched + dispatched.T) * row_bytes).tolist())
+
+
+def links(traffic: list[list[float]]) -> str:
+    """Return the bytes of each link between two ranks as text, `0→1 12.3 MB`; a sum if they are many."""
+    ranks = range(len(traffic))
+    pairs = [(traffic[src][dst] / 1e6, f"{src}→{dst}") for src in ranks for dst in ranks if src != dst]
+    if len(pairs) > 6:
+        total, (most, link) = sum(count for count, _ in pairs), max(pairs)
+        return f"{total:,.1f} MB over {len(pairs)} links, most {link} {most:,.1f} MB"
+    return "  ".join(f"{link} {count:,.1f} MB" for count, link in pairs) or "nothing between ranks: there is one"
 
 
 def _rate_factor(progress: float) -> float:

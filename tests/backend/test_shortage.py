@@ -76,4 +76,7 @@ def test_out_of_descriptors_at_birth_is_said_on_all_ranks_and_leaves_nothing() -
             assert "Too many open files" in theirs
         assert not any(word in mine + theirs for word in WRONG), (mine, theirs)
     for seen in (short_seen, other_seen):
-        assert set(seen) == {seen[0]}, seen
+        for kind in zip(
+            *seen, strict=True
+        ):  # descriptors, threads: the store's own connections may be fewer for a moment
+            assert max(kind) == kind[0], seen

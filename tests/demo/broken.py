@@ -17,7 +17,7 @@ def _wrong(*args: Any, **kwargs: Any) -> Tensor:
     return _right(*args, **kwargs) * (1 + 1e-6)
 
 
-def run_rank(index: int, job: rank.Job, send: Send) -> None:
+def run_rank(index: int, send: Send, *arguments: Any) -> None:
     """As `epee.demo.rank.run_rank`, with one part in a million lost in each combine."""
     layer.combine = _wrong
-    rank.run_rank(index, job, send)
+    rank.run_rank(index, send, *arguments)

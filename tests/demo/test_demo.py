@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from epee.demo import rank, run
 from epee.demo.settings import ModelSize, Settings
@@ -26,6 +26,7 @@ from tests.demo.test_launch import REPOSITORY, wait_until_gone
 from tests.forked import Command
 
 LIMIT_S = 100
+LINE = r"^step +1 +\d+\.\d s  loss \d\.\d{3}  valid \d\.\d{3}  [\d,]+ tokens/s  sent 0→1 \d+\.\d MB  1→0 \d+\.\d MB$"
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +130,15 @@ def small(**changes: Any) -> Settings:
 
 def run_here(settings: Settings) -> tuple[int, str]:
     """Run the demo's parent in this process; return exit code and output."""
-    output = io.StringIO()
-    return run.run(settings, Console(file=output, width=200)), output.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = run.run(settings)
+    return code, output.getvalue()
 
 
 def test_the_command_writes_all_files_passes_the_check_and_leaves_no_process(tmp_path: Path, text_file: Path) -> None:
     out = tmp_path / "results"
     with started_afresh("--steps", "4", "--out", str(out), "--text", str(text_file)) as process:
-        seen = read_until(process, r"step +\d+")
+        seen = read_until(process, LINE)
         children = descendants(process.pid)
         assert children
         output, _ = process.communicate(timeout=LIMIT_S)

@@ -8,30 +8,42 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epee.demo.launch import Message, Send, run_ranks
+from epee.demo.launch import Message, Ranks, Send
 from epee.errors import RankFailedError
 from tests.survive import stages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def _hello(rank: int, argument: Any, send: Send) -> None:
+def run_ranks(
+    function: Callable[..., None], num_ranks: int, argument: Any, on_message: Callable[[Message], object]
+) -> None:
+    """Run the ranks to their end and hand on what they send."""
+    with Ranks(function) as ranks:
+        for rank in range(num_ranks):
+            ranks.start(rank, argument)
+        for message in ranks.messages():
+            on_message(message)
+
+
+def _hello(rank: int, send: Send, argument: Any) -> None:
     send({"kind": "hello", "rank": rank, "argument": argument, "pid": os.getpid()})
 
 
-def _one_raises(rank: int, argument: Any, send: Send) -> None:
+def _one_raises(rank: int, send: Send, argument: Any) -> None:
     send({"kind": "pid", "pid": os.getpid()})
     if rank == argument:
         raise ValueError("the reason")
     time.sleep(600)
 
 
-def _one_dies(rank: int, argument: Any, send: Send) -> None:
+def _one_dies(rank: int, send: Send, argument: Any) -> None:
     """The victim kills itself; another rank reports the loss before the parent has seen it."""
     victim, folder = argument
     if rank == victim:
@@ -46,7 +58,7 @@ def _one_dies(rank: int, argument: Any, send: Send) -> None:
     time.sleep(600)
 
 
-def _sleep(rank: int, argument: Any, send: Send) -> None:
+def _sleep(rank: int, send: Send, argument: Any) -> None:
     send({"kind": "pid", "pid": os.getpid()})
     time.sleep(600)
 
@@ -69,7 +81,7 @@ def wait_until_gone(pids: list[int], limit_s: float = 10.0) -> None:
 
 def test_messages_of_all_ranks_arrive() -> None:
     seen: dict[int, Message] = {}
-    run_ranks(_hello, 3, {"x": 1}, lambda rank, message: seen.setdefault(rank, message) and None)
+    run_ranks(_hello, 3, {"x": 1}, lambda message: seen.setdefault(message["rank"], message))
     assert {rank: (message["rank"], message["argument"]) for rank, message in seen.items()} == {
         rank: (rank, {"x": 1}) for rank in range(3)
     }
@@ -79,7 +91,7 @@ def test_messages_of_all_ranks_arrive() -> None:
 def test_a_failing_rank_is_named_with_its_traceback_and_the_others_end() -> None:
     pids: list[int] = []
     with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: the reason") as caught:
-        run_ranks(_one_raises, 3, 1, lambda _, message: pids.append(message["pid"]))
+        run_ranks(_one_raises, 3, 1, lambda message: pids.append(message["pid"]))
     assert caught.value.ranks == (1,)
     assert caught.value.cause.count("Traceback") == 1
     assert "_one_raises" in caught.value.cause
@@ -89,13 +101,13 @@ def test_a_failing_rank_is_named_with_its_traceback_and_the_others_end() -> None
 
 def test_a_rank_that_dies_silently_is_blamed_before_the_peer_that_noticed(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"rank 2 failed: it died without a word \(ended by SIGKILL\)"):
-        run_ranks(_one_dies, 3, [2, str(tmp_path)], lambda rank, message: None)
+        run_ranks(_one_dies, 3, [2, str(tmp_path)], lambda message: None)
 
 
 def test_an_exception_in_the_parent_ends_the_ranks() -> None:
     pids: list[int] = []
 
-    def collect(_: int, message: Message) -> None:
+    def collect(message: Message) -> None:
         pids.append(message["pid"])
         if len(pids) == 2:
             raise KeyboardInterrupt
@@ -107,9 +119,8 @@ def test_an_exception_in_the_parent_ends_the_ranks() -> None:
 
 def test_ranks_do_not_outlive_a_killed_parent() -> None:
     code = """
-        from epee.demo.launch import run_ranks
-        from tests.demo.test_launch import _sleep
-        run_ranks(_sleep, 2, None, lambda rank, message: print(message["pid"], flush=True))
+        from tests.demo.test_launch import _sleep, run_ranks
+        run_ranks(_sleep, 2, None, lambda message: print(message["pid"], flush=True))
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY

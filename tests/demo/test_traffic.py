@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from epee.demo.display import links
-from epee.demo.traffic import Traffic, bytes_per_link
+from epee.demo.train import bytes_per_link, links
 
 
 def test_each_dispatched_row_is_answered_the_other_way() -> None:
     dispatched = torch.tensor([[5.0, 3.0], [2.0, 7.0]], dtype=torch.float64)
-    assert bytes_per_link(dispatched, 10).tolist() == [[100, 50], [50, 140]]
-
-
-def test_a_backward_moves_the_rows_again() -> None:
-    traffic = Traffic(2)
-    traffic.add([[1, 2], [3, 4]], backward=False)
-    assert traffic.rows.tolist() == [4, 6]
-    traffic.add([[1, 2], [3, 4]], backward=True)
-    assert traffic.rows.tolist() == [12, 18]
+    assert bytes_per_link(dispatched, 10) == [[100, 50], [50, 140]]
 
 
 def test_links_are_named_one_by_one_or_summed_up() -> None:

@@ -118,7 +118,7 @@ class Engine(Express):
                 op.tensors = tensors
                 if self.queue or self.messages:
                     overlap.order(self, op)
-                if self.queue or self.flags or op.before or self.unsettled or not self._express(op):
+                if self.queue or self.flags or op.before or self.unsettled.calls or not self._express(op):
                     self.queue.append(op)
                     self._publish_waiting()
                     self.drive(op)
@@ -353,7 +353,7 @@ class Engine(Express):
             if not head.done and not self.survival.may_publish(head):
                 return NO_ROOM
         try:
-            block = NO_ROOM if self.unsettled and self._is_held_up(head) else head.step(head.box)
+            block = NO_ROOM if self.unsettled.calls and self._is_held_up(head) else head.step(head.box)
         except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs to that call
             if head.writing or head.completing:
                 head.fail(exc)

@@ -327,7 +327,7 @@ class Survival(Intake):
         """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
         if op.done or op.writing:
             return
-        self._owner.unsettled.keep(self._ask_again(self._owner.unsettled))
+        self._owner.unsettled.keep(self._ask_again(tuple(self._owner.unsettled.calls)))
         place = self._place(past_of(op))
         for epoch in place.via:
             box = self.box_for(epoch, op.seq)

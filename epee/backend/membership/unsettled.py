@@ -96,28 +96,22 @@ class Unsettled:
     """The calls of one rank that ended without a result since the last one that has one, in order."""
 
     def __init__(self) -> None:
-        self._calls: deque[Past] = deque(maxlen=NUM_CELLS)
-
-    def __bool__(self) -> bool:
-        return bool(self._calls)
-
-    def __iter__(self) -> Iterator[Past]:
-        return iter(tuple(self._calls))
+        self.calls: deque[Past] = deque(maxlen=NUM_CELLS)
 
     def note(self, op: Operation) -> None:
         """Take note of a call that has just ended here; may run again after an interrupt."""
         if op.error is None:
-            self._calls.clear()
-        elif (op.told is not None or not op.by_view) and (not self._calls or self._calls[-1].seq < op.seq):
-            self._calls.append(past_of(op))
+            self.calls.clear()
+        elif (op.told is not None or not op.by_view) and (not self.calls or self.calls[-1].seq < op.seq):
+            self.calls.append(past_of(op))
 
     def keep(self, calls: Iterable[Past]) -> None:
         """Replace what is known of these calls."""
-        self._calls = deque(calls, NUM_CELLS)
+        self.calls = deque(calls, NUM_CELLS)
 
     def behind(self, box: Outboxes) -> list[int]:
         """Return the ranks of `box`, with which a later call runs, that have not settled all of these calls."""
-        return sorted({rank for past in self._calls for rank in _behind(past, box)})
+        return sorted({rank for past in self.calls for rank in _behind(past, box)})
 
 
 def _behind(past: Past, box: Outboxes) -> Iterator[int]:

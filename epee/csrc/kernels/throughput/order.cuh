@@ -1,5 +1,5 @@
-// Sums rows in an order that the caller asks for (`ep/throughput/order.py`). Plain, not fast: for programs that must match another
-// library's bits.
+// Sums rows in an order that the caller asks for (`ep/throughput/order.py`). Plain, not fast: for programs that must
+// match another library's bits.
 //
 // Runs behind a combine, by which all ranks have learnt where everybody's rows lie. A block takes a token: one thread
 // finds its rows and puts them in order, all threads sum, 16 bytes each. A second kernel meets the peers: behind it the

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.errors import CommTimeoutError, PeerError
+from epee.backend.engine.entry import NEWS
+from epee.errors import CommTimeoutError, PeerError, RankFailedError
 from tests.harness import DEAD, run_mortal
 
 from . import stages
@@ -88,3 +89,37 @@ def test_no_rank_completes_a_call_after_one_that_is_open_at_a_rank_that_may_die(
     assert results[VICTIM] == DEAD
     living = [results[rank] for rank in (GIVEN_UP, SLEEPER, LAST)]
     assert living == [([10.0 + 11.0 + 13.0] * 4, (GIVEN_UP, SLEEPER, LAST))] * 3
+
+
+def dies_after_a_time_out(rank: int, num_ranks: int, folder: str) -> Any:
+    """The call that the death would fail has failed before; the loss is told all the same, once, by a call of no number."""
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    options = epee.BackendOptions(fault_mode="raise", on_stall="error", op_timeout=PATIENCE.total_seconds())
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    group: Any = dist.group.WORLD
+    dist.all_reduce(torch.ones(1))
+    if rank == num_ranks - 1:
+        stages.wait_for(folder, "given up 0")
+        stages.wait_for(folder, "given up 1")
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.set_timeout(IMPATIENCE)
+    with pytest.raises(CommTimeoutError):
+        dist.all_reduce(torch.ones(1))
+    group.set_timeout(PATIENCE)
+    stages.reach(folder, f"given up {rank}")
+    seq = group._engine.seq
+    until = time.monotonic() + 20.0
+    while not group._engine.flags & NEWS:
+        assert time.monotonic() < until, "the death is not decided"
+        time.sleep(0.005)
+    stages.meet(folder, "known", rank, range(num_ranks - 1))
+    x = torch.ones(1)
+    with pytest.raises(RankFailedError, match="had failed here before") as caught:
+        dist.all_reduce(x)
+    assert (caught.value.ranks, x.item()) == ((num_ranks - 1,), 1.0)
+    dist.all_reduce(x)
+    return x.item(), group.last_contributors(), group._engine.seq - seq
+
+
+def test_a_loss_behind_a_time_out_is_told_once() -> None:
+    assert run_mortal(dies_after_a_time_out, 3, dead={2})[:2] == [(2.0, (0, 1), 1)] * 2

@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...errors import AbortedError, InvalidArgument, InvalidState
+from ...errors import AbortedError, InvalidArgument, InvalidState, PeerError
 from ...view.process.detector import DeathWatch
 from ..collectives.plan import NOTHING, Make, Plan, RefusedPlan, Tensors, refused
 from ..membership.sizes import Mask
@@ -68,6 +68,7 @@ class Engine(Express):
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
         unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
         unsettled: calls that ended here without a result, and may still be open at others.
+        untold: a loss that no call could tell, because the call that it would fail had ended before; the next one does.
     """
 
     def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float, first_number: int = 1) -> None:
@@ -84,6 +85,7 @@ class Engine(Express):
         self.survival: Survival | None = None
         self.unclaimed: list[Operation] = []
         self.unsettled = Unsettled()
+        self.untold: PeerError | None = None
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
 
     # ---- collectives
@@ -107,6 +109,8 @@ class Engine(Express):
         self.enter()
         op = None
         try:
+            if self.untold is not None or (self.unsettled.calls and self.flags & CHANGING):
+                self._tell()
             op = self.claim(make) if self.unclaimed else None
             if op is None:
                 if box is not self.members or (seen and overlap.has_moved(self, seen)):  # planned too early
@@ -143,6 +147,8 @@ class Engine(Express):
         self.enter()
         op = None
         try:
+            if may_claim and (self.untold is not None or (self.unsettled.calls and self.flags & CHANGING)):
+                self._tell()
             op = self.claim(make) if self.unclaimed and may_claim else None
             if op is None:
                 if box is not self.members or (seen and overlap.has_moved(self, seen)):
@@ -162,6 +168,10 @@ class Engine(Express):
         except BaseException as exc:
             interrupts.broken_off(self, exc, op)
             raise
+
+    def _tell(self) -> None:
+        if self.survival is not None:
+            self.survival.raise_untold()
 
     def claim(self, make: Make) -> Operation | None:
         """Return the unclaimed call that `make` repeats, its results in the places of the repetition; None: a new call.

@@ -54,7 +54,9 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         raise_if_overdue(engine, op, until, now)
         return  # the next step finds out what becomes of it
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
-    if is_late and isinstance(head, Operation) and engine.survival is not None:
+    if isinstance(head, Operation) and not head.done and _waits_for_the_lost(engine, head):
+        is_late = True  # they settle nothing any more: the call ends like one that is given up, alike on all ranks
+    elif is_late and isinstance(head, Operation) and engine.survival is not None:
         is_late = not engine.survival.accuse(head, silent, now)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
         head.withdraw(head.box, silent)
@@ -77,6 +79,12 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
         else:
             engine.retire_heads()
     raise_if_overdue(engine, op, until, now)
+
+
+def _waits_for_the_lost(engine: Engine, head: Operation) -> bool:
+    """Return whether an earlier call holds `head` up of which nobody can tell any more that a lost rank settled it."""
+    held_by = engine.unsettled.behind(head.box)
+    return bool(held_by) and not head.missing() and set(held_by) <= set(head.lost)
 
 
 def _end_late(engine: Engine, head: Message, silent: list[int], now: float) -> None:

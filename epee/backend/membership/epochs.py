@@ -38,6 +38,7 @@ from ...errors import (
     NoQuorumError,
     PeerError,
     RankFailedError,
+    context,
 )
 from ...view.protocol.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
 from ...view.protocol.outcome import Course, Place
@@ -338,6 +339,8 @@ class Survival(Intake):
         if place.failed:
             op.fail(self._failure(op, place))
             op.by_view = True
+            if self._owner.untold is not None and self._owner.untold.epoch == place.epoch:
+                self._owner.untold = None  # told now
             return
         box = self.box_for(place.epoch, op.seq)
         if op.box is box:
@@ -349,9 +352,24 @@ class Survival(Intake):
         """Ask about calls that have ended here, before any later one, and say where they would run now."""
         for past in calls:
             place = self._place(past)
-            if not place.failed:
+            if place.failed:
+                self._owner.untold = self._lost_by(past, place)
+            else:
                 box = past.box if place.epoch <= past.box.epoch else self.box_for(place.epoch, past.seq)
                 yield past.moved(box)
+
+    def raise_untold(self) -> None:
+        """Raise the loss that would fail a call which has ended here already, with another error. Mode "raise".
+
+        To be called before a call takes its number: where that call is still open, it is what fails, and the numbers
+        after it are the same everywhere.
+        """
+        owner = self._owner
+        owner.unsettled.keep(self._ask_again(tuple(owner.unsettled.calls)))
+        error, owner.untold = owner.untold, None
+        if error is not None and all(op.done for op in owner.queue):  # else an open call may fail for the same reason
+            raise error
+        owner.untold = error
 
     def _place(self, past: Past) -> Place:
         ran_in = max(past.box.epoch, self._course.base)  # it may have been issued before a change long over
@@ -397,20 +415,25 @@ class Survival(Intake):
         self._mark_lost(op)
 
     def _failure(self, op: Operation, place: Place) -> PeerError:
-        ranks = [self._rank_of[slot] for slot in place.lost if slot in self._rank_of]
+        elapsed = time.monotonic() - op.started if op.started else 0.0
+        told = op.describe(self._full, peer=_names(self._lost_ranks(place)), elapsed=elapsed)
+        return self._loss(place, f"{told}: {{}}; results are untouched", op.name, op.seq)
+
+    def _lost_by(self, past: Past, place: Place) -> PeerError:
+        ranks = self._lost_ranks(place)
+        told = context("view", rank=self._full.rank, peer=_names(ranks), epoch=place.epoch)
+        return self._loss(place, f"{told}: {{}}; call {past.seq} had failed here before; nothing was called", "view", 0)
+
+    def _lost_ranks(self, place: Place) -> list[int]:
+        return [self._rank_of[slot] for slot in place.lost if slot in self._rank_of]
+
+    def _loss(self, place: Place, told: str, name: str, seq: int) -> PeerError:
+        ranks = self._lost_ranks(place)
         causes = sorted({_CAUSE[self._removed[rank][1]] for rank in ranks})
         kind = PeerError if causes == [_CAUSE[LEFT]] else RankFailedError
-        elapsed = time.monotonic() - op.started if op.started else 0.0
-        told = op.describe(self._full, peer=", ".join(map(str, ranks)), elapsed=elapsed)
-        return kind(
-            f"{told}: {', '.join(causes)}; results are untouched; the next call runs in epoch {place.epoch} "
-            "without them",
-            ranks,
-            op.name,
-            op.seq,
-            place.epoch,
-            ", ".join(causes),
-        )
+        cause = ", ".join(causes)
+        text = f"{told.format(cause)}; the next call runs in epoch {place.epoch} without them"
+        return kind(text, ranks, name, seq, place.epoch, cause)
 
     def may_publish(self, op: Operation) -> bool:
         """True when this rank may put its part of `op`: all who take part in it can read each other's outboxes.
@@ -518,3 +541,7 @@ class Survival(Intake):
         self.hide()
         self.runtime.unregister(self.lane)
         self._job.release()
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

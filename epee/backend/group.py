@@ -33,6 +33,7 @@ from .collectives.plan import Make, Plan
 from .collectives.signature import OP_CODE
 from .collectives.signature import pack as pack_signature
 from .engine.engine import Engine
+from .membership.epochs import LOSS
 from .membership.sizes import Mask
 from .options import BackendOptions
 from .outbox import Outboxes
@@ -62,7 +63,8 @@ def _collective(name: str) -> Callable[[_Method], _Method]:
                 self._engine.refuse(name, exc)
                 raise
             except EpeeError as exc:
-                if isinstance(exc, RankFailedError) and self._engine.seq == seq:  # not issued: its root is lost
+                is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
+                if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
                     self._engine.refuse(name, exc)
                 raise  # else the call was issued: all ranks have counted it
             except Exception as exc:

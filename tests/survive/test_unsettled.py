@@ -92,7 +92,7 @@ def test_no_rank_completes_a_call_after_one_that_is_open_at_a_rank_that_may_die(
 
 
 def dies_after_a_time_out(rank: int, num_ranks: int, folder: str) -> Any:
-    """The call that the death would fail has failed before; the loss is told all the same, once, by a call of no number."""
+    """The call that the death would fail has failed before; the loss is told all the same, once, and takes none."""
     store = dist.FileStore(f"{folder}/store", num_ranks)
     options = epee.BackendOptions(fault_mode="raise", on_stall="error", op_timeout=PATIENCE.total_seconds())
     dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)

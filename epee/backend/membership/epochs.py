@@ -66,6 +66,7 @@ _CAUSE = {
     LEFT: "has left the group (destroyed or aborted it)",
     STALLED: "was silent until the time-out and has been voted out",
 }
+LOSS = "view"  # in the place of an operation's name: the error of a loss that fails no call
 LOCK_SLICE_S = 0.5
 NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
 
@@ -421,8 +422,8 @@ class Survival(Intake):
 
     def _lost_by(self, past: Past, place: Place) -> PeerError:
         ranks = self._lost_ranks(place)
-        told = context("view", rank=self._full.rank, peer=_names(ranks), epoch=place.epoch)
-        return self._loss(place, f"{told}: {{}}; call {past.seq} had failed here before; nothing was called", "view", 0)
+        told = context(LOSS, rank=self._full.rank, peer=_names(ranks), epoch=place.epoch)
+        return self._loss(place, f"{told}: {{}}; call {past.seq} had failed here before; nothing was called", LOSS, 0)
 
     def _lost_ranks(self, place: Place) -> list[int]:
         return [self._rank_of[slot] for slot in place.lost if slot in self._rank_of]

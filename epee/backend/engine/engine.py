@@ -323,9 +323,10 @@ class Engine(Express):
         is_message = isinstance(op, Message)
         try:
             while not op.done:
-                while self.flags & ~CHANGING:
+                if self.flags & ~CHANGING:
                     self._wait_ended(op)
                     trouble.raise_if_overdue(self, op, until, op.start_clock())
+                    continue  # the lock was given back: another thread may have ended the call
                 is_alone = is_message and not op.before and not self.mail.held
                 head = op if is_alone else overlap.foremost(self, op)
                 block = self.advance(head)

@@ -1,4 +1,4 @@
-"""The search for another process's list of buffers, around that process's end."""
+"""The search for another process's list of buffers, around that process's end and while it opens a buffer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
+from epee.ep.latency import birth as latency_birth
 from epee.ep.membership import registry
 from epee.errors import ResourceError
 from epee.memory.host import process_start_time
@@ -47,3 +49,90 @@ def test_a_dying_process_has_no_list_but_a_living_one_that_is_closed_to_us_is_an
         sleeper.wait()
     assert is_leaving(sleeper.pid, start)
     assert registry.find(1, sleeper.pid, start) is None
+
+
+class Stores:
+    """The header's words; looks at the list of buffers before and after each store."""
+
+    def __init__(self, words: Any, look: Any) -> None:
+        self.words, self.look = words, look
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.words[index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.look()
+        self.words[index] = value
+        self.look()
+
+
+def test_a_buffer_that_is_just_being_opened_does_not_look_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a replacement makes a new buffer, alone, while the others take part in the one that runs."""
+    own = registry.Registry.make(77)
+    seen = registry.find(77, os.getpid(), process_start_time(os.getpid()))
+    assert seen is not None
+    looks = []
+    monkeypatch.setattr(own, "_words", Stores(own._words, lambda: looks.append(seen.has_closed(1))))
+    first = own.open(1, 1, [3])
+    assert looks == [False, False]
+
+    def opens_after_the_look() -> dict[int, registry.Line]:
+        found = registry.Registry.numbers(seen)
+        own.open(2, 1, [3])
+        return found
+
+    monkeypatch.setattr(seen, "numbers", opens_after_the_look)
+    assert not seen.has_closed(2)
+    monkeypatch.undo()
+    assert not seen.has_closed(2)
+    first.words[registry.NUMBER] = first.words[registry.VIEW] = 0
+    assert seen.has_closed(1)
+    assert not seen.has_closed(3)
+
+
+class Opening:
+    """A process's list of buffers that has number 1 from the second look on."""
+
+    def __init__(self, looks: int = 0) -> None:
+        self.looks = looks
+        self.had: set[int] = set()
+
+    def numbers(self) -> dict[int, str]:
+        self.looks += 1
+        return {1: "line"} if self.looks > 1 else {}
+
+
+class Table:
+    round = 1
+
+    def read(self, number: int) -> str:
+        return "all take part"
+
+
+class Seat:
+    lane = 1
+
+
+class Place:
+    """Of rank 0, which has no buffer; ranks 1 and 2 run number 1."""
+
+    def __init__(self) -> None:
+        self.seat = Seat()
+        self.registry = Opening()
+
+    def processes(self) -> dict[int, tuple[int, int]]:
+        return {0: (10, 1), 1: (11, 1), 2: (12, 1)}
+
+
+def test_a_member_of_the_table_that_had_not_shown_its_line_at_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 opens its line and is taken in between this process's look at the lists and its look at the table."""
+    old, late = Opening(looks=1), Opening()
+    monkeypatch.setattr(latency_birth, "find", lambda lane, pid, start: {11: old, 12: late}[pid])
+    monkeypatch.setattr(latency_birth, "_fits", lambda *_: True)
+    monkeypatch.setattr(latency_birth, "_table_of", lambda *_: Table())
+    monkeypatch.setattr(latency_birth, "_members", lambda *_: [1, 2])
+    config: Any = type("Config", (), {"num_ranks": 3})
+    place: Any = Place()
+    running = latency_birth.find_running(place, config, 0)
+    assert running is not None
+    assert running.number == 1

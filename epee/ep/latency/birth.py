@@ -74,12 +74,8 @@ def find_place(
 
 def find_running(place: Place, config: BufferConfig, rank: int) -> Running | None:
     """Return the oldest running buffer with equal arguments that this process does not have."""
-    lines: dict[int, dict[int, Line]] = {}
     processes = place.processes()
-    for other, process in processes.items():
-        registry = None if other == rank else find(place.seat.lane, *process)
-        if registry is not None:
-            lines[other] = registry.numbers()
+    lines = _lines_of(place, processes, rank)
     numbers = {number for held in lines.values() for number in held}
     for number in sorted(numbers - place.registry.had):
         for other, held in lines.items():
@@ -93,11 +89,18 @@ def find_running(place: Place, config: BufferConfig, rank: int) -> Running | Non
             except BaseException:
                 table.close()
                 raise
-            if all(number in lines.get(member, ()) for member in _members(last, processes)):
+            held_now = _lines_of(place, processes, rank)  # after the table: who is in it has shown its line before
+            if all(number in held_now.get(member, ()) for member in _members(last, processes)):
                 return Running(number, table)
             table.close()
             break
     return None
+
+
+def _lines_of(place: Place, processes: dict[int, tuple[int, int]], rank: int) -> dict[int, dict[int, Line]]:
+    """Return the open buffers of the other ranks' processes, by number."""
+    found = {other: find(place.seat.lane, *process) for other, process in processes.items() if other != rank}
+    return {other: registry.numbers() for other, registry in found.items() if registry is not None}
 
 
 def _members(last: Decision, processes: dict[int, tuple[int, int]]) -> list[int]:

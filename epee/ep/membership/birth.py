@@ -143,7 +143,7 @@ def _join(group: dist.ProcessGroup, seat: Seat, config: BufferConfig, timeout_s:
     lines = {rank: _of_mode(registry.numbers(), config) for rank, registry in others.items()}
     for number in sorted({number for held in lines.values() for number in held} - mine.had):
         holders = [rank for rank, held in lines.items() if number in held]
-        is_closed = any(others[rank].newest >= number and rank not in holders for rank in others)
+        is_closed = any(registry.has_closed(number) for registry in others.values())
         if not is_closed and _fits(lines[holders[0]][number], holders[0], config, group.rank()):
             return _open(mine, roster, number, config, roster.newest, timeout_s)
     return None

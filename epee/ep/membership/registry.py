@@ -9,9 +9,10 @@ the buffers that run, nor the others to find its own.
     line    number of the buffer (0: none), record (`verdict.Record`, word by word), for whom this rank waits and when
             it said so last, view for which the inbox was made, blob of the inbox, words of the config
 
-Order: a line's number is stored last when it is made and first when it ends; the blob of an inbox lies between two
-stores of the view it is for (0, then the view), and a reader looks at the view again after it has copied the blob. The
-stamp (`VIEW`) is stored after the words that it makes final. Each word is one store of the machine.
+Order: a line's number is stored last when it is made (after it only the newest number in the header) and first when it
+ends; the blob of an inbox lies between two stores of the view it is for (0, then the view), and a reader looks at the
+view again after it has copied the blob. The stamp (`VIEW`) is stored after the words that it makes final. Each word is
+one store of the machine.
 
 A crash leaves a line as it was; the memory stays readable to those who have mapped it. Everything read here is a peer's
 word: a blob is checked by `HostRegion.attach`, its owner against the process that the view names.
@@ -154,9 +155,9 @@ class Registry:
                 for at, word in enumerate(config):
                     line.words[CONFIG + at] = word
                 line.stamp(view)
-                self._words[_NEWEST] = max(self.newest, number)
                 self.had.add(number)
                 line.words[NUMBER] = number
+                self._words[_NEWEST] = max(self.newest, number)  # last: `has_closed`
                 return line
         raise ResourceError(f"a process has at most {MAX_BUFFERS} buffers of one group at a time; close some")
 
@@ -164,6 +165,13 @@ class Registry:
         """Return the lines of the buffers that are open, by number."""
         lines = (Line(self.region, index) for index in range(MAX_BUFFERS))
         return {line.number: line for line in lines if line.number}
+
+    def has_closed(self, number: int) -> bool:
+        """Return whether the process had buffer `number`, or a later one, and does not have this one (any more).
+
+        The newest number is read first: who opens the buffer meanwhile shows its line before that number.
+        """
+        return self.newest >= number and number not in self.numbers()
 
 
 def name_of(lane: int) -> str:

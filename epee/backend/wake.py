@@ -2,10 +2,9 @@
 
 Who sleeps says so in its own outbox (the SLEEPERS word) before it goes into the kernel; the writer looks there after
 its store. Between the store and the look must be a full fence, else both sides could miss each other (Dekker's
-pattern, the one reordering that x86-64 does): taking a lock is one locked instruction. Should an interrupt leave our
-lock taken, or another thread hold it, a fresh one does the same. On the
-sleeper's side the futex call itself orders its announcement before the kernel's look at the word. Should a wake-up be
-lost all the same, the sleep is timed.
+pattern, the one reordering that x86-64 does; `memory.signals.fence`, here without its call). On the sleeper's side the
+futex call itself orders its announcement before the kernel's look at the word. Should a wake-up be lost all the same,
+the sleep is timed.
 
 A receive from any source waits for a word of each of several ranks. It sleeps on the BELL word of its own outbox, which
 never changes while it sleeps; a sender that finds BELL set wakes whoever sleeps there. Nobody writes a foreign outbox.
@@ -20,14 +19,6 @@ from .outbox import BELL, SLEEPERS, Outboxes
 
 _fence = threading.Lock()
 _take, _give_back = _fence.acquire, _fence.release
-
-
-def fence() -> None:
-    """Let what this thread has stored be seen before it loads what follows."""
-    if _take(False):
-        _give_back()
-    else:
-        threading.Lock().acquire(False)
 
 
 def publish_word(box: Outboxes, index: int, value: int) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 
@@ -53,6 +54,22 @@ def tag(epoch: int, seq: int) -> int:
 def untag(word: int) -> tuple[int, int]:
     """Return (epoch, seq) of a tag, for messages."""
     return word >> SEQ_BITS, word & ((1 << SEQ_BITS) - 1)
+
+
+_fence = threading.Lock()
+_take, _give_back = _fence.acquire, _fence.release
+
+
+def fence() -> None:
+    """Let what this thread has stored be seen before it loads what follows.
+
+    Taking a lock is one locked instruction. Should an interrupt leave ours taken, or another thread hold it, a fresh
+    one does the same.
+    """
+    if _take(False):
+        _give_back()
+    else:
+        threading.Lock().acquire(False)
 
 
 def futex_wake(address: int) -> None:

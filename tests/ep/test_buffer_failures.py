@@ -114,9 +114,10 @@ def test_time_out_names_op_rank_peer_and_call(op: str) -> None:
             assert words in results[rank]["message"], results[rank]["message"]
 
 
-def test_a_rank_that_comes_late_to_a_dispatch_hears_of_it() -> None:
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_a_rank_that_comes_late_hears_of_it(op: str) -> None:
     """Then the buffer works again (`_silent_peer` ends with three good rounds)."""
-    assert run_ranks(_silent_peer, 3, "dispatch")[1]["late"] == "MismatchError"
+    assert run_ranks(_silent_peer, 3, op)[1]["late"] == "CommTimeoutError"
 
 
 def _slow_reader(rank: int, num_ranks: int) -> str:
@@ -150,7 +151,7 @@ def _slow_reader(rank: int, num_ranks: int) -> str:
 
 
 def test_a_time_out_in_the_next_call_leaves_this_one_whole() -> None:
-    assert run_ranks(_slow_reader, 2) == ["CommTimeoutError", "MismatchError"]
+    assert run_ranks(_slow_reader, 2) == ["CommTimeoutError", "CommTimeoutError"]
 
 
 def _stopped_peer(rank: int, num_ranks: int) -> str:

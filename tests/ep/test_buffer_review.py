@@ -147,7 +147,7 @@ def _interrupted_announcement(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_an_interrupted_announcement_is_finished_by_the_next_call() -> None:
-    assert run_ranks(_interrupted_announcement, 3)[1:] == [["MismatchError"]] * 2
+    assert run_ranks(_interrupted_announcement, 3)[1:] == [["CommTimeoutError"]] * 2
 
 
 def _close_in_handler(rank: int, num_ranks: int, folder: str) -> str:

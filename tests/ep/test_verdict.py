@@ -3,6 +3,7 @@
 A small world of ranks that make one call in epoch 1. Each step is one that is divided from the next in the real thing:
 a row stored into one inbox, a look that finds all rows, a view heard of (which stamps the record), a verdict. Deaths
 and evictions begin new views, which each rank hears of when the dice say so; who was voted out goes on until it hears.
+A rank may give the call up while one has not issued it (one step here; `test_row_withdrawal.py` divides it).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from epee.ep.membership.call_outcome import Contest, Record, Verdict, after, judge, missing
 
 EPOCH, SEQ = 1, 1
-WORKS, HAS_ENDED, MOVED = "works", "has ended it", "has not"
+WORKS, HAS_ENDED, MOVED, GAVE_UP = "works", "has ended it", "makes it again", "has given it up"
 
 
 class _Rank:
@@ -25,6 +26,7 @@ class _Rank:
         self.inbox: set[int] = set()
         self.unsent = list(range(num_ranks))  # inboxes that do not have its row; the own one comes first
         self.outcome = WORKS
+        self.has_raised = False  # it has given the call up, and judges only what becomes of its number
         self.parties: frozenset[int] = frozenset()
         self.is_dead = self.is_out = False
 
@@ -72,6 +74,8 @@ class _World:
             steps.append(lambda: self._store(rank, me))
         if record.view == EPOCH and len(rank.inbox) == self.num_ranks and rank.outcome == WORKS:
             steps.append(lambda: self._gather(rank))
+        if record.view == EPOCH and record.issued and rank.outcome == WORKS and not rank.has_raised:
+            steps.append(lambda: self._give_up(rank))
         if record.view <= len(self.views) - 1 and me in self.views[record.view]:
             steps.append(lambda: self._hear(rank))
         if record.view > EPOCH and rank.outcome == WORKS:
@@ -88,7 +92,18 @@ class _World:
         self.ranks[rank.unsent.pop(0)].inbox.add(me)
         return True
 
+    def _give_up(self, rank: _Rank) -> bool:
+        is_missing = any(not other.record.issued for other in self.ranks)
+        if not (is_missing or any(other.has_raised for other in self.ranks)) or self.dice.random() < 0.8:
+            return False
+        rank.has_raised = True
+        if self.wrong != "notes no withdrawal":
+            rank.record = rank.record._replace(withdrawn=SEQ)
+        return True
+
     def _gather(self, rank: _Rank) -> bool:
+        if rank.has_raised or any(other.has_raised for other in self.ranks):
+            return False
         rank.record = rank.record._replace(gathered=SEQ)
         rank.outcome, rank.parties = HAS_ENDED, self.views[0]
         return True
@@ -124,6 +139,8 @@ class _World:
                 return False  # the row is on its way, or the next view comes
             rank.outcome = HAS_ENDED
             rank.parties = self.views[view - 1] | {peer for peer in ended if self._has_row(peer)}
+        elif verdict is Verdict.GIVEN_UP:
+            rank.outcome = GAVE_UP
         else:
             rank.outcome = MOVED
         return True
@@ -139,6 +156,8 @@ class _World:
         outcomes = {rank.outcome for rank in reliable if rank.outcome != WORKS and rank.record.issued}
         told = {rank.outcome for rank in left if rank.outcome != WORKS}
         assert len(told) <= 1, "survivors differ"
+        if HAS_ENDED in told:
+            assert not any(rank.has_raised for rank in left), "one has given up what the others have ended"
         if HAS_ENDED in outcomes:
             assert told <= {HAS_ENDED}, "one who died had ended the call, the others make it again"
 
@@ -155,7 +174,9 @@ def test_survivors_come_to_the_same_end(seed: int, num_ranks: int, is_pull: bool
     _run(seed, num_ranks, is_pull, raises)
 
 
-@pytest.mark.parametrize("wrong", ["does not wait", "believes zombies", "forgets the dead", "tells nobody"])
+@pytest.mark.parametrize(
+    "wrong", ["does not wait", "believes zombies", "forgets the dead", "tells nobody", "notes no withdrawal"]
+)
 def test_each_part_of_the_rule_is_needed(wrong: str) -> None:
     """With a part of it left out some order of steps divides the survivors."""
     for seed in range(20_000):
@@ -188,6 +209,15 @@ def test_the_verdicts_one_by_one() -> None:
         assert judge(contest, 3, both, {2: Record(2, 1, 9, 9)}, fails) is moves  # of another epoch
     assert judge(pull, 3, both, {}, False) is Verdict.AMONG
     assert judge(pull, 3, both, {}, True) is Verdict.FAIL
+    left = {**both, 1: Record(3, 2, 5, 4, 5)}
+    ahead = {**both, 1: Record(3, 2, 6, 4, 6)}
+    for what in (contest, pull):
+        assert judge(what, 3, left, {}, False) is judge(what, 3, ahead, {}, False) is Verdict.GIVEN_UP
+        assert judge(what, 3, {**left, 2: Record(3, 2, 4, 4)}, {}, False) is Verdict.MOVE, "one has not made it yet"
+        assert judge(what, 3, left, {}, True) is Verdict.FAIL
+    assert judge(pull, 3, both, {2: Record(2, 2, 5, 4, 5)}, False) is Verdict.AMONG, "it died: nobody has its error"
+    assert after(Verdict.GIVEN_UP, 5, both[0]) == left[1]
+    assert after(Verdict.GIVEN_UP, 5, ahead[1]) == ahead[1]
     assert after(Verdict.MOVE, 5, both[0]).issued == 4
     assert after(Verdict.WHOLE, 5, both[0]).gathered == 5
     assert after(Verdict.AMONG, 5, both[0]) == both[0]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import ProtocolError
+from ...memory.signals import fence
 from ..collectives.signature import unpack
 from ..engine.operation import Block
 from ..outbox import (
@@ -35,7 +36,7 @@ from ..outbox import (
     Outboxes,
 )
 from ..tensors import CARRIERS, Array
-from ..wake import fence, publish_word
+from ..wake import publish_word
 from .message import (
     ANY,
     BYTE,

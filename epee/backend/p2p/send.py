@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 
 from ...errors import InvalidState, MismatchError, ProtocolError
+from ...memory.signals import fence
 from ..engine.operation import Block
 from ..outbox import (
     BELL,
@@ -25,7 +26,7 @@ from ..outbox import (
     VERDICT_WORDS,
     Outboxes,
 )
-from ..wake import fence, publish_word, ring
+from ..wake import publish_word, ring
 from .message import (
     BYTE,
     CANCELLED,

@@ -7,18 +7,20 @@ rows, everybody reaches the same verdict: go on, or raise the same error.
 
     inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
                       data  [num_ranks][8]                       word 0: tag of the call whose payload has arrived
-                                                                 whole; word 1: tag of the last call given up
+                                                                 whole; word 1: tag of the last call whose payload will
+                                                                 not come; the owner's own line: `withdrawal.py`
                       reasons [8][32]                            written by the owner: why it refused a GPU call,
                                                                  whose number is word 0, stored last
 
 Order: a rank publishes row s only after it has seen all rows s-1. So when row s of a peer is seen, that peer has
 finished every call before s, its stores included, and row s+1 of anybody cannot overwrite a row s-1 that is still
-needed: two parities suffice. A call that was refused or timed out leaves its rows unread; `settle` reads them before
-the next row is published. The same argument lets one `data` word per source serve for ever: it is compared for
-equality with the tag of the call. A rank that cannot finish a call whose row it has published stores the call's tag in
-another word of its own, so that its peers need not wait for the time-out. (Not in the `data` word: a slow peer may
-still have to read the call before in it. A reader looks at `data` again after it has seen a call given up: the data of
-that or of an earlier call was stored before.)
+needed: two parities suffice. A call that was refused or given up leaves its rows unread; `settle` waits for them before
+the next row is published: nobody is more than one call ahead. Who gives a call up in the wait for rows does so together
+with all others (`withdrawal.py`), so after an error all stand before the same call. The same argument lets one `data`
+word per source serve for ever: it is compared for equality with the tag of the call. A rank that cannot finish a call
+whose row it has published stores the call's tag in another word of its own, so that its peers need not wait for the
+time-out. (Not in the `data` word: a slow peer may still have to read the call before in it. A reader looks at `data`
+again after it has seen a call given up: the data of that or of an earlier call was stored before.)
 
 What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
 in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer, unless
@@ -46,6 +48,10 @@ from ...memory.signals import futex_wake, tag, wait_equal
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..throughput.placement import Ints
+from .ending import CallEnd
+from .ending import Moved as Moved
+from .ending import Turned as Turned
+from .ending import Withdrawn as Withdrawn
 from .header import HEADER as _HEADER
 from .header import LABELS, NUM_AGREED, NUM_HEADER, describe_field, limits_of, parse_header
 from .header import OP_COMBINE as OP_COMBINE  # whoever uses an exchange finds these words here
@@ -54,25 +60,17 @@ from .header import OP_GATHER as OP_GATHER
 from .header import OP_NAMES as OP_NAMES
 from .header import REASON_BYTES as REASON_BYTES
 from .header import Header as Header
+from .withdrawal import LINE_WORDS
 
 if TYPE_CHECKING:
     from ..membership.epochs import Survivor
 
 _TEXT_AT = 1 + NUM_HEADER
 _COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
-_DATA_STRIDE = 8  # words: one cache line per writer
 _NUM_REASONS = 8
 RETRY_S = 0.1  # between two complaints about a rank that is silent beyond the time-out
 _REASON_WORDS = 1 + REASON_BYTES // 8
 assert BLOB_BYTES <= REASON_BYTES
-
-
-class Moved(Exception):
-    """The view has changed and nobody will end this call in its epoch: it is to be made again in the new one."""
-
-
-class Turned(Exception):
-    """The view has changed while something was waited for."""
 
 
 class Rows(NamedTuple):
@@ -95,10 +93,10 @@ class Rows(NamedTuple):
 def inbox_layout(config: BufferConfig) -> Layout:
     """Return the layout of a rank's inbox."""
     row_words = _COUNTS_AT + config.num_ranks + config.num_experts
-    row_words += -row_words % _DATA_STRIDE
+    row_words += -row_words % LINE_WORDS
     return Layout(
         Field("rows", torch.int64, (2, config.num_ranks, row_words)),
-        Field("data", torch.int64, (config.num_ranks, _DATA_STRIDE)),
+        Field("data", torch.int64, (config.num_ranks, LINE_WORDS)),
         Field("reasons", torch.int64, (_NUM_REASONS, _REASON_WORDS)),
     )
 
@@ -120,6 +118,8 @@ class Exchange:
         pids: the ranks' processes.
         settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
         gathered: the last call whose rows were seen, or that is over for another reason.
+        began: when the last call was published, a `time.monotonic()` value.
+        end: how the last call ends.
         num_calls: published so far, in all epochs.
         survivor: says what a new view does to a call; None where a dead rank ends the buffer.
     """
@@ -136,6 +136,7 @@ class Exchange:
         self.rank = rank
         self.num_calls = 0
         self.survivor: Survivor | None = None
+        self.end = CallEnd(self)
         self._watch = watch
         self._interrupt = interrupt
         layout = inbox_layout(config)
@@ -153,6 +154,7 @@ class Exchange:
         """Begin an epoch with the inboxes of its members; calls are counted from 1 again."""
         self.epoch = epoch
         self.settled = self.gathered = 0
+        self.began = 0.0
         self._row = (0, b"")  # number and bytes of the last call's row
         self._stored = 0  # the last call whose row has been stored into every inbox
         self.members = tuple(sorted(inboxes))
@@ -161,10 +163,31 @@ class Exchange:
         self._words = {rank: inboxes[rank].words(0, self._num_words) for rank in self.members}
         self._addresses = {rank: inboxes[rank].address for rank in self.members}
         self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
+        self.end.begin(self._words, self._data_at, self._row_at)
 
     def restrict(self, epoch: int, members: Sequence[int]) -> None:
         """Begin an epoch among some of the ranks whose inboxes this was made with; all of them do."""
         self.begin(epoch, {rank: self._inboxes[rank] for rank in members})
+
+    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> Rows:
+        """Make the next call: `publish` this rank's row and `gather` all.
+
+        Raises:
+            InvalidState: an earlier call has ended otherwise here than on the other ranks.
+        """
+        if self.end.is_open:
+            self.end.settle()
+        self.end.check()
+        last = self._row
+        try:
+            self.publish(header, counts, text, deadline)
+        except Moved:
+            raise
+        except BaseException as error:
+            if self._row is not last:  # interrupted while it was stored
+                self.end.give_up(error)
+            raise
+        return self.gather(deadline)
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Start the next call: write this rank's row into every inbox.
@@ -185,6 +208,7 @@ class Exchange:
         if self.survivor is not None and not self.survivor.issue(self.seq + 1):
             raise Moved
         self.num_calls += 1
+        self.began = time.monotonic()
         # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
         self._row = (self.seq + 1, row.ljust(8 * (self._row_words - 1), b"\0"))
         self._store_row()
@@ -193,6 +217,16 @@ class Exchange:
     def seq(self) -> int:
         """Number of the last published call of the epoch, from 1."""
         return self._row[0]
+
+    @property
+    def op(self) -> str:
+        """Name of that call."""
+        return self._op
+
+    @property
+    def records(self) -> Survivor | None:
+        """What notes the ends of calls (`ending.py`)."""
+        return self.survivor
 
     @property
     def header(self) -> Header:
@@ -225,19 +259,12 @@ class Exchange:
             ProtocolError: a row cannot be right.
             Moved: the view has changed; see there.
         """
-        parties = self.members
         num_ranks, width = self.config.num_ranks, 8 * self._row_words
-        try:
-            self._wait_rows(deadline)
-            is_gathered = self.survivor is None or self.survivor.gather(self.seq)
-        except Turned:
-            is_gathered = False
-        if is_gathered and not self.is_reduced:
+        parties, are_here = self._parties(deadline)
+        if are_here and not self.is_reduced:
             first = self._row_at(self.seq & 1, 0)
             copy = bytes(self._words[self.rank][first : first + num_ranks * self._row_words])
         else:
-            if not is_gathered and self.survivor is not None:
-                parties = self.survivor.decide(self._op, self.seq, self.header.op == OP_COMBINE, deadline)
             copy = self._copy_rows(parties)
         self.gathered = self.seq
         own = copy[self.rank * width + 8 : (self.rank + 1) * width]
@@ -251,6 +278,34 @@ class Exchange:
         words = np.frombuffer(copy, dtype=np.int64).reshape(num_ranks, self._row_words)
         counts = words[:, _COUNTS_AT : _COUNTS_AT + num_ranks + self.config.num_experts]
         return Rows(headers, counts, texts, parties)
+
+    def _parties(self, deadline: float) -> tuple[tuple[int, ...], bool]:
+        """Wait until this rank may go on with the call; return with whom, and whether all their rows have come here."""
+        try:
+            return self.members, self._wait_for_all(deadline)
+        except Turned:
+            assert self.survivor is not None, "nobody else raises it"
+            try:
+                return self.survivor.decide(self._op, self.seq, self.header.op == OP_COMBINE, deadline), False
+            except Withdrawn:
+                raise self.end.given_up() from None
+
+    def _wait_for_all(self, deadline: float) -> bool:
+        """Wait for all rows; False when this rank's patience has ended first, but others have gathered the call."""
+        cause = None
+        try:
+            self._wait_rows(deadline, is_current=True)
+            if not self.end.withdrawn():
+                self.end.go_on()
+                return True
+        except Turned:
+            raise
+        except Withdrawn:
+            pass
+        except BaseException as error:  # noqa: BLE001 - an interrupt, too: raised again when the others know of it
+            cause = error
+        self.end.give_up(cause)
+        return False
 
     def _copy_rows(self, parties: tuple[int, ...]) -> bytes:
         """Return the rows of the current call, `num_ranks` of them.
@@ -276,13 +331,13 @@ class Exchange:
 
     def signal_data(self, dst_rank: int) -> None:
         """Tell `dst_rank` that this rank's payload of the current call lies whole in its arena."""
-        index = self._data_at + self.rank * _DATA_STRIDE
+        index = self._data_at + self.rank * LINE_WORDS
         self._words[dst_rank][index] = tag(self.epoch, self.seq)
         futex_wake(self._addresses[dst_rank] + 8 * index)
 
     def abandon(self) -> None:
         """Tell all peers that this rank's payload of the current call will not come."""
-        index = self._data_at + self.rank * _DATA_STRIDE
+        index = self._data_at + self.rank * LINE_WORDS
         for peer in self._peers:
             self._words[peer][index + 1] = tag(self.epoch, self.seq)
             futex_wake(self._addresses[peer] + 8 * index)  # a reader of `data` sleeps on word 0
@@ -300,7 +355,7 @@ class Exchange:
         for src in self._peers if parties is None else parties:
             if src == self.rank:
                 continue
-            index = self._data_at + src * _DATA_STRIDE
+            index = self._data_at + src * LINE_WORDS
             try:
                 self._wait(index, want, src, deadline, is_data=True)
             except Turned:  # it is gone: nothing more may count, but what came before does
@@ -338,6 +393,8 @@ class Exchange:
         Raises:
             Moved: the view has changed meanwhile.
         """
+        if self.end.is_open:
+            self.end.settle()
         if self._stored < self.seq:
             self._store_row()
         if self.settled < self.seq:
@@ -345,17 +402,21 @@ class Exchange:
                 self._wait_rows(deadline)
             except Turned:
                 raise Moved from None
-            if self.gathered < self.seq and self.survivor is not None and not self.survivor.gather(self.seq):
+            is_refused = self.gathered < self.seq and self.end.failed < self.seq
+            if is_refused and self.survivor is not None and not self.survivor.gather(self.seq):
                 raise Moved
             self.gathered = self.seq
 
-    def _wait_rows(self, deadline: float) -> None:
+    def _wait_rows(self, deadline: float, is_current: bool = False) -> None:
+        """Wait for all rows of the last call; `is_current`: its caller waits, so a peer that gives it up ends that."""
         want = tag(self.epoch, self.seq)
         for src in self._peers:
-            self._wait(self._row_at(self.seq & 1, src), want, src, deadline)
+            self._wait(self._row_at(self.seq & 1, src), want, src, deadline, is_current=is_current)
         self.settled = self.seq
 
-    def _wait(self, index: int, want: int, src: int, deadline: float, is_data: bool = False) -> None:
+    def _wait(
+        self, index: int, want: int, src: int, deadline: float, is_data: bool = False, is_current: bool = False
+    ) -> None:
         words = self._words[self.rank]
         if words[index] == want:
             return
@@ -365,7 +426,7 @@ class Exchange:
         def check() -> None:
             self._interrupt()
             if survivor is not None:
-                survivor.show(self._op, self.seq, self._behind(want, is_data))
+                survivor.show(self._op, self.seq, self.behind(want, is_data))
             gave_up = is_data and words[index + 1] >= want
             dead = self._watch.dead()
             if words[index] == want:
@@ -375,26 +436,27 @@ class Exchange:
             dead = tuple(rank for rank in dead if rank in self.members)
             # a peer may have met a death first and given up: the death is the cause, so it comes first
             if src in dead or (dead and gave_up):
-                behind = self._behind(want, is_data)
+                behind = self.behind(want, is_data)
                 raise self._death(tuple(rank for rank in dead if rank in behind) or dead, started)
             if gave_up:
                 raise MismatchError(
-                    f"{self._where(src)}: rank {src} gave up this call after an error of its own; see its message"
+                    f"{self.where(src)}: rank {src} gave up this call after an error of its own; see its message"
                 )
+            if is_current and self.end.withdrawn():
+                raise Withdrawn
 
         patience = deadline
         while not wait_equal(words, index, want, self._addresses[self.rank], patience, check):
-            facts = self._where(src, started)
-            if survivor is None or not survivor.insist(self._behind(want, is_data), facts, self.seq, deadline):
+            facts = self.where(src, started)
+            if survivor is None or not survivor.insist(self.behind(want, is_data), facts, self.seq, deadline):
                 raise _silent(facts, src, want, words[index], is_data)
             patience = time.monotonic() + RETRY_S
 
-    def _behind(self, want: int, is_data: bool) -> list[int]:
+    def behind(self, want: int, is_data: bool = False) -> list[int]:
         """Return the ranks whose row, or payload, of the current call is not here."""
         words = self._words[self.rank]
         places = {
-            src: self._data_at + src * _DATA_STRIDE if is_data else self._row_at(self.seq & 1, src)
-            for src in self._peers
+            src: self._data_at + src * LINE_WORDS if is_data else self._row_at(self.seq & 1, src) for src in self._peers
         }
         return [src for src, index in places.items() if words[index] != want]
 
@@ -404,7 +466,7 @@ class Exchange:
         if self.config.is_cuda:
             remedy = "call buffer.sync() on all survivors, then the next call runs without it"
         return RankFailedError(
-            f"{self._where(dead[0], started)}: rank {names} is dead (its process ended); {remedy}",
+            f"{self.where(dead[0], started)}: rank {names} is dead (its process ended); {remedy}",
             dead,
             self._op,
             self.seq,
@@ -412,7 +474,7 @@ class Exchange:
             "process ended",
         )
 
-    def _where(self, peer: int, started: float | None = None) -> str:
+    def where(self, peer: int, started: float | None = None) -> str:
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
 
@@ -445,7 +507,7 @@ class Exchange:
 def _silent(facts: str, src: int, want: int, got: int, is_data: bool) -> CommTimeoutError:
     what = "its rows" if is_data else "its call"
     return CommTimeoutError(
-        f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {got:#x}); the buffer can be used "
-        "again, raise timeout= if the peer is only slow",
+        f"{facts}: rank {src} did not send {what} (expected tag {want:#x}, got {got:#x}); this call is given up, make "
+        "the step again; raise timeout= if the peer is only slow",
         [src],
     )

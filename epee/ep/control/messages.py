@@ -37,8 +37,7 @@ class ControlPlane:
             piece = data[first : first + REASON_BYTES]
             number = 1 + idx % MAX_EXPERT_ALIGNMENT
             header = self._bare_header(OP_GATHER)._replace(handle=len(data), expert_alignment=number)
-            self.exchange.publish(header, None, piece, deadline)
-            rows = self.exchange.gather(deadline)
+            rows = self.exchange.call(header, None, piece, deadline)
             for rank in rows.parties:
                 parts[rank] += rows.texts[rank][: len(piece)]
         return parts

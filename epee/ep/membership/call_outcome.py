@@ -7,10 +7,15 @@ then on it issues and gathers nothing more in the old epoch by itself. So what t
 is final, and whoever reads them comes to the same verdict:
 
     somebody has gathered the call    everybody's row is there: it ends in the old epoch, on all of them (WHOLE)
-    else, a combine that all who stay have issued, where a loss is no error (mode "mask"): it ends in the old epoch
-                                      over those who have issued it (AMONG)
     else, a loss in mode "raise"      it fails, on all of them (FAIL)
-    else                              nobody will end it: it runs again in the new epoch (MOVE)
+    else, all who stay have issued it
+        and one has given it up       it is given up, on all of them, and its number is used up (GIVEN_UP)
+        and it is a combine           it ends in the old epoch over those who have issued it (AMONG)
+    else                              nobody will end it: it runs again in the new epoch (MOVE), where those who have
+                                      given it up refuse it
+
+A rank gives a call up (`control/withdrawal.py`) only when nobody has gathered it, and notes so in its record, which is
+final with the stamp. It may be one call ahead then, so the newest call that it has given up may be the one after.
 
 The records of those who died or left count as well: their memory does not change any more, and a rank that ended the
 call and died at once has shown its result to somebody. The record of a rank that was voted out alive does not count: it
@@ -41,12 +46,18 @@ class Record(NamedTuple):
         epoch: that its buffer is in; 0 before the first.
         issued: its last call there; 0 for none.
         gathered: the last call there whose rows it has seen of all members.
+        withdrawn: the last call there that it has given up.
     """
 
     view: int
     epoch: int = 0
     issued: int = 0
     gathered: int = 0
+    withdrawn: int = 0
+
+    def has_given_up(self, seq: int) -> bool:
+        """Return whether call `seq` was given up here; it must be one that somebody has not ended yet."""
+        return self.withdrawn >= seq > self.gathered
 
 
 class Contest(NamedTuple):
@@ -63,6 +74,7 @@ class Verdict(Enum):
     WHOLE = "whole"
     AMONG = "among"
     FAIL = "fail"
+    GIVEN_UP = "given up"
     MOVE = "move"
 
 
@@ -91,15 +103,19 @@ def judge(
         return Verdict.WHOLE
     if fails:
         return Verdict.FAIL
-    if is_pull and all(record.epoch == epoch and record.issued >= seq for record in stayed.values()):
-        return Verdict.AMONG
-    return Verdict.MOVE
+    if not all(record.epoch == epoch and record.issued >= seq for record in stayed.values()):
+        return Verdict.MOVE
+    if any(record.has_given_up(seq) for record in stayed.values()):
+        return Verdict.GIVEN_UP
+    return Verdict.AMONG if is_pull else Verdict.MOVE
 
 
 def after(verdict: Verdict, seq: int, record: Record) -> Record:
     """Return the own record that tells others, also in later views, what this rank has decided about call `seq`."""
     if verdict is Verdict.WHOLE:
         return record._replace(gathered=seq)
+    if verdict is Verdict.GIVEN_UP:
+        return record._replace(withdrawn=max(seq, record.withdrawn))
     if verdict is Verdict.AMONG:
         return record
     return record._replace(issued=seq - 1)  # it will never be issued here again

@@ -48,11 +48,11 @@ from ...view.process.detector import is_torn_down
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import STALLED, Member
 from ..config import BufferConfig
-from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, inbox_layout
+from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn, inbox_layout
 from .birth import Begun
 from .call_outcome import Contest, Record, Verdict, after, judge, missing
 from .group_view import View, failure
-from .registry import FRESH_NS, GATHERED, INBOX_VIEW, ISSUED, NUMBER, VIEW, Line, at_fault, find
+from .registry import FRESH_NS, GATHERED, INBOX_VIEW, ISSUED, NUMBER, VIEW, WITHDRAWN, Line, at_fault, find
 
 logger = logging.getLogger("epee")
 
@@ -236,11 +236,20 @@ class Survivor:
             self._words[GATHERED] = seq
             return True
 
+    def withdraw(self, seq: int) -> bool:
+        """Note that call `seq` is given up on all ranks; False when the view has changed: `decide` what it means."""
+        with self._lock:
+            if self.roster.newest != self._exchange.epoch:
+                return False
+            self._words[WITHDRAWN] = seq
+            return True
+
     def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
         """Say which ranks have a part in a call of the old epoch that goes on there.
 
         Raises:
             Moved: none; it is to be made again.
+            Withdrawn: none; it is given up.
             RankFailedError, PeerError: a loss ends it (mode "raise").
             CommTimeoutError: who stays does not say what has become of it there.
         """
@@ -270,6 +279,8 @@ class Survivor:
             self._exchange.gathered = seq
             if verdict is Verdict.MOVE:
                 raise Moved
+            if verdict is Verdict.GIVEN_UP:
+                raise Withdrawn
             raise self._failure(view, op, seq, time.monotonic() - started)
 
     def _records(self, view: View) -> tuple[dict[int, Record], dict[int, Record]]:
@@ -369,13 +380,20 @@ class Survivor:
         return self.raises and bool(self.roster.losses(self._told))
 
     def _settle_last(self, deadline: float) -> None:
-        """Find out about a call that was given up before it was gathered; if it moves it is to be announced again."""
+        """Find out about a call that was refused or given up before it was gathered; if it moves it is refused again.
+
+        One that others have completed, and that has raised here, leaves the buffer unusable on this rank.
+        """
         exchange = self._exchange
         if exchange.gathered >= exchange.seq:
             return
         header, reason, epoch = exchange.header, exchange.reason(), exchange.epoch
         try:
             self.decide(OP_NAMES[header.op], exchange.seq, header.op == OP_COMBINE, deadline)
+            if not header.refused:
+                exchange.end.lose("an error")
+        except Withdrawn:
+            pass
         except Moved:
             text = reason if header.refused else f"it gave up this call in epoch {epoch}".encode()
             self._refusal = header._replace(refused=1), text

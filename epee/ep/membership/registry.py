@@ -42,7 +42,7 @@ _MAGIC = int.from_bytes(b"epeebuf1", "little")
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
 _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64
-NUMBER, VIEW, EPOCH, ISSUED, GATHERED, BLAMED, BLAMED_AT, INBOX_VIEW, INBOX = range(9)
+NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, INBOX_VIEW, INBOX = range(10)
 CONFIG = INBOX + _BLOB_WORDS
 _NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
 assert _OWN_BLOB + _BLOB_WORDS <= _LINE_WORDS
@@ -71,7 +71,7 @@ class Line:
     def record(self) -> Record:
         """Return what the line shows; the stamp is read first, since what it makes final was stored before it."""
         words = self.words
-        return Record(words[VIEW], words[EPOCH], words[ISSUED], words[GATHERED])
+        return Record(words[VIEW], words[EPOCH], words[ISSUED], words[GATHERED], words[WITHDRAWN])
 
     def stamp(self, view: int) -> None:
         """Make the record final for `view`. Only the owner."""
@@ -80,7 +80,8 @@ class Line:
 
     def set_record(self, record: Record) -> None:
         """Store all but the stamp. Only the owner."""
-        self.words[EPOCH], self.words[ISSUED], self.words[GATHERED] = record.epoch, record.issued, record.gathered
+        self.words[EPOCH], self.words[ISSUED] = record.epoch, record.issued
+        self.words[GATHERED], self.words[WITHDRAWN] = record.gathered, record.withdrawn
 
     def blame(self, ranks: Iterable[int]) -> None:
         """Show for whom this rank waits. Only the owner."""

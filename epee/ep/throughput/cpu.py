@@ -131,8 +131,7 @@ class CpuPath:
         last_seq = self.exchange.seq
         try:
             header = dispatch_header(call, self.rank, slot, self._alignment[call.layout])
-            self.exchange.publish(header, counts, arena.region.blob, deadline)
-            rows = self.exchange.gather(deadline)
+            rows = self.exchange.call(header, counts, arena.region.blob, deadline)
             handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
             slots = self._attach(call.layout, rows, deadline)
             self._send(call, handle, rows, slots)
@@ -158,9 +157,8 @@ class CpuPath:
         try:
             self._stage(call, arena, slot, is_staged)
             header = combine_header(call, self.rank, slot, self._alignment[layout])
-            self.exchange.publish(header, None, arena.region.blob, deadline)
-            rows = self.exchange.gather(deadline)
-            return self._pull(call, self._attach(layout, rows, deadline), rows)
+            rows = self.exchange.call(header, None, arena.region.blob, deadline)
+            return self._pull_or_lose(call, rows, deadline)
         finally:
             self._let_go(arena, slot, last_seq)
 
@@ -425,6 +423,14 @@ class CpuPath:
             return (slice(None),)
         first = sum(handle.num_received[: self.rank])
         return slice(0, first), slice(first + handle.num_received[self.rank], None)
+
+    def _pull_or_lose(self, call: CombineCall, rows: Rows, deadline: float) -> Combined:
+        """Pull; what ends it from here on (an interrupt, a peer's memory that cannot be mapped) ends it here only."""
+        try:
+            return self._pull(call, self._attach(call.handle.layout, rows, deadline), rows)
+        except BaseException as error:
+            self.exchange.end.lose(type(error).__name__)
+            raise
 
     def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
         handle, hidden = _own(call.handle), self.config.hidden

@@ -1,0 +1,218 @@
+"""How this rank's last call ends: gathered (it goes on), given up, or open; `withdrawal.py` has the protocol.
+
+Who calls: the thread of a call, nobody else. An interrupt between two steps leaves the call open; the next call of this
+rank finds out first how it has ended. Where others have completed a call that has raised here, the ranks stand before
+different calls, and nothing can bring them together again: the buffer says so at each further call, and refuses it, so
+that the others hear of it, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from ...errors import CommTimeoutError, InvalidState, RankFailedError, context
+from ...memory.signals import tag
+from .header import REASON_BYTES
+from .withdrawal import LINE_WORDS, End, EndWords, Look
+
+GRACE_S = 0.5  # how long one that gave a call up waits for those that are just deciding
+_LOOK_S = 0.0005
+
+
+class Moved(Exception):
+    """The view has changed and nobody will end this call in its epoch: it is to be made again in the new one."""
+
+
+class Turned(Exception):
+    """The view has changed while something was waited for."""
+
+
+class Withdrawn(Exception):
+    """The call was given up, on all ranks."""
+
+
+class Records(Protocol):
+    """What notes the ends of calls for those who have a new view (`membership/epochs.py`)."""
+
+    @property
+    def has_turned(self) -> bool:
+        """Whether the view has changed."""
+
+    def gather(self, seq: int) -> bool:
+        """Note that call `seq` is gathered; False: the view has changed."""
+
+    def withdraw(self, seq: int) -> bool:
+        """Note that call `seq` is given up; False: the view has changed."""
+
+
+class Caller(Protocol):
+    """What makes the calls (`inbox.Exchange`)."""
+
+    rank: int
+    epoch: int
+    gathered: int
+    began: float
+
+    @property
+    def seq(self) -> int:
+        """Number of the last call."""
+
+    @property
+    def op(self) -> str:
+        """Its name."""
+
+    @property
+    def records(self) -> Records | None:
+        """None where a dead rank ends the buffer."""
+
+    def where(self, peer: int, started: float | None = None) -> str:
+        """Return the call as messages name it."""
+
+    def behind(self, want: int, is_data: bool = False) -> list[int]:
+        """Return the ranks whose row of the call is not here."""
+
+
+class CallEnd:
+    """See above.
+
+    Args:
+        caller: makes the calls.
+
+    Attributes:
+        failed: the last call that was given up, on all ranks.
+        is_open: whether this rank has given its last call up, and does not know yet how it ends.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._lost = ""  # why this buffer cannot go on
+        self.failed = 0
+        self.is_open = False
+
+    def begin(self, words: Mapping[int, memoryview], lines_at: int, row_at: Callable[[int, int], int]) -> None:
+        """Begin an epoch with these inboxes; `lines_at`: of the ranks' lines in each of them."""
+        self.failed = 0
+        self.is_open = False
+        self._words = EndWords(self._caller.rank, words, lambda rank: lines_at + rank * LINE_WORDS, row_at)
+
+    @property
+    def _mark(self) -> int:
+        return tag(self._caller.epoch, self._caller.seq)
+
+    def check(self) -> None:
+        """Raise `InvalidState` when an earlier call has ended otherwise here than on the other ranks."""
+        if self._lost:
+            raise InvalidState(self._lost)
+
+    def lose(self, error: str) -> None:
+        """Note that the last call has raised `error` here, and that others have its result."""
+        caller = self._caller
+        self._lost = (
+            f"{context(caller.op, rank=caller.rank, seq=caller.seq, epoch=caller.epoch)}: this call has raised {error} "
+            "here, and others have completed it: the ranks stand before different calls; close this buffer on all "
+            "ranks and make a new one"
+        )[:REASON_BYTES]
+
+    def withdrawn(self) -> list[int]:
+        """Return the peers that have given up the last call."""
+        return self._words.withdrawn(self._mark)
+
+    def go_on(self) -> None:
+        """Say that this rank has gathered the call.
+
+        Raises:
+            Turned: it has not, the view has changed.
+        """
+        self._words.has_gathered(self._mark)
+        records = self._caller.records
+        if records is not None and not records.gather(self._caller.seq):
+            raise Turned
+
+    def give_up(self, cause: BaseException | None) -> None:
+        """Leave the call because of `cause`, or (None) because a peer has.
+
+        Returns when others have gathered the call: this rank goes on with it.
+
+        Raises:
+            cause, CommTimeoutError: the call has failed, on all ranks; or it is open: the next call sees how it ended.
+            Turned: the view has changed.
+        """
+        is_silence = cause is None or isinstance(cause, (CommTimeoutError, RankFailedError))
+        self.is_open = True
+        self._words.give_up(self._mark)
+        try:
+            look = self._await_end(cause)
+        except Turned:
+            if cause is None or is_silence:
+                raise
+            raise cause from None
+        if look.end is End.FAILED:
+            raise self.given_up() if cause is None else cause
+        if cause is not None and not is_silence:
+            self._caller.gathered = self._caller.seq
+            self.lose(type(cause).__name__)
+            raise cause
+
+    def settle(self) -> None:
+        """Find out how the last call ended, which was open.
+
+        Raises:
+            CommTimeoutError: it still is.
+            Moved: the view has changed.
+        """
+        try:
+            look = self._await_end(None)
+        except Turned:
+            raise Moved from None
+        if look.end is End.GATHERED:
+            self._caller.gathered = self._caller.seq
+            self.lose("an error")
+
+    def _await_end(self, cause: BaseException | None) -> Look:
+        """Look how the call ends that this rank has given up, for as long as somebody may just be deciding."""
+        until = time.monotonic() + GRACE_S
+        while (look := self._look()).end is End.OPEN:
+            records = self._caller.records
+            if records is not None and records.has_turned:
+                raise Turned from None
+            if time.monotonic() > until:
+                raise self._undecided(look) from cause
+            time.sleep(_LOOK_S)
+        return look
+
+    def _look(self) -> Look:
+        """See how a call ends that this rank has given up, and take note of it; raises `Turned`."""
+        caller, mark = self._caller, self._mark
+        look = self._words.look(caller.seq & 1, mark)
+        if look.end is End.GATHERED:
+            self.go_on()
+        if look.end is End.FAILED:
+            if caller.records is not None and not caller.records.withdraw(caller.seq):
+                raise Turned
+            self._words.has_failed(mark)
+            self.failed = caller.seq
+        self.is_open = look.end is End.OPEN
+        return look
+
+    def given_up(self) -> CommTimeoutError:
+        """Return what the caller of a call is told that others have given up."""
+        silent, others = self._caller.behind(self._mark), self.withdrawn()
+        told = [f"rank {rank} did not send its call" for rank in silent[:1]]
+        told += [f"rank(s) {_names(others)} gave the call up"] if others else []
+        where = self._caller.where((silent or others or [self._caller.rank])[0], self._caller.began)
+        return CommTimeoutError(
+            f"{where}: {'; '.join(told)}; it is given up on all ranks, make the step again", silent or others
+        )
+
+    def _undecided(self, look: Look) -> CommTimeoutError:
+        return CommTimeoutError(
+            f"{self._caller.where(look.ranks[0], self._caller.began)}: rank(s) {_names(look.ranks)} may have completed "
+            "this call, which is given up here, and do not say so; the next call sees how it has ended",
+            look.ranks,
+        )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

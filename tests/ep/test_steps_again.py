@@ -1,0 +1,242 @@
+"""A step that is made again after an error never meets another step: each value is of that step on all ranks.
+
+Rank 0 stands still where `_stands_still` is called until all others have given the call up (time-outs of 0.4 s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, MismatchError
+from tests.harness import run_ranks
+from tests.survive import stages
+
+NUM_STEPS = 4
+STILL_AT = 2
+HIDDEN = 8
+Step = Callable[[int, Callable[[], None]], Any]
+
+
+def _buffer(num_ranks: int, timeout: float = 0.4) -> epee.Buffer:
+    return epee.Buffer(
+        num_experts=2 * num_ranks,
+        hidden=HIDDEN,
+        num_topk=2,
+        max_tokens_per_rank=4,
+        dtype=torch.float32,
+        timeout=timeout,
+    )
+
+
+def _tokens(num_ranks: int) -> torch.Tensor:
+    """One token; its two experts are on the first two ranks."""
+    return torch.tensor([[0, 2]])
+
+
+def _layer(buffer: epee.Buffer) -> Step:
+    """A whole layer, whose experts multiply by its number; rank 0 stands still between dispatch and combine."""
+
+    def step(k: int, pause: Callable[[], None]) -> float:
+        d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(buffer.num_ranks), torch.ones(1, 2), layout="expert")
+        assert isinstance(d.x, torch.Tensor)
+        pause()
+        return buffer.combine(d.x * k, d.handle).x[0, 0].item() / 2
+
+    return step
+
+
+def _combine(buffer: epee.Buffer) -> Step:
+    """Combines with one handle."""
+    d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(buffer.num_ranks), timeout=20)
+
+    def step(k: int, pause: Callable[[], None]) -> float:
+        pause()
+        return buffer.combine(torch.full((d.handle.num_recv, HIDDEN), float(k)), d.handle).x[0, 0].item() / 2
+
+    return step
+
+
+def _gather(buffer: epee.Buffer) -> Step:
+    """Bytes that say which step it is."""
+
+    def step(k: int, pause: Callable[[], None]) -> float:
+        pause()
+        return sum(int.from_bytes(part, "little") for part in buffer.all_gather_bytes(bytes([k]))) / buffer.num_ranks
+
+    return step
+
+
+def _dispatch(buffer: epee.Buffer) -> Step:
+    """Rows that say which step it is."""
+
+    def step(k: int, pause: Callable[[], None]) -> float:
+        pause()
+        d = buffer.dispatch(torch.full((1, HIDDEN), float(k)), _tokens(buffer.num_ranks))
+        assert isinstance(d.x, torch.Tensor)
+        return d.x[0, 0].item() if len(d.x) else float(k)
+
+    return step
+
+
+STEPS: dict[str, Callable[[epee.Buffer], Step]] = {
+    "layer": _layer,
+    "combine": _combine,
+    "bytes": _gather,
+    "dispatch": _dispatch,
+}
+
+
+def _until_it_succeeds(step: Callable[[], float], on_error: Callable[[], None]) -> tuple[float, list[str]]:
+    errors: list[str] = []
+    while True:
+        try:
+            return step(), errors
+        except (EpeeError, KeyboardInterrupt) as error:
+            errors.append(type(error).__name__)
+            on_error()
+            assert len(errors) < 30, errors
+
+
+def _make_steps(rank: int, num_ranks: int, folder: str, what: str) -> list[tuple[float, list[str]]]:
+    buffer = _buffer(num_ranks)
+    step = STEPS[what](buffer)
+    has_stood: list[int] = []
+
+    def pause(k: int) -> None:
+        if rank == 0 and k == STILL_AT and not has_stood:
+            has_stood.append(k)
+            for other in range(1, num_ranks):
+                stages.wait_for(folder, f"{other} gave up")
+
+    def gave_up() -> None:
+        stages.reach(folder, f"{rank} gave up")
+
+    dist.barrier()
+    return [_until_it_succeeds(lambda k=k: step(k, lambda: pause(k)), gave_up) for k in range(1, NUM_STEPS + 1)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("backend", "num_ranks"), [("epee", 2), ("gloo", 3)])
+@pytest.mark.parametrize("what", STEPS)
+def test_a_rank_that_stands_still_ends_with_the_others(what: str, backend: str, num_ranks: int, tmp_path: Any) -> None:
+    results = run_ranks(_make_steps, num_ranks, str(tmp_path), what, backend=backend)
+    for rank, steps in enumerate(results):
+        assert [value for value, _ in steps] == [1.0, 2.0, 3.0, 4.0], (rank, steps)
+        for k, (_, errors) in enumerate(steps, 1):
+            assert set(errors) <= {"CommTimeoutError"}, (rank, k, steps)
+            assert bool(errors) == (k == STILL_AT), (rank, k, steps)
+
+
+def _interrupted(rank: int, num_ranks: int, folder: str, what: str) -> list[tuple[float, list[str]]]:
+    """Rank 1 is interrupted in its wait for rank 0, which makes its call afterwards."""
+    buffer = _buffer(num_ranks, timeout=20)
+    step = STEPS[what](buffer)
+    exchange = buffer._exchange
+    look = exchange._interrupt
+
+    def interrupting() -> None:
+        exchange._interrupt = look
+        raise KeyboardInterrupt
+
+    def pause(k: int) -> None:
+        if k == STILL_AT and rank == 0:
+            stages.wait_for(folder, "1 gave up")
+        if k == STILL_AT and rank == 1 and not has_been:
+            has_been.append(k)
+            exchange._interrupt = interrupting
+
+    def gave_up() -> None:
+        stages.reach(folder, f"{rank} gave up")
+
+    has_been: list[int] = []
+    dist.barrier()
+    return [_until_it_succeeds(lambda k=k: step(k, lambda: pause(k)), gave_up) for k in range(1, NUM_STEPS + 1)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("what", ["layer", "bytes"])
+def test_an_interrupt_in_a_wait_ends_the_call_on_all(what: str, tmp_path: Any) -> None:
+    results = run_ranks(_interrupted, 3, str(tmp_path), what, backend="epee")
+    for rank, steps in enumerate(results):
+        assert [value for value, _ in steps] == [1.0, 2.0, 3.0, 4.0], (rank, steps)
+        assert steps[1][1] == ["KeyboardInterrupt" if rank == 1 else "CommTimeoutError"]
+
+
+def _undecided(rank: int, num_ranks: int, folder: str, completes: bool) -> list[str]:
+    """Rank 1 stands still between its second look and its word, while rank 0 gives the call up."""
+    buffer = _buffer(num_ranks, timeout=20)
+    exchange = buffer._exchange
+    seen = []
+    if rank == 0:
+        wait = exchange._wait_rows
+
+        def impatient(deadline: float, is_current: bool = False) -> None:
+            exchange._wait_rows = wait  # type: ignore[method-assign]
+            stages.wait_for(folder, "looked")
+            raise CommTimeoutError("made up", [1])
+
+        exchange._wait_rows = impatient  # type: ignore[method-assign]
+    else:
+        go_on = exchange.end.go_on
+
+        def dawdle() -> None:
+            exchange.end.go_on = go_on  # type: ignore[method-assign]
+            stages.reach(folder, "looked")
+            stages.wait_for(folder, "0 saw no end")
+            if not completes:
+                raise KeyboardInterrupt
+            go_on()
+
+        exchange.end.go_on = dawdle  # type: ignore[method-assign]
+    for _ in range(3):
+        try:
+            parts = buffer.all_gather_bytes(b"x")
+            seen.append(b"".join(parts).decode())
+        except (EpeeError, KeyboardInterrupt) as error:
+            seen.append(type(error).__name__)
+        if rank == 0:
+            stages.reach(folder, "0 saw no end")
+    return seen
+
+
+def test_who_cannot_know_how_a_call_ended_says_so_and_does_not_go_on(tmp_path: Any) -> None:
+    late, first = run_ranks(_undecided, 2, str(tmp_path), True)
+    assert first == ["xx", "MismatchError", "MismatchError"], "the other is told"
+    assert late == ["CommTimeoutError", "InvalidState", "InvalidState"]
+
+
+def test_a_call_that_was_open_may_end_well(tmp_path: Any) -> None:
+    late, first = run_ranks(_undecided, 2, str(tmp_path), False)
+    assert late == ["CommTimeoutError", "xx", "xx"]
+    assert first == ["KeyboardInterrupt", "xx", "xx"]
+
+
+def _interrupted_pull(rank: int, num_ranks: int) -> list[str]:
+    """A combine that is interrupted when all have gathered it has its result on the other ranks only."""
+    buffer = _buffer(num_ranks, timeout=20)
+    d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks))
+    if rank == 0:
+
+        def interrupting(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        buffer._path._pull = interrupting  # type: ignore[method-assign,union-attr]
+    seen = []
+    for _ in range(3):
+        try:
+            buffer.combine(torch.ones(d.handle.num_recv, HIDDEN), d.handle)
+            seen.append("result")
+        except (InvalidState, MismatchError, KeyboardInterrupt, AbortedError) as error:
+            seen.append(type(error).__name__)
+    return seen
+
+
+def test_a_result_that_one_rank_lacks_ends_the_buffer() -> None:
+    assert run_ranks(_interrupted_pull, 2) == [
+        ["KeyboardInterrupt", "InvalidState", "InvalidState"],
+        ["result", "MismatchError", "MismatchError"],
+    ]

@@ -1,5 +1,5 @@
-# The commands to know: make demo, make test, make test-all, make check, make bench. All of them make .venv first if it is missing.
-# Needs Python >= 3.10 and make; no compiler.
+# The commands to know: make demo, make test, make test-all, make smoke, make check, make bench. All of them make .venv
+# first if it is missing. Needs Python >= 3.10 and make; no compiler.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all test-defaults check bench install clean
+.PHONY: help demo test test-all test-defaults smoke check bench install clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 22
@@ -37,6 +37,10 @@ test-all: $(STAMP)  ## run the whole test suite, as CI does
 test-defaults: $(STAMP)  ## run calls under foreign default device and dtype (tests/defaults.py)
 	@echo "==> running the tests with poisoned defaults"
 	scripts/test --poisoned-defaults tests/backend tests/ep tests/compat tests/nn
+
+smoke: $(STAMP)  ## a few GPU tests that touch every part; without two GPUs they are skipped, with the reason
+	@echo "==> running the smoke tests"
+	scripts/test -n 0 -m smoke tests/gpu
 
 check: $(STAMP)  ## format, lint and types
 	@echo "==> checking format, lint and types"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -37,7 +38,7 @@ import epee
 from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received
-from epee.ep.throughput.shapes import ThroughputConfig, default_expanded_rows
+from epee.ep.throughput.shapes import ThroughputConfig
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 256, 8, 7168
 WIRE_GBPS = 389.0  # the best copy seen on 4x H200, per direction
@@ -283,7 +284,7 @@ GRAPH_TOKENS, GRAPH_PAIRS = 128, 8
 
 def make_buffer(rank: int, num_ranks: int, tokens: int, num_slots: int) -> Throughput:
     """A buffer for the standard setting."""
-    rows = default_expanded_rows(tokens, NUM_TOPK, NUM_EXPERTS // num_ranks, 1)
+    rows = math.ceil(1.5 * tokens * NUM_TOPK)  # half as many again as a balanced routing brings
     config = ThroughputConfig(
         rank, num_ranks, NUM_EXPERTS, HIDDEN, NUM_TOPK, tokens, torch.bfloat16, num_ranks * tokens, rows, num_slots
     )

@@ -10,9 +10,8 @@ timed by the profiler, each with everything that it waits for already there: so 
 
 Bytes that cross NVLink (`wire`): tokens that go to another rank x bytes of a record, packets or not.
 
-`--fold` lets two GPUs stand for the ranks of `--num-ranks`: each plays its own rank, and to the other GPU also ranks
-2 and above (`part_of` in `csrc/kernels/latency/call.cuh`). Each then sends and receives what a rank of so many does,
-over the same link, and every bit is checked as well. What it does not show: four GPUs that run apart.
+Every rank has a GPU of its own. A mode in which two GPUs stood for four ranks is gone: the kernels would have had to
+know it. `results/latency_gpu_4ranks_on_2xh200.json` was measured in it.
 """
 
 from __future__ import annotations
@@ -57,27 +56,15 @@ class Inputs:
     x: torch.Tensor  # [num_ranks, num_tokens, HIDDEN]
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
-    is_folded: bool
 
     @classmethod
-    def make(cls, rank: int, num_ranks: int, num_tokens: int, seed: int, is_folded: bool = False) -> Inputs:
-        """Random rows, experts and weights. Folded: as this process sees the other one in the parts of all ranks."""
+    def make(cls, rank: int, num_ranks: int, num_tokens: int, seed: int) -> Inputs:
+        """Random rows, experts and weights."""
         gen = torch.Generator().manual_seed(seed)
         x = torch.randn(num_ranks, num_tokens, HIDDEN, generator=gen).to(torch.bfloat16)
         idx = torch.rand(num_ranks, num_tokens, NUM_EXPERTS, generator=gen).topk(NUM_TOPK, dim=-1)[1]
         weights = torch.rand(num_ranks, num_tokens, NUM_TOPK, generator=gen)
-        if is_folded:
-            num_local, peer = NUM_EXPERTS // num_ranks, 1 - rank
-            for src in range(2, num_ranks):  # what it sends to rank `src` is for this rank
-                x[src], idx[src], weights[src] = x[peer], idx[peer], weights[peer]
-                owner, local = idx[src] // num_local, idx[src] % num_local
-                swapped = torch.where(owner == src, rank, torch.where(owner == rank, src, owner))
-                idx[src] = swapped * num_local + local
-        return cls(rank, x.to(DEVICE), idx.to(DEVICE), weights.to(DEVICE), is_folded)
-
-    def process_of(self, dst: int) -> int:
-        """Which process plays a rank."""
-        return dst if dst == self.rank or not self.is_folded else 1 - self.rank
+        return cls(rank, x.to(DEVICE), idx.to(DEVICE), weights.to(DEVICE))
 
     @property
     def num_ranks(self) -> int:
@@ -173,9 +160,7 @@ def sums(data: Inputs, is_wide: bool) -> torch.Tensor:
         for k in range(NUM_TOPK):
             local = data.topk_idx[rank][:, k] - dst * num_local
             here = ((local >= 0) & (local < num_local))[:, None]
-            product = (
-                data.topk_weights[rank][:, k : k + 1] * expert_rows(data.x[rank], data.process_of(dst), local).float()
-            )
+            product = data.topk_weights[rank][:, k : k + 1] * expert_rows(data.x[rank], dst, local).float()
             partial = torch.where(here, partial + product, partial)
         if not is_wide:
             partial = partial.to(torch.bfloat16).float()
@@ -255,17 +240,10 @@ def wire_bytes(core: LatencyCore, data: Inputs, row_words: int, meta_words: int)
     return count * (packet_bytes(words) if is_packed else 4 * words)
 
 
-def make_core(rank: int, num_ranks: int, packet_tokens: int, is_folded: bool) -> LatencyCore:
+def make_core(rank: int, num_ranks: int, packet_tokens: int) -> LatencyCore:
     """A buffer for the setting."""
-    config = LatencyConfig(
-        rank, num_ranks, NUM_EXPERTS, HIDDEN, NUM_TOPK, MAX_TOKENS, packet_tokens=packet_tokens, is_folded=is_folded
-    )
-
-    def gather(mine: bytes) -> list[bytes]:
-        blobs = all_gather_bytes(mine)
-        return blobs + [blobs[1 - rank]] * (num_ranks - 2) if is_folded else blobs
-
-    return LatencyCore(CudaPlatform(torch.device("cuda", rank)), config, gather)
+    config = LatencyConfig(rank, num_ranks, NUM_EXPERTS, HIDDEN, NUM_TOPK, MAX_TOKENS, packet_tokens=packet_tokens)
+    return LatencyCore(CudaPlatform(torch.device("cuda", rank)), config, all_gather_bytes)
 
 
 def say(rank: int, text: str) -> None:
@@ -278,7 +256,7 @@ def check_all(core: LatencyCore, sizes: list[int]) -> None:
     """Every way at every size."""
     rank, num_ranks = core.config.rank, core.config.num_ranks
     for number, tokens in enumerate([*sizes, *reversed(sizes)]):  # growing and shrinking batches
-        data = Inputs.make(rank, num_ranks, tokens, 100 + number, core.config.is_folded)
+        data = Inputs.make(rank, num_ranks, tokens, 100 + number)
         for use_fp8, round_scale, hook, is_wide in (
             (True, False, False, False), (True, True, True, True), (False, False, False, False),
         ):  # fmt: skip
@@ -290,7 +268,7 @@ def check_all(core: LatencyCore, sizes: list[int]) -> None:
 def time_size(core: LatencyCore, tokens: int, with_halves: bool) -> list[dict[str, Any]]:
     """All figures of one size."""
     rank = core.config.rank
-    data = Inputs.make(rank, core.config.num_ranks, tokens, 7, core.config.is_folded)
+    data = Inputs.make(rank, core.config.num_ranks, tokens, 7)
     x, idx, weights = data.x[rank], data.topk_idx[rank], data.topk_weights[rank]
     held: list[CoreReceived] = []
 
@@ -359,14 +337,13 @@ def print_rows(rank: int, packet_tokens: int, rows: list[dict[str, Any]]) -> Non
 def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     """One rank."""
     torch.cuda.set_device(rank)
-    num_processes = 2 if args.fold else args.num_ranks
-    store = dist.FileStore(f"{folder}/store", num_processes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_processes)
-    results: dict[str, Any] = {"num_ranks": args.num_ranks, "is_folded": args.fold, "rows": []}
+    store = dist.FileStore(f"{folder}/store", args.num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.num_ranks)
+    results: dict[str, Any] = {"num_ranks": args.num_ranks, "rows": []}
     try:
         for packet_tokens in args.packets:
             started = time.perf_counter()
-            core = make_core(rank, args.num_ranks, packet_tokens, args.fold)
+            core = make_core(rank, args.num_ranks, packet_tokens)
             say(rank, f"buffer of {core.nbytes / 1e6:.0f} MB in {time.perf_counter() - started:.2f} s")
             check_all(core, args.check if packet_tokens == args.packets[0] else args.check[-2:])
             for tokens in args.tokens:
@@ -397,7 +374,6 @@ def main() -> None:
     """Parse the command line and start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--fold", action="store_true", help="two GPUs play all ranks")
     parser.add_argument("--tokens", type=numbers, default=[1, 16, 128])
     parser.add_argument("--check", type=numbers, default=[0, 1, 16, 33, 128], help="token counts that are checked")
     parser.add_argument(
@@ -409,7 +385,7 @@ def main() -> None:
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(args, folder), nprocs=2 if args.fold else args.num_ranks)
+        mp.spawn(run, args=(args, folder), nprocs=args.num_ranks)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import os
 import re
 import subprocess
 import sys
@@ -115,8 +116,10 @@ def test_the_example_of_the_readme_is_the_one_that_is_tested() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_the_examples_run(path: Path) -> None:
+    """On CPU tensors, wherever this is; `tests/gpu/test_example_gpu.py` runs the second one on GPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    no_gpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=no_gpus)
     assert done.returncode == 0, done.stderr
     assert "rank 0" in done.stdout
     assert "rank 1" in done.stdout

@@ -15,7 +15,6 @@ from ..errors import InvalidArgument
 
 @dataclass
 class _Settings:
-    host_ip: str = "127.0.0.1"
     device_filter: tuple[str, ...] = ()
 
 
@@ -23,20 +22,15 @@ _settings = _Settings()
 
 
 def set_host_ip(address: str) -> None:
-    """Set the address under which peers on other hosts reach this process; groups on one host ignore it.
+    """Check the address under which peers on other hosts would reach this process; groups on one host need none.
 
     Raises:
         InvalidArgument: not an IPv4 or IPv6 address.
     """
     try:
-        _settings.host_ip = str(ipaddress.ip_address(address))
+        ipaddress.ip_address(address)
     except ValueError as exc:
         raise InvalidArgument(f"host ip must be an IPv4 or IPv6 address, got {address!r}") from exc
-
-
-def get_host_ip() -> str:
-    """Return what `set_host_ip` set, 127.0.0.1 before."""
-    return _settings.host_ip
 
 
 def set_device_filter(names: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ exchange, as a refusal, so that the peers raise at once instead of waiting, and 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 import weakref
 from dataclasses import replace
@@ -48,7 +47,6 @@ from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath, throughput_config
 from .throughput.order import CombineOrder
 
-_log = logging.getLogger(__name__)
 _buffer_ids = itertools.count(1)
 _T = TypeVar("_T")
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)

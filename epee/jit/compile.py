@@ -5,29 +5,10 @@ Always a cubin for the exact architecture, never PTX: a driver older than NVRTC 
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from ..errors import CompileError
 from .driver import nvrtc
-
-_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
-_REGISTERS = re.compile(r"Used (\d+) registers")
-
-
-class Resources(NamedTuple):
-    """What one kernel needs.
-
-    Attributes:
-        registers: per thread.
-        stack_bytes: per thread.
-        spill_bytes: per thread, stores and loads together.
-    """
-
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
 
 
 class Compiled(NamedTuple):
@@ -82,16 +63,3 @@ def compile_source(source: str, architecture: str, name: str) -> Compiled:
     finally:
         rtc.nvrtcDestroyProgram(program)
     return Compiled(cubin, text)
-
-
-def resources(log: str) -> dict[str, Resources]:
-    """Read registers, stack and spills of every kernel from the compiler's log."""
-    found = {}
-    for block in log.split("Compiling entry function")[1:]:
-        entry = _ENTRY.match("Compiling entry function" + block)
-        spills = _SPILLS.search(block)
-        registers = _REGISTERS.search(block)
-        if entry and spills and registers:
-            stack, stores, loads = (int(text) for text in spills.groups())
-            found[entry[1]] = Resources(int(registers[1]), stack, stores + loads)
-    return found

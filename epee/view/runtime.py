@@ -325,16 +325,6 @@ class Runtime:
                     return FOREVER if state is None else state.decided.epoch
         return FOREVER
 
-    def kill_evicted(self, slot: int, incarnation: int) -> None:
-        """SIGKILL a process that was voted out and still lives, through its pidfd; nothing else can be hit."""
-        loop = self._running()
-
-        def kill(done: Callable[[], None]) -> None:
-            loop.peers.kill_former(slot, incarnation, self.view())
-            done()
-
-        self._ask(kill)
-
     def dropped(self) -> dict[str, int]:
         """Return how often connections or messages of others were dropped, by reason."""
         return {} if self._loop is None else dict(self._loop.switchboard.dropped)

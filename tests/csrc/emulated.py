@@ -34,7 +34,7 @@ MAX_WARPS = 2
 _FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-fPIC")
 # Numbers of a head that one build serves all of; see CONSTANT and ROOM in `csrc/ptx/types.cuh`.
 _VARIABLE = re.compile(
-    r"\bconstexpr int (kNumRanks|kStallOneIn|kIsFolded|kElement|kReduction|kPipelineThreads|kPipelineBlocks) = (\d+);"
+    r"\bconstexpr int (kNumRanks|kStallOneIn|kElement|kReduction|kPipelineThreads|kPipelineBlocks) = (\d+);"
 )
 
 

@@ -10,10 +10,9 @@ from epee.collectives.params import EXCHANGE_THREADS, KERNELS, TWO_SHOT_THREADS,
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
-from epee.jit.compile import resources
 from epee.jit.params import kernel_symbol
 from epee.jit.source import flatten
-from tests.csrc.compiled import compile_once
+from tests.csrc.compiled import compile_once, resources
 
 THREADS, BLOCKS = CollectivePlan().pipeline
 THREADS_PER_SM = {"exchange": EXCHANGE_THREADS, "two_shot": TWO_SHOT_THREADS, "pipeline": THREADS * BLOCKS}

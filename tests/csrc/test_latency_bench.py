@@ -1,4 +1,4 @@
-"""The checks of `benchmarks/latency_gpu.py` in emulation: also of two processes that play all ranks."""
+"""The checks of `benchmarks/latency_gpu.py` in emulation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tests.csrc.emulated import EmulatedPlatform
 from tests.harness import run_ranks
 
 
-def _check(rank: int, num_processes: int, num_ranks: int, is_folded: bool) -> None:
+def _check(rank: int, num_ranks: int) -> None:
     bench.NUM_EXPERTS, bench.NUM_TOPK, bench.HIDDEN, bench.MAX_TOKENS = 24, 3, 256, 12
     bench.DEVICE = "cpu"
     bench.CudaPlatform = lambda device: EmulatedPlatform(3, shared_bytes=128 << 10)  # type: ignore[misc, assignment]
     torch.cuda.synchronize = lambda: None  # type: ignore[assignment, misc]
-    core = bench.make_core(rank, num_ranks, 4, is_folded)
+    core = bench.make_core(rank, num_ranks, 4)
     bench.check_all(core, [0, 3, 12])
     core.close()
 
 
-@pytest.mark.parametrize(("num_processes", "num_ranks"), [(2, 2), (2, 3), (2, 4)])
-def test_results_are_checked_and_two_processes_can_play_all_ranks(num_processes: int, num_ranks: int) -> None:
-    run_ranks(_check, num_processes, num_ranks, num_ranks > num_processes)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_results_are_checked(num_ranks: int) -> None:
+    run_ranks(_check, num_ranks)

@@ -8,10 +8,9 @@ from epee.ep.latency.gpu.params import KERNELS, kernel_head
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
-from epee.jit.compile import resources
 from epee.jit.params import kernel_symbol
 from epee.jit.source import flatten
-from tests.csrc.compiled import compile_once
+from tests.csrc.compiled import compile_once, resources
 
 THREADS_PER_SM = 512  # one block of a dispatch, two of a combine
 

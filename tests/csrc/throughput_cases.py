@@ -6,6 +6,7 @@ combines on poisoned memory, and sends everything it got to the parent, which kn
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from epee import reference
 from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, ThroughputHandle
-from epee.ep.throughput.shapes import ThroughputConfig, default_expanded_rows
+from epee.ep.throughput.shapes import ThroughputConfig
 from epee.reference import Received, Routed
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 from tests.harness import run_ranks
@@ -144,7 +145,8 @@ def make_buffer(
     platform = EmulatedPlatform(num_sms) if platform_name == "emulated" else CudaPlatform(device_of(rank))
     platform.limits = replace(platform.limits, stall_one_in=stall_one_in)
     most = max(1, *case.num_tokens)
-    rows = default_expanded_rows(case.num_ranks * most, case.num_topk, case.num_local_experts, case.expert_alignment)
+    rows = math.ceil(1.5 * case.num_ranks * most * case.num_topk)  # half as many again as a balanced routing brings
+    rows += case.num_local_experts * (case.expert_alignment - 1)
     config = ThroughputConfig(
         rank, case.num_ranks, case.num_experts, case.hidden, case.num_topk, most, DTYPES[case.dtype],
         max_recv_rows or case.num_ranks * most, rows, num_slots,

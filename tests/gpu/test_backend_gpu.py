@@ -72,6 +72,7 @@ def _streams(rank: int, num_ranks: int) -> None:
         assert y.sum().item() == 6.0 * (1 << 22)
 
 
+@pytest.mark.smoke("backend")
 def test_streams_see_what_was_on_them_before_and_what_came() -> None:
     run_ranks(_streams, 2, backend="epee", timeout_s=150)
 

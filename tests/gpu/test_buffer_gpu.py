@@ -259,6 +259,7 @@ def _deep_ep(rank: int, num_ranks: int) -> None:
             v1.destroy()
 
 
+@pytest.mark.smoke("deep_ep.Buffer", "deep_ep.ElasticBuffer", "throughput/order", "graph")
 def test_deep_eps_buffers_on_cuda_tensors() -> None:
     run_ranks(on_gpu, num_gpus(), _deep_ep, timeout_s=90)
 
@@ -335,6 +336,7 @@ def _death(rank: int, num_ranks: int) -> None:
     raise AssertionError(f"saw {seen}")  # the only way past the harness, which reports the rank that left
 
 
+@pytest.mark.smoke("death")
 def test_a_dead_rank_is_found_long_before_the_time_out() -> None:
     with pytest.raises(RankFailure, match=r"saw \[\(1,\), \(1,\)\]"):
         run_ranks(on_gpu, 2, _death, timeout_s=50)

@@ -86,6 +86,7 @@ def _end(event: Any, hook: Any) -> None:
         event.current_stream_wait()
 
 
+@pytest.mark.smoke("deep_ep.low_latency")
 def test_deep_eps_low_latency_calls() -> None:
     run_ranks(_deep_ep, 2, timeout_s=100)
 
@@ -119,6 +120,7 @@ def _mooncake(rank: int, num_ranks: int) -> list[int]:
     return active.tolist()
 
 
+@pytest.mark.smoke("mooncake.ep")
 def test_mooncakes_buffer_and_a_rank_that_stays_away() -> None:
     assert run_ranks(_mooncake, 2, timeout_s=100) == [[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
 

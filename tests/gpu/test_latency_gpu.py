@@ -55,7 +55,11 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+SMOKE = "two ranks"
+_SMOKE_MARK = pytest.mark.smoke("latency/dispatch", "latency/combine")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[_SMOKE_MARK] if name == SMOKE else []) for name in PLANS])
 def test_same_bits_as_reference(name: str) -> None:
     run_ranks(run_plan, PLANS[name].num_ranks, PLANS[name], "cuda", timeout_s=280)
 

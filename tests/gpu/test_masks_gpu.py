@@ -69,5 +69,6 @@ def _one_tensor(rank: int, num_ranks: int, folder: str) -> list[int]:
     return mask.tolist()
 
 
+@pytest.mark.smoke("mooncake.pg", "mooncake.ep")
 def test_the_backend_and_the_buffer_may_have_one_mask(tmp_path: Path) -> None:
     assert run_ranks(_one_tensor, 2, str(tmp_path), backend=None, timeout_s=120) == [[1, 1]] * 2

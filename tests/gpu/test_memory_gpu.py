@@ -70,7 +70,9 @@ def _share(rank: int, num_ranks: int, way: str) -> list[Any]:
     return [is_zero, is_right, is_written, is_kept, is_again, is_current, str(again.ways.name)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.smoke("pidfd")] if way == "pidfd" else []) for way in WAYS]
+)
 def test_two_processes_share_memory_both_ways(way: str) -> None:
     for result in run_ranks(_share, 2, way, timeout_s=100):
         assert result == [True] * 6 + [way.upper()]

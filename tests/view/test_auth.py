@@ -35,7 +35,7 @@ def test_holders_of_the_token_agree_on_frames_and_on_who_they_are() -> None:
     assert responder.peer == A
     payloads = [secrets.token_bytes(size) for size in (1, 2, 1000, 70_000)]
     assert opener.feed(b"".join(map(sealer.seal, payloads))) == payloads
-    assert opener.num_pending_bytes == 0
+    assert opener._pending == b""
 
 
 def test_frames_may_come_in_any_pieces() -> None:

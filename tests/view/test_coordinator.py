@@ -8,7 +8,6 @@ from epee.view.protocol.messages import (
     DEAD,
     NO_BALLOT,
     STALLED,
-    Accepted,
     Ballot,
     BoardState,
     Decision,
@@ -87,12 +86,12 @@ def test_a_higher_promise_on_the_board_of_the_dead_ends_the_ballot() -> None:
 def test_acceptances_count_only_for_a_proposal() -> None:
     one = campaign((0, 1, 2))
     for slot in (0, 1, 2):
-        one.note_accepted(slot, Accepted(BALLOT, 1))
+        one.note_accepted(slot)
     assert not one.is_chosen(CALM)
     one.proposal = one.choose(CALM, 1.0, 2.0)
-    one.note_accepted(1, Accepted(BALLOT, 1))
+    one.note_accepted(1)
     assert not one.is_chosen(CALM)
-    one.note_accepted(0, Accepted(BALLOT, 1))
+    one.note_accepted(0)
     assert one.is_chosen(CALM)
 
 
@@ -118,7 +117,7 @@ def test_an_occupied_slot_is_free_only_when_its_occupant_goes_or_stays_silent() 
     joins.note(member(2, 0, 5), 0.0, True)
     assert joins.ready(9.0, occupants, (), 1.0) == ([], set())
     assert joins.ready(9.0, occupants, {2}, 1.0) == ([member(2, 0, 5)], set())
-    (request,) = joins.unprobed(9.0, occupants, ())
+    (request,) = joins.unprobed(occupants, ())
     request.probed = 9.0
     assert joins.ready(9.5, occupants, (), 1.0) == ([], set())
     assert joins.ready(10.0, occupants, (), 1.0) == ([member(2, 0, 5)], {2})
@@ -130,8 +129,8 @@ def test_a_repeated_request_has_the_occupant_asked_once_more() -> None:
     """The first question may have come before a new occupant knew that it was in (simulator, seed 3536705)."""
     joins, occupants = Joins(), {2: member(2)}
     joins.note(member(2, 0, 5), 0.0, True)
-    (request,) = joins.unprobed(0.0, occupants, ())
+    (request,) = joins.unprobed(occupants, ())
     request.probed = 0.0
-    assert joins.unprobed(0.1, occupants, ()) == []
+    assert joins.unprobed(occupants, ()) == []
     joins.note(member(2, 0, 5), 0.2, True)
-    assert joins.unprobed(0.2, occupants, ()) == [request]
+    assert joins.unprobed(occupants, ()) == [request]

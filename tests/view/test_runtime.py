@@ -244,21 +244,6 @@ def test_a_dead_rank_is_found_while_another_holds_the_gil(tmp_path: Path) -> Non
         same_history([ranks[0], *ranks[2:]])
 
 
-def test_a_stopped_process_is_killed_only_once_it_was_voted_out(tmp_path: Path) -> None:
-    with group(tmp_path / "run", EVICT) as job:
-        ranks = job.born(3)
-        ranks[0].ask("call", "kill_evicted", 2, 1)
-        assert ranks[2].ask("call", "view").epoch == 1, "a member is not hit"
-        ranks[2].signal(signal.SIGSTOP)
-        for rank in ranks[:2]:
-            rank.tell("accuse_until", 2, 1, 20.0)
-        for rank in ranks[:2]:
-            rank.answer()
-        ranks[0].ask("call", "kill_evicted", 2, 1)
-        ranks[2].process.join(20)
-        assert ranks[2].process.exitcode == -signal.SIGKILL
-
-
 def test_nothing_stays_after_a_clean_end_and_a_killed_job_is_swept_by_the_next(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with group(run) as job:

@@ -65,6 +65,12 @@ def alone() -> Iterator[Runtime]:
     runtime.close()
 
 
+def num_connections(runtime: Runtime) -> int:
+    """Open connections, both ways."""
+    board = runtime._running().switchboard
+    return len(board._outgoing) + len(board._incoming)
+
+
 def usage() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -440,7 +446,7 @@ def test_strangers_that_say_nothing_make_room_for_others(quiet: Runtime) -> None
         with contextlib.suppress(BlockingIOError):
             silent.append(Client(quiet))
     dropped(quiet, "too many", 50)
-    assert quiet._running().switchboard.num_connections <= switchboard.MAX_STRANGERS
+    assert num_connections(quiet) <= switchboard.MAX_STRANGERS
     friend = Client(quiet).hello()
     friend.send(friend.sealer.seal(encode(Ask(1))))
     for client in silent:
@@ -469,7 +475,7 @@ def test_a_flood_of_bad_connections_is_survived(quiet: Runtime) -> None:
             client.socket.setblocking(False)
             client.socket.send(rng.randbytes(rng.randrange(1, 300)))
             client.close()
-    until(lambda: quiet._running().switchboard.num_connections == 0)
+    until(lambda: num_connections(quiet) == 0)
 
 
 def test_when_descriptors_run_out_the_agent_goes_on(quiet: Runtime) -> None:
@@ -478,7 +484,7 @@ def test_when_descriptors_run_out_the_agent_goes_on(quiet: Runtime) -> None:
     used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        until(lambda: quiet._running().switchboard.num_connections >= 3)
+        until(lambda: num_connections(quiet) >= 3)
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
         fillers = []
         with contextlib.suppress(OSError):
@@ -590,8 +596,6 @@ def test_a_pid_that_changed_hands_is_not_taken_for_the_process_that_is_meant(alo
     poll = select.epoll()
     others = Peers(NONCE, poll)
     assert others.add(Member(1, 1, b"p" * 16, pack_endpoint(endpoint))) is False
-    others.kill_former(1, 1, Decision(2, ()))
-    assert Path("/proc/1").exists(), "it was not hit"
     with pytest.raises(ResourceError, match="no witness"):
         others.read_board(b"p" * 16)
     others.retire(Decision(2, ()))

@@ -49,7 +49,6 @@ _TORCH: dict[int, Any] = {
 }
 Scratch = tuple[Any, Any] | None
 _HALVES = (torch.float16, torch.bfloat16)
-_BITWISE = (BAND, BOR, BXOR)
 
 
 def supported(dtype: torch.dtype) -> tuple[int, ...]:

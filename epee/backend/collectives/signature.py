@@ -63,7 +63,6 @@ REDUCE_OPS: tuple[str, ...] = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "B
 NO_REDUCE = 9
 
 MAX_COUNT = (1 << 41) - 1
-MAX_ROOT = (1 << 7) - 2
 
 
 class Call(NamedTuple):

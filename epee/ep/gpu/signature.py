@@ -26,7 +26,7 @@ _DISPATCH_FIELDS = (
     (_WEIGHTS, 1),
 )
 _COMBINE_FIELDS = (("layout", 1), ("dtype", 3), (_WEIGHTS, 1), ("order= (1 given, 0 not)", 1), (_CALL, 10))
-WHERE_CALL, WHERE_FACTS, WHERE_COMBINE = 0, 1, 3  # which word differs, as kernels report it
+WHERE_CALL, WHERE_FACTS = 0, 1  # which word differs, as kernels report it; any other value is a combine's
 
 
 @lru_cache(maxsize=1024)

@@ -69,7 +69,7 @@ class Agreement:
                 self._kin.look(before, deadline, self._interrupt)
                 self._card.say_hello(before + 1, seq, active, self._kin.expected(last))
                 table.wake()
-                self._wait(last, seq, started, deadline)
+                self._wait(last, started, deadline)
                 if table.round == before:
                     self._decide(last, seq, deadline)
             except BaseException:
@@ -133,7 +133,7 @@ class Agreement:
                 agreed = both
         return sorted(agreed)
 
-    def _wait(self, last: Decision, seq: int, started: float, deadline: float) -> None:
+    def _wait(self, last: Decision, started: float, deadline: float) -> None:
         """Wait until everybody has come who may, the round is decided, or the time is over."""
         table, kin, before = self._table, self._kin, last.number
         while table.round == before:

@@ -28,7 +28,6 @@ from ...memory.host import BLOB_BYTES, HostRegion
 from ...memory.layout import Field, Layout
 
 MASK_WORDS = 6
-MOST_RANKS = 64 * MASK_WORDS
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
 _MOST_MEMORY_BYTES = 512  # of the blob of the rows' memory
 _MASK, _EXPECTED, _HELLO_WORDS = 2, 2 + MASK_WORDS, 2 + 2 * MASK_WORDS

@@ -349,8 +349,8 @@ class Survivor:
             self._nap(self._line, VIEW, self.roster.newest)
         return True
 
-    def unfinished(self, ranks: list[int], op: str) -> PeerError:
-        """Return the error of a dispatch whose sources `ranks` died in the midst of it (mode "raise")."""
+    def unfinished(self, op: str) -> PeerError:
+        """Return the error of a dispatch of whose sources some died in the midst of it (mode "raise")."""
         return self._failure(self.roster.view, op, self._exchange.seq, 0.0)
 
     # ---- between two calls

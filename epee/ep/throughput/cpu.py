@@ -137,7 +137,7 @@ class CpuPath:
             self._send(call, handle, rows, slots)
             missing = self.exchange.wait_data(deadline, rows.parties)
             if missing and survivor is not None and survivor.raises:
-                raise survivor.unfinished(missing, "dispatch")
+                raise survivor.unfinished("dispatch")
             return self._receive(call, handle, arena, slot, missing)
         except BaseException:
             self._let_go(arena, slot, last_seq)

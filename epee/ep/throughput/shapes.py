@@ -5,7 +5,6 @@ Everything here is arithmetic on shapes; no memory is touched and no kernel is k
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -266,8 +265,3 @@ def handle_space(config: ThroughputConfig, num_tokens: int) -> HandleSpace:
     for size in sizes:
         offsets.append(offsets[-1] + align_up(size, 4))
     return HandleSpace(*offsets)
-
-
-def default_expanded_rows(max_tokens: int, num_topk: int, num_local_experts: int, expert_alignment: int) -> int:
-    """Return room for half as many slots again as a balanced routing brings, plus padding."""
-    return math.ceil(1.5 * max_tokens * num_topk) + num_local_experts * (expert_alignment - 1)

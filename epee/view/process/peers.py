@@ -15,11 +15,9 @@ A forked child closes its copies of the descriptors; a crash leaves nothing.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
-import signal
 import time
 from pathlib import Path
 
@@ -282,14 +280,6 @@ class Peers:
             self._poll.unregister(peer.pidfd)
             del self._nonce_of[peer.pidfd]
         peer.close()
-
-    def kill_former(self, slot: int, incarnation: int, decision: Decision) -> None:
-        """SIGKILL a process that is no member of `decision`, through its pidfd: it cannot hit another process."""
-        there = {member.nonce for member in decision.members}
-        for nonce, peer in self._peers.items():
-            if peer.member[:2] == (slot, incarnation) and nonce not in there and peer.pidfd >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Drop everything; idempotent. Touches nothing that a forked child shares with its parent."""

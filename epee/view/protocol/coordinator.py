@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .decision import choose_evicted, compose
-from .messages import Accepted, Ballot, BoardState, Decision, LaneState, Member, Promise
+from .messages import Ballot, BoardState, Decision, LaneState, Member, Promise
 from .quorum import has_quorum, highest_accepted, highest_promise
 
 
@@ -59,7 +59,7 @@ class Campaign:
             if promise.accepted is not None and promise.accepted_ballot > self._adopted[0]:
                 self._adopted = (promise.accepted_ballot, promise.accepted)
 
-    def note_accepted(self, slot: int, accepted: Accepted) -> None:
+    def note_accepted(self, slot: int) -> None:
         """Count an acceptance of this ballot."""
         if self.proposal is not None:
             self.acks.add(slot)

@@ -107,7 +107,7 @@ class Joins:
                 replaced.add(slot)
         return members, replaced
 
-    def unprobed(self, now: float, occupants: Mapping[int, Member], leaving: Collection[int]) -> list[Request]:
+    def unprobed(self, occupants: Mapping[int, Member], leaving: Collection[int]) -> list[Request]:
         """Return the admitted requests whose slot is occupied by somebody who is to be asked, maybe once more."""
         return [
             request

@@ -222,7 +222,7 @@ class Proposer:
     def _probe(self) -> None:
         """Ask the occupants of slots that somebody else wants; refuse the joiner when they answer."""
         leaving = {*self.gone, *self._accusers}
-        for request in self.joins.unprobed(self._t, self.members, leaving):
+        for request in self.joins.unprobed(self.members, leaving):
             request.probed = self._t if request.probed is None else request.probed
             request.probe_again = False
             occupant = self.members[request.member.slot]
@@ -350,7 +350,7 @@ class Proposer:
             and slot is not None
             and (message.ballot, message.epoch) == (campaign.ballot, self.epoch)
         ):
-            campaign.note_accepted(slot, message)
+            campaign.note_accepted(slot)
 
     def _nack(self, sender: bytes, message: Nack) -> None:
         campaign = self.campaign

@@ -108,11 +108,6 @@ class Opener:
         self._counter = 0
         self._pending = bytearray()
 
-    @property
-    def num_pending_bytes(self) -> int:
-        """Bytes of a frame that is not complete; at most one frame."""
-        return len(self._pending)
-
     def feed(self, data: bytes) -> list[bytes]:
         """Take bytes from the connection; return the payloads that are complete now.
 

@@ -60,11 +60,6 @@ class Switchboard:
         """True when everything that was sent has left this process, or was dropped."""
         return all(connection.is_idle for connection in self._outgoing.values())
 
-    @property
-    def num_connections(self) -> int:
-        """Open connections, both ways."""
-        return len(self._outgoing) + len(self._incoming)
-
     def send(self, to: Member, message: Message, now: float) -> None:
         """Send a message, or drop it if it cannot be sent."""
         for part in _parts(message):

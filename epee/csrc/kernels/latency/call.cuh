@@ -79,11 +79,6 @@ DEVICE u8* packets_at(const LatencyPlaces& at, u64 region, u64 tag, int src, int
 
 DEVICE u64 marked(u64 tag, u32 value) { return tag << 32 | value; }
 
-/// As which source a rank stores at rank `other`; and whose part source `other` means this rank to play: its own.
-/// In a folded benchmark (`kIsFolded`) processes 0 and 1 are all ranks to each other: each plays its own, and for the
-/// other process also ranks 2 and above, so that two GPUs have the traffic of as many as there are ranks.
-DEVICE int part_of(int rank, int other) { return kIsFolded && other != rank && other != 1 - rank ? other : rank; }
-
 /// The last call that a source has announced, also if it takes no part; `tag` is the call in progress.
 DEVICE_COLD u64 last_head(const LatencyPlaces& at, u64 own, u64 tag, int src) {
   i32 ahead = -static_cast<i32>((tag < 0x7FFFFFFF ? tag : 0x7FFFFFFF));
@@ -217,8 +212,8 @@ DEVICE RecordPlaces record_places(const LatencyCall& call, const LatencyPlaces& 
   for (int n = 0; n < kNumRanks; ++n) {
     const int next = call.rank + 1 + n;
     const int d = next < kNumRanks ? next : next - kNumRanks;
-    const int src = part_of(call.rank, d);
-    u8* place = is_packed ? packets_at(at, s.peer[d], tag, src, token) : row_at(at, s.peer[d], tag, src, token);
+    u8* place =
+        is_packed ? packets_at(at, s.peer[d], tag, call.rank, token) : row_at(at, s.peer[d], tag, call.rank, token);
     to.at[n] = ranks >> d & 1 ? place : nullptr;
   }
   return to;
@@ -246,7 +241,7 @@ DEVICE void release_flags(const LatencyCall& call, const LatencyPlaces& at, cons
                           u32 ranks) {
   const int d = lane_idx();
   perhaps_stall(tag, call.rank, 5);
-  if (d < kNumRanks && (ranks >> d & 1)) st_release_sys(flag_at(at, s.peer[d], tag, part_of(call.rank, d), token), tag);
+  if (d < kNumRanks && (ranks >> d & 1)) st_release_sys(flag_at(at, s.peer[d], tag, call.rank, token), tag);
 }
 
 /// Waits for a head word of every source in `awaited` and understands it: this block's `late` and `refused` grow.

@@ -155,7 +155,7 @@ DEVICE void coordinator(const LatencyDispatchParams& p, const CallShared& s, con
     u32 value = !is_active ? kHeadExcluded : p.refused ? kHeadRefused : head;
     if (w > 0 && local < 0) value = m.bits[d * p.token_words + w - 1];
     if (w > 0 && local >= 0) value = static_cast<u32>(m.counts[d * p.num_local_experts + local]);
-    st_relaxed_sys(head_at(p.at, s.peer[d], s.send_tag, part_of(p.call.rank, d)) + w, marked(s.send_tag, value));
+    st_relaxed_sys(head_at(p.at, s.peer[d], s.send_tag, p.call.rank) + w, marked(s.send_tag, value));
   });
   if (threadIdx.x == 0) *reinterpret_cast<i32*>(p.sent_to) = static_cast<i32>(s.active);
   __syncthreads();  // the memory of counts and bits is used again

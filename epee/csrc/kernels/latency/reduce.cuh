@@ -63,7 +63,7 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
     const u32 value = p.refused    ? kHeadRefused
                       : !is_served ? kHeadExcluded
                                    : static_cast<u32>(p.kind) << kHeadKindShift;
-    st_relaxed_sys(head_at(p.at, s.call.peer[tid], tag, part_of(p.call.rank, tid)), marked(tag, value));
+    st_relaxed_sys(head_at(p.at, s.call.peer[tid], tag, p.call.rank), marked(tag, value));
   }
   if (!p.topk_weights || p.refused) return;
 #pragma unroll 1
@@ -74,7 +74,7 @@ DEVICE void announcer(const LatencyCombineParams& p, const CombineShared& s) {
 #pragma unroll
     for (int d = 0; d < kNumRanks; ++d)
       if (ranks >> d & 1)
-        st_relaxed_sys(weight_at(p, s.call.peer[d], tag, part_of(p.call.rank, d), token, i - token * p.num_topk), word);
+        st_relaxed_sys(weight_at(p, s.call.peer[d], tag, p.call.rank, token, i - token * p.num_topk), word);
   }
 }
 
@@ -217,9 +217,8 @@ DEVICE int next_item(const CombineShared& s, int item) {
 /// Where a partial goes: the place of (this rank, token) at the token's rank.
 DEVICE u8* partial_at(const LatencyCombineParams& p, const CombineShared& s, Pair pair, bool is_packed) {
   const u64 peer = s.call.peer[pair.src];
-  const int src = part_of(p.call.rank, pair.src);
-  return is_packed ? packets_at(p.at, peer, s.call.send_tag, src, pair.token)
-                   : row_at(p.at, peer, s.call.send_tag, src, pair.token);
+  return is_packed ? packets_at(p.at, peer, s.call.send_tag, p.call.rank, pair.token)
+                   : row_at(p.at, peer, s.call.send_tag, p.call.rank, pair.token);
 }
 
 /// An item of rows: a part of a pair's partial.
@@ -266,9 +265,8 @@ DEVICE void send_rows(const LatencyCombineParams& p, CombineShared& s, int first
   const int mine = lane_idx();
   if (warp_idx() != num_warps - 1 || mine >= num_warps || s.rows[mine].count == 0) return;
   const RowItem sent = row_item<kIsWide>(p, first + grid * mine, num_tokens);
-  const int src = part_of(p.call.rank, sent.pair.src);
   perhaps_stall(tag, p.call.rank, 5);
-  st_release_sys(part_flag(p, s.call.peer[sent.pair.src], tag, src, sent.pair.token, sent.part), tag);
+  st_release_sys(part_flag(p, s.call.peer[sent.pair.src], tag, p.call.rank, sent.pair.token, sent.part), tag);
 }
 
 /// Words 3i ... 3i + 2 of a row of y; half of each if the record is float32.

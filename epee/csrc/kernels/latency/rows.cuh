@@ -97,7 +97,7 @@ struct Target {
 DEVICE Target find_target(const LatencyDispatchParams& p, const i32* counts, u32 taken, int src, u64 meta) {
   const u32 entry = static_cast<u32>(meta);
   const i32 expert = static_cast<i32>(entry & 0x7FFF);
-  const i32 local = expert - part_of(p.call.rank, src) * p.num_local_experts;
+  const i32 local = expert - p.call.rank * p.num_local_experts;
   const i32 ordinal = static_cast<i32>(entry >> 16 & 0x7FFF);
   const bool is_here = expert != static_cast<i32>(kNoExpert) && local >= 0 && local < p.num_local_experts;
   if (!is_here || ordinal >= counts[src * p.num_local_experts + local]) return {-1, 0, false};

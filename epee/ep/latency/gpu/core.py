@@ -78,7 +78,7 @@ class LatencyCore:
         self.is_poisoned = False
         self.num_calls = 0
         self._kernels: dict[str, Launcher] = {}
-        head = kernel_head(config.num_ranks, platform.limits.stall_one_in, config.is_folded)
+        head = kernel_head(config.num_ranks, platform.limits.stall_one_in)
         for path, params in KERNELS.items():
             self._kernels.update(platform.kernels(path, head, params))
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)

@@ -127,7 +127,7 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
 
 
 @functools.cache
-def kernel_head(num_ranks: int, stall_one_in: int = 0, is_folded: bool = False) -> str:
+def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
     """Return the generated C++ in front of every latency kernel; `stall_one_in` as in `throughput_params`."""
     constants = {
         "kNumRanks": num_ranks,
@@ -135,7 +135,6 @@ def kernel_head(num_ranks: int, stall_one_in: int = 0, is_folded: bool = False) 
         "kMaxWarps": MAX_WARPS,
         "kNumReports": NUM_REPORTS,
         "kStallOneIn": stall_one_in,
-        "kIsFolded": int(is_folded),
         "kPacketWarps": PACKET_SHARES,
         "kFlagsOfToken": COMBINE_FLAGS,
     }
@@ -160,7 +159,6 @@ class LatencyConfig:
         max_tokens: that a rank dispatches in a call (T).
         max_in_flight: calls of a kind whose receive half may be outstanding: 1, 2 or 4.
         packet_tokens: up to so many tokens a rank's rows cross in packets.
-        is_folded: processes 0 and 1 play all ranks, for benchmarks (`part_of` in `latency/call.cuh`).
     """
 
     rank: int
@@ -171,7 +169,6 @@ class LatencyConfig:
     max_tokens: int
     max_in_flight: int = 2
     packet_tokens: int = PACKET_TOKENS
-    is_folded: bool = False
 
     def check(self) -> None:
         """Raise `InvalidArgument` for what the kernels cannot do."""

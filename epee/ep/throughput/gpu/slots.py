@@ -155,11 +155,6 @@ class SlotPool:
         granted = self._granted[slot]
         return slot if granted == 0 or granted < self._exchanged[0] else None
 
-    @property
-    def num_free(self) -> int:
-        """Slots that can be taken now."""
-        return sum(slot not in self._haunted for slot in self._free)
-
 
 @dataclass(eq=False, slots=True)
 class Taken:

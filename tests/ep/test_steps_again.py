@@ -23,14 +23,17 @@ HIDDEN = 8
 Step = Callable[[int, Callable[[], None]], Any]
 
 
-def _buffer(num_ranks: int, timeout: float = 0.4) -> epee.Buffer:
+def _buffer(num_ranks: int, what: str = "", timeout: float = 0.4) -> epee.Buffer:
+    mode = "latency" if what in ("latency", "hooks") else "throughput"
+    dtype = {} if mode == "latency" else {"dtype": torch.float32}
     return epee.Buffer(
         num_experts=2 * num_ranks,
         hidden=HIDDEN,
         num_topk=2,
         max_tokens_per_rank=4,
-        dtype=torch.float32,
         timeout=timeout,
+        mode=mode,
+        **dtype,  # type: ignore[arg-type]
     )
 
 
@@ -84,11 +87,29 @@ def _dispatch(buffer: epee.Buffer) -> Step:
     return step
 
 
+def _latency(buffer: epee.Buffer, use_hook: bool = False) -> Step:
+    """A whole layer in latency mode."""
+
+    def step(k: int, pause: Callable[[], None]) -> float:
+        d: Any = buffer.dispatch(torch.ones(1, HIDDEN).bfloat16(), _tokens(buffer.num_ranks), return_hook=use_hook)
+        if use_hook:
+            d.hook()
+        pause()
+        c: Any = buffer.combine(d.x * k, d.handle, return_hook=use_hook)
+        if use_hook:
+            c.hook()
+        return float(c.x[0, 0]) / 2
+
+    return step
+
+
 STEPS: dict[str, Callable[[epee.Buffer], Step]] = {
     "layer": _layer,
     "combine": _combine,
     "bytes": _gather,
     "dispatch": _dispatch,
+    "latency": _latency,
+    "hooks": lambda buffer: _latency(buffer, use_hook=True),
 }
 
 
@@ -104,7 +125,7 @@ def _until_it_succeeds(step: Callable[[], float], on_error: Callable[[], None]) 
 
 
 def _make_steps(rank: int, num_ranks: int, folder: str, what: str) -> list[tuple[float, list[str]]]:
-    buffer = _buffer(num_ranks)
+    buffer = _buffer(num_ranks, what)
     step = STEPS[what](buffer)
     has_stood: list[int] = []
 
@@ -134,13 +155,14 @@ def test_a_rank_that_stands_still_ends_with_the_others(what: str, backend: str, 
 
 def _interrupted(rank: int, num_ranks: int, folder: str, what: str) -> list[tuple[float, list[str]]]:
     """Rank 1 is interrupted in its wait for rank 0, which makes its call afterwards."""
-    buffer = _buffer(num_ranks, timeout=20)
+    buffer = _buffer(num_ranks, what, timeout=20)
     step = STEPS[what](buffer)
-    exchange = buffer._exchange
-    look = exchange._interrupt
+    waits: Any = buffer._path.wire if what == "latency" else buffer._exchange  # type: ignore[union-attr]
+    name = "interrupt" if what == "latency" else "_interrupt"
+    look = getattr(waits, name)
 
     def interrupting() -> None:
-        exchange._interrupt = look
+        setattr(waits, name, look)
         raise KeyboardInterrupt
 
     def pause(k: int) -> None:
@@ -148,7 +170,7 @@ def _interrupted(rank: int, num_ranks: int, folder: str, what: str) -> list[tupl
             stages.wait_for(folder, "1 gave up")
         if k == STILL_AT and rank == 1 and not has_been:
             has_been.append(k)
-            exchange._interrupt = interrupting
+            setattr(waits, name, interrupting)
 
     def gave_up() -> None:
         stages.reach(folder, f"{rank} gave up")
@@ -158,7 +180,7 @@ def _interrupted(rank: int, num_ranks: int, folder: str, what: str) -> list[tupl
     return [_until_it_succeeds(lambda k=k: step(k, lambda: pause(k)), gave_up) for k in range(1, NUM_STEPS + 1)]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("what", ["layer", "bytes"])
+@pytest.mark.parametrize("what", ["layer", "bytes", "latency"])
 def test_an_interrupt_in_a_wait_ends_the_call_on_all(what: str, tmp_path: Any) -> None:
     results = run_ranks(_interrupted, 3, str(tmp_path), what, backend="epee")
     for rank, steps in enumerate(results):

@@ -9,13 +9,13 @@ that the others hear of it, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from ...errors import CommTimeoutError, InvalidState, RankFailedError, context
 from ...memory.signals import tag
 from .header import REASON_BYTES
-from .withdrawal import LINE_WORDS, End, EndWords, Look
+from .withdrawal import End, EndWords, Look
 
 GRACE_S = 0.5  # how long one that gave a call up waits for those that are just deciding
 _LOOK_S = 0.0005
@@ -53,7 +53,11 @@ class Caller(Protocol):
     rank: int
     epoch: int
     gathered: int
-    began: float
+    part: str  # what the others wait for, in messages
+
+    @property
+    def began(self) -> float:
+        """When the call began, a `time.monotonic()` value."""
 
     @property
     def seq(self) -> int:
@@ -71,7 +75,7 @@ class Caller(Protocol):
         """Return the call as messages name it."""
 
     def behind(self, want: int, is_data: bool = False) -> list[int]:
-        """Return the ranks whose row of the call is not here."""
+        """Return the ranks whose part of the call is not here."""
 
 
 class CallEnd:
@@ -81,21 +85,22 @@ class CallEnd:
         caller: makes the calls.
 
     Attributes:
+        lost: why this buffer cannot go on; empty while it can.
         failed: the last call that was given up, on all ranks.
         is_open: whether this rank has given its last call up, and does not know yet how it ends.
     """
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self._lost = ""  # why this buffer cannot go on
+        self.lost = ""  # why this buffer cannot go on
         self.failed = 0
         self.is_open = False
 
-    def begin(self, words: Mapping[int, memoryview], lines_at: int, row_at: Callable[[int, int], int]) -> None:
-        """Begin an epoch with these inboxes; `lines_at`: of the ranks' lines in each of them."""
+    def begin(self, words: EndWords) -> None:
+        """Begin an epoch, whose members have these words."""
         self.failed = 0
         self.is_open = False
-        self._words = EndWords(self._caller.rank, words, lambda rank: lines_at + rank * LINE_WORDS, row_at)
+        self._words = words
 
     @property
     def _mark(self) -> int:
@@ -103,13 +108,13 @@ class CallEnd:
 
     def check(self) -> None:
         """Raise `InvalidState` when an earlier call has ended otherwise here than on the other ranks."""
-        if self._lost:
-            raise InvalidState(self._lost)
+        if self.lost:
+            raise InvalidState(self.lost)
 
     def lose(self, error: str) -> None:
         """Note that the last call has raised `error` here, and that others have its result."""
         caller = self._caller
-        self._lost = (
+        self.lost = (
             f"{context(caller.op, rank=caller.rank, seq=caller.seq, epoch=caller.epoch)}: this call has raised {error} "
             "here, and others have completed it: the ranks stand before different calls; close this buffer on all "
             "ranks and make a new one"
@@ -199,7 +204,7 @@ class CallEnd:
     def given_up(self) -> CommTimeoutError:
         """Return what the caller of a call is told that others have given up."""
         silent, others = self._caller.behind(self._mark), self.withdrawn()
-        told = [f"rank {rank} did not send its call" for rank in silent[:1]]
+        told = [f"rank {rank} did not send its {self._caller.part}" for rank in silent[:1]]
         told += [f"rank(s) {_names(others)} gave the call up"] if others else []
         where = self._caller.where((silent or others or [self._caller.rank])[0], self._caller.began)
         return CommTimeoutError(

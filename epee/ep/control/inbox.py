@@ -60,7 +60,7 @@ from .header import OP_GATHER as OP_GATHER
 from .header import OP_NAMES as OP_NAMES
 from .header import REASON_BYTES as REASON_BYTES
 from .header import Header as Header
-from .withdrawal import LINE_WORDS
+from .withdrawal import LINE_WORDS, EndWords
 
 if TYPE_CHECKING:
     from ..membership.epochs import Survivor
@@ -124,6 +124,8 @@ class Exchange:
         survivor: says what a new view does to a call; None where a dead rank ends the buffer.
     """
 
+    part = "call"
+
     def __init__(
         self,
         config: BufferConfig,
@@ -163,7 +165,7 @@ class Exchange:
         self._words = {rank: inboxes[rank].words(0, self._num_words) for rank in self.members}
         self._addresses = {rank: inboxes[rank].address for rank in self.members}
         self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
-        self.end.begin(self._words, self._data_at, self._row_at)
+        self.end.begin(EndWords(self.rank, self._words, lambda rank: self._data_at + rank * LINE_WORDS, self._row_at))
 
     def restrict(self, epoch: int, members: Sequence[int]) -> None:
         """Begin an epoch among some of the ranks whose inboxes this was made with; all of them do."""

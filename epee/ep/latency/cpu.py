@@ -189,6 +189,7 @@ class LatencyCpuPath:
     ) -> LatencyDispatched:
         """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
         self._require_place()
+        self._flights.check()
         self._flights.require_slot()
         handle = self._new_handle(call)
         got = self._empty_result(call.quantisation, handle)
@@ -298,6 +299,7 @@ class LatencyCpuPath:
         handle = call.handle
         assert isinstance(handle, HostLatencyHandle)
         self._require_place()
+        self._flights.check()
         self._flights.require_slot()
         out = call.out
         if out is None:
@@ -382,6 +384,7 @@ class LatencyCpuPath:
 
     def _go_on(self, decision: Decision) -> None:
         self._kin.commit(decision)
+        self._flights.restart()
         self.wire.restart(decision.seq)
         self.wire.set_cut(decision.members)
 

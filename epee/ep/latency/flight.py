@@ -3,23 +3,30 @@
 A `Flight` is one call between its first step and its last; `Flights` takes it through them over a `Wire`. Whatever ends
 a flight, its slot is freed: a call that failed leaves nothing behind that could hold up or mix with a later one.
 
+A call without a mask ends alike on all (`control/ending.py`): a rank that does not get all halves in time, or is
+interrupted in its wait, gives it up for all, and is taken along where a peer has got all of its own. With a mask each
+rank ends it by itself: who did not come is a finding.
+
 Who is lost: a rank that is dead, that has not come (or not freed its slot) when the time is over, or that counts this
 rank out itself. What it had stored whole before it died counts. A lost rank is lost for the whole call.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from ...errors import CommTimeoutError, InvalidState, MismatchError, RankFailedError, context
+from ...errors import CommTimeoutError, EpeeError, InvalidState, MismatchError, RankFailedError, context
+from ..control.ending import GRACE_S, CallEnd
 from ..control.messages import reason_bytes
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
-from .wire import NUM_AGREED, OP_NAMES, Head, Patience, Wire
+from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, Head, Patience, Wire
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result", LatencyDispatched, LatencyCombined)
 _LABELS = {
     "op": "the call",
@@ -46,7 +53,7 @@ class NoFreeSlot(InvalidState):
 
 
 class Flight:
-    """One call between its first step and its last.
+    """One call between its first step and its last; the `Caller` of its end.
 
     Attributes:
         seq: its number.
@@ -55,10 +62,23 @@ class Flight:
         lost: ranks that did not come, and why.
         active: ranks that this half counts on.
         wait_us: microseconds that the receive half has waited for each rank.
+        end: how the call ends, where it has no mask.
+        gathered: its number when this rank has all halves of such a call, 0 before.
     """
 
-    def __init__(self, seq: int, head: Head, options: LatencyOptions, num_ranks: int) -> None:
+    part = "half"
+    records = None  # a view does not change by itself: `sync` does it, between calls
+
+    def __init__(self, seq: int, head: Head, options: LatencyOptions, wire: Wire, epoch: int) -> None:
         self.seq = seq
+        self.op = OP_NAMES[head.op]
+        self.rank = wire.rank
+        self._has_come = wire.is_here
+        self.epoch = epoch
+        self.gathered = 0
+        num_ranks = wire.config.num_ranks
+        self.end = CallEnd(self)
+        self.end.begin(wire.end_words(seq))
         self.head = head
         self.options = options
         self.lost: dict[int, str] = {}
@@ -70,6 +90,29 @@ class Flight:
         """Start the clock of a half."""
         self.started = time.monotonic()
         self.patience = Patience(self.started + self.options.timeout_s, self.options.timeout_s)
+
+    @property
+    def began(self) -> float:
+        """When the half began, a `time.monotonic()` value."""
+        return self.started
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the call ends alike on all ranks."""
+        return self.options.active_ranks is None
+
+    def where(self, peer: int, started: float | None = None) -> str:
+        """Return the call as messages name it."""
+        elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
+        return context(self.op, rank=self.rank, peer=peer, seq=self.seq, **elapsed)
+
+    def behind(self, want: int, is_data: bool = False) -> list[int]:
+        """Return the ranks whose half is not here."""
+        return [rank for rank in self.others() if not self._has_come(rank, self.seq)]
+
+    def others(self) -> list[int]:
+        """Return the other ranks that this half counts on."""
+        return [rank for rank, is_active in enumerate(self.active) if is_active and rank != self.rank]
 
     def peers(self) -> list[int]:
         """Return the ranks that still count, ascending."""
@@ -87,6 +130,8 @@ class Flights:
     def __init__(self, wire: Wire, epoch: Callable[[], int]) -> None:
         self.wire = wire
         self._epoch = epoch
+        self._unknown: list[Flight] = []  # calls that this rank has given up, and that may have ended well on others
+        self._lost = ""  # why the buffer cannot go on
 
     def require_slot(self) -> None:
         """Raise `NoFreeSlot` when as many calls as there are slots wait for their hooks."""
@@ -96,9 +141,30 @@ class Flights:
                 f"num_slots={self.wire.config.num_slots} calls ago, whose slot this call needs; call its hook first"
             )
 
+    def check(self) -> None:
+        """Raise where the ranks stand before different calls, or may.
+
+        Raises:
+            InvalidState: an earlier call has ended otherwise here than on the other ranks.
+            CommTimeoutError: it is still open how one ended.
+        """
+        for flight in self._unknown[:]:
+            flight.end.settle()
+            self._lost = self._lost or flight.end.lost
+            self._unknown.remove(flight)
+        if self._lost:
+            raise InvalidState(self._lost)
+
+    def restart(self) -> None:
+        """All ranks go on from the same call: what was open is forgotten."""
+        self._unknown.clear()
+        self._lost = ""
+
     def begin(self, head: Head, options: LatencyOptions) -> Flight:
         """Start the next call."""
-        flight = Flight(self.wire.begin(), head, options, self.wire.config.num_ranks)
+        flight = Flight(self.wire.begin(), head, options, self.wire, self._epoch())
+        if flight.is_alike:
+            self.wire.say_begun(flight.seq)
         self.read_mask(flight)
         self.wire.set_cut(flight.active, flight.seq)
         return flight
@@ -142,16 +208,64 @@ class Flights:
 
     def heads(self, flight: Flight) -> dict[int, Head]:
         """Wait for everybody who counts; return the headers of those who came, ranks ascending."""
+        if not flight.is_alike:
+            return self._heads(flight)
+        try:
+            heads = self._heads(flight)
+        except MismatchError:
+            raise  # the others see it, too
+        except BaseException as problem:
+            self._leave(flight, problem)
+            raise
+        if not flight.lost and not flight.end.withdrawn():
+            flight.end.go_on()
+        else:
+            error = self._loss(flight)
+            self._leave(flight, error)
+            heads = self._follow(flight, heads, error)
+        flight.gathered = flight.seq
+        return heads
+
+    def _heads(self, flight: Flight) -> dict[int, Head]:
         heads = {}
         for src in flight.peers():
             before = time.monotonic_ns()
             has_come = self.has_come(flight, src)
             flight.wait_us[src] = (time.monotonic_ns() - before) // 1000
             if has_come:
-                head, reason = self.wire.head_of(src, flight.seq)
-                self.agree(flight, src, head, reason)
-                heads[src] = head
+                heads[src] = self._head(flight, src)
         return heads
+
+    def _head(self, flight: Flight, src: int) -> Head:
+        head, reason = self.wire.head_of(src, flight.seq)
+        self.agree(flight, src, head, reason)
+        return head
+
+    def _leave(self, flight: Flight, cause: BaseException | None) -> None:
+        """Give a call up; returns when a peer has all of its halves, else raises `cause` or that it is given up."""
+        try:
+            flight.end.give_up(cause)
+        finally:
+            self._lost = self._lost or flight.end.lost
+            if flight.end.is_open:
+                self._unknown.append(flight)
+
+    def _follow(self, flight: Flight, heads: dict[int, Head], error: EpeeError | None) -> dict[int, Head]:
+        """Wait for the halves that this rank lacks: a peer has all of its own, so these were begun, too."""
+        patience = Patience(time.monotonic() + GRACE_S, 0.0)
+        for src in sorted(flight.lost):
+            if not self.wire.has_come(src, flight.seq, patience):
+                error = error or flight.end.given_up()
+                self.miss(flight, error)
+                raise error
+            del flight.lost[src]
+            heads[src] = self._head(flight, src)
+        return dict(sorted(heads.items()))
+
+    def miss(self, flight: Flight, error: BaseException) -> None:
+        """Note that others may have the result of a call that has raised `error` here."""
+        flight.end.lose(type(error).__name__)
+        self._lost = self._lost or flight.end.lost
 
     def agree(self, flight: Flight, src: int, head: Head, reason: str) -> None:
         """Raise `MismatchError` unless a peer makes the same call."""
@@ -177,11 +291,20 @@ class Flights:
     def give_up(self, flight: Flight, error: BaseException) -> None:
         """End a call that this rank cannot make, and tell the peers that have not got its half."""
         try:
+            if flight.is_alike and any(self.wire.is_posted(dst, flight.seq) for dst in flight.others()):
+                self._unsaid(flight, error)
             for dst in self.reachable(flight):
                 if dst != self.wire.rank and not self.wire.is_posted(dst, flight.seq):
                     self.wire.post(dst, flight.seq, flight.head._replace(refused=1), reason_bytes(error))
         finally:
             self.wire.free(flight.seq)
+
+    def _unsaid(self, flight: Flight, error: BaseException) -> None:
+        """Give up a call whose halves may have reached some peers; `error` goes to its caller."""
+        try:
+            self._leave(flight, error)
+        except BaseException as raised:  # noqa: BLE001 - it is `error`, or that its end is open: the caller has `error`
+            _log.debug("a call that failed while it was sent: %s", raised)
 
     def finish(self, flight: Flight, result: _Result, receive: Callable[[], None]) -> _Result:
         """Receive now, or hand out a hook that does."""
@@ -206,6 +329,10 @@ class Flights:
         try:
             receive()
             self.require_all(flight)
+        except BaseException as error:
+            if flight.gathered and flight.head.op == LATENCY_COMBINE:
+                self.miss(flight, error)  # after a dispatch the next calls differ, and say so
+            raise
         finally:
             self.wire.free(flight.seq)
             self.mark(flight)
@@ -222,25 +349,31 @@ class Flights:
 
     def require_all(self, flight: Flight) -> None:
         """Without a mask a lost rank is an error."""
-        if flight.options.active_ranks is not None or not flight.lost:
-            return
-        op = OP_NAMES[flight.head.op]
+        error = self._loss(flight) if flight.is_alike else None
+        if error is not None:
+            raise error
+
+    def _loss(self, flight: Flight) -> EpeeError | None:
+        """Return the error that tells who did not come."""
+        if not flight.lost:
+            return None
         dead = sorted(rank for rank, why in flight.lost.items() if why == "dead")
         lost = dead or sorted(flight.lost)
-        elapsed = time.monotonic() - flight.started
-        where = context(op, rank=self.wire.rank, peer=lost[0], seq=flight.seq, elapsed=elapsed)
+        if not dead and flight.end.withdrawn():
+            return flight.end.given_up()
+        where = flight.where(lost[0], flight.started)
         names = ", ".join(str(rank) for rank in lost)
         if dead:
-            raise RankFailedError(
+            return RankFailedError(
                 f"{where}: rank {names} is dead (its process ended); give active_ranks to go on without it",
                 lost,
-                op,
+                flight.op,
                 flight.seq,
                 self._epoch(),
                 "process ended",
             )
-        raise CommTimeoutError(
-            f"{where}: rank {names} did not send its half; the buffer can be used again, give active_ranks to go on "
-            "without silent ranks",
+        return CommTimeoutError(
+            f"{where}: rank {names} did not send its half; this call is given up, make the step again; give "
+            "active_ranks to go on without silent ranks",
             lost,
         )

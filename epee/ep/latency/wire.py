@@ -6,6 +6,8 @@ has a **section** of its own that no other rank writes:
     region of a rank:  freed   [num_slots]          written by the owner: the last call whose section may be overwritten
                        cut     [num_ranks]          written by the source: up to which call it sends nothing here
                        waiting [1]                  written by the owner: its last wait: which call, until when
+                       ends    [num_slots]          written by the owner: tag of the last call that it has begun; how
+                                                    it ended (`control/withdrawal.py`)
                        head    [num_slots][source]  word 0 = tag of the call, stored last; header and a refusal's reason
                        early   [num_slots][source]  tag of a combine whose weights have arrived
                        meta    [num_slots][source][max_tokens]  token, its expert ids, its weights
@@ -20,6 +22,10 @@ earlier call.
 
 A rank that waits in an earlier call for somebody else is not silent: the time-out for it starts when its own wait ends
 (`waiting`), or a rank that stays away would make those who waited for it in vain look late to the others.
+
+A call without a mask ends alike on all: who has all halves looks whether a peer has given the call up before it goes
+on, and who gives it up goes on after all if a peer has all of its halves. A rank says that it has begun a call before
+it sends anything, so where that word is missing nobody has all halves, and nobody will.
 
 `cut` tells a rank that a peer counts it out, so that it need not wait for the time-out to find out. It names the call:
 who has not begun the next one yet may count this rank in again there, so that is waited for.
@@ -49,6 +55,7 @@ from ...memory.layout import Field, Layout
 from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, futex_sleep, futex_wake, tag, untag
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
+from ..control.withdrawal import LINE_WORDS, EndWords
 from ..throughput.placement import Ints
 from .rows import Floats, Rows
 
@@ -97,6 +104,7 @@ def region_layout(config: BufferConfig) -> Layout:
         Field("freed", torch.int64, (num_slots, _LINE)),
         Field("cut", torch.int64, (num_ranks, _LINE)),
         Field("waiting", torch.int64, (_LINE,)),
+        Field("ends", torch.int64, (num_slots, LINE_WORDS)),
         Field("head", torch.int64, (*sections, head_words)),
         Field("early", torch.int64, (*sections, _LINE)),
         Field("meta", torch.int32, (*sections, tokens, 1 + 2 * config.num_topk)),
@@ -231,6 +239,23 @@ class Wire:
         futex_wake(own.address + 8 * index)
         self._open.discard(slot)
 
+    # -- how a call without a mask ends
+
+    def say_begun(self, seq: int) -> None:
+        """Say that this rank takes part in a call; before it sends anything of it."""
+        own = self.regions[self.rank]
+        own.words[own.at("ends", self.slot(seq))] = tag(self._epoch(), seq)
+
+    def end_words(self, seq: int) -> EndWords:
+        """Return the words by which the ranks agree on how a call ends."""
+        line = self.regions[self.rank].at("ends", self.slot(seq))
+        words = {rank: region.words for rank, region in enumerate(self.regions)}
+        return EndWords(self.rank, words, lambda rank: line, lambda parity, rank: line)
+
+    def is_given_up(self, seq: int) -> bool:
+        """Whether a peer has given the call up."""
+        return bool(self.end_words(seq).withdrawn(tag(self._epoch(), seq)))
+
     def restart(self, seq: int) -> None:
         """Go on from call number `seq`, all slots free; every rank that goes on does the same."""
         self.seq = seq
@@ -291,6 +316,11 @@ class Wire:
 
         return self._wait(own, index, is_there, src, seq, patience)
 
+    def is_here(self, src: int, seq: int) -> bool:
+        """Whether the half of a peer has come."""
+        own = self.regions[self.rank]
+        return own.words[own.at("head", self.slot(seq), src)] == tag(self._epoch(), seq)
+
     def is_early(self, src: int, seq: int) -> bool:
         """Whether the weights that `src` pushes for a combine have come."""
         own = self.regions[self.rank]
@@ -326,7 +356,7 @@ class Wire:
                 return True
             self.interrupt()
             now = time.monotonic()
-            if peer in self.watch.dead() or self.is_cut_by(peer, seq):
+            if peer in self.watch.dead() or self.is_cut_by(peer, seq) or self.is_given_up(seq):
                 return is_there(words[index])  # what was stored before it died counts
             if now > until:
                 later = min(self._waits_until(peer, seq) + patience.timeout_s, limit)

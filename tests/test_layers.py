@@ -55,8 +55,6 @@ CIRCLES = {
         }
     ),
     frozenset({"backend.group", "backend.staging"}),
-    frozenset({"ep.control.bootstrap", "ep.control.inbox", "ep.membership.birth", "ep.membership.epochs"}),
-    frozenset({"ep.latency.gpu.core", "ep.latency.gpu.half"}),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, InvalidState, RankFailedError
+from ..view.group import GroupInView
 from .engine.engine import Engine
 from .engine.entry import ENDED
 from .membership.epochs import Survival
@@ -61,6 +62,11 @@ class ViewCalls:
     def get_num_synced_ranks(self) -> int:
         """Return how many ranks take part or are ready to, beyond the group's size as well. A collective call."""
         return sum(self.get_peer_state(range(MAX_RANKS)))
+
+    def in_view(self, num_ranks: int) -> GroupInView | None:
+        """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""
+        survival = self._engine.survival
+        return None if survival is None else survival.in_view(num_ranks)
 
     def waiting_ranks(self) -> tuple[int, ...]:
         """Return the ranks, lost or new, for which a process waits, as far as this rank has heard; no communication."""

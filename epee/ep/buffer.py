@@ -145,9 +145,10 @@ class Buffer(Calls):
         born = meet(members, self.config, refusal) if is_made else Born([], DeathWatch())
         start = LatencyBorn(born, place, running)
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
-        self._survivor = None
         if begun is not None:
-            self._survivor = Survivor(self.config, self.rank, begun, self._exchange, self._timeout, self._closing.check)
+            self._exchange.membership = Survivor(
+                self.config, self.rank, begun, self._exchange, self._timeout, self._closing.check
+            )
         self._control = ControlPlane(self.config, self.rank, self._exchange)
         self._lanes = Lanes(self.config.device)
         try:
@@ -159,11 +160,9 @@ class Buffer(Calls):
             born.close()
             self._exchange.release()
             raise
-        if self._survivor is not None:
-            self._survivor.forget = self._path.close
-        self._inbox_bytes = born.inboxes[self.rank].mapped_bytes if born.inboxes else 0
+        self._exchange.membership.forget = self._path.close
         # a buffer that is dropped without close() returns its memory as well
-        self._finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange, self._survivor)
+        self._finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange)
         self._finalizer.atexit = False
         self._closed = False
 
@@ -450,8 +449,7 @@ class Buffer(Calls):
         """Bytes of shared memory that this rank maps for others: its inbox and the arenas made so far."""
         if self._closed:
             return 0
-        inbox_bytes = self._inbox_bytes if self._survivor is None else self._survivor.inbox_bytes
-        return inbox_bytes + self._path.nbytes
+        return self._exchange.membership.inbox_bytes + self._path.nbytes
 
     @property
     def max_num_sms(self) -> int:
@@ -463,7 +461,7 @@ class Buffer(Calls):
         """Whether a process that takes a lost rank's place comes in: in `sync` (latency mode), or in a call."""
         if isinstance(self._path, (LatencyCpuPath, LatencyCudaPath)):
             return self._path.takes_replacements
-        return self._survivor is not None
+        return self._exchange.membership.takes_replacements
 
     @property
     def num_copied_results(self) -> int:

@@ -18,7 +18,6 @@ from ..errors import EpeeError
 from .checks import check_timeout
 from .control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES, Exchange, Moved
 from .control.messages import ControlPlane
-from .membership.epochs import Survivor
 from .paths import Path
 from .throughput.gpu_path import CudaPath
 from .turns import Turns
@@ -33,7 +32,6 @@ class Calls(Turns):
     _path: Path
     _control: ControlPlane
     _exchange: Exchange
-    _survivor: Survivor | None
     _timeout: float
 
     def barrier(self, timeout: float | None = None) -> None:
@@ -71,9 +69,8 @@ class Calls(Turns):
                 deadline = now + self._timeout
                 try:
                     deadline = now + check_timeout(timeout, self._timeout)
-                    survivor = self._survivor
-                    if survivor is not None and survivor.has_turned:
-                        survivor.turn(OP_NAMES[op], deadline)
+                    if self._exchange.membership.has_turned:
+                        self._exchange.membership.turn(OP_NAMES[op], deadline)
                         last_seq = self._path.num_announced(op)
                     return work(deadline)
                 except Moved:  # the view has changed, and the call is to be made again with who is left
@@ -83,8 +80,7 @@ class Calls(Turns):
                         self._refuse(op, error, deadline)
                     raise
                 finally:
-                    if self._survivor is not None:
-                        self._survivor.hide()
+                    self._exchange.membership.hide()
 
         return self._alone(announced_work)
 

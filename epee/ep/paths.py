@@ -17,7 +17,6 @@ from .gpu.platform import CudaPlatform, Platform
 from .latency.birth import LatencyBorn
 from .latency.cpu import LatencyCpuPath
 from .latency.gpu_path import LatencyCudaPath
-from .membership.epochs import Survivor
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath
 from .turns import Closing
@@ -65,13 +64,12 @@ def make_path(
     return path
 
 
-def return_all(path: Path, born: Born, exchange: Exchange, survivor: Survivor | None) -> None:
+def return_all(path: Path, born: Born, exchange: Exchange) -> None:
     """Give back all that a buffer has."""
     path.close()
     born.close()
     exchange.release()
-    if survivor is not None:
-        survivor.close()
+    exchange.membership.close()
 
 
 def settings(config: BufferConfig, max_recv_rows: int | None, timeout: float | None) -> tuple[float, bool]:

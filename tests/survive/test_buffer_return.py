@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import epee
 from epee import nn
+from epee.ep.membership.epochs import Survivor
 from epee.errors import CommTimeoutError, EvictedError, MismatchError, RankFailedError, StaleHandleError
 from tests.harness import DEAD, run_mortal
 
@@ -52,8 +53,8 @@ def stop_once() -> Callable[[], None]:
 
 def live_memory(buffer: epee.Buffer) -> str:
     """Return a digest of all memory of this rank that peers may write to now."""
-    survivor, path = buffer._survivor, buffer._path
-    assert survivor is not None
+    survivor, path = buffer._exchange.membership, buffer._path
+    assert isinstance(survivor, Survivor)
     assert survivor._inbox is not None
     regions = [survivor._inbox, *(arena.region for arena in path._arenas.values())]  # type: ignore[union-attr]
     digest = hashlib.sha256()

@@ -40,6 +40,7 @@ from ...errors import (
     RankFailedError,
     context,
 )
+from ...view.group import GroupInView
 from ...view.protocol.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
 from ...view.protocol.outcome import Course, Place
 from ..bootstrap.home import takes_part
@@ -182,6 +183,20 @@ class Survival(Intake):
             )
 
     # ---- hooks, on the agent thread
+
+    def in_view(self, num_ranks: int) -> GroupInView:
+        """Return the group's part in the view, for what is built on its first `num_ranks` ranks."""
+        return GroupInView(
+            self.runtime,
+            self.lane,
+            tuple(self._slot_of[:num_ranks]),  # the group may have grown
+            self._raises,
+            self.on_stall,
+            dict(self._incarnations),
+            self.takes_part,
+            bool(self._joined_in),
+            self._job,
+        )
 
     def freeze(self) -> LaneState:
         """Stop the lane between two calls and say how far it is."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from ...errors import CommTimeoutError, InvalidState, RankFailedError, context
 from ...memory.signals import tag
 from .header import REASON_BYTES
+from .membership import Membership
 from .withdrawal import End, EndWords, Look
 
 GRACE_S = 0.5  # how long one that gave a call up waits for those that are just deciding
@@ -33,20 +34,6 @@ class Withdrawn(Exception):
     """The call was given up, on all ranks."""
 
 
-class Records(Protocol):
-    """What notes the ends of calls for those who have a new view (`membership/epochs.py`)."""
-
-    @property
-    def has_turned(self) -> bool:
-        """Whether the view has changed."""
-
-    def gather(self, seq: int) -> bool:
-        """Note that call `seq` is gathered; False: the view has changed."""
-
-    def withdraw(self, seq: int) -> bool:
-        """Note that call `seq` is given up; False: the view has changed."""
-
-
 class Caller(Protocol):
     """What makes the calls (`inbox.Exchange`)."""
 
@@ -54,6 +41,7 @@ class Caller(Protocol):
     epoch: int
     gathered: int
     part: str  # what the others wait for, in messages
+    membership: Membership
 
     @property
     def began(self) -> float:
@@ -66,10 +54,6 @@ class Caller(Protocol):
     @property
     def op(self) -> str:
         """Its name."""
-
-    @property
-    def records(self) -> Records | None:
-        """None where a dead rank ends the buffer."""
 
     def where(self, peer: int, started: float | None = None) -> str:
         """Return the call as messages name it."""
@@ -131,8 +115,7 @@ class CallEnd:
             Turned: it has not, the view has changed.
         """
         self._words.has_gathered(self._mark)
-        records = self._caller.records
-        if records is not None and not records.gather(self._caller.seq):
+        if not self._caller.membership.gather(self._caller.seq):
             raise Turned
 
     def give_up(self, cause: BaseException | None) -> None:
@@ -179,8 +162,7 @@ class CallEnd:
         """Look how the call ends that this rank has given up, for as long as somebody may just be deciding."""
         until = time.monotonic() + GRACE_S
         while (look := self._look()).end is End.OPEN:
-            records = self._caller.records
-            if records is not None and records.has_turned:
+            if self._caller.membership.has_turned:
                 raise Turned from None
             if time.monotonic() > until:
                 raise self._undecided(look) from cause
@@ -194,7 +176,7 @@ class CallEnd:
         if look.end is End.GATHERED:
             self.go_on()
         if look.end is End.FAILED:
-            if caller.records is not None and not caller.records.withdraw(caller.seq):
+            if not caller.membership.withdraw(caller.seq):
                 raise Turned
             self._words.has_failed(mark)
             self.failed = caller.seq

@@ -25,7 +25,7 @@ again after it has seen a call given up: the data of that or of an earlier call 
 What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
 in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer, unless
 its group has a view (`membership/epochs.py`). Then each epoch has inboxes of its own, of its members only; a wait ends
-when the view changes, and the survivor says what becomes of the call. A rank stores its row into its own inbox first,
+when the view changes, and `membership` says what becomes of the call. A rank stores its row into its own inbox first,
 so a row that anybody has seen can be read there, also after the death of its writer.
 
 Everything in a row is a peer's word. It is copied out of shared memory first and checked then, so that it cannot
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,10 +60,8 @@ from .header import OP_GATHER as OP_GATHER
 from .header import OP_NAMES as OP_NAMES
 from .header import REASON_BYTES as REASON_BYTES
 from .header import Header as Header
+from .membership import FixedMembership, Membership
 from .withdrawal import LINE_WORDS, EndWords
-
-if TYPE_CHECKING:
-    from ..membership.epochs import Survivor
 
 _TEXT_AT = 1 + NUM_HEADER
 _COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
@@ -107,7 +105,7 @@ class Exchange:
     Args:
         config: of the buffer.
         rank: this rank.
-        inboxes: one region per rank, the own one included; none where a survivor will bring them (`begin`).
+        inboxes: one region per rank, the own one included; none where `membership` will bring them (`begin`).
         watch: knows which ranks are dead.
         interrupt: called while waiting; raises to end the wait.
 
@@ -121,7 +119,7 @@ class Exchange:
         began: when the last call was published, a `time.monotonic()` value.
         end: how the last call ends.
         num_calls: published so far, in all epochs.
-        survivor: says what a new view does to a call; None where a dead rank ends the buffer.
+        membership: says what a new view does to a call.
     """
 
     part = "call"
@@ -137,7 +135,7 @@ class Exchange:
         self.config = config
         self.rank = rank
         self.num_calls = 0
-        self.survivor: Survivor | None = None
+        self.membership: Membership = FixedMembership(inboxes[rank].mapped_bytes if inboxes else 0)
         self.end = CallEnd(self)
         self._watch = watch
         self._interrupt = interrupt
@@ -207,7 +205,7 @@ class Exchange:
         self._op = OP_NAMES[header.op]
         numbers = bytes(8 * (self._row_words - _COUNTS_AT)) if counts is None else counts.tobytes()
         row = _HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
-        if self.survivor is not None and not self.survivor.issue(self.seq + 1):
+        if not self.membership.issue(self.seq + 1):
             raise Moved
         self.num_calls += 1
         self.began = time.monotonic()
@@ -224,11 +222,6 @@ class Exchange:
     def op(self) -> str:
         """Name of that call."""
         return self._op
-
-    @property
-    def records(self) -> Survivor | None:
-        """What notes the ends of calls (`ending.py`)."""
-        return self.survivor
 
     @property
     def header(self) -> Header:
@@ -286,9 +279,8 @@ class Exchange:
         try:
             return self.members, self._wait_for_all(deadline)
         except Turned:
-            assert self.survivor is not None, "nobody else raises it"
             try:
-                return self.survivor.decide(self._op, self.seq, self.header.op == OP_COMBINE, deadline), False
+                return self.membership.decide(self._op, self.seq, self.header.op == OP_COMBINE, deadline), False
             except Withdrawn:
                 raise self.end.given_up() from None
 
@@ -352,8 +344,8 @@ class Exchange:
         """
         want = tag(self.epoch, self.seq)
         unfinished: list[int] = []
-        if self.survivor is not None and self.survivor.has_turned:
-            deadline = self.survivor.patience(deadline)
+        if self.membership.has_turned:
+            deadline = self.membership.patience(deadline)
         for src in self._peers if parties is None else parties:
             if src == self.rank:
                 continue
@@ -363,8 +355,7 @@ class Exchange:
             except Turned:  # it is gone: nothing more may count, but what came before does
                 if self._words[self.rank][index] != want:
                     unfinished.append(src)
-                if self.survivor is not None:
-                    deadline = self.survivor.patience(deadline)
+                deadline = self.membership.patience(deadline)
         return unfinished
 
     def post_reason(self, call: int, reason: bytes) -> None:
@@ -405,7 +396,7 @@ class Exchange:
             except Turned:
                 raise Moved from None
             is_refused = self.gathered < self.seq and self.end.failed < self.seq
-            if is_refused and self.survivor is not None and not self.survivor.gather(self.seq):
+            if is_refused and not self.membership.gather(self.seq):
                 raise Moved
             self.gathered = self.seq
 
@@ -423,18 +414,16 @@ class Exchange:
         if words[index] == want:
             return
         started = time.monotonic()
-        survivor = self.survivor
+        membership = self.membership
 
         def check() -> None:
             self._interrupt()
-            if survivor is not None:
-                survivor.show(self._op, self.seq, self.behind(want, is_data))
+            membership.show(self._op, self.seq, self.behind(want, is_data))
             gave_up = is_data and words[index + 1] >= want
             dead = self._watch.dead()
             if words[index] == want:
                 return
-            if survivor is not None:
-                survivor.check(src, is_data)
+            membership.check(src, is_data)
             dead = tuple(rank for rank in dead if rank in self.members)
             # a peer may have met a death first and given up: the death is the cause, so it comes first
             if src in dead or (dead and gave_up):
@@ -450,7 +439,7 @@ class Exchange:
         patience = deadline
         while not wait_equal(words, index, want, self._addresses[self.rank], patience, check):
             facts = self.where(src, started)
-            if survivor is None or not survivor.insist(self.behind(want, is_data), facts, self.seq, deadline):
+            if not membership.insist(self.behind(want, is_data), facts, self.seq, deadline):
                 raise _silent(facts, src, want, words[index], is_data)
             patience = time.monotonic() + RETRY_S
 

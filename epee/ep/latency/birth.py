@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ...errors import CommTimeoutError, EpeeError, NoQuorumError, ProtocolError, context
 from ...memory.host import BLOB_BYTES, HostRegion
+from ...view.group import GroupInView
 from ...view.process.detector import is_leaving
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import Born
@@ -31,7 +32,6 @@ from ..control.messages import ControlPlane
 from ..membership.agreement import Agreement
 from ..membership.birth import registry_of
 from ..membership.card import Card, Lent, new_serial
-from ..membership.group_view import Seat
 from ..membership.registry import Line, find
 from ..membership.rejoin import Held, Kin, Memory, Place, card_of
 from ..membership.table import Decision, Table, word_of
@@ -63,7 +63,7 @@ class LatencyBorn(NamedTuple):
 
 
 def find_place(
-    group: dist.ProcessGroup, seat: Seat | None, config: BufferConfig, refusal: EpeeError | None
+    group: dist.ProcessGroup, seat: GroupInView | None, config: BufferConfig, refusal: EpeeError | None
 ) -> tuple[Place | None, Running | None]:
     """Return the buffer's place in its group, and the running buffer if this process is to take part in one."""
     if seat is None or refusal is not None:

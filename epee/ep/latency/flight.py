@@ -22,6 +22,7 @@ import torch
 
 from ...errors import CommTimeoutError, EpeeError, InvalidState, MismatchError, RankFailedError, context
 from ..control.ending import GRACE_S, CallEnd
+from ..control.membership import FixedMembership, Membership
 from ..control.messages import reason_bytes
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
 from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, Head, Patience, Wire
@@ -67,7 +68,7 @@ class Flight:
     """
 
     part = "half"
-    records = None  # a view does not change by itself: `sync` does it, between calls
+    membership: Membership = FixedMembership(0)  # a view does not change by itself: `sync` does it, between calls
 
     def __init__(self, seq: int, head: Head, options: LatencyOptions, wire: Wire, epoch: int) -> None:
         self.seq = seq

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ...errors import EpeeError, MismatchError, ResourceError
+from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, Record, gather_present, host_id, judge, pack
-from .group_view import Roster, Seat
+from .group_view import Roster
 from .registry import NUMBER, VIEW, Line, Registry, find
 
 _EXTRA = struct.Struct("<QQ")  # travels in the place of an inbox's blob: newest buffer, epoch
@@ -52,7 +53,7 @@ class Begun(NamedTuple):
 
 
 def begin(
-    group: dist.ProcessGroup, seat: Seat, config: BufferConfig, refusal: EpeeError | None, timeout_s: float
+    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, refusal: EpeeError | None, timeout_s: float
 ) -> Begun:
     """Take part in a running buffer (a replacement), or make one together with all ranks.
 
@@ -68,7 +69,7 @@ def begin(
     return _make(group, seat, config, refusal, timeout_s)
 
 
-def registry_of(group: dist.ProcessGroup, seat: Seat) -> Registry:
+def registry_of(group: dist.ProcessGroup, seat: GroupInView) -> Registry:
     """Return this process's registry for a group, made at the first call."""
     with _lock:
         registry = _registries.get(group)
@@ -78,7 +79,7 @@ def registry_of(group: dist.ProcessGroup, seat: Seat) -> Registry:
 
 
 def _make(
-    group: dist.ProcessGroup, seat: Seat, config: BufferConfig, refusal: EpeeError | None, timeout_s: float
+    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, refusal: EpeeError | None, timeout_s: float
 ) -> Begun:
     registry, roster, host, extra = None, None, bytes(16), b""
     if refusal is None:
@@ -131,7 +132,7 @@ def _open(registry: Registry, roster: Roster, number: int, config: BufferConfig,
         raise
 
 
-def _join(group: dist.ProcessGroup, seat: Seat, config: BufferConfig, timeout_s: float) -> Begun | None:
+def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float) -> Begun | None:
     """Take part in the oldest running buffer that this process does not have; None when there is none."""
     mine, roster = registry_of(group, seat), Roster(seat)
     others: dict[int, Registry] = {}

@@ -116,12 +116,16 @@ class Survivor:
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_closed = False
         self._pid = os.getpid()
-        exchange.survivor = self
 
     @property
     def raises(self) -> bool:
         """Whether a loss is an error."""
         return self.roster.seat.raises
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether a process that takes a lost rank's place comes in."""
+        return True
 
     @property
     def inbox_bytes(self) -> int:

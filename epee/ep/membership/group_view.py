@@ -16,17 +16,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
 from ...memory.claim import has_ended
+from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import DEAD, LEFT, STALLED, Decision, LaneState, Member
 
 if TYPE_CHECKING:
     from ...view.process.board import LaneRow
-    from ...view.runtime import Runtime
     from .registry import Line
 
 logger = logging.getLogger("epee")
@@ -40,48 +40,10 @@ ACCUSE_PAUSE_S = 0.2
 _LANE_SALT = 0x9E3779B97F4A7C15
 
 
-class Seat(NamedTuple):
-    """What a buffer needs to know of its group.
-
-    Attributes:
-        runtime: the control plane of this process.
-        lane: id of the group.
-        slots: of each rank in the job.
-        raises: a loss is an error (mode "raise").
-        on_stall: "error", "evict" or "wait".
-        known: incarnation of each slot that has a part in the group.
-        takes_part: whether a process that comes later has a part in the group.
-        is_joiner: this process took a lost rank's place.
-        job: to be retained as long as the buffer lives.
-    """
-
-    runtime: Runtime
-    lane: int
-    slots: tuple[int, ...]
-    raises: bool
-    on_stall: str
-    known: dict[int, int]
-    takes_part: Callable[[Member], bool]
-    is_joiner: bool
-    job: Any
-
-
-def seat_of(group: Any, num_ranks: int) -> Seat | None:
+def seat_of(group: Any, num_ranks: int) -> GroupInView | None:
     """Return the seat of a group of the backend "epee", None for groups of other backends and of one rank."""
-    survival = getattr(getattr(group, "_engine", None), "survival", None)
-    if survival is None:
-        return None
-    return Seat(
-        survival.runtime,
-        survival.lane,
-        tuple(getattr(survival, "_slot_of", survival._slots)[:num_ranks]),  # the group may have grown
-        survival._raises,
-        survival.on_stall,
-        dict(survival._incarnations),
-        survival.takes_part,
-        bool(survival._joined_in),
-        survival._job,
-    )
+    in_view = getattr(group, "in_view", None)
+    return None if in_view is None else in_view(num_ranks)
 
 
 class Loss(NamedTuple):
@@ -109,7 +71,7 @@ class Roster:
         lock: for steps that must not be divided by a new view.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: GroupInView) -> None:
         """Begin with what the runtime remembers; `watch` follows."""
         self.seat = seat
         self.lock = threading.Lock()

@@ -65,11 +65,12 @@ from typing import Any, NamedTuple, Protocol
 
 from ...errors import EpeeError, EvictedError, InvalidState, ProtocolError, context
 from ...memory.host import HostRegion
+from ...view.group import GroupInView
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.inbox import Exchange, inbox_layout
 from .card import Card, Lent, new_serial
-from .group_view import Roster, Seat, process_of
+from .group_view import Roster, process_of
 from .registry import Line, Registry, find
 from .table import Decision, Table, process_of_word, word_of
 
@@ -111,7 +112,7 @@ class Place:
         registry: of this process.
     """
 
-    def __init__(self, seat: Seat, registry: Registry) -> None:
+    def __init__(self, seat: GroupInView, registry: Registry) -> None:
         self.seat = seat
         self.registry = registry
         self.roster = Roster(seat)

@@ -100,11 +100,11 @@ class CpuPath:
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
-        survivor = self.exchange.survivor
-        if survivor is not None and survivor.has_turned:
-            if survivor.has_losses_to_tell():
+        membership = self.exchange.membership
+        if membership.has_turned:
+            if membership.has_losses_to_tell():
                 return  # the peers' call fails by itself
-            survivor.turn(OP_NAMES[op], deadline)
+            membership.turn(OP_NAMES[op], deadline)
         self.control.refuse(op, error, deadline)
 
     def check(self) -> None:
@@ -127,7 +127,6 @@ class CpuPath:
         self._settle(deadline)
         slot = self._take(arena)
         counts = call.plan.counts if call.plan is not None else None
-        survivor = self.exchange.survivor
         last_seq = self.exchange.seq
         try:
             header = dispatch_header(call, self.rank, slot, self._alignment[call.layout])
@@ -136,8 +135,8 @@ class CpuPath:
             slots = self._attach(call.layout, rows, deadline)
             self._send(call, handle, rows, slots)
             missing = self.exchange.wait_data(deadline, rows.parties)
-            if missing and survivor is not None and survivor.raises:
-                raise survivor.unfinished("dispatch")
+            if missing and self.exchange.membership.raises:
+                raise self.exchange.membership.unfinished("dispatch")
             return self._receive(call, handle, arena, slot, missing)
         except BaseException:
             self._let_go(arena, slot, last_seq)
@@ -235,11 +234,10 @@ class CpuPath:
             if src == self.rank:
                 peers[src] = self._arenas[layout]
             elif blobs.get(src) != text:
-                survivor = self.exchange.survivor
                 try:
                     self._attach_one(layout, src, rows)
                 except EpeeError:
-                    if survivor is None or not survivor.await_end_of(src, deadline):
+                    if not self.exchange.membership.await_end_of(src, deadline):
                         raise
         return peers
 
@@ -281,8 +279,7 @@ class CpuPath:
 
     def _routing(self, call: DispatchCall) -> Routing | None:
         """Return a copy of the routing where some of it may be lost: in a reduced view, or where a loss is no error."""
-        survivor = self.exchange.survivor
-        if survivor is None or (survivor.raises and not self.exchange.is_reduced):
+        if self.exchange.membership.raises and not self.exchange.is_reduced:
             return None
         return Routing(
             *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))

@@ -260,7 +260,7 @@ class LatencyCore:
 
     def _run(self, op: int, launch: Callable[[Turn], None], is_split: bool) -> Callable[[], None] | None:
         """Launch a call, or its send half; then what is returned receives."""
-        half = Half(self, op, launch)
+        half = Half(op, self._open[op], self._join, launch)
         if not self.platform.is_capturing():
             self.num_calls += 1
         if is_split:
@@ -377,7 +377,7 @@ class LatencyCore:
     @property
     def num_outstanding(self) -> int:
         """Calls that have been sent and not received."""
-        return sum(not half._is_done for halves in self._open.values() for half in halves)
+        return sum(not half.is_done for halves in self._open.values() for half in halves)
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
@@ -423,6 +423,8 @@ class LatencyCore:
         if self.is_closed:
             return
         self.is_closed = True
+        for calls in self._open.values():
+            calls.clear()  # their hooks must not launch anything any more
         self._share.leave()
         for region in self._peers:
             if region is not None:

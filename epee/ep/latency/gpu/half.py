@@ -8,14 +8,12 @@ count of received calls goes on. A crash leaves open calls to their time-outs; `
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ....errors import InvalidState
 from .params import OP_COMBINE, OP_DISPATCH, RECEIVE_HALF
-
-if TYPE_CHECKING:
-    from .core import LatencyCore
 
 OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
 
@@ -29,11 +27,21 @@ class Turn(NamedTuple):
 
 
 class Half:
-    """The receive half of a call, to be run once."""
+    """The receive half of a call, to be run once.
 
-    def __init__(self, core: LatencyCore, op: int, launch: Callable[[Turn], None]) -> None:
-        self._core, self._op, self._launch = core, op, launch
-        self._is_done = False
+    Args:
+        op: of the call.
+        calls: of this kind that are open, in the order in which they were sent.
+        join: lets the stream of the call follow that of the buffer.
+        launch: starts the kernel.
+
+    Attributes:
+        is_done: whether it has run.
+    """
+
+    def __init__(self, op: int, calls: deque[Half], join: Callable[[], None], launch: Callable[[Turn], None]) -> None:
+        self._op, self._calls, self._join, self._launch = op, calls, join, launch
+        self.is_done = False
 
     def __call__(self) -> None:
         """Receive, on the current stream.
@@ -41,23 +49,23 @@ class Half:
         Raises:
             InvalidState: it has run, the buffer is closed, or the ranks have agreed on a view since.
         """
-        if self._is_done:
+        if self.is_done:
             raise InvalidState(f"{OPS[self._op]}: the hook has been called already")
-        if self._core.is_closed or self not in self._core._open[self._op]:
+        if self not in self._calls:
             raise InvalidState(f"{OPS[self._op]}: the buffer was closed, or went on in another view, before this hook")
-        self._core._join()
+        self._join()
         self.receive(RECEIVE_HALF)
 
     def receive(self, halves: int) -> None:
         """Launch `halves`; the kernels' count of received calls goes on when all calls before this one are received."""
-        calls = self._core._open[self._op]
+        calls = self._calls
         ahead = calls.index(self)
         advance = 0
         if ahead == 0:
             advance = 1 + sum(
-                1 for _ in itertools.takewhile(lambda other: other._is_done, itertools.islice(calls, 1, None))
+                1 for _ in itertools.takewhile(lambda other: other.is_done, itertools.islice(calls, 1, None))
             )
         self._launch(Turn(halves, ahead, advance))
-        self._is_done = True
+        self.is_done = True
         for _ in range(advance):
             calls.popleft()

@@ -1,0 +1,141 @@
+"""Who takes part in a buffer's calls: what the calls ask, and the answers where nobody can come or go.
+
+`membership/epochs.py` has the answers for groups whose ranks die, are voted out and come back. Without them a dead rank
+ends the buffer (CPU), or the calls until the next `sync` (GPU, latency mode): the wait for it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ...errors import InvalidState, PeerError
+
+
+class Membership(Protocol):
+    """What the calls of a buffer ask.
+
+    Attributes:
+        forget: called when an epoch is over: drops what belonged to it.
+    """
+
+    forget: Callable[[], None]
+
+    @property
+    def raises(self) -> bool:
+        """Whether a loss is an error."""
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether a process that takes a lost rank's place comes in."""
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Bytes of this rank's inbox."""
+
+    @property
+    def has_turned(self) -> bool:
+        """Whether there is a view that the buffer is not in yet."""
+
+    def issue(self, seq: int) -> bool:
+        """Note that call `seq` is made; False: the view has changed, and it must not be."""
+
+    def gather(self, seq: int) -> bool:
+        """Note that all rows of call `seq` have been seen; False: the view has changed."""
+
+    def withdraw(self, seq: int) -> bool:
+        """Note that call `seq` is given up on all ranks; False: the view has changed."""
+
+    def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
+        """Say which ranks have a part in a call that the view has changed under."""
+
+    def check(self, src: int, is_data: bool) -> None:
+        """Look around in a wait; raises what ends it."""
+
+    def patience(self, deadline: float) -> float:
+        """Return until when to wait after a change of the view."""
+
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Show for whom a call waits."""
+
+    def hide(self) -> None:
+        """Show that no call waits."""
+
+    def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
+        """At a time-out: do what the policy is with silent ranks; True while waiting on may help."""
+
+    def await_end_of(self, rank: int, deadline: float) -> bool:
+        """Wait until a rank is gone from the view; False when it stays."""
+
+    def unfinished(self, op: str) -> PeerError:
+        """Return the error of a dispatch whose sources died in the midst of it."""
+
+    def turn(self, op: str, deadline: float) -> None:
+        """Bring the buffer into the newest epoch."""
+
+    def has_losses_to_tell(self) -> bool:
+        """Return whether the next call will raise a loss."""
+
+    def close(self) -> None:
+        """Let go of all memory."""
+
+
+class FixedMembership:
+    """The ranks that the buffer was made with, for ever.
+
+    Args:
+        inbox_bytes: of this rank's inbox.
+    """
+
+    raises = True
+    takes_replacements = False
+    has_turned = False
+
+    def __init__(self, inbox_bytes: int) -> None:
+        self.inbox_bytes = inbox_bytes
+        self.forget: Callable[[], None] = self.close
+
+    def issue(self, seq: int) -> bool:
+        """Return True: nothing changes."""
+        return True
+
+    gather = withdraw = issue
+
+    def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
+        """Raise: there is nothing to decide."""
+        raise InvalidState(f"{op}: the members of this buffer do not change")
+
+    def check(self, src: int, is_data: bool) -> None:
+        """Do nothing."""
+
+    def patience(self, deadline: float) -> float:
+        """Return the deadline."""
+        return deadline
+
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Do nothing: there is no board."""
+
+    def hide(self) -> None:
+        """Do nothing."""
+
+    def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
+        """Return False: a time-out is an error."""
+        return False
+
+    def await_end_of(self, rank: int, deadline: float) -> bool:
+        """Return False: nobody leaves."""
+        return False
+
+    def unfinished(self, op: str) -> PeerError:
+        """Return an error; nobody asks, since nobody is gone."""
+        return PeerError(f"{op}: a rank is gone", [])
+
+    def turn(self, op: str, deadline: float) -> None:
+        """Do nothing."""
+
+    def has_losses_to_tell(self) -> bool:
+        """Return False."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from epee.ep.latency import birth as latency_birth
-from epee.ep.membership import registry
-from epee.errors import ResourceError
+from epee.ep.membership import group_view, registry
+from epee.errors import EvictedError, NoQuorumError, ResourceError
 from epee.memory.host import process_start_time
 from epee.view.process.detector import is_leaving, is_torn_down
 
@@ -49,6 +51,32 @@ def test_a_dying_process_has_no_list_but_a_living_one_that_is_closed_to_us_is_an
         sleeper.wait()
     assert is_leaving(sleeper.pid, start)
     assert registry.find(1, sleeper.pid, start) is None
+
+
+class Errors:
+    """A control plane whose error is `error` for so many looks."""
+
+    def __init__(self, error: Exception, looks: int) -> None:
+        self.left, self.told = looks, error
+
+    @property
+    def error(self) -> Exception | None:
+        self.left -= 1
+        return self.told if self.left >= 0 else None
+
+
+def test_a_call_without_a_quorum_waits_a_moment_for_news() -> None:
+    """Repeated calls would spin otherwise, and end before the next decision."""
+    roster = group_view.Roster.__new__(group_view.Roster)
+    roster._trouble = None
+    for error, looks, is_raised in (
+        (NoQuorumError("too few"), 5, False),
+        (NoQuorumError("too few"), 1 << 30, True),
+        (EvictedError("out"), 1, True),
+    ):
+        roster.seat = SimpleNamespace(runtime=Errors(error, looks))  # type: ignore[assignment]
+        with pytest.raises(type(error)) if is_raised else contextlib.nullcontext():
+            roster.check()
 
 
 class Stores:

@@ -37,6 +37,8 @@ CAUSES = {
     STALLED: "was silent until the time-out and has been voted out",
 }
 ACCUSE_PAUSE_S = 0.2
+NO_QUORUM_PAUSE_S = 0.2
+NEWS_LOOK_S = 0.005
 _LANE_SALT = 0x9E3779B97F4A7C15
 
 
@@ -172,6 +174,10 @@ class Roster:
     def check(self) -> None:
         """Raise why a call cannot end well: `EvictedError` for good, `NoQuorumError` for the time being."""
         error = self.seat.runtime.error
+        until = time.monotonic() + NO_QUORUM_PAUSE_S  # so that calls which are repeated without a quorum do not spin
+        while isinstance(error, NoQuorumError) and time.monotonic() < until:
+            time.sleep(NEWS_LOOK_S)
+            error = self.seat.runtime.error
         if error is not None:
             raise _renewed(error)
         if self._trouble is not None:

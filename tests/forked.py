@@ -1,7 +1,8 @@
-"""The `epee` command in a process of its own that is forked, not started: torch need not be imported twice, 7 s.
+"""The `epee` command, or a script, in a process of its own that is forked, not started: torch need not be imported
+again, which takes seconds.
 
-The process leads a session, and the server of its ranks is forked, too. Nothing else differs from `python -m epee`,
-of which each command has one test.
+The process leads a session, and the server of a command's ranks is forked, too. Nothing else differs from
+`python -m epee`, of which each command has one test, or from `python SCRIPT`.
 """
 
 from __future__ import annotations
@@ -9,26 +10,41 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from epee.cli.main import main
 from tests import harness  # noqa: F401 - says what the server imports before it forks
 
+T = TypeVar("T", bound="Forked")
 
-class Command:
-    """A running command: what tests need of `subprocess.Popen`."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+class Forked:
+    """A running process that calls `function(*arguments)`: what tests need of `subprocess.Popen`.
+
+    `stdout` has what it writes to the descriptors `told`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *arguments: Any,
+        folder: Path,
+        environment: Mapping[str, str],
+        told: tuple[int, ...],
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(theirs, list(arguments), str(folder), dict(os.environ)))
+        self._process = context.Process(
+            target=_run, args=(theirs, told, str(folder), dict(environment), function, arguments)
+        )
         self._process.start()
         theirs.close()
         self.stdout = open(os.dup(ours.fileno()), encoding="utf-8")  # noqa: SIM115 - closed in `__exit__`
@@ -61,7 +77,7 @@ class Command:
         """End the command at once, if it has not ended."""
         self._process.kill()
 
-    def __enter__(self) -> Command:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,24 +87,54 @@ class Command:
         self.stdout.close()
 
 
-def _run(output: Connection, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
-    """Become what a shell would have started, as far as the command can tell."""
+class Command(Forked):
+    """A running `epee` command; `stdout` has all that it prints."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
+        super().__init__(_command, list(arguments), folder=folder, environment=os.environ, told=(1, 2))
+
+
+class Script(Forked):
+    """A running `python PATH`."""
+
+    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(_script, str(path), folder=path.parent, environment=environment, told=(1,))
+
+
+def _run(
+    output: Connection,
+    told: tuple[int, ...],
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Become what a shell would have started, as far as the process can tell."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # the environment may name another one
-    for standard in (1, 2):
+    for standard in told:
         os.dup2(output.fileno(), standard)
     output.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _fork_server()
+    function(*arguments)
+
+
+def _command(arguments: list[str]) -> None:
+    fork_server()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.argv = ["epee", *arguments]
     main()
 
 
-def _fork_server() -> None:
+def _script(path: str) -> None:
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+
+
+def fork_server() -> None:
     """Give this process a server of ranks, forked from it, SIGINT blocked there, as `epee.demo.launch` does it."""
     server: Any = multiprocessing.forkserver
     real = server.util.spawnv_passfds

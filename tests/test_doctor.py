@@ -483,6 +483,7 @@ def test_the_exit_code_is_about_cpu_tensors(verdict: Verdict, monkeypatch: pytes
     assert [from_dict(row) for row in found["findings"]] == rows
 
 
+@pytest.mark.slow
 def test_the_real_report_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("EPEE_")]:
         monkeypatch.delenv(name)

@@ -14,13 +14,6 @@ def demo(
     seconds: float = typer.Option(55.0, help="How long to train."),
     steps: int | None = typer.Option(None, help="Train exactly this many steps instead."),
     out: str = typer.Option("epee-demo", help="Folder for pictures and numbers."),
-    text: str | None = typer.Option(
-        None, help="File to learn from; default: the sources of Python's standard library."
-    ),
-    seed: int = typer.Option(0, help="Seed of weights, batches and the text sample."),
-    backend: str = typer.Option(
-        "epee", help="torch.distributed backend that sums the shared gradients (gloo works as well)."
-    ),
     kill: int | None = typer.Option(None, help="Kill this rank in the midst of the training; a new one takes over."),
     stall: int | None = typer.Option(None, help="The same with SIGSTOP instead of SIGKILL."),
 ) -> None:
@@ -38,18 +31,9 @@ def demo(
 
     if kill is not None and stall is not None:
         raise InvalidArgument(f"--kill and --stall exclude each other, got {kill} and {stall}; lose one rank at a time")
-    victim = kill if kill is not None else stall
-    settings = Settings(
-        num_ranks=ranks if ranks is not None else 2 if victim is None else 4,
-        seconds=seconds,
-        num_steps=steps,
-        out=out,
-        text=text,
-        seed=seed,
-        backend=backend,
-        victim=victim,
-        fault="stall" if stall is not None else "kill",
-    )
+    fault, victim = ("stall", stall) if stall is not None else ("kill", kill)
+    num_ranks = ranks if ranks is not None else 2 if victim is None else 4
+    settings = Settings(num_ranks=num_ranks, seconds=seconds, num_steps=steps, out=out, victim=victim, fault=fault)
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does, so that the temporary folder goes too
         signal.signal(number, signal.default_int_handler)
     raise typer.Exit(run(settings))

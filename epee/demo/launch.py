@@ -1,9 +1,9 @@
 """Start the ranks, listen to them, and end them: all of them, always.
 
-Each rank has a pipe to the parent and writes messages into it; its last one is `done` or `error`. A thread in each rank
+Each rank has a pipe to the parent and writes messages into it; the last one says how it ended. A thread in each rank
 waits for the end of the parent, however that comes, and ends the rank: none outlives its parent. Ctrl-C reaches the
-parent only: ranks are born with SIGINT blocked, and the parent terminates them. They hold nothing that outlives a
-process (memory is anonymous, sockets are closed by the kernel), so that is a clean end.
+parent only: ranks are born with SIGINT blocked, and the parent kills them. They hold nothing that outlives a process
+(memory is anonymous, sockets are closed by the kernel), so that is a clean end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import RankFailedError
 # Imported once, before the ranks are forked. The optimiser imports torch._dynamo at its first use: 1.2 s a rank.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "epee", "epee.demo.rank"]
 _SILENT_DEATH_S = 0.5  # how long a death without a word may lag behind the peers' reports of it
-_GRACE_S = 1.0  # from SIGTERM to SIGKILL
+_GRACE_S = 1.0
 Message = dict[str, Any]
 Send = Callable[[Message], None]
 
@@ -65,19 +65,16 @@ class Ranks:
         report: RankFailedError | None = None
         while talking := self._ranks.keys() - finished:
             ready = wait(list(talking), None if report is None else _SILENT_DEATH_S)
+            if not ready:  # no peer of the one that has failed died without a word: that would be the cause
+                break
             for connection in ready:
                 assert isinstance(connection, Connection)
-                one, message = self._ranks[connection], _receive(connection)
-                if message is None and not one.is_mortal:
-                    raise _died(one)
-                if message is not None and message["kind"] not in ("done", "error"):
+                message = _receive(connection, self._ranks[connection])
+                if isinstance(message, dict):
                     yield message
                     continue
                 finished.add(connection)
-                if message is not None and message["kind"] == "error" and report is None:
-                    report = _failed(one, message["error"], message["traceback"])
-            if report is not None and not ready:  # no peer has died without a word: that would be the cause
-                break
+                report = report or message
         if report is not None:
             raise report
 
@@ -85,16 +82,11 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        processes = [one.process for one in self._ranks.values()]
-        for process in processes:
-            if kind is not None:  # otherwise it has said `done`
-                process.terminate()
-        for process in processes:
-            process.join(_GRACE_S)
-            process.kill()
-            process.join()
-            process.close()
-        for connection in self._ranks:
+        for connection, one in self._ranks.items():
+            one.process.join(_GRACE_S if kind is None else 0)  # without an error it is on its way out
+            one.process.kill()
+            one.process.join()
+            one.process.close()
             connection.close()
 
 
@@ -103,10 +95,9 @@ def _main(connection: Connection, function: Callable[..., None], rank: int, argu
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         function(rank, connection.send, *arguments)
-        connection.send({"kind": "done"})
+        connection.send(None)
     except BaseException as exc:  # noqa: BLE001 - whatever it was, the parent shows it
-        error = f"{type(exc).__name__}: {exc}"
-        connection.send({"kind": "error", "error": error, "traceback": traceback.format_exc()})
+        connection.send((f"{type(exc).__name__}: {exc}", traceback.format_exc()))
         os._exit(1)  # peers may be waiting for this rank: nothing may hold it up on its way out
 
 
@@ -117,20 +108,18 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _receive(connection: Connection) -> Message | None:
-    """Return the next message, or None when the rank has gone."""
+def _receive(connection: Connection, one: _Rank) -> Message | RankFailedError | None:
+    """Return the next message of a rank, or, when there will be none, how it has failed, if it has."""
     try:
-        message: Message = connection.recv()
+        message = connection.recv()
     except (EOFError, ConnectionResetError):
-        return None
-    return message
-
-
-def _died(one: _Rank) -> RankFailedError:
-    one.process.join(_GRACE_S)
-    code = one.process.exitcode
-    how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    return _failed(one, f"it died without a word ({how})", how)
+        if one.is_mortal:
+            return None
+        one.process.join(_GRACE_S)
+        code = one.process.exitcode
+        how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        raise _failed(one, f"it died without a word ({how})", how) from None
+    return _failed(one, *message) if isinstance(message, tuple) else message
 
 
 def _failed(one: _Rank, error: str, cause: str) -> RankFailedError:

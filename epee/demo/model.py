@@ -1,20 +1,20 @@
 """The demo's model: a byte-level transformer whose feed-forward layers are Mixture-of-Experts layers.
 
-The layer is handed in as a factory, so the same model is built over epee (`MoELayer`) and, for the check, dense in
-one process (`DenseMoELayer`). Attention, norms and embeddings are plain and the same on all ranks.
+Given a buffer, its experts live on the ranks (`MoELayer`); without one they are all here (`DenseMoELayer`), for the
+check. Attention, norms and embeddings are plain and the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..ep.buffer import Buffer
 from ..nn import DenseMoELayer, MoELayer
-from .settings import ModelSize
+from .settings import Settings
 
 NUM_BYTES = 256
 PROMPT = b"def "
@@ -25,13 +25,13 @@ MoE = MoELayer | DenseMoELayer
 class Block(nn.Module):
     """Attention and a Mixture-of-Experts layer, each with a norm before and the input added after."""
 
-    def __init__(self, size: ModelSize, moe: MoE) -> None:
+    def __init__(self, settings: Settings, moe: MoE) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
+        self.attention_norm = nn.RMSNorm(settings.hidden, device="cpu", dtype=torch.float32)
         self.attention = nn.MultiheadAttention(
-            size.hidden, size.num_heads, bias=False, batch_first=True, device="cpu", dtype=torch.float32
+            settings.hidden, settings.num_heads, bias=False, batch_first=True, device="cpu", dtype=torch.float32
         )
-        self.moe_norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
+        self.moe_norm = nn.RMSNorm(settings.hidden, device="cpu", dtype=torch.float32)
         self.moe = moe
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,19 +43,21 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, logits of the next byte out. `make_moe(layer)` makes the Mixture-of-Experts layer of a block."""
+    """Bytes in, logits of the next byte out. Weights depend on the seed only, an expert's on its number, too."""
 
-    def __init__(self, size: ModelSize, make_moe: Callable[[int], MoE], *, seed: int) -> None:
+    def __init__(self, settings: Settings, buffer: Buffer | None) -> None:
         super().__init__()
+        self.settings = settings
         # The layers' experts draw from generators of their own: what follows is the same on all ranks.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.embedding = nn.Embedding(NUM_BYTES, size.hidden, device="cpu", dtype=torch.float32)
-            self.previous = nn.Embedding(NUM_BYTES, size.hidden, device="cpu", dtype=torch.float32)
-            self.position = nn.Embedding(size.context, size.hidden, device="cpu", dtype=torch.float32)
-            self.blocks = nn.ModuleList(Block(size, make_moe(layer)) for layer in range(size.num_layers))
-            self.norm = nn.RMSNorm(size.hidden, device="cpu", dtype=torch.float32)
-            self.head = nn.Linear(size.hidden, NUM_BYTES, bias=False, device="cpu", dtype=torch.float32)
+            torch.manual_seed(settings.seed)
+            self.embedding = nn.Embedding(NUM_BYTES, settings.hidden, device="cpu", dtype=torch.float32)
+            self.previous = nn.Embedding(NUM_BYTES, settings.hidden, device="cpu", dtype=torch.float32)
+            self.position = nn.Embedding(settings.context, settings.hidden, device="cpu", dtype=torch.float32)
+            layers = (_make_moe(settings, buffer, layer) for layer in range(settings.num_layers))
+            self.blocks = nn.ModuleList(Block(settings, moe) for moe in layers)
+            self.norm = nn.RMSNorm(settings.hidden, device="cpu", dtype=torch.float32)
+            self.head = nn.Linear(settings.hidden, NUM_BYTES, bias=False, device="cpu", dtype=torch.float32)
             for table, std in ((self.embedding, 0.5), (self.previous, 0.5), (self.position, 0.1)):
                 nn.init.normal_(table.weight, std=std)
 
@@ -76,20 +78,26 @@ class Transformer(nn.Module):
         """Return the Mixture-of-Experts layers, first to last."""
         return [cast(Block, block).moe for block in self.blocks]
 
-    def aux_loss(self) -> Tensor:
-        """Return the sum of the layers' load-balance losses of the last forward."""
-        return torch.stack([layer.aux_loss for layer in self.layers()]).sum()
-
     @torch.no_grad()
-    def write(self, num_bytes: int, *, seed: int) -> str:
+    def write(self) -> str:
         """Return `PROMPT` and what the model adds to it, as text. Collective, as every forward is."""
-        generator = torch.Generator(device="cpu").manual_seed(seed)
+        generator = torch.Generator(device="cpu").manual_seed(self.settings.seed)
         tokens = list(PROMPT)
-        for _ in range(num_bytes):
-            window = torch.tensor([tokens[-len(self.position.weight) :]], dtype=torch.int64, device="cpu")
+        for _ in range(self.settings.sample_bytes):
+            window = torch.tensor([tokens[-self.settings.context :]], dtype=torch.int64, device="cpu")
             probabilities = (self(window)[0, -1] / _TEMPERATURE).softmax(-1)
             tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def _make_moe(settings: Settings, buffer: Buffer | None, layer: int) -> MoE:
+    num_experts, num_topk, seed = settings.num_experts, settings.num_topk, settings.seed * 1009 + layer
+    if buffer is None:
+        return DenseMoELayer(settings.hidden, settings.ffn_hidden, num_experts, num_topk, seed=seed)
+    places = buffer.config.num_experts
+    moe = MoELayer(settings.hidden, settings.ffn_hidden, places, num_topk, buffer, seed=seed)
+    moe.router = nn.Parameter(moe.router.detach()[:num_experts])  # no token for an empty place
+    return moe
 
 
 def is_expert(name: str) -> bool:

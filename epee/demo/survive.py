@@ -11,6 +11,10 @@ What happens, in order:
 4. A replacement process asks to join. Rank 0 hears of it and says so with the gradients of a step, so that all call
    `recover_ranks` behind the same step. Before that the copy is renewed; the replacement begins with it.
 5. A victim that was only stopped wakes up, asks as in 3 and is told that it was evicted.
+
+The state has, by the name of each parameter, its value and both moments of AdamW: `[3, ..]` for what all ranks share
+and `[num_experts, 3, ..]` for experts, in order. With n members each has `ceil(num_experts / n)` places; expert e has
+place e. Places at the end may be empty; no token is sent there.
 """
 
 from __future__ import annotations
@@ -25,21 +29,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..backend import BackendOptions
 from ..errors import EpeeError, EvictedError, InvalidArgument, ProtocolError
-from .settings import TIMEOUT_S, Settings
-from .state import local_state, restore, whole
-from .train import Trainer
+from .launch import Message
+from .model import Transformer, is_expert
+from .settings import SLOW_S, TIMEOUT_S, Settings
+from .train import Trainer, whole
 
 _ATTEMPTS = 16  # a loss costs one, or two where a rank comes out of another call
 _QUESTION = 0x65706565  # the word by which a gather asks who is left
-
-
-def backend_options(settings: Settings, joins: bool = False) -> BackendOptions:
-    """Return the options of the groups: a rank that is silent for `timeout_s` is voted out."""
-    timeout_s = settings.kill_s if joins else settings.timeout_s  # a process that has just begun is slow, not stalled
-    return BackendOptions(fault_mode="mask", on_stall="evict", op_timeout=timeout_s, is_extension=joins)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Survivor:
@@ -52,10 +53,11 @@ class Survivor:
         self.trainer, self.settings, self.file = trainer, trainer.settings, file
         self.group: Any = dist.group.WORLD
         self.members_group: Any = dist.group.WORLD
-        self.everybody = trainer.members
-        self.news: list[dict[str, Any]] = []  # of rank 0, to be told after the next step
+        self.everybody = tuple(range(self.settings.num_ranks))
+        self.news: list[Message] = []  # of rank 0, to be told after the next step
         self.is_victim = trainer.rank == self.settings.victim and not joins
         self.is_replaced = joins
+        self.is_owed = False  # somebody was lost, and nobody was started since
         if joins:
             self.load()
 
@@ -70,10 +72,8 @@ class Survivor:
         for _ in range(_ATTEMPTS):
             try:
                 if cause is not None:
-                    self._recover(cause)
-                    cause = None
-                self._train_on()
-                return
+                    self._recover()
+                return self._train_on()
             except (EvictedError, InvalidArgument):
                 raise
             except EpeeError as exc:
@@ -83,9 +83,9 @@ class Survivor:
 
     def save(self) -> None:
         """Write the state as it is now, or keep the one before if somebody is lost meanwhile; collective of members."""
-        trainer, num_experts = self.trainer, self.settings.size.num_experts
+        trainer = self.trainer
         mine = local_state(trainer.model, trainer.optimizer)
-        state = {name: whole(name, value, trainer.members)[:num_experts] for name, value in mine.items()}
+        state = {name: whole(name, value, trainer.members) for name, value in mine.items()}
         if trainer.rank == 0:
             new = self.file.with_suffix(".new.npz")
             arrays = {name: value.numpy() for name, value in state.items()}
@@ -112,10 +112,9 @@ class Survivor:
                 trainer.model.layers()[-1].register_forward_pre_hook(self._meet_fate)
             lost = set(self.everybody) - set(trainer.members)
             called = trainer.step(call=float(bool(lost & set(self.group.waiting_ranks()))))
+            self.tell_news()
             if not self.is_replaced:  # the end waits for the replacement, and for a step with it
                 trainer.progress = min(trainer.progress, 0.999)
-            while self.news:
-                self._tell(**self.news.pop())
             if called:
                 self._welcome(sorted(lost))
         trainer.validate()
@@ -127,12 +126,19 @@ class Survivor:
         self._tell(self.settings.fault, text, pid=os.getpid())
         os.kill(os.getpid(), number)
 
-    def _tell(self, what: str, text: str, **facts: object) -> None:
-        trainer = self.trainer
-        facts |= {"step": trainer.num_steps, "members": list(trainer.members)}
-        trainer.send({"kind": "event", "what": what, "text": text, "clock": time.perf_counter(), **facts})
+    def tell_news(self) -> None:
+        """Tell what has happened before this step; on rank 0, a replacement is ordered once its time has come."""
+        while self.news:
+            self._tell(**self.news.pop())
+        if self.trainer.rank == 0 and self.is_owed and self.trainer.progress >= self.settings.replace_at:
+            self.is_owed = False
+            self._tell("started", f"a new process takes the place of rank {self.settings.victim}")
 
-    def _recover(self, cause: EpeeError) -> None:
+    def _tell(self, what: str, text: str, **facts: object) -> None:
+        members = list(self.trainer.members)
+        self.trainer.send(event(what, text, step=self.trainer.num_steps, members=members, **facts))
+
+    def _recover(self) -> None:
         """Agree with those who are left and go on from the copy."""
         trainer, before = self.trainer, self.trainer.members
         self._close()
@@ -146,18 +152,20 @@ class Survivor:
         self._rebuild(members)
         self.load()
         again -= trainer.num_steps
+        self.is_owed |= members != before
         if trainer.rank == 0:
-            text = f"ranks {list(members)} go on without rank {self.settings.victim}; {again} steps are done again"
-            late = f"nobody was lost, but {again} steps are done again: {cause}"
-            what = "delayed" if members == before else "went on"
-            self.news = [{"what": what, "text": late if members == before else text, "again": again}]
+            what, without = (
+                ("delayed", "") if members == before else ("went on", f" without rank {self.settings.victim}")
+            )
+            text = f"ranks {list(members)} go on{without}; {again} steps are done again"
+            self.news = [{"what": what, "text": text, "again": again}]
 
     def _welcome(self, lost: list[int]) -> None:
         """Take in the replacement; collective of the members."""
         self.save()
         self._close()
         self.group.recover_ranks(lost, TIMEOUT_S)
-        self.group.set_timeout(timedelta(seconds=self.settings.kill_s))
+        self.group.set_timeout(timedelta(seconds=SLOW_S))
         self._rebuild(self.everybody)
         self.load()
         self.is_replaced = True
@@ -179,3 +187,37 @@ class Survivor:
         group, self.members_group = self.members_group, self.group
         if group is not self.group:
             dist.destroy_process_group(group)
+
+
+def backend_options(settings: Settings, joins: bool = False) -> BackendOptions:
+    """Return the options of the groups: a rank that is silent for so long is voted out."""
+    timeout_s = SLOW_S if joins else settings.timeout_s  # a process that has just begun is slow, not stalled
+    return BackendOptions(fault_mode="mask", on_stall="evict", op_timeout=timeout_s, is_extension=joins)
+
+
+def event(what: str, text: str, **facts: object) -> Message:
+    """Return the message that something has happened now, by the machine's clock, one for all."""
+    return {"kind": "event", "what": what, "text": text, "clock": time.perf_counter(), **facts}
+
+
+def local_state(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return a copy of what this rank has; zeros for the moments of a fresh optimiser."""
+    state = {}
+    for name, value in model.named_parameters():
+        moments = [optimizer.state[value].get(moment, torch.zeros_like(value)) for moment in _MOMENTS]
+        state[name] = torch.stack([value.detach(), *moments], int(is_expert(name)))
+    return state
+
+
+def restore(model: Transformer, optimizer: torch.optim.Optimizer, state: dict[str, Tensor], num_updates: int) -> None:
+    """Write a state over all experts into a model with some of them and its optimiser."""
+    for name, parameter in model.named_parameters():
+        value = state[name]
+        if is_expert(name):
+            first = model.layers()[0].experts.first_expert
+            places = torch.arange(first, first + len(parameter), dtype=torch.int64, device="cpu")
+            value = value[places.clamp(max=model.settings.num_experts - 1)]  # an empty place: a copy that nobody uses
+        weights, *moments = value.unbind(int(is_expert(name)))
+        parameter.data.copy_(weights)
+        optimizer.state[parameter] = {which: one.clone() for which, one in zip(_MOMENTS, moments, strict=True)}
+        optimizer.state[parameter]["step"] = torch.tensor(float(num_updates), dtype=torch.float32, device="cpu")

@@ -35,20 +35,20 @@ def reductions(rank: int, num_ranks: int, dtype: torch.dtype, shape: tuple[int, 
         dist.reduce(x.tensor, root, op=op)
         x.check(expected if rank == root else parts[rank], f"reduce {op} to {root} {what}")
 
-        inputs = [[values(r, shape, dtype, s + 100 + dst) for dst in range(num_ranks)] for r in range(num_ranks)]
-        mine = [Placed(t, strided) for t in inputs[rank]]
+        given = [values(rank, shape, dtype, s + 100 + dst) for dst in range(num_ranks)]
+        mine = [Placed(t, strided) for t in given]
         out = Placed(torch.zeros(shape, dtype=dtype), strided)
         dist.reduce_scatter(out.tensor, [p.tensor for p in mine], op=op)
-        wanted = reduced([inputs[r][rank] for r in range(num_ranks)], op)
+        wanted = reduced([values(r, shape, dtype, s + 100 + rank) for r in range(num_ranks)], op)
         out.check(wanted, f"reduce_scatter {op} {what}")
 
         if shape:
-            whole = Placed(torch.cat(inputs[rank]), strided)
+            whole = Placed(torch.cat(given), strided)
             out = Placed(torch.zeros(shape, dtype=dtype), strided)
             if not dtype.is_complex:
                 cases.reduce_scatter_single(out.tensor, whole.tensor, op=op)
                 out.check(wanted, f"reduce_scatter_single {op} {what}")
-            whole.check(torch.cat(inputs[rank]), f"reduce_scatter input {what}")
+            whole.check(torch.cat(given), f"reduce_scatter input {what}")
 
 
 def copies(rank: int, num_ranks: int, dtype: torch.dtype, shape: tuple[int, ...], strided: bool) -> None:
@@ -129,7 +129,7 @@ def everything(rank: int, num_ranks: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(180)  # five seconds, but much work for a machine that is busy
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_operation_equals_its_closed_form(num_ranks: int, tmp_path: Path) -> None:
     run_ranks(everything, num_ranks, str(tmp_path), backend=None, timeout_s=170)
 

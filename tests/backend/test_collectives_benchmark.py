@@ -13,6 +13,7 @@ for _name in ("typer", "rich", "matplotlib"):
 from benchmarks import collectives  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch 2.13 warns of its older names
 def test_a_short_run_writes_table_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, picture = tmp_path / "out.json", tmp_path / "out.svg"

@@ -29,7 +29,11 @@ from . import cases
 
 _FOLDER = str(Path(epee.backend.__file__).parent)
 _FRONT = ("group.py", "work.py", "calls.py")  # above the engine: nothing is begun there
-_SEND_COUNTS = [(4, 1), (70_000, 1), pytest.param(4_500_000, 199, marks=pytest.mark.slow)]
+_SEND_COUNTS = [
+    (4, 1),
+    pytest.param(70_000, 1, marks=pytest.mark.slow),
+    pytest.param(4_500_000, 199, marks=pytest.mark.slow),
+]
 
 
 class Interrupt:
@@ -140,7 +144,7 @@ def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int,
         ("all_to_all", 4, 1, 0.0),
         ("all_reduce", 24_000, 3, 0.0),  # two steps, all rounds in staging
         ("all_reduce", 90_000, 7, 0.0),  # rounds reuse the staging
-        ("all_to_all", 120_000, 7, 0.0),
+        pytest.param("all_to_all", 120_000, 7, 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_before_any_line_of_a_collective(

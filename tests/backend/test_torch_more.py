@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -160,6 +161,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_script_started_by_torchrun_works(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -121,7 +121,7 @@ def race(rank: int, num_ranks: int, folder: str, length: int) -> list[str]:
     return ends
 
 
-@pytest.mark.parametrize("length", [4, 50_000, 500_000])
+@pytest.mark.parametrize("length", [4, 50_000, pytest.param(500_000, marks=pytest.mark.slow)])
 def test_a_rank_that_comes_with_the_time_out_ends_as_the_others_do(tmp_path: Path, length: int) -> None:
     results = run_ranks(race, 3, str(tmp_path), length, backend=None, timeout_s=60)
     assert results[0] == results[1] == results[2]

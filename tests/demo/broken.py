@@ -1,4 +1,4 @@
-"""A rank whose combine is slightly wrong: the demo's check must notice."""
+"""Ranks that go wrong: by a little in each combine, which the demo's check must notice, or by an exception."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def run_rank(index: int, send: Send, *arguments: Any) -> None:
     """As `epee.demo.rank.run_rank`, with one part in a million lost in each combine."""
     layer.combine = _wrong
     rank.run_rank(index, send, *arguments)
+
+
+def raise_everywhere(index: int, send: Send, *arguments: Any) -> None:
+    """Raise on all ranks."""
+    raise ValueError("nonsense")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 
 from epee.demo.launch import Message, Ranks, Send
 from epee.errors import RankFailedError
+from tests import forked
 from tests.survive import stages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -117,15 +115,13 @@ def test_an_exception_in_the_parent_ends_the_ranks() -> None:
     wait_until_gone(pids)
 
 
+def _tell_pids_of_sleepers() -> None:
+    forked.fork_server()
+    run_ranks(_sleep, 2, None, lambda message: print(message["pid"], flush=True))
+
+
 def test_ranks_do_not_outlive_a_killed_parent() -> None:
-    code = """
-        from tests.demo.test_launch import _sleep, run_ranks
-        run_ranks(_sleep, 2, None, lambda message: print(message["pid"], flush=True))
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    ) as parent:
-        assert parent.stdout is not None
+    with forked.Forked(_tell_pids_of_sleepers, folder=REPOSITORY, environment=os.environ, told=(1,)) as parent:
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         assert all(is_alive(pid) for pid in pids)
         parent.kill()

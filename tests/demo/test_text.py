@@ -7,39 +7,39 @@ from pathlib import Path
 import pytest
 import torch
 
-from epee.demo import text
-from epee.errors import InvalidArgument
+from epee.demo import run
+from epee.demo.train import split_text, windows
+from epee.errors import UnsupportedError
 
 
 def test_the_standard_library_is_the_default_and_the_same_each_time() -> None:
-    data = text.read_text(None)
+    data = run.read_text()
     assert len(data) > 1_000_000
-    assert data == text.read_text(None)
-    assert b"class OrderedDict(dict)" in data
-    assert b"site-packages" not in data[:1000]
+    assert data == run.read_text()
+    assert b"class Fraction(" in data
 
 
 def test_split_uses_each_byte_once_and_keeps_the_end_for_validation() -> None:
-    train, valid = text.split_text(b"a" * 95_000 + b"b" * 5_000)
+    train, valid = split_text(b"a" * 95_000 + b"b" * 5_000)
     assert train.tolist() == [ord("a")] * 95_000
     assert valid.tolist() == [ord("b")] * 5_000
 
 
-def test_too_little_text_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    with pytest.raises(InvalidArgument, match=r"at least 81920 bytes, --text .*short.txt has 9; name a longer file"):
-        text.read_text(str(short))
+def test_a_python_without_sources_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "short.py").write_text("too short")
+    monkeypatch.setattr(run.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(UnsupportedError, match=r"learns from Python's own modules, and .* has none; use another"):
+        run.read_text()
 
 
 def test_targets_are_the_next_bytes_and_windows_stay_inside() -> None:
     source = torch.arange(200, dtype=torch.uint8)
     almost_one = 1 - torch.finfo(torch.float64).eps / 2
-    inputs, targets = text.windows(source, torch.tensor([0.0, 0.5, almost_one], dtype=torch.float64), 16)
+    inputs, targets = windows(source, torch.tensor([0.0, 0.5, almost_one], dtype=torch.float64), 16)
     assert torch.equal(inputs + 1, targets)
     assert inputs[0, 0] == 0
     assert targets[-1, -1] == 199
     places = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    inputs, targets = text.windows(source, places, 16)
+    inputs, targets = windows(source, places, 16)
     assert torch.equal(inputs + 1, targets)
     assert targets.max() == 199

@@ -9,7 +9,7 @@ from epee.demo.train import bytes_per_link, links
 
 def test_each_dispatched_row_is_answered_the_other_way() -> None:
     dispatched = torch.tensor([[5.0, 3.0], [2.0, 7.0]], dtype=torch.float64)
-    assert bytes_per_link(dispatched, 10) == [[100, 50], [50, 140]]
+    assert bytes_per_link(dispatched, 10) == [[400, 200], [200, 560]]
 
 
 def test_links_are_named_one_by_one_or_summed_up() -> None:

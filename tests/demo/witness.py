@@ -9,8 +9,7 @@ import numpy as np
 
 from epee.demo import rank
 from epee.demo.launch import Send
-from epee.demo.state import local_state
-from epee.demo.survive import Survivor
+from epee.demo.survive import Survivor, local_state
 
 
 class Witness(Survivor):

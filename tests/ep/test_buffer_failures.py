@@ -74,7 +74,7 @@ def _when_it_waits(buffer: epee.Buffer, act: Callable[[], Any]) -> None:
 # --- silence ---
 
 
-def _silent_peer(rank: int, num_ranks: int, op: str) -> dict[str, Any]:
+def _silent_peer(rank: int, num_ranks: int, op: str, late_s: float = 20.0) -> dict[str, Any]:
     with _buffer(num_ranks) as buffer:
         x, idx = _tokens(rank, num_ranks)
         received = buffer.dispatch(x, idx)
@@ -93,9 +93,9 @@ def _silent_peer(rank: int, num_ranks: int, op: str) -> dict[str, Any]:
         if rank == 1:  # it comes too late: the others have given the call up
             try:
                 if op == "dispatch":
-                    buffer.dispatch(x, idx, timeout=20)
+                    buffer.dispatch(x, idx, timeout=late_s)
                 else:
-                    buffer.combine(received.x, received.handle, timeout=20)
+                    buffer.combine(received.x, received.handle, timeout=late_s)
             except epee.EpeeError as exc:
                 late = type(exc).__name__
         _barrier()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from tests.forked import Script
 
 PAGE = Path(__file__).parents[2] / "docs" / "backend.md"
 
@@ -22,24 +23,17 @@ def test_the_program_about_growth_runs(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
 
-    def launch(rank: int, world_size: int, joins: int) -> subprocess.Popen[str]:
+    def launch(rank: int, world_size: int, joins: int) -> Script:
         mine = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "JOINS": str(joins)}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "EPEE_RUNTIME_DIR": str(tmp_path / "run")}
-        where["PYTHONPATH"] = str(Path(__file__).parents[2])
-        return subprocess.Popen(
-            [sys.executable, str(script)], env=os.environ | where | mine, stdout=subprocess.PIPE, text=True
-        )
+        return processes.enter_context(Script(script, os.environ | where | mine))
 
-    ranks = [launch(rank, 2, 0) for rank in range(2)]
-    try:
+    with contextlib.ExitStack() as processes:
+        ranks = [launch(rank, 2, 0) for rank in range(2)]
         deadline = time.monotonic() + 30
         while not list(tmp_path.glob("run/job-*/home")):  # the group is there
             assert time.monotonic() < deadline
             time.sleep(0.01)
         ranks += [launch(rank, 4, 1) for rank in (2, 3)]
         told = [process.communicate(timeout=45)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     assert told == [f"rank {rank}: 4 of 4, world size {4 if rank > 1 else 2}\n" for rank in range(4)]

@@ -56,7 +56,6 @@ def test_eight_ranks_become_one(campaign: Campaign) -> None:
     assert campaign.results["8 -> 1"]["kills"] == 21
 
 
-@pytest.mark.slow
 def test_zombies_find_their_place_taken(campaign: Campaign) -> None:
     campaign.zombies(10, FOREVER, SEED)
     assert campaign.results["zombies"] | {"seconds": 0} == {"rounds": 10, "right": 10, "seconds": 0}

@@ -1,15 +1,19 @@
 """How this rank's last call ends: gathered (it goes on), given up, or open; `withdrawal.py` has the protocol.
 
-Who calls: the thread of a call, nobody else. An interrupt between two steps leaves the call open; the next call of this
-rank finds out first how it has ended. Where others have completed a call that has raised here, the ranks stand before
-different calls, and nothing can bring them together again: the buffer says so at each further call, and refuses it, so
-that the others hear of it, too.
+A call is open from the moment in which its row is announced until its caller has the result, or knows that nobody has
+it. So whatever takes the caller out of it, an interrupt between any two steps included, leaves it open, and the next
+call of this rank finds out first how it has ended. Where others have completed a call that has raised here, the ranks
+stand before different calls, and nothing can bring them together again: the buffer says so at each further call, and
+refuses it, so that the others hear of it, too. (Not so for a dispatch: the others wait for this rank's rows, and
+raise.)
+
+Who calls: the thread of a call, nobody else.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from ...errors import CommTimeoutError, InvalidState, RankFailedError, context
@@ -61,6 +65,13 @@ class Caller(Protocol):
     def behind(self, want: int, is_data: bool = False) -> list[int]:
         """Return the ranks whose part of the call is not here."""
 
+    def dead(self) -> Collection[int]:
+        """Return the ranks whose processes have ended, where no view says so."""
+
+    @property
+    def is_pull(self) -> bool:
+        """Whether the others complete the call without anything more of this rank."""
+
 
 class CallEnd:
     """See above.
@@ -71,12 +82,12 @@ class CallEnd:
     Attributes:
         lost: why this buffer cannot go on; empty while it can.
         failed: the last call that was given up, on all ranks.
-        is_open: whether this rank has given its last call up, and does not know yet how it ends.
+        is_open: whether the caller of the last call has no result, and it is not known that nobody has one.
     """
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self.lost = ""  # why this buffer cannot go on
+        self.lost = ""
         self.failed = 0
         self.is_open = False
 
@@ -94,6 +105,24 @@ class CallEnd:
         """Raise `InvalidState` when an earlier call has ended otherwise here than on the other ranks."""
         if self.lost:
             raise InvalidState(self.lost)
+
+    def open(self) -> None:
+        """Begin a call; before anything of it can be seen."""
+        self.is_open = True
+
+    def close(self) -> None:
+        """End a call: its caller has the result, or nobody has."""
+        self.is_open = False
+
+    def refuse(self) -> None:
+        """End a call that this rank refuses, and says so in its part of it."""
+        self._words.has_failed(self._mark)
+        self.is_open = False
+
+    def fail(self) -> None:
+        """End a call that cannot be, because the ranks make different ones: who waits for this rank need not."""
+        self.refuse()
+        self._words.give_up(self._mark)
 
     def lose(self, error: str) -> None:
         """Note that the last call has raised `error` here, and that others have its result."""
@@ -121,58 +150,67 @@ class CallEnd:
     def give_up(self, cause: BaseException | None) -> None:
         """Leave the call because of `cause`, or (None) because a peer has.
 
-        Returns when others have gathered the call: this rank goes on with it.
+        Returns when others have gathered the call and the cause is silence: this rank goes on with it.
 
         Raises:
             cause, CommTimeoutError: the call has failed, on all ranks; or it is open: the next call sees how it ended.
             Turned: the view has changed.
         """
         is_silence = cause is None or isinstance(cause, (CommTimeoutError, RankFailedError))
-        self.is_open = True
-        self._words.give_up(self._mark)
+        if cause is not None and self._words.is_gathered(self._mark):
+            raise cause  # the others may be following
         try:
-            look = self._await_end(cause)
+            look = self._await_end()
         except Turned:
             if cause is None or is_silence:
                 raise
             raise cause from None
-        if look.end is End.FAILED:
-            raise self.given_up() if cause is None else cause
-        if cause is not None and not is_silence:
-            self._caller.gathered = self._caller.seq
-            self.lose(type(cause).__name__)
-            raise cause
+        if cause is not None and not (is_silence and look.end is End.GATHERED):
+            is_told = look.end is not End.OPEN or not isinstance(cause, CommTimeoutError)
+            raise cause if is_told else self._undecided(look) from cause
+        if look.end is not End.GATHERED:
+            raise self.given_up() if look.end is End.FAILED else self._undecided(look)
 
     def settle(self) -> None:
-        """Find out how the last call ended, which was open.
+        """Find out how the last call ended, which was left open.
 
         Raises:
             CommTimeoutError: it still is.
             Moved: the view has changed.
         """
         try:
-            look = self._await_end(None)
+            if not self._words.is_gathered(self._mark):
+                look = self._await_end()
+                if look.end is End.FAILED:
+                    return
+                if look.end is End.OPEN:
+                    raise self._undecided(look)
         except Turned:
             raise Moved from None
-        if look.end is End.GATHERED:
-            self._caller.gathered = self._caller.seq
-            self.lose("an error")
+        self.miss()
 
-    def _await_end(self, cause: BaseException | None) -> Look:
-        """Look how the call ends that this rank has given up, for as long as somebody may just be deciding."""
+    def miss(self) -> None:
+        """Close a call that others may have completed; its caller here has no result."""
+        self._caller.gathered = self._caller.seq
+        if self.is_open and self._caller.is_pull:
+            self.lose("an error")
+        self.is_open = False
+
+    def _await_end(self) -> Look:
+        """Leave the call and look how it ends, for as long as somebody may just be deciding."""
+        self._words.give_up(self._mark)
         until = time.monotonic() + GRACE_S
-        while (look := self._look()).end is End.OPEN:
+        while (look := self._look()).end is End.OPEN and time.monotonic() < until:
             if self._caller.membership.has_turned:
                 raise Turned from None
-            if time.monotonic() > until:
-                raise self._undecided(look) from cause
             time.sleep(_LOOK_S)
         return look
 
     def _look(self) -> Look:
         """See how a call ends that this rank has given up, and take note of it; raises `Turned`."""
         caller, mark = self._caller, self._mark
-        look = self._words.look(caller.seq & 1, mark)
+        dead = caller.dead()  # first: what they stored before counts
+        look = self._words.look(caller.seq & 1, mark, dead)
         if look.end is End.GATHERED:
             self.go_on()
         if look.end is End.FAILED:
@@ -180,7 +218,7 @@ class CallEnd:
                 raise Turned
             self._words.has_failed(mark)
             self.failed = caller.seq
-        self.is_open = look.end is End.OPEN
+            self.is_open = False
         return look
 
     def given_up(self) -> CommTimeoutError:

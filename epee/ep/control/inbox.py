@@ -35,16 +35,16 @@ change between the check and its use.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ...errors import CommTimeoutError, MismatchError, ProtocolError, RankFailedError, context
+from ...errors import CommTimeoutError, EpeeError, MismatchError, PeerError, ProtocolError, RankFailedError, context
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...memory.layout import Field, Layout
-from ...memory.signals import futex_wake, tag, wait_equal
+from ...memory.signals import fence, futex_wake, tag, wait_equal
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..throughput.placement import Ints
@@ -155,6 +155,7 @@ class Exchange:
         self.epoch = epoch
         self.settled = self.gathered = 0
         self.began = 0.0
+        self._is_left = False  # its caller has been taken out of the last call
         self._row = (0, b"")  # number and bytes of the last call's row
         self._stored = 0  # the last call whose row has been stored into every inbox
         self.members = tuple(sorted(inboxes))
@@ -166,28 +167,30 @@ class Exchange:
         self.end.begin(EndWords(self.rank, self._words, lambda rank: self._data_at + rank * LINE_WORDS, self._row_at))
 
     def restrict(self, epoch: int, members: Sequence[int]) -> None:
-        """Begin an epoch among some of the ranks whose inboxes this was made with; all of them do."""
+        """Begin an epoch among some of the ranks whose inboxes this was made with, as all of them do."""
+        self.end.lost = ""
         self.begin(epoch, {rank: self._inboxes[rank] for rank in members})
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> Rows:
-        """Make the next call: `publish` this rank's row and `gather` all.
+        """Make the next call: `publish` this rank's row and `gather` all. Whoever has made use of it closes `end`.
 
         Raises:
             InvalidState: an earlier call has ended otherwise here than on the other ranks.
         """
         if self.end.is_open:
-            self.end.settle()
+            self.settle(deadline)
         self.end.check()
         last = self._row
         try:
             self.publish(header, counts, text, deadline)
-        except Moved:
+            return self.gather(deadline)
+        except (Moved, EpeeError):
             raise
         except BaseException as error:
-            if self._row is not last:  # interrupted while it was stored
-                self.end.give_up(error)
+            if self._row is not last and self.end.is_open and not self._is_left:
+                self._is_left = True
+                self.end.give_up(error)  # interrupted on its way to the wait
             raise
-        return self.gather(deadline)
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Start the next call: write this rank's row into every inbox.
@@ -207,16 +210,30 @@ class Exchange:
         row = _HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
         if not self.membership.issue(self.seq + 1):
             raise Moved
+        self._is_left = False
+        if not header.refused:
+            self.end.open()
         self.num_calls += 1
         self.began = time.monotonic()
         # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
         self._row = (self.seq + 1, row.ljust(8 * (self._row_words - 1), b"\0"))
         self._store_row()
+        if header.refused:
+            self.end.refuse()
 
     @property
     def seq(self) -> int:
         """Number of the last published call of the epoch, from 1."""
         return self._row[0]
+
+    @property
+    def is_pull(self) -> bool:
+        """Whether the others complete that call without anything more of this rank."""
+        return self.header.op != OP_DISPATCH
+
+    def dead(self) -> Collection[int]:
+        """Return the ranks whose processes have ended, where no view says so."""
+        return self._watch.dead()
 
     @property
     def op(self) -> str:
@@ -243,6 +260,7 @@ class Exchange:
             words[start + 1 : start + self._row_words] = data
             words[start] = mark
             futex_wake(self._addresses[rank] + 8 * start)
+        fence()  # before the look for those who have given the call up
         self._stored = seq
 
     def gather(self, deadline: float) -> Rows:
@@ -254,7 +272,7 @@ class Exchange:
             ProtocolError: a row cannot be right.
             Moved: the view has changed; see there.
         """
-        num_ranks, width = self.config.num_ranks, 8 * self._row_words
+        num_ranks = self.config.num_ranks
         parties, are_here = self._parties(deadline)
         if are_here and not self.is_reduced:
             first = self._row_at(self.seq & 1, 0)
@@ -262,6 +280,15 @@ class Exchange:
         else:
             copy = self._copy_rows(parties)
         self.gathered = self.seq
+        try:
+            return self._checked(copy, parties)
+        except EpeeError:
+            self.end.close()  # all see the same rows, so nobody has a result
+            raise
+
+    def _checked(self, copy: bytes, parties: tuple[int, ...]) -> Rows:
+        """Return what a copy of all rows says, checked and agreed on."""
+        num_ranks, width = self.config.num_ranks, 8 * self._row_words
         own = copy[self.rank * width + 8 : (self.rank + 1) * width]
         if own != self._row[1]:
             raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
@@ -282,7 +309,11 @@ class Exchange:
             try:
                 return self.membership.decide(self._op, self.seq, self.header.op == OP_COMBINE, deadline), False
             except Withdrawn:
+                self.end.close()
                 raise self.end.given_up() from None
+            except (Moved, PeerError):
+                self.end.close()
+                raise
 
     def _wait_for_all(self, deadline: float) -> bool:
         """Wait for all rows; False when this rank's patience has ended first, but others have gathered the call."""
@@ -298,6 +329,7 @@ class Exchange:
             pass
         except BaseException as error:  # noqa: BLE001 - an interrupt, too: raised again when the others know of it
             cause = error
+        self._is_left = True
         self.end.give_up(cause)
         return False
 
@@ -386,10 +418,10 @@ class Exchange:
         Raises:
             Moved: the view has changed meanwhile.
         """
-        if self.end.is_open:
-            self.end.settle()
         if self._stored < self.seq:
             self._store_row()
+        if self.end.is_open:
+            self.end.settle()
         if self.settled < self.seq:
             try:
                 self._wait_rows(deadline)

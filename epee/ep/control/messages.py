@@ -40,6 +40,7 @@ class ControlPlane:
             rows = self.exchange.call(header, None, piece, deadline)
             for rank in rows.parties:
                 parts[rank] += rows.texts[rank][: len(piece)]
+            self.exchange.end.close()
         return parts
 
     def refuse(self, op: int, error: BaseException, deadline: float) -> None:

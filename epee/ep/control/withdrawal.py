@@ -9,7 +9,7 @@ Who writes, who reads: each rank has three words in its own inbox, each the tag 
 
     GAVE_UP   its caller has left, or it has found that a peer's has; stored, then a fence, then a look at the others
     GATHERED  it has seen the rows of all and then, in a second look, no peer that gave the call up: it goes on
-    FAILED    it knows that nobody has gathered the call, and nobody will
+    FAILED    it knows that nobody has gathered the call, and nobody will: also one that refuses it
 
 What one that gave up sees then, of each peer's row in that peer's own inbox (where it is stored first) and words:
 
@@ -30,7 +30,7 @@ not go on before it is known. A crash leaves the words as they were; the next ep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -99,8 +99,12 @@ class EndWords:
         """Say that nobody has gathered the call, and nobody will."""
         self._words[self._rank][self._own_at + FAILED] = mark
 
-    def look(self, parity: int, mark: int) -> Look:
-        """Return how a call ends that this rank has given up."""
+    def is_gathered(self, mark: int) -> bool:
+        """Return whether this rank has said that it goes on with the call."""
+        return self._words[self._rank][self._own_at + GATHERED] == mark
+
+    def look(self, parity: int, mark: int, dead: Collection[int] = ()) -> Look:
+        """Return how a call ends that this rank has given up; `dead` peers, as known before, decide nothing more."""
         undecided = []
         has_failed = False
         for peer, at in self._peers:
@@ -109,7 +113,7 @@ class EndWords:
             if words[at + GATHERED] == mark:
                 return Look(End.GATHERED, (peer,))
             has_failed |= failed >= mark or gave_up > mark or words[self._row_at(parity, peer)] != mark
-            if gave_up != mark:
+            if gave_up != mark and peer not in dead:
                 undecided.append(peer)
         if has_failed or not undecided:
             return Look(End.FAILED, ())

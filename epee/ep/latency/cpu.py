@@ -334,6 +334,7 @@ class LatencyCpuPath:
             factors = source.weights
             if call.topk_weights is not None:
                 if not self._flights.has_come(flight, src, "early"):
+                    self._flights.require_all(flight)
                     continue
                 factors = self.wire.read_weights(src, flight.seq, len(source.tokens))
             partial = partial_sums(source, factors, y).to(call.partial_dtype)

@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 
 from ...errors import CommTimeoutError, EpeeError, InvalidState, MismatchError, RankFailedError, context
+from ...memory.signals import tag
 from ..control.ending import GRACE_S, CallEnd
 from ..control.membership import FixedMembership, Membership
 from ..control.messages import reason_bytes
@@ -63,7 +64,7 @@ class Flight:
         lost: ranks that did not come, and why.
         active: ranks that this half counts on.
         wait_us: microseconds that the receive half has waited for each rank.
-        end: how the call ends, where it has no mask.
+        words: by which the ranks agree on the end of a call without a mask.
         gathered: its number when this rank has all halves of such a call, 0 before.
     """
 
@@ -78,8 +79,8 @@ class Flight:
         self.epoch = epoch
         self.gathered = 0
         num_ranks = wire.config.num_ranks
-        self.end = CallEnd(self)
-        self.end.begin(wire.end_words(seq))
+        self.words = wire.end_words(seq)
+        self.dead = wire.watch.dead
         self.head = head
         self.options = options
         self.lost: dict[int, str] = {}
@@ -96,6 +97,16 @@ class Flight:
     def began(self) -> float:
         """When the half began, a `time.monotonic()` value."""
         return self.started
+
+    @property
+    def is_pull(self) -> bool:
+        """Whether the others may complete the call without anything more of this rank."""
+        return self.head.op == LATENCY_COMBINE  # after a dispatch the next calls differ, and say so
+
+    @property
+    def mark(self) -> int:
+        """The call's tag."""
+        return tag(self.epoch, self.seq)
 
     @property
     def is_alike(self) -> bool:
@@ -131,7 +142,7 @@ class Flights:
     def __init__(self, wire: Wire, epoch: Callable[[], int]) -> None:
         self.wire = wire
         self._epoch = epoch
-        self._unknown: list[Flight] = []  # calls that this rank has given up, and that may have ended well on others
+        self._unknown: list[CallEnd] = []  # of calls that were left here, and that may have ended well on others
         self._lost = ""  # why the buffer cannot go on
 
     def require_slot(self) -> None:
@@ -149,10 +160,10 @@ class Flights:
             InvalidState: an earlier call has ended otherwise here than on the other ranks.
             CommTimeoutError: it is still open how one ended.
         """
-        for flight in self._unknown[:]:
-            flight.end.settle()
-            self._lost = self._lost or flight.end.lost
-            self._unknown.remove(flight)
+        for end in self._unknown[:]:
+            end.settle()
+            self._lost = self._lost or end.lost
+            self._unknown.remove(end)
         if self._lost:
             raise InvalidState(self._lost)
 
@@ -163,11 +174,12 @@ class Flights:
 
     def begin(self, head: Head, options: LatencyOptions) -> Flight:
         """Start the next call."""
-        flight = Flight(self.wire.begin(), head, options, self.wire, self._epoch())
+        flight = Flight(self.wire.seq + 1, head, options, self.wire, self._epoch())
         if flight.is_alike:
             self.wire.say_begun(flight.seq)
         self.read_mask(flight)
         self.wire.set_cut(flight.active, flight.seq)
+        self.wire.begin()  # last: from here on the call has a slot, which must be freed
         return flight
 
     def read_mask(self, flight: Flight) -> None:
@@ -209,20 +221,14 @@ class Flights:
 
     def heads(self, flight: Flight) -> dict[int, Head]:
         """Wait for everybody who counts; return the headers of those who came, ranks ascending."""
+        heads = self._heads(flight)
         if not flight.is_alike:
-            return self._heads(flight)
-        try:
-            heads = self._heads(flight)
-        except MismatchError:
-            raise  # the others see it, too
-        except BaseException as problem:
-            self._leave(flight, problem)
-            raise
-        if not flight.lost and not flight.end.withdrawn():
-            flight.end.go_on()
+            return heads
+        if not flight.lost and not flight.words.withdrawn(flight.mark):
+            flight.words.has_gathered(flight.mark)
         else:
             error = self._loss(flight)
-            self._leave(flight, error)
+            self._end_of(flight).give_up(error)
             heads = self._follow(flight, heads, error)
         flight.gathered = flight.seq
         return heads
@@ -242,31 +248,39 @@ class Flights:
         self.agree(flight, src, head, reason)
         return head
 
-    def _leave(self, flight: Flight, cause: BaseException | None) -> None:
-        """Give a call up; returns when a peer has all of its halves, else raises `cause` or that it is given up."""
-        try:
-            flight.end.give_up(cause)
-        finally:
-            self._lost = self._lost or flight.end.lost
-            if flight.end.is_open:
-                self._unknown.append(flight)
+    def _end_of(self, flight: Flight) -> CallEnd:
+        """Return what finds out how a call ends that is left."""
+        end = CallEnd(flight)
+        end.begin(flight.words)
+        end.open()
+        return end
 
     def _follow(self, flight: Flight, heads: dict[int, Head], error: EpeeError | None) -> dict[int, Head]:
-        """Wait for the halves that this rank lacks: a peer has all of its own, so these were begun, too."""
+        """Wait for the halves that this rank lacks: a peer has all of its own, so these are on their way, too."""
         patience = Patience(time.monotonic() + GRACE_S, 0.0)
         for src in sorted(flight.lost):
             if not self.wire.has_come(src, flight.seq, patience):
-                error = error or flight.end.given_up()
-                self.miss(flight, error)
-                raise error
+                raise error or self._end_of(flight).given_up()
             del flight.lost[src]
             heads[src] = self._head(flight, src)
         return dict(sorted(heads.items()))
 
-    def miss(self, flight: Flight, error: BaseException) -> None:
-        """Note that others may have the result of a call that has raised `error` here."""
-        flight.end.lose(type(error).__name__)
-        self._lost = self._lost or flight.end.lost
+    def leave(self, flight: Flight, error: BaseException) -> None:
+        """See how a call without a mask ends whose caller gets `error`, at the latest in the next call."""
+        if not flight.is_alike:
+            return
+        end = self._end_of(flight)
+        if isinstance(error, MismatchError) and not flight.gathered:
+            end.fail()  # nobody can have halves that fit: each of them sees it, or that it has failed
+            return
+        self._unknown.append(end)
+        if not flight.words.is_gathered(flight.mark):
+            try:
+                end.give_up(error)
+            except BaseException as raised:  # noqa: BLE001 - it is `error`, or that its end is open; the caller has `error`
+                _log.debug("a call that was left: %s", raised)
+            if not end.is_open:
+                self._unknown.remove(end)
 
     def agree(self, flight: Flight, src: int, head: Head, reason: str) -> None:
         """Raise `MismatchError` unless a peer makes the same call."""
@@ -283,6 +297,9 @@ class Flights:
     def guarded(self, flight: Flight, send: Callable[[], None]) -> None:
         """Run a send half; when it fails the peers hear of it."""
         try:
+            if flight.is_alike:
+                self.reachable(flight)
+                self.require_all(flight)  # before anything is sent: a call that lacks a rank is none
             send()
         except BaseException as error:
             self.give_up(flight, error)
@@ -291,21 +308,14 @@ class Flights:
 
     def give_up(self, flight: Flight, error: BaseException) -> None:
         """End a call that this rank cannot make, and tell the peers that have not got its half."""
+        is_sent = any(self.wire.is_posted(dst, flight.seq) for dst in flight.others())
         try:
-            if flight.is_alike and any(self.wire.is_posted(dst, flight.seq) for dst in flight.others()):
-                self._unsaid(flight, error)
             for dst in self.reachable(flight):
                 if dst != self.wire.rank and not self.wire.is_posted(dst, flight.seq):
                     self.wire.post(dst, flight.seq, flight.head._replace(refused=1), reason_bytes(error))
         finally:
+            self.leave(flight, error if is_sent or not flight.is_alike else MismatchError("refused"))
             self.wire.free(flight.seq)
-
-    def _unsaid(self, flight: Flight, error: BaseException) -> None:
-        """Give up a call whose halves may have reached some peers; `error` goes to its caller."""
-        try:
-            self._leave(flight, error)
-        except BaseException as raised:  # noqa: BLE001 - it is `error`, or that its end is open: the caller has `error`
-            _log.debug("a call that failed while it was sent: %s", raised)
 
     def finish(self, flight: Flight, result: _Result, receive: Callable[[], None]) -> _Result:
         """Receive now, or hand out a hook that does."""
@@ -331,8 +341,7 @@ class Flights:
             receive()
             self.require_all(flight)
         except BaseException as error:
-            if flight.gathered and flight.head.op == LATENCY_COMBINE:
-                self.miss(flight, error)  # after a dispatch the next calls differ, and say so
+            self.leave(flight, error)
             raise
         finally:
             self.wire.free(flight.seq)
@@ -360,8 +369,8 @@ class Flights:
             return None
         dead = sorted(rank for rank, why in flight.lost.items() if why == "dead")
         lost = dead or sorted(flight.lost)
-        if not dead and flight.end.withdrawn():
-            return flight.end.given_up()
+        if not dead and flight.words.withdrawn(flight.mark):
+            return self._end_of(flight).given_up()
         where = flight.where(lost[0], flight.started)
         names = ", ".join(str(rank) for rank in lost)
         if dead:

@@ -52,7 +52,7 @@ import torch
 from ...errors import ProtocolError
 from ...memory.host import HostRegion
 from ...memory.layout import Field, Layout
-from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, futex_sleep, futex_wake, tag, untag
+from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, fence, futex_sleep, futex_wake, tag, untag
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.withdrawal import LINE_WORDS, EndWords
@@ -245,6 +245,7 @@ class Wire:
         """Say that this rank takes part in a call; before it sends anything of it."""
         own = self.regions[self.rank]
         own.words[own.at("ends", self.slot(seq))] = tag(self._epoch(), seq)
+        fence()  # before the look for those who have given the call up
 
     def end_words(self, seq: int) -> EndWords:
         """Return the words by which the ranks agree on how a call ends."""

@@ -390,12 +390,12 @@ class Survivor:
         """
         exchange = self._exchange
         if exchange.gathered >= exchange.seq:
+            exchange.end.miss()
             return
         header, reason, epoch = exchange.header, exchange.reason(), exchange.epoch
         try:
             self.decide(OP_NAMES[header.op], exchange.seq, header.op == OP_COMBINE, deadline)
-            if not header.refused:
-                exchange.end.lose("an error")
+            exchange.end.miss()
         except Withdrawn:
             pass
         except Moved:

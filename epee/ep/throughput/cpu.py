@@ -137,7 +137,9 @@ class CpuPath:
             missing = self.exchange.wait_data(deadline, rows.parties)
             if missing and self.exchange.membership.raises:
                 raise self.exchange.membership.unfinished("dispatch")
-            return self._receive(call, handle, arena, slot, missing)
+            result = self._receive(call, handle, arena, slot, missing)
+            self.exchange.end.close()
+            return result
         except BaseException:
             self._let_go(arena, slot, last_seq)
             if self.exchange.seq > last_seq:
@@ -157,7 +159,9 @@ class CpuPath:
             self._stage(call, arena, slot, is_staged)
             header = combine_header(call, self.rank, slot, self._alignment[layout])
             rows = self.exchange.call(header, None, arena.region.blob, deadline)
-            return self._pull_or_lose(call, rows, deadline)
+            result = self._pull(call, self._attach(layout, rows, deadline), rows)
+            self.exchange.end.close()
+            return result
         finally:
             self._let_go(arena, slot, last_seq)
 
@@ -420,14 +424,6 @@ class CpuPath:
             return (slice(None),)
         first = sum(handle.num_received[: self.rank])
         return slice(0, first), slice(first + handle.num_received[self.rank], None)
-
-    def _pull_or_lose(self, call: CombineCall, rows: Rows, deadline: float) -> Combined:
-        """Pull; what ends it from here on (an interrupt, a peer's memory that cannot be mapped) ends it here only."""
-        try:
-            return self._pull(call, self._attach(call.handle.layout, rows, deadline), rows)
-        except BaseException as error:
-            self.exchange.end.lose(type(error).__name__)
-            raise
 
     def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
         handle, hidden = _own(call.handle), self.config.hidden

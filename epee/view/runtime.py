@@ -235,12 +235,15 @@ class Runtime:
         self._ask(look)
         return tuple(found)
 
-    def accuse(self, slot: int, lane: int, seq: int) -> None:
-        """Say that call `seq` of `lane` waits for `slot` without progress. Name all that are behind; repeat it."""
+    def accuse(self, slot: int, lane: int, seq: int, epoch: int) -> None:
+        """Say that call `seq` of `lane` waits for `slot` without progress. Name all that are behind; repeat it.
+
+        `epoch`: of the last decision that the lane had taken over when it looked. Not the newest: it does not count.
+        """
         decision = self.view()
         for member in decision.members:
             if member.slot == slot:
-                self._post_event(Accused(slot, member.incarnation, lane, seq))
+                self._post_event(Accused(slot, member.incarnation, lane, seq, epoch))
 
     def view(self) -> Decision:
         """Return the view as this process knows it. No lock, no wait.

@@ -402,7 +402,7 @@ class World:
             engine.give_up(call)
 
     def _accusation(self, engine: Engine, slot: int, epoch: int, seq: int) -> Accused:
-        return Accused(slot, engine.incarnations[epoch, slot], LANE, seq)
+        return Accused(slot, engine.incarnations[epoch, slot], LANE, seq, engine.epoch)
 
     # ---- the end
 

@@ -114,7 +114,7 @@ class Process:
         assert self.runtime is not None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            self.runtime.accuse(slot, LANE, 12)
+            self.runtime.accuse(slot, LANE, 12, 1 << 40)
             decision = self.runtime.await_decision(epoch, 0.1)
             if decision is not None:
                 return decision

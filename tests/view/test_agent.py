@@ -53,6 +53,7 @@ from epee.view.protocol.messages import (
 from tests.view.agents import Group, first, member
 
 EVICT = Settings(policy="evict")
+NOW = 1 << 40  # an epoch: the engine has taken over all decisions
 
 
 def alone(slot: int, num_members: int = 3, settings: Settings = EVICT) -> Agent:
@@ -185,12 +186,12 @@ def test_a_half_without_the_lowest_slot_cannot_decide_and_says_so() -> None:
     group = Group(4)
     group.stopped |= {member(0).nonce, member(1).nonce}
     for by in (2, 3):
-        group.post(member(by), Accused(0, 1, 7, 1))
-        group.post(member(by), Accused(1, 1, 7, 1))
+        group.post(member(by), Accused(0, 1, 7, 1, NOW))
+        group.post(member(by), Accused(1, 1, 7, 1, NOW))
     group.late(0.5)
     for _ in range(10):
         for by in (2, 3):
-            group.post(member(by), Accused(0, 1, 7, 1))
+            group.post(member(by), Accused(0, 1, 7, 1, NOW))
         group.late(0.5)
     assert group.views() == {(1, ((0, 1), (1, 1), (2, 1), (3, 1)))}
     assert group.told[member(2).nonce] == [NoQuorum(1)]
@@ -201,7 +202,7 @@ def test_the_half_with_the_lowest_slot_goes_on_and_the_others_learn_that_they_ar
     group.stopped |= {member(2).nonce, member(3).nonce}
     for by in (0, 1):
         for slot in (2, 3):
-            group.post(member(by), Accused(slot, 1, 7, 1))
+            group.post(member(by), Accused(slot, 1, 7, 1, NOW))
     group.late(0.5)
     assert group.views() == {(2, ((0, 1), (1, 1)))}
     group.stopped.clear()
@@ -214,17 +215,32 @@ def test_the_half_with_the_lowest_slot_goes_on_and_the_others_learn_that_they_ar
 
 def test_two_that_accuse_each_other_end_in_one_view() -> None:
     group = Group(4)
-    group.post(member(1), Accused(3, 1, 7, 1))
-    group.post(member(3), Accused(1, 1, 7, 1))
+    group.post(member(1), Accused(3, 1, 7, 1, NOW))
+    group.post(member(3), Accused(1, 1, 7, 1, NOW))
     group.late(1.0)
     assert group.views() == {(2, ((0, 1), (1, 1), (2, 1)))}
+
+
+def test_an_accusation_from_before_a_decision_that_was_not_taken_over_does_not_count() -> None:
+    """Rank 0 has moved on to the new view, so it looks silent to rank 2, which has not: it must not be voted out."""
+    group = Group(3)
+    for by in (0, 2):
+        group.post(member(by), Accused(1, 1, 7, 1, 1))
+    group.late(0.5)
+    assert group.views() == {(2, ((0, 1), (2, 1)))}
+    group.post(member(2), Accused(0, 1, 7, 1, 1))
+    group.late(0.5)
+    assert group.views() == {(2, ((0, 1), (2, 1)))}
+    group.post(member(2), Accused(0, 1, 7, 1, 2))
+    group.late(0.5)
+    assert group.views() == {(3, ((2, 1),))}
 
 
 @pytest.mark.parametrize("policy", ["error", "wait"])
 def test_accusations_change_nothing_unless_the_policy_is_to_evict(policy: str) -> None:
     group = Group(3, Settings(policy=policy))
-    group.post(member(0), Accused(2, 1, 7, 1))
-    group.post(member(1), Report(1, ()) and Accused(2, 1, 7, 1))
+    group.post(member(0), Accused(2, 1, 7, 1, NOW))
+    group.post(member(1), Report(1, ()) and Accused(2, 1, 7, 1, NOW))
     group.late(2.0)
     assert group.views() == {(1, ((0, 1), (1, 1), (2, 1)))}
     assert not group.wire
@@ -233,7 +249,7 @@ def test_accusations_change_nothing_unless_the_policy_is_to_evict(policy: str) -
 def test_cuts_and_starts_come_from_those_who_stay() -> None:
     group = Group(3)
     group.lanes = {member(slot).nonce: (LaneState(7, done, done + 2),) for slot, done in enumerate((4, 5, 90))}
-    group.post(member(0), Accused(2, 1, 7, 6))
+    group.post(member(0), Accused(2, 1, 7, 6, NOW))
     group.late(0.3)
     (decision,) = group.decisions(member(1))
     assert [(cut.lane, cut.seq) for cut in decision.cuts] == [(7, 5)]

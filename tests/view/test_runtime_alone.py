@@ -136,7 +136,7 @@ def test_what_breaks_a_rule_is_refused() -> None:
     with pytest.raises(InvalidState, match="no member yet"):
         runtime.view()
     with pytest.raises(InvalidState, match="not started"):
-        runtime.accuse(0, 1, 1) if runtime._loop else runtime._running()
+        runtime.accuse(0, 1, 1, 1 << 40) if runtime._loop else runtime._running()
     with pytest.raises(InvalidArgument, match="this process"):
         runtime.start([runtime.member._replace(nonce=NONCE)])
     with pytest.raises(InvalidArgument, match="every slot once"):
@@ -208,7 +208,7 @@ def test_a_fork_has_no_part_in_it(alone: Runtime) -> None:
             alone.view()
         except ForkError:
             with contextlib.suppress(ForkError):
-                alone.accuse(3, 1, 1)
+                alone.accuse(3, 1, 1, 1 << 40)
                 os._exit(2)
             alone.close()
             os._exit(3 if shared & descriptors() else 0)

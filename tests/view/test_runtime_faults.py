@@ -99,7 +99,7 @@ class Chaos:
         while True:
             for rank in live:
                 for slot in victims:
-                    rank.ask("call", "accuse", slot, LANE, 5)
+                    rank.ask("call", "accuse", slot, LANE, 5, 1 << 40)
             views = [rank.ask("call", "view") for rank in live]
             if all(victims.isdisjoint({member.slot for member in view.members}) for view in views):
                 return

@@ -521,7 +521,7 @@ class Survival(Intake):
         if now - self._accused_at > ACCUSE_PAUSE_S:
             self._accused_at = now
             for rank in ranks:
-                self.runtime.accuse(self._slot_of[rank], self.lane, op.seq)
+                self.runtime.accuse(self._slot_of[rank], self.lane, op.seq, self._epoch)
         return True
 
     def found_dead(self, ranks: Iterable[int]) -> None:

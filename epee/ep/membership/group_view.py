@@ -225,7 +225,7 @@ class Roster:
 
     def insist(self, ranks: Sequence[int], what: str, seq: int, deadline: float) -> bool:
         """At a time-out: do what the group's policy is with silent ranks; True while waiting on may still help."""
-        now = time.monotonic()
+        now, heard = time.monotonic(), self._heard
         seat = self.seat
         if seat.on_stall == "wait":
             if now - self._warned_at > 1.0:
@@ -238,7 +238,7 @@ class Roster:
         if now - self._accused_at > ACCUSE_PAUSE_S:
             self._accused_at = now
             for rank in ranks:
-                seat.runtime.accuse(seat.slots[rank], self._lane, seq)
+                seat.runtime.accuse(seat.slots[rank], self._lane, seq, heard)
         return True
 
 

@@ -68,13 +68,18 @@ class Accused(NamedTuple):
     """The local engine waited for this member until its time-out, without progress.
 
     The engine names all members that are behind, not one, and repeats this while it goes on waiting (at least twice
-    in `patience_s`): accusations do not survive a decision.
+    in `patience_s`): accusations do not survive a decision. One that was formed before a decision which the engine has
+    not taken over yet does not count either: a rank that has moved on to the new view looks silent in the old one.
+
+    Attributes:
+        epoch: of the last decision that the engine had taken over when it looked who is behind.
     """
 
     slot: int
     incarnation: int
     lane: int
     seq: int
+    epoch: int
 
 
 class Frozen(NamedTuple):

@@ -117,7 +117,8 @@ class Proposer:
 
     def _accused(self, event: Accused) -> None:
         member = self.members.get(event.slot)
-        if member is not None and member.incarnation == event.incarnation:
+        is_member = member is not None and member.incarnation == event.incarnation
+        if is_member and event.epoch >= self.epoch:
             self._note_accusation(event.slot, self.me.slot)
         if self.settings.policy != "evict" or self.promised != NO_BALLOT:
             self._ask_everybody()  # it may be us who was voted out

@@ -5,6 +5,8 @@ Rank 0 stands still where `_stands_still` is called until all others have given 
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.control import inbox
 from epee.errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, MismatchError
-from tests.harness import run_ranks
+from epee.memory import signals
+from tests.harness import run_mortal, run_ranks
 from tests.survive import stages
 
 NUM_STEPS = 4
@@ -262,3 +266,92 @@ def test_a_result_that_one_rank_lacks_ends_the_buffer() -> None:
         ["KeyboardInterrupt", "InvalidState", "InvalidState"],
         ["result", "MismatchError", "MismatchError"],
     ]
+
+
+# ---- found by a review: ranks that end a call without a word
+
+
+def _dies_in_its_send_half(rank: int, num_ranks: int, folder: str) -> list[str]:
+    store = dist.FileStore(f"{folder}/store", num_ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    buffer = _buffer(num_ranks, "latency", timeout=5)
+    x = torch.ones(1, HIDDEN).bfloat16()
+    buffer.dispatch(x, _tokens(num_ranks))
+    if rank == 1:
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        buffer._path.wire.post = die  # type: ignore[method-assign,union-attr]
+        buffer.dispatch(x, _tokens(num_ranks))
+    seen = []
+    mask = torch.ones(num_ranks, dtype=torch.int32)
+    for active_ranks in (None, None, mask, mask):
+        try:
+            buffer.dispatch(x, _tokens(num_ranks), active_ranks=active_ranks)
+            seen.append("result")
+        except EpeeError as error:
+            seen.append(type(error).__name__)
+    return [*seen, str(mask.tolist())]
+
+
+def test_a_death_in_a_send_half_leaves_nothing_open() -> None:
+    survivor, _ = run_mortal(_dies_in_its_send_half, 2, dead={1})
+    assert survivor == ["RankFailedError", "RankFailedError", "result", "result", "[1, 0]"]
+
+
+def _refuses(rank: int, num_ranks: int) -> list[str]:
+    """Rank 2 gives a bad argument once, when rank 0 may have sent its half to rank 1 already."""
+    buffer = _buffer(num_ranks, "latency", timeout=20)
+    idx = torch.tensor([[0, 2], [2, 4], [0, 4]])
+    d = buffer.dispatch(torch.ones(3, HIDDEN).bfloat16(), idx, torch.ones(3, 2))
+    seen = []
+    for attempt in range(2):
+        weights = torch.ones(1 if rank == 2 and not attempt else 3, 2)
+        try:
+            buffer.combine(d.x, d.handle, topk_weights=weights)
+            seen.append("result")
+        except EpeeError as error:
+            seen.append(type(error).__name__)
+    return seen
+
+
+def test_a_refusal_that_meets_a_send_half_ends_the_call_on_all() -> None:
+    *others, refuser = run_ranks(_refuses, 3)
+    assert refuser == ["InvalidArgument", "result"]
+    for seen in others:
+        assert seen[0] in ("MismatchError", "CommTimeoutError")
+        assert seen[1] == "result"
+
+
+def _refusal_and_interrupt(rank: int, num_ranks: int) -> list[str]:
+    """Rank 0 is interrupted between two stores of its row in a call that rank 1 refuses."""
+    buffer = _buffer(num_ranks, timeout=20)
+    exchange = buffer._exchange
+    d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks))
+    assert isinstance(d.x, torch.Tensor)
+    stored = []
+
+    def interrupting(address: int) -> None:
+        stored.append(address)
+        if len(stored) == 2:
+            raise KeyboardInterrupt
+
+    seen = []
+    for attempt in range(3):
+        if rank == 0 and not attempt:
+            inbox.futex_wake = interrupting  # type: ignore[attr-defined]
+        try:
+            buffer.combine(d.x if rank == 0 or attempt else d.x[:, :4], d.handle)
+            seen.append("result")
+        except (EpeeError, KeyboardInterrupt) as error:
+            seen.append(type(error).__name__)
+        inbox.futex_wake = signals.futex_wake  # type: ignore[attr-defined]
+    assert exchange.seq >= 3
+    return seen
+
+
+def test_a_refused_call_that_is_interrupted_elsewhere_leaves_nothing_open() -> None:
+    interrupted, refuser = run_ranks(_refusal_and_interrupt, 2)
+    assert interrupted == ["KeyboardInterrupt", "result", "result"]
+    assert refuser == ["InvalidArgument", "result", "result"]

@@ -82,20 +82,23 @@ class CallEnd:
     Attributes:
         lost: why this buffer cannot go on; empty while it can.
         failed: the last call that was given up, on all ranks.
-        is_open: whether the caller of the last call has no result, and it is not known that nobody has one.
     """
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self.lost = ""
         self.failed = 0
-        self.is_open = False
+        self._opened = 0
 
     def begin(self, words: EndWords) -> None:
         """Begin an epoch, whose members have these words."""
-        self.failed = 0
-        self.is_open = False
+        self.failed = self._opened = 0
         self._words = words
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the caller of the last call has no result, and it is not known that nobody has one."""
+        return 0 < self._opened == self._caller.seq
 
     @property
     def _mark(self) -> int:
@@ -106,18 +109,18 @@ class CallEnd:
         if self.lost:
             raise InvalidState(self.lost)
 
-    def open(self) -> None:
-        """Begin a call; before anything of it can be seen."""
-        self.is_open = True
+    def open(self, seq: int) -> None:
+        """Note that call `seq` is open from the moment in which it becomes the caller's last one."""
+        self._opened = seq
 
     def close(self) -> None:
         """End a call: its caller has the result, or nobody has."""
-        self.is_open = False
+        self._opened = 0
 
     def refuse(self) -> None:
         """End a call that this rank refuses, and says so in its part of it."""
         self._words.has_failed(self._mark)
-        self.is_open = False
+        self.close()
 
     def fail(self) -> None:
         """End a call that cannot be, because the ranks make different ones: who waits for this rank need not."""
@@ -165,11 +168,11 @@ class CallEnd:
             if cause is None or is_silence:
                 raise
             raise cause from None
-        if cause is not None and not (is_silence and look.end is End.GATHERED):
-            is_told = look.end is not End.OPEN or not isinstance(cause, CommTimeoutError)
-            raise cause if is_told else self._undecided(look) from cause
-        if look.end is not End.GATHERED:
-            raise self.given_up() if look.end is End.FAILED else self._undecided(look)
+        if look.end is End.GATHERED and is_silence:
+            return
+        if cause is not None and not (look.end is End.OPEN and isinstance(cause, CommTimeoutError)):
+            raise cause
+        raise self.given_up() if look.end is End.FAILED else self._undecided(look) from cause
 
     def settle(self) -> None:
         """Find out how the last call ended, which was left open.
@@ -194,7 +197,7 @@ class CallEnd:
         self._caller.gathered = self._caller.seq
         if self.is_open and self._caller.is_pull:
             self.lose("an error")
-        self.is_open = False
+        self.close()
 
     def _await_end(self) -> Look:
         """Leave the call and look how it ends, for as long as somebody may just be deciding."""
@@ -218,7 +221,7 @@ class CallEnd:
                 raise Turned
             self._words.has_failed(mark)
             self.failed = caller.seq
-            self.is_open = False
+            self.close()
         return look
 
     def given_up(self) -> CommTimeoutError:

@@ -7,9 +7,10 @@ values: a crash leaves nothing.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from ...errors import ProtocolError
+from ...errors import MismatchError, ProtocolError, context
 from ...memory.arena import num_pool_slots
 from ...memory.signals import SEQ_BITS
 from ..config import DTYPE_CODES, LAYOUTS, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
@@ -108,3 +109,25 @@ LABELS = {
 def describe_field(name: str, value: int) -> str:
     """Return a field as a user would write it."""
     return OP_NAMES[value] if name == "op" else describe_word(name, value)
+
+
+def check_agreed(
+    headers: Sequence[Header], texts: Sequence[bytes], parties: Sequence[int], seq: int, epoch: int
+) -> None:
+    """Raise `MismatchError` unless all `parties` make the same call; its text is the same on all of them."""
+    lead = parties[0]
+    first = headers[lead]
+    for src, header in enumerate(headers):
+        if header.refused:
+            where = context(OP_NAMES[header.op], seq=seq, epoch=epoch)
+            reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
+            raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
+    where = context(OP_NAMES[first.op], seq=seq, epoch=epoch)
+    for src in parties:
+        for name, mine, other in zip(Header._fields[:NUM_AGREED], first, headers[src], strict=False):
+            if mine != other:
+                raise MismatchError(
+                    f"{where}: ranks disagree about {LABELS.get(name, name)}: "
+                    f"rank {lead} has {describe_field(name, mine)}, rank {src} has {describe_field(name, other)}; "
+                    "all ranks must make the same calls in the same order"
+                )

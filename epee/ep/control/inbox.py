@@ -53,7 +53,7 @@ from .ending import Moved as Moved
 from .ending import Turned as Turned
 from .ending import Withdrawn as Withdrawn
 from .header import HEADER as _HEADER
-from .header import LABELS, NUM_AGREED, NUM_HEADER, describe_field, limits_of, parse_header
+from .header import NUM_HEADER, check_agreed, limits_of, parse_header
 from .header import OP_COMBINE as OP_COMBINE  # whoever uses an exchange finds these words here
 from .header import OP_DISPATCH as OP_DISPATCH
 from .header import OP_GATHER as OP_GATHER
@@ -212,7 +212,7 @@ class Exchange:
             raise Moved
         self._is_left = False
         if not header.refused:
-            self.end.open()
+            self.end.open(self.seq + 1)
         self.num_calls += 1
         self.began = time.monotonic()
         # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
@@ -296,7 +296,7 @@ class Exchange:
             parse_header(_HEADER.unpack_from(copy, src * width + 8), src, self._limits) for src in range(num_ranks)
         ]
         texts = [copy[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in range(num_ranks)]
-        self._agree(headers, texts, parties)
+        check_agreed(headers, texts, parties, self.seq, self.epoch)
         words = np.frombuffer(copy, dtype=np.int64).reshape(num_ranks, self._row_words)
         counts = words[:, _COUNTS_AT : _COUNTS_AT + num_ranks + self.config.num_experts]
         return Rows(headers, counts, texts, parties)
@@ -500,28 +500,6 @@ class Exchange:
     def where(self, peer: int, started: float | None = None) -> str:
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
-
-    def _agree(self, headers: list[Header], texts: list[bytes], parties: Sequence[int]) -> None:
-        """Raise `MismatchError` unless all ranks made the same call; its text is the same on all of them."""
-        lead = parties[0]
-        first = headers[lead]
-        for src, header in enumerate(headers):
-            if header.refused:
-                where = context(OP_NAMES[header.op], seq=self.seq, epoch=self.epoch)
-                reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
-                raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
-        for src in parties:
-            header = headers[src]
-            if header[:NUM_AGREED] == first[:NUM_AGREED]:
-                continue
-            where = context(OP_NAMES[first.op], seq=self.seq, epoch=self.epoch)
-            for name, mine, other in zip(Header._fields[:NUM_AGREED], first, header, strict=False):
-                if mine != other:
-                    raise MismatchError(
-                        f"{where}: ranks disagree about {LABELS.get(name, name)}: "
-                        f"rank {lead} has {describe_field(name, mine)}, rank {src} has {describe_field(name, other)}; "
-                        "all ranks must make the same calls in the same order"
-                    )
 
     def _row_at(self, parity: int, src: int) -> int:
         return self._rows_at + (parity * self.config.num_ranks + src) * self._row_words

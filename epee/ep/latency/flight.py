@@ -252,7 +252,7 @@ class Flights:
         """Return what finds out how a call ends that is left."""
         end = CallEnd(flight)
         end.begin(flight.words)
-        end.open()
+        end.open(flight.seq)
         return end
 
     def _follow(self, flight: Flight, heads: dict[int, Head], error: EpeeError | None) -> dict[int, Head]:
@@ -314,7 +314,10 @@ class Flights:
                 if dst != self.wire.rank and not self.wire.is_posted(dst, flight.seq):
                     self.wire.post(dst, flight.seq, flight.head._replace(refused=1), reason_bytes(error))
         finally:
-            self.leave(flight, error if is_sent or not flight.is_alike else MismatchError("refused"))
+            if is_sent:
+                self.leave(flight, error)
+            elif flight.is_alike:
+                self._end_of(flight).fail()  # nobody has anything of this rank
             self.wire.free(flight.seq)
 
     def finish(self, flight: Flight, result: _Result, receive: Callable[[], None]) -> _Result:

@@ -226,26 +226,22 @@ class Survivor:
 
     def issue(self, seq: int) -> bool:
         """Note that call `seq` is made; False when the view has changed, and it must not be."""
-        with self._lock:
-            if self.roster.newest != self._exchange.epoch:
-                return False
-            self._words[ISSUED] = seq
-            return True
+        return self._note(ISSUED, seq)
 
     def gather(self, seq: int) -> bool:
         """Note that all rows of call `seq` have been seen; False when the view has changed: `decide` what it means."""
-        with self._lock:
-            if self.roster.newest != self._exchange.epoch:
-                return False
-            self._words[GATHERED] = seq
-            return True
+        return self._note(GATHERED, seq)
 
     def withdraw(self, seq: int) -> bool:
         """Note that call `seq` is given up on all ranks; False when the view has changed: `decide` what it means."""
+        return self._note(WITHDRAWN, seq)
+
+    def _note(self, word: int, seq: int) -> bool:
+        """Store a call's number in a word of the own record, unless that is stamped with a new view already."""
         with self._lock:
             if self.roster.newest != self._exchange.epoch:
                 return False
-            self._words[WITHDRAWN] = seq
+            self._words[word] = seq
             return True
 
     def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:

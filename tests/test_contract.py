@@ -64,6 +64,7 @@ def test_the_table_of_variables_is_what_the_sources_use() -> None:
 
 @pytest.mark.parametrize("variable", env.TABLE, ids=lambda variable: variable.name)
 def test_a_bad_variable_is_named(variable: env.Variable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(variable.name, raising=False)
     assert env.get(variable.name) == variable.default
     if isinstance(variable.default, str):
         return  # any text will do

@@ -113,7 +113,7 @@ def test_interrupts_cost_no_slots() -> None:
     run_ranks(_lost_slots, 2)
 
 
-def _interrupted_announcement(rank: int, num_ranks: int) -> list[str]:
+def _interrupted_announcement(rank: int, num_ranks: int, folder: str, others_come: str) -> list[str]:
     """Rank 0 is interrupted between two stores of its row; the others must see the row in the end."""
     from epee.ep.control import inbox as exchange
 
@@ -134,7 +134,10 @@ def _interrupted_announcement(rank: int, num_ranks: int) -> list[str]:
             with pytest.raises(KeyboardInterrupt):
                 buffer.dispatch(x.bfloat16(), idx)
             exchange.futex_wake = signals.futex_wake  # type: ignore[attr-defined]
+            stages.reach(folder, "left")
         else:
+            if others_come == "later":
+                stages.wait_for(folder, "left")
             try:
                 buffer.dispatch(x.bfloat16(), idx, timeout=20)
             except epee.EpeeError as exc:
@@ -146,8 +149,13 @@ def _interrupted_announcement(rank: int, num_ranks: int) -> list[str]:
     return seen
 
 
-def test_an_interrupted_announcement_is_finished_by_the_next_call() -> None:
-    assert run_ranks(_interrupted_announcement, 3)[1:] == [["CommTimeoutError"]] * 2
+@pytest.mark.parametrize("others_come", ["later", "at the same time"])
+def test_an_interrupted_announcement_is_finished_by_the_next_call(others_come: str, tmp_path: Path) -> None:
+    seen = run_ranks(_interrupted_announcement, 3, str(tmp_path), others_come)[1:]
+    if others_come == "later":
+        assert seen == [["CommTimeoutError"]] * 2  # given up before anybody could gather it
+    else:  # or one had gathered it first, so both did, and rank 0 sends no rows
+        assert seen in ([["CommTimeoutError"]] * 2, [["MismatchError"]] * 2)
 
 
 def _close_in_handler(rank: int, num_ranks: int, folder: str) -> str:

@@ -29,6 +29,7 @@ barrier.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from random import Random
@@ -305,10 +306,14 @@ class Engine:
         self._settle(call)
 
     def state(self) -> tuple[LaneState, ...]:
-        """Return what a promise says of the lane."""
+        """Return what a promise says of the lane; decisions that were not taken over yet speak for calls as well."""
         is_decided = bool(self.calls) and self.calls[0].is_decided
         completed = self.calls[0].seq if is_decided else self.completed
-        return (LaneState(LANE, completed, self.course.claimed(self.issued)),)
+        course = copy.deepcopy(self.course) if self.news else self.course
+        for decision in self.news:
+            if decision.epoch > self.epoch:
+                course.add(decision)
+        return (LaneState(LANE, completed, course.claimed(self.issued)),)
 
     def decide(self, decision: Decision, now: float) -> None:
         """Hear of a decision and take it over; an exception may come between any two steps of that."""

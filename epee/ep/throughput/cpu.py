@@ -42,7 +42,7 @@ from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..config import LAYOUTS, BufferConfig
 from ..control.announce import combine_header, dispatch_header
-from ..control.inbox import OP_NAMES, Rows
+from ..control.inbox import OP_NAMES, Moved, Rows
 from ..control.messages import ControlPlane
 from ..event import DONE
 from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, Routing
@@ -140,6 +140,9 @@ class CpuPath:
             result = self._receive(call, handle, arena, slot, missing)
             self.exchange.end.close()
             return result
+        except Moved:  # so have the others, and who has been put out is to hear that, not of an error of somebody's
+            self._let_go(arena, slot, last_seq)
+            raise
         except BaseException:
             self._let_go(arena, slot, last_seq)
             if self.exchange.seq > last_seq:

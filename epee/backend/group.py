@@ -26,8 +26,8 @@ import torch.distributed as dist
 from ..errors import EpeeError, InvalidArgument, RankFailedError, UnsupportedError
 from .bootstrap.attempt import attempt
 from .bootstrap.birth import create_engine
-from .bootstrap.job import is_in_job, meeting_place
 from .bootstrap.joining import join_engine
+from .bootstrap.seat import is_in_job, meeting_place
 from .collectives import arguments as calls
 from .collectives.plan import Make, Plan
 from .collectives.signature import OP_CODE

@@ -19,7 +19,6 @@ import pytest
 
 import epee.backend
 from epee.backend.bootstrap.home import pack_extra
-from epee.backend.bootstrap.job import Seat
 from epee.backend.engine.engine import Engine
 from epee.backend.engine.entry import CHANGING, NEWS
 from epee.backend.membership.epochs import Survival
@@ -27,6 +26,7 @@ from epee.backend.outbox import Outboxes, Owner, outbox_layout
 from epee.backend.p2p.message import Message
 from epee.errors import RankFailedError, ResourceError
 from epee.memory.host import BLOB_BYTES, HostRegion, process_start_time
+from epee.view.job import Seat
 from epee.view.process import detector
 from epee.view.process.board import LaneRow
 from epee.view.process.detector import DeathWatch

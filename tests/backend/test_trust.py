@@ -19,11 +19,11 @@ import torch.distributed as dist
 from epee.backend.bootstrap import birth, joining
 from epee.backend.bootstrap.attempt import Attempt
 from epee.backend.bootstrap.home import FOLDER_KEY
-from epee.backend.bootstrap.job import parse_member
 from epee.backend.bootstrap.proof import prove, proved, transcript
 from epee.backend.outbox import Owner, open_outbox, outbox_layout
 from epee.errors import AuthError, PeerError, ProtocolError, RankFailedError, ResourceError
 from epee.memory.host import HostRegion
+from epee.view.job import parse_member
 from epee.view.transport.auth import Token
 from epee.view.transport.directory import JobDirectory
 from tests.harness import run_mortal, run_ranks

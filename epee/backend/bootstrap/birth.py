@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ...errors import CommTimeoutError, EpeeError, ProtocolError, UnsupportedError, shortage
 from ...memory.host import BLOB_BYTES, HostRegion, process_start_time
+from ...view.job import Seat, common_job, new_folder, own_hello, pack_member, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
 from ...view.transport.auth import Token
 from ...view.transport.wire import NONCE_BYTES
@@ -39,19 +40,8 @@ from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, Outboxes, Owner, 
 from ..wake import publish_word
 from .attempt import Attempt, died, failure, read_fields
 from .home import FOLDER_KEY, Home, pack_home
-from .job import (
-    Greeting,
-    Seat,
-    common_job,
-    new_folder,
-    own_hello,
-    pack_member,
-    parse_hello,
-    parse_member,
-    start_job,
-    take_seat,
-)
 from .proof import prove, proved, transcript
+from .seat import Greeting, take_seat
 
 PROTOCOL = 2
 

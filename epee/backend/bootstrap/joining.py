@@ -16,6 +16,7 @@ from typing import Any
 from ... import env
 from ...errors import AuthError, InvalidArgument, InvalidState
 from ...memory.host import HostRegion
+from ...view.job import Job, Seat, job_name
 from ...view.process.detector import DeathWatch
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import Decision
@@ -30,7 +31,6 @@ from ..wake import publish_word
 from .attempt import read_fields
 from .birth import keep
 from .home import FOLDER_KEY, Home, outbox_of, pack_extra, parse_home
-from .job import Job, Seat, job_name
 from .proof import proved
 
 STORE_WAIT_S = 2.0

@@ -41,10 +41,10 @@ from ...errors import (
     context,
 )
 from ...view.group import GroupInView
+from ...view.job import Seat
 from ...view.protocol.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
 from ...view.protocol.outcome import Course, Place
 from ..bootstrap.home import takes_part
-from ..bootstrap.job import Seat
 from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..engine.operation import Operation
 from ..options import MAX_RANKS

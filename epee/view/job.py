@@ -1,20 +1,20 @@
 """Which control plane a group belongs to: the one its processes have in common, or a new one.
 
-A process has one `Runtime` (`view/runtime.py`) per job. The first group of the backend founds a job: rank 0 makes its
-folder and names it in the store, all ranks start with the same first view. Later groups whose ranks all belong to one
-job use it, so their views are projections of one; a group that mixes jobs founds another.
+A process has one `Runtime` (`runtime.py`) per job. The first group founds a job: rank 0 makes its folder and names it
+to the others, all ranks start with the same first view. Later groups whose ranks all belong to one job use it, so their
+views are projections of one; a group that mixes jobs founds another.
 
-Order: every rank puts a `Hello` into the store (its jobs and slots; rank 0 the lane's id and, if need be, a new
-folder), reads all of them and comes to the same choice. In a job that runs already the lane is registered before this
-rank tells which epoch it knows; the group begins in the highest epoch told, and every rank has learned, or will learn,
-all decisions from there on. Founders begin in epoch 1.
+Order: every rank tells a `Hello` (its jobs and slots; rank 0 the lane's id and, if need be, a new folder), reads all of
+them and comes to the same choice. How it is told is the group's affair: a group of the backend has a store
+(`backend/bootstrap/birth.py`). In a job that runs already the lane is registered before this rank tells which epoch it
+knows; the group begins in the highest epoch told, and every rank has learned, or will learn, all decisions from there
+on. Founders begin in epoch 1.
 
 The last group of a job that is destroyed leaves the job, in order. A crash on the way is a death like any other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import threading
@@ -22,18 +22,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch.distributed.distributed_c10d import PrefixStore
-
-from ... import env
-from ...errors import EpeeError, ProtocolError, shortage
-from ...view.process.endpoint import parse_endpoint
-from ...view.protocol.events import Settings
-from ...view.protocol.messages import Member
-from ...view.runtime import Runtime
-from ...view.transport.directory import JobDirectory
-from ...view.transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
-from ..options import MAX_RANKS
-from .home import pack_extra
+from .. import env
+from ..errors import EpeeError, ProtocolError, shortage
+from .process.endpoint import parse_endpoint
+from .protocol.events import Settings
+from .protocol.messages import Member
+from .runtime import Runtime
+from .transport.directory import JobDirectory
+from .transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
 
 MAX_JOBS_TOLD = 8
 SETTINGS = Settings(policy="evict", admit="ask")  # whether anybody is accused is each group's own choice
@@ -72,31 +68,6 @@ class Seat(NamedTuple):
     lane: int
     is_founder: bool
     is_home: bool
-
-
-class Greeting(NamedTuple):
-    """What all ranks of a group have told before it has a job.
-
-    Attributes:
-        directory: the folder of a new job that rank 0 has made, in case; None on the others.
-        folder: of the new job, if one is needed.
-        told: stands for all that (`proof.transcript`).
-    """
-
-    hellos: list[Hello]
-    directory: JobDirectory | None
-    folder: str
-    told: bytes
-
-    @property
-    def capacity(self) -> int:
-        """For how many ranks outboxes need room: the first group of a job may grow, others keep their size."""
-        return len(self.hellos) if common_job(self.hellos) else MAX_RANKS
-
-    def withdraw(self) -> None:
-        """Give up: remove a folder that nobody will use. After `take_seat` the job does that."""
-        if self.directory is not None:
-            self.directory.leave()
 
 
 class Job:
@@ -147,26 +118,19 @@ _jobs: dict[str, Job] = {}
 _lock = threading.Lock()
 
 
-def is_in_job() -> bool:
-    """Return whether this process belongs to a job already."""
+def jobs() -> list[Job]:
+    """Return the jobs of this process, oldest first."""
     with _lock:
-        return bool(_jobs)
+        return list(_jobs.values())
 
 
-def meeting_place(store: Any, ranks: Sequence[int]) -> Any:
-    """Return the store in which the ranks of a new group find each other: torch's, unless it cannot work.
-
-    torch names groups by counting those that a process has made. Who joined has made fewer than the others, so where
-    somebody has joined the name is made of what all members know alike.
-    """
+def retained(path: str) -> Job | None:
+    """Return the job of this process in a folder, held for one more group; None when it is in none of that name."""
     with _lock:
-        jobs = list(_jobs.values())
-    for job in reversed(jobs):
-        name_later = None if job.name_later is None else job.name_later()
-        name = "" if name_later is None else name_later(ranks)
-        if name:
-            return PrefixStore(name, job.store)
-    return store
+        job = _jobs.get(path)
+        if job is not None:
+            job.num_groups += 1
+        return job
 
 
 def job_name() -> str:
@@ -202,33 +166,6 @@ def common_job(hellos: Sequence[Hello]) -> str:
         if all(path in hello.jobs for hello in hellos):
             return path
     return ""
-
-
-def take_seat(greeting: Greeting, rank: int, blob: bytes, undo: contextlib.ExitStack) -> Seat:
-    """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox.
-
-    Args:
-        undo: gets what to do when a new job cannot be made here, once the peers have been told why.
-    Raises:
-        ResourceError: the system gives no memory or descriptor.
-    """
-    hellos, directory, folder, _ = greeting
-    path = common_job(hellos)
-    lane = hellos[0].lane
-    with _lock:
-        if path and path in _jobs:
-            job = _jobs[path]
-            job.num_groups += 1
-            return Seat(job, [hello.jobs[path] for hello in hellos], lane, False, False)
-    extra = pack_extra(lane, len(hellos), blob)
-    if directory is None:
-        directory = JobDirectory.open(folder)
-    undo.callback(directory.leave)
-    job = Job(directory, rank, extra)
-    undo.callback(job.release)
-    job.runtime.listen()
-    undo.pop_all()
-    return Seat(job, list(range(len(hellos))), lane, True, True)
 
 
 def start_job(seat: Seat, members: Sequence[Member]) -> None:

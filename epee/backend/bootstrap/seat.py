@@ -1,0 +1,86 @@
+"""Which job a group of the backend takes its place in, and where the ranks of a later group find each other.
+
+`view/job.py` has the protocol; what the ranks tell each other goes through the group's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ...view.job import Hello, Job, Seat, common_job, jobs, retained
+from ...view.transport.directory import JobDirectory
+from ..options import MAX_RANKS
+from .home import pack_extra
+
+
+class Greeting(NamedTuple):
+    """What all ranks of a group have told before it has a job.
+
+    Attributes:
+        directory: the folder of a new job that rank 0 has made, in case; None on the others.
+        folder: of the new job, if one is needed.
+        told: stands for all that (`proof.transcript`).
+    """
+
+    hellos: list[Hello]
+    directory: JobDirectory | None
+    folder: str
+    told: bytes
+
+    @property
+    def capacity(self) -> int:
+        """For how many ranks outboxes need room: the first group of a job may grow, others keep their size."""
+        return len(self.hellos) if common_job(self.hellos) else MAX_RANKS
+
+    def withdraw(self) -> None:
+        """Give up: remove a folder that nobody will use. After `take_seat` the job does that."""
+        if self.directory is not None:
+            self.directory.leave()
+
+
+def take_seat(greeting: Greeting, rank: int, blob: bytes, undo: contextlib.ExitStack) -> Seat:
+    """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox.
+
+    Args:
+        undo: gets what to do when a new job cannot be made here, once the peers have been told why.
+    Raises:
+        ResourceError: the system gives no memory or descriptor.
+    """
+    hellos, directory, folder, _ = greeting
+    path = common_job(hellos)
+    lane = hellos[0].lane
+    job = retained(path)
+    if job is not None:
+        return Seat(job, [hello.jobs[path] for hello in hellos], lane, False, False)
+    extra = pack_extra(lane, len(hellos), blob)
+    if directory is None:
+        directory = JobDirectory.open(folder)
+    undo.callback(directory.leave)
+    job = Job(directory, rank, extra)
+    undo.callback(job.release)
+    job.runtime.listen()
+    undo.pop_all()
+    return Seat(job, list(range(len(hellos))), lane, True, True)
+
+
+def is_in_job() -> bool:
+    """Return whether this process belongs to a job already."""
+    return bool(jobs())
+
+
+def meeting_place(store: Any, ranks: Sequence[int]) -> Any:
+    """Return the store in which the ranks of a new group find each other: torch's, unless it cannot work.
+
+    torch names groups by counting those that a process has made. Who joined has made fewer than the others, so where
+    somebody has joined the name is made of what all members know alike.
+    """
+    for job in reversed(jobs()):
+        name_later = None if job.name_later is None else job.name_later()
+        name = "" if name_later is None else name_later(ranks)
+        if name:
+            return PrefixStore(name, job.store)
+    return store

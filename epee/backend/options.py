@@ -11,12 +11,11 @@ from torch._C._distributed_c10d import Backend as _CBackend
 
 from .. import env
 from ..errors import InvalidArgument
+from ..view.group import FAULT_MODES, STALL_POLICIES, check_policy
 
 MAX_RANKS = 64
 MIN_STAGING_BYTES = 64 << 10
 MAX_STAGING_BYTES = 4 << 30
-FAULT_MODES = ("raise", "mask")
-STALL_POLICIES = ("error", "evict", "wait")
 MODES = tuple(f"{fault_mode}/{on_stall}" for fault_mode in FAULT_MODES for on_stall in STALL_POLICIES)
 
 
@@ -61,12 +60,7 @@ class BackendOptions(_CBackend.Options):
         self.active_ranks = _mask(active_ranks)
         self.is_extension = _flag(is_extension, "is_extension")
         self.max_group_size = _size(max_group_size)
-        if fault_mode not in FAULT_MODES:
-            raise InvalidArgument(f"fault_mode must be one of {FAULT_MODES}, got {fault_mode!r}")
-        self.fault_mode = fault_mode if active_ranks is None else "mask"
-        if on_stall is not None and on_stall not in STALL_POLICIES:
-            raise InvalidArgument(f"on_stall must be one of {STALL_POLICIES}, got {on_stall!r}")
-        self.on_stall = on_stall or ("evict" if self.fault_mode == "mask" else "error")
+        self.fault_mode, self.on_stall = check_policy(fault_mode, on_stall, has_mask=active_ranks is not None)
         self.op_timeout_s = seconds
         self.staging_bytes = _staging(staging_bytes)
         if active_ranks is not None and max_group_size is not None and active_ranks.numel() != max_group_size:

@@ -38,10 +38,9 @@ from .latency.checks import check_only_in, check_options
 from .latency.cpu import LatencyCpuPath
 from .latency.gpu_path import LatencyCudaPath, latency_config
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
-from .membership import birth
-from .membership.epochs import Survivor
+from .membership.epochs import Survivor, begin_lane
 from .membership.group_view import seat_of
-from .paths import make_path, platform_of, return_all, settings
+from .paths import make_path, platform_of, return_all, settings, with_policy
 from .streams import Lanes, RunOptions
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath, throughput_config
@@ -75,15 +74,18 @@ class Buffer(Calls):
         timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
         mode: "throughput", or "latency" for small batches: padded results per expert, a send and a receive half, masks
             of lost ranks (docs/low-latency.md). `num_slots` is then how many calls may be sent and not yet received.
+        fault_mode, on_stall: throughput mode on CPUs: what a lost rank is ("raise" an error, or "mask": calls go on
+            without it), and what becomes of one that is silent until the time-out ("error", "evict", "wait"). None: the
+            group's, on the backend "epee"; else "raise", and "error" ("evict" in mode "mask").
 
     Memory: on CPUs each layout gets an arena at its first use, `2 * num_slots + 2` slots of `rows` rows; docs/buffer.md
     has the formula. That is address space: pages are taken when they are first written, and slots are reused lowest
     first. On GPUs `num_slots + 1` slots of the rank layout are taken at construction, and two of the expert layout at
     its first combine.
 
-    After an error the buffer works. When ranks die, are voted out or come back: CPU tensors on a group of the backend
-    "epee" go on without or with them, GPUs without them after `sync` (docs/buffer.md); latency mode goes on in its own
-    way (docs/low-latency.md); else `RankFailedError` ends the buffer.
+    After an error the buffer works. When ranks die, are voted out or leave, CPU tensors go on without them, on groups
+    of the backend "epee" also with those that come in their place; GPUs go on without them after `sync`
+    (docs/buffer.md), latency mode in its own way (docs/low-latency.md).
 
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).
@@ -106,6 +108,8 @@ class Buffer(Calls):
         max_recv_rows: int | None = None,
         timeout: float | None = None,
         mode: str = "throughput",
+        fault_mode: str | None = None,
+        on_stall: str | None = None,
     ) -> None:
         super().__init__()
         self._id = next(_buffer_ids)
@@ -123,6 +127,7 @@ class Buffer(Calls):
             max_recv_rows or 0,
             mode=mode,
         )
+        seat = seat_of(members, self.num_ranks)
         refusal: EpeeError | None = None
         self._timeout, poison, platform = 0.0, False, None
         try:
@@ -131,24 +136,19 @@ class Buffer(Calls):
             if platform is not None:
                 self.config = replace(self.config, path="cuda", device=platform.device)
                 (latency_config if self.config.is_latency else throughput_config)(self.config, self.rank).check()
+            self.config = with_policy(self.config, seat, fault_mode, on_stall)
         except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
         Survivor.retire()
-        seat = seat_of(members, self.num_ranks)
-        is_cpu_throughput = not self.config.is_cuda and not self.config.is_latency
-        begun, place, running = None, None, None
-        if seat is not None and is_cpu_throughput:
-            begun = birth.begin(members, seat, self.config, refusal, self._timeout)
-        elif self.config.is_latency:
+        place, running = None, None
+        if self.config.is_latency:
             place, running = find_place(members, seat, self.config, refusal)
-        is_made = begun is None and running is None
+        is_made = not self.config.is_lane and running is None
         born = meet(members, self.config, refusal) if is_made else Born([], DeathWatch())
         start = LatencyBorn(born, place, running)
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
-        if begun is not None:
-            self._exchange.membership = Survivor(
-                self.config, self.rank, begun, self._exchange, self._timeout, self._closing.check
-            )
+        if self.config.is_lane:
+            begin_lane(members, seat, self._exchange, refusal, self._timeout, self._closing.check)
         self._control = ControlPlane(self.config, self.rank, self._exchange)
         self._lanes = Lanes(self.config.device)
         try:

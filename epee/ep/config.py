@@ -10,6 +10,8 @@ import torch
 
 from ..errors import InvalidArgument
 from ..memory.layout import Field, Layout, align_up
+from ..view.group import FAULT_MODES, STALL_POLICIES
+from ..view.transport.wire import MAX_MEMBERS
 
 LAYOUTS = ("rank", "expert")
 MODES = ("throughput", "latency")  # the order is part of the protocol
@@ -51,6 +53,7 @@ class BufferConfig:
         max_recv_rows: capacity of a layout in rows, 0 for the default.
         path: "cpu" or "cuda".
         mode: "throughput" or "latency".
+        fault_mode, on_stall: what a loss is, and what becomes of who is silent, where a view says who takes part.
         device: of this rank's tensors; the only attribute that ranks do not share.
     """
 
@@ -65,6 +68,8 @@ class BufferConfig:
     path: str = "cpu"
     device: torch.device = CPU
     mode: str = "throughput"
+    fault_mode: str = "raise"
+    on_stall: str = "error"
 
     @cached_property
     def is_cuda(self) -> bool:
@@ -93,6 +98,8 @@ class BufferConfig:
             raise InvalidArgument(f"mode must be 'throughput' or 'latency', got {self.mode!r}")
         if self.is_latency:
             self._check_latency()
+        elif self.num_ranks > MAX_MEMBERS:
+            raise InvalidArgument(f"a buffer serves at most {MAX_MEMBERS} ranks, got {self.num_ranks}")
 
     def _check_latency(self) -> None:
         if self.dtype != torch.bfloat16:
@@ -113,6 +120,11 @@ class BufferConfig:
     def is_latency(self) -> bool:
         """Whether results are padded per expert, with halves, hooks and masks."""
         return self.mode == "latency"
+
+    @cached_property
+    def is_lane(self) -> bool:
+        """Whether a view says who takes part; GPUs and latency mode have agreements of their own so far."""
+        return self.num_ranks > 1 and not self.is_cuda and not self.is_latency
 
     @cached_property
     def num_local_experts(self) -> int:
@@ -176,6 +188,8 @@ class BufferConfig:
             self.max_recv_rows,
             PATHS.index(self.path),
             MODES.index(self.mode),
+            FAULT_MODES.index(self.fault_mode),
+            STALL_POLICIES.index(self.on_stall),
         )
 
 
@@ -191,17 +205,18 @@ CONFIG_NAMES = (
     "max_recv_rows",
     "device",
     "mode",
+    "fault_mode",
+    "on_stall",
 )
+_CHOICES = {"device": PATHS, "mode": MODES, "fault_mode": FAULT_MODES, "on_stall": STALL_POLICIES}
 
 
 def describe_word(name: str, value: int) -> str:
     """Return a config or header word as a user would write it."""
     if name == "dtype":
         return str(DTYPE_CODES[value]) if 0 <= value < len(DTYPE_CODES) else f"unknown dtype {value}"
-    if name == "device":
-        return PATHS[value] if 0 <= value < len(PATHS) else f"unknown device {value}"
-    if name == "mode":
-        return MODES[value] if 0 <= value < len(MODES) else f"unknown mode {value}"
+    if name in _CHOICES:
+        return _CHOICES[name][value] if 0 <= value < len(_CHOICES[name]) else f"unknown {name} {value}"
     if name == "layout":
         return repr(LAYOUTS[value]) if 0 <= value < len(LAYOUTS) else f"unknown layout {value}"
     return str(value)

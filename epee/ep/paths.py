@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
 from .. import env
 from ..errors import InvalidArgument, UnsupportedError
+from ..view.group import GroupInView, check_policy
 from .checks import check_timeout
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
@@ -70,6 +72,31 @@ def return_all(path: Path, born: Born, exchange: Exchange) -> None:
     born.close()
     exchange.release()
     exchange.membership.close()
+
+
+def with_policy(
+    config: BufferConfig, seat: GroupInView | None, fault_mode: str | None, on_stall: str | None
+) -> BufferConfig:
+    """Return `config` with what a loss is and what becomes of who is silent: the group's, or else the arguments.
+
+    Raises:
+        InvalidArgument: they are neither valid nor, on a group of the backend "epee", the group's.
+    """
+    given = {"fault_mode": fault_mode, "on_stall": on_stall}
+    wrong = {name: value for name, value in given.items() if value is not None}
+    if not config.is_lane:
+        if wrong and config.num_ranks > 1:
+            raise InvalidArgument(f"{', '.join(wrong)}: only for CPU tensors in throughput mode so far; leave it out")
+        check_policy(fault_mode, on_stall)
+        return config
+    if seat is None:
+        mode, policy = check_policy(fault_mode, on_stall)
+        return replace(config, fault_mode=mode, on_stall=policy)
+    theirs = {"fault_mode": "raise" if seat.raises else "mask", "on_stall": seat.on_stall}
+    for name, value in wrong.items():
+        if value != theirs[name]:
+            raise InvalidArgument(f"{name} must be the group's, {theirs[name]!r}, got {value!r}; leave it out")
+    return replace(config, fault_mode=theirs["fault_mode"], on_stall=theirs["on_stall"])
 
 
 def settings(config: BufferConfig, max_recv_rows: int | None, timeout: float | None) -> tuple[float, bool]:

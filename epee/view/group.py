@@ -5,8 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..errors import InvalidArgument
 from .protocol.messages import Member
 from .runtime import Runtime
+
+FAULT_MODES = ("raise", "mask")
+STALL_POLICIES = ("error", "evict", "wait")
+
+
+def check_policy(fault_mode: str | None, on_stall: str | None, has_mask: bool = False) -> tuple[str, str]:
+    """Return what happens at a loss, and to who is silent, with the defaults filled in.
+
+    Args:
+        fault_mode: "raise" (the default): a loss is an error; "mask": calls go on without the lost.
+        on_stall: "error": a time-out is an error; "evict": who is silent is voted out; "wait". By default "evict" in
+            mode "mask", "error" in mode "raise".
+        has_mask: the caller has a mask of active ranks, so the mode is "mask".
+
+    Raises:
+        InvalidArgument: one of them is something else.
+    """
+    if fault_mode is not None and fault_mode not in FAULT_MODES:
+        raise InvalidArgument(f"fault_mode must be one of {FAULT_MODES}, got {fault_mode!r}")
+    if on_stall is not None and on_stall not in STALL_POLICIES:
+        raise InvalidArgument(f"on_stall must be one of {STALL_POLICIES}, got {on_stall!r}")
+    mode = "mask" if has_mask else fault_mode or "raise"
+    return mode, on_stall or ("evict" if mode == "mask" else "error")
 
 
 class GroupInView(NamedTuple):
@@ -21,6 +45,7 @@ class GroupInView(NamedTuple):
         known: incarnation of each slot that has a part in the group.
         takes_part: whether a process that comes later has a part in the group.
         is_joiner: this process took a lost rank's place.
+        is_open: processes can take lost ranks' places.
         job: to be retained as long as the buffer lives.
     """
 
@@ -32,4 +57,5 @@ class GroupInView(NamedTuple):
     known: dict[int, int]
     takes_part: Callable[[Member], bool]
     is_joiner: bool
+    is_open: bool
     job: Any

@@ -74,6 +74,7 @@ class Job:
     """A `Runtime` and how many groups use it.
 
     Attributes:
+        has_home: a group of the backend founded it, which processes that come later join.
         store: through which the first group was made, or joined.
         name_later: says where the ranks of a later group meet in that store (`Intake.name_later`); dead or None when
             the first group has gone.
@@ -85,6 +86,7 @@ class Job:
     def __init__(self, directory: JobDirectory, slot: int, extra: bytes) -> None:
         self.path = str(directory.path)
         self.directory = directory
+        self.has_home = bool(extra)
         self.runtime = Runtime(directory, slot, SETTINGS, extra)
         self.num_groups = 1
 
@@ -124,6 +126,15 @@ def jobs() -> list[Job]:
         return list(_jobs.values())
 
 
+def hold_jobs() -> list[Job]:
+    """Return the youngest jobs of this process that work, oldest first, each held for one more group."""
+    with _lock:
+        found = [job for job in _jobs.values() if job.runtime.error is None][-MAX_JOBS_TOLD:]
+        for job in found:
+            job.num_groups += 1
+        return found
+
+
 def retained(path: str) -> Job | None:
     """Return the job of this process in a folder, held for one more group; None when it is in none of that name."""
     with _lock:
@@ -138,10 +149,10 @@ def job_name() -> str:
     return f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
 
 
-def new_folder() -> JobDirectory:
-    """Make the folder of a new job; `ResourceError` where the system gives none."""
+def new_folder(kind: str = "") -> JobDirectory:
+    """Make the folder of a new job of some kind; `ResourceError` where the system gives none."""
     try:
-        return JobDirectory.create(job_name())
+        return JobDirectory.create(job_name() + kind)
     except OSError as exc:
         if isinstance(exc, EpeeError):
             raise
@@ -151,7 +162,8 @@ def new_folder() -> JobDirectory:
 def own_hello(rank: int, num_ranks: int) -> tuple[Hello, JobDirectory | None]:
     """Return what this rank tells, and the folder that rank 0 has made when it is in no job."""
     with _lock:
-        mine = {path: job.slot for path, job in list(_jobs.items())[-MAX_JOBS_TOLD:] if job.runtime.error is None}
+        usable = {path: job.slot for path, job in _jobs.items() if job.has_home and job.runtime.error is None}
+    mine = dict(list(usable.items())[-MAX_JOBS_TOLD:])
     nonce = secrets.token_hex(NONCE_BYTES)
     if rank != 0:
         return Hello(num_ranks, mine, -1, "", nonce), None

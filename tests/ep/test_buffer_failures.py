@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.survive import stages
 
 HIDDEN = 32
 NUM_TOPK = 2
+BEAT = "epee-beat"  # a process has one for ever, whatever it makes (`view/process/beat.py`)
 
 
 def _buffer(num_ranks: int, **changes: Any) -> epee.Buffer:
@@ -209,8 +211,10 @@ def _survive(rank: int, num_ranks: int, folder: str, victim: int, when: str) -> 
             "op": getattr(exc, "op", ""),
         }
     try:
-        _round(buffer, timeout=30)
-        report["again"] = "nothing"
+        x, idx = _tokens(rank, num_ranks)
+        received = buffer.dispatch(x, idx, timeout=30)
+        buffer.combine(received.x, received.handle, timeout=30)
+        report["again"] = received.got.tolist()
     except epee.EpeeError as exc:
         report["again"] = type(exc).__name__
     report["kept"] = torch.equal(kept.x, want)
@@ -234,9 +238,9 @@ def test_survivors_of_a_kill_get_rank_failed_at_once(tmp_path: Path, victim: int
         assert report["kind"] == "RankFailedError", report
         assert report["ranks"] == [victim]
         assert report["op"] in ("dispatch", "combine")
-        for words in (report["op"], f"rank={rank}", f"peer={victim}", "seq=", "waited", "dead"):
+        for words in (report["op"], f"rank={rank}", f"peer={victim}", "seq=", "waited", "has ended"):
             assert words in report["message"], report["message"]
-        assert report["again"] == "RankFailedError"
+        assert report["again"] == [int(rank != victim) for rank in range(4)], "the buffer goes on without it"
         assert report["kept"], "what was received stays readable"
 
 
@@ -451,7 +455,12 @@ def _open_files() -> list[str]:
             names.append(os.readlink(f"/proc/self/fd/{entry}"))
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
-    return sorted(names)
+    return sorted(name for name in names if BEAT not in name)
+
+
+def _num_threads() -> int:
+    time.sleep(0.005)
+    return len(os.listdir("/proc/self/task"))
 
 
 def _held() -> dict[str, int]:
@@ -459,8 +468,8 @@ def _held() -> dict[str, int]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "files": len(_open_files()),
-        "threads": len(os.listdir("/proc/self/task")),
-        "shared mappings": sum("memfd" in line for line in maps),
+        "threads": min(_num_threads() for _ in range(20)),  # each tick of a beat has a thread of its own, in glibc
+        "shared mappings": sum("memfd" in line and BEAT not in line for line in maps),
     }
 
 

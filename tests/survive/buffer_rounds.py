@@ -38,10 +38,26 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(rank: int, num_ranks: int, folder: str, mode: str, joins: bool = False, **options: Any) -> Any:
-    """Make the group."""
+_policy: dict[str, str] = {}  # what buffers on a group of another backend are told
+
+
+def start(
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    mode: str,
+    joins: bool = False,
+    backend: str = "epee",
+    **options: Any,
+) -> Any:
+    """Make the group; on another backend the buffers get what else is the group's affair."""
     os.environ["EPEE_POISON"] = "1"
     store = dist.FileStore(f"{folder}/store", num_ranks)
+    _policy.clear()
+    if backend != "epee":
+        _policy.update({"fault_mode": mode, "on_stall": options.get("on_stall", "error")})
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+        return dist.group.WORLD
     given = {"fault_mode": mode, "op_timeout": TIMEOUT_S, "is_extension": joins, **options}
     dist.init_process_group(
         "epee", store=store, rank=rank, world_size=num_ranks, pg_options=epee.BackendOptions(**given)
@@ -59,6 +75,8 @@ def make_buffer(group: Any, timeout: float = TIMEOUT_S) -> epee.Buffer:
         max_tokens_per_rank=16,
         dtype=torch.float32,
         timeout=timeout,
+        fault_mode=_policy.get("fault_mode"),
+        on_stall=_policy.get("on_stall"),
     )
 
 
@@ -246,9 +264,10 @@ def run(
     layout: str,
     is_fp8: bool,
     num_steps: int,
+    backend: str = "epee",
 ) -> Any:
     """One rank's program."""
-    group = start(rank, num_ranks, folder, mode)
+    group = start(rank, num_ranks, folder, mode, backend=backend)
     with make_buffer(group) as buffer:
         kept = None
         if not victims:

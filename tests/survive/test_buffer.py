@@ -1,4 +1,4 @@
-"""A Buffer on a group of the backend "epee" goes on when ranks die: every point of a call, every victim, both modes."""
+"""A Buffer goes on when ranks die, whatever its group: every point of a call, every victim, both modes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ NUM_STEPS = 8
 def survive(mode: str, victims: dict[int, tuple[int, str]], num_ranks: int = 4, **options: Any) -> list[Any]:
     """Run a program with deaths; compare what the survivors say; return it."""
     layout, is_fp8 = options.get("layout", "rank"), options.get("is_fp8", False)
-    results = run_mortal(
-        run, num_ranks, mode, victims, layout, is_fp8, options.get("num_steps", NUM_STEPS), dead=set(victims)
-    )
+    num_steps, backend = options.get("num_steps", NUM_STEPS), options.get("backend", "epee")
+    results = run_mortal(run, num_ranks, mode, victims, layout, is_fp8, num_steps, backend, dead=set(victims))
     left = [result for result in results if result != DEAD]
     done = left[0][0]
     want = [int(rank not in victims) for rank in range(num_ranks)]
@@ -54,22 +53,38 @@ def test_a_death_at_each_point_of_a_step(point: str, mode: str) -> None:
     survive(mode, {(0, 2, 3)[turn % 3]: (3, point)}, layout=("rank", "expert")[turn % 2], is_fp8=turn % 4 > 1)
 
 
+@pytest.mark.parametrize(
+    ("mode", "point"),
+    [
+        ("raise", "dispatch: first row"),
+        ("raise", "dispatch: data"),
+        ("raise", "combine: rows"),
+        ("mask", "dispatch: rows"),
+        ("mask", "dispatch: first data"),
+        ("mask", "combine: first row"),
+    ],
+)
+def test_a_death_at_points_of_a_step_on_a_group_of_another_backend(point: str, mode: str) -> None:
+    turn = POINTS.index(point)
+    survive(mode, {(0, 2, 3)[turn % 3]: (3, point)}, layout=("rank", "expert")[turn % 2], backend="gloo")
+
+
 @pytest.mark.parametrize("mode", ["raise", "mask"])
 def test_two_deaths_in_one_step(mode: str) -> None:
     survive(mode, {1: (2, "dispatch: first data"), 3: (2, "dispatch: first row")}, layout="expert")
 
 
-@pytest.mark.parametrize("mode", ["raise", "mask"])
-def test_four_ranks_become_one(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "backend"), [("raise", "epee"), ("mask", "epee"), ("mask", "gloo")])
+def test_four_ranks_become_one(mode: str, backend: str) -> None:
     victims = {0: (1, "dispatch: rows"), 3: (3, "combine: first row"), 1: (5, "between")}
-    (last,) = survive(mode, victims, num_steps=NUM_STEPS)
+    (last,) = survive(mode, victims, num_steps=NUM_STEPS, backend=backend)
     assert last[0][-1][2] == (0, 0, 1, 0)
 
 
-def late(rank: int, num_ranks: int, folder: str) -> str:
+def late(rank: int, num_ranks: int, folder: str, backend: str) -> str:
     """Rank 1 looks from outside at what rank 0 does before it calls itself."""
     store = dist.FileStore(f"{folder}/store", num_ranks)
-    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     buffer = epee.Buffer(dist.group.WORLD, num_experts=4, hidden=64, num_topk=1, max_tokens_per_rank=4, timeout=60)
     told = ""
     deadline = time.monotonic() + 40
@@ -85,6 +100,7 @@ def late(rank: int, num_ranks: int, folder: str) -> str:
     return told
 
 
-def test_a_hang_report_shows_for_whom_a_buffer_waits(tmp_path: Path) -> None:
-    told = run_ranks(late, 2, str(tmp_path), backend=None)[1]
+@pytest.mark.parametrize("backend", ["epee", "gloo"])
+def test_a_hang_report_shows_for_whom_a_buffer_waits(backend: str, tmp_path: Path) -> None:
+    told = run_ranks(late, 2, str(tmp_path), backend, backend=None)[1]
     assert re.search(r"rank 0 .*\n  lane \d+: dispatch seq 1 epoch 1, waits for 1 since", told), told

@@ -80,8 +80,8 @@ def hear_late(buffer: epee.Buffer) -> None:
     roster.check = late  # type: ignore[method-assign]
 
 
-def zombie(rank: int, num_ranks: int, folder: str, mode: str, point: str) -> Any:
-    group = start(rank, num_ranks, folder, mode, on_stall="evict")
+def zombie(rank: int, num_ranks: int, folder: str, mode: str, point: str, backend: str) -> Any:
+    group = start(rank, num_ranks, folder, mode, backend=backend, on_stall="evict")
     buffer = make_buffer(group, timeout=STALL_S)
     (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
     go_on(buffer, 2, {})
@@ -117,18 +117,20 @@ def go_on_once(buffer: epee.Buffer, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "point"),
+    ("mode", "point", "backend"),
     [
-        ("mask", "dispatch: first row"),
-        ("mask", "dispatch: first data"),
-        ("mask", "combine: rows"),
-        ("mask", "combine: rows, hears late"),
-        ("raise", "dispatch: rows"),
-        ("raise", "combine: first row"),
+        ("mask", "dispatch: first row", "epee"),
+        ("mask", "dispatch: first data", "epee"),
+        ("mask", "combine: rows", "epee"),
+        ("mask", "combine: rows, hears late", "epee"),
+        ("mask", "dispatch: rows", "gloo"),
+        ("raise", "dispatch: rows", "epee"),
+        ("raise", "combine: first row", "epee"),
+        ("raise", "combine: rows", "gloo"),
     ],
 )
-def test_a_stopped_rank_is_voted_out_and_writes_into_no_live_memory(mode: str, point: str) -> None:
-    results = run_mortal(zombie, 4, mode, point, dead=set(), timeout_s=60)
+def test_a_stopped_rank_is_voted_out_and_writes_into_no_live_memory(mode: str, point: str, backend: str) -> None:
+    results = run_mortal(zombie, 4, mode, point, backend, dead=set(), timeout_s=60)
     assert results[1] == ["EvictedError"] * 3
     left = [results[0], results[2], results[3]]
     for done, errors in left:

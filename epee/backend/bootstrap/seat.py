@@ -69,7 +69,7 @@ def take_seat(greeting: Greeting, rank: int, blob: bytes, undo: contextlib.ExitS
 
 def is_in_job() -> bool:
     """Return whether this process belongs to a job already."""
-    return bool(jobs())
+    return any(job.has_home for job in jobs())
 
 
 def meeting_place(store: Any, ranks: Sequence[int]) -> Any:

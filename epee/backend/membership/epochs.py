@@ -195,6 +195,7 @@ class Survival(Intake):
             dict(self._incarnations),
             self.takes_part,
             bool(self._joined_in),
+            True,
             self._job,
         )
 

@@ -1,4 +1,7 @@
-"""How a CPU buffer begins on a group of the backend "epee", where ranks die and come back.
+"""How a CPU buffer begins: as a lane of a view, with which its ranks die, are voted out and come back.
+
+A group of the backend "epee" has its part in a view. On a group of another backend the ranks first compare what they
+were given and find the job that they share, or found one (`view/founding.py`); nobody joins there.
 
     all ranks together   as `bootstrap.py`: one round that compares what the ranks were given, one that says whether all
                          could do their part. What the first round agrees on beside that is the number of the buffer
@@ -10,8 +13,9 @@
 A buffer runs when a member has it open and nobody who had it has closed it. So survivors that want a new buffer with
 the replacement close the old one before they take it in.
 
-No memory for calls is made here: the first call enters the epoch (`epochs.py`). A crash on the way is the group's
-problem in the rounds, and the view's afterwards.
+Between the rounds each rank enters the first epoch (`epochs.py`), so that no call has to wait for a rank that stays
+away from it; a replacement does so in its first call, because the others do in theirs. A crash on the way is the
+group's problem in the rounds, and the view's afterwards.
 """
 
 from __future__ import annotations
@@ -19,20 +23,25 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ...errors import EpeeError, MismatchError, ResourceError
+from ...view.founding import Place, find_place
 from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
-from ..control.bootstrap import TEXT_BYTES, Record, gather_present, host_id, judge, pack
-from .group_view import Roster
+from ..control.bootstrap import TEXT_BYTES, Record, all_gather_bytes, gather_present, host_id, judge, pack
+from .group_view import Roster, seat_at
 from .registry import NUMBER, VIEW, Line, Registry, find
 
 _EXTRA = struct.Struct("<QQ")  # travels in the place of an inbox's blob: newest buffer, epoch
+Enter = Callable[["Begun"], None]
 _registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()  # of this process, by group
+_elsewhere: weakref.WeakKeyDictionary[Any, weakref.ref[Registry]] = weakref.WeakKeyDictionary()  # nobody joins there
 _lock = threading.Lock()
 
 
@@ -53,33 +62,83 @@ class Begun(NamedTuple):
 
 
 def begin(
-    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, refusal: EpeeError | None, timeout_s: float
+    group: dist.ProcessGroup,
+    seat: GroupInView | None,
+    config: BufferConfig,
+    refusal: EpeeError | None,
+    timeout_s: float,
+    enter: Enter,
 ) -> Begun:
     """Take part in a running buffer (a replacement), or make one together with all ranks.
+
+    Args:
+        seat: the group's part in a view; None for a group of another backend.
+        enter: enters the first epoch.
 
     Raises:
         MismatchError: the ranks disagree, or another rank was refused.
         ResourceError: memory or permission is missing on some rank.
         RankFailedError: a rank was lost meanwhile (mode "raise").
     """
+    if seat is None:
+        place = _find_place(group, config, refusal)
+        try:
+            return _make(group, seat_at(place, config.fault_mode, config.on_stall), config, None, timeout_s, enter)
+        finally:
+            place.seat.job.release()  # the buffer has it now, or nobody
     if refusal is None and seat.is_joiner:
         begun = _join(group, seat, config, timeout_s)
         if begun is not None:
             return begun
-    return _make(group, seat, config, refusal, timeout_s)
+    return _make(group, seat, config, refusal, timeout_s, enter)
 
 
 def registry_of(group: dist.ProcessGroup, seat: GroupInView) -> Registry:
-    """Return this process's registry for a group, made at the first call."""
+    """Return this process's registry for a group, made at the first call.
+
+    It lives as long as the group, so that who joins sees which buffers have been closed; where nobody can join, as long
+    as one of the buffers.
+    """
     with _lock:
-        registry = _registries.get(group)
-        if registry is None:
-            registry = _registries[group] = Registry.make(seat.lane)
+        registry = _known_registry(group)
+        if registry is None or registry.lane != seat.lane:
+            registry = Registry.make(seat.lane)
+            if seat.is_open:
+                _registries[group] = registry
+            else:
+                _elsewhere[group] = weakref.ref(registry)
         return registry
 
 
+def _known_registry(group: dist.ProcessGroup) -> Registry | None:
+    found = _elsewhere.get(group)
+    return _registries.get(group) if found is None else found()
+
+
+def _find_place(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError | None) -> Place:
+    """Compare what the ranks of another backend's group were given, and find their places in a job."""
+    host = bytes(16)
+    if refusal is None:
+        try:
+            host = host_id()
+        except EpeeError as exc:
+            refusal = exc
+    records = [Record(data) for data in all_gather_bytes(group, pack(config, host, b"", refusal))]
+    if refusal is not None:
+        raise refusal
+    judge(dict(enumerate(records)))
+    with _lock:
+        known = _known_registry(group)
+    return find_place(group.rank(), len(records), partial(all_gather_bytes, group), 0 if known is None else known.lane)
+
+
 def _make(
-    group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, refusal: EpeeError | None, timeout_s: float
+    group: dist.ProcessGroup,
+    seat: GroupInView,
+    config: BufferConfig,
+    refusal: EpeeError | None,
+    timeout_s: float,
+    enter: Enter,
 ) -> Begun:
     registry, roster, host, extra = None, None, bytes(16), b""
     if refusal is None:
@@ -100,6 +159,7 @@ def _make(
     begun, problem = None, ""
     try:
         begun = _open(registry, roster, number, config, max(epoch for _, epoch in told), timeout_s)
+        enter(begun)
     except EpeeError as exc:
         problem = f"{type(exc).__name__}: {exc}"
     try:

@@ -40,16 +40,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from ...errors import CommTimeoutError, EpeeError, PeerError, ProtocolError, context
 from ...memory.claim import has_ended
 from ...memory.host import HostRegion
 from ...memory.signals import futex_sleep
+from ...view.group import GroupInView
 from ...view.process.detector import is_torn_down
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import STALLED, Member
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn, inbox_layout
-from .birth import Begun
+from .birth import Begun, begin
 from .call_outcome import Contest, Record, Verdict, after, judge, missing
 from .group_view import View, failure
 from .registry import FRESH_NS, GATHERED, INBOX_VIEW, ISSUED, NUMBER, VIEW, WITHDRAWN, Line, at_fault, find
@@ -125,7 +128,7 @@ class Survivor:
     @property
     def takes_replacements(self) -> bool:
         """Whether a process that takes a lost rank's place comes in."""
-        return True
+        return self.roster.seat.is_open
 
     @property
     def inbox_bytes(self) -> int:
@@ -147,6 +150,7 @@ class Survivor:
             self._next_inbox[1].close()
         self._lines.clear()
         self._peers.clear()
+        del self._begun, self._line, self._words  # a closed buffer that is kept maps nothing
 
     @staticmethod
     def retire() -> None:
@@ -355,6 +359,18 @@ class Survivor:
 
     # ---- between two calls
 
+    def come_in(self, deadline: float) -> None:
+        """Enter the first epoch while the buffer is made. Where something comes between, the first call does it.
+
+        Raises:
+            ResourceError: no memory or descriptor is left here.
+        """
+        told = self._told
+        try:
+            self.turn("Buffer", deadline)
+        except PeerError:
+            self._told = told  # the first call meets it again, as on all ranks
+
     def turn(self, op: str, deadline: float) -> None:
         """Bring the buffer into the newest epoch; costs nothing when it is there.
 
@@ -505,6 +521,31 @@ class Survivor:
         words = self._config.words()
         if line.config(len(words)) != words:
             raise ProtocolError(f"rank {rank} has made buffer {self._number} of the group with other arguments")
+
+
+def begin_lane(
+    group: dist.ProcessGroup,
+    seat: GroupInView | None,
+    exchange: Exchange,
+    refusal: EpeeError | None,
+    timeout_s: float,
+    interrupt: Callable[[], None],
+) -> None:
+    """Give `exchange` its membership; collective, and raises, as `birth.begin`."""
+    config, rank = exchange.config, exchange.rank
+
+    def enter(begun: Begun) -> None:
+        survivor = exchange.membership = Survivor(config, rank, begun, exchange, timeout_s, interrupt)
+        survivor.come_in(time.monotonic() + timeout_s)
+
+    try:
+        begun = begin(group, seat, config, refusal, timeout_s, enter)
+    except BaseException:
+        exchange.membership.close()
+        exchange.release()
+        raise
+    if not isinstance(exchange.membership, Survivor):  # a replacement: it comes in with its first call
+        exchange.membership = Survivor(config, rank, begun, exchange, timeout_s, interrupt)
 
 
 def _process_of(member: Member) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
 from ...memory.claim import has_ended
+from ...view.founding import Place
 from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import DEAD, LEFT, STALLED, Decision, LaneState, Member
@@ -46,6 +47,23 @@ def seat_of(group: Any, num_ranks: int) -> GroupInView | None:
     """Return the seat of a group of the backend "epee", None for groups of other backends and of one rank."""
     in_view = getattr(group, "in_view", None)
     return None if in_view is None else in_view(num_ranks)
+
+
+def seat_at(place: Place, fault_mode: str, on_stall: str) -> GroupInView:
+    """Return the seat of a buffer on a group of another backend, whose ranks have found `place`; nobody joins there."""
+    seat = place.seat
+    return GroupInView(
+        seat.job.runtime,
+        seat.lane,
+        tuple(seat.slots),
+        fault_mode == "raise",
+        on_stall,
+        dict(zip(seat.slots, place.incarnations, strict=True)),
+        lambda _: False,
+        False,
+        False,
+        seat.job,
+    )
 
 
 class Loss(NamedTuple):
@@ -126,6 +144,7 @@ class Roster:
             self._is_over = True
             if self._line is not None:
                 self.seat.runtime.unregister(self._lane)
+            self._line = self._row = None
 
     # ---- on the agent thread
 

@@ -117,12 +117,14 @@ class Registry:
     """This process's lines, or another's.
 
     Attributes:
+        lane: of the group.
         owner: process number and start time.
         had: own: numbers of the buffers that were opened.
     """
 
-    def __init__(self, region: HostRegion) -> None:
+    def __init__(self, region: HostRegion, lane: int) -> None:
         self.region = region
+        self.lane = lane
         self.owner = (region.owner_pid, region.owner_start_time)
         self.had: set[int] = set()
         self._words = region.words(0, _LINE_WORDS)
@@ -136,7 +138,7 @@ class Registry:
         words[_OWN_BLOB : _OWN_BLOB + _BLOB_WORDS] = memoryview(region.blob.ljust(8 * _BLOB_WORDS, b"\0")).cast("Q")
         words[0] = _MAGIC
         words.release()
-        return cls(region)
+        return cls(region, lane)
 
     @property
     def newest(self) -> int:
@@ -218,13 +220,13 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
         path = f"{folder}/{entry}"
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(path).split(" ")[0] == wanted:
-                found = _attach(path, pid, start_time)
+                found = _attach(path, pid, start_time, lane)
                 if found is not None:
                     return found
     return None
 
 
-def _attach(path: str, pid: int, start_time: int) -> Registry | None:
+def _attach(path: str, pid: int, start_time: int, lane: int) -> Registry | None:
     """Map the registry behind a descriptor; None when it is not this process's own, or is just coming or going."""
     try:
         require_own(pid)
@@ -245,4 +247,4 @@ def _attach(path: str, pid: int, start_time: int) -> Registry | None:
     if region.nbytes < 8 * _NUM_WORDS:
         region.close()
         raise ProtocolError(f"the list of buffers of process {pid} has {region.nbytes} bytes; another version of epee?")
-    return Registry(region)
+    return Registry(region, lane)

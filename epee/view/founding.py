@@ -1,0 +1,174 @@
+"""How processes that have a group of another backend come to a job: through that group's all_gather alone.
+
+    round 1   every rank tells the jobs that it is in, with its slot and incarnation there; rank 0 the id of the lane
+    round 2   only where they share no job: rank 0 makes the folder of a new one and tells where it is
+    round 3   and each rank, having opened it and listening, tells which member it is
+
+The same words lie before all ranks, so they come to the same choice; who cannot do its part tells why in the place of
+its words, and all raise. No store is needed and nothing is left in the group: it is not used again.
+
+The group is trusted, as it is with everything that it carries. What is told is checked all the same; the folder and its
+token must be this user's (`transport/directory.py`).
+
+Jobs are held from before they are told until one is chosen, so none of them ends in between. A rank that dies in a
+round is the group's affair; one that dies behind the last is missed by the view.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import EpeeError, ProtocolError, ResourceError, UnsupportedError, shortage
+from .job import Job, Seat, hold_jobs, new_folder, pack_member, parse_member, start_job
+from .transport.directory import JobDirectory
+from .transport.wire import LANE_LIMIT, MAX_MEMBERS
+
+Gather = Callable[[bytes], Sequence[bytes]]  # equally long byte strings of all ranks, in rank order
+TOLD_BYTES = 4096
+MAX_TEXT = 400
+
+
+class Presence(NamedTuple):
+    """What a rank tells in round 1: folder of a job -> its slot and incarnation there; the lane that rank 0 wishes."""
+
+    jobs: dict[str, tuple[int, int]]
+    lane: int
+    namespace: str
+
+
+class Place(NamedTuple):
+    """A seat in a job, and the incarnation of each rank's process there."""
+
+    seat: Seat
+    incarnations: Sequence[int]
+
+
+def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Place:
+    """Return this rank's seat in the youngest job that all ranks share, or in a new one. Collective.
+
+    The job is held for the caller: `seat.job.release()` gives it up.
+
+    Args:
+        rank, num_ranks: of the group.
+        gather: its all_gather.
+        lane: the id that rank 0 wishes for the lane; 0 for a new one.
+
+    Raises:
+        ResourceError: a rank has no memory, descriptor or folder; the same on all.
+        ProtocolError: what a rank tells cannot be right.
+        UnsupportedError: the ranks run in different PID namespaces.
+    """
+    held = hold_jobs()
+    try:
+        told = [_presence(fields, peer) for peer, fields in enumerate(_tell(gather, _own_presence(held, lane)))]
+        _check_namespaces(told)
+        path = next((path for path in reversed(told[0].jobs) if all(path in each.jobs for each in told)), "")
+        if not path:
+            return Place(_found(rank, gather, told[0].lane), [1] * num_ranks)
+        job = next(job for job in held if job.path == path)
+        held.remove(job)
+        slots = [each.jobs[path][0] for each in told]
+        return Place(Seat(job, slots, told[0].lane, False, False), [each.jobs[path][1] for each in told])
+    finally:
+        for job in held:
+            job.release()
+
+
+def _own_presence(held: Sequence[Job], lane: int) -> dict[str, Any]:
+    """Return what this rank tells in round 1; of many jobs the youngest that find room."""
+    jobs: dict[str, tuple[int, int]] = {}
+    room = TOLD_BYTES - MAX_TEXT
+    for job in reversed(held):
+        room -= len(json.dumps(job.path)) + 32
+        if room > 0:
+            jobs = {job.path: (job.slot, job.runtime.member.incarnation), **jobs}
+    try:
+        namespace, problem = os.readlink("/proc/self/ns/pid"), ""
+    except OSError as exc:
+        namespace, problem = "", str(shortage("cannot see which PID namespace this is", exc))
+    return _said(Presence(jobs, lane or 1 + secrets.randbelow(LANE_LIMIT - 1), namespace)._asdict(), problem)
+
+
+def _found(rank: int, gather: Gather, lane: int) -> Seat:
+    """Found a job together with all ranks; see rounds 2 and 3."""
+    with contextlib.ExitStack() as undo:
+        problem, directory, job = "", None, None
+        if rank == 0:
+            try:
+                directory = new_folder("/buffers")  # no home: who joins a group must not find it
+                undo.callback(directory.leave)
+            except EpeeError as exc:
+                problem = str(exc)
+        path = _tell(gather, _said({"folder": "" if directory is None else str(directory.path)}, problem))[0]["folder"]
+        try:
+            if directory is None:
+                directory = JobDirectory.open(str(path))
+                undo.callback(directory.leave)
+            job = Job(directory, rank, b"")
+            undo.pop_all()  # the job leaves its folder
+            undo.callback(job.release)
+            job.runtime.listen()
+        except EpeeError as exc:
+            problem = str(exc)
+        words = {"member": pack_member(job.runtime.member) if job is not None else ""}
+        members = [str(fields["member"]) for fields in _tell(gather, _said(words, problem))]
+        assert job is not None  # else all have raised
+        seat = Seat(job, list(range(len(members))), lane, True, False)
+        start_job(seat, [parse_member(text, peer) for peer, text in enumerate(members)])
+        undo.pop_all()
+        return seat
+
+
+def _said(words: dict[str, Any], problem: str) -> dict[str, Any]:
+    return {"failed": problem[:MAX_TEXT]} if problem else words
+
+
+def _tell(gather: Gather, words: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tell all ranks something and return what they tell, in rank order; raise if one of them has failed."""
+    raw = json.dumps(words).encode()
+    assert len(raw) <= TOLD_BYTES, len(raw)
+    told = [_fields(data, peer) for peer, data in enumerate(gather(raw.ljust(TOLD_BYTES, b" ")))]
+    for peer, fields in enumerate(told):
+        if "failed" in fields:
+            raise ResourceError(f"Buffer: rank {peer} could not make its part of the job: {fields['failed']}")
+    for peer, fields in enumerate(told):
+        if set(fields) != set(words):
+            raise ProtocolError(f"rank {peer} tells {list(fields)[:9]}, not {list(words)}; another version of epee?")
+    return told
+
+
+def _fields(data: bytes, peer: int) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+        if not isinstance(fields, dict):
+            raise TypeError(f"{type(fields).__name__} instead of an object")
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise ProtocolError(f"what rank {peer} tells cannot be read ({exc}); another version of epee?") from exc
+    return fields
+
+
+def _presence(fields: dict[str, Any], peer: int) -> Presence:
+    """Return a checked `Presence`."""
+    jobs, lane, namespace = fields["jobs"], fields["lane"], fields["namespace"]
+    is_good = isinstance(jobs, dict) and type(lane) is int and 0 < lane < LANE_LIMIT and isinstance(namespace, str)
+    if is_good:
+        for place in jobs.values():
+            is_pair = isinstance(place, list) and len(place) == 2 and all(type(number) is int for number in place)
+            is_good = is_good and is_pair and 0 <= place[0] < MAX_MEMBERS and 0 < place[1] < 1 << 62
+    if not is_good:
+        raise ProtocolError(f"rank {peer} tells of its jobs what cannot be right: {str(fields)[:200]}")
+    return Presence({path: (slot, incarnation) for path, (slot, incarnation) in jobs.items()}, lane, namespace)
+
+
+def _check_namespaces(told: Sequence[Presence]) -> None:
+    for peer, each in enumerate(told):
+        if each.namespace != told[0].namespace:
+            raise UnsupportedError(
+                f"ranks 0 and {peer} run on one host in different PID namespaces (containers); run them in one, or "
+                "share it (--pid=host)"
+            )

@@ -1,0 +1,265 @@
+"""Buffers of CPU tensors on groups of other backends: the job that they share, what it leaves, who may close when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.errors import InvalidArgument, PeerError, ProtocolError, ResourceError, UnsupportedError
+from epee.view import founding
+from epee.view.job import jobs
+from tests.harness import run_ranks
+
+from . import stages
+from .buffer_rounds import make_step
+
+SIZES = {"num_experts": 8, "hidden": 128, "num_topk": 3, "max_tokens_per_rank": 16, "dtype": torch.float32}
+
+
+def buffer_on(group: Any = None, **changes: Any) -> epee.Buffer:
+    """Make a buffer of 2 experts for each of 4 ranks, or 4 for each of 2."""
+    options = {**SIZES, "timeout": 20.0, **changes}
+    return epee.Buffer(group, **options)
+
+
+def _held() -> tuple[int, int, list[str]]:
+    gc.collect()
+    links = []
+    for entry in os.listdir("/proc/self/fd"):
+        if os.path.lexists(f"/proc/self/fd/{entry}"):
+            links.append(os.readlink(f"/proc/self/fd/{entry}").split(":[")[0])
+    return threading.active_count(), len(jobs()), sorted(links)
+
+
+# ---- one job
+
+
+def shares(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    """Buffers of the group, of a part of it, and of a group of the backend "epee"."""
+    first = buffer_on()
+    held = _held()
+    second = buffer_on()
+    pair = dist.new_group([0, 1])
+    part = buffer_on(pair) if rank < 2 else None
+    again = _held()
+    ours = dist.new_group(backend="epee")
+    on_ours = buffer_on(ours)
+    found = {"first": held, "again": again, "jobs": len(jobs())}
+    found["threads with our group"] = threading.active_count()
+    late = dist.new_group()  # all its ranks share two jobs by now
+    later = buffer_on(late)
+    found["jobs at last"] = len(jobs())
+    for step, buffer in enumerate((first, second, on_ours, later)):
+        make_step(buffer, step, "rank")
+    if part is not None:
+        part.dispatch(torch.ones(2, 128), torch.tensor([[0, 4, 5]] * 2))
+    stages.meet(folder, "used", rank, range(num_ranks))
+    for buffer in (first, second, part, on_ours, later):
+        if buffer is not None:
+            buffer.close()
+    return found
+
+
+def test_further_buffers_add_no_thread_and_no_job(tmp_path: Path) -> None:
+    for found in run_ranks(shares, 4, str(tmp_path)):
+        threads, num_jobs, links = found["first"]
+        assert num_jobs == 1
+        assert found["again"][:2] == (threads, 1)
+        more = set(found["again"][2]) - set(links)
+        assert not [link for link in more if "socket" in link or "pidfd" in link], more
+        assert found["jobs"] == found["jobs at last"] == 2  # who joins the other group must find a home there
+
+
+def lives(rank: int, num_ranks: int, times: int) -> tuple[Any, Any]:
+    before = None
+    for number in range(times):
+        buffer_on().close()
+        if number == 2:
+            before = _held()
+    return before, _held()
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_lives_leave_nothing(times: int) -> None:
+    for before, after in run_ranks(lives, 2, times):
+        assert after == before
+        assert after[1] == 0
+
+
+# ---- closing is no failure
+
+
+def leaves_early(rank: int, num_ranks: int, folder: str) -> tuple[str, str]:
+    """Rank 0 closes, and leaves the job with it, while rank 1 still reads what their last call has brought."""
+    buffer = buffer_on()
+    x, idx = torch.full((4, 128), rank + 1.0), torch.tensor([[0, 4, 5]] * 4)
+    d = buffer.dispatch(x, idx)
+    if rank == 0:
+        buffer.combine(d.x, d.handle)
+        buffer.close()
+        stages.reach(folder, "left")
+        stages.wait_for(folder, "through")
+        return "left", ""
+    path = buffer._path
+    pull = path._pull  # type: ignore[union-attr]
+
+    def late(*args: Any) -> Any:
+        stages.wait_for(folder, "left")
+        assert buffer._exchange.membership.await_end_of(0, time.monotonic() + 20.0)
+        return pull(*args)
+
+    path._pull = late  # type: ignore[union-attr, method-assign]
+    y = buffer.combine(d.x, d.handle).x
+    assert torch.equal(y, 2 * x)  # each token has gone to both ranks and came back from both
+    try:
+        buffer.dispatch(x, idx)
+        said = "nothing"
+    except PeerError as error:
+        said = str(error)
+    stages.reach(folder, "through")
+    return "got it", said
+
+
+def test_a_call_that_the_leaver_has_finished_ends_well(tmp_path: Path) -> None:
+    _, (end, said) = run_ranks(leaves_early, 2, str(tmp_path))
+    assert end == "got it"
+    assert "rank 0: has left the group" in said, said
+
+
+# ---- what is refused
+
+
+def policies(rank: int, num_ranks: int, ours: bool, changes: dict[str, str]) -> str:
+    group = dist.new_group(backend="epee") if ours else None
+    try:
+        buffer_on(group, **changes).close()
+    except epee.EpeeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("ours", "changes", "said"),
+    [
+        (False, {"fault_mode": "mask"}, "made"),
+        (False, {"fault_mode": "hope"}, "InvalidArgument: fault_mode must be one of"),
+        (False, {"on_stall": "hope"}, "InvalidArgument: on_stall must be one of"),
+        (False, {"mode": "latency", "dtype": torch.bfloat16, "on_stall": "error"}, "InvalidArgument: on_stall: only"),
+        (True, {"fault_mode": "raise", "on_stall": "error"}, "made"),
+        (True, {"fault_mode": "mask"}, "InvalidArgument: fault_mode must be the group's, 'raise', got 'mask'"),
+    ],
+)
+def test_what_a_loss_is_can_be_said_where_no_group_says_it(ours: bool, changes: dict[str, Any], said: str) -> None:
+    for answer in run_ranks(policies, 2, ours, changes):
+        assert answer.startswith(said), answer
+
+
+def disagree(rank: int, num_ranks: int) -> str:
+    try:
+        buffer_on(fault_mode=("raise", "mask")[rank])
+    except epee.MismatchError as error:
+        return str(error)
+    return "made"
+
+
+def test_ranks_that_disagree_about_it_are_told() -> None:
+    told = run_ranks(disagree, 2)
+    assert told[0] == told[1]
+    assert "ranks disagree about fault_mode: rank 0 has raise, rank 1 has mask" in told[0]
+
+
+def poor(rank: int, num_ranks: int, who: int) -> tuple[str, int]:
+    """One rank cannot make its part of the job; a moment later it can."""
+    real = founding.JobDirectory.open if who else founding.new_folder
+
+    def fails(*args: Any) -> Any:
+        raise ResourceError("no folder today")
+
+    if rank == who:
+        target, name = (founding.JobDirectory, "open") if who else (founding, "new_folder")
+        setattr(target, name, fails)
+    with pytest.raises(ResourceError) as caught:
+        buffer_on()
+    num_jobs = len(jobs())
+    if rank == who:
+        setattr(target, name, real)
+    with buffer_on() as buffer:
+        buffer.dispatch(torch.ones(2, 128), torch.tensor([[0, 4, 5]] * 2))
+    return str(caught.value), num_jobs
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_all_hear_who_could_not_make_its_part_of_the_job(who: int) -> None:
+    for said, num_jobs in run_ranks(poor, 2, who):
+        assert said == f"Buffer: rank {who} could not make its part of the job: no folder today"
+        assert num_jobs == 0
+
+
+# ---- what peers tell is checked
+
+
+def told(*answers: bytes) -> founding.Gather:
+    """Return an all_gather of two ranks in which rank 1 tells `answers`, one per round."""
+    rounds = iter(answers)
+
+    def gather(mine: bytes) -> Sequence[bytes]:
+        return [mine, next(rounds)]
+
+    return gather
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\xff" * 64,
+        b"[" * 4000,
+        b"[1, 2]",
+        b'{"jobs": {}, "lane": 1}',
+        b'{"jobs": [], "lane": 1, "namespace": ""}',
+        b'{"jobs": {}, "lane": true, "namespace": ""}',
+        b'{"jobs": {}, "lane": -3, "namespace": ""}',
+        b'{"jobs": {"a": 3}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": [64, 1]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": [0, 0]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": ["0", 1]}, "lane": 1, "namespace": ""}',
+    ],
+)
+def test_what_cannot_be_right_is_refused(words: bytes) -> None:
+    with pytest.raises(ProtocolError, match="rank 1"):
+        founding.find_place(0, 2, told(words))
+    assert jobs() == []
+
+
+def test_ranks_of_two_containers_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="ranks 0 and 1 run on one host in different PID namespaces"):
+        founding.find_place(0, 2, told(b'{"jobs": {}, "lane": 1, "namespace": "pid:[1]"}'))
+
+
+def test_a_member_that_cannot_be_right_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="rank 1's record names a member that cannot be right"):
+        founding.find_place(
+            0,
+            2,
+            told(
+                b'{"jobs": {}, "lane": 1, "namespace": "%s"}' % os.readlink("/proc/self/ns/pid").encode(),
+                b'{"folder": ""}',
+                b'{"member": "[0, 1, 2]"}',
+            ),
+        )
+    assert jobs() == []
+
+
+def test_more_ranks_than_a_job_has_room_for_are_refused() -> None:
+    config = epee.ep.config.BufferConfig(65, 65, 8, 1, 1, torch.float32)
+    with pytest.raises(InvalidArgument, match="a buffer serves at most 64 ranks, got 65"):
+        config.check()

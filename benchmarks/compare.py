@@ -2,7 +2,8 @@
 
 Each block is a run of `python -m benchmarks.NAME` in an interpreter of its own, with one checkout's package and its own
 copy of the benchmark; the checkouts take turns, and each goes first every other time. A row's figure per block is the
-p10 and the median that the benchmark prints for epee; a ratio is formed within each pair of blocks, which ran one
+p10 and the median that the benchmark prints for epee (`small`, which is younger than most checkouts: this checkout's
+copy of it, with their package); a ratio is formed within each pair of blocks, which ran one
 after the other, and the median of these ratios is shown. A row is slower when its p10 ratio is above `SLOWER` and the
 difference is above `SLOWER_US`.
 """
@@ -10,6 +11,7 @@ difference is above `SLOWER_US`.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,8 +25,8 @@ import typer
 
 from . import common
 
-MODULES = {"collectives": "benchmarks.collectives", "ep": "benchmarks.ep_cpu"}
-DEFAULTS = {"collectives": ("--idle-s", "0"), "ep": ()}
+MODULES = {"collectives": "benchmarks.collectives", "ep": "benchmarks.ep_cpu", "small": "small_calls.py"}
+DEFAULTS: dict[str, tuple[str, ...]] = {"collectives": ("--idle-s", "0")}
 SLOWER, SLOWER_US = 1.05, 1.0
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -91,8 +93,13 @@ def run_block(tree: Path, name: str, args: list[str], timeout_s: float) -> dict[
     """Run the benchmark once from `tree` and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "block.json"
-        command = [sys.executable, "-m", MODULES[name], *DEFAULTS[name], *args, "--json", str(target)]
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=timeout_s, check=False)
+        module = MODULES[name]
+        what = [str(Path(__file__).with_name(module))] if module.endswith(".py") else ["-m", module]
+        command = [sys.executable, *what, *DEFAULTS.get(name, ()), *args, "--json", str(target)]
+        env = {**os.environ, "PYTHONPATH": str(tree)}
+        done = subprocess.run(
+            command, cwd=tree, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
         if done.returncode:
             raise typer.BadParameter(
                 f"{' '.join(command)} in {tree} ended with {done.returncode}:\n{done.stderr[-2000:]}"

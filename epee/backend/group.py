@@ -30,7 +30,7 @@ from .bootstrap.joining import join_engine
 from .bootstrap.seat import is_in_job, meeting_place
 from .collectives import arguments as calls
 from .collectives.plan import Make, Plan
-from .collectives.signature import OP_CODE
+from .collectives.signature import DTYPE_CODE, OP_CODE
 from .collectives.signature import pack as pack_signature
 from .engine.engine import Engine
 from .membership.epochs import LOSS
@@ -72,23 +72,6 @@ def _collective(name: str) -> Callable[[_Method], _Method]:
                     self._engine.refuse(name, exc)
                 raise
             return run_staged(self, name, call, args, kwargs)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
-
-
-def _message(name: str) -> Callable[[_Method], _Method]:
-    """Let a message's tensor lie on a GPU."""
-
-    def decorate(method: _Method) -> _Method:
-        @functools.wraps(method)
-        def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except NeedsStaging:
-                pass
-            return run_staged(self, name, method, args, kwargs)
 
         return call  # type: ignore[return-value]
 
@@ -381,34 +364,42 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
 
     # ---- point to point
 
-    @_message("send")
     def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
         """Send a tensor; done when the receiver has matched it."""
-        tensor = calls.one(tensors, "send")
-        carrier = carrier_of(tensor, "send: tensor")
-        self._check_peer(dst_rank, tag, "send")
+        tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "send")
+        try:
+            carrier = carrier_of(tensor, "send: tensor")
+        except NeedsStaging:
+            return run_staged(self, "send", ProcessGroup.send, (tensors, dst_rank, tag), {})
+        self.check_peer(dst_rank, "send")
+        if tag:
+            _check_tag(tag, "send")
         is_early = bool(self._engine.queue or self._engine.messages)
-        message = Message(True, dst_rank, tag, _p2p_signature(carrier.code, tensor.numel()), source(tensor, carrier))
+        signature = _P2P_PREFIX[carrier.code] | tensor.numel() << 23
+        message = Message(True, dst_rank, tag, signature, source(tensor, carrier))
         message.tensors, message.is_early = ((), tensor), is_early
         return self._post(message, tensors)
 
-    @_message("recv")
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
         """Receive the oldest message of `src_rank` with this tag."""
-        self._check_peer(src_rank, tag, "recv")
+        self.check_peer(src_rank, "recv")
         return self._recv(tensors, src_rank, tag)
 
-    @_message("recv")
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
         """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
-        self._check_peer(None, tag, "recv")
         return self._recv(tensors, ANY, tag)
 
     def _recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Work:
-        tensor = calls.one(tensors, "recv")
-        carrier = carrier_of(tensor, "recv: tensor")
+        if tag:
+            _check_tag(tag, "recv")
+        tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "recv")
+        try:
+            carrier = carrier_of(tensor, "recv: tensor")
+        except NeedsStaging:
+            return run_staged(self, "recv", ProcessGroup._recv, (tensors, src_rank, tag), {})
         place = target(tensor, carrier, "recv: tensor")
-        message = Message(False, src_rank, tag, _p2p_signature(carrier.code, tensor.numel()), place.array, place)
+        signature = _P2P_PREFIX[carrier.code] | tensor.numel() << 23
+        message = Message(False, src_rank, tag, signature, place.array, place)
         message.tensors = (tensor, ())
         return self._post(message, tensors)
 
@@ -419,12 +410,6 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         except BaseException as exc:  # an interrupt: nobody will hold the request
             self._engine.take_back(message, exc)
             raise
-
-    def _check_peer(self, peer: int | None, tag: int, name: str) -> None:
-        if peer is not None:
-            self.check_peer(peer, name)
-        if not 0 <= tag <= _MAX_TAG:
-            raise InvalidArgument(f"{name}: tag must be a number >= 0, got {tag}")
 
     # ---- what torch makes impossible, and ends
 
@@ -493,10 +478,9 @@ def _check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-@functools.cache
-def _p2p_prefix(dtype_code: int) -> int:
-    return pack_signature(OP_CODE["point_to_point"], dtype_code)
+def _check_tag(tag: int, name: str) -> None:
+    if not 0 <= tag <= _MAX_TAG:
+        raise InvalidArgument(f"{name}: tag must be a number >= 0, got {tag}")
 
 
-def _p2p_signature(dtype_code: int, count: int) -> int:
-    return _p2p_prefix(dtype_code) | count << 23
+_P2P_PREFIX = {code: pack_signature(OP_CODE["point_to_point"], code) for code in DTYPE_CODE.values()}  # without a count

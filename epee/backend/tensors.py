@@ -107,10 +107,6 @@ def _flat(tensor: torch.Tensor, carrier: Carrier) -> Array:
     return array if array.ndim == 1 else array.reshape(-1)
 
 
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
-
-
 def source(tensor: torch.Tensor, carrier: Carrier) -> Array:
     """Return the values of an input as a flat array: a view when it is contiguous, else a copy."""
     if tensor.is_contiguous():
@@ -147,8 +143,11 @@ def target(tensor: torch.Tensor, carrier: Carrier, name: str) -> Target:
     Raises:
         InvalidArgument: elements of `tensor` share memory (an expanded or overlapping view).
     """
-    if tensor.is_contiguous() and not _is_lazy(tensor):
-        return Target(_flat(tensor, carrier))
+    if tensor.is_contiguous():
+        try:
+            return Target(_flat(tensor, carrier))
+        except (RuntimeError, TypeError):  # a lazy conjugate or negation
+            pass
     refuse_overlap(tensor, name)
     plain = tensor.detach()
     scratch = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")

@@ -143,12 +143,13 @@ class Buffer(Calls):
         place, running = None, None
         if self.config.is_latency:
             place, running = find_place(members, seat, self.config, refusal)
-        is_made = not self.config.is_lane and running is None
+        # who refuses its arguments says so in the first round, which is the same for all kinds of buffers
+        is_made = refusal is not None or (not self.config.is_lane and running is None)
         born = meet(members, self.config, refusal) if is_made else Born([], DeathWatch())
         start = LatencyBorn(born, place, running)
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
         if self.config.is_lane:
-            begin_lane(members, seat, self._exchange, refusal, self._timeout, self._closing.check)
+            begin_lane(members, seat, self._exchange, self._timeout, self._closing.check)
         self._control = ControlPlane(self.config, self.rank, self._exchange)
         self._lanes = Lanes(self.config.device)
         try:

@@ -65,7 +65,6 @@ def begin(
     group: dist.ProcessGroup,
     seat: GroupInView | None,
     config: BufferConfig,
-    refusal: EpeeError | None,
     timeout_s: float,
     enter: Enter,
 ) -> Begun:
@@ -81,16 +80,16 @@ def begin(
         RankFailedError: a rank was lost meanwhile (mode "raise").
     """
     if seat is None:
-        place = _find_place(group, config, refusal)
+        place = _find_place(group, config)
         try:
-            return _make(group, seat_at(place, config.fault_mode, config.on_stall), config, None, timeout_s, enter)
+            return _make(group, seat_at(place, config.fault_mode, config.on_stall), config, timeout_s, enter)
         finally:
             place.seat.job.release()  # the buffer has it now, or nobody
-    if refusal is None and seat.is_joiner:
+    if seat.is_joiner:
         begun = _join(group, seat, config, timeout_s)
         if begun is not None:
             return begun
-    return _make(group, seat, config, refusal, timeout_s, enter)
+    return _make(group, seat, config, timeout_s, enter)
 
 
 def registry_of(group: dist.ProcessGroup, seat: GroupInView) -> Registry:
@@ -115,14 +114,13 @@ def _known_registry(group: dist.ProcessGroup) -> Registry | None:
     return _registries.get(group) if found is None else found()
 
 
-def _find_place(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError | None) -> Place:
+def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> Place:
     """Compare what the ranks of another backend's group were given, and find their places in a job."""
-    host = bytes(16)
-    if refusal is None:
-        try:
-            host = host_id()
-        except EpeeError as exc:
-            refusal = exc
+    host, refusal = bytes(16), None
+    try:
+        host = host_id()
+    except EpeeError as exc:
+        refusal = exc
     records = [Record(data) for data in all_gather_bytes(group, pack(config, host, b"", refusal))]
     if refusal is not None:
         raise refusal
@@ -136,17 +134,15 @@ def _make(
     group: dist.ProcessGroup,
     seat: GroupInView,
     config: BufferConfig,
-    refusal: EpeeError | None,
     timeout_s: float,
     enter: Enter,
 ) -> Begun:
-    registry, roster, host, extra = None, None, bytes(16), b""
-    if refusal is None:
-        try:
-            registry, roster, host = registry_of(group, seat), Roster(seat), host_id()
-            extra = _EXTRA.pack(registry.newest, roster.newest)
-        except EpeeError as exc:
-            refusal = exc
+    registry, roster, host, extra, refusal = None, None, bytes(16), b"", None
+    try:
+        registry, roster, host = registry_of(group, seat), Roster(seat), host_id()
+        extra = _EXTRA.pack(registry.newest, roster.newest)
+    except EpeeError as exc:
+        refusal = exc
     parts = gather_present(group, pack(config, host, extra, refusal))
     records = {rank: Record(data) for rank, data in parts.items()}
     if refusal is not None:

@@ -527,7 +527,6 @@ def begin_lane(
     group: dist.ProcessGroup,
     seat: GroupInView | None,
     exchange: Exchange,
-    refusal: EpeeError | None,
     timeout_s: float,
     interrupt: Callable[[], None],
 ) -> None:
@@ -539,7 +538,7 @@ def begin_lane(
         survivor.come_in(time.monotonic() + timeout_s)
 
     try:
-        begun = begin(group, seat, config, refusal, timeout_s, enter)
+        begun = begin(group, seat, config, timeout_s, enter)
     except BaseException:
         exchange.membership.close()
         exchange.release()

@@ -50,14 +50,14 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     if isinstance(head, Operation) and _is_withdrawn(head, silent):
         undecided = head.withdrawal.undecided if head.withdrawal is not None else []
         if undecided and now > head.deadline and engine.survival is not None:
-            engine.survival.accuse(head, undecided, now)  # without its view the verdict may never come
+            engine.survival.insist(head, undecided, now)  # without its view the verdict may never come
         raise_if_overdue(engine, op, until, now)
         return  # the next step finds out what becomes of it
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
     if isinstance(head, Operation) and not head.done and _waits_for_the_lost(engine, head):
         is_late = True  # they settle nothing any more: the call ends like one that is given up, alike on all ranks
     elif is_late and isinstance(head, Operation) and engine.survival is not None:
-        is_late = not engine.survival.accuse(head, silent, now)
+        is_late = not engine.survival.insist(head, silent, now)
     if is_late and isinstance(head, Operation) and _can_withdraw(head):
         head.withdraw(head.box, silent)
     elif is_late and isinstance(head, Message):

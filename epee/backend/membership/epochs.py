@@ -40,6 +40,7 @@ from ...errors import (
     RankFailedError,
     context,
 )
+from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import Seat
 from ...view.protocol.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
@@ -61,12 +62,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("epee")
 
-ACCUSE_PAUSE_S = 0.2
-_CAUSE = {
-    DEAD: "its process has ended",
-    LEFT: "has left the group (destroyed or aborted it)",
-    STALLED: "was silent until the time-out and has been voted out",
-}
 LOSS = "view"  # in the place of an operation's name: the error of a loss that fails no call
 LOCK_SLICE_S = 0.5
 NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
@@ -105,11 +100,10 @@ class Survival(Intake):
         self._hooks_lock = threading.Lock()  # hooks against `attach`
         self._thawed = threading.Event()
         self._has_news = threading.Event()
-        self._accused_at = self._warned_at = 0.0
         self._known = joined_by or self.runtime.view()
         self._is_joiner = joined_by is not None
-        self._row = self.runtime.register(seat.lane, self.freeze, self.thaw, self.decided, self.trouble)
-        self._shown: tuple[object, ...] | None = None
+        self._awaited = Awaited(self.runtime, seat.lane, on_stall)
+        self._awaited.begin(self.runtime.register(seat.lane, self.freeze, self.thaw, self.decided, self.trouble))
         self._known = joined_by or self.runtime.view()
         self._incarnations: dict[int, int] = {}  # slot -> incarnation that has a part in this lane
 
@@ -330,7 +324,8 @@ class Survival(Intake):
     def _leave_out(self, rank: int) -> None:
         """End the messages of a rank that is not in the view."""
         epoch, cause = self._removed[rank]
-        absence = Absence(epoch, _CAUSE[cause], PeerError if cause == LEFT else RankFailedError, cause != STALLED)
+        kind, words = kind_of_loss([cause])
+        absence = Absence(epoch, words, kind, cause != STALLED)
         self._owner.leave_out(rank, absence, self._raises and cause != LEFT)
 
     def _ours(self, decision: Decision) -> Decision:
@@ -446,9 +441,7 @@ class Survival(Intake):
 
     def _loss(self, place: Place, told: str, name: str, seq: int) -> PeerError:
         ranks = self._lost_ranks(place)
-        causes = sorted({_CAUSE[self._removed[rank][1]] for rank in ranks})
-        kind = PeerError if causes == [_CAUSE[LEFT]] else RankFailedError
-        cause = ", ".join(causes)
+        kind, cause = kind_of_loss(self._removed[rank][1] for rank in ranks)
         text = f"{told.format(cause)}; the next call runs in epoch {place.epoch} without them"
         return kind(text, ranks, name, seq, place.epoch, cause)
 
@@ -504,26 +497,11 @@ class Survival(Intake):
         if is_over and all(op.box is box for op in self._owner.queue):
             self._owner.lower_flag(CHANGING)
 
-    def _warn(self, op: Operation, ranks: Sequence[int], now: float) -> None:
-        """Name those who are behind, once per time-out."""
-        if now - self._warned_at > op.deadline - op.started:
-            self._warned_at = now
-            names = ", ".join(f"{rank} ({self.runtime.health(self._slot_of[rank])})" for rank in ranks)
-            told = op.describe(self._full, elapsed=now - op.started)
-            logger.warning("%s: waits for rank(s) %s and goes on waiting (on_stall='wait')", told, names)
-
-    def accuse(self, op: Operation, ranks: Sequence[int], now: float) -> bool:
-        """Name those who are behind, when the policy is to vote them out; True while that may still help."""
-        if self.on_stall == "wait":
-            self._warn(op, ranks, now)
-            return True
-        if self.on_stall != "evict" or now > op.deadline + self.runtime.settings.no_quorum_s:
-            return False
-        if now - self._accused_at > ACCUSE_PAUSE_S:
-            self._accused_at = now
-            for rank in ranks:
-                self.runtime.accuse(self._slot_of[rank], self.lane, op.seq, self._epoch)
-        return True
+    def insist(self, op: Operation, ranks: Sequence[int], now: float) -> bool:
+        """At the time-out of a call: do what the policy is with those who are behind; True while that may help."""
+        slots = {rank: self._slot_of[rank] for rank in ranks}
+        told = partial(op.describe, self._full, elapsed=now - op.started)
+        return self._awaited.insist(slots, told, op.seq, self._epoch, op.deadline, op.deadline - op.started)
 
     def found_dead(self, ranks: Iterable[int]) -> None:
         """Pass on that a wait has found ranks dead; the agent's own sources may be later."""
@@ -536,17 +514,11 @@ class Survival(Intake):
         """Put on this process's board that `call` waits for `ranks`. For waits that have slept, under the lock."""
         if self._owner.flags & ENDED:
             return  # the board may be gone
-        mask = sum(1 << self._slot_of[rank] for rank in set(ranks))
-        shown = (id(call), call.seq, self._owner.members.epoch, mask)
-        if shown != self._shown:  # the time on the board is since when it waits for these
-            self._shown = shown
-            self._row.show(call.name.encode("ascii", "replace"), call.seq, self._owner.members.epoch, mask)
+        self._awaited.show(call.name, call.seq, self._owner.members.epoch, map(self._slot_of.__getitem__, ranks))
 
     def hide(self) -> None:
         """Take it off again: the call has ended."""
-        if self._shown is not None:
-            self._shown = None
-            self._row.idle()
+        self._awaited.hide()
 
     def remember(self, store: Any) -> None:
         """Let later groups of the job meet through `store`, by what this group knows, if it is the first one."""

@@ -19,25 +19,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, RankFailedError, context
+from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
 from ...memory.claim import has_ended
+from ...view.awaited import Awaited, kind_of_loss
 from ...view.founding import Place
 from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
-from ...view.protocol.messages import DEAD, LEFT, STALLED, Decision, LaneState, Member
+from ...view.protocol.messages import STALLED, Decision, LaneState, Member
 
 if TYPE_CHECKING:
-    from ...view.process.board import LaneRow
     from .registry import Line
 
 logger = logging.getLogger("epee")
 
-CAUSES = {
-    DEAD: "its process has ended",
-    LEFT: "has left the group (destroyed or aborted it)",
-    STALLED: "was silent until the time-out and has been voted out",
-}
-ACCUSE_PAUSE_S = 0.2
 NO_QUORUM_PAUSE_S = 0.2
 NEWS_LOOK_S = 0.005
 _LANE_SALT = 0x9E3779B97F4A7C15
@@ -96,13 +90,11 @@ class Roster:
         self.seat = seat
         self.lock = threading.Lock()
         self._lane = 0
+        self._awaited = Awaited(seat.runtime, 0, seat.on_stall)
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
         self._line: Line | None = None
-        self._row: LaneRow | None = None
-        self._shown: tuple[str, int, int, int] | None = None
         self._heard = 0
-        self._accused_at = self._warned_at = 0.0
         self._is_over = False
         self._trouble: Exception | None = None
         self.newest = 0
@@ -125,7 +117,8 @@ class Roster:
         with self.lock:
             self._line = line
         state = LaneState(self._lane, 0, 0)
-        self._row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
+        self._awaited = Awaited(runtime, self._lane, self.seat.on_stall)
+        self._awaited.begin(runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble))
         self._replay()
         with self.lock:
             self.newest = max(self.view.epoch, floor)
@@ -144,7 +137,8 @@ class Roster:
             self._is_over = True
             if self._line is not None:
                 self.seat.runtime.unregister(self._lane)
-            self._line = self._row = None
+            self._line = None
+            self._awaited.end()
 
     # ---- on the agent thread
 
@@ -208,17 +202,12 @@ class Roster:
         return member is None or member.incarnation != incarnation
 
     def show(self, op: str, seq: int, ranks: Sequence[int]) -> None:
-        """Show in hang reports that a call waits for ranks; since when, is the first time that it is told so."""
-        shown = (op, seq, self.view.epoch, sum(1 << self.seat.slots[rank] for rank in ranks))
-        if shown != self._shown and self._row is not None and not self._is_over:
-            self._shown = shown
-            self._row.show(op.encode(), *shown[1:])
+        """Show in hang reports that a call waits for ranks."""
+        self._awaited.show(op, seq, self.view.epoch, map(self.seat.slots.__getitem__, ranks))
 
     def hide(self) -> None:
         """Show that no call waits."""
-        if self._shown is not None and self._row is not None and not self._is_over:
-            self._shown = None
-            self._row.idle()
+        self._awaited.hide()
 
     def look_at(self, rank: int) -> None:
         """Tell the agent that a rank's process seems to have ended; it looks for itself."""
@@ -244,31 +233,16 @@ class Roster:
 
     def insist(self, ranks: Sequence[int], what: str, seq: int, deadline: float) -> bool:
         """At a time-out: do what the group's policy is with silent ranks; True while waiting on may still help."""
-        now, heard = time.monotonic(), self._heard
-        seat = self.seat
-        if seat.on_stall == "wait":
-            if now - self._warned_at > 1.0:
-                self._warned_at = now
-                names = ", ".join(f"{rank} ({seat.runtime.health(seat.slots[rank])})" for rank in ranks)
-                logger.warning("%s: waits for rank(s) %s and goes on waiting (on_stall='wait')", what, names)
-            return True
-        if seat.on_stall != "evict" or now > deadline + seat.runtime.settings.no_quorum_s:
-            return False
-        if now - self._accused_at > ACCUSE_PAUSE_S:
-            self._accused_at = now
-            for rank in ranks:
-                seat.runtime.accuse(seat.slots[rank], self._lane, seq, heard)
-        return True
+        slots = {rank: self.seat.slots[rank] for rank in ranks}
+        return self._awaited.insist(slots, lambda: what, seq, self._heard, deadline)
 
 
 def failure(losses: list[Loss], op: str, rank: int, seq: int, epoch: int, elapsed: float) -> PeerError:
     """Return the error that tells of `losses`: `RankFailedError`, or `PeerError` where all have left in order."""
     ranks = sorted({loss.rank for loss in losses})
-    causes = sorted({CAUSES[loss.cause] for loss in losses})
-    kind = PeerError if {loss.cause for loss in losses} == {LEFT} else RankFailedError
+    kind, cause = kind_of_loss(loss.cause for loss in losses)
     names = ", ".join(map(str, ranks))
     where = context(op, rank=rank, peer=names, seq=seq, epoch=epoch, elapsed=elapsed)
-    cause = ", ".join(causes)
     return kind(
         f"{where}: rank {names}: {cause}; results are untouched, handles of earlier calls are stale; the next "
         f"call runs in epoch {epoch} without them",

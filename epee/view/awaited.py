@@ -1,0 +1,111 @@
+"""What a lane does about the ranks that its calls wait for, and how it says that one is lost.
+
+While a call waits, the ranks stand on this process's board, for hang reports, with the time since when (`show`). At a
+time-out the lane's policy decides (`on_stall`): "error" ends the call, "wait" names them in the log and waits on,
+"evict" accuses them, again and again, until the view has changed or the agents had time enough to find out that they
+cannot agree (`insist`). An accusation has the newest epoch that the accuser knows: one from before a change is void.
+
+Who calls: the thread of a call, an engine with its lock. A crash leaves the board as it was; its owner is dead then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from ..errors import PeerError, RankFailedError
+from .process.board import LaneRow
+from .protocol.messages import DEAD, LEFT, STALLED
+from .runtime import Runtime
+
+logger = logging.getLogger("epee")
+
+ACCUSE_PAUSE_S = 0.2
+CAUSES = {
+    DEAD: "its process has ended",
+    LEFT: "has left the group (destroyed or aborted it)",
+    STALLED: "was silent until the time-out and has been voted out",
+}
+
+
+def kind_of_loss(causes: Iterable[str]) -> tuple[type[PeerError], str]:
+    """Return the type of the error that tells of losses, and their causes in words.
+
+    `RankFailedError`, but `PeerError` where all have left in order.
+    """
+    found = set(causes)
+    return PeerError if found == {LEFT} else RankFailedError, ", ".join(sorted(CAUSES[cause] for cause in found))
+
+
+class Awaited:
+    """See above.
+
+    Args:
+        runtime: the control plane of this process.
+        lane: id of the lane.
+        on_stall: "error", "evict" or "wait".
+    """
+
+    def __init__(self, runtime: Runtime, lane: int, on_stall: str) -> None:
+        self._runtime = runtime
+        self._lane = lane
+        self._on_stall = on_stall
+        self._row: LaneRow | None = None
+        self._shown: tuple[str, int, int, int] | None = None
+        self._accused_at = self._warned_at = 0.0
+
+    def begin(self, row: LaneRow) -> None:
+        """Use `row` of this process's board."""
+        self._row = row
+
+    def end(self) -> None:
+        """Use it no more."""
+        self._row = None
+
+    def show(self, name: str, seq: int, epoch: int, slots: Iterable[int]) -> None:
+        """Show that call `seq` waits for these; since when, is the first time that it is told so."""
+        shown = (name, seq, epoch, sum(1 << slot for slot in set(slots)))
+        if shown != self._shown and self._row is not None:
+            self._shown = shown
+            self._row.show(name.encode("ascii", "replace"), *shown[1:])
+
+    def hide(self) -> None:
+        """Show that no call waits."""
+        if self._shown is not None and self._row is not None:
+            self._shown = None
+            self._row.idle()
+
+    def insist(
+        self,
+        slots: Mapping[int, int],
+        what: Callable[[], str],
+        seq: int,
+        epoch: int,
+        deadline: float,
+        warn_every_s: float = 1.0,
+    ) -> bool:
+        """At a time-out: do what the policy is with silent ranks; True while waiting on may still help.
+
+        Args:
+            slots: rank -> slot of those who are silent.
+            what: says what waits for them.
+            seq: of the call.
+            epoch: the newest that this rank knows.
+            deadline: `time.monotonic()` value that has passed.
+            warn_every_s: how often the log may say so.
+        """
+        now = time.monotonic()
+        if self._on_stall == "wait":
+            if now - self._warned_at > warn_every_s:
+                self._warned_at = now
+                names = ", ".join(f"{rank} ({self._runtime.health(slot)})" for rank, slot in slots.items())
+                logger.warning("%s: waits for rank(s) %s and goes on waiting (on_stall='wait')", what(), names)
+            return True
+        if self._on_stall != "evict" or now > deadline + self._runtime.settings.no_quorum_s:
+            return False
+        if now - self._accused_at > ACCUSE_PAUSE_S:
+            self._accused_at = now
+            for slot in slots.values():
+                self._runtime.accuse(slot, self._lane, seq, epoch)
+        return True

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from epee.cli.main import app, main
 from epee.doctor import hang
 from epee.view.protocol.messages import Decision, Member
-from epee.view.report import JobReport, RankReport
+from epee.view.report import JobReport, RankReport, look_at_job
 from tests import harness
 from tests.forked import Command
 
@@ -93,7 +93,7 @@ def test_the_line_goes_when_the_call_has_ended() -> None:
     """What a rank waited for does not stay on its board."""
     with hanging_job("stopped") as pids:
         before = look_until(pids[0], lambda seen: len(waits(seen)) == 2)
-        again = hang.look(pids[0])  # the same wait: since when does not move
+        again = look_at_job(pids[0], look_s=0.0)  # the same wait: since when does not move
         assert {slot: row.since_s for slot, row in waits(again).items()} == {
             slot: row.since_s for slot, row in waits(before).items()
         }
@@ -117,10 +117,10 @@ def lagging_rank(rank: int, num_ranks: int) -> list[list[str]]:
     dist.all_reduce(x)
     if rank == 1:
         deadline = time.monotonic() + PATIENCE_S
-        while not waits(hang.look(os.getpid())):
+        while not waits(look_at_job(os.getpid(), look_s=0.0)):
             assert time.monotonic() < deadline, "rank 0 is not seen waiting"
     dist.all_reduce(x)
-    report = hang.look(os.getpid())
+    report = look_at_job(os.getpid(), look_s=0.0)
     dist.barrier()
     return [[row.op for row in seen.rows] for seen in report.ranks if seen.slot == rank]
 

@@ -394,7 +394,7 @@ def blind(slot: int, num_processes: int, folder: str) -> Any:
         HostMemory.attach = fails  # type: ignore[method-assign]
         latency_birth.Agreement._wait = says_so  # type: ignore[method-assign]
         with pytest.raises(CommTimeoutError, match="the memory of rank 0 cannot be mapped: out of reach"):
-            make_buffer(group, timeout=8)
+            make_buffer(group, timeout=5)
         HostMemory.attach = attach  # type: ignore[method-assign]
         stages.reach(folder, "gave up")
     buffer = make_buffer(group)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import rank as process
-from .worker import Worker, collect
+from .worker import Worker, collect, fork_ahead
 
 
 @contextlib.contextmanager
@@ -46,6 +46,7 @@ def run_ranks(
     tensor is sent by value. A rank that raises, dies or does not answer in `timeout_s` fails the test.
     """
     with started(function, num_ranks, *args, timeout_s=timeout_s, backend=backend) as workers:
+        fork_ahead(num_ranks)
         return collect(workers, (), timeout_s, grace_s=20.0)
 
 
@@ -63,4 +64,5 @@ def run_mortal(
         tempfile.TemporaryDirectory() as folder,
         started(function, num_ranks, folder, *args, timeout_s=timeout_s) as workers,
     ):
+        fork_ahead(num_ranks)
         return collect(workers, dead, timeout_s, grace_s=5.0)

@@ -17,6 +17,7 @@ from typing import Any
 # torch's optimizers import torch._dynamo at their first use; epee's backend comes in with the first group.
 _ALWAYS = ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "epee")
 _USED = ("epee.backend.group", "epee.ep.buffer", "epee.ep.latency_buffer", "tests.harness.rank")
+_LAST = "tests.harness.huge_pages"
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def _context() -> ForkServerContext:
     """Name the server's modules before its first fork: the tests' own ones are those that this process has by now."""
     context = mp.get_context("forkserver")
     tests = [name for name in sys.modules if name.startswith("tests.")]
-    context.set_forkserver_preload([*_ALWAYS, *_USED, *tests])
+    context.set_forkserver_preload([*_ALWAYS, *_USED, *tests, _LAST])
     return context
 
 

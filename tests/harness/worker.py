@@ -12,6 +12,7 @@ from .values import restore
 
 DEAD = "dead"  # stands for the result of a process that had to die by SIGKILL
 tell = rank.tell
+_spare: list[tuple[Any, Any]] = []  # processes that no test has used, and their connections
 
 
 class RankFailure(AssertionError):
@@ -25,7 +26,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self.process, self.connection = server.fork(rank.main)
+        self.process, self.connection = _spare.pop() if _spare else server.fork(rank.main)
         self.told: list[Any] = []
         self.result: tuple[str, Any] | None = ("ok", None)
         self.tag: Any = None
@@ -60,6 +61,12 @@ class Worker:
         self.process.join()
         self.process.close()
         self.connection.close()
+
+
+def fork_ahead(count: int) -> None:
+    """Have `count` processes for the next workers, at most four; for a moment when there is nothing to do but wait."""
+    while len(_spare) < min(count, 4):
+        _spare.append(server.fork(rank.main))
 
 
 def take_until(workers: Sequence[Worker], until: Callable[[], bool], timeout_s: float) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,3 +27,10 @@ def meet(folder: str, name: str, rank: int, ranks: Iterable[int], timeout_s: flo
     reach(folder, f"{name}-{rank}")
     for other in ranks:
         wait_for(folder, f"{name}-{other}", timeout_s)
+
+
+def hold_the_gil_until(fifo: str) -> None:
+    """Read from a pipe in C without giving the interpreter back, until somebody has written to it."""
+    fd = os.open(fifo, os.O_RDWR)
+    ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), 1)
+    os.close(fd)

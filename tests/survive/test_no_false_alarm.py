@@ -35,13 +35,6 @@ def hold_the_gil(seconds: int) -> None:
     ctypes.PyDLL(None).sleep(seconds)
 
 
-def hold_the_gil_until(fifo: str) -> None:
-    """Read from a pipe in C without giving the interpreter back, until somebody has written to it."""
-    fd = os.open(fifo, os.O_RDWR)
-    ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), 1)
-    os.close(fd)
-
-
 def total() -> int:
     x = torch.ones(1, dtype=torch.int64)
     dist.all_reduce(x)
@@ -74,7 +67,7 @@ def busy_while_another_dies(rank: int, num_ranks: int, folder: str) -> Any:
     if rank == 1:
         os.mkfifo(fifo)
         stages.reach(folder, "holding")
-        hold_the_gil_until(fifo)
+        stages.hold_the_gil_until(fifo)
     else:
         stages.wait_for(folder, "holding")
         decision = group._engine.survival.runtime.await_decision(1, 20.0)

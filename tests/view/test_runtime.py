@@ -14,6 +14,7 @@ from epee.view.loop import IDLE_S
 from epee.view.protocol.messages import DEAD, LEFT, STALLED, LaneState
 from epee.view.report import look_at_job
 from epee.view.runtime import Runtime
+from tests.survive import stages
 from tests.view.runtime_processes import EVICT, PATIENT, Rank, Refusal, decide, group, same_history, settle
 
 
@@ -198,10 +199,8 @@ def test_a_process_that_exits_without_close_has_left(tmp_path: Path) -> None:
         assert ranks[1].process.exitcode == 0
 
 
-def hold_the_gil(runtime: Runtime, seconds: float) -> None:
-    import ctypes
-
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+def hold_the_gil(runtime: Runtime, fifo: str) -> None:
+    stages.hold_the_gil_until(fifo)
 
 
 def health_of(watcher: Rank, slot: int, wanted: str) -> None:
@@ -225,8 +224,11 @@ def test_stopped_busy_and_dead_are_told_apart_and_nobody_is_voted_out_for_it(tmp
         health_of(ranks[0], 1, "stopped")
         ranks[1].signal(signal.SIGCONT)
         health_of(ranks[0], 1, "running")
-        ranks[1].tell("run", hold_the_gil, 6.0)
+        fifo = tmp_path / "fifo"
+        os.mkfifo(fifo)
+        ranks[1].tell("run", hold_the_gil, str(fifo))
         health_of(ranks[0], 1, "busy")
+        fifo.write_bytes(b"x")
         ranks[1].answer()
         assert ranks[0].ask("call", "view").epoch == 1
         assert ranks[1].ask("call", "view").epoch == 1
@@ -235,10 +237,13 @@ def test_stopped_busy_and_dead_are_told_apart_and_nobody_is_voted_out_for_it(tmp
 def test_a_dead_rank_is_found_while_another_holds_the_gil(tmp_path: Path) -> None:
     with group(tmp_path / "run") as job:
         ranks = job.born(4)
-        ranks[0].tell("run", hold_the_gil, 4.0)
+        fifo = tmp_path / "fifo"
+        os.mkfifo(fifo)
+        ranks[0].tell("run", hold_the_gil, str(fifo))
         ranks[1].kill()
         view = settle(ranks[2:], {0, 2, 3})
         assert view.epoch == 2
+        fifo.write_bytes(b"x")
         ranks[0].answer()
         settle([ranks[0], *ranks[2:]], {0, 2, 3})
         same_history([ranks[0], *ranks[2:]])
@@ -312,7 +317,7 @@ def test_a_report_from_outside_says_what_every_rank_does(tmp_path: Path) -> None
         assert str(look_at_job(ranks[1].pid)).count("running") == 2, "a stopped rank can be asked for, too"
         ranks[1].kill()
         settle([ranks[0], ranks[2]], {0, 2})
-        assert [rank.slot for rank in look_at_job(ranks[2].pid).ranks] == [0, 2]
+        assert [rank.slot for rank in look_at_job(ranks[2].pid, look_s=0.0).ranks] == [0, 2]
 
 
 def mapped_boards(pid: int) -> set[str]:

@@ -150,9 +150,9 @@ class Buffer(Calls):
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
         if self.config.is_lane:
             begin_lane(members, seat, self._exchange, self._timeout, self._closing.check)
-        self._control = ControlPlane(self.config, self.rank, self._exchange)
-        self._lanes = Lanes(self.config.device)
         try:
+            self._control = ControlPlane(self.config, self.rank, self._exchange)
+            self._lanes = Lanes(self.config.device)
             self._path = self._on_device(
                 lambda: make_path(self._control, self._id, platform, start, self._closing, (self._timeout, poison))
             )
@@ -160,9 +160,11 @@ class Buffer(Calls):
         except BaseException:
             born.close()
             self._exchange.release()
+            self._exchange.membership.close()
+            Survivor.retire()
             raise
         self._exchange.membership.forget = self._path.close
-        # a buffer that is dropped without close() returns its memory as well
+        # a buffer that is dropped without close() returns its memory as well; its job hears of it later (`retire`)
         self._finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange)
         self._finalizer.atexit = False
         self._closed = False
@@ -230,8 +232,8 @@ class Buffer(Calls):
             MismatchError: the ranks made different calls, or a peer's call was refused. Same text on all ranks.
             StaleHandleError: the handle is of another buffer or epoch.
             CommTimeoutError: a peer did not come in time.
-            RankFailedError: a peer has died. On a group of the backend "epee" (CPU tensors) the next call runs
-                without it, on GPUs once all survivors have called `sync`; else the buffer cannot be used any more.
+            RankFailedError: a peer has died. The next call runs without it; on GPUs once all survivors have called
+                `sync`.
             EvictedError: the others have gone on without this rank.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """

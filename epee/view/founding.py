@@ -1,11 +1,13 @@
 """How processes that have a group of another backend come to a job: through that group's all_gather alone.
 
-    round 1   every rank tells the jobs that it is in, with its slot and incarnation there; rank 0 the id of the lane
+    round 1   every rank tells the jobs that it is in, with its slot, its incarnation and the members that it knows
+              there; rank 0 the id of the lane
     round 2   only where they share no job: rank 0 makes the folder of a new one and tells where it is
     round 3   and each rank, having opened it and listening, tells which member it is
 
-The same words lie before all ranks, so they come to the same choice; who cannot do its part tells why in the place of
-its words, and all raise. No store is needed and nothing is left in the group: it is not used again.
+The same words lie before all ranks, so they come to the same choice: a job in whose newest view, as any of them tells
+it, all of them are (one that was voted out may not have heard of it yet). Who cannot do its part tells why in the
+place of its words, and all raise. No store is needed and nothing is left in the group: it is not used again.
 
 The group is trusted, as it is with everything that it carries. What is told is checked all the same; the folder and its
 token must be this user's (`transport/directory.py`).
@@ -20,7 +22,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import EpeeError, ProtocolError, ResourceError, UnsupportedError, shortage
@@ -29,14 +31,23 @@ from .transport.directory import JobDirectory
 from .transport.wire import LANE_LIMIT, MAX_MEMBERS
 
 Gather = Callable[[bytes], Sequence[bytes]]  # equally long byte strings of all ranks, in rank order
-TOLD_BYTES = 4096
+TOLD_BYTES = 8192
 MAX_TEXT = 400
 
 
-class Presence(NamedTuple):
-    """What a rank tells in round 1: folder of a job -> its slot and incarnation there; the lane that rank 0 wishes."""
+class Standing(NamedTuple):
+    """A process's place in a job, and the view that it knows there: epoch, and slot -> incarnation of the members."""
 
-    jobs: dict[str, tuple[int, int]]
+    slot: int
+    incarnation: int
+    epoch: int
+    members: Mapping[int, int]
+
+
+class Presence(NamedTuple):
+    """What a rank tells in round 1: folder of a job -> its standing there; the lane that rank 0 wishes."""
+
+    jobs: dict[str, Standing]
     lane: int
     namespace: str
 
@@ -67,13 +78,13 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Plac
     try:
         told = [_presence(fields, peer) for peer, fields in enumerate(_tell(gather, _own_presence(held, lane)))]
         _check_namespaces(told)
-        path = next((path for path in reversed(told[0].jobs) if all(path in each.jobs for each in told)), "")
+        path = next((path for path in reversed(told[0].jobs) if _is_shared(path, told)), "")
         if not path:
             return Place(_found(rank, gather, told[0].lane), [1] * num_ranks)
         job = next(job for job in held if job.path == path)
         held.remove(job)
-        slots = [each.jobs[path][0] for each in told]
-        return Place(Seat(job, slots, told[0].lane, False, False), [each.jobs[path][1] for each in told])
+        slots = [each.jobs[path].slot for each in told]
+        return Place(Seat(job, slots, told[0].lane, False, False), [each.jobs[path].incarnation for each in told])
     finally:
         for job in held:
             job.release()
@@ -81,17 +92,29 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Plac
 
 def _own_presence(held: Sequence[Job], lane: int) -> dict[str, Any]:
     """Return what this rank tells in round 1; of many jobs the youngest that find room."""
-    jobs: dict[str, tuple[int, int]] = {}
+    jobs: dict[str, Any] = {}
     room = TOLD_BYTES - MAX_TEXT
     for job in reversed(held):
-        room -= len(json.dumps(job.path)) + 32
+        view, me = job.runtime.view(), job.runtime.member
+        standing = [me.slot, me.incarnation, view.epoch, [[m.slot, m.incarnation] for m in view.members]]
+        room -= len(json.dumps([job.path, standing])) + 8
         if room > 0:
-            jobs = {job.path: (job.slot, job.runtime.member.incarnation), **jobs}
+            jobs = {job.path: standing, **jobs}
     try:
         namespace, problem = os.readlink("/proc/self/ns/pid"), ""
     except OSError as exc:
         namespace, problem = "", str(shortage("cannot see which PID namespace this is", exc))
-    return _said(Presence(jobs, lane or 1 + secrets.randbelow(LANE_LIMIT - 1), namespace)._asdict(), problem)
+    wished = lane or 1 + secrets.randbelow(LANE_LIMIT - 1)
+    return _said({"jobs": jobs, "lane": wished, "namespace": namespace}, problem)
+
+
+def _is_shared(path: str, told: Sequence[Presence]) -> bool:
+    """Return whether all ranks are in a job, by the newest of the views that they tell."""
+    if not all(path in each.jobs for each in told):
+        return False
+    standings = [each.jobs[path] for each in told]
+    newest = max(standings, key=lambda standing: standing.epoch)
+    return all(newest.members.get(one.slot) == one.incarnation for one in standings)
 
 
 def _found(rank: int, gather: Gather, lane: int) -> Seat:
@@ -125,7 +148,7 @@ def _found(rank: int, gather: Gather, lane: int) -> Seat:
 
 
 def _said(words: dict[str, Any], problem: str) -> dict[str, Any]:
-    return {"failed": problem[:MAX_TEXT]} if problem else words
+    return {"failed": problem.encode("ascii", "replace").decode()[:MAX_TEXT]} if problem else words
 
 
 def _tell(gather: Gather, words: dict[str, Any]) -> list[dict[str, Any]]:
@@ -155,14 +178,23 @@ def _fields(data: bytes, peer: int) -> dict[str, Any]:
 def _presence(fields: dict[str, Any], peer: int) -> Presence:
     """Return a checked `Presence`."""
     jobs, lane, namespace = fields["jobs"], fields["lane"], fields["namespace"]
-    is_good = isinstance(jobs, dict) and type(lane) is int and 0 < lane < LANE_LIMIT and isinstance(namespace, str)
-    if is_good:
-        for place in jobs.values():
-            is_pair = isinstance(place, list) and len(place) == 2 and all(type(number) is int for number in place)
-            is_good = is_good and is_pair and 0 <= place[0] < MAX_MEMBERS and 0 < place[1] < 1 << 62
-    if not is_good:
-        raise ProtocolError(f"rank {peer} tells of its jobs what cannot be right: {str(fields)[:200]}")
-    return Presence({path: (slot, incarnation) for path, (slot, incarnation) in jobs.items()}, lane, namespace)
+    try:
+        if type(lane) is not int or not 0 < lane < LANE_LIMIT or not isinstance(namespace, str):
+            raise ValueError("lane or namespace")
+        return Presence({path: _standing(*standing) for path, standing in jobs.items()}, lane, namespace)
+    except (ValueError, TypeError, AttributeError) as exc:
+        told = str(fields)[:200]
+        raise ProtocolError(f"rank {peer} tells of its jobs what cannot be right ({exc}): {told}") from exc
+
+
+def _standing(slot: Any, incarnation: Any, epoch: Any, members: Any) -> Standing:
+    pairs = [(slot, incarnation), *((one, other) for one, other in members)]
+    numbers = [epoch, *(number for pair in pairs for number in pair)]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("numbers")
+    if not all(one < MAX_MEMBERS and other for one, other in pairs):
+        raise ValueError("slots")
+    return Standing(slot, incarnation, epoch, dict(pairs[1:]))
 
 
 def _check_namespaces(told: Sequence[Presence]) -> None:

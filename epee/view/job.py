@@ -16,6 +16,7 @@ The last group of a job that is destroyed leaves the job, in order. A crash on t
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 import weakref
@@ -118,6 +119,16 @@ class Job:
 
 _jobs: dict[str, Job] = {}
 _lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a forked child: the jobs are the parent's, and so may be whoever holds the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _jobs.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def jobs() -> list[Job]:

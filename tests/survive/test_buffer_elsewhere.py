@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.membership.epochs import Survivor
+from epee.ep.membership.registry import Registry
 from epee.errors import InvalidArgument, PeerError, ProtocolError, ResourceError, UnsupportedError
 from epee.view import founding
-from epee.view.job import jobs
+from epee.view.job import hold_jobs, jobs
 from tests.harness import run_ranks
 
 from . import stages
@@ -205,6 +208,92 @@ def test_all_hear_who_could_not_make_its_part_of_the_job(who: int) -> None:
         assert num_jobs == 0
 
 
+def fails_later(rank: int, num_ranks: int, where: str, ours: bool, policy: dict[str, str]) -> list[Any]:
+    """The last rank cannot make its part of a second buffer; the first one goes on as if nothing had been."""
+    group = dist.new_group(backend="epee", pg_options=epee.BackendOptions(**policy)) if ours else None
+    given = {} if ours else policy
+    first = buffer_on(group, **given)
+    make_step(first, 0, "rank")
+    job = first._exchange.membership.roster.seat.job  # type: ignore[attr-defined]
+    before = job.num_groups
+    patch = pytest.MonkeyPatch()
+
+    def fails(*_: Any) -> Any:
+        raise ResourceError("nothing left today")
+
+    if rank == num_ranks - 1:
+        owner, name = {
+            "line": (Registry, "open"),
+            "inbox": (Survivor, "_inbox_for"),
+            "mapping": (Survivor, "_attach"),
+        }[where]
+        patch.setattr(owner, name, fails)
+    with pytest.raises(ResourceError) as caught:
+        buffer_on(group, **given, timeout=600.0)  # nobody waits for it
+    patch.undo()
+    Survivor.retire()
+    assert job.num_groups == before
+    make_step(first, 1, "rank")
+    with buffer_on(group, **given) as again:
+        make_step(again, 2, "rank")
+    make_step(first, 3, "rank")
+    return [str(caught.value), job.runtime.error is None]
+
+
+@pytest.mark.parametrize(
+    ("where", "ours", "policy"),
+    [
+        ("line", False, {}),
+        ("inbox", False, {"fault_mode": "mask", "on_stall": "evict"}),
+        ("inbox", True, {"fault_mode": "mask", "on_stall": "evict"}),
+        ("mapping", False, {"on_stall": "wait"}),
+    ],
+)
+def test_a_buffer_that_cannot_be_made_harms_no_other(where: str, ours: bool, policy: dict[str, str]) -> None:
+    for said, is_well in run_ranks(fails_later, 4, where, ours, policy):
+        assert said == "Buffer: rank 3 could not make its part: ResourceError: nothing left today"
+        assert is_well
+
+
+def asleep(rank: int, num_ranks: int) -> list[int]:
+    """Rank 1 is voted out while it sleeps, and does not know it when all make a new buffer."""
+    pids: list[Any] = [None] * num_ranks
+    dist.all_gather_object(pids, os.getpid())
+    old = buffer_on(timeout=1.0, fault_mode="mask", on_stall="evict")
+    make_step(old, 0, "rank")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        make_step(old, 1, "rank")
+        os.kill(pids[1], signal.SIGCONT)
+    with buffer_on() as new:
+        d = new.dispatch(torch.ones(2, 128), torch.tensor([[0, 4, 5]] * 2))
+        return d.got.tolist()  # type: ignore[no-any-return]
+
+
+def test_who_was_voted_out_of_one_job_is_in_the_next() -> None:
+    assert run_ranks(asleep, 4) == [[1] * 4] * 4
+
+
+def child(rank: int, num_ranks: int) -> tuple[int, str]:
+    """A forked child has no part in its parent's jobs."""
+    with buffer_on() as buffer:
+        make_step(buffer, 0, "rank")
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writer, b"%d" % len([*jobs(), *hold_jobs()]))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        told = os.read(reader, 9).decode()
+        make_step(buffer, 1, "rank")
+        return len(jobs()), told
+
+
+def test_a_forked_child_has_no_part_in_its_parents_jobs() -> None:
+    assert run_ranks(child, 4) == [(1, "0")] * 4
+
+
 # ---- what peers tell is checked
 
 
@@ -229,9 +318,13 @@ def told(*answers: bytes) -> founding.Gather:
         b'{"jobs": {}, "lane": true, "namespace": ""}',
         b'{"jobs": {}, "lane": -3, "namespace": ""}',
         b'{"jobs": {"a": 3}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": [64, 1]}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": [0, 0]}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": ["0", 1]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": [0, 1, 1]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": [64, 1, 1, []]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": [0, 0, 1, []]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": ["0", 1, 1, []]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": [0, 1, 1, [[0]]]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": [0, 1, 1, [[0, 1], [64, 1]]]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {"a": [0, 1, -1, [[0, 1]]]}, "lane": 1, "namespace": ""}',
     ],
 )
 def test_what_cannot_be_right_is_refused(words: bytes) -> None:

@@ -3,9 +3,10 @@
 A group of the backend "epee" has its part in a view. On a group of another backend the ranks first compare what they
 were given and find the job that they share, or found one (`view/founding.py`); nobody joins there.
 
-    all ranks together   as `bootstrap.py`: one round that compares what the ranks were given, one that says whether all
-                         could do their part. What the first round agrees on beside that is the number of the buffer
-                         among those of the group, and the newest epoch that anybody has heard of.
+    all ranks together   as `bootstrap.py`: a round that compares what the ranks were given, one that says whether all
+                         could make their part, one that says whether all could map the others'. What the first round
+                         agrees on beside that is the number of the buffer among those of the group, and the newest
+                         epoch that anybody has heard of.
     a replacement        takes part in the buffers that run already: it finds them in the registries of the others
                          (`registry.py`), the oldest first, and needs nobody's help. Where none runs that it does not
                          have, all ranks make a new one together.
@@ -13,23 +14,27 @@ were given and find the job that they share, or found one (`view/founding.py`); 
 A buffer runs when a member has it open and nobody who had it has closed it. So survivors that want a new buffer with
 the replacement close the old one before they take it in.
 
-Between the rounds each rank enters the first epoch (`epochs.py`), so that no call has to wait for a rank that stays
-away from it; a replacement does so in its first call, because the others do in theirs. A crash on the way is the
-group's problem in the rounds, and the view's afterwards.
+Between the rounds each rank enters the first epoch (`epochs.py`): it lends its inbox before the second round and maps
+the others' before the third, so nobody waits there for one that could not, and no call has to wait for a rank that
+stays away from it. A replacement does so in its first call, because the others do in theirs. A crash on the way is the
+group's problem in the rounds, and the view's afterwards; a time-out there is an error, whatever the policy is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ...errors import EpeeError, MismatchError, ResourceError
+from ...errors import CommTimeoutError, EpeeError, MismatchError, ResourceError
 from ...view.founding import Place, find_place
 from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
@@ -39,26 +44,46 @@ from .group_view import Roster, seat_at
 from .registry import NUMBER, VIEW, Line, Registry, find
 
 _EXTRA = struct.Struct("<QQ")  # travels in the place of an inbox's blob: newest buffer, epoch
-Enter = Callable[["Begun"], None]
+Enter = Callable[["Begun"], "Entrant"]
 _registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()  # of this process, by group
 _elsewhere: weakref.WeakKeyDictionary[Any, weakref.ref[Registry]] = weakref.WeakKeyDictionary()  # nobody joins there
 _lock = threading.Lock()
 
 
-class Begun(NamedTuple):
+class Begun:
     """A buffer's place in its group: its number, this rank's line, who takes part."""
 
-    number: int
-    registry: Registry
-    line: Line
-    roster: Roster
+    def __init__(self, number: int, registry: Registry, line: Line, roster: Roster) -> None:
+        self.number = number
+        self.registry = registry
+        self.line = line
+        self.roster = roster
+        self._is_closed = False
 
     def close(self) -> None:
-        """Give the place up."""
+        """Give the place up; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.line.words[NUMBER] = 0
-        self.roster.close()
-        self.line.words[VIEW] = 0  # last: from now on another buffer may have the line
-        self.roster.seat.job.release()
+        try:
+            self.roster.close()
+        finally:
+            self.line.words[VIEW] = 0  # last: from now on another buffer may have the line
+            self.roster.seat.job.release()
+
+
+class Entrant(Protocol):
+    """A buffer on its way into its first epoch (`epochs.Survivor`)."""
+
+    def offer(self) -> None:
+        """Lend what the others need for it; local."""
+
+    def come_in(self, deadline: float) -> None:
+        """Map what they lend."""
+
+    def close(self) -> None:
+        """Give all of it up, the place included."""
 
 
 def begin(
@@ -72,7 +97,7 @@ def begin(
 
     Args:
         seat: the group's part in a view; None for a group of another backend.
-        enter: enters the first epoch.
+        enter: makes what enters the first epoch.
 
     Raises:
         MismatchError: the ranks disagree, or another rank was refused.
@@ -152,24 +177,34 @@ def _make(
     assert roster is not None
     told = [_EXTRA.unpack_from(record.blob) for record in records.values()]
     number = 1 + max(newest for newest, _ in told)
-    begun, problem = None, ""
-    try:
-        begun = _open(registry, roster, number, config, max(epoch for _, epoch in told), timeout_s)
-        enter(begun)
-    except EpeeError as exc:
-        problem = f"{type(exc).__name__}: {exc}"
-    try:
-        told_problems = gather_present(group, problem.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-        for rank, data in told_problems.items():
-            text = data.rstrip(b"\0").decode("utf-8", "replace")
-            if text:
-                raise ResourceError(f"Buffer: rank {rank} could not make its part: {text}")
-    except BaseException:
-        if begun is not None:
-            begun.close()
-        raise
-    assert begun is not None
-    return begun
+    with contextlib.ExitStack() as undo:
+        entrant, problem = None, ""
+        try:
+            begun = _open(registry, roster, number, config, max(epoch for _, epoch in told), timeout_s)
+            undo.callback(begun.close)
+            entrant = enter(begun)
+            undo.callback(entrant.close)
+            entrant.offer()
+        except EpeeError as exc:
+            problem = f"{type(exc).__name__}: {exc}"
+        _tell_problems(group, problem)
+        assert entrant is not None  # else all have raised
+        try:
+            entrant.come_in(time.monotonic() + timeout_s)
+        except EpeeError as exc:
+            problem = f"{type(exc).__name__}: {exc}"
+        _tell_problems(group, problem)
+        undo.pop_all()
+        return begun
+
+
+def _tell_problems(group: dist.ProcessGroup, problem: str) -> None:
+    """Tell all ranks why this one cannot make its part, if so; raise if any cannot: a cause rather than a time-out."""
+    told = gather_present(group, problem.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+    texts = {rank: data.rstrip(b"\0").decode("utf-8", "replace") for rank, data in told.items()}
+    for rank in sorted(texts, key=lambda rank: texts[rank].startswith(CommTimeoutError.__name__)):
+        if texts[rank]:
+            raise ResourceError(f"Buffer: rank {rank} could not make its part: {texts[rank]}")
 
 
 def _open(registry: Registry, roster: Roster, number: int, config: BufferConfig, floor: int, timeout_s: float) -> Begun:
@@ -181,10 +216,12 @@ def _open(registry: Registry, roster: Roster, number: int, config: BufferConfig,
         roster.watch(number, line, floor, timeout_s)
         return Begun(number, registry, line, roster)
     except BaseException:
-        roster.close()
-        if line is not None:
-            line.words[NUMBER] = line.words[VIEW] = 0
-        job.release()
+        try:
+            roster.close()
+        finally:
+            if line is not None:
+                line.words[NUMBER] = line.words[VIEW] = 0
+            job.release()
         raise
 
 
@@ -230,3 +267,14 @@ def _fits(line: Line, rank: int, config: BufferConfig, own_rank: int) -> bool:
                 "close that one on all ranks first"
             )
     return True
+
+
+def _forget() -> None:
+    """In a forked child: all of this is the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _registries.clear()
+    _elsewhere.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -42,7 +42,16 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import CommTimeoutError, EpeeError, PeerError, ProtocolError, context
+from ...errors import (
+    CommTimeoutError,
+    EpeeError,
+    EvictedError,
+    NoQuorumError,
+    PeerError,
+    ProtocolError,
+    ResourceError,
+    context,
+)
 from ...memory.claim import has_ended
 from ...memory.host import HostRegion
 from ...memory.signals import futex_sleep
@@ -117,6 +126,7 @@ class Survivor:
         self._op = ""  # of the call under way, for hang reports
         self._has_shown = False
         self._told = begun.roster.heard  # losses up to this epoch have been raised
+        self._is_coming_in = False
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -222,6 +232,8 @@ class Survivor:
         Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused. What a rank
         showed that was stopped in a wait runs out; until then it may look as if all waited for each other.
         """
+        if self._is_coming_in:
+            return False
         late_s, evicts = time.monotonic() - deadline, self.roster.seat.on_stall == "evict"
         found = at_fault(self._rank, ranks, {rank: peer.line for rank, peer in self._peers.items()})
         if evicts and (late_s < HEAR_S or (not found and late_s < HEAR_S + FRESH_NS / 1e9)):
@@ -359,17 +371,29 @@ class Survivor:
 
     # ---- between two calls
 
+    def offer(self) -> None:
+        """Lend this rank's inbox for the first epoch, while the buffer is made: all do before one comes in. Local."""
+        epoch = self.roster.view.epoch
+        self._line.lend_inbox(epoch, self._inbox_for(epoch).blob)
+
     def come_in(self, deadline: float) -> None:
-        """Enter the first epoch while the buffer is made. Where something comes between, the first call does it.
+        """Enter the first epoch while the buffer is made. Where a loss comes between, the first call does it.
 
         Raises:
             ResourceError: no memory or descriptor is left here.
+            CommTimeoutError: a member does not come; nobody is accused of that while the buffer is made.
+            EvictedError, NoQuorumError: this process cannot go on.
         """
-        told = self._told
+        told, self._is_coming_in = self._told, True
         try:
             self.turn("Buffer", deadline)
+        except (EvictedError, NoQuorumError):
+            raise
         except PeerError:
             self._told = told  # the first call meets it again, as on all ranks
+        finally:
+            self._is_coming_in = False
+            self.hide()
 
     def turn(self, op: str, deadline: float) -> None:
         """Bring the buffer into the newest epoch; costs nothing when it is there.
@@ -500,6 +524,8 @@ class Survivor:
                 try:
                     return self._attach(rank, blob, line)
                 except EpeeError as exc:
+                    if isinstance(exc, ResourceError) and self.roster.is_alive(rank):
+                        raise  # of this process's own
                     problem = exc  # it has just died, and the view will say so; else it is damaged
             self._nap(line, INBOX_VIEW, line.words[INBOX_VIEW])
             try:
@@ -533,18 +559,18 @@ def begin_lane(
     """Give `exchange` its membership; collective, and raises, as `birth.begin`."""
     config, rank = exchange.config, exchange.rank
 
-    def enter(begun: Begun) -> None:
+    def enter(begun: Begun) -> Survivor:
         survivor = exchange.membership = Survivor(config, rank, begun, exchange, timeout_s, interrupt)
-        survivor.come_in(time.monotonic() + timeout_s)
+        return survivor
 
     try:
         begun = begin(group, seat, config, timeout_s, enter)
     except BaseException:
-        exchange.membership.close()
         exchange.release()
+        Survivor.retire()
         raise
     if not isinstance(exchange.membership, Survivor):  # a replacement: it comes in with its first call
-        exchange.membership = Survivor(config, rank, begun, exchange, timeout_s, interrupt)
+        enter(begun)
 
 
 def _process_of(member: Member) -> tuple[int, int]:

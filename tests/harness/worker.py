@@ -69,6 +69,11 @@ def fork_ahead(count: int) -> None:
         _spare.append(server.fork(rank.main))
 
 
+def num_spare() -> int:
+    """Return how many there are; each has a socket here."""
+    return len(_spare)
+
+
 def take_until(workers: Sequence[Worker], until: Callable[[], bool], timeout_s: float) -> bool:
     """Take what workers send until `until()`, none works any more, or time is over. True: it was `until()`."""
     deadline = time.monotonic() + timeout_s

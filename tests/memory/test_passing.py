@@ -18,16 +18,17 @@ from epee.memory import passing
 from epee.memory.claim import CLAIM_BYTES, Claim, make_claim, parse_claim
 from epee.memory.passing import DescriptorServer, fetch_descriptor
 from tests import shortage
-from tests.harness import run_ranks
+from tests.harness import run_ranks, worker
 
 MAGIC = b"testtest"
 
 
 def open_fds() -> int:
-    """How many sockets, memfds and folders this process has open (the ranks' server has pipes)."""
+    """How many sockets, memfds and folders this process has open (the ranks' server has pipes), less the harness's."""
     fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     kinds = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
-    return sum(kind.startswith("socket:") or "memfd:" in kind or "epee-" in kind for kind in kinds)
+    found = sum(kind.startswith("socket:") or "memfd:" in kind or "epee-" in kind for kind in kinds)
+    return found - worker.num_spare()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml Makefile
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## train a small MoE language model over two processes, about a minute
-	@echo "==> training; plots and numbers go to demo-out/"
+	@echo "==> training; plot and numbers go to demo-out/"
 	$(BIN)/epee demo --out demo-out
 
 test: $(STAMP)  ## run the tests, all but the slow ones

@@ -11,15 +11,15 @@ def demo(
     ranks: int | None = typer.Option(
         None, help="Processes to train on; must divide the 8 experts. 2, or 4 when one is to be lost."
     ),
-    seconds: float = typer.Option(55.0, help="How long to train."),
-    steps: int | None = typer.Option(None, help="Train exactly this many steps instead."),
-    out: str = typer.Option("epee-demo", help="Folder for pictures and numbers."),
+    seconds: float = typer.Option(55.0, min=1, max=86400, help="How long to train."),
+    steps: int | None = typer.Option(None, min=1, help="Train exactly this many steps instead."),
+    out: str = typer.Option("epee-demo", help="Folder for the picture and the numbers."),
     kill: int | None = typer.Option(None, help="Kill this rank in the midst of the training; a new one takes over."),
     stall: int | None = typer.Option(None, help="The same with SIGSTOP instead of SIGKILL."),
 ) -> None:
     """Train a small Mixture-of-Experts language model over local processes, its tokens travelling through epee.
 
-    Shows loss, speed and bytes per link while it trains; then expert load, a text sample, and the proof that one step
+    Shows loss, speed and bytes per link while it trains; then a text sample, and the proof that one step
     through epee equals the same step in one dense process. Exit code 1 when a rank or the proof fails.
 
     With --kill or --stall a rank is lost on purpose: the others go on with copies of its experts, and a new process

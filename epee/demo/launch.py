@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..errors import RankFailedError
 
@@ -67,14 +67,13 @@ class Ranks:
             ready = wait(list(talking), None if report is None else _SILENT_DEATH_S)
             if not ready:  # no peer of the one that has failed died without a word: that would be the cause
                 break
-            for connection in ready:
-                assert isinstance(connection, Connection)
+            for connection in cast("list[Connection]", ready):
                 message = _receive(connection, self._ranks[connection])
                 if isinstance(message, dict):
                     yield message
-                    continue
-                finished.add(connection)
-                report = report or message
+                else:
+                    finished.add(connection)
+                    report = report or message
         if report is not None:
             raise report
 
@@ -82,12 +81,10 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for connection, one in self._ranks.items():
+        for one in self._ranks.values():
             one.process.join(_GRACE_S if kind is None else 0)  # without an error it is on its way out
             one.process.kill()
             one.process.join()
-            one.process.close()
-            connection.close()
 
 
 def _main(connection: Connection, function: Callable[..., None], rank: int, arguments: tuple[object, ...]) -> None:
@@ -97,7 +94,7 @@ def _main(connection: Connection, function: Callable[..., None], rank: int, argu
         function(rank, connection.send, *arguments)
         connection.send(None)
     except BaseException as exc:  # noqa: BLE001 - whatever it was, the parent shows it
-        connection.send((f"{type(exc).__name__}: {exc}", traceback.format_exc()))
+        connection.send(_failed(rank, f"{type(exc).__name__}: {exc}", traceback.format_exc()))
         os._exit(1)  # peers may be waiting for this rank: nothing may hold it up on its way out
 
 
@@ -111,16 +108,15 @@ def _end_with_parent() -> None:
 def _receive(connection: Connection, one: _Rank) -> Message | RankFailedError | None:
     """Return the next message of a rank, or, when there will be none, how it has failed, if it has."""
     try:
-        message = connection.recv()
+        return cast("Message | RankFailedError | None", connection.recv())
     except (EOFError, ConnectionResetError):
         if one.is_mortal:
             return None
         one.process.join(_GRACE_S)
         code = one.process.exitcode
         how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        raise _failed(one, f"it died without a word ({how})", how) from None
-    return _failed(one, *message) if isinstance(message, tuple) else message
+        raise _failed(one.number, f"it died without a word ({how})", how) from None
 
 
-def _failed(one: _Rank, error: str, cause: str) -> RankFailedError:
-    return RankFailedError(f"rank {one.number} failed: {error}", ranks=(one.number,), op="demo", cause=cause)
+def _failed(rank: int, error: str, cause: str) -> RankFailedError:
+    return RankFailedError(f"rank {rank} failed: {error}", ranks=(rank,), op="demo", cause=cause)

@@ -14,13 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..errors import EvictedError
 from .check import compare_one_step
 from .launch import Send
-from .model import is_expert
 from .settings import TIMEOUT_S, Settings
-from .survive import Survivor, backend_options, event
-from .train import Trainer, gather
+from .survive import Survivor, backend_options
+from .train import Trainer
 
 
 def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: bool = False) -> None:
@@ -38,29 +36,18 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
         pg_options=None if settings.victim is None else backend_options(settings, joins),
     )
     trainer = Trainer(rank, settings, (folder / "text").read_bytes(), send)
-    try:
-        if settings.victim is None:
-            trainer.train()
-        else:
-            Survivor(trainer, folder / "state.npz", joins).train()
-    except EvictedError as exc:  # lost on purpose (`--stall`), and awake again: it has no part in this any more
-        send(event("evicted", f"the old rank {rank} woke up and was told that it is out: {exc}"))
-        return
+    if settings.victim is None:
+        while trainer.progress < 1.0:
+            trainer.step()
+    elif not Survivor(trainer, folder / "state.npz", joins).train():
+        return  # lost on purpose (`--stall`), and awake again: it has no part in this any more
     with closing(trainer.buffer):
-        members = trainer.members
-        num_parameters = sum(
-            value.numel() * (len(members) if is_expert(name) else 1) for name, value in trainer.model.named_parameters()
-        )
         result = {
             "kind": "result",
-            "began": trainer.began,
             "steps": trainer.steps,
-            "valid": trainer.valid,
+            "valid": trainer.validate(),
             "tokens": trainer.num_tokens,
-            "tokens_per_s": trainer.num_tokens / trainer.valid[-1][1],
-            "expert_load": gather(trainer.expert_load, members).sum(0).tolist(),
             "bytes_per_link": trainer.traffic,
-            "num_parameters": num_parameters,
             "sample": trainer.model.write(),
             "check": compare_one_step(trainer),
         }

@@ -12,8 +12,8 @@ from pathlib import Path
 from typer import echo
 
 from ..errors import RankFailedError, UnsupportedError
-from . import report
 from .launch import Message, Ranks
+from .report import save, show
 from .settings import Settings
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -28,7 +28,12 @@ def run(settings: Settings) -> int:
         InvalidArgument: the settings cannot run. UnsupportedError: matplotlib is missing, or text to learn.
     """
     settings.check()
-    report.require()
+    try:
+        import matplotlib.figure  # noqa: F401 - an extra: missed before a minute of training, not after
+    except ImportError as exc:
+        raise UnsupportedError(
+            "the demo's pictures need matplotlib, which is not installed; pip install 'epee[demo]'"
+        ) from exc
     try:
         result = _train(settings)
     except KeyboardInterrupt:
@@ -37,14 +42,14 @@ def run(settings: Settings) -> int:
     except RankFailedError as exc:
         echo(f"{exc}\n{exc.cause}")
         return FAILED
-    report.show(result)
-    for path in report.save(settings, result):
+    show(result)
+    for path in save(settings, result):
         echo(f"wrote {path}")
     return OK if result["check"]["passed"] else FAILED
 
 
 def _train(settings: Settings) -> Message:
-    """Start the ranks and return the result; its `events` are in order, in seconds since the start of the training."""
+    """Start the ranks and return the result; its `events` are in order."""
     # The ranks' story needs torch, which takes a second or two to import: after the settings were found good.
     from .rank import run_rank
 
@@ -60,7 +65,7 @@ def _train(settings: Settings) -> Message:
             if message["kind"] == "result":
                 result = message
             elif message["kind"] == "event":
-                echo(message["text"])
+                echo(f"{message['seconds']:6.2f} s  {message['text']}")
                 events.append(message)
                 if message["what"] == "started" and settings.victim is not None:
                     ranks.start(settings.victim, settings, Path(name), True)
@@ -70,8 +75,6 @@ def _train(settings: Settings) -> Message:
             elif time.monotonic() >= next_line_s:
                 echo(message["text"])
                 next_line_s = time.monotonic() + LINE_EVERY_S
-    for event in events:
-        event["seconds"] = event["clock"] - result["began"]
     return {**result, "events": sorted(events, key=lambda event: event["seconds"])}
 
 

@@ -5,8 +5,8 @@ What happens, in order:
 1. Every few steps the ranks gather the whole state, experts included, and rank 0 writes it into a file: the copy.
 2. The victim kills or stops itself in the midst of a forward. The others' calls end: in the `Buffer` at once when the
    process is dead, after `timeout_s` when it is silent; in the backend with a view without the victim.
-3. Whoever has had such an error closes its buffer and asks the others, by a gather over the group in mode "mask", who
-   is left. The call completes for all with the same contributors; a rank that waits in another call meanwhile gets a
+3. Whoever has had such an error closes its buffer and meets the others in a barrier of the group, in mode "mask": it
+   completes for all with the same contributors, those who are left. A rank that waits in another call meanwhile gets a
    mismatch and comes, too. All go back to the copy; the experts, the victim's included, are dealt out to those left.
 4. A replacement process asks to join. Rank 0 hears of it and says so with the gradients of a step, so that all call
    `recover_ranks` behind the same step. Before that the copy is renewed; the replacement begins with it.
@@ -32,14 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backend import BackendOptions
-from ..errors import EpeeError, EvictedError, InvalidArgument, ProtocolError
-from .launch import Message
+from ..errors import CommTimeoutError, EvictedError, MismatchError, PeerError, StaleHandleError
 from .model import Transformer, is_expert
 from .settings import SLOW_S, TIMEOUT_S, Settings
 from .train import Trainer, whole
 
+_LOSSES = (PeerError, CommTimeoutError, StaleHandleError, MismatchError)  # how a lost rank shows, here or at a peer
 _ATTEMPTS = 16  # a loss costs one, or two where a rank comes out of another call
-_QUESTION = 0x65706565  # the word by which a gather asks who is left
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -52,44 +51,42 @@ class Survivor:
     def __init__(self, trainer: Trainer, file: Path, joins: bool) -> None:
         self.trainer, self.settings, self.file = trainer, trainer.settings, file
         self.group: Any = dist.group.WORLD
-        self.members_group: Any = dist.group.WORLD
+        self.members_group: Any = self.group
         self.everybody = tuple(range(self.settings.num_ranks))
-        self.news: list[Message] = []  # of rank 0, to be told after the next step
         self.is_victim = trainer.rank == self.settings.victim and not joins
         self.is_replaced = joins
         self.is_owed = False  # somebody was lost, and nobody was started since
         if joins:
             self.load()
 
-    def train(self) -> None:
-        """Train to the end, whatever becomes of one rank; collective.
+    def train(self) -> bool:
+        """Train to the end, whatever becomes of one rank; collective. False: the others went on without this rank.
 
         Raises:
-            EvictedError: the others went on without this rank.
             EpeeError: it cannot be made good: the group does not agree, or loses somebody again and again.
         """
-        cause: EpeeError | None = None
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             try:
-                if cause is not None:
+                if attempt:
                     self._recover()
-                return self._train_on()
-            except (EvictedError, InvalidArgument):
-                raise
-            except EpeeError as exc:
-                cause = exc
-        assert cause is not None
-        raise cause
+                self._train_on()
+                break
+            except EvictedError as exc:
+                self._tell("evicted", f"the old rank {self.trainer.rank} woke up and was told that it is out: {exc}")
+                return False
+            except _LOSSES:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        return True
 
     def save(self) -> None:
         """Write the state as it is now, or keep the one before if somebody is lost meanwhile; collective of members."""
         trainer = self.trainer
         mine = local_state(trainer.model, trainer.optimizer)
-        state = {name: whole(name, value, trainer.members) for name, value in mine.items()}
+        state: dict[str, Any] = {name: whole(name, value, trainer.members).numpy() for name, value in mine.items()}
         if trainer.rank == 0:
             new = self.file.with_suffix(".new.npz")
-            arrays = {name: value.numpy() for name, value in state.items()}
-            np.savez(new, num_steps=trainer.num_steps, progress=trainer.progress, **arrays)  # type: ignore[arg-type]
+            np.savez(new, num_steps=trainer.num_steps, progress=trainer.progress, **state)
             new.replace(self.file)
 
     def load(self) -> None:
@@ -105,19 +102,17 @@ class Survivor:
         trainer, settings = self.trainer, self.settings
         while trainer.progress < 1.0:
             if trainer.num_steps % settings.snapshot_every == 0:
-                self.group.set_timeout(timedelta(seconds=settings.timeout_s))
                 self.save()
             if self.is_victim and trainer.progress >= settings.fault_at:
                 self.is_victim = False
                 trainer.model.layers()[-1].register_forward_pre_hook(self._meet_fate)
             lost = set(self.everybody) - set(trainer.members)
             called = trainer.step(call=float(bool(lost & set(self.group.waiting_ranks()))))
-            self.tell_news()
+            self.order_replacement()
             if not self.is_replaced:  # the end waits for the replacement, and for a step with it
                 trainer.progress = min(trainer.progress, 0.999)
             if called:
                 self._welcome(sorted(lost))
-        trainer.validate()
 
     def _meet_fate(self, module: object, arguments: object) -> None:
         """Kill or stop this process in the midst of a forward."""
@@ -126,39 +121,24 @@ class Survivor:
         self._tell(self.settings.fault, text, pid=os.getpid())
         os.kill(os.getpid(), number)
 
-    def tell_news(self) -> None:
-        """Tell what has happened before this step; on rank 0, a replacement is ordered once its time has come."""
-        while self.news:
-            self._tell(**self.news.pop())
+    def order_replacement(self) -> None:
+        """Have a new process started, once, when somebody was lost and the time has come; on rank 0."""
         if self.trainer.rank == 0 and self.is_owed and self.trainer.progress >= self.settings.replace_at:
             self.is_owed = False
             self._tell("started", f"a new process takes the place of rank {self.settings.victim}")
 
-    def _tell(self, what: str, text: str, **facts: object) -> None:
-        members = list(self.trainer.members)
-        self.trainer.send(event(what, text, step=self.trainer.num_steps, members=members, **facts))
-
     def _recover(self) -> None:
         """Agree with those who are left and go on from the copy."""
-        trainer, before = self.trainer, self.trainer.members
+        trainer, before, again = self.trainer, self.trainer.members, self.trainer.num_steps
         self._close()
-        question = torch.tensor([_QUESTION], dtype=torch.int64, device="cpu")
-        answers = [torch.zeros_like(question) for _ in self.everybody]
-        dist.all_gather(answers, question)
-        members = tuple(self.group.last_contributors())
-        if any(int(answers[rank]) != _QUESTION for rank in members):
-            raise ProtocolError("a rank has answered another question")
-        again = trainer.num_steps
-        self._rebuild(members)
-        self.load()
-        again -= trainer.num_steps
+        dist.barrier()
+        members = self.group.last_contributors()
         self.is_owed |= members != before
+        self._rebuild(members)
+        again -= trainer.num_steps
         if trainer.rank == 0:
-            what, without = (
-                ("delayed", "") if members == before else ("went on", f" without rank {self.settings.victim}")
-            )
-            text = f"ranks {list(members)} go on{without}; {again} steps are done again"
-            self.news = [{"what": what, "text": text, "again": again}]
+            what = "delayed" if members == before else "went on"
+            self._tell(what, f"ranks {list(members)} go on; {again} steps are done again", again=again)
 
     def _welcome(self, lost: list[int]) -> None:
         """Take in the replacement; collective of the members."""
@@ -167,19 +147,19 @@ class Survivor:
         self.group.recover_ranks(lost, TIMEOUT_S)
         self.group.set_timeout(timedelta(seconds=SLOW_S))
         self._rebuild(self.everybody)
-        self.load()
         self.is_replaced = True
         if self.trainer.rank == 0:
-            self.news = [{"what": "rejoined", "text": f"the new rank {self.settings.victim} trains with the others"}]
+            self._tell("rejoined", f"the new rank {self.settings.victim} trains with the others")
 
     def _rebuild(self, members: tuple[int, ...]) -> None:
-        """Make group, buffer and model for these members; collective of them."""
+        """Make buffer and model for these members, from the copy, and a group if they are not all; collective."""
         if members != self.everybody:
             timeout, options = timedelta(seconds=TIMEOUT_S), backend_options(self.settings)
             self.members_group = dist.new_group(
-                list(members), timeout=timeout, pg_options=options, use_local_synchronization=True
+                list(members), timeout, pg_options=options, use_local_synchronization=True
             )
         self.trainer.build(members, self.members_group)
+        self.load()
 
     def _close(self) -> None:
         """Let go of the buffer and of the group of those who were left; waits for nobody, idempotent."""
@@ -188,16 +168,18 @@ class Survivor:
         if group is not self.group:
             dist.destroy_process_group(group)
 
+    def _tell(self, what: str, text: str, **facts: object) -> None:
+        """Send what happened just now; `step` is the one under way or the next."""
+        members, step = list(self.trainer.members), self.trainer.num_steps + 1
+        seconds = time.perf_counter() - self.trainer.began
+        message = {"kind": "event", "what": what, "text": text, "seconds": seconds, "step": step, "members": members}
+        self.trainer.send({**message, **facts})
+
 
 def backend_options(settings: Settings, joins: bool = False) -> BackendOptions:
     """Return the options of the groups: a rank that is silent for so long is voted out."""
     timeout_s = SLOW_S if joins else settings.timeout_s  # a process that has just begun is slow, not stalled
     return BackendOptions(fault_mode="mask", on_stall="evict", op_timeout=timeout_s, is_extension=joins)
-
-
-def event(what: str, text: str, **facts: object) -> Message:
-    """Return the message that something has happened now, by the machine's clock, one for all."""
-    return {"kind": "event", "what": what, "text": text, "clock": time.perf_counter(), **facts}
 
 
 def local_state(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -17,17 +17,17 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ..ep.buffer import Buffer
 from ..errors import RankFailedError
 from .launch import Send
 from .model import Transformer, is_expert
+from .report import links
 from .settings import Settings
 
 Batch = tuple[Tensor, Tensor]
-_NUM_VALIDATIONS = 10
 _LEARNING_RATE = 4e-3
-_WARMUP = 0.04  # share of the training over which the learning rate rises
 _AUX_COEFFICIENT = 0.01  # weight of the layers' load-balance losses
 
 
@@ -38,9 +38,9 @@ class Trainer:
         members: the ranks that train, ascending; all of them unless some are lost (`survive.py`).
         buffer, model, optimizer: as made for the members.
         num_steps: steps done. `progress`: rank 0's share of the training that is done, 1 or more at the end.
-        steps, valid: (step, seconds, loss over all ranks in nats per byte) of each step, and of validations.
-        expert_load: `[num_layers, num_experts]` int64, slots that this rank's tokens gave each expert in training.
-        rows: `[num_ranks]` float64, rows that this rank dispatched to each rank in training, backward included.
+        steps: (step, seconds, loss over all ranks in nats per byte) of each step.
+        rows: `[num_ranks, num_ranks]` float64, rows that this rank (its row) dispatched to each rank (column) in
+            training, backward included; the other ranks' rows are 0.
         traffic: bytes that training has sent from each rank (row) to each rank (column).
         num_tokens: tokens that all have trained on. `began`: the start, by `time.perf_counter`.
     """
@@ -49,9 +49,7 @@ class Trainer:
         self.rank, self.settings, self.send = rank, settings, send
         self._text = split_text(text)
         self.steps: list[tuple[int, float, float]] = []
-        self.valid: list[tuple[int, float, float]] = []
-        self.expert_load = torch.zeros(settings.num_layers, settings.num_experts, dtype=torch.int64, device="cpu")
-        self.rows = torch.zeros(settings.num_ranks, dtype=torch.float64, device="cpu")
+        self.rows = torch.zeros(settings.num_ranks, settings.num_ranks, dtype=torch.float64, device="cpu")
         self.num_steps = self.num_tokens = 0
         self.progress = 0.0
         self._generator = torch.Generator(device="cpu").manual_seed(settings.seed * 1000003 + rank)
@@ -65,34 +63,25 @@ class Trainer:
         self.model = Transformer(self.settings, self.buffer)
         self.optimizer = make_optimizer(self.model)
 
-    def train(self) -> None:
-        """Train to the end; collective, as all that follows is."""
-        while self.progress < 1.0:
-            self.step()
-        self.validate()
-
     def step(self, call: float = 0.0) -> float:
-        """Do one step; return what rank 0 `call`s the others to, above 0 for something."""
-        before = self.progress
-        self.optimizer.param_groups[0]["lr"] = _learning_rate(before)
+        """Do one step, collective; return what rank 0 `call`s the others to, above 0 for something."""
+        # A short warm-up, and then down to a tenth.
+        self.optimizer.param_groups[0]["lr"] = _LEARNING_RATE * min(0.1 + 25 * self.progress, 1.0 - 0.9 * self.progress)
         self.optimizer.zero_grad()
         loss = backward(self.model, self.next_batch(), len(self.members))
         for layer in self.model.layers():  # twice: the backward moves the same rows again
-            self.rows[list(self.members)] += 2 * self.rows.new_tensor(layer.num_sent)
-        self.expert_load += torch.stack([layer.expert_load for layer in self.model.layers()])
+            self.rows[self.rank, list(self.members)] += 2 * self.rows.new_tensor(layer.num_sent)
         loss, self.progress, call = self._agree(loss, call)
         self.optimizer.step()
         self.num_steps += 1
         self.num_tokens += self.settings.tokens_per_rank * len(self.members)
         self.steps.append((self.num_steps, time.perf_counter() - self.began, loss))
-        if int(before * _NUM_VALIDATIONS) < int(self.progress * _NUM_VALIDATIONS) < _NUM_VALIDATIONS:
-            self.validate()
         if self.rank == 0:
             self._report()
         return call
 
-    def validate(self) -> None:
-        """Measure the loss on text that is never trained on."""
+    def validate(self) -> float:
+        """Return the loss on text that is never trained on; collective."""
         num_windows = self.settings.valid_windows * len(self.members)
         places = torch.arange(num_windows, dtype=torch.float64, device="cpu") / num_windows
         mine = places[self.members.index(self.rank) :: len(self.members)]
@@ -103,7 +92,7 @@ class Trainer:
                 loss += self.model.loss(*batch) * len(chunk) / num_windows
         dist.all_reduce(loss)
         require_all(self.members)
-        self.valid.append((self.num_steps, time.perf_counter() - self.began, float(loss)))
+        return float(loss)
 
     def next_batch(self) -> Batch:
         """Draw this rank's next inputs and targets, both `[batch, context]` int64."""
@@ -115,18 +104,16 @@ class Trainer:
         done, num_steps = time.perf_counter() - self.began, self.settings.num_steps
         progress = done / self.settings.seconds if num_steps is None else (self.num_steps + 1) / num_steps
         clock = (0.0, 0.0) if self.rank else (progress, call)
-        rows = self.rows.new_zeros(self.settings.num_ranks, len(self.rows))
-        rows[self.rank] = self.rows
-        words = sum_gradients(self.model, torch.cat([rows.new_tensor([loss, *clock]), rows.flatten()]).float())
+        words = torch.cat([self.rows.new_tensor([loss, *clock]), self.rows.flatten()]).float()
+        words = sum_gradients(self.model, words)
         require_all(self.members)
-        self.traffic = bytes_per_link(words[3:].view_as(rows), self.settings.hidden)
+        self.traffic = bytes_per_link(words[3:].view_as(self.rows), self.settings.hidden)
         return cast("list[float]", words[:3].tolist())
 
     def _report(self) -> None:
         step, seconds, loss = self.steps[-1]
-        valid = f"  valid {self.valid[-1][2]:.3f}" if self.valid else ""
         speed = f"{self.num_tokens / seconds:,.0f} tokens/s"
-        text = f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}{valid}  {speed}  sent {links(self.traffic)}"
+        text = f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}  {speed}  sent {links(self.traffic)}"
         self.send({"kind": "progress", "text": text})
 
 
@@ -165,13 +152,10 @@ def backward(model: Transformer, batch: Batch, num_ranks: int) -> float:
 
 def sum_gradients(model: Transformer, words: Tensor) -> Tensor:
     """Sum the gradients of all that is not an expert over the ranks, and `words`, which are returned; one call."""
-    shared = [value for name, value in model.named_parameters() if not is_expert(name)]
-    parts = [*(cast(Tensor, value.grad).flatten() for value in shared), words]
-    flat = torch.cat(parts)
+    shared = [cast(Tensor, value.grad) for name, value in model.named_parameters() if not is_expert(name)]
+    flat = parameters_to_vector([*shared, words])
     dist.all_reduce(flat)
-    *gradients, words = flat.split([len(part) for part in parts])
-    for value, gradient in zip(shared, gradients, strict=True):
-        value.grad = gradient.view_as(value)
+    vector_to_parameters(flat, [*shared, words])
     return words
 
 
@@ -212,18 +196,3 @@ def windows(source: Tensor, places: Tensor, context: int) -> Batch:
 def bytes_per_link(dispatched: Tensor, hidden: int) -> list[list[float]]:
     """Turn `[num_ranks, num_ranks]` dispatched rows into bytes from (row) to (column): a combine answers each."""
     return cast("list[list[float]]", ((dispatched + dispatched.T) * hidden * torch.float32.itemsize).tolist())
-
-
-def links(traffic: list[list[float]]) -> str:
-    """Return the bytes of each link between two ranks as text, `0→1 12.3 MB`; a sum if they are many."""
-    ranks = range(len(traffic))
-    pairs = [(traffic[src][dst] / 1e6, f"{src}→{dst}") for src in ranks for dst in ranks if src != dst]
-    if len(pairs) > 6:
-        total, (most, link) = sum(count for count, _ in pairs), max(pairs)
-        return f"{total:,.1f} MB over {len(pairs)} links, most {link} {most:,.1f} MB"
-    return "  ".join(f"{link} {count:,.1f} MB" for count, link in pairs) or "nothing between ranks: there is one"
-
-
-def _learning_rate(progress: float) -> float:
-    """Rise over the first part of the training; fall along a cosine to a tenth."""
-    return _LEARNING_RATE * min(0.1 + progress / _WARMUP, 0.55 + 0.45 * math.cos(math.pi * min(1.0, progress)))

@@ -26,7 +26,7 @@ from tests.demo.test_launch import REPOSITORY, wait_until_gone
 from tests.forked import Command
 
 LIMIT_S = 100
-LINE = r"^step +1 +\d+\.\d s  loss \d\.\d{3}  valid \d\.\d{3}  [\d,]+ tokens/s  sent 0→1 \d+\.\d MB  1→0 \d+\.\d MB$"
+LINE = r"^step +1 +\d+\.\d s  loss \d\.\d{3}  [\d,]+ tokens/s  sent 0→1 \d+\.\d MB  1→0 \d+\.\d MB$"
 
 
 def command(*arguments: str) -> list[str]:
@@ -161,9 +161,8 @@ def test_any_number_of_ranks(num_ranks: int, tmp_path: Path) -> None:
 
 
 def check_files(out: Path) -> None:
-    assert sorted(path.name for path in out.iterdir()) == ["demo.json", "expert_load.png", "loss.png", "traffic.png"]
-    for path in out.glob("*.png"):
-        check_png(path)
+    assert sorted(path.name for path in out.iterdir()) == ["demo.json", "demo.png"]
+    check_png(out / "demo.png")
 
 
 def check_numbers(numbers: dict[str, Any], num_ranks: int) -> None:
@@ -174,9 +173,7 @@ def check_numbers(numbers: dict[str, Any], num_ranks: int) -> None:
     assert numbers["steps"][0][2] == pytest.approx(5.55, abs=0.3)  # ln 256 and a little: nothing is known yet
     assert numbers["steps"][-1][2] < numbers["steps"][0][2]
     assert numbers["tokens"] == 4 * tokens_per_step
-    assert [sum(layer) for layer in numbers["expert_load"]] == [4 * tokens_per_step * size["num_topk"]] * size[
-        "num_layers"
-    ]
+    assert 0 < numbers["valid"] < numbers["steps"][0][2]
     assert numbers["check"]["passed"] is True
     assert numbers["check"]["max_deviation"] < 1e-10
     assert {"torch", "epee"} <= numbers["versions"].keys()
@@ -190,8 +187,9 @@ def check_traffic(numbers: dict[str, Any], num_ranks: int) -> None:
     for src in range(num_ranks):
         for dst in range(num_ranks):
             assert matrix[src][dst] == matrix[dst][src] > 0
-    row_bytes = 4 * numbers["settings"]["hidden"]
-    assert sum(map(sum, matrix)) == sum(map(sum, numbers["expert_load"])) * 2 * 2 * row_bytes
+    size = numbers["settings"]
+    num_rows = numbers["tokens"] * size["num_topk"] * size["num_layers"]
+    assert sum(map(sum, matrix)) == num_rows * 2 * 2 * 4 * size["hidden"]
 
 
 def test_one_seed_gives_one_result(tmp_path: Path) -> None:
@@ -200,7 +198,7 @@ def test_one_seed_gives_one_result(tmp_path: Path) -> None:
         code, output = run_here(small(seed=seed, out=str(tmp_path)))
         assert code == 0, output
         numbers = json.loads((tmp_path / "demo.json").read_text())
-        results.append(([step[2] for step in numbers["steps"]], numbers["expert_load"], numbers["sample"]))
+        results.append(([step[2] for step in numbers["steps"]], numbers["bytes_per_link"], numbers["sample"]))
     assert results[0] == results[1]
     assert results[0] != results[2]
 
@@ -211,7 +209,6 @@ def test_time_decides_when_no_steps_are_given(tmp_path: Path) -> None:
     numbers = json.loads((tmp_path / "demo.json").read_text())
     assert numbers["steps"][-1][1] >= 1.0
     assert all(seconds < 1.0 for _, seconds, _ in numbers["steps"][:-2])
-    assert len(numbers["valid"]) > 1
 
 
 @pytest.mark.parametrize("how", ["ctrl-c in a terminal", "SIGTERM to the parent"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from epee.demo import check, report, run
+from epee.demo import check, run
 from epee.demo.model import Transformer, is_expert
 from epee.demo.settings import Settings
 from epee.errors import UnsupportedError
@@ -31,7 +32,8 @@ def test_a_deviation_passes_below_the_tolerance_only() -> None:
 
 
 def test_missing_matplotlib_is_reported_before_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     with pytest.raises(UnsupportedError, match=r"need matplotlib, which is not installed; pip install 'epee\[demo\]'"):
         run.run(Settings(out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()

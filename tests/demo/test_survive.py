@@ -13,13 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 from epee.cli.main import app
-from epee.demo import rank
+from epee.demo import rank, survive
 from epee.demo.launch import Message
 from epee.demo.model import Transformer, is_expert
 from epee.demo.settings import Settings
 from epee.demo.survive import Survivor, local_state, restore
 from epee.demo.train import make_optimizer
-from epee.errors import InvalidArgument
+from epee.errors import EpeeError, InvalidArgument, MismatchError, ProtocolError, RankFailedError
 from epee.nn.experts import Experts
 from tests.demo import witness
 from tests.demo.test_demo import check_png, run_here, small
@@ -46,7 +46,7 @@ def test_training_survives(
     code, output = run_here(settings)
     assert code == 0, output
     assert "PASS" in output
-    check_png(tmp_path / "loss.png")
+    check_png(tmp_path / "demo.png")
     numbers = json.loads((tmp_path / "demo.json").read_text())
     events = check_events(numbers["events"], fault, settings)
     check_losses(numbers["steps"], events)
@@ -206,21 +206,53 @@ def test_one_rank_is_lost_at_a_time() -> None:
     assert "exclude each other" in str(done.exception)
 
 
+def attempts(error: EpeeError) -> int:
+    """How often a survivor trains when each step ends with this error, which it raises at last."""
+    recovered: list[None] = []
+
+    class Tired(Survivor):
+        def _recover(self) -> None:
+            recovered.append(None)
+
+    def step(call: float) -> float:
+        raise error
+
+    settings = Settings(num_ranks=4, victim=2)
+    trainer: Any = SimpleNamespace(rank=1, settings=settings, members=(0, 1, 2, 3), num_steps=7, progress=0.5)
+    trainer.step = step
+    survivor = Tired(trainer, Path("state"), joins=False)
+    survivor.group = SimpleNamespace(waiting_ranks=list)
+    with pytest.raises(type(error)) as caught:
+        survivor.train()
+    assert caught.value is error
+    return 1 + len(recovered)
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("x"), ProtocolError("x"), EpeeError("x")])
+def test_what_is_no_loss_is_raised_at_once(error: EpeeError) -> None:
+    assert attempts(error) == 1
+
+
+@pytest.mark.parametrize("error", [RankFailedError("x"), MismatchError("x")])
+def test_a_loss_is_tried_again_but_not_for_ever(error: EpeeError) -> None:
+    assert attempts(error) == survive._ATTEMPTS > 1
+
+
 def test_a_replacement_is_wanted_once_and_not_too_early() -> None:
     told: list[Message] = []
     trainer: Any = SimpleNamespace(rank=0, settings=Settings(num_ranks=4, victim=2), members=(0, 1, 3), num_steps=7)
-    trainer.send = told.append
+    trainer.send, trainer.began = told.append, 0.0
     survivor = Survivor(trainer, Path("state"), joins=False)
 
     def wanted_at(progress: float) -> list[str]:
         told.clear()
         trainer.progress = progress
-        survivor.tell_news()
+        survivor.order_replacement()
         return [event["what"] for event in told]
 
     assert wanted_at(0.9) == []
-    survivor.is_owed, survivor.news = True, [{"what": "went on", "text": ""}]
-    assert wanted_at(0.5) == ["went on"]
+    survivor.is_owed = True
+    assert wanted_at(0.5) == []
     assert wanted_at(0.7) == ["started"]
     assert told[0]["text"] == "a new process takes the place of rank 2"
     assert wanted_at(0.7) == []

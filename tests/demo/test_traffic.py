@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from epee.demo.train import bytes_per_link, links
+from epee.demo.report import links
+from epee.demo.train import bytes_per_link
 
 
 def test_each_dispatched_row_is_answered_the_other_way() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.membership.epochs import Survivor
+from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.registry import Registry
 from epee.errors import InvalidArgument, PeerError, ProtocolError, ResourceError, UnsupportedError
 from epee.view import founding
@@ -224,8 +225,8 @@ def fails_later(rank: int, num_ranks: int, where: str, ours: bool, policy: dict[
     if rank == num_ranks - 1:
         owner, name = {
             "line": (Registry, "open"),
-            "inbox": (Survivor, "_inbox_for"),
-            "mapping": (Survivor, "_attach"),
+            "inbox": (Inboxes, "offer"),
+            "mapping": (Inboxes, "_attach"),
         }[where]
         patch.setattr(owner, name, fails)
     with pytest.raises(ResourceError) as caught:

@@ -55,8 +55,8 @@ def live_memory(buffer: epee.Buffer) -> str:
     """Return a digest of all memory of this rank that peers may write to now."""
     survivor, path = buffer._exchange.membership, buffer._path
     assert isinstance(survivor, Survivor)
-    assert survivor._inbox is not None
-    regions = [survivor._inbox, *(arena.region for arena in path._arenas.values())]  # type: ignore[union-attr]
+    assert survivor._inboxes.own is not None
+    regions = [survivor._inboxes.own, *(arena.region for arena in path._arenas.values())]  # type: ignore[union-attr]
     digest = hashlib.sha256()
     for region in regions:
         digest.update(region.mapping[:])

@@ -9,7 +9,7 @@ that all stay in step. What kernels find lies in pinned memory until the host lo
 of the next one, in `check`.
 
 A crash of a peer leaves kernels waiting. A thread looks every few milliseconds whether a rank is dead and tells the
-kernels in flight (`membership/death_notifier.py`), so their waits end long before the time-out; a source that had sent
+kernels in flight (`gpu/death_notifier.py`), so their waits end long before the time-out; a source that had sent
 everything still counts. With a
 mask of the caller's a dead rank is taken out of it by the kernel; without, the call is an error.
 """
@@ -37,8 +37,8 @@ from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER
 from ..control.messages import ControlPlane
+from ..gpu.death_notifier import Mourner
 from ..gpu.platform import Platform, Region
-from ..membership.death_notifier import Mourner
 from ..membership.rejoin import TAG_JUMP
 from ..membership.table import Decision
 from ..streams import Lane, RunOptions

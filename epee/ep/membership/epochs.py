@@ -20,11 +20,10 @@ step without another word: the first call after that is call 1 of the new epoch 
 because the verdicts are equal. A call that was given up (a time-out, a refusal) before it was gathered and that moves
 is announced again as a refusal.
 
-**Entering an epoch.** Each rank makes a new inbox and shows its blob, with the number of the epoch, in its registry;
-it finds the registries of newcomers by the process that the view names; when it has mapped all inboxes it is in. It
-makes its inbox when it is through with the old epoch, so once somebody is in, nobody asks about the old one any more.
-Every wait ends with the time-out of the call, by the group's policy (`on_stall`), or with the next view, which begins
-the same again.
+**Entering an epoch.** Each rank lends a new inbox and maps those of the others (`inboxes.py`); then it is in. It makes
+its inbox when it is through with the old epoch, so once somebody is in, nobody asks about the old one any more. Every
+wait ends with the time-out of the call, by the policy for silent ranks (`on_stall`), or with the next view, which
+begins the same again.
 
 Who writes: each rank its own line and inbox blob; inboxes as in `control/inbox.py`. A crash between two steps: the rank
 is not in the next view; its line says how far it was. A replacement process begins like everybody else: with the epoch
@@ -37,8 +36,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -48,37 +46,25 @@ from ...errors import (
     EvictedError,
     NoQuorumError,
     PeerError,
-    ProtocolError,
-    ResourceError,
     context,
 )
 from ...memory.claim import has_ended
-from ...memory.host import HostRegion
 from ...memory.signals import futex_sleep
 from ...view.group import GroupInView
 from ...view.process.detector import is_torn_down
-from ...view.process.endpoint import parse_endpoint
-from ...view.protocol.messages import STALLED, Member
+from ...view.protocol.messages import STALLED
 from ..config import BufferConfig
-from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn, inbox_layout
+from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn
 from .birth import Begun, begin
 from .call_outcome import Contest, Record, Verdict, after, judge, missing
 from .group_view import View, failure
-from .registry import FRESH_NS, GATHERED, INBOX_VIEW, ISSUED, NUMBER, VIEW, WITHDRAWN, Line, at_fault, find
+from .inboxes import Inboxes, Met, Peer
+from .registry import FRESH_NS, GATHERED, ISSUED, NUMBER, VIEW, WITHDRAWN, Line, at_fault
 
 logger = logging.getLogger("epee")
 
 HEAR_S = 0.15  # how long a time-out waits to hear for whom the others wait
-LOOK_S = 0.002  # between two looks for the registry of a newcomer
 _closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet out of the control plane
-
-
-class Peer(NamedTuple):
-    """A process that has a rank in an epoch; `process` is its number and start time."""
-
-    incarnation: int
-    line: Line
-    process: tuple[int, int]
 
 
 class Survivor:
@@ -118,10 +104,7 @@ class Survivor:
         self._timeout_s = timeout_s
         self._interrupt = interrupt
         self._peers: dict[int, Peer] = {}  # of the epoch; this rank's own line included
-        self._lines: dict[tuple[int, int], Line] = {}  # of other processes
-        self._inbox: HostRegion | None = None
-        self._mapped: list[HostRegion] = []
-        self._next_inbox: tuple[int, HostRegion] | None = None  # made for an epoch that was not entered yet
+        self._inboxes = Inboxes(config, rank, begun.number, begun.roster, begun.line, self._look_between_calls)
         self._refusal: tuple[Header, bytes] | None = None  # to be announced in the next epoch
         self._op = ""  # of the call under way, for hang reports
         self._has_shown = False
@@ -143,7 +126,7 @@ class Survivor:
     @property
     def inbox_bytes(self) -> int:
         """Bytes of this rank's inbox."""
-        return 0 if self._inbox is None else self._inbox.mapped_bytes
+        return 0 if self._inboxes.own is None else self._inboxes.own.mapped_bytes
 
     def close(self) -> None:
         """Let go of all memory and leave the registry; idempotent. `retire` follows.
@@ -155,10 +138,7 @@ class Survivor:
         self._is_closed = True
         self._begun.line.words[NUMBER] = 0  # before the rest: a newcomer must not take the buffer for open
         _closed.append((self._pid, self._begun))
-        self._drop()
-        if self._next_inbox is not None:
-            self._next_inbox[1].close()
-        self._lines.clear()
+        self._inboxes.close()
         self._peers.clear()
         del self._begun, self._line, self._words  # a closed buffer that is kept maps nothing
 
@@ -172,14 +152,6 @@ class Survivor:
                     begun.close()
                 except EpeeError as problem:
                     logger.warning("a closed buffer could not tell the agent thread: %s", problem)
-
-    def _drop(self) -> None:
-        for region in self._mapped:
-            region.close()
-        self._mapped.clear()
-        if self._inbox is not None:
-            self._inbox.close()
-            self._inbox = None
 
     # ---- in a call
 
@@ -348,6 +320,9 @@ class Survivor:
                 [rank],
             )
 
+    def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
+        self._look(rank, what, 0, started, deadline)
+
     def _failure(self, view: View, op: str, seq: int, elapsed: float) -> PeerError:
         """Return the error for the losses that have not been raised yet."""
         losses = self.roster.losses(self._told) or self.roster.losses(self._exchange.epoch)
@@ -373,8 +348,7 @@ class Survivor:
 
     def offer(self) -> None:
         """Lend this rank's inbox for the first epoch, while the buffer is made: all do before one comes in. Local."""
-        epoch = self.roster.view.epoch
-        self._line.lend_inbox(epoch, self._inbox_for(epoch).blob)
+        self._inboxes.offer(self.roster.view.epoch)
 
     def come_in(self, deadline: float) -> None:
         """Enter the first epoch while the buffer is made. Where a loss comes between, the first call does it.
@@ -444,109 +418,31 @@ class Survivor:
         started = time.monotonic()
         if self.has_losses_to_tell():
             raise self._failure(view, op, self._exchange.seq, 0.0)
-        inbox = self._inbox_for(view.epoch)
-        peers: dict[int, Peer] = {}
-        regions = {self._rank: inbox}
+        met = self._inboxes.meet(view, started, deadline)
+        if met is None:
+            return False
         try:
-            self._line.lend_inbox(view.epoch, inbox.blob)
-            for rank, member in view.members.items():
-                if rank == self._rank:
-                    peers[rank] = Peer(member.incarnation, self._line, _process_of(member))
-                    continue
-                line = self._find(rank, member, view, started, deadline)
-                region = None if line is None else self._map(rank, line, view, started, deadline)
-                if line is None or region is None:
-                    return False
-                peers[rank], regions[rank] = Peer(member.incarnation, line, _process_of(member)), region
             with self.roster.lock:
                 if self.roster.view.epoch != view.epoch:
                     return False
                 self._line.set_record(Record(view.epoch, view.epoch))
-            self._begin(view, peers, regions)
+            self._begin(view, met)
             return True
         finally:
-            if self._inbox is not inbox:
-                for rank, region in regions.items():
-                    if rank != self._rank:  # the own one may be mapped by others: it is used in the next attempt
-                        region.close()
+            if self._inboxes.own is not met.regions[self._rank]:
+                self._inboxes.give_back(met)
 
-    def _inbox_for(self, epoch: int) -> HostRegion:
-        """Return this rank's inbox for an epoch that it enters: one and the same in each attempt."""
-        if self._next_inbox is not None:
-            if self._next_inbox[0] == epoch:
-                return self._next_inbox[1]
-            self._next_inbox[1].close()
-            self._next_inbox = None
-        region = HostRegion.create(inbox_layout(self._config).nbytes, f"inbox-{self._rank}-{epoch}")
-        self._next_inbox = epoch, region
-        return region
-
-    def _begin(self, view: View, peers: dict[int, Peer], regions: Mapping[int, HostRegion]) -> None:
+    def _begin(self, view: View, met: Met) -> None:
         """Make the mapped memory that of the buffer, and drop the old epoch's."""
         old = self._exchange.epoch
-        self._drop()
+        self._inboxes.use(met)
         self.forget()
-        self._peers = peers
-        self._inbox, self._next_inbox = regions[self._rank], None
-        self._mapped = [region for rank, region in regions.items() if rank != self._rank]
-        self._exchange.begin(view.epoch, regions)
-        processes = {_process_of(member) for member in view.members.values()}
-        self._lines = {process: line for process, line in self._lines.items() if process in processes}
-        if old and len(peers) < self._config.num_ranks:
+        self._peers = met.peers
+        self._exchange.begin(view.epoch, met.regions)
+        if old and len(met.peers) < self._config.num_ranks:
             logger.warning(
-                "a buffer goes on in epoch %d with ranks %s (rank %d)", view.epoch, sorted(peers), self._rank
+                "a buffer goes on in epoch %d with ranks %s (rank %d)", view.epoch, sorted(met.peers), self._rank
             )
-
-    def _find(self, rank: int, member: Member, view: View, started: float, deadline: float) -> Line | None:
-        """Return the line of a member, which may have to make its buffer first; None when the view has changed."""
-        process = _process_of(member)
-        while True:
-            line = self._lines.get(process)
-            if line is not None:
-                return line
-            registry = find(self.roster.seat.lane, *process)
-            line = None if registry is None else registry.numbers().get(self._number)
-            if line is not None:
-                self._check_config(rank, line)
-                self._lines[process] = line
-                return line
-            if self.roster.view.epoch != view.epoch:
-                return None
-            time.sleep(LOOK_S)
-            self._look(rank, f"rank {rank} has not made this buffer", 0, started, deadline)
-
-    def _map(self, rank: int, line: Line, view: View, started: float, deadline: float) -> HostRegion | None:
-        """Map the inbox that a member makes for `view`; None when the view has changed."""
-        problem: EpeeError | None = None
-        while self.roster.view.epoch == view.epoch:
-            blob = line.inbox(view.epoch)
-            if blob is not None and problem is None:
-                try:
-                    return self._attach(rank, blob, line)
-                except EpeeError as exc:
-                    if isinstance(exc, ResourceError) and self.roster.is_alive(rank):
-                        raise  # of this process's own
-                    problem = exc  # it has just died, and the view will say so; else it is damaged
-            self._nap(line, INBOX_VIEW, line.words[INBOX_VIEW])
-            try:
-                self._look(rank, f"rank {rank} does not come into epoch {view.epoch}", 0, started, deadline)
-            except CommTimeoutError:
-                if problem is not None:
-                    raise problem from None
-                raise
-        return None
-
-    def _attach(self, rank: int, blob: bytes, line: Line) -> HostRegion:
-        region = HostRegion.attach(blob)
-        if region.owner_pid != line.owner_pid or region.nbytes < inbox_layout(self._config).nbytes:
-            region.close()
-            raise ProtocolError(f"rank {rank} names an inbox that is not its own, or too small")
-        return region
-
-    def _check_config(self, rank: int, line: Line) -> None:
-        words = self._config.words()
-        if line.config(len(words)) != words:
-            raise ProtocolError(f"rank {rank} has made buffer {self._number} of the group with other arguments")
 
 
 def begin_lane(
@@ -571,11 +467,6 @@ def begin_lane(
         raise
     if not isinstance(exchange.membership, Survivor):  # a replacement: it comes in with its first call
         enter(begun)
-
-
-def _process_of(member: Member) -> tuple[int, int]:
-    endpoint = parse_endpoint(member.endpoint)
-    return endpoint.pid, endpoint.start_time
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ rank whose call fails before its first kernel takes part by a refusal (`Throughp
 whatever it is. Failures that kernels meet later lie in pinned memory until the host looks: at the end of the call, at
 the start of the next one, or in `check`. A call that finds such a failure at its start takes place on no rank.
 
-A crash leaves kernels of the peers waiting; a thread that sees the death tells them (`membership/death_notifier.py`),
+A crash leaves kernels of the peers waiting; a thread that sees the death tells them (`gpu/death_notifier.py`),
 and the call ends with an error that names it. `sync` agrees on who is left and goes on from a common call number in a
 new epoch: the kernels read the mask from memory, host-side exchanges are among its members, older handles are stale.
 """
@@ -39,10 +39,10 @@ from ..config import BufferConfig
 from ..control.bootstrap import Born
 from ..control.inbox import OP_GATHER, OP_NAMES
 from ..control.messages import ControlPlane, reason_bytes
+from ..gpu.death_notifier import Mourner
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
 from ..handle import Combined, Dispatched, Handle, Payload, Routing, mask_of
-from ..membership.death_notifier import Mourner
 from ..membership.gpu_view import Views
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput

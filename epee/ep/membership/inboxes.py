@@ -1,0 +1,190 @@
+"""The inboxes of a buffer's epoch: this rank's, which it lends, and those of the other members, which it maps.
+
+Data path: a rank makes an inbox for the epoch that it is about to enter and shows its blob, with the number of the
+epoch, in its line of the registry (`offer`). It finds the lines of newcomers by the process that the view names, waits
+until each shows an inbox for this epoch, and maps it (`meet`). Nothing of the old epoch is dropped before all of the
+new one is there (`use`).
+
+Who calls: the thread of a call, or of the constructor. A wait ends when the view changes: then `meet` has nothing, and
+an inbox that others may have mapped already is offered again, should the next attempt be for the same epoch. A crash
+leaves memory that the system frees when the last process that has mapped it lets go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...errors import CommTimeoutError, EpeeError, ProtocolError, ResourceError
+from ...memory.host import HostRegion
+from ...memory.signals import futex_sleep
+from ...view.protocol.messages import Member
+from ..config import BufferConfig
+from ..control.inbox import inbox_layout
+from .group_view import Roster, View, process_of
+from .registry import INBOX_VIEW, Line, find
+
+LOOK_S = 0.002  # between two looks for the registry of a newcomer
+Look = Callable[[int, str, float, float], None]  # rank, what it keeps waiting, since when, deadline: raises to give up
+
+
+class Peer(NamedTuple):
+    """A process that has a rank in an epoch; `process` is its number and start time."""
+
+    incarnation: int
+    line: Line
+    process: tuple[int, int]
+
+
+class Met(NamedTuple):
+    """What an epoch is entered with: its processes and their inboxes by rank, this rank's included."""
+
+    peers: dict[int, Peer]
+    regions: dict[int, HostRegion]
+
+
+class Inboxes:
+    """See above.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        number: of the buffer among those of its group.
+        roster: says who takes part.
+        line: this rank's in its registry.
+        look: called between two looks at a member that keeps this rank waiting.
+
+    Attributes:
+        own: this rank's inbox in the epoch that the buffer is in; None before the first.
+    """
+
+    def __init__(self, config: BufferConfig, rank: int, number: int, roster: Roster, line: Line, look: Look) -> None:
+        self.own: HostRegion | None = None
+        self._config = config
+        self._rank = rank
+        self._number = number
+        self._roster = roster
+        self._line = line
+        self._look = look
+        self._lines: dict[tuple[int, int], Line] = {}  # of other processes
+        self._mapped: list[HostRegion] = []
+        self._next: tuple[int, HostRegion] | None = None  # made for an epoch that was not entered yet
+
+    def offer(self, epoch: int) -> HostRegion:
+        """Return this rank's inbox for an epoch that it enters, one and the same in each attempt, and lend it."""
+        if self._next is not None and self._next[0] != epoch:
+            self._next[1].close()
+            self._next = None
+        if self._next is None:
+            self._next = epoch, HostRegion.create(inbox_layout(self._config).nbytes, f"inbox-{self._rank}-{epoch}")
+        self._line.lend_inbox(epoch, self._next[1].blob)
+        return self._next[1]
+
+    def meet(self, view: View, started: float, deadline: float) -> Met | None:
+        """Map what the other members of `view` lend for its epoch; None when the view has changed.
+
+        Raises:
+            ResourceError: no memory or descriptor is left here.
+            CommTimeoutError: a member does not come. Else as `look`.
+        """
+        met = Met({}, {self._rank: self.offer(view.epoch)})
+        is_complete = False
+        try:
+            for rank, member in view.members.items():
+                line: Line | None = self._line
+                if rank != self._rank:
+                    line = self._find(rank, member, view, started, deadline)
+                    region = None if line is None else self._map(rank, line, view, started, deadline)
+                    if region is None:
+                        return None
+                    met.regions[rank] = region
+                assert line is not None
+                met.peers[rank] = Peer(member.incarnation, line, process_of(member))
+            is_complete = True
+            return met
+        finally:
+            if not is_complete:
+                self.give_back(met)
+
+    def give_back(self, met: Met) -> None:
+        """Unmap what was met for nothing; this rank's own inbox may be mapped by others and is offered again."""
+        for rank, region in met.regions.items():
+            if rank != self._rank:
+                region.close()
+
+    def use(self, met: Met) -> None:
+        """Let what was met be the memory of the buffer, and drop the old epoch's."""
+        self._drop()
+        self.own, self._next = met.regions[self._rank], None
+        self._mapped = [region for rank, region in met.regions.items() if rank != self._rank]
+        processes = {peer.process for peer in met.peers.values()}
+        self._lines = {process: line for process, line in self._lines.items() if process in processes}
+
+    def close(self) -> None:
+        """Let go of everything; nothing else may follow."""
+        self._drop()
+        if self._next is not None:
+            self._next[1].close()
+            self._next = None
+        self._lines.clear()
+        del self._line, self._look  # a closed buffer that is kept maps nothing, and is in no circle
+
+    def _drop(self) -> None:
+        for region in self._mapped:
+            region.close()
+        self._mapped.clear()
+        if self.own is not None:
+            self.own.close()
+            self.own = None
+
+    def _find(self, rank: int, member: Member, view: View, started: float, deadline: float) -> Line | None:
+        """Return the line of a member, which may have to make its buffer first; None when the view has changed."""
+        process = process_of(member)
+        while True:
+            line = self._lines.get(process)
+            if line is not None:
+                return line
+            registry = find(self._roster.seat.lane, *process)
+            line = None if registry is None else registry.numbers().get(self._number)
+            if line is not None:
+                self._check_config(rank, line)
+                self._lines[process] = line
+                return line
+            if self._roster.view.epoch != view.epoch:
+                return None
+            time.sleep(LOOK_S)
+            self._look(rank, f"rank {rank} has not made this buffer", started, deadline)
+
+    def _map(self, rank: int, line: Line, view: View, started: float, deadline: float) -> HostRegion | None:
+        """Map the inbox that a member makes for `view`; None when the view has changed."""
+        problem: EpeeError | None = None
+        while self._roster.view.epoch == view.epoch:
+            blob = line.inbox(view.epoch)
+            if blob is not None and problem is None:
+                try:
+                    return self._attach(rank, blob, line)
+                except EpeeError as exc:
+                    if isinstance(exc, ResourceError) and self._roster.is_alive(rank):
+                        raise  # of this process's own
+                    problem = exc  # it has just died, and the view will say so; else it is damaged
+            futex_sleep(line.address + 8 * INBOX_VIEW, line.words[INBOX_VIEW])
+            try:
+                self._look(rank, f"rank {rank} does not come into epoch {view.epoch}", started, deadline)
+            except CommTimeoutError:
+                if problem is not None:
+                    raise problem from None
+                raise
+        return None
+
+    def _attach(self, rank: int, blob: bytes, line: Line) -> HostRegion:
+        region = HostRegion.attach(blob)
+        if region.owner_pid != line.owner_pid or region.nbytes < inbox_layout(self._config).nbytes:
+            region.close()
+            raise ProtocolError(f"rank {rank} names an inbox that is not its own, or too small")
+        return region
+
+    def _check_config(self, rank: int, line: Line) -> None:
+        words = self._config.words()
+        if line.config(len(words)) != words:
+            raise ProtocolError(f"rank {rank} has made buffer {self._number} of the group with other arguments")

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,15 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.membership.epochs import Survivor
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.registry import Registry
 from epee.errors import InvalidArgument, PeerError, ProtocolError, ResourceError, UnsupportedError
 from epee.view import founding
 from epee.view.job import hold_jobs, jobs
-from tests.harness import run_ranks
+from tests.harness import DEAD, run_mortal, run_ranks
 
 from . import stages
-from .buffer_rounds import make_step
+from .buffer_rounds import make_buffer, make_step, start
 
 SIZES = {"num_experts": 8, "hidden": 128, "num_topk": 3, "max_tokens_per_rank": 16, "dtype": torch.float32}
 
@@ -96,8 +96,10 @@ def lives(rank: int, num_ranks: int, times: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_lives_leave_nothing(times: int) -> None:
     for before, after in run_ranks(lives, 2, times):
-        assert after == before
-        assert after[1] == 0
+        more = Counter(after[2]) - Counter(before[2])
+        assert not [link for link in more if "epee" in link or "pidfd" in link or "anon_inode" in link], more
+        assert more["socket"] <= 2, more  # gloo's own come and go
+        assert after[:2] == (before[0], 0)
 
 
 # ---- closing is no failure
@@ -232,7 +234,6 @@ def fails_later(rank: int, num_ranks: int, where: str, ours: bool, policy: dict[
     with pytest.raises(ResourceError) as caught:
         buffer_on(group, **given, timeout=600.0)  # nobody waits for it
     patch.undo()
-    Survivor.retire()
     assert job.num_groups == before
     make_step(first, 1, "rank")
     with buffer_on(group, **given) as again:
@@ -276,6 +277,44 @@ def test_who_was_voted_out_of_one_job_is_in_the_next() -> None:
     assert run_ranks(asleep, 4) == [[1] * 4] * 4
 
 
+def test_a_job_is_shared_if_its_newest_view_has_all_ranks() -> None:
+    def presence(slot: int, epoch: int, members: dict[int, int]) -> founding.Presence:
+        return founding.Presence({"job": founding.Standing(slot, 1, epoch, members)}, 1, "")
+
+    both, alone, replaced = {0: 1, 1: 1}, {0: 1}, {0: 1, 1: 2}
+    assert founding._is_shared("job", [presence(0, 1, both), presence(1, 1, both)])
+    assert not founding._is_shared("job", [presence(0, 2, alone), presence(1, 1, both)])
+    assert not founding._is_shared("job", [presence(0, 3, replaced), presence(1, 1, both)])
+    assert founding._is_shared("job", [presence(0, 2, both), presence(1, 1, alone)])
+
+
+def dies_on_the_way(rank: int, num_ranks: int, folder: str) -> list[int]:
+    """Rank 3 dies while the buffer is made, with its inbox lent: some may have mapped it, some not."""
+    group = start(rank, num_ranks, folder, "mask", on_stall="evict")
+    meet = Inboxes.meet
+    patch = pytest.MonkeyPatch()
+
+    def late(self: Inboxes, *args: Any) -> Any:
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0:
+            survivor = self._look.__self__  # type: ignore[attr-defined]
+            while survivor.roster.newest == args[0].epoch:
+                time.sleep(0.001)
+        return meet(self, *args)
+
+    patch.setattr(Inboxes, "meet", late)
+    with make_buffer(group) as buffer:
+        patch.undo()
+        return list(make_step(buffer, 0, "rank")[2])
+
+
+def test_a_death_while_the_buffer_is_made() -> None:
+    *left, last = run_mortal(dies_on_the_way, 4, dead={3}, timeout_s=60)
+    assert left == [[1, 1, 1, 0]] * 3
+    assert last == DEAD
+
+
 def child(rank: int, num_ranks: int) -> tuple[int, str]:
     """A forked child has no part in its parent's jobs."""
     with buffer_on() as buffer:
@@ -283,8 +322,11 @@ def child(rank: int, num_ranks: int) -> tuple[int, str]:
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.write(writer, b"%d" % len([*jobs(), *hold_jobs()]))
-            os._exit(0)
+            try:
+                os.write(writer, b"%d" % len([*jobs(), *hold_jobs()]))
+            finally:
+                os._exit(0)
+        os.close(writer)
         os.waitpid(pid, 0)
         told = os.read(reader, 9).decode()
         make_step(buffer, 1, "rank")

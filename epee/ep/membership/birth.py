@@ -16,13 +16,15 @@ the replacement close the old one before they take it in.
 
 Between the rounds each rank enters the first epoch (`epochs.py`): it lends its inbox before the second round and maps
 the others' before the third, so nobody waits there for one that could not, and no call has to wait for a rank that
-stays away from it. A replacement does so in its first call, because the others do in theirs. A crash on the way is the
-group's problem in the rounds, and the view's afterwards; a time-out there is an error, whatever the policy is.
+stays away from it. Should the view change meanwhile, who is not in yet enters with its first call. A replacement does
+so, too, because the others do in theirs. A crash on the way is the group's problem in the rounds, and the view's
+afterwards; a time-out there is an error, whatever the policy is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import struct
 import threading
@@ -43,6 +45,8 @@ from ..control.bootstrap import TEXT_BYTES, Record, all_gather_bytes, gather_pre
 from .group_view import Roster, seat_at
 from .registry import NUMBER, VIEW, Line, Registry, find
 
+logger = logging.getLogger("epee")
+
 _EXTRA = struct.Struct("<QQ")  # travels in the place of an inbox's blob: newest buffer, epoch
 Enter = Callable[["Begun"], "Entrant"]
 _registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()  # of this process, by group
@@ -61,13 +65,15 @@ class Begun:
         self._is_closed = False
 
     def close(self) -> None:
-        """Give the place up; idempotent."""
+        """Give the place up; idempotent. Talks to the agent thread."""
         if self._is_closed:
             return
         self._is_closed = True
         self.line.words[NUMBER] = 0
         try:
             self.roster.close()
+        except EpeeError as problem:
+            logger.warning("a closed buffer could not tell the agent thread: %s", problem)
         finally:
             self.line.words[VIEW] = 0  # last: from now on another buffer may have the line
             self.roster.seat.job.release()

@@ -42,7 +42,6 @@ import torch.distributed as dist
 
 from ...errors import (
     CommTimeoutError,
-    EpeeError,
     EvictedError,
     NoQuorumError,
     PeerError,
@@ -148,10 +147,7 @@ class Survivor:
         while _closed:
             pid, begun = _closed.popleft()
             if pid == os.getpid():
-                try:
-                    begun.close()
-                except EpeeError as problem:
-                    logger.warning("a closed buffer could not tell the agent thread: %s", problem)
+                begun.close()
 
     # ---- in a call
 
@@ -199,7 +195,7 @@ class Survivor:
             self._line.blame(())
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
-        """At a time-out: True while it may help to wait on (`Roster.insist`).
+        """At a time-out: True while it may help to wait on (`Roster.insist`); never while the buffer is made.
 
         Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused. What a rank
         showed that was stopped in a wait runs out; until then it may look as if all waited for each other.
@@ -351,7 +347,9 @@ class Survivor:
         self._inboxes.offer(self.roster.view.epoch)
 
     def come_in(self, deadline: float) -> None:
-        """Enter the first epoch while the buffer is made. Where a loss comes between, the first call does it.
+        """Enter the first epoch while the buffer is made. If the view changes meanwhile, the first call does it.
+
+        Who is in already must not be waited for in another epoch: it waits in the last round of the construction.
 
         Raises:
             ResourceError: no memory or descriptor is left here.
@@ -360,7 +358,9 @@ class Survivor:
         """
         told, self._is_coming_in = self._told, True
         try:
-            self.turn("Buffer", deadline)
+            self.roster.check()
+            self._op = "Buffer"
+            self._enter(self.roster.view, "Buffer", deadline)
         except (EvictedError, NoQuorumError):
             raise
         except PeerError:
@@ -435,8 +435,8 @@ class Survivor:
     def _begin(self, view: View, met: Met) -> None:
         """Make the mapped memory that of the buffer, and drop the old epoch's."""
         old = self._exchange.epoch
-        self._inboxes.use(met)
         self.forget()
+        self._inboxes.use(met)
         self._peers = met.peers
         self._exchange.begin(view.epoch, met.regions)
         if old and len(met.peers) < self._config.num_ranks:

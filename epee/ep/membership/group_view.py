@@ -135,10 +135,11 @@ class Roster:
         """Follow no more; idempotent."""
         if not self._is_over:
             self._is_over = True
-            if self._line is not None:
-                self.seat.runtime.unregister(self._lane)
-            self._line = None
+            with self.lock:  # the agent thread stamps it no more, whatever becomes of the rest
+                line, self._line = self._line, None
             self._awaited.end()
+            if line is not None:
+                self.seat.runtime.unregister(self._lane)
 
     # ---- on the agent thread
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ...errors import CommTimeoutError, EpeeError, ProtocolError, ResourceError
 from ...memory.host import HostRegion
 from ...memory.signals import futex_sleep
+from ...view.process.detector import is_leaving
 from ...view.protocol.messages import Member
 from ..config import BufferConfig
 from ..control.inbox import inbox_layout
@@ -78,7 +79,8 @@ class Inboxes:
             self._next = None
         if self._next is None:
             self._next = epoch, HostRegion.create(inbox_layout(self._config).nbytes, f"inbox-{self._rank}-{epoch}")
-        self._line.lend_inbox(epoch, self._next[1].blob)
+        if self._line.words[INBOX_VIEW] != epoch:  # peers may be just reading it
+            self._line.lend_inbox(epoch, self._next[1].blob)
         return self._next[1]
 
     def meet(self, view: View, started: float, deadline: float) -> Met | None:
@@ -95,7 +97,7 @@ class Inboxes:
                 line: Line | None = self._line
                 if rank != self._rank:
                     line = self._find(rank, member, view, started, deadline)
-                    region = None if line is None else self._map(rank, line, view, started, deadline)
+                    region = None if line is None else self._map(rank, member, line, view, started, deadline)
                     if region is None:
                         return None
                     met.regions[rank] = region
@@ -156,7 +158,9 @@ class Inboxes:
             time.sleep(LOOK_S)
             self._look(rank, f"rank {rank} has not made this buffer", started, deadline)
 
-    def _map(self, rank: int, line: Line, view: View, started: float, deadline: float) -> HostRegion | None:
+    def _map(
+        self, rank: int, member: Member, line: Line, view: View, started: float, deadline: float
+    ) -> HostRegion | None:
         """Map the inbox that a member makes for `view`; None when the view has changed."""
         problem: EpeeError | None = None
         while self._roster.view.epoch == view.epoch:
@@ -165,7 +169,7 @@ class Inboxes:
                 try:
                     return self._attach(rank, blob, line)
                 except EpeeError as exc:
-                    if isinstance(exc, ResourceError) and self._roster.is_alive(rank):
+                    if isinstance(exc, ResourceError) and not is_leaving(*process_of(member)):
                         raise  # of this process's own
                     problem = exc  # it has just died, and the view will say so; else it is damaged
             futex_sleep(line.address + 8 * INBOX_VIEW, line.words[INBOX_VIEW])

@@ -43,7 +43,7 @@ def leaves(rank: int, num_ranks: int, folder: str, how: str, device: str = "cpu"
     elif how == "recv":
         with pytest.raises(PeerError):
             dist.recv(x, 1)
-        deadline = time.monotonic() + 20  # a message sees at once that its peer has left; the view says so a moment later
+        deadline = time.monotonic() + 20  # a message sees at once that its peer has left, the view a moment later
         while group.active_ranks()[1] and time.monotonic() < deadline:
             time.sleep(0.005)
     else:

@@ -43,21 +43,20 @@ class Awaited:
 
     Args:
         runtime: the control plane of this process.
-        lane: id of the lane.
         on_stall: "error", "evict" or "wait".
     """
 
-    def __init__(self, runtime: Runtime, lane: int, on_stall: str) -> None:
+    def __init__(self, runtime: Runtime, on_stall: str) -> None:
         self._runtime = runtime
-        self._lane = lane
         self._on_stall = on_stall
+        self._lane = 0
         self._row: LaneRow | None = None
         self._shown: tuple[str, int, int, int] | None = None
         self._accused_at = self._warned_at = 0.0
 
-    def begin(self, row: LaneRow) -> None:
-        """Use `row` of this process's board."""
-        self._row = row
+    def begin(self, lane: int, row: LaneRow) -> None:
+        """Speak for `lane`, which has `row` of this process's board."""
+        self._lane, self._row = lane, row
 
     def end(self) -> None:
         """Use it no more."""

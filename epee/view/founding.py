@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import EpeeError, ProtocolError, ResourceError, UnsupportedError, shortage
-from .job import Job, Seat, hold_jobs, new_folder, pack_member, parse_member, start_job
+from .job import Job, Seat, hold_jobs, new_folder, pack_member, parse_member, start_job, told_fields
 from .transport.directory import JobDirectory
 from .transport.wire import LANE_LIMIT, MAX_MEMBERS
 
@@ -167,12 +167,9 @@ def _tell(gather: Gather, words: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _fields(data: bytes, peer: int) -> dict[str, Any]:
     try:
-        fields = json.loads(data)
-        if not isinstance(fields, dict):
-            raise TypeError(f"{type(fields).__name__} instead of an object")
-    except (ValueError, TypeError, RecursionError) as exc:
+        return told_fields(data, TOLD_BYTES)
+    except ValueError as exc:
         raise ProtocolError(f"what rank {peer} tells cannot be read ({exc}); another version of epee?") from exc
-    return fields
 
 
 def _presence(fields: dict[str, Any], peer: int) -> Presence:

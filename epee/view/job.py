@@ -197,6 +197,19 @@ def start_job(seat: Seat, members: Sequence[Member]) -> None:
     seat.job.enlist()
 
 
+def told_fields(raw: bytes, limit: int) -> dict[str, Any]:
+    """Return the fields of a JSON object that a peer tells; `ValueError` if it is longer than `limit`, or none."""
+    if len(raw) > limit:
+        raise ValueError(f"{len(raw)} bytes")
+    try:
+        fields = json.loads(raw)
+    except RecursionError as exc:
+        raise ValueError(str(exc)) from exc
+    if not isinstance(fields, dict):
+        raise ValueError(f"{type(fields).__name__} instead of an object")
+    return fields
+
+
 def pack_member(member: Member) -> str:
     """Return a member as text for a record."""
     return json.dumps([member.slot, member.nonce.hex(), member.endpoint.hex()])

@@ -29,6 +29,7 @@ from ...errors import (
     context,
 )
 from ...memory.host import HostRegion
+from ...view.job import told_fields
 from ...view.process.detector import DeathWatch
 from ..outbox import LIFE, LIFE_FAILED, STATE_WORDS
 
@@ -136,14 +137,9 @@ def read_fields(raw: bytes, peer: int) -> dict[str, Any]:
         ProtocolError: it is too long, or no JSON object.
     """
     try:
-        if len(raw) > MAX_RECORD_BYTES:
-            raise ValueError(f"{len(raw)} bytes")
-        fields = json.loads(raw)
-        if not isinstance(fields, dict):
-            raise TypeError(f"{type(fields).__name__} instead of an object")
-    except (ValueError, TypeError, RecursionError) as exc:
+        return told_fields(raw, MAX_RECORD_BYTES)
+    except ValueError as exc:
         raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
-    return fields
 
 
 def failure(fields: dict[str, Any], rank: int, num_ranks: int) -> EpeeError:

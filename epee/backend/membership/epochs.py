@@ -102,8 +102,9 @@ class Survival(Intake):
         self._has_news = threading.Event()
         self._known = joined_by or self.runtime.view()
         self._is_joiner = joined_by is not None
-        self._awaited = Awaited(self.runtime, seat.lane, on_stall)
-        self._awaited.begin(self.runtime.register(seat.lane, self.freeze, self.thaw, self.decided, self.trouble))
+        row = self.runtime.register(seat.lane, self.freeze, self.thaw, self.decided, self.trouble)
+        self._awaited = Awaited(self.runtime, on_stall)
+        self._awaited.begin(seat.lane, row)
         self._known = joined_by or self.runtime.view()
         self._incarnations: dict[int, int] = {}  # slot -> incarnation that has a part in this lane
 

@@ -90,7 +90,7 @@ class Roster:
         self.seat = seat
         self.lock = threading.Lock()
         self._lane = 0
-        self._awaited = Awaited(seat.runtime, 0, seat.on_stall)
+        self._awaited = Awaited(seat.runtime, seat.on_stall)
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
         self._line: Line | None = None
@@ -117,8 +117,8 @@ class Roster:
         with self.lock:
             self._line = line
         state = LaneState(self._lane, 0, 0)
-        self._awaited = Awaited(runtime, self._lane, self.seat.on_stall)
-        self._awaited.begin(runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble))
+        row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
+        self._awaited.begin(self._lane, row)
         self._replay()
         with self.lock:
             self.newest = max(self.view.epoch, floor)

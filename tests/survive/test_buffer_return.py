@@ -127,6 +127,7 @@ def go_on_once(buffer: epee.Buffer, step: int) -> None:
         ("raise", "dispatch: rows", "epee"),
         ("raise", "combine: first row", "epee"),
         ("raise", "combine: rows", "gloo"),
+        ("raise", "combine: rows, hears late", "gloo"),
     ],
 )
 def test_a_stopped_rank_is_voted_out_and_writes_into_no_live_memory(mode: str, point: str, backend: str) -> None:

@@ -32,6 +32,7 @@ from ...errors import (
     CommTimeoutError,
     EpeeError,
     InvalidArgument,
+    NoQuorumError,
     PeerError,
     ProtocolError,
     context,
@@ -140,12 +141,11 @@ class CpuPath:
             result = self._receive(call, handle, arena, slot, missing)
             self.exchange.end.close()
             return result
-        except Moved:  # so have the others, and who has been put out is to hear that, not of an error of somebody's
+        except BaseException as error:
             self._let_go(arena, slot, last_seq)
-            raise
-        except BaseException:
-            self._let_go(arena, slot, last_seq)
-            if self.exchange.seq > last_seq:
+            # a loss ends it on all, and who has been put out is to hear that, not of an error of somebody's
+            is_loss = isinstance(error, (Moved, PeerError)) and not isinstance(error, NoQuorumError)
+            if self.exchange.seq > last_seq and not is_loss:
                 self.exchange.abandon()  # some may wait for rows that will not come
             raise
 

@@ -20,6 +20,7 @@ import epee
 from epee import errors, reference
 from epee.ep.throughput.order import CombineOrder
 from tests.csrc.throughput_cases import Case, biases_of, expect_equal, expert_output, inputs_of, seen_by
+from tests.harness.meeting import meet
 
 CASE = Case((9, 16, 5, 12), num_local_experts=4, num_topk=3, hidden=256, num_bias=1)
 FP8 = replace(CASE, payload="fp8", num_bias=0)
@@ -115,6 +116,7 @@ def lost(rank: int, num_ranks: int, layout: str, is_known: bool) -> None:
     last, survivors = num_ranks - 1, range(num_ranks - 1)
     first = check_round(buffer, case_for(num_ranks, CASE, layout if is_known else "rank", 1), range(num_ranks))
     case = case_for(num_ranks, CASE, layout, 2)
+    meet("the first round is over", rank, num_ranks)
     if rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
     error = until_lost(lambda: send(buffer, case))

@@ -16,5 +16,5 @@ TIMEOUT = timedelta(seconds=60)
 def meet(name: str, rank: int, num_ranks: int) -> None:
     """Wait until all ranks have come to the point `name`, which is good for one meeting per run."""
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"{name}/{rank}", b"")
+    store.set(f"{name}/{rank}", "here")
     store.wait([f"{name}/{other}" for other in range(num_ranks)], TIMEOUT)

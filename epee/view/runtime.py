@@ -42,8 +42,8 @@ from .process import beat
 from .process.board import Board, LaneRow
 from .process.endpoint import Endpoint, pack_endpoint
 from .protocol.agent import Agent
-from .protocol.events import Accused, Admit, Settings
-from .protocol.messages import FOREVER, SLOT_TAKEN, Decision, LaneState, Member
+from .protocol.events import Accused, Admit, Settings, Wanted
+from .protocol.messages import FOREVER, SLOT_TAKEN, Decision, LaneState, Member, Want
 from .transport.directory import JobDirectory
 from .transport.switchboard import BACKLOG
 from .transport.wire import LANE_LIMIT, MAX_LANES, MAX_MEMBERS, NONCE_BYTES
@@ -245,6 +245,13 @@ class Runtime:
             if member.slot == slot:
                 self._post_event(Accused(slot, member.incarnation, lane, seq, epoch))
 
+    def want(self, want: Want, epoch: int) -> None:
+        """Ask that members go, or come back, in one lane, and stay in the job. Repeat it; a decision ends it.
+
+        `epoch`: of the last decision that the lane had taken over when it found so.
+        """
+        self._post_event(Wanted(want, epoch))
+
     def view(self) -> Decision:
         """Return the view as this process knows it. No lock, no wait.
 
@@ -372,7 +379,7 @@ class Runtime:
             raise InvalidState("this process has not started; call start or join")
         return self._loop
 
-    def _post_event(self, event: Accused | Admit) -> None:
+    def _post_event(self, event: Accused | Admit | Wanted) -> None:
         loop = self._running()
         loop.post(lambda: loop.step(event))
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from epee.view.protocol.events import Died, JoinAsked, LeaveAsked, Tick
+from epee.view.protocol.decision import parts_of
+from epee.view.protocol.events import Died, JoinAsked, LeaveAsked, Tick, Wanted
+from epee.view.protocol.messages import Want
 
-from .history import DIED, Record
+from .history import DIED
+from .lane import LANE
 from .plan import (
     AFTER_SEND,
+    BACK,
     CRASH,
     CRASH_IN_STEP,
     FAULT_NAMES,
@@ -22,6 +26,7 @@ from .plan import (
     JOIN,
     JUMP,
     LEAVE,
+    OUT,
     PART,
     RESTART,
     STOP,
@@ -44,6 +49,9 @@ def inject(world: World, fault: Fault) -> None:
         return
     if fault.kind == JOIN:
         _join(world, fault.slot)
+        return
+    if fault.kind in (OUT, BACK):
+        _want(world, fault, world.now + fault.for_s)
         return
     victims = [p for p in world.all if p.me.slot == fault.slot and not (p.dead or p.ended) and p.engine is not None]
     if not victims:
@@ -88,7 +96,7 @@ def crash(world: World, process: Process) -> None:
     if world.trace is not None:
         world.trace(f"{world.now:.6f} {process.name()} DIES")
     me = process.me
-    process.records.append(Record(world.now, me.slot, me.incarnation, DIED))
+    world.note(process, DIED)
     scale = 0.3 if world.random() < 0.05 and not world.calm else 0.004
     for other in world.all:
         if other is not process and not other.dead:
@@ -105,6 +113,29 @@ def interrupt(world: World, process: Process, step: int = -1) -> None:
         process.engine.now = world.now
         process.engine.interrupt()
         world.wake(process, 0.0)
+
+
+def _want(world: World, fault: Fault, until: float) -> None:
+    """Have a member of the lane want that a slot goes or comes back, again and again until it is so."""
+    up = [
+        p
+        for p in world.all
+        if p.engine is not None and not (p.stopped or p.engine.is_out) and _is_up(world, p.me.nonce)
+    ]
+    up = [p for p in up if p.me.slot != fault.slot]
+    if not up or world.now > until:
+        return
+    by = up[fault.number % len(up)]
+    engine, agent = by.engine, by.agent
+    assert engine is not None
+    now = parts_of(agent.decided, LANE).keys()
+    if engine.epoch == agent.epoch and (fault.slot in now) == (fault.kind == OUT) and by.me.slot in now:
+        out = {fault.slot} if fault.kind == OUT else set()
+        want = Want(LANE, tuple(sorted((now | {fault.slot}) - out)), tuple(out))
+        world.wanted.setdefault(agent.epoch, []).append(want)
+        world.agent(by, Wanted(want, engine.epoch))
+    world.last_fault = max(world.last_fault, world.now)
+    world.at(world.now + world.plan.settings.patience_s / 3, _want, world, fault, until)
 
 
 def _leave(world: World, process: Process) -> None:

@@ -36,10 +36,11 @@ from random import Random
 from typing import NamedTuple
 
 from epee.memory.signals import SEQ_BITS
-from epee.view.protocol.messages import Decision, LaneState
-from epee.view.protocol.outcome import Course, Place, is_whole
+from epee.view.protocol.decision import parts_of
+from epee.view.protocol.messages import DEAD, LEFT, Decision, LaneState
+from epee.view.protocol.outcome import Course, Place, is_whole, loss_of
 
-from .history import DONE, FAILED, GAVE_UP, ISSUED, OK, TIMEOUT, Record
+from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, OK, TIMEOUT, Record
 
 LANE = 7
 NUM_CELLS = 3
@@ -224,9 +225,11 @@ class Shared:
 
 
 class Engine:
-    """The calls of one process in the lane.
+    """The calls of one process in the lane, as long as it takes part; who comes back has a new one.
 
     Attributes:
+        incarnation: since when the process takes part in the lane (`decision.parts_of`).
+        is_out: it takes part no more.
         completed: the last call that ended with a result; `issued` the last that was issued.
         ended: the last call that ended, in whatever way.
     """
@@ -237,9 +240,10 @@ class Engine:
         self.shared = shared
         self.slot = slot
         self.incarnation = incarnation
+        self.is_out = False
         self.records: list[Record] = []
         self.course = self.course_type(LANE, view, shared.raises, None, joined)
-        self.incarnations = {(view.epoch, m.slot): m.incarnation for m in view.members}
+        self.incarnations = {(view.epoch, slot): since for slot, since in parts_of(view, LANE).items()}
         self.epoch = view.epoch
         self.completed = self.issued = self.ended = self.course.first_seq - 1
         self.calls: list[Call] = []
@@ -337,13 +341,15 @@ class Engine:
         if decision.epoch <= self.epoch:
             return
         yield
-        for member in decision.members:
-            self.incarnations[decision.epoch, member.slot] = member.incarnation
+        parts = parts_of(decision, LANE)
+        before = {slot: since for (epoch, slot), since in self.incarnations.items() if epoch == self.epoch}
+        self.incarnations.update(((decision.epoch, slot), since) for slot, since in parts.items())
         yield
-        for removal in decision.removed:
-            self.removed.add((removal.slot, removal.incarnation))
-            if removal.cause != "stalled":
-                self._is_dead(removal.slot, removal.incarnation)
+        for slot, since in before.items():
+            if parts.get(slot) != since:
+                self.removed.add((slot, since))
+                if loss_of(decision, slot) in (DEAD, LEFT):
+                    self._is_dead(slot, since)
         yield
         concerned = self.course.add(decision)
         self.epoch = decision.epoch
@@ -355,6 +361,16 @@ class Engine:
                     self._settle(call)
         self.own(self.epoch)
         self._say_through()
+
+    def put_out(self, now: float) -> None:
+        """Take no part any more: what is pending ends with an error."""
+        self.now, self.is_out = now, True
+        for call in self.calls:
+            self.ended = call.seq
+            where = (LANE, call.seq, self.epoch)
+            self.records.append(Record(now, self.slot, self.incarnation, DONE, GONE, *where))
+        self.calls = []
+        self.news.clear()
 
     def _is_dead(self, dead: int, incarnation: int) -> None:
         """Who knows that a writer is dead sees all that it has stored."""

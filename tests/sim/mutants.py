@@ -12,15 +12,15 @@ from typing import Any
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.agent import Agent
 from epee.view.protocol.coordinator import Campaign, Facts
-from epee.view.protocol.events import BoardRead, Effect, Event, Received, Send
-from epee.view.protocol.messages import Accept, Accepted, Decision, LaneState, Nack, Prepare, Promise
+from epee.view.protocol.events import BoardRead, Effect, Event, Received, Send, Wanted
+from epee.view.protocol.messages import FOREVER, Accept, Accepted, Decision, LaneState, Nack, Prepare, Promise
 from epee.view.protocol.outcome import Course, Turn, Whole
 from epee.view.protocol.quorum import has_quorum
 
 from .history import TIMEOUT
 from .lane import COMPLETES, FILLED, GAVE, LANE, MOVED, TAG, Call, Engine, Mirror, Outbox, Shared
 from .plan import Plan
-from .world import World
+from .world import Process, World
 
 Acks = set[int] | dict[int, tuple[LaneState, ...]]
 
@@ -125,6 +125,51 @@ class JoinerCompleted(Agent):
         return lanes
 
 
+class _ForgetsParts(Campaign):
+    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        decision = super()._compose(facts, answer_s, patience_s)
+        if decision is None:
+            return None
+        return decision._replace(parts=tuple(part for part in decision.parts if abs(part.since) == decision.epoch))
+
+
+class ForgetsParts(Agent):
+    """Keeps who is out of a lane for one epoch only."""
+
+    campaign_type = _ForgetsParts
+
+
+class _AsksNobody(Campaign):
+    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        anybody = tuple(want._replace(members=()) if want.out else want for want in facts.wants)
+        return super()._compose(facts._replace(wants=anybody), answer_s, patience_s)
+
+
+class AsksNobody(Agent):
+    """Puts out of a lane without knowing how far those are who stay in it."""
+
+    campaign_type = _AsksNobody
+
+
+class KeepsWants(Agent):
+    """Meets what was wanted in an epoch that is over."""
+
+    def _fresh_epoch(self) -> None:
+        wants = getattr(self, "_wants", {})
+        super()._fresh_epoch()
+        self._wants = wants
+
+    def _wanted(self, event: Wanted) -> None:
+        self._note_want(event.want)
+
+
+class BackCompleted(Agent):
+    """Counts, for who comes back into a lane, the calls that it missed as completed."""
+
+    def _first_seq(self, lane: int) -> int:
+        return 0
+
+
 # ---- the lanes
 
 
@@ -161,6 +206,28 @@ class NothingClaimed(Engine):
     """Lets a joiner begin with a call that is bound to fail elsewhere (a mistake of ours)."""
 
     course_type = _NothingClaimed
+
+
+class _OutIsDead(Course):
+    def turn_of(self, decision: Decision) -> Turn | None:
+        turn = super().turn_of(decision)
+        if turn is not None:
+            there = {member.slot for member in decision.members}
+            turn.removed = tuple((slot, since, FOREVER if slot in there else cut) for slot, since, cut in turn.removed)
+        return turn
+
+
+class OutIsDead(Engine):
+    """Judges who was put out of the lane by what its outbox shows, as if it wrote no more."""
+
+    course_type = _OutIsDead
+
+
+class BackFromTheStart(World):
+    """Lets who comes back into the lane begin with its first call."""
+
+    def _begin(self, process: Process, since: int, view: Decision, joined: bool) -> None:
+        super()._begin(process, since, view, joined and process.engine is None)
 
 
 class BareFlag(Engine):
@@ -292,6 +359,12 @@ MUTANTS: dict[str, type] = {
         NoEpochCheck,
         LateBoardsWitness,
         JoinerBeginsLate,
+        ForgetsParts,
+        AsksNobody,
+        KeepsWants,
+        BackCompleted,
+        OutIsDead,
+        BackFromTheStart,
         CutIgnored,
         Intersection,
         NothingClaimed,

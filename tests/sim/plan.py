@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from epee.view.protocol.events import Settings
 
-CRASH, CRASH_IN_STEP, STOP, HOLD, RESTART, JOIN, PART, JUMP, LEAVE, INTERRUPT = range(10)
+CRASH, CRASH_IN_STEP, STOP, HOLD, RESTART, JOIN, PART, JUMP, LEAVE, INTERRUPT, OUT, BACK = range(12)
 FAULT_MIX = (CRASH, CRASH, CRASH_IN_STEP, CRASH_IN_STEP, STOP, STOP, HOLD, RESTART, JOIN, PART, JUMP, LEAVE)
 FAULT_NAMES = (
     "crash",
@@ -20,6 +20,8 @@ FAULT_NAMES = (
     "clock jump",
     "leave",
     "interrupt",
+    "put out",
+    "take back",
 )
 
 
@@ -33,10 +35,12 @@ class Fault(NamedTuple):
         time_s: when; faults are in order of time.
         kind: see above. A RESTART is a crash followed by a joiner in the same slot, at once or a little later.
         slot: the victim, or the slot of a joiner.
-        for_s: how long a stop, a hold, a partition lasts; how far a clock jumps; the delay of a restart.
+        for_s: how long a stop, a hold, a partition lasts; how far a clock jumps; the delay of a restart; how long it is
+            wanted that a slot goes or comes back in the lane.
         number: of a CRASH_IN_STEP after how many effects, or, from `AFTER_SEND` on, after how many messages; of PART
             the mask of cut directions (bit from * 12 + to); of INTERRUPT in which step of taking the next decision over
-            an exception comes (and out of the call with it), -1 for one that comes out of the call at once.
+            an exception comes (and out of the call with it), -1 for one that comes out of the call at once; of OUT and
+            BACK which of those in the lane wants it.
     """
 
     time_s: float
@@ -100,6 +104,8 @@ def make_plan(seed: int) -> Plan:
     )
     if seed % 8 == 7 and num_members < 7:
         plan = _with_newcomer(plan, rng)
+    if seed % 16 == 10 and num_members > 2:
+        plan = plan._replace(num_calls=plan.num_calls * 2, faults=_with_parts(plan, rng))
     return plan._replace(faults=_with_interrupts(plan, rng)) if seed % 3 == 1 else plan
 
 
@@ -126,6 +132,23 @@ def _with_newcomer(plan: Plan, rng: Random) -> Plan:
         return plan._replace(faults=_unheard(rng, plan))
     plan = plan._replace(window=max(2, plan.window), num_calls=20, think_s=0.002, max_delay_s=0.0005)
     return plan._replace(faults=_overtaken(rng, plan.num_members))
+
+
+def _with_parts(plan: Plan, rng: Random) -> tuple[Fault, ...]:
+    """Return the faults of a plan, and slots that are put out of the lane and taken back while the others happen."""
+    span = plan.num_calls * (plan.think_s + 0.006)
+    faults = list(plan.faults) if rng.random() < 0.7 else []
+    for _ in range(rng.randint(1, 2)):
+        near = rng.choice(faults).time_s if faults and rng.random() < 0.5 else rng.random() * span
+        slot, number = rng.randrange(plan.num_members), rng.randrange(8)
+        faults.append(Fault(near, OUT, slot, 0.3, number))
+        if rng.random() < 0.8:
+            later = near + rng.choice((0.003, 0.03, 0.2)) * rng.random()
+            faults.append(Fault(later, BACK, slot, 0.6, rng.randrange(8)))
+        if rng.random() < 0.5:  # who goes may not hear of it, and goes on
+            kind, then = rng.choice((STOP, HOLD, CRASH_IN_STEP)), max(0.0, near + 0.02 * rng.random() - 0.01)
+            faults.append(Fault(then, kind, slot, 0.3 * rng.random(), _step(rng)))
+    return tuple(sorted(faults))
 
 
 def _step(rng: Random) -> int:

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from epee.view.protocol.agent import BLANK_BOARD, Agent
+from epee.view.protocol.decision import parts_of
 from epee.view.protocol.events import (
     Accused,
     BoardRead,
@@ -36,11 +37,11 @@ from epee.view.protocol.events import (
     Waiting,
     WriteBoard,
 )
-from epee.view.protocol.messages import STALLED, BoardState, Commit, Decision, Member, Message
+from epee.view.protocol.messages import STALLED, BoardState, Commit, Decision, Member, Message, Want
 from epee.view.protocol.quorum import has_quorum
 
 from .faults import crash, inject, interrupt
-from .history import DONE, EVICTED, GONE, NO_QUORUM, VIEW, History, Record, Violation, check
+from .history import EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
 from .lane import LANE, Engine, Shared, expected_result
 from .plan import AFTER_SEND, Plan
 
@@ -93,6 +94,9 @@ class World:
         self.shared = self.shared_type(plan.seed, self.rng, plan.raises, plan.max_lag_s)
         self.shared.epoch_of = self._epoch_of
         self.processes: dict[bytes, Process] = {}
+        self.in_lane: dict[tuple[int, int], Process] = {}  # by slot, and since when it takes part
+        self.lane_is_over = False  # nobody is left of those who knew how far it was; others may begin anew
+        self.wanted: dict[int, list[Want]] = {}  # per epoch in which somebody wanted it
         self.all: list[Process] = []
         self.decisions: dict[int, Decision] = {}
         self.violations: list[Violation] = []
@@ -112,21 +116,27 @@ class World:
 
     def _epoch_of(self, slot: int, incarnation: int) -> int:
         """Return the epoch that the board of a process shows."""
-        boards = (p.board for p in self.all if (p.me.slot, p.me.incarnation) == (slot, incarnation))
-        return max((board.decided.epoch for board in boards), default=0)
+        process = self.in_lane.get((slot, incarnation))
+        return process.board.decided.epoch if process is not None else 0
 
     def spawn(self, me: Member, first: Decision | None) -> Process:
         process = Process(me, self.agent_type(me, self.plan.settings, first))
         self.processes[me.nonce] = process
         self.all.append(process)
         if first is not None:
-            process.engine = self.engine_type(self.shared, me.slot, 1, first, False)
-            process.records = process.engine.records
+            self._begin(process, 1, first, False)
             self._view(process, first)
         self.agent(process, TICK)
         if first is not None:
             self.wake(process, self.plan.think_s * self.random())
         return process
+
+    def _begin(self, process: Process, since: int, view: Decision, joined: bool) -> None:
+        """Let a process take part in the lane."""
+        engine = self.engine_type(self.shared, process.me.slot, since, view, joined)
+        engine.records, engine.now = process.records, self.now
+        process.engine = engine
+        self.in_lane[process.me.slot, since] = process
 
     # ---- time
 
@@ -145,7 +155,11 @@ class World:
             if not self.faults_left and self.now > self.last_fault + PATIENCE_S:
                 break
             what(*args)
-            if self.violations or (not self.faults_left and self.count % 16 == 0 and self._is_over()):
+            if (
+                self.lane_is_over
+                or self.violations
+                or (not self.faults_left and self.count % 16 == 0 and self._is_over())
+            ):
                 break
         self._check()
         return self.violations
@@ -159,6 +173,8 @@ class World:
             return False
         if process.engine is None or process.stopped:
             return True
+        if process.engine.is_out:
+            return False
         return process.engine.ended < self.plan.num_calls  # who was voted out learns it on its next call
 
     # ---- agents
@@ -249,16 +265,21 @@ class World:
             self.agent(process, Frozen(effect.epoch, engine.state() if engine else ()))
             return
         if isinstance(effect, Decide):
-            if process.engine is None:
-                me = process.me
-                process.engine = self.engine_type(self.shared, me.slot, me.incarnation, effect.decision, True)
-                process.engine.records = process.records
-                process.engine.now = self.now
-            else:
-                process.engine.decide(effect.decision, self.now)
+            self._lane_told(process, effect.decision)
         else:
             process.frozen = False
         self.wake(process, 0.0)
+
+    def _lane_told(self, process: Process, decision: Decision) -> None:
+        """Let a decision do to the lane of a process what it says."""
+        engine, since = process.engine, parts_of(decision, LANE).get(process.me.slot)
+        if engine is not None and not engine.is_out and engine.incarnation == since:
+            engine.decide(decision, self.now)
+            return
+        if engine is not None and not engine.is_out:
+            engine.put_out(self.now)
+        if since is not None and (engine is None or engine.incarnation != since):
+            self._begin(process, since, decision, True)
 
     def _decide(self, process: Process, effect: Decide) -> None:
         decision = effect.decision
@@ -266,6 +287,7 @@ class World:
         if known is None:
             self.decisions[decision.epoch] = decision
             self._count_votes(decision)
+            self._look_who_wanted(decision)
         process.me = process.agent.me
         self._view(process, decision)
         for member in decision.members:  # the watch for who is new begins now
@@ -277,8 +299,31 @@ class World:
     def _view(self, process: Process, decision: Decision) -> None:
         mask = sum(1 << member.slot for member in decision.members)
         digest = 1 if decision == self.decisions[decision.epoch] else 2
-        me = process.me
-        process.records.append(Record(self.now, me.slot, me.incarnation, VIEW, 0, 0, 0, decision.epoch, mask, digest))
+        since = parts_of(decision, LANE).get(process.me.slot, 0)
+        for incarnation in sorted({process.me.incarnation, since or process.me.incarnation}):
+            process.records.append(
+                Record(self.now, process.me.slot, incarnation, VIEW, 0, 0, 0, decision.epoch, mask, digest)
+            )
+
+    def note(self, process: Process, kind: int, epoch: int = 0) -> None:
+        """Record the end of a process: as a member of the job, and as what it was in the lane, where that differs."""
+        me, engine = process.me, process.engine
+        for incarnation in sorted({me.incarnation, me.incarnation if engine is None else engine.incarnation}):
+            process.records.append(Record(self.now, me.slot, incarnation, kind, 0, 0, 0, epoch))
+
+    def _look_who_wanted(self, decision: Decision) -> None:
+        """L-1: nobody goes or comes back in a lane unless a member wanted that in the epoch before."""
+        before = self.decisions.get(decision.epoch - 1, decision)
+        then, now = parts_of(before, LANE), parts_of(decision, LANE)
+        self.lane_is_over = not then.items() & now.items()
+        there = {member.slot for member in decision.members if member.incarnation <= before.epoch}
+        out, back = (then.keys() - now.keys()) & there, (now.keys() - then.keys()) & there
+        wants = self.wanted.get(before.epoch, [])
+        met = any(
+            out == set(w.out) & then.keys() & there and back == set(w.members) & there - then.keys() for w in wants
+        )
+        if (out or back) and not met:
+            self.violations.append(Violation("L-1", f"out {out} and back {back}, but {wants} was wanted: {decision}"))
 
     def _count_votes(self, decision: Decision) -> None:
         """V-2: those who have accepted a decision that somebody knows must be a quorum of those not dead."""
@@ -299,8 +344,7 @@ class World:
             self.violations.append(Violation("V-2", f"accepted by {yes} of {set(owners)}, dead {dead}: {decision}"))
 
     def _evicted(self, process: Process, effect: Evicted) -> None:
-        me = process.me
-        process.records.append(Record(self.now, me.slot, me.incarnation, EVICTED, 0, 0, 0, effect.epoch))
+        self.note(process, EVICTED, effect.epoch)
         self.finish(process)
 
     def _no_quorum(self, process: Process, effect: NoQuorum) -> None:
@@ -325,12 +369,8 @@ class World:
     def finish(self, process: Process) -> None:
         """A process that was voted out: what is pending ends with an error."""
         process.ended = True
-        engine = process.engine
-        if engine is not None:
-            for call in engine.calls:
-                where = (LANE, call.seq, engine.epoch)
-                engine.records.append(Record(self.now, engine.slot, engine.incarnation, DONE, GONE, *where))
-            engine.calls = []
+        if process.engine is not None:
+            process.engine.put_out(self.now)
 
     _effects: ClassVar[dict[type, Callable[..., None]]] = {
         Send: _send,
@@ -359,7 +399,7 @@ class World:
             return
         process.step_at = float("inf")
         engine = process.engine
-        if process.dead or process.ended or process.frozen or engine is None:
+        if process.dead or process.ended or process.frozen or engine is None or engine.is_out:
             return
         if process.stopped:
             process.waiting.append((self.wake, (process, 0.0)))
@@ -408,10 +448,10 @@ class World:
 
     def _check(self) -> None:
         for process in self.all:
-            if self._is_busy(process) and not self.violations:
+            if self._is_busy(process) and not (self.violations or self.lane_is_over):
                 text = f"{process.name()} has not come to an end {PATIENCE_S} s after the last fault"
                 self.violations.append(Violation("C-1", text))
-        members = {e: {m.slot: m.incarnation for m in d.members} for e, d in self.decisions.items()}
+        members = {epoch: parts_of(decision, LANE) for epoch, decision in self.decisions.items()}
         stalled = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause == STALLED}
         if stalled and self.calm:
             self.violations.append(Violation("V-7", f"voted out without a cause: {stalled}"))
@@ -420,7 +460,16 @@ class World:
         def expected(lane: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
             return expected_result(seed, seq, slot, contributors)
 
-        self.violations += check(History(self.records(), members), expected, stalled)
+        self.violations += check(History(self.records(), members), expected, stalled | self._put_out())
+
+    def _put_out(self) -> set[tuple[int, int]]:
+        """Return who was put out of the lane and stayed in the job, as slot and since when it had taken part."""
+        found = set()
+        for epoch, decision in self.decisions.items():
+            before, now = self.decisions.get(epoch - 1, decision), parts_of(decision, LANE)
+            there = {member.slot for member in decision.members if member in before.members}
+            found |= {(slot, since) for slot, since in parts_of(before, LANE).items() if slot in there - now.keys()}
+        return found
 
     def records(self) -> list[Record]:
         """Return all records, each process's in its own order."""

@@ -17,7 +17,7 @@ from epee.view.protocol.messages import (
 from tests.view.agents import first, member
 
 BALLOT = Ballot(3, 0)
-CALM = Facts({}, {}, {}, (), frozenset(), 0.0, 0.0)
+CALM = Facts({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
 BLANK = BoardState(first(4), NO_BALLOT, NO_BALLOT, None)
 
 

@@ -33,17 +33,34 @@ def ordered(item: st.SearchStrategy[Any], key: Any, max_size: int = 6) -> st.Sea
 LANES = ordered(st.builds(lambda a, b, c: m.LaneState(a, min(b, c), max(b, c)), LANE, SEQ, SEQ), lambda s: s.lane)
 
 
+SLOTS = st.sets(SLOT, max_size=6)
+WANT = st.builds(
+    lambda lane, one, other: m.Want(lane, tuple(sorted(one)), tuple(sorted(other - one))), LANE, SLOTS, SLOTS
+)
+
+
+@st.composite
+def parts(draw: Any, epoch: int, processes: list[tuple[int, int]]) -> tuple[m.Part, ...]:
+    if not processes or not epoch:
+        return ()
+    since = st.integers(1, epoch).flatmap(lambda when: st.sampled_from([when, -when]))
+    part = st.builds(lambda lane, who, when: m.Part(lane, *who, when), LANE, st.sampled_from(processes), since)
+    return draw(ordered(part, lambda one: one[:3]))
+
+
 @st.composite
 def decisions(draw: Any, epoch: int | None = None) -> m.Decision:
     members = draw(ordered(MEMBER, lambda member: member.slot))
     there = {member[:2] for member in members}
-    removed = draw(ordered(REMOVAL, lambda removal: removal.slot))
+    removed = tuple(r for r in draw(ordered(REMOVAL, lambda removal: removal.slot)) if r[:2] not in there)
+    number = draw(EPOCH) if epoch is None else epoch
     return m.Decision(
-        draw(EPOCH) if epoch is None else epoch,
+        number,
         members,
-        tuple(removal for removal in removed if removal[:2] not in there),
+        removed,
         draw(ordered(st.builds(m.Cut, LANE, SEQ), lambda cut: cut.lane)),
         draw(ordered(st.builds(m.Start, LANE, SEQ), lambda start: start.lane)),
+        draw(parts(number, [*there, *(removal[:2] for removal in removed)])),
     )
 
 
@@ -73,7 +90,7 @@ MESSAGES = st.one_of(
     EPOCH.flatmap(lambda epoch: st.builds(m.Accept, BALLOT, st.just(epoch), decisions(epoch + 1))),
     st.builds(m.Accepted, BALLOT, EPOCH),
     st.builds(m.Commit, ordered(decisions(), lambda decision: decision.epoch, 3)),
-    st.builds(m.Report, EPOCH, st.lists(REMOVAL, max_size=4).map(tuple)),
+    st.builds(m.Report, EPOCH, st.lists(REMOVAL, max_size=4).map(tuple), ordered(WANT, lambda want: want.lane, 3)),
     st.builds(m.Join, MEMBER.map(lambda member: member._replace(incarnation=0))),
     st.builds(m.JoinRefused, SLOT, NONCE, st.text(max_size=200)),
     st.builds(m.Ask, EPOCH),
@@ -104,6 +121,7 @@ DECISION = m.Decision(
     (m.Removal(4, 1, m.DEAD), m.Removal(5, 2, m.STALLED)),
     (m.Cut(1, 20), m.Cut(9, 3)),
     (m.Start(1, 30), m.Start(9, 4)),
+    (m.Part(1, 2, 1, -7), m.Part(1, 5, 2, -3), m.Part(9, 2, 1, 7)),
 )
 SAMPLES: tuple[m.Message, ...] = (
     m.Prepare(m.Ballot(3, 1), 6),
@@ -113,7 +131,7 @@ SAMPLES: tuple[m.Message, ...] = (
     m.Accept(m.Ballot(3, 1), 6, DECISION),
     m.Accepted(m.Ballot(3, 1), 6),
     m.Commit((DECISION, DECISION._replace(epoch=8))),
-    m.Report(6, (m.Removal(4, 1, m.DEAD),)),
+    m.Report(6, (m.Removal(4, 1, m.DEAD),), (m.Want(1, (0, 1, 3), (2,)),)),
     m.Join(member(3)._replace(incarnation=0)),
     m.JoinRefused(3, bytes(16), "slot 3 is taken"),
     m.Ask(6),
@@ -188,6 +206,9 @@ def test_a_frame_cut_anywhere_is_refused() -> None:
         (m.Accept(m.Ballot(1, 1), 3, DECISION), "after epoch 3 comes 4"),
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(members=(member(1), member(0)))), "got 0 after 1"),
         (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(removed=(m.Removal(2, 1, m.DEAD),))), "both a member and"),
+        (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 9, 1, -7),))), "speaks of no member"),
+        (m.Accept(m.Ballot(1, 1), 6, DECISION._replace(parts=(m.Part(1, 2, 1, 8),))), "or of another epoch"),
+        (m.Report(6, (), (m.Want(1, (0, 2), (2,)),)), "slot 2 is both to take part and not to"),
         (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, DECISION, ()), "without its ballot"),
         (m.Promise(m.Ballot(1, 1), 6, m.NO_BALLOT, None, (m.LaneState(1, 2, 1),)), "completed 2 of 1"),
     ],
@@ -209,15 +230,18 @@ def largest_decision() -> m.Decision:
         for slot in range(wire.MAX_MEMBERS)
     }
     current = m.Decision(7, tuple(member(slot, bytes(wire.MAX_ENDPOINT_BYTES)) for slot in range(wire.MAX_MEMBERS)))
-    return compose(current, lanes, {}, {wire.MAX_MEMBERS - 1})
+    parts = tuple(m.Part(lane, slot, 1, -3) for lane in range(m.MAX_PARTS // 64) for slot in range(64))
+    return compose(current._replace(parts=parts), lanes, {}, {wire.MAX_MEMBERS - 1})
 
 
 def test_what_the_members_can_come_to_fits_a_frame_and_a_board() -> None:
     """The limits belong together: what does not fit would end the threads of the agents."""
     big = largest_decision()
-    assert len(big.cuts) == len(big.starts) == (wire.MAX_MEMBERS - 1) * wire.MAX_LANES
+    assert len(big.cuts) == len(big.starts) == (wire.MAX_MEMBERS - 1) * wire.MAX_LANES - m.MAX_PARTS // 64
+    assert len(big.parts) == m.MAX_PARTS
     everybody_else = tuple(m.Removal(slot, 1, m.STALLED) for slot in range(1, wire.MAX_MEMBERS))
     alone = big._replace(members=(member(0),), removed=everybody_else)
+    assert len({lane for lane, *_ in alone.parts}) == m.MAX_PARTS // 64
     told = tuple(m.LaneState(lane, 1, 2) for lane in range(wire.MAX_LANES))
     ballot = m.Ballot(3, 1)
     for decision in (big, alone):

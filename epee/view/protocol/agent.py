@@ -41,6 +41,7 @@ from .events import (
     Thaw,
     Tick,
     Waiting,
+    Wanted,
     WriteBoard,
 )
 from .messages import (
@@ -94,12 +95,14 @@ class Agent(Proposer):
         self._past: dict[bytes, Member] = {}
         self._proofs: dict[bytes, str] = {}
         self._joined: Decision | None = None
+        self._came_back: dict[int, Decision] = {}  # per lane, where that was later than this process joined
         self._handlers: dict[type, Callable[[Any], None]] = {
             Received: self._received,
             Died: lambda event: self._proof(event.nonce, DEAD),
             Left: lambda event: self._proof(event.nonce, LEFT),
             BoardRead: self._board_read,
             Accused: self._accused,
+            Wanted: self._wanted,
             Frozen: self._frozen,
             JoinAsked: self._join_asked,
             Admit: self._admit,
@@ -179,10 +182,11 @@ class Agent(Proposer):
 
     def _told(self, lanes: tuple[LaneState, ...]) -> tuple[LaneState, ...]:
         """Return what to promise of the lanes: who joined has completed nothing of what came before it."""
-        joined = self._joined
-        if joined is None:
-            return lanes
-        return tuple(s if s.completed >= first_seq(joined, s.lane) else s._replace(completed=0) for s in lanes)
+        return tuple(s if s.completed >= self._first_seq(s.lane) else s._replace(completed=0) for s in lanes)
+
+    def _first_seq(self, lane: int) -> int:
+        came = self._came_back.get(lane, self._joined)
+        return 0 if came is None else first_seq(came, lane)
 
     def _give_promise(self) -> None:
         ballot, self._pending = self._pending, NO_BALLOT
@@ -265,6 +269,8 @@ class Agent(Proposer):
                 self._proof(sender, LEFT)
             elif cause.cause == STALLED:
                 self._note_accusation(cause.slot, by)
+        for want in message.wants:
+            self._note_want(want)
 
     # ---- what is learned
 
@@ -279,6 +285,10 @@ class Agent(Proposer):
         was_frozen = self._freezing or self._lanes is not None
         changed = not is_null(decision, self.decided)
         self.me = mine
+        self._tries = self._tries + bool(self._wants) if not changed else 0
+        own = {part.lane: part.since for part in decision.parts if part[1:3] == mine[:2]}
+        self._came_back = {lane: came for lane, came in self._came_back.items() if lane in own}
+        self._came_back.update((lane, decision) for lane, since in own.items() if since == decision.epoch)
         self._enter(decision)
         self._write_board()
         self._out.append(Decide(decision))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .decision import choose_evicted, compose
-from .messages import Ballot, BoardState, Decision, LaneState, Member, Promise
+from .messages import Ballot, BoardState, Decision, LaneState, Member, Promise, Want
 from .quorum import has_quorum, highest_accepted, highest_promise
 
 
@@ -27,8 +27,9 @@ class Facts(NamedTuple):
         accusers: per accused slot who accuses it; empty unless the policy is to evict.
         joiners: who may come in, in order of preference.
         replaced: occupants of joiners' slots that do not answer; they go if they stay silent.
+        wants: who is to go or to come back in single lanes, one per lane.
         waited_s: how long this ballot runs.
-        join_wait_s: how long it may wait for everybody's promise where only joiners need it.
+        join_wait_s: how long it may wait for everybody's promise where only joiners or wants need it.
     """
 
     gone: dict[int, str]
@@ -36,6 +37,7 @@ class Facts(NamedTuple):
     accusers: dict[int, frozenset[int]]
     joiners: tuple[Member, ...]
     replaced: frozenset[int]
+    wants: tuple[Want, ...]
     waited_s: float
     join_wait_s: float
 
@@ -86,11 +88,20 @@ class Campaign:
         return has_quorum(self.slots, facts.boards, acks)
 
     def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
-        """Compose a decision. Removing a live member and joins need the promise of everybody who stays."""
+        """Compose a decision.
+
+        Removing a live member and joins need the promise of everybody who stays; a change in one lane that of everybody
+        who has a part in it afterwards. Who is put out need not answer.
+        """
         evicted = choose_evicted(self.slots - facts.gone.keys(), facts.accusers)
         wanted = evicted | {slot for slot in facts.replaced if slot not in self.promises}
         joiners = facts.joiners
         silent = {s for s in self.slots if s not in facts.gone and s not in self.promises and s not in wanted}
+        wants = tuple(want for want in facts.wants if not silent.intersection(want.members))
+        if len(wants) < len(facts.wants):
+            may_wait_s = answer_s if facts.gone else max(answer_s, facts.join_wait_s)
+            if facts.waited_s < may_wait_s:
+                return None
         if silent and (wanted or joiners):
             if facts.waited_s < answer_s:
                 return None
@@ -102,4 +113,4 @@ class Campaign:
                 return None
             else:
                 wanted, joiners = set(), ()  # what the dead leave cannot wait; the rest is for a later epoch
-        return compose(self.current, self.promises, facts.gone, wanted, joiners)
+        return compose(self.current, self.promises, facts.gone, wanted, joiners, wants)

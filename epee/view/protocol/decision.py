@@ -10,13 +10,18 @@ so they cannot move until the decision is known:
 
 The incarnation of a joiner is the epoch that it joins in: higher than any before it in its slot, and nobody has to
 remember who was there.
+
+A member takes part in each lane that it belongs to since it joined the job, unless a decision has put it out of one, or
+taken it back: that is what `parts` keeps, from decision to decision, as long as the process is a member and the lane is
+used. Who comes back is a newcomer to the lane: it takes part since that epoch, from the lane's `start`. Who is put out
+counts up to the lane's cut, as one does who is voted out. Of those who are out nothing counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from .messages import STALLED, Cut, Decision, LaneState, Member, Removal, Start
+from .messages import MAX_PARTS, STALLED, Cut, Decision, LaneState, Member, Part, Removal, Start, Want
 
 BLANK = Decision(0, ())
 
@@ -27,6 +32,7 @@ def compose(
     gone: Mapping[int, str],
     evicted: Collection[int] = (),
     joiners: Sequence[Member] = (),
+    wants: Sequence[Want] = (),
 ) -> Decision:
     """Return the decision after `current`.
 
@@ -35,6 +41,7 @@ def compose(
         gone: slots that are dead or have left, with the cause.
         evicted: slots to remove that may still live.
         joiners: who comes in; of several for one slot the first does, of one whose slot stays occupied none.
+        wants: who goes or comes back in single lanes, one per lane; none is met that would make too many parts.
     """
     removed = []
     staying: dict[int, Member] = {}
@@ -44,33 +51,72 @@ def compose(
             staying[member.slot] = member
         else:
             removed.append(Removal(member.slot, member.incarnation, cause))
-    told = {slot: states for slot, states in lanes.items() if slot in staying}
+    told = _told(current, {slot: states for slot, states in lanes.items() if slot in staying})
+    used = {state.lane for states in lanes.values() for state in states} if staying.keys() <= lanes.keys() else None
+    parts = _parts(current, staying, wants, used)
+    stalled = any(removal.cause == STALLED for removal in removed) or any(p.since == -current.epoch - 1 for p in parts)
     for joiner in joiners:
         if joiner.slot not in staying:
             staying[joiner.slot] = joiner._replace(incarnation=current.epoch + 1)
-    stalled = any(removal.cause == STALLED for removal in removed)
     return Decision(
         current.epoch + 1,
         tuple(staying[slot] for slot in sorted(staying)),
         tuple(sorted(removed)),
-        _cuts(told.values()) if stalled else (),
-        _starts(told.values()),
+        _cuts(told) if stalled else (),
+        _starts(told),
+        parts,
     )
 
 
-def _cuts(told: Iterable[Sequence[LaneState]]) -> tuple[Cut, ...]:
+def _told(current: Decision, lanes: Mapping[int, Sequence[LaneState]]) -> list[LaneState]:
+    """Return what is told of lanes by those who take part in them."""
+    out = {(part.lane, part.slot) for part in current.parts if part.since < 0}
+    return [state for slot, states in lanes.items() for state in states if (state.lane, slot) not in out]
+
+
+def _parts(
+    current: Decision, staying: Mapping[int, Member], wants: Sequence[Want], used: set[int] | None
+) -> tuple[Part, ...]:
+    """Return the parts after `current`; `used`: the lanes that anybody has, None where not everybody has answered."""
+    members = {member[:2] for member in current.members}
+    since = {part[:3]: part.since for part in current.parts if part[1:3] in members}
+    for want in wants:
+        now, before = parts_of(current, want.lane), dict(since)
+        for slot, member in staying.items():
+            key = (want.lane, slot, member.incarnation)
+            if slot in want.out and slot in now:
+                since[key] = -current.epoch - 1
+            elif slot in want.members and slot not in now:
+                since[key] = current.epoch + 1
+        if len(since) > MAX_PARTS:
+            since = before
+    return tuple(Part(*key, when) for key, when in sorted(since.items()) if used is None or key[0] in used)
+
+
+def parts_of(decision: Decision, lane: int) -> dict[int, int]:
+    """Return who takes part in a lane, as far as it belongs to it: slot -> the epoch since which it does."""
+    since = {part[1:3]: part.since for part in decision.parts if part.lane == lane}
+    parts = {member.slot: since.get(member[:2], member.incarnation) for member in decision.members}
+    return {slot: when for slot, when in parts.items() if when > 0}
+
+
+def changes(want: Want, current: Decision) -> bool:
+    """Return whether meeting `want` would change anything."""
+    now, slots = parts_of(current, want.lane), {member.slot for member in current.members}
+    return any(slot in now for slot in want.out) or any(slot in slots and slot not in now for slot in want.members)
+
+
+def _cuts(told: Iterable[LaneState]) -> tuple[Cut, ...]:
     completed: dict[int, int] = {}
-    for states in told:
-        for state in states:
-            completed[state.lane] = max(completed.get(state.lane, 0), state.completed)
+    for state in told:
+        completed[state.lane] = max(completed.get(state.lane, 0), state.completed)
     return tuple(Cut(lane, completed[lane]) for lane in sorted(completed))
 
 
-def _starts(told: Iterable[Sequence[LaneState]]) -> tuple[Start, ...]:
+def _starts(told: Iterable[LaneState]) -> tuple[Start, ...]:
     issued: dict[int, int] = {}
-    for states in told:
-        for state in states:
-            issued[state.lane] = max(issued.get(state.lane, 0), state.issued)
+    for state in told:
+        issued[state.lane] = max(issued.get(state.lane, 0), state.issued)
     return tuple(Start(lane, issued[lane] + 1) for lane in sorted(issued))
 
 
@@ -99,7 +145,7 @@ def choose_evicted(live: Collection[int], accusers: Mapping[int, Collection[int]
 
 def is_null(decision: Decision, current: Decision) -> bool:
     """Return whether `decision` changes nothing but the epoch (it ends a ballot that had frozen the lanes)."""
-    return decision.members == current.members
+    return decision.members == current.members and all(abs(part.since) < decision.epoch for part in decision.parts)
 
 
 def cause_of(decision: Decision, slot: int, incarnation: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .messages import BoardState, Decision, LaneState, Member, Message
+from .messages import BoardState, Decision, LaneState, Member, Message, Want
 
 
 class Settings(NamedTuple):
@@ -82,6 +82,20 @@ class Accused(NamedTuple):
     epoch: int
 
 
+class Wanted(NamedTuple):
+    """The local engine asks that members go, or come back, in one lane, because it has found that they shall.
+
+    It repeats this while it waits (at least twice in `patience_s`): wants do not survive a decision, whatever it says,
+    because what they rest on may be over. Of two that contradict each other the first is met, or none.
+
+    Attributes:
+        epoch: of the last decision that the engine had taken over; an older one does not count.
+    """
+
+    want: Want
+    epoch: int
+
+
 class Frozen(NamedTuple):
     """The local engines have stopped for `Freeze(epoch)`: nothing completes or starts until `Thaw`. All lanes."""
 
@@ -109,7 +123,7 @@ class Tick(NamedTuple):
     """Time has passed; due at `Agent.next_tick`, harmless at any time."""
 
 
-Event = Received | Died | Left | BoardRead | Accused | Frozen | JoinAsked | Admit | LeaveAsked | Tick
+Event = Received | Died | Left | BoardRead | Accused | Wanted | Frozen | JoinAsked | Admit | LeaveAsked | Tick
 
 
 # ---- effects

@@ -11,7 +11,9 @@ from typing import NamedTuple
 FOREVER = (1 << 40) - 1  # a cut above every seq: what the removed slot has left complete counts
 
 DEAD, STALLED, LEFT = "dead", "stalled", "left"  # causes of a removal; only STALLED may still be alive
+PUT_OUT = "put out"  # as a cause in one lane: the process stays in the job
 SLOT_TAKEN = "slot taken"  # why most joiners that are refused are
+MAX_PARTS = 4096  # in one decision
 
 
 class Ballot(NamedTuple):
@@ -49,7 +51,7 @@ class Removal(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The last seq of `lane` to which the contributions of slots that were removed alive (STALLED) count."""
+    """The last seq of `lane` to which the contributions of slots count that were removed, or put out, alive."""
 
     lane: int
     seq: int
@@ -62,14 +64,47 @@ class Start(NamedTuple):
     seq: int
 
 
+class Part(NamedTuple):
+    """How a member's part in one lane differs from its part in the job; where nothing is said they are the same.
+
+    Attributes:
+        lane: id of the lane.
+        slot, incarnation: the member.
+        since: the epoch in which it came (back) into the lane; below 0 it is out, since epoch `-since`.
+    """
+
+    lane: int
+    slot: int
+    incarnation: int
+    since: int
+
+
+class Want(NamedTuple):
+    """What a member asks for in one lane, as a whole or not at all.
+
+    Attributes:
+        lane: id of the lane.
+        members: slots that are to take part from the next epoch on; who is out comes back.
+        out: slots that are to take part no more, though they stay in the job.
+    """
+
+    lane: int
+    members: tuple[int, ...]
+    out: tuple[int, ...] = ()
+
+
 class Decision(NamedTuple):
-    """What one epoch is: chosen once, the same for everybody. Members, removals, cuts and starts are sorted."""
+    """What one epoch is: chosen once, the same for everybody. All its tuples are sorted.
+
+    `parts` speaks of members, and of those removed in this very epoch (who joins must know whether they had a part).
+    """
 
     epoch: int
     members: tuple[Member, ...]
     removed: tuple[Removal, ...] = ()
     cuts: tuple[Cut, ...] = ()
     starts: tuple[Start, ...] = ()
+    parts: tuple[Part, ...] = ()
 
 
 class LaneState(NamedTuple):
@@ -129,11 +164,12 @@ class Commit(NamedTuple):
 class Report(NamedTuple):
     """Causes for a change, told to the coordinator: slots and causes as in `Removal`, seen in `epoch`.
 
-    A report of DEAD or LEFT is a hint to look; the coordinator acts on proofs of its own only.
+    A report of DEAD or LEFT is a hint to look; the coordinator acts on proofs of its own only. `wants` are sorted.
     """
 
     epoch: int
     causes: tuple[Removal, ...]
+    wants: tuple[Want, ...] = ()
 
 
 class Join(NamedTuple):

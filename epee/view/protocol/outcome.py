@@ -17,6 +17,10 @@ looks sees the same. A slot that was voted out alive counts up to its cut, whate
 below a call that a survivor has completed, because completing needs the same words; and it never lies above the last
 call that was issued when the lanes were frozen, so who joins need not know about the past.
 
+A slot that is put out of the lane, and stays in the job, is like one that was voted out; one that comes back is like
+one that joins (`decision.parts_of`). So a member is, for a lane, its slot and the epoch since which it takes part. A
+lane of which no member is left is over: nobody knows any more how far it was.
+
 All of this is a function of decisions and of words that no longer change. Whoever asks later, because it was slow or
 has not issued the call yet, finds the same: survivors agree without another message. Calls are asked about in order.
 """
@@ -26,7 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .messages import FOREVER, STALLED, Decision, Removal
+from .decision import parts_of
+from .messages import FOREVER, PUT_OUT, STALLED, Decision, Removal
 
 Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a dead slot all there?
 
@@ -49,7 +54,7 @@ class Turn:
 
     Attributes:
         epoch: the epoch that it began.
-        removed: who left the lane, with the last seq that counts.
+        removed: who left the lane: slot, since when it had taken part, and the last seq that counts.
         limit: the last seq that anybody had issued; None when nobody told.
         cap: calls above it are hit whatever the words say: `limit`, or what a later join settles where that is None.
         last: calls up to here fail in mode "raise" when they are hit, beside the first that is. Who came in recently
@@ -106,13 +111,13 @@ class Course:
         self.first_seq = first_seq(view, lane) if joined else 1
         self._members = {
             view.epoch: {
-                m.slot: (m.incarnation, self.first_seq if m.incarnation == view.epoch else 1)
-                for m in view.members
-                if self._ours(m.slot)
+                slot: (since, self.first_seq if since == view.epoch else 1)
+                for slot, since in parts_of(view, lane).items()
+                if self._ours(slot)
             }
         }
         if joined:
-            turn = Turn(view, lane, tuple(r for r in view.removed if self._ours(r.slot)), [self.first_seq], 0)
+            turn = Turn(view, lane, self._gone_at(view), [self.first_seq], 0)
             turn.hit = self.first_seq
             self.note(turn)
             self.base = view.epoch - 1
@@ -138,14 +143,14 @@ class Course:
         before = self._members[self._latest]
         start = first_seq(decision, self.lane)
         after: dict[int, tuple[int, int]] = {}
-        for member in decision.members:
-            if self._ours(member.slot):
-                old = before.get(member.slot)
-                stays = old is not None and old[0] == member.incarnation
-                after[member.slot] = old if stays and old is not None else (member.incarnation, start)
+        for slot, since in parts_of(decision, self.lane).items():
+            if self._ours(slot):
+                old = before.get(slot)
+                after[slot] = old if old is not None and old[0] == since else (since, start)
         if after == before:
             return None
-        removed = tuple(r for r in decision.removed if before.get(r.slot, (0, 0))[0] == r.incarnation)
+        gone = [(slot, since) for slot, (since, _) in sorted(before.items()) if after.get(slot, (0, 0))[0] != since]
+        removed = tuple(Removal(slot, since, loss_of(decision, slot)) for slot, since in gone)
         joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
         turn = Turn(decision, self.lane, removed, [start for _, start in after.values()], self._last)
         if joins:
@@ -155,6 +160,13 @@ class Course:
                     earlier.cap = turn.cap - 1  # see `claimed`: nobody had issued this call
         self._members[decision.epoch] = after
         return turn
+
+    def _gone_at(self, view: Decision) -> tuple[Removal, ...]:
+        """Return who left the lane by `view`, as a process sees it that knows no earlier one."""
+        since = {part[1:3]: part.since for part in view.parts if part.lane == self.lane}
+        gone = [r for r in view.removed if since.get(r[:2], r.incarnation) > 0]
+        gone += [Removal(slot, 0, PUT_OUT) for (slot, _), when in since.items() if when == -view.epoch]
+        return tuple(sorted(r for r in gone if self._ours(r.slot)))
 
     def note(self, turn: Turn) -> None:
         """Let calls fall behind a turn from now on."""
@@ -252,12 +264,20 @@ class Course:
 
 def cut_of(decision: Decision, lane: int, removal: Removal) -> int:
     """Return the last seq to which the contribution of a removed slot counts; `FOREVER`: what it has left whole."""
-    if removal.cause != STALLED:
+    if removal.cause not in (STALLED, PUT_OUT):
         return FOREVER
     for cut in decision.cuts:
         if cut.lane == lane:
             return cut.seq
     return 0
+
+
+def loss_of(decision: Decision, slot: int) -> str:
+    """Return why a slot, which had a part in a lane, has none since `decision`."""
+    for removal in decision.removed:
+        if removal.slot == slot:
+            return removal.cause
+    return PUT_OUT
 
 
 def issued_before(decision: Decision, lane: int) -> int | None:

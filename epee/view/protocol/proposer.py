@@ -10,8 +10,8 @@ which this process did not run is no time in which others were silent.
 from __future__ import annotations
 
 from .coordinator import Campaign, Facts
-from .decision import BLANK
-from .events import Accused, Effect, NoQuorum, Refused, Send, Settings
+from .decision import BLANK, changes
+from .events import Accused, Effect, NoQuorum, Refused, Send, Settings, Wanted
 from .joins import Joins
 from .messages import (
     NO_BALLOT,
@@ -34,6 +34,7 @@ from .messages import (
     Promise,
     Removal,
     Report,
+    Want,
 )
 
 NEVER = float("inf")
@@ -66,6 +67,7 @@ class Proposer:
         self._contacts: dict[bytes, Member] = {}
         self._join_at = NEVER
         self._refusal = ""
+        self._tries = 0  # decisions in a row that met no want, because a member did not answer
         self._fresh_epoch()
 
     def _fresh_epoch(self) -> None:
@@ -74,6 +76,7 @@ class Proposer:
         self._campaign_began = self._resend_at = 0.0
         self._highest = NO_BALLOT
         self._accusers: dict[int, dict[int, float]] = {}
+        self._wants: dict[int, tuple[Want, float]] = {}  # per lane the first that is valid, and when it was heard last
         self._start_at: float | None = None
         self._report_at = 0.0
         self._trouble_since: float | None = None
@@ -127,6 +130,15 @@ class Proposer:
         if self.settings.policy == "evict" and slot != by:
             self._accusers.setdefault(slot, {})[by] = self._t
 
+    def _wanted(self, event: Wanted) -> None:
+        if event.epoch >= self.epoch:
+            self._note_want(event.want)
+
+    def _note_want(self, want: Want) -> None:
+        known = self._wants.get(want.lane)
+        if known is None or known[0] == want:
+            self._wants[want.lane] = want, self._t
+
     def _expire(self) -> None:
         before = self._t - self.settings.patience_s
         for slot in list(self._accusers):
@@ -135,6 +147,7 @@ class Proposer:
                 self._accusers[slot] = fresh
             else:
                 del self._accusers[slot]
+        self._wants = {lane: (want, t) for lane, (want, t) in self._wants.items() if t >= before}
         if self.joins.requests:
             self.joins.expire(before)
 
@@ -145,14 +158,16 @@ class Proposer:
         if self.joins.requests:
             leaving = {*self.gone, *accusers}
             joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.patience_s)
-        waited = self._t - self._campaign_began
-        return Facts(self.gone, self.boards, accusers, tuple(joiners), frozenset(replaced), waited, self._join_wait())
+        wants = tuple(want for want, _ in self._wants.values() if changes(want, self.decided))
+        waited, patience = self._t - self._campaign_began, self._join_wait()
+        return Facts(self.gone, self.boards, accusers, tuple(joiners), frozenset(replaced), wants, waited, patience)
 
     def _join_wait(self) -> float:
-        """Return how long calls may be held up for a joiner: longer when it did not work out before."""
-        if not self.joins.requests:
+        """Return how long calls may be held up for a joiner or a want: longer when it did not work out before."""
+        if not (self.joins.requests or self._wants):
             return 0.0
-        return min(self.settings.patience_s, self.settings.answer_s * 2.0 ** min(self.joins.num_tries(), 30))
+        tries = max(self.joins.num_tries(), self._tries if self._wants else 0)
+        return min(self.settings.patience_s, self.settings.answer_s * 2.0 ** min(tries, 30))
 
     def _position(self) -> int:
         """Return how many members come before this one as coordinator: those believed alive in lower slots."""
@@ -183,12 +198,12 @@ class Proposer:
         if not self.epoch:
             self._drive_join()
             return
-        if self._accusers or self.joins.requests:
+        if self._accusers or self._wants or self.joins.requests:
             self._expire()
             self._probe()
         facts = self._facts()
         trouble = bool(facts.gone or facts.accusers or self.promised != NO_BALLOT or self._freezing)
-        if not (trouble or facts.joiners or self.campaign is not None):
+        if not (trouble or facts.joiners or facts.wants or self.campaign is not None):
             self._start_at = self._trouble_since = None
             return
         if self._start_at is None:
@@ -265,8 +280,10 @@ class Proposer:
         causes = [Removal(s, self.members[s].incarnation, cause) for s, cause in facts.gone.items()]
         causes += [Removal(s, self.members[s].incarnation, STALLED) for s in accused]
         self._report_at = self._t + self.settings.answer_s
-        if causes and slot != self.me.slot:
-            self._out.append(Send(self.members[slot], Report(self.epoch, tuple(sorted(causes)))))
+        if (causes or facts.wants) and slot != self.me.slot:
+            self._out.append(
+                Send(self.members[slot], Report(self.epoch, tuple(sorted(causes)), tuple(sorted(facts.wants))))
+            )
 
     def _ask_everybody(self) -> None:
         self._to_others(Ask(self.epoch))

@@ -20,6 +20,7 @@ from ..protocol.messages import (
     DEAD,
     FOREVER,
     LEFT,
+    MAX_PARTS,
     NO_BALLOT,
     STALLED,
     Accept,
@@ -36,11 +37,13 @@ from ..protocol.messages import (
     Member,
     Message,
     Nack,
+    Part,
     Prepare,
     Promise,
     Removal,
     Report,
     Start,
+    Want,
 )
 from .codec import Bytes, Choice, Cursor, Many, Maybe, Number, Record, Text, Wrong
 
@@ -50,7 +53,9 @@ MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision speaks of every lane of ev
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
-MAX_DECISION_BYTES = 32 * MAX_ALL_LANES + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 128)  # a cut and a start per lane
+MAX_DECISION_BYTES = 32 * (MAX_ALL_LANES + MAX_PARTS) + MAX_MEMBERS * (
+    MAX_ENDPOINT_BYTES + 128
+)  # a cut, a start per lane
 MAX_FRAME_BYTES = 3 << 20  # one decision, and what a Promise tells of the lanes of one process
 MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
 NONCE_BYTES = 16
@@ -61,8 +66,17 @@ LANE_LIMIT = (1 << 63) - 1
 def _rule_of_decision(decision: Decision) -> str:
     if any(member.incarnation == 0 for member in decision.members):
         return "a member has incarnation 0"
-    both = {member[:2] for member in decision.members} & {removal[:2] for removal in decision.removed}
-    return f"(slot, incarnation) {min(both)} is both a member and removed" if both else ""
+    members, removed = {member[:2] for member in decision.members}, {removal[:2] for removal in decision.removed}
+    if both := members & removed:
+        return f"(slot, incarnation) {min(both)} is both a member and removed"
+    strange = [part for part in decision.parts if part[1:3] not in members | removed or part.since == 0]
+    late = [part for part in decision.parts if abs(part.since) > decision.epoch]
+    return f"{(strange or late)[0]} speaks of no member, or of another epoch" if strange or late else ""
+
+
+def _rule_of_want(want: Want) -> str:
+    both = set(want.members) & set(want.out)
+    return f"slot {min(both)} is both to take part and not to" if both else ""
 
 
 def _rule_of_accepted(value: Promise | BoardState) -> str:
@@ -95,6 +109,9 @@ _MEMBER = Record(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTE
 _REMOVAL = Record(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT))
 _CUT = Record(Cut, _LANE, _SEQ)
 _START = Record(Start, _LANE, _SEQ)
+_PART = Record(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT))
+_SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
+_WANT = Record(Want, _LANE, _SLOTS, _SLOTS, rule=_rule_of_want)
 _LANE_STATE = Record(LaneState, _LANE, _SEQ, _SEQ, rule=_rule_of_lane)
 _DECISION = Record(
     Decision,
@@ -103,6 +120,7 @@ _DECISION = Record(
     Many(_REMOVAL, MAX_MEMBERS, key=lambda removal: removal.slot),
     Many(_CUT, MAX_ALL_LANES, key=lambda cut: cut.lane),
     Many(_START, MAX_ALL_LANES, key=lambda start: start.lane),
+    Many(_PART, MAX_PARTS, key=lambda part: part[:3]),
     rule=_rule_of_decision,
 )
 _LANES = Many(_LANE_STATE, MAX_LANES, key=lambda state: state.lane)
@@ -124,7 +142,7 @@ _TYPES: dict[type, _Type] = {
             Record(Accept, _BALLOT, _EPOCH, _DECISION, rule=_rule_of_accept),
             Record(Accepted, _BALLOT, _EPOCH),
             Record(Commit, Many(_DECISION, MAX_DECISIONS, key=lambda decision: decision.epoch)),
-            Record(Report, _EPOCH, Many(_REMOVAL, MAX_MEMBERS)),
+            Record(Report, _EPOCH, Many(_REMOVAL, MAX_MEMBERS), Many(_WANT, MAX_LANES, key=lambda want: want.lane)),
             Record(Join, _MEMBER),
             Record(JoinRefused, _SLOT, _NONCE, Text(MAX_REASON_BYTES)),
             Record(Ask, _EPOCH),

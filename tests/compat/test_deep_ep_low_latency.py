@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ import epee.compat.deep_ep as deep_ep
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import BF16, PLAIN, Shape, bits, expert_outputs, inputs, quantisation
-from tests.harness import RankFailure, run_ranks
+from tests.harness import DEAD, run_ranks
+from tests.survive import stages
 
 SHAPE = Shape(num_experts=8, hidden=512, num_topk=3, max_tokens=4)
 NUM_TOKENS = (4, 1, 0, 3)
@@ -175,7 +174,7 @@ def test_mistakes_are_told_to_all_and_the_buffer_goes_on() -> None:
         assert word in told
 
 
-def _shrink(rank: int, num_ranks: int, folder: str) -> None:
+def _shrink(rank: int, num_ranks: int, folder: str) -> list[int]:
     buffer = make(enable_shrink=True)
     status = torch.full((num_ranks,), 7, dtype=torch.int32)
 
@@ -214,22 +213,18 @@ def _shrink(rank: int, num_ranks: int, folder: str) -> None:
     dist.barrier()
     a_round(2, None)
     dist.barrier()
-    (Path(folder) / f"ready{rank}").touch()
+    stages.meet(folder, "through", rank, range(num_ranks))  # nobody is in gloo's barrier any more
     if rank == 1:
-        while len(list(Path(folder).glob("ready*"))) < num_ranks:  # nobody is in gloo's barrier any more
-            time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
     for seed in range(3, 6):
         a_round(seed, 1)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(status.tolist()))
+    stages.meet(folder, "over", rank, (0, 2, 3))
+    return status.tolist()  # type: ignore[no-any-return]
 
 
 def test_with_shrink_lost_ranks_are_masked(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(_shrink, 4, str(tmp_path))
-    assert "rank 0:" not in str(caught.value), caught.value
-    for rank in (0, 2, 3):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [0, 1, 0, 0]
+    status = [0, 1, 0, 0]
+    assert run_ranks(_shrink, 4, str(tmp_path), dead={1}) == [status, DEAD, status, status]
 
 
 def _without_shrink(rank: int, num_ranks: int, folder: str) -> None:
@@ -238,20 +233,15 @@ def _without_shrink(rank: int, num_ranks: int, folder: str) -> None:
     arguments = (mine.x, mine.topk_idx, SHAPE.max_tokens, SHAPE.num_experts)
     buffer.low_latency_dispatch(*arguments)
     dist.barrier()
-    (Path(folder) / f"ready{rank}").touch()
+    stages.meet(folder, "through", rank, range(num_ranks))  # nobody is in gloo's barrier any more
     if rank == 1:
-        while len(list(Path(folder).glob("ready*"))) < num_ranks:  # nobody is in gloo's barrier any more
-            time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankFailedError, match="rank 1 is dead"):
         buffer.low_latency_dispatch(*arguments)
-    (Path(folder) / f"{rank}.json").write_text("[]")
 
 
 def test_without_shrink_a_dead_rank_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure):
-        run_ranks(_without_shrink, 2, str(tmp_path))
-    assert (tmp_path / "0.json").exists()
+    run_ranks(_without_shrink, 2, str(tmp_path), dead={1})
 
 
 def test_the_size_hint_grows_with_what_is_asked_for() -> None:

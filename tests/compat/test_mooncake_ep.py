@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
 import time
@@ -19,12 +18,12 @@ from epee.errors import InvalidArgument, UnsupportedError
 from epee.reference import latency as oracle
 from tests.compat.test_deep_ep_low_latency import check_rows
 from tests.ep.latency_cases import BF16, Shape, bits, expert_outputs, inputs
-from tests.harness import DEAD, RankFailure, run_mortal, run_ranks
+from tests.harness import DEAD, run_mortal, run_ranks
 from tests.survive import stages
 
 SHAPE = Shape(num_experts=8, hidden=512, num_topk=3, max_tokens=4)
 NUM_TOKENS = (4, 1, 0, 3)
-LONG_US = 30_000_000
+LONG_US = 300_000_000  # a wait of that length fails the test by its own time-out
 
 ENDS = "async_finish=False, return_recv_hook=False"
 SIGNATURES = {
@@ -118,7 +117,7 @@ def test_tuples_and_values(num_ranks: int, backend: str) -> None:
     run_ranks(_calls, num_ranks, backend=backend)
 
 
-def _lost(rank: int, num_ranks: int, folder: str, kind: str) -> None:
+def _lost(rank: int, num_ranks: int, folder: str, kind: str) -> list[int]:
     buffer = ep.Buffer(dist.group.WORLD)
     active = torch.ones(num_ranks, dtype=torch.int32)
     a_round(buffer, active, 0, [True] * num_ranks, timeout_us=LONG_US)
@@ -129,22 +128,19 @@ def _lost(rank: int, num_ranks: int, folder: str, kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     got = [True, True, False, True]
     for seed in range(1, 6):
-        a_round(buffer, active, seed, got, timeout_us=LONG_US if kind == "kill" else 2_000_000, use_hook=seed == 2)
+        is_awaited = kind == "stop" and seed == 1  # in vain; nobody else may be lost where the machine is busy
+        a_round(buffer, active, seed, got, timeout_us=3_000_000 if is_awaited else LONG_US, use_hook=seed == 2)
         assert active.tolist() == [1, 1, 0, 1]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(active.tolist()))
+    stages.meet(folder, "over", rank, (0, 1, 3))
     if rank == 0 and kind == "stop":
-        while not all((Path(folder) / f"{other}.json").exists() for other in (0, 1, 3)):
-            time.sleep(0.01)
         os.kill(int((Path(folder) / "victim").read_text()), signal.SIGKILL)
+    return active.tolist()
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_a_rank_that_does_not_come_is_marked_and_left_out(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(_lost, 4, str(tmp_path), kind)
-    assert "rank 0:" not in str(caught.value), caught.value
-    for rank in (0, 1, 3):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [1, 1, 0, 1]
+    active = [1, 1, 0, 1]
+    assert run_ranks(_lost, 4, str(tmp_path), kind, dead={2}) == [active, active, DEAD, active]
 
 
 def _replaced(slot: int, num_processes: int, folder: str) -> list[int]:

@@ -33,7 +33,7 @@ from tests.csrc.latency_cases import (
     send,
     wait_for,
 )
-from tests.harness import RankFailure, run_ranks
+from tests.harness import run_ranks
 
 SHORT_S, LONG_S = 1.5, 60.0  # a test that waits for the latter fails by its own time-out
 FEW, MANY = Round((3, 2, 4), use_fp8=True, seed=3), Round((9, 12, 8), use_fp8=True, seed=4)
@@ -75,7 +75,8 @@ def exchange(
     wait_for(core)
     check_received(d, packed[rank], f"rank {rank}: dispatch")
     y = expert_output(PLAN, packed[rank], rank)
-    c = bring(core, this, y, inputs[rank], d, options(this, timeout_s), active_ranks=mask)
+    # who is awaited in vain is out by now, and nobody else may be left out where the machine is busy
+    c = bring(core, this, y, inputs[rank], d, options(this, LONG_S), active_ranks=mask)
     wait_for(core)
     want = expected_sums(PLAN, this, inputs, packed, got)
     same(c.x.cpu(), want[rank], f"rank {rank}: combine")
@@ -127,6 +128,7 @@ def slow_rows(rank: int, num_ranks: int, platform: str, this: Round, op: str) ->
     check_received(d, packed[rank], f"rank {rank}: dispatch")
     if op == "combine":
         y = expert_output(PLAN, packed[rank], rank)
+        all_gather_bytes(b"at about the same time")
         c = bring(core, this, y, inputs[rank], d, options(this, timeout_s), active_ranks=mask)
         wait_for(core)
         same(c.got.cpu(), torch.tensor(without_1[rank]), f"rank {rank}: got of combine")
@@ -306,7 +308,8 @@ def killed(rank: int, num_ranks: int, platform: str, point: str) -> None:
     mask = mask_of(core, 1, 1, 1)
     for number in range(7):
         this = replace(MANY if number % 2 else FEW, is_split=point == "between", seed=number)
-        how = replace(options(this, SHORT_S), return_hook=this.is_split)
+        is_awaited = number >= 3 and bool(mask[1])  # in vain; nobody else may be left out where the machine is busy
+        how = replace(options(this, SHORT_S if is_awaited else LONG_S), return_hook=this.is_split)
         inputs, packed = expected(PLAN, this)
         if rank == 1 and number == 3:
             if point != "before":
@@ -415,14 +418,7 @@ def check_abort_ends_a_wait(platform: str) -> None:
 def check_survivors_of_a_killed_rank_go_on(platform: str) -> None:
     """Killed before, in, between and after the halves of a dispatch; an emulated launch is over when it returns."""
     for point in ("before", "during", "between", "after") if platform == "cuda" else ("before", "between"):
-        text = "nobody died"
-        try:
-            run_ranks(killed, 3, platform, point, timeout_s=50)
-        except RankFailure as failure:
-            text = str(failure)
-        assert "--- rank 1" in text
-        assert "--- rank 0" not in text, text
-        assert "--- rank 2" not in text, text
+        run_ranks(killed, 3, platform, point, timeout_s=200, dead={1})
 
 
 CHECKS = {

@@ -28,7 +28,7 @@ from tests.ep.latency_cases import (
     inputs,
     make,
 )
-from tests.harness import RankFailure, run_ranks
+from tests.harness import DEAD, run_ranks
 
 pytestmark = [
     pytest.mark.compiler,
@@ -65,7 +65,7 @@ SHAPE = Shape(num_experts=6, hidden=512, num_topk=2, max_tokens=6)
 
 def _lost(rank: int, num_ranks: int) -> list[int] | None:
     """Rank 2 ends; with a mask the others go on and know what is lost, without it is an error; then they agree."""
-    buffer = make(SHAPE, timeout=30.0)
+    buffer = make(SHAPE, timeout=300.0)  # a wait of that length fails the test by its own time-out
     given = inputs(SHAPE, [6, 3, 5], 1)
     dispatch(buffer, given[rank])
     if rank == 2:
@@ -90,14 +90,7 @@ def _lost(rank: int, num_ranks: int) -> list[int] | None:
 
 
 def test_survivors_of_a_kill_go_on_and_agree() -> None:
-    text = "nobody died"
-    try:
-        run_ranks(emulated, 3, _lost, timeout_s=100)
-    except RankFailure as failure:
-        text = str(failure)
-    assert "--- rank 2" in text
-    assert "--- rank 0" not in text, text
-    assert "--- rank 1" not in text, text
+    assert run_ranks(emulated, 3, _lost, timeout_s=200, dead={2}) == [[1, 1, 0], [1, 1, 0], DEAD]
 
 
 def _refused(rank: int, num_ranks: int) -> str:

@@ -105,26 +105,39 @@ def overflow(rank: int, num_ranks: int, platform: str) -> Any:
     return error, untouched, d.x.shape[0]
 
 
+def _await_time_out(rank: int) -> None:
+    """Let rank 1 come to a call when rank 0 has given it up."""
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["given up"])
+
+
+def _say_time_out(rank: int) -> None:
+    """Rank 0 has."""
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().set("given up", "")
+
+
 def late_peer(rank: int, num_ranks: int, platform: str) -> Any:
     buffer = open_buffer(rank, platform)
-    if rank == 1:
-        time.sleep(1.5)
+    _await_time_out(rank)
     error = _error_of(lambda: _send(buffer, rank, DispatchOptions(timeout_s=0.4)))
     if not error[0]:
         _wait_for_gpu(buffer)
         error = _error_of(buffer.check)
+    _say_time_out(rank)
     return error, _works(buffer, rank)
 
 
 def _fail_late(buffer: Throughput, rank: int) -> tuple[Received, tuple[str, str]]:
     """A dispatch without CPU sync that rank 1 enters when rank 0 has given it up; returns what rank 0 raised then."""
-    if rank == 1:
-        time.sleep(1.5)
+    _await_time_out(rank)
     given = inputs_of(CASE, rank)
     assert isinstance(given.x, torch.Tensor)
     failed = _send(buffer, rank, DispatchOptions(timeout_s=0.5, sync=False), x=given.x + 1)
     _wait_for_gpu(buffer)
-    return failed, _error_of(buffer.check)
+    error = _error_of(buffer.check)
+    _say_time_out(rank)
+    return failed, error
 
 
 def late_stores(rank: int, num_ranks: int, platform: str) -> Any:

@@ -1,13 +1,11 @@
 """What a Buffer does when something outside its arguments goes wrong: silence, death, forks, threads, closing.
 
-A rank that is to die does so by SIGKILL. The survivors' results come back through files, because the harness counts a
-death as a failure of the run.
+A rank that is to die does so by SIGKILL.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -25,11 +23,12 @@ import torch.distributed as dist
 import epee
 from epee import errors
 from tests.ep.buffer_cases import until_all_succeed
-from tests.harness import RankFailure, run_ranks
+from tests.harness import run_ranks
 from tests.survive import stages
 
 HIDDEN = 32
 NUM_TOPK = 2
+LONG_S = 300
 BEAT = "epee-beat"  # a process has one for ever, whatever it makes (`view/process/beat.py`)
 
 
@@ -170,6 +169,7 @@ def _stopped_peer(rank: int, num_ranks: int) -> str:
         except epee.EpeeError as exc:
             seen = type(exc).__name__
         if rank == 0:
+            stages.await_stop(pids[1])  # this call's time may have been over before, on a busy machine
             os.kill(pids[1], signal.SIGCONT)
         until_all_succeed(buffer, lambda: buffer.dispatch(x, idx, timeout=1))
         for _ in range(3):
@@ -187,7 +187,7 @@ def test_a_stopped_rank_is_silent_not_dead() -> None:
 # --- death ---
 
 
-def _survive(rank: int, num_ranks: int, folder: str, victim: int, when: str) -> None:
+def _survive(rank: int, num_ranks: int, folder: str, victim: int, when: str) -> dict[str, Any]:
     buffer = _buffer(num_ranks)
     for _ in range(3):
         _round(buffer)
@@ -202,9 +202,9 @@ def _survive(rank: int, num_ranks: int, folder: str, victim: int, when: str) -> 
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     try:
         while True:
-            _round(buffer, timeout=30)
+            _round(buffer, timeout=LONG_S)
     except epee.EpeeError as exc:
-        report = {
+        report: dict[str, Any] = {
             "kind": type(exc).__name__,
             "message": str(exc),
             "ranks": list(getattr(exc, "ranks", ())),
@@ -212,29 +212,24 @@ def _survive(rank: int, num_ranks: int, folder: str, victim: int, when: str) -> 
         }
     try:
         x, idx = _tokens(rank, num_ranks)
-        received = buffer.dispatch(x, idx, timeout=30)
-        buffer.combine(received.x, received.handle, timeout=30)
+        received = buffer.dispatch(x, idx, timeout=LONG_S)
+        buffer.combine(received.x, received.handle, timeout=LONG_S)
         report["again"] = received.got.tolist()
     except epee.EpeeError as exc:
         report["again"] = type(exc).__name__
     report["kept"] = torch.equal(kept.x, want)
     stages.meet(folder, "told", rank, set(range(num_ranks)) - {victim})  # who ends first is dead to the others
     buffer.close()
-    partial = Path(folder) / f"{rank}.partial"
-    partial.write_text(json.dumps(report))
-    partial.rename(Path(folder) / f"{rank}.json")
+    return report
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_survivors_of_a_kill_get_rank_failed_at_once(tmp_path: Path, victim: int, when: str) -> None:
-    """Long before the time-out of 30 s: the harness waits 5 s for them after it has seen the death."""
-    with pytest.raises(RankFailure, match=f"rank {victim}: died without a word"):
-        run_ranks(_survive, 4, str(tmp_path), victim, when)
-    for rank in range(4):
+    """Long before the time-out, of which the harness would not see the end."""
+    for rank, report in enumerate(run_ranks(_survive, 4, str(tmp_path), victim, when, dead={victim})):
         if rank == victim:
             continue
-        report = json.loads((tmp_path / f"{rank}.json").read_text())
         assert report["kind"] == "RankFailedError", report
         assert report["ranks"] == [victim]
         assert report["op"] in ("dispatch", "combine")

@@ -2,8 +2,8 @@
 
 Four ranks, one of them the victim. It acts at a given step of its second round. The survivors go on with their masks
 and compare everything with the oracle, told what each call reports in `got`: whatever the victim had sent before, a
-source is in a result as a whole or not at all. Their reports come back through files, because the harness counts a
-death as a failure of the run.
+source is in a result as a whole or not at all. Their reports come back through files, because the harness counts an
+exit as a failure of the run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tests.harness import RankFailure, run_ranks
 SHAPE = Shape(num_experts=8, hidden=256, num_topk=3, max_tokens=5)
 NUM_TOKENS = (5, 3, 4, 5)
 VICTIM = 1
-LONG_US = 30_000_000  # a wait of that length fails the test by its own time-out
-SHORT_US = 2_000_000
+LONG_US = 300_000_000  # a wait of that length fails the test by its own time-out
+SHORT_US = 3_000_000  # a busy machine may keep a rank that is well from its core for a second or two
 
 
 def outputs(x: torch.Tensor, rank: int, num_local: int) -> torch.Tensor:
@@ -145,7 +145,8 @@ def _survive(rank: int, num_ranks: int, folder: str, kind: str, when: str) -> No
 
         masked_round(buffer, mask, 1, timeout_us, step)
     for seed in range(1, 12):
-        seen.append(masked_round(buffer, mask, seed, timeout_us, late_weights=seed % 2 == 0))
+        patience_us = timeout_us if mask[VICTIM] else LONG_US  # nobody else is to be lost
+        seen.append(masked_round(buffer, mask, seed, patience_us, late_weights=seed % 2 == 0))
     agreed = buffer.sync(mask, timeout=30)
     assert torch.equal(agreed, mask[:num_ranks])
     last = masked_round(buffer, mask, 99, LONG_US)
@@ -162,11 +163,12 @@ def _survive(rank: int, num_ranks: int, folder: str, kind: str, when: str) -> No
 
 def survivors_of(kind: str, when: str, folder: Path) -> list[dict[str, Any]]:
     """Run the ranks; returns the survivors' reports."""
-    try:
-        run_ranks(_survive, 4, str(folder), kind, when, timeout_s=50.0)
-    except RankFailure as failure:
-        if any(f"rank {rank}:" in str(failure) for rank in range(4) if rank != VICTIM):
-            raise
+    if kind == "exit":
+        with pytest.raises(RankFailure) as caught:
+            run_ranks(_survive, 4, str(folder), kind, when)
+        assert all(f"rank {rank}:" not in str(caught.value) for rank in range(4) if rank != VICTIM), caught.value
+    else:
+        run_ranks(_survive, 4, str(folder), kind, when, dead={VICTIM})
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4) if rank != VICTIM]
 
 

@@ -20,6 +20,7 @@ from tests.ep import gpu_buffer_cases, test_combine_order
 from tests.ep.buffer_cases import ROUTINGS, Call, Setup, check_setups, same_bits
 from tests.ep.gpu_buffer_cases import make, times_sent, tokens
 from tests.harness import RankFailure, run_ranks
+from tests.harness.meeting import meet
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(200)]
 
@@ -90,6 +91,7 @@ def _all_cases(rank: int, num_ranks: int) -> dict[str, Any]:
     _two_buffers(num_ranks)
     for layout in ("rank", "expert"):
         _graphs(num_ranks, layout)
+    meet("all are through", rank, num_ranks)  # who ends first is dead to those who still look
     return found
 
 
@@ -288,6 +290,7 @@ def _absent(rank: int, num_ranks: int) -> dict[str, Any]:
             same_bits(buffer.combine(d.x, d.handle).x, x * times_sent(idx, num_ranks) + 0.0, "afterwards")
             torch.cuda.synchronize()
             buffer.check()
+        meet("all are through", rank, num_ranks)  # who ends first is dead to those who still look
     return found
 
 
@@ -321,7 +324,7 @@ def _death(rank: int, num_ranks: int) -> None:
     x, idx, _ = tokens(buffer, 16)
     d = buffer.dispatch(x, idx)
     torch.cuda.synchronize()
-    dist.barrier()
+    meet("the first call is over", rank, num_ranks)
     if rank == 1:
         os._exit(0)
     seen = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,21 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 100.0,
     backend: str | None = "gloo",
+    dead: Collection[int] = (),
 ) -> list[Any]:
     """Call `function(rank, num_ranks, *args)` on `num_ranks` processes and return their results in rank order.
 
     With `backend`, the default process group is initialised before the call and destroyed after it. A result that is a
-    tensor is sent by value. A rank that raises, dies or does not answer in `timeout_s` fails the test.
+    tensor is sent by value. A rank that raises, dies or does not answer in `timeout_s` fails the test, but `dead` must
+    die by SIGKILL: that takes no time from the others, and `DEAD` stands for the result.
     """
     with started(function, num_ranks, *args, timeout_s=timeout_s, backend=backend) as workers:
         fork_ahead(num_ranks)
-        return collect(workers, (), timeout_s, grace_s=20.0)
+        return collect(workers, dead, timeout_s, grace_s=20.0)
 
 
 def run_mortal(
-    function: Callable[..., Any], num_ranks: int, *args: Any, dead: set[int], timeout_s: float = 40.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, dead: set[int], timeout_s: float = 100.0
 ) -> list[Any]:
     """Call `function(rank, num_ranks, folder, *args)` on `num_ranks` processes; return results in rank order.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -87,7 +87,7 @@ def take_until(workers: Sequence[Worker], until: Callable[[], bool], timeout_s: 
     return True
 
 
-def collect(workers: Sequence[Worker], dead: Iterable[int], timeout_s: float, grace_s: float = 3.0) -> list[Any]:
+def collect(workers: Sequence[Worker], dead: Collection[int], timeout_s: float, grace_s: float = 3.0) -> list[Any]:
     """Return the results of all workers; those at positions `dead` must have died by SIGKILL, the others must not.
 
     After the first failure the others have `grace_s` more: they may wait for the one that has failed.

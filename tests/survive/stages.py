@@ -14,7 +14,7 @@ def reach(folder: str, name: str) -> None:
     (Path(folder) / f"stage-{name}").touch()
 
 
-def wait_for(folder: str, name: str, timeout_s: float = 30.0) -> None:
+def wait_for(folder: str, name: str, timeout_s: float = 60.0) -> None:
     """Wait until somebody has reached point `name`."""
     deadline = time.monotonic() + timeout_s
     while not (Path(folder) / f"stage-{name}").exists():
@@ -22,11 +22,21 @@ def wait_for(folder: str, name: str, timeout_s: float = 30.0) -> None:
         time.sleep(0.005)
 
 
-def meet(folder: str, name: str, rank: int, ranks: Iterable[int], timeout_s: float = 30.0) -> None:
+def meet(folder: str, name: str, rank: int, ranks: Iterable[int], timeout_s: float = 60.0) -> None:
     """Wait until all `ranks`, of which this is one, have come to point `name`: a barrier without a backend."""
     reach(folder, f"{name}-{rank}")
     for other in ranks:
         wait_for(folder, f"{name}-{other}", timeout_s)
+
+
+def await_stop(pid: int, timeout_s: float = 60.0) -> None:
+    """Wait until all threads of a process stand still by SIGSTOP."""
+    deadline = time.monotonic() + timeout_s
+    while not all(
+        stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.005)
 
 
 def hold_the_gil_until(fifo: str) -> None:

@@ -100,7 +100,9 @@ def zombie(rank: int, num_ranks: int, folder: str, mode: str, point: str, backen
     before = live_memory(buffer)  # nobody but the zombie writes any more
     stages.meet(folder, "looked", rank, (0, 2, 3))
     if rank == 0:
-        os.kill(int((Path(folder) / "pid1").read_text()), signal.SIGCONT)
+        sleeper = int((Path(folder) / "pid1").read_text())
+        stages.await_stop(sleeper)  # on a busy machine it may have been too slow to get there before
+        os.kill(sleeper, signal.SIGCONT)
     stages.wait_for(folder, "told")
     assert live_memory(buffer) == before, "the zombie has written into live memory"
     stages.meet(folder, "checked", rank, (0, 2, 3))
@@ -194,9 +196,12 @@ def gives_up(rank: int, num_ranks: int, folder: str) -> Any:
             buffer.dispatch(x, idx, weights, timeout=0.3)
         stages.reach(folder, "gave up")
     elif rank == 1:
+        arm(buffer, "dispatch: rows", lambda: stages.reach(folder, "waits"))
         seen = refused(lambda: buffer.dispatch(x, idx, weights))
+        stages.reach(folder, "waits")  # or it was told at once
     else:
         stages.wait_for(folder, "gave up")
+        stages.wait_for(folder, "waits")
         die()
     done, errors = go_on(buffer, 5, {}, first=3)
     return seen, done, errors

@@ -36,12 +36,7 @@ def await_stop(folder: str, rank: int) -> int:
     """Wait until all threads of a rank stand still; returns its process id."""
     stages.wait_for(folder, f"begun {rank}")
     pid = int((Path(folder) / f"pid{rank}").read_text())
-    deadline = time.monotonic() + 20.0
-    while not all(
-        stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")
-    ):
-        assert time.monotonic() < deadline, f"rank {rank} does not stop"
-        time.sleep(0.005)
+    stages.await_stop(pid)
     return pid
 
 

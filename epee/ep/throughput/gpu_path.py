@@ -42,8 +42,8 @@ from ..control.messages import ControlPlane, reason_bytes
 from ..gpu.death_notifier import Mourner
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
+from ..gpu.views import Views
 from ..handle import Combined, Dispatched, Handle, Payload, Routing, mask_of
-from ..membership.gpu_view import Views
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
 from .gpu.types import CombineOptions, DispatchOptions, Received

@@ -15,7 +15,7 @@ from typing import Any
 from ..control.bootstrap import Born
 from ..control.messages import ControlPlane
 from ..latency.birth import LatencyBorn, settle
-from .table import Decision
+from ..membership.table import Decision
 
 
 class _NoMemory:

@@ -1,13 +1,15 @@
-"""The `epee` command, or a script, in a process of its own that is forked, not started: torch need not be imported
-again, which takes seconds.
+"""The `epee` command, a script, or a program given as text in a process of its own that is forked, not started: torch
+need not be imported again, which takes seconds.
 
-The process leads a session, and the server of a command's ranks is forked, too. Nothing else differs from
-`python -m epee`, of which each command has one test, or from `python SCRIPT`.
+The process leads a session, and the server of a command's ranks is forked, too. A `Program` ends as an interpreter
+does, with all that it does then. Nothing else differs from `python -m epee`, of which each command has one test, from
+`python SCRIPT`, or from `python -c CODE`.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import ctypes
+import gc
 import multiprocessing.forkserver
 import os
 import runpy
@@ -15,13 +17,15 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from epee.cli.main import main
-from tests import harness  # noqa: F401 - says what the server imports before it forks
+from tests.harness import server
 
 T = TypeVar("T", bound="Forked")
 
@@ -40,7 +44,7 @@ class Forked:
         environment: Mapping[str, str],
         told: tuple[int, ...],
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = server.context()
         ours, theirs = context.Pipe(duplex=False)
         self._process = context.Process(
             target=_run, args=(theirs, told, str(folder), dict(environment), function, arguments)
@@ -101,6 +105,31 @@ class Script(Forked):
         super().__init__(_script, str(path), folder=path.parent, environment=environment, told=(1,))
 
 
+class Program(Forked):
+    """A running `python -c CODE ARGUMENT ...`; `stdout` has all that it prints, `write` gives it input.
+
+    Its modules have been imported before, so it is none for tests of what an import does.
+    """
+
+    def __init__(self, code: str, *arguments: str) -> None:
+        theirs, self._stdin = server.context().Pipe(duplex=False)
+        super().__init__(_program, theirs, code, arguments, folder=Path.cwd(), environment=os.environ, told=(1, 2))
+        theirs.close()
+
+    def write(self, text: str) -> None:
+        """Give the program more to read."""
+        os.write(self._stdin.fileno(), text.encode())
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """Say that there is nothing more to read, then as above."""
+        self._stdin.close()
+        return super().communicate(timeout)
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._stdin.close()
+
+
 def _run(
     output: Connection,
     told: tuple[int, ...],
@@ -134,10 +163,29 @@ def _script(path: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
+def _program(stdin: Connection, code: str, arguments: tuple[str, ...]) -> None:
+    os.dup2(stdin.fileno(), 0)
+    stdin.close()
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - multiprocessing has put another one there
+    gc.freeze()  # at the end nobody looks through what the server has imported; that would take a second
+    sys.argv = ["-c", *arguments]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main  # what the code leaves behind lives until the interpreter takes its modules down
+    status = 0
+    try:
+        exec(compile(code, "<string>", "exec"), vars(main))
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:  # noqa: BLE001 - the interpreter shows it, whatever it is
+        traceback.print_exc()
+        status = 1
+    ctypes.pythonapi.Py_Exit(status)  # the rest of `python -c`: threads, exit handlers, modules, then the C library's
+
+
 def fork_server() -> None:
     """Give this process a server of ranks, forked from it, SIGINT blocked there, as `epee.demo.launch` does it."""
-    server: Any = multiprocessing.forkserver
-    real = server.util.spawnv_passfds
+    module: Any = multiprocessing.forkserver
+    real = module.util.spawnv_passfds
 
     def fork(path: bytes, arguments: list[str], fds: Sequence[int]) -> int:
         if "forkserver" not in arguments[-1]:
@@ -153,10 +201,10 @@ def fork_server() -> None:
         finally:
             os._exit(0)
 
-    server.util.spawnv_passfds = fork
+    module.util.spawnv_passfds = fork
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    server.ensure_running()
-    server.util.spawnv_passfds = real
+    module.ensure_running()
+    module.util.spawnv_passfds = real
 
 
 def _close(fd: int) -> None:

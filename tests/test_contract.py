@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import os
 import re
 import subprocess
@@ -11,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import epee
 from epee import env, errors
+from tests.forked import Script
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "epee").rglob("*.py"))
@@ -115,15 +118,36 @@ def test_the_example_of_the_readme_is_the_one_that_is_tested() -> None:
         assert len(code.strip().splitlines()) <= 26
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_the_examples_run(path: Path) -> None:
-    """On CPU tensors, wherever this is; `tests/gpu/test_example_gpu.py` runs the second one on GPUs."""
+def run_by_torchrun(path: Path) -> str:
+    """Run an example by the README's command, which imports torch three times."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     no_gpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=no_gpus)
     assert done.returncode == 0, done.stderr
-    assert "rank 0" in done.stdout
-    assert "rank 1" in done.stdout
+    return done.stdout
+
+
+def run_as_torchrun_does(path: Path) -> str:
+    """Run an example in two forked processes with the environment that torchrun gives them."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with contextlib.ExitStack() as ends:
+        ranks = [
+            ends.enter_context(Script(path, os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for rank in range(2)
+        ]
+        told = [process.communicate(55)[0] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], told
+    return "".join(told)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_the_examples_run(path: Path) -> None:
+    """On CPU tensors, wherever this is; `tests/gpu/test_example_gpu.py` runs the second one on GPUs, by torchrun."""
+    told = run_by_torchrun(path) if path.name == "first.py" else run_as_torchrun_does(path)
+    assert "rank 0" in told
+    assert "rank 1" in told
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 import epee
 from epee.errors import AbortedError, ForkError, PeerError, ProtocolError, RankFailedError, UnsupportedError
+from tests.forked import Program
 from tests.harness import DEAD, run_ranks
 from tests.survive import stages
 
@@ -243,19 +243,12 @@ print("end", x.sum().item() > 0)
 
 @pytest.mark.parametrize("how", ["idle", "busy"])
 def test_an_exit_without_destroy_has_exit_code_0(tmp_path: Path, how: str) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", EXIT, str(rank), str(tmp_path), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        out, err = process.communicate(timeout=50)
-        assert process.returncode == 0, err
-        assert "end True" in out
+    with contextlib.ExitStack() as ends:
+        ranks = [ends.enter_context(Program(EXIT, str(rank), str(tmp_path), how)) for rank in range(2)]
+        for process in ranks:
+            out, _ = process.communicate(timeout=50)
+            assert process.returncode == 0, out
+            assert "end True" in out
 
 
 def collected(rank: int, num_ranks: int) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.distributed as dist
 import epee
 from epee.compat.mooncake import pg
 from epee.errors import InvalidArgument
+from tests.forked import Program
 from tests.harness import run_ranks
 
 MASK = torch.ones(2, dtype=torch.int32)
@@ -257,7 +256,6 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("module", ["pg", "ep"])
 def test_a_users_script_works_by_changing_its_import(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(module=module)], capture_output=True, text=True, timeout=50
-    )
-    assert done.returncode == 0, done.stderr
+    with Program(SCRIPT.format(module=module)) as process:
+        told, _ = process.communicate(50)
+        assert process.returncode == 0, told

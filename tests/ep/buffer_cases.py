@@ -296,15 +296,17 @@ def check_setups(
     setups: list[Setup],
     timeout_s: float = 40.0,
     around: Callable[..., Any] | None = None,
+    run: Callable[..., list[Any]] = run_ranks,
 ) -> None:
     """Run the setups on `num_ranks` processes and compare everything with the reference.
 
-    `around(rank, num_ranks, function, *args)` runs a rank's part on another device than the CPU.
+    `around(rank, num_ranks, function, *args)` runs a rank's part on another device than the CPU. `run` is `run_ranks`,
+    or that of a pool.
     """
     if around is None:
-        by_rank = run_ranks(run_setups, num_ranks, setups, timeout_s=timeout_s)
+        by_rank = run(run_setups, num_ranks, setups, timeout_s=timeout_s)
     else:
-        by_rank = run_ranks(around, num_ranks, run_setups, setups, timeout_s=timeout_s)
+        by_rank = run(around, num_ranks, run_setups, setups, timeout_s=timeout_s)
     for setup_idx, setup in enumerate(setups):
         for call_idx, call in enumerate(setup.calls):
             check_call(setup, call, [results[setup_idx][call_idx] for results in by_rank])

@@ -8,8 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import torch.distributed as dist
 import epee
 from epee import errors
 from tests.ep.buffer_cases import until_all_succeed
+from tests.forked import Program
 from tests.harness import run_ranks
 from tests.survive import stages
 
@@ -320,7 +319,8 @@ def test_an_error_of_the_user_between_the_calls_costs_nothing() -> None:
 
 
 _EXIT = """
-import torch, torch.distributed as dist, epee, sys
+import torch, torch.distributed as dist, epee, sys, warnings
+warnings.simplefilter("error")
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
 buffer = epee.Buffer(None, num_experts=4, hidden=64, num_topk=2, max_tokens_per_rank=8)
 kept = buffer.dispatch(torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 3))
@@ -330,16 +330,10 @@ print(int(kept.x.sum()))
 
 
 def test_exit_without_close_is_clean(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", _EXIT, str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "192"
-    assert "Traceback" not in done.stderr, done.stderr
+    with Program(_EXIT, str(tmp_path / "store")) as process:
+        told, _ = process.communicate(50)
+        assert process.returncode == 0, told
+        assert told.strip() == "192"
 
 
 # --- forks and threads ---

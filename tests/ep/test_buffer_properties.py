@@ -1,7 +1,7 @@
 """Dispatch and combine over drawn cases: any ranks, counts, routing, payload and layout agree with the reference.
 
-Hypothesis draws whole lists of buffers and calls in the parent; the ranks (real processes over real shared memory)
-run them in one go. Receive memory is poisoned, so a row that nobody wrote shows as NaN.
+Hypothesis draws whole lists of buffers and calls in the parent; the ranks (real processes over real shared memory,
+kept from list to list) run them in one go. Receive memory is poisoned, so a row that nobody wrote shows as NaN.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.ep.buffer_cases import DTYPES, ROUTINGS, Call, Setup, check_setups
+from tests.harness import Pool
 
 
 @st.composite
@@ -68,9 +69,10 @@ def _agrees(num_ranks: int, max_examples: int) -> None:
     )
     @given(drawn=st.lists(setups(num_ranks), min_size=1, max_size=3))
     def check(drawn: list[Setup]) -> None:
-        check_setups(num_ranks, drawn)
+        check_setups(num_ranks, drawn, run=pool.run_ranks)
 
-    check()
+    with Pool() as pool:  # half of the time would go into new processes
+        check()
 
 
 @pytest.mark.parametrize(("num_ranks", "max_examples"), [(1, 20), (2, 30), (3, 20), (5, 8), (8, 5)])

@@ -7,10 +7,12 @@ import os
 import signal
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from . import rank as process
 from .worker import Worker, collect
 
 
@@ -58,6 +60,18 @@ class Pool:
                 self._idle.append(worker)
             else:
                 worker.close()
+
+    def run_ranks(self, function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float) -> list[Any]:
+        """Call `function(rank, num_ranks, *args)` in a group of gloo and return the results, as `run_ranks` does."""
+        workers = self.hire(num_ranks)
+        with self.folder() as folder:
+            for rank, worker in enumerate(workers):
+                call = (process.with_group, "gloo", f"{folder}/store", function, rank, num_ranks, *args)
+                worker.start(*call, timeout_s=timeout_s)
+            try:
+                return collect(workers, (), timeout_s, grace_s=20.0)
+            finally:
+                self.release(workers)
 
     def folder(self) -> tempfile.TemporaryDirectory[str]:
         """Return a new folder for one round; use it in `with`."""

@@ -21,18 +21,18 @@ _LAST = "tests.harness.huge_pages"
 
 
 @functools.cache
-def _context() -> ForkServerContext:
-    """Name the server's modules before its first fork: the tests' own ones are those that this process has by now."""
-    context = mp.get_context("forkserver")
+def context() -> ForkServerContext:
+    """Name the server's modules before its first fork, whoever forks: of the tests, those that are imported by now."""
+    made = mp.get_context("forkserver")
     tests = [name for name in sys.modules if name.startswith("tests.")]
-    context.set_forkserver_preload([*_ALWAYS, *_USED, *tests, _LAST])
-    return context
+    made.set_forkserver_preload([*_ALWAYS, *_USED, *tests, _LAST])
+    return made
 
 
 def fork(main: Callable[..., None], *args: Any) -> tuple[ForkServerProcess, Connection]:
     """Start a process that calls `main(connection, *args)`; return it and the other end of its connection."""
-    ours, theirs = _context().Pipe()
-    process = _context().Process(target=main, args=(theirs, *args), daemon=True)
+    ours, theirs = context().Pipe()
+    process = context().Process(target=main, args=(theirs, *args), daemon=True)
     process.start()
     theirs.close()
     return process, ours

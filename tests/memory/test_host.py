@@ -9,7 +9,6 @@ import gc
 import os
 import platform
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from hypothesis import strategies as st
 from epee.errors import AuthError, InvalidState, ProtocolError, ResourceError, UnsupportedError
 from epee.memory import host, signals
 from epee.memory.host import BLOB_BYTES, HostRegion
+from tests.forked import Program
 from tests.harness import run_ranks
 
 PID, START, FD, SIZE = 8, 16, 24, 32  # offsets in a blob
@@ -186,9 +186,7 @@ print(bytes(region.words(0, 1)).hex(), flush=True)
 )
 def test_memory_of_another_user_is_refused_by_root_too(what: str, why: str) -> None:
     """The second is what a program of root holds that was started by another user with descriptors left open."""
-    command = [sys.executable, "-c", FOREIGN, what]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
+    with Program(FOREIGN, what) as child:
         blob = bytes.fromhex(child.stdout.readline())
         refused = []
         for is_writable in (True, False):
@@ -196,7 +194,7 @@ def test_memory_of_another_user_is_refused_by_root_too(what: str, why: str) -> N
                 HostRegion.attach(blob, is_writable).words(0, 1)
             except AuthError as exc:
                 refused.append(why in str(exc))
-        told = child.communicate("", timeout=20)[0].split()
+        told = child.communicate(20)[0].split()
     assert refused == [True, True]
     assert told == ["00" * 8]
 

@@ -21,6 +21,7 @@ from epee.memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from epee.view.process import beat, board
 from epee.view.process.endpoint import Endpoint, pack_endpoint, parse_endpoint
 from epee.view.protocol import messages as m
+from tests.forked import Program
 
 
 @pytest.fixture(autouse=True)
@@ -142,16 +143,13 @@ while True:
 
 
 def test_a_board_is_read_after_its_owner_was_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", DYING], stdin=-1, stdout=-1, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
+    with Program(DYING) as process:
         view = board.BoardView.attach(bytes.fromhex(process.stdout.readline()))
         found = board.find_board(process.pid)
-        process.stdin.write("\n")
-        process.stdin.flush()
+        process.write("\n")
         until(lambda: view.read().decided.epoch > 50)  # type: ignore[union-attr]
         process.kill()
-        process.wait(10)
+        process.communicate(10)
         got = view.read()
         assert got is not None
         assert got.decided.members == (m.Member(1, 1, bytes(16), b"here"),)
@@ -272,16 +270,21 @@ def test_the_heart_of_a_stopped_process_stands_still() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on fork with threads
-def test_a_forked_child_has_a_heart_of_its_own() -> None:
+def test_a_forked_child_has_a_heart_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a tick the C library holds a lock for which a child forked then waits: here one tick is over, none comes."""
+    monkeypatch.setattr(beat, "_beats", {})
+    monkeypatch.setattr(beat, "PERIOD_S", 3600.0)
     mine = beat.acquire()
     view = beat.BeatView(mine.blob)
-    until(lambda: view.count > 0)  # the C library holds a lock in a tick: fork between two
+    until(lambda: view.count > 0)
+    beat.Beat()  # whoever makes a timer waits for that lock
     child = os.fork()
     if child == 0:
         other = beat.acquire()
         os._exit(0 if other is not mine and other.blob != mine.blob else 1)
     assert os.waitpid(child, 0)[1] == 0
     before = view.count
+    mine._set(0.0005, 0.0005)
     until(lambda: view.count > before)
     beat.release(mine)
 
@@ -295,7 +298,9 @@ time.sleep(0.05)
 
 
 def test_a_process_may_end_while_its_heart_beats() -> None:
-    assert subprocess.run([sys.executable, "-c", ENDING], timeout=100).returncode == 0
+    with Program(ENDING) as process:
+        assert process.communicate(100)[0] == ""
+        assert process.returncode == 0
 
 
 def test_without_a_timer_the_heart_is_not_known(

@@ -7,7 +7,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from epee.errors import AuthError, InvalidArgument, InvalidState, ProtocolError, ResourceError
 from epee.view.transport import directory as d
+from tests.forked import Program
 
 NONCE = bytes(range(16))
 
@@ -102,9 +102,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_job_left_is_removed_by_the_next() -> None:
-    done = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, timeout=50)
-    assert done.returncode == -signal.SIGKILL
-    left = Path(done.stdout.strip())
+    with Program(DYING) as process:
+        left = Path(process.communicate(50)[0].strip())
+        assert process.returncode == -signal.SIGKILL
     assert {entry.name for entry in left.iterdir()} == {"token", "0-" + "0" * 32}
     assert d.find_jobs("dying") == []
     job = d.JobDirectory.create()

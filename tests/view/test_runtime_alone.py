@@ -40,6 +40,7 @@ from epee.view.runtime import Runtime, first_view
 from epee.view.transport import auth, connection, switchboard
 from epee.view.transport.directory import JobDirectory
 from epee.view.transport.wire import encode
+from tests.forked import Program
 
 NONCE = b"n" * 16
 
@@ -243,8 +244,9 @@ if sys.argv[1] == "thread":
 
 @pytest.mark.parametrize("way", ["end", "thread"])
 def test_a_script_that_ends_without_close_ends_well(runtime_dir: Path, way: str) -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVING, way], capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stderr) == (0, "")
+    with Program(LEAVING, way) as process:
+        told, _ = process.communicate(50)
+        assert (process.returncode, told) == (0, "")
     assert list(runtime_dir.iterdir()) == []
 
 

@@ -19,8 +19,8 @@ def demo(
 ) -> None:
     """Train a small Mixture-of-Experts language model over local processes, its tokens travelling through epee.
 
-    Shows loss, speed and bytes per link while it trains; then a text sample, and the proof that one step
-    through epee equals the same step in one dense process. Exit code 1 when a rank or the proof fails.
+    Shows loss, speed and bytes per link while it trains; then the proof that one step through epee equals
+    the same step in one dense process. Exit code 1 when a rank or the proof fails.
 
     With --kill or --stall a rank is lost on purpose: the others go on with copies of its experts, and a new process
     takes its place and its experts. The loss curve shows both moments.

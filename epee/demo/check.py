@@ -30,8 +30,8 @@ def compare_one_step(trainer: Trainer) -> dict[str, Any] | None:
     with make_buffer(settings, dist.group.WORLD, torch.float64) as buffer:
         model = Transformer(settings, buffer).double()
         model.load_state_dict(trainer.model.state_dict())
-        start = {name: whole(name, value, members) for name, value in model.state_dict().items()}
-        ours = {name: whole(name, value, members) for name, value in _step(model, [batch]).items()}
+        start = whole(model.state_dict(), members)
+        ours = whole(_step(model, [batch]), members)
     batches = zip(gather(batch[0], members), gather(batch[1], members), strict=True)
     if trainer.rank:
         return None

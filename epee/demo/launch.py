@@ -14,6 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple, cast
@@ -34,7 +35,7 @@ class _Rank(NamedTuple):
     is_mortal: bool  # its death is no failure
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """Processes that call `function(rank, send, *arguments)`, found again by its name; none is left after the block."""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -77,9 +78,6 @@ class Ranks:
         if report is not None:
             raise report
 
-    def __enter__(self) -> Ranks:
-        return self
-
     def __exit__(self, kind: object, *_: object) -> None:
         for one in self._ranks.values():
             one.process.join(_GRACE_S if kind is None else 0)  # without an error it is on its way out
@@ -99,9 +97,7 @@ def _main(connection: Connection, function: Callable[..., None], rank: int, argu
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    cast(Any, multiprocessing.parent_process()).join()
     os._exit(1)
 
 

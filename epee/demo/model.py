@@ -17,8 +17,6 @@ from ..nn import DenseMoELayer, MoELayer
 from .settings import Settings
 
 NUM_BYTES = 256
-PROMPT = b"def "
-_TEMPERATURE = 0.7
 MoE = MoELayer | DenseMoELayer
 
 
@@ -53,19 +51,16 @@ class Transformer(nn.Module):
             torch.manual_seed(settings.seed)
             self.embedding = nn.Embedding(NUM_BYTES, settings.hidden, device="cpu", dtype=torch.float32)
             self.previous = nn.Embedding(NUM_BYTES, settings.hidden, device="cpu", dtype=torch.float32)
-            self.position = nn.Embedding(settings.context, settings.hidden, device="cpu", dtype=torch.float32)
             layers = (_make_moe(settings, buffer, layer) for layer in range(settings.num_layers))
             self.blocks = nn.ModuleList(Block(settings, moe) for moe in layers)
             self.norm = nn.RMSNorm(settings.hidden, device="cpu", dtype=torch.float32)
             self.head = nn.Linear(settings.hidden, NUM_BYTES, bias=False, device="cpu", dtype=torch.float32)
-            for table, std in ((self.embedding, 0.5), (self.previous, 0.5), (self.position, 0.1)):
-                nn.init.normal_(table.weight, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`[batch, length]` int64 bytes to `[batch, length, 256]` logits."""
         # Pairs of bytes from the first layer on: attention would need the first half minute to find its neighbour.
-        previous = functional.pad(tokens, (1, 0))[:, :-1]
-        x = self.embedding(tokens) + self.previous(previous) + self.position.weight[: tokens.shape[1]]
+        # No embedding of positions: the causal mask tells enough of them for what is learned in a minute.
+        x = self.embedding(tokens) + self.previous(functional.pad(tokens, (1, 0))[:, :-1])
         for block in self.blocks:
             x = block(x)
         return cast(Tensor, self.head(self.norm(x)))
@@ -77,17 +72,6 @@ class Transformer(nn.Module):
     def layers(self) -> list[MoE]:
         """Return the Mixture-of-Experts layers, first to last."""
         return [cast(Block, block).moe for block in self.blocks]
-
-    @torch.no_grad()
-    def write(self) -> str:
-        """Return `PROMPT` and what the model adds to it, as text. Collective, as every forward is."""
-        generator = torch.Generator(device="cpu").manual_seed(self.settings.seed)
-        tokens = list(PROMPT)
-        for _ in range(self.settings.sample_bytes):
-            window = torch.tensor([tokens[-self.settings.context :]], dtype=torch.int64, device="cpu")
-            probabilities = (self(window)[0, -1] / _TEMPERATURE).softmax(-1)
-            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        return bytes(tokens).decode("utf-8", errors="replace")
 
 
 def _make_moe(settings: Settings, buffer: Buffer | None, layer: int) -> MoE:

@@ -1,4 +1,4 @@
-"""The whole story of one rank: join, train, write a sample, prove the step, report.
+"""The whole story of one rank: join, train, prove the step, report.
 
 Rank 0 sends what the parent shows and writes; the other ranks contribute through the process group and send nothing
 but how they ended (see `launch.py`).
@@ -7,7 +7,6 @@ but how they ended (see `launch.py`).
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,14 +40,13 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
             trainer.step()
     elif not Survivor(trainer, folder / "state.npz", joins).train():
         return  # lost on purpose (`--stall`), and awake again: it has no part in this any more
-    with closing(trainer.buffer):
+    with trainer.buffer:
         result = {
             "kind": "result",
             "steps": trainer.steps,
             "valid": trainer.validate(),
             "tokens": trainer.num_tokens,
             "bytes_per_link": trainer.traffic,
-            "sample": trainer.model.write(),
             "check": compare_one_step(trainer),
         }
     if rank == 0:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sysconfig
 import tempfile
 import time
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from typer import echo
 
 from ..errors import RankFailedError, UnsupportedError
 from .launch import Message, Ranks
-from .report import save, show
 from .settings import Settings
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -28,12 +30,8 @@ def run(settings: Settings) -> int:
         InvalidArgument: the settings cannot run. UnsupportedError: matplotlib is missing, or text to learn.
     """
     settings.check()
-    try:
-        import matplotlib.figure  # noqa: F401 - an extra: missed before a minute of training, not after
-    except ImportError as exc:
-        raise UnsupportedError(
-            "the demo's pictures need matplotlib, which is not installed; pip install 'epee[demo]'"
-        ) from exc
+    if find_spec("matplotlib") is None:  # an extra: missed before a minute of training, not after
+        raise UnsupportedError("the demo's pictures need matplotlib, which is not installed; pip install 'epee[demo]'")
     try:
         result = _train(settings)
     except KeyboardInterrupt:
@@ -42,9 +40,8 @@ def run(settings: Settings) -> int:
     except RankFailedError as exc:
         echo(f"{exc}\n{exc.cause}")
         return FAILED
-    show(result)
-    for path in save(settings, result):
-        echo(f"wrote {path}")
+    _show(result)
+    _save(settings, result)
     return OK if result["check"]["passed"] else FAILED
 
 
@@ -57,8 +54,7 @@ def _train(settings: Settings) -> Message:
     next_line_s = 0.0
     with tempfile.TemporaryDirectory(prefix="epee-demo-") as name, Ranks(run_rank) as ranks:
         num_bytes = (Path(name) / "text").write_bytes(read_text())
-        echo(f"{settings.num_ranks} ranks learn from {num_bytes / 1e6:.1f} MB of Python's standard library")
-        echo("starting the ranks ...")
+        echo(f"starting {settings.num_ranks} rank(s) to learn {num_bytes / 1e6:.1f} MB of Python's own modules ...")
         for rank in range(settings.num_ranks):
             ranks.start(rank, settings, Path(name), is_mortal=rank == settings.victim)
         for message in ranks.messages():
@@ -73,7 +69,7 @@ def _train(settings: Settings) -> Message:
                     for stopped in (event for event in events if event["what"] == "stall"):
                         os.kill(stopped["pid"], signal.SIGCONT)
             elif time.monotonic() >= next_line_s:
-                echo(message["text"])
+                _show_step(message)
                 next_line_s = time.monotonic() + LINE_EVERY_S
     return {**result, "events": sorted(events, key=lambda event: event["seconds"])}
 
@@ -89,3 +85,58 @@ def read_text() -> bytes:
     if len(text) < SMALLEST_BYTES:
         raise UnsupportedError(f"the demo learns from Python's own modules, and {folder} has none; use another Python")
     return text
+
+
+def links(traffic: list[list[float]]) -> str:
+    """Return the bytes of each link between two ranks as text, `0→1 12.3 MB`; a sum if they are many."""
+    ranks = range(len(traffic))
+    pairs = [(traffic[src][dst] / 1e6, f"{src}→{dst}") for src in ranks for dst in ranks if src != dst]
+    if len(pairs) > 6:
+        total, (most, link) = sum(count for count, _ in pairs), max(pairs)
+        return f"{total:,.1f} MB over {len(pairs)} links, most {link} {most:,.1f} MB"
+    return "  ".join(f"{link} {count:,.1f} MB" for count, link in pairs) or "nothing between ranks: there is one"
+
+
+def _show_step(message: Message) -> None:
+    step, seconds, loss = message["last"]
+    speed = f"{message['tokens'] / seconds:,.0f} tokens/s"
+    echo(f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}  {speed}  sent {links(message['traffic'])}")
+
+
+def _show(result: Message) -> None:
+    """Print traffic, loss, and the check."""
+    echo(f"sent {links(result['bytes_per_link'])}")
+    first, last, num_steps = result["steps"][0][2], result["valid"], len(result["steps"])
+    echo(f"loss {first:.3f} -> {last:.3f} nats per byte (validation), {result['tokens']:,} tokens in {num_steps} steps")
+    check = result["check"]
+    echo(
+        f"one step through epee against one dense process: max deviation {check['max_deviation']:.1e} (allowed "
+        f"{check['tolerance']:.0e}, {check['dtype']})  {'PASS' if check['passed'] else 'FAIL'}"
+    )
+
+
+def _save(settings: Settings, result: Message) -> None:
+    """Write the picture and the numbers into the settings' folder."""
+    picture, numbers = (Path(settings.out) / name for name in ("demo.png", "demo.json"))
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    _draw(settings, result, picture)
+    versions = {name: metadata.version(name) for name in ("epee", "torch")}
+    numbers.write_text(json.dumps({"settings": vars(settings), "versions": versions, **result}, indent=1))
+    echo(f"wrote {picture} and {numbers}")
+
+
+def _draw(settings: Settings, result: Message, path: Path) -> None:
+    """Draw the losses, with a line where a rank was lost, and one where its replacement was in."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(dpi=160, layout="constrained")  # one of its own touches neither global state nor a display
+    axes = figure.subplots()
+    _, seconds, losses = zip(*result["steps"], strict=True)
+    axes.plot(seconds, losses)
+    for event in result["events"]:
+        if event["what"] in (settings.fault, "rejoined"):
+            axes.axvline(event["seconds"], color="black", linewidth=1, linestyle="--")
+            text, top = f"rank {settings.victim}: {event['what']} ", axes.get_ylim()[1]
+            axes.text(event["seconds"], top, text, rotation=90, ha="right", va="top", fontsize=8)
+    axes.set(title=f"Loss, nats per byte; validation {result['valid']:.2f}", xlabel="seconds of training")
+    figure.savefig(path)

@@ -18,7 +18,7 @@ class Settings:
     Attributes:
         num_steps: train exactly so many steps, whatever `seconds` says.
         context: bytes that the model sees. `batch`: sequences per rank and step.
-        valid_windows: sequences per rank for the validation loss, always the same ones.
+        valid_batches: batches per rank for the validation loss.
         victim: rank that is lost in the midst of training, by the `fault` "kill" or "stall"; None: nobody.
         fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started.
     """
@@ -36,8 +36,7 @@ class Settings:
     num_topk: int = 2
     context: int = 128
     batch: int = 8
-    valid_windows: int = 32
-    sample_bytes: int = 200
+    valid_batches: int = 4
     victim: int | None = None
     fault: str = "kill"
     fault_at: float = 0.35

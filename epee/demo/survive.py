@@ -2,7 +2,7 @@
 
 What happens, in order:
 
-1. Every few steps the ranks gather the whole state, experts included, and rank 0 writes it into a file: the copy.
+1. Every few steps the ranks gather all weights, experts included, and rank 0 writes them into a file: the copy.
 2. The victim kills or stops itself in the midst of a forward. The others' calls end: in the `Buffer` at once when the
    process is dead, after `timeout_s` when it is silent; in the backend with a view without the victim.
 3. Whoever has had such an error closes its buffer and meets the others in a barrier of the group, in mode "mask": it
@@ -12,9 +12,8 @@ What happens, in order:
    `recover_ranks` behind the same step. Before that the copy is renewed; the replacement begins with it.
 5. A victim that was only stopped wakes up, asks as in 3 and is told that it was evicted.
 
-The state has, by the name of each parameter, its value and both moments of AdamW: `[3, ..]` for what all ranks share
-and `[num_experts, 3, ..]` for experts, in order. With n members each has `ceil(num_experts / n)` places; expert e has
-place e. Places at the end may be empty; no token is sent there.
+The copy has no moments of AdamW: they begin at zero on all ranks whenever experts move. With n members each has
+`ceil(num_experts / n)` places; expert e has place e. Places at the end may be empty; no token is sent there.
 """
 
 from __future__ import annotations
@@ -29,17 +28,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..backend import BackendOptions
-from ..errors import CommTimeoutError, EvictedError, MismatchError, PeerError, StaleHandleError
+from ..errors import CommTimeoutError, EvictedError, MismatchError, PeerError, RankFailedError, StaleHandleError
 from .model import Transformer, is_expert
 from .settings import SLOW_S, TIMEOUT_S, Settings
 from .train import Trainer, whole
 
 _LOSSES = (PeerError, CommTimeoutError, StaleHandleError, MismatchError)  # how a lost rank shows, here or at a peer
 _ATTEMPTS = 16  # a loss costs one, or two where a rank comes out of another call
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Survivor:
@@ -51,7 +48,6 @@ class Survivor:
     def __init__(self, trainer: Trainer, file: Path, joins: bool) -> None:
         self.trainer, self.settings, self.file = trainer, trainer.settings, file
         self.group: Any = dist.group.WORLD
-        self.members_group: Any = self.group
         self.everybody = tuple(range(self.settings.num_ranks))
         self.is_victim = trainer.rank == self.settings.victim and not joins
         self.is_replaced = joins
@@ -82,8 +78,8 @@ class Survivor:
     def save(self) -> None:
         """Write the state as it is now, or keep the one before if somebody is lost meanwhile; collective of members."""
         trainer = self.trainer
-        mine = local_state(trainer.model, trainer.optimizer)
-        state: dict[str, Any] = {name: whole(name, value, trainer.members).numpy() for name, value in mine.items()}
+        state: dict[str, Any] = whole(trainer.model.state_dict(), trainer.members)
+        self._require_all()
         if trainer.rank == 0:
             new = self.file.with_suffix(".new.npz")
             np.savez(new, num_steps=trainer.num_steps, progress=trainer.progress, **state)
@@ -94,8 +90,7 @@ class Survivor:
         trainer = self.trainer
         with np.load(self.file) as data:
             trainer.num_steps, trainer.progress = int(data["num_steps"]), float(data["progress"])
-            state = {name: torch.from_numpy(data[name]) for name, _ in trainer.model.named_parameters()}
-        restore(trainer.model, trainer.optimizer, state, trainer.num_steps)
+            restore(trainer.model, {name: torch.from_numpy(data[name]) for name in trainer.model.state_dict()})
         del trainer.steps[trainer.num_steps :]
 
     def _train_on(self) -> None:
@@ -104,15 +99,20 @@ class Survivor:
             if trainer.num_steps % settings.snapshot_every == 0:
                 self.save()
             if self.is_victim and trainer.progress >= settings.fault_at:
-                self.is_victim = False
                 trainer.model.layers()[-1].register_forward_pre_hook(self._meet_fate)
             lost = set(self.everybody) - set(trainer.members)
             called = trainer.step(call=float(bool(lost & set(self.group.waiting_ranks()))))
+            self._require_all()
             self.order_replacement()
             if not self.is_replaced:  # the end waits for the replacement, and for a step with it
                 trainer.progress = min(trainer.progress, 0.999)
             if called:
                 self._welcome(sorted(lost))
+
+    def _require_all(self) -> None:
+        """Raise `RankFailedError` if the last collective lacks a member: in mode "mask" no call fails for a loss."""
+        if lost := sorted(set(self.trainer.members) - set(self.group.last_contributors())):
+            raise RankFailedError(f"rank(s) {lost} did not contribute", lost, "demo")
 
     def _meet_fate(self, module: object, arguments: object) -> None:
         """Kill or stop this process in the midst of a forward."""
@@ -130,7 +130,7 @@ class Survivor:
     def _recover(self) -> None:
         """Agree with those who are left and go on from the copy."""
         trainer, before, again = self.trainer, self.trainer.members, self.trainer.num_steps
-        self._close()
+        trainer.buffer.close()
         dist.barrier()
         members = self.group.last_contributors()
         self.is_owed |= members != before
@@ -143,7 +143,7 @@ class Survivor:
     def _welcome(self, lost: list[int]) -> None:
         """Take in the replacement; collective of the members."""
         self.save()
-        self._close()
+        self.trainer.buffer.close()
         self.group.recover_ranks(lost, TIMEOUT_S)
         self.group.set_timeout(timedelta(seconds=SLOW_S))
         self._rebuild(self.everybody)
@@ -153,20 +153,12 @@ class Survivor:
 
     def _rebuild(self, members: tuple[int, ...]) -> None:
         """Make buffer and model for these members, from the copy, and a group if they are not all; collective."""
+        group = self.group
         if members != self.everybody:
             timeout, options = timedelta(seconds=TIMEOUT_S), backend_options(self.settings)
-            self.members_group = dist.new_group(
-                list(members), timeout, pg_options=options, use_local_synchronization=True
-            )
-        self.trainer.build(members, self.members_group)
+            group = dist.new_group(list(members), timeout, pg_options=options, use_local_synchronization=True)
+        self.trainer.build(members, group)
         self.load()
-
-    def _close(self) -> None:
-        """Let go of the buffer and of the group of those who were left; waits for nobody, idempotent."""
-        self.trainer.buffer.close()
-        group, self.members_group = self.members_group, self.group
-        if group is not self.group:
-            dist.destroy_process_group(group)
 
     def _tell(self, what: str, text: str, **facts: object) -> None:
         """Send what happened just now; `step` is the one under way or the next."""
@@ -179,27 +171,12 @@ class Survivor:
 def backend_options(settings: Settings, joins: bool = False) -> BackendOptions:
     """Return the options of the groups: a rank that is silent for so long is voted out."""
     timeout_s = SLOW_S if joins else settings.timeout_s  # a process that has just begun is slow, not stalled
-    return BackendOptions(fault_mode="mask", on_stall="evict", op_timeout=timeout_s, is_extension=joins)
+    return BackendOptions(fault_mode="mask", op_timeout=timeout_s, is_extension=joins)
 
 
-def local_state(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return a copy of what this rank has; zeros for the moments of a fresh optimiser."""
-    state = {}
-    for name, value in model.named_parameters():
-        moments = [optimizer.state[value].get(moment, torch.zeros_like(value)) for moment in _MOMENTS]
-        state[name] = torch.stack([value.detach(), *moments], int(is_expert(name)))
-    return state
-
-
-def restore(model: Transformer, optimizer: torch.optim.Optimizer, state: dict[str, Tensor], num_updates: int) -> None:
-    """Write a state over all experts into a model with some of them and its optimiser."""
-    for name, parameter in model.named_parameters():
-        value = state[name]
-        if is_expert(name):
-            first = model.layers()[0].experts.first_expert
-            places = torch.arange(first, first + len(parameter), dtype=torch.int64, device="cpu")
-            value = value[places.clamp(max=model.settings.num_experts - 1)]  # an empty place: a copy that nobody uses
-        weights, *moments = value.unbind(int(is_expert(name)))
-        parameter.data.copy_(weights)
-        optimizer.state[parameter] = {which: one.clone() for which, one in zip(_MOMENTS, moments, strict=True)}
-        optimizer.state[parameter]["step"] = torch.tensor(float(num_updates), dtype=torch.float32, device="cpu")
+def restore(model: Transformer, state: dict[str, torch.Tensor]) -> None:
+    """Write the weights of all experts, and what all ranks share, into a model with some of the experts."""
+    first = model.layers()[0].experts.first_expert
+    for name, here in model.state_dict().items():
+        value = state[name][first : first + len(here)] if is_expert(name) else state[name]
+        here[: len(value)] = value  # an empty place keeps what it has: nobody uses it

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,8 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ..ep.buffer import Buffer
-from ..errors import RankFailedError
 from .launch import Send
 from .model import Transformer, is_expert
-from .report import links
 from .settings import Settings
 
 Batch = tuple[Tensor, Tensor]
@@ -42,7 +40,7 @@ class Trainer:
         rows: `[num_ranks, num_ranks]` float64, rows that this rank (its row) dispatched to each rank (column) in
             training, backward included; the other ranks' rows are 0.
         traffic: bytes that training has sent from each rank (row) to each rank (column).
-        num_tokens: tokens that all have trained on. `began`: the start, by `time.perf_counter`.
+        num_tokens: tokens that all have trained on. `began`: rank 0's start, by `time.perf_counter`.
     """
 
     def __init__(self, rank: int, settings: Settings, text: bytes, send: Send) -> None:
@@ -53,8 +51,8 @@ class Trainer:
         self.num_steps = self.num_tokens = 0
         self.progress = 0.0
         self._generator = torch.Generator(device="cpu").manual_seed(settings.seed * 1000003 + rank)
-        self.build(tuple(range(settings.num_ranks)), dist.group.WORLD)
         self.began = time.perf_counter()
+        self.build(tuple(range(settings.num_ranks)), dist.group.WORLD)
 
     def build(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
         """Make buffer, model and optimiser over `members`, whose group it is; collective of them."""
@@ -62,6 +60,9 @@ class Trainer:
         self.buffer = make_buffer(self.settings, group, torch.float32)
         self.model = Transformer(self.settings, self.buffer)
         self.optimizer = make_optimizer(self.model)
+        began = self.rows.new_tensor([self.began])  # rank 0's: what different ranks tell is put in order by the time
+        dist.broadcast(began, 0, group)
+        self.began = float(began)
 
     def step(self, call: float = 0.0) -> float:
         """Do one step, collective; return what rank 0 `call`s the others to, above 0 for something."""
@@ -77,27 +78,22 @@ class Trainer:
         self.num_tokens += self.settings.tokens_per_rank * len(self.members)
         self.steps.append((self.num_steps, time.perf_counter() - self.began, loss))
         if self.rank == 0:
-            self._report()
+            self.send({"kind": "progress", "last": self.steps[-1], "tokens": self.num_tokens, "traffic": self.traffic})
         return call
 
     def validate(self) -> float:
-        """Return the loss on text that is never trained on; collective."""
-        num_windows = self.settings.valid_windows * len(self.members)
-        places = torch.arange(num_windows, dtype=torch.float64, device="cpu") / num_windows
-        mine = places[self.members.index(self.rank) :: len(self.members)]
+        """Return the loss on text that is never trained on, on the same windows each time; collective."""
+        generator = torch.Generator(device="cpu").manual_seed(self.rank)
         loss = torch.zeros(1, dtype=torch.float32, device="cpu")
         with torch.no_grad():
-            for chunk in mine.split(self.settings.batch):
-                batch = windows(self._text[1], chunk, self.settings.context)
-                loss += self.model.loss(*batch) * len(chunk) / num_windows
+            for _ in range(self.settings.valid_batches):
+                loss += self.model.loss(*draw(self._text[1], self.settings, generator))
         dist.all_reduce(loss)
-        require_all(self.members)
-        return float(loss)
+        return float(loss) / (self.settings.valid_batches * len(self.members))
 
     def next_batch(self) -> Batch:
         """Draw this rank's next inputs and targets, both `[batch, context]` int64."""
-        places = torch.rand(self.settings.batch, generator=self._generator, dtype=torch.float64, device="cpu")
-        return windows(self._text[0], places, self.settings.context)
+        return draw(self._text[0], self.settings, self._generator)
 
     def _agree(self, loss: float, call: float) -> list[float]:
         """Sum the shared gradients over all members, and with them loss, progress and call, which are returned."""
@@ -106,15 +102,8 @@ class Trainer:
         clock = (0.0, 0.0) if self.rank else (progress, call)
         words = torch.cat([self.rows.new_tensor([loss, *clock]), self.rows.flatten()]).float()
         words = sum_gradients(self.model, words)
-        require_all(self.members)
         self.traffic = bytes_per_link(words[3:].view_as(self.rows), self.settings.hidden)
         return cast("list[float]", words[:3].tolist())
-
-    def _report(self) -> None:
-        step, seconds, loss = self.steps[-1]
-        speed = f"{self.num_tokens / seconds:,.0f} tokens/s"
-        text = f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}  {speed}  sent {links(self.traffic)}"
-        self.send({"kind": "progress", "text": text})
 
 
 def make_buffer(settings: Settings, group: dist.ProcessGroup | None, dtype: torch.dtype) -> Buffer:
@@ -163,21 +152,15 @@ def gather(tensor: Tensor, members: tuple[int, ...]) -> Tensor:
     """Return `[num_members, *shape]`: the tensor of every member, on every member (collective)."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
-    require_all(members)
     return torch.stack([parts[rank] for rank in members])
 
 
-def whole(name: str, value: Tensor, members: tuple[int, ...]) -> Tensor:
-    """Return a copy of what all members have of a parameter: an expert's is spread over them. Collective."""
-    value = value.detach()
-    return gather(value, members).flatten(0, 1) if is_expert(name) else value.clone()
-
-
-def require_all(members: tuple[int, ...]) -> None:
-    """After a collective: raise `RankFailedError` if it lacks a member. In mode "mask" no call fails for a loss."""
-    group: Any = dist.group.WORLD
-    if lost := sorted(set(members) - set(group.last_contributors())):
-        raise RankFailedError(f"rank(s) {lost} did not contribute", lost, "demo")
+def whole(state: dict[str, Tensor], members: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return a copy of what all members have by the names of parameters: experts' are spread over them. Collective."""
+    return {
+        name: gather(value, members).flatten(0, 1) if is_expert(name) else value.clone()
+        for name, value in state.items()
+    }
 
 
 def split_text(text: bytes) -> list[Tensor]:
@@ -186,10 +169,11 @@ def split_text(text: bytes) -> list[Tensor]:
     return list(values.tensor_split([len(values) - len(values) // 20]))
 
 
-def windows(source: Tensor, places: Tensor, context: int) -> Batch:
-    """Return inputs and targets, both `[num_windows, context]` int64, of windows at `places` from 0 to below 1."""
-    starts = (places * (len(source) - context)).long()
-    window = source[starts[:, None] + torch.arange(context + 1, dtype=torch.int64, device="cpu")].long()
+def draw(text: Tensor, settings: Settings, generator: torch.Generator) -> Batch:
+    """Draw windows of a text; return inputs and targets, the bytes one further, both `[batch, context]` int64."""
+    num_starts, shape = len(text) - settings.context, (settings.batch, 1)
+    starts = torch.randint(num_starts, shape, generator=generator, dtype=torch.int64, device="cpu")
+    window = text[starts + torch.arange(settings.context + 1, dtype=torch.int64, device="cpu")].long()
     return window[:, :-1], window[:, 1:]
 
 

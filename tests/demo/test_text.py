@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from epee.demo import run
-from epee.demo.train import split_text, windows
+from epee.demo.settings import Settings
+from epee.demo.train import draw, split_text
 from epee.errors import UnsupportedError
 
 
@@ -34,12 +35,17 @@ def test_a_python_without_sources_is_refused_with_a_remedy(tmp_path: Path, monke
 
 def test_targets_are_the_next_bytes_and_windows_stay_inside() -> None:
     source = torch.arange(200, dtype=torch.uint8)
-    almost_one = 1 - torch.finfo(torch.float64).eps / 2
-    inputs, targets = windows(source, torch.tensor([0.0, 0.5, almost_one], dtype=torch.float64), 16)
-    assert torch.equal(inputs + 1, targets)
-    assert inputs[0, 0] == 0
-    assert targets[-1, -1] == 199
-    places = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    inputs, targets = windows(source, places, 16)
-    assert torch.equal(inputs + 1, targets)
+    settings = Settings(batch=5000, context=16)
+    inputs, targets = draw(source, settings, torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (5000, 16)
+    assert torch.equal(inputs[:, :1] + torch.arange(17), torch.cat([inputs, targets[:, -1:]], 1))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert inputs[:, 0].unique().tolist() == list(range(184)), "each byte is in a window, the first and the last, too"
     assert targets.max() == 199
+
+
+def test_windows_depend_on_the_generator_only() -> None:
+    source = torch.arange(200, dtype=torch.uint8)
+    one, same, other = (draw(source, Settings(context=16), torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    assert torch.equal(one[0], same[0])
+    assert not torch.equal(one[0], other[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from epee.demo.report import links
+from epee.demo.run import links
 from epee.demo.train import bytes_per_link
 
 

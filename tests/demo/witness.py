@@ -9,7 +9,7 @@ import numpy as np
 
 from epee.demo import rank
 from epee.demo.launch import Send
-from epee.demo.survive import Survivor, local_state
+from epee.demo.survive import Survivor
 
 
 class Witness(Survivor):
@@ -18,7 +18,7 @@ class Witness(Survivor):
     def _write(self, name: str) -> None:
         folder = Path(self.settings.out) / "witness"
         folder.mkdir(parents=True, exist_ok=True)
-        state = local_state(self.trainer.model, self.trainer.optimizer)
+        state = self.trainer.model.state_dict()
         np.savez(folder / f"{name}-{self.trainer.rank}", **{key: value.numpy() for key, value in state.items()})
 
     def save(self) -> None:

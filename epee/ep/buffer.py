@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, InvalidArgument
+from ..errors import EpeeError, InvalidArgument, MismatchError
 from ..view.process.detector import DeathWatch
 from .calls import Calls
 from .checks import (
@@ -436,7 +436,12 @@ class Buffer(Calls):
         """Run `sync` on a lane."""
         assert how.active_ranks is not None
         counted = sum(1 << rank for rank, mark in enumerate(how.active_ranks[: self.num_ranks].tolist()) if mark)
-        self._exchange.membership.agree(counted, time.monotonic() + how.timeout_s, self._meet)
+        deadline = time.monotonic() + how.timeout_s
+        try:
+            self._exchange.membership.agree(counted, deadline, self._meet)
+        except MismatchError as error:
+            self._refuse(OP_GATHER, error, deadline)
+            raise
         agreed = mask_of(self._exchange.members, self.num_ranks)
         how.active_ranks[: self.num_ranks] = agreed
         return agreed

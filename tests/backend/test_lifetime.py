@@ -237,7 +237,7 @@ if how == "busy":
 store = dist.distributed_c10d._get_default_store()
 store.set(f"through {rank}", "")
 store.wait([f"through {1 - rank}"])  # calls to one that has ended would be refused
-print("end", x.sum().item() > 0)
+print(f"end {x.sum().item() > 0}")
 """
 
 

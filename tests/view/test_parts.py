@@ -37,7 +37,7 @@ def told(*calls: tuple[int, int]) -> dict[int, tuple[LaneState, ...]]:
 
 
 def put_out() -> Decision:
-    """Slot 2 of three is out of the lane; it had completed one call more than the others."""
+    """Slot 2 of three is out of the lane; it had completed one call more than the others, which does not count."""
     return compose(first(3), told((3, 5), (3, 4), (4, 4)), {}, wants=(OUT,))
 
 
@@ -46,7 +46,7 @@ def test_who_is_put_out_stays_in_the_job_and_counts_up_to_a_cut() -> None:
     assert decision.members == first(3).members
     assert decision.removed == ()
     assert decision.parts == (Part(LANE, 2, 1, -2),)
-    assert (decision.cuts[0], decision.starts[0]) == (Cut(LANE, 4), Start(LANE, 6))
+    assert (decision.cuts[0], decision.starts[0]) == (Cut(LANE, 3), Start(LANE, 6))
     assert parts_of(decision, LANE) == {0: 1, 1: 1}
     assert parts_of(decision, OTHER) == {0: 1, 1: 1, 2: 1}
     assert not is_null(decision, first(3))
@@ -100,9 +100,9 @@ def test_calls_of_the_lane_take_it_for_a_loss_and_other_lanes_do_not() -> None:
     assert one.add(put_out())
     assert not Course(OTHER, first(3), raises=True).add(put_out())
     whole = lambda slot, epoch, seq: True  # noqa: E731 - what it shows does not count: it still lives
-    assert not one.place(4, whole).failed
-    assert one.place(5, whole).failed
-    assert one.place(5, whole).lost == (2,)
+    assert not one.place(3, whole).failed
+    assert one.place(4, whole).failed
+    assert one.place(4, whole).lost == (2,)
     assert one.contributors(7, 2) == (0, 1)
 
 

@@ -418,7 +418,11 @@ class Survivor:
             self._told = self.roster.heard
             self.turn("sync", deadline)
 
-        sync = Sync(self._rank, self.roster, self._line, self._inboxes.line_of, next_call, look)
+        def is_elsewhere(rank: int) -> bool:
+            in_epoch = not self.has_turned and rank in self._exchange.members
+            return in_epoch and self._exchange.waits_in_next(rank)
+
+        sync = Sync(self._rank, self.roster, self._line, self._inboxes.line_of, next_call, is_elsewhere, look)
         try:
             sync.agree(counted, deadline, enter, meet)
         finally:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...errors import CommTimeoutError, EvictedError, NoQuorumError, PeerError, context
+from ...errors import CommTimeoutError, EvictedError, MismatchError, NoQuorumError, PeerError, context
 from ...memory.signals import tag, untag
 from ...view.protocol.messages import Member
 from ...view.protocol.quorum import has_quorum
@@ -72,7 +72,8 @@ class Sync:
         roster: who takes part, and who is out.
         line: this rank's.
         line_of: returns the line of a member, None where it has none.
-        mark: returns the next call of this rank in an epoch.
+        next_call: returns the number of this rank's next call in an epoch.
+        is_elsewhere: whether a rank waits in that call, which may be another than sync.
         look: called in waits with the ranks that are waited for; raises what ends them.
     """
 
@@ -83,6 +84,7 @@ class Sync:
         line: Line,
         line_of: Callable[[int, Member], Line | None],
         next_call: Callable[[int], int],
+        is_elsewhere: Callable[[int], bool],
         look: Callable[[list[int]], None],
     ) -> None:
         self._rank = rank
@@ -90,6 +92,7 @@ class Sync:
         self._line = line
         self._line_of = line_of
         self._next_call = next_call
+        self._is_elsewhere = is_elsewhere
         self._look = look
         self._absent: tuple[int, frozenset[int]] = (0, frozenset())  # in an epoch: came, and did not meet
         self._wanted_since: tuple[int, float] = (0, 0.0)  # in an epoch of the buffer
@@ -108,6 +111,7 @@ class Sync:
 
         Raises:
             NoQuorumError: too few came to decide, or the others agreed without this rank.
+            MismatchError: a rank that is counted on makes another call.
             EvictedError, NoQuorumError: this process cannot go on.
         """
         self._counted = counted | 1 << self._rank
@@ -158,6 +162,7 @@ class Sync:
             now = time.monotonic()
             if is_member and came.ranks == came.view.members.keys() and (now > deadline or not came.awaited):
                 return came
+            self._check_calls(came)
             if came.view.epoch != epoch or (came.is_behind and now > patience):
                 epoch, patience = came.view.epoch, max(deadline, now + MEET_S)
             is_late = now > (patience if came.silent or not is_member else deadline)
@@ -171,6 +176,13 @@ class Sync:
                 os.sched_yield()
             else:
                 time.sleep(_LOOK_S)
+
+    def _check_calls(self, came: Came) -> None:
+        """Raise where one that is waited for waits itself, in another call: it shows that it comes before it calls."""
+        others = {rank for rank in came.awaited & came.silent if self._is_elsewhere(rank)}
+        if others and (others := others - self._who_came().ranks) and self._roster.view is came.view:
+            where = context("sync", rank=self._rank, peer=min(others), epoch=came.view.epoch)
+            raise MismatchError(f"{where}: rank {min(others)} makes another call; all ranks must call sync with a mask")
 
     def _who_came(self) -> Came:
         heard, view = self._roster.heard, self._roster.view

@@ -14,7 +14,7 @@ remember who was there.
 A member takes part in each lane that it belongs to since it joined the job, unless a decision has put it out of one, or
 taken it back: that is what `parts` keeps, from decision to decision, as long as the process is a member and the lane is
 used. Who comes back is a newcomer to the lane: it takes part since that epoch, from the lane's `start`. Who is put out
-counts up to the lane's cut, as one does who is voted out. Of those who are out nothing counts.
+counts up to the lane's cut, as one that is voted out. What those tell who go or are out makes neither cut nor start.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def compose(
             staying[member.slot] = member
         else:
             removed.append(Removal(member.slot, member.incarnation, cause))
-    told = _told(current, {slot: states for slot, states in lanes.items() if slot in staying})
     used = {state.lane for states in lanes.values() for state in states} if staying.keys() <= lanes.keys() else None
     parts = _parts(current, staying, wants, used)
+    told = _told((*current.parts, *parts), {slot: states for slot, states in lanes.items() if slot in staying})
     stalled = any(removal.cause == STALLED for removal in removed) or any(p.since == -current.epoch - 1 for p in parts)
     for joiner in joiners:
         if joiner.slot not in staying:
@@ -68,9 +68,9 @@ def compose(
     )
 
 
-def _told(current: Decision, lanes: Mapping[int, Sequence[LaneState]]) -> list[LaneState]:
-    """Return what is told of lanes by those who take part in them."""
-    out = {(part.lane, part.slot) for part in current.parts if part.since < 0}
+def _told(parts: Iterable[Part], lanes: Mapping[int, Sequence[LaneState]]) -> list[LaneState]:
+    """Return what those tell of lanes who are in them before and after; `parts`: of both."""
+    out = {(part.lane, part.slot) for part in parts if part.since < 0}
     return [state for slot, states in lanes.items() for state in states if (state.lane, slot) not in out]
 
 

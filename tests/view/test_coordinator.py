@@ -13,6 +13,7 @@ from epee.view.protocol.messages import (
     Decision,
     Promise,
     Removal,
+    Want,
 )
 from tests.view.agents import first, member
 
@@ -134,3 +135,18 @@ def test_a_repeated_request_has_the_occupant_asked_once_more() -> None:
     assert joins.unprobed(occupants, ()) == []
     joins.note(member(2, 0, 5), 0.2, True)
     assert joins.unprobed(occupants, ()) == [request]
+
+
+def test_a_lane_is_not_changed_without_the_promise_of_one_who_is_spared_at_the_last_moment() -> None:
+    """Slot 2 is accused, and silent; it stays because slot 4 has died, and then it has a part in what is wanted."""
+    one = Campaign(BALLOT, first(5))
+    for slot in (0, 1):
+        one.note_promise(slot, Promise(BALLOT, 1, NO_BALLOT, None, ()))
+    facts = CALM._replace(gone={4: DEAD}, boards={4: BLANK}, accusers={2: frozenset({0})}, waited_s=1.5)
+    decision = one.choose(facts._replace(wants=(Want(7, (0, 1, 2), (3,)),)), 1.0, 2.0)
+    assert decision is not None
+    assert [removal.slot for removal in decision.removed] == [4]
+    assert decision.parts == ()
+    decision = one.choose(facts._replace(wants=(Want(7, (0, 1), (3,)),)), 1.0, 2.0)
+    assert decision is not None
+    assert [(part.slot, part.since) for part in decision.parts] == [(3, -2)]

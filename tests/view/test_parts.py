@@ -174,6 +174,24 @@ def test_a_want_does_not_outlive_the_epoch_in_which_it_was_formed() -> None:
     assert {epoch for epoch, _ in group.views()} == {2}
 
 
+def test_a_want_that_cannot_be_met_does_not_hold_up_calls_again_and_again() -> None:
+    group = group_of(3)
+    group.holding.add(member(1).nonce)
+
+    def want_for(seconds: float) -> int:
+        before = len(group.told[member(0).nonce])
+        for _ in range(round(seconds / 0.1)):
+            group.post(member(0), Wanted(OUT, group.agents[member(0).nonce].epoch))
+            group.late(0.1)
+        return len(group.told[member(0).nonce]) - before
+
+    assert want_for(3.2) <= 4  # null decisions: each ends a freeze, and a pause of `patience_s` follows
+    group.holding.clear()
+    group.post(member(1), Frozen(group.agents[member(1).nonce].epoch, group.lanes[member(1).nonce]))
+    assert want_for(2.0) > 0
+    assert lanes_of(group) == {(0, 1)}
+
+
 def test_of_two_wants_for_a_lane_the_first_is_met() -> None:
     group = group_of(3)
     group.post(member(0), Wanted(OUT, 1))

@@ -76,9 +76,6 @@ class Membership(Protocol):
     def has_losses_to_tell(self) -> bool:
         """Return whether the next call will raise a loss."""
 
-    def agree(self, counted: int, deadline: float, meet: Callable[[float], None]) -> None:
-        """Agree on who takes part, and `meet` them; `counted`: bits of the ranks that this one counts on."""
-
     def close(self) -> None:
         """Let go of all memory."""
 
@@ -139,10 +136,6 @@ class FixedMembership:
     def has_losses_to_tell(self) -> bool:
         """Return False."""
         return False
-
-    def agree(self, counted: int, deadline: float, meet: Callable[[float], None]) -> None:
-        """Meet: all take part."""
-        meet(deadline)
 
     def close(self) -> None:
         """Do nothing."""

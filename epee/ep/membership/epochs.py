@@ -1,4 +1,4 @@
-"""How a CPU buffer goes on when ranks of its group die, are voted out or put out, or come back.
+"""How a CPU buffer goes on when ranks of its group die, are voted out or come back.
 
 A buffer is in one **epoch** at a time: that of the newest view that concerned its ranks (`group_view.py`). Each epoch
 has inboxes and arenas of its own, made by its members for its members, and its calls are counted from 1. What a zombie
@@ -51,7 +51,7 @@ from ...memory.claim import has_ended
 from ...memory.signals import futex_sleep
 from ...view.group import GroupInView
 from ...view.process.detector import is_torn_down
-from ...view.protocol.messages import PUT_OUT, STALLED
+from ...view.protocol.messages import STALLED
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn
 from .birth import Begun, begin
@@ -59,7 +59,6 @@ from .call_outcome import Contest, Record, Verdict, after, judge, missing
 from .group_view import View, failure
 from .inboxes import Inboxes, Met, Peer
 from .registry import FRESH_NS, GATHERED, ISSUED, NUMBER, VIEW, WITHDRAWN, Line, at_fault
-from .sync import Sync
 
 logger = logging.getLogger("epee")
 
@@ -164,17 +163,12 @@ class Survivor:
             Turned: the view has changed; where a payload is waited for: that rank is gone.
             EvictedError, NoQuorumError: this process cannot go on.
         """
-        self._check()
+        self.roster.check()
         if self.is_gone(src) if is_data else self.has_turned:
             raise Turned
         pid, start_time = self._peers[src].process
         if has_ended(pid, start_time) or is_torn_down(pid, start_time):
             self.roster.look_at(src)  # the agent's own sources may be later
-
-    def _check(self) -> None:
-        """Raise why this rank's calls cannot end well."""
-        self.roster.check()
-        self.roster.require_part(self._rank)
 
     def patience(self, deadline: float) -> float:
         """Return until when to wait now that the view has changed: the others begin anew, and so does the time-out.
@@ -247,7 +241,6 @@ class Survivor:
         started = time.monotonic()
         self._op, view = op, None
         while True:
-            self.roster.require_part(self._rank)
             if view is not self.roster.view:
                 view, deadline = self.roster.view, self.patience(deadline)
             stayed, ended = self._records(view)
@@ -281,7 +274,7 @@ class Survivor:
             member = view.members.get(rank)
             if member is not None and member.incarnation == peer.incarnation:
                 stayed[rank] = peer.line.record()
-            elif self.roster.cause(rank, peer.incarnation) not in (STALLED, PUT_OUT):
+            elif self.roster.cause(rank, peer.incarnation) != STALLED:
                 ended[rank] = peer.line.record()
         return stayed, ended
 
@@ -309,7 +302,7 @@ class Survivor:
     def _look(self, rank: int, what: str, seq: int, started: float, deadline: float) -> None:
         """Between two looks at what a rank does: see whether to go on waiting."""
         self._interrupt()
-        self._check()
+        self.roster.check()
         self.show(self._op, seq or self._exchange.seq + 1, [rank])
         now = time.monotonic()
         if now <= deadline:
@@ -337,7 +330,7 @@ class Survivor:
         incarnation = self._peers[rank].incarnation
         while not self.roster.is_gone(rank, incarnation):
             self._interrupt()
-            self._check()
+            self.roster.check()
             if time.monotonic() > deadline or self.roster.is_alive(rank):
                 return False
             self._nap(self._line, VIEW, self.roster.newest)
@@ -386,12 +379,9 @@ class Survivor:
         """
         if self.roster.newest == self._exchange.epoch:
             return
-        self._check()
+        self.roster.check()
         self._op = op
-        if self._peers and self.roster.is_gone(self._rank, self._peers[self._rank].incarnation):
-            self._drop_last()
-        else:
-            self._settle_last(deadline)
+        self._settle_last(deadline)
         while not self._enter(self.roster.view, op, deadline):
             deadline = self.patience(deadline)
         if self._refusal is not None:
@@ -402,39 +392,6 @@ class Survivor:
     def has_losses_to_tell(self) -> bool:
         """Return whether the next call will raise a loss."""
         return self.raises and bool(self.roster.losses(self._told))
-
-    def agree(self, counted: int, deadline: float, meet: Callable[[float], None]) -> None:
-        """Agree with the others on who takes part, and meet them (`sync.py`); losses are told by what that ends in."""
-
-        def look(silent: list[int]) -> None:
-            self._interrupt()
-            self.roster.check()
-            self.show("sync", self._exchange.seq + 1, silent)
-
-        def next_call(epoch: int) -> int:
-            return self._exchange.seq + 1 if self._exchange.epoch == epoch else 1
-
-        def enter(deadline: float) -> None:
-            self._told = self.roster.heard
-            self.turn("sync", deadline)
-
-        def is_elsewhere(rank: int) -> bool:
-            in_epoch = not self.has_turned and rank in self._exchange.members
-            return in_epoch and self._exchange.waits_in_next(rank)
-
-        sync = Sync(self._rank, self.roster, self._line, self._inboxes.line_of, next_call, is_elsewhere, look)
-        try:
-            sync.agree(counted, deadline, enter, meet)
-        finally:
-            self.hide()
-
-    def _drop_last(self) -> None:
-        """Forget what this rank did in the lane before it was put out and taken back: nobody waits for it."""
-        exchange = self._exchange
-        exchange.end.close()
-        exchange.end.lost = ""
-        exchange.gathered = exchange.seq
-        self._refusal = None
 
     def _settle_last(self, deadline: float) -> None:
         """Find out about a call that was refused or given up before it was gathered; if it moves it is refused again.

@@ -8,9 +8,7 @@ registry is stamped with it (`call_outcome.py` says why).
 Who calls: `decided` and `trouble` on the agent thread; all else on the thread of a call. The lock is held for some
 microseconds at a time and nobody waits under it.
 
-A process that has a rank's slot in the job but no part in the group (it joined for another group) does not count. Who
-was put out of the buffer (`sync.py`) is out of its epochs, but stays known; for the buffer, the incarnation of a member
-is the epoch since which it takes part.
+A process that has a rank's slot in the job but no part in the group (it joined for another group) does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
@@ -27,8 +25,7 @@ from ...view.awaited import Awaited, kind_of_loss
 from ...view.founding import Place
 from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
-from ...view.protocol.decision import BLANK, parts_of
-from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
+from ...view.protocol.messages import STALLED, Decision, LaneState, Member
 
 if TYPE_CHECKING:
     from .registry import Line
@@ -72,11 +69,10 @@ class Loss(NamedTuple):
 
 
 class View(NamedTuple):
-    """The present epoch: its number, the member that has each rank, and members of the job that were put out."""
+    """The present epoch: its number and the member that has each rank."""
 
     epoch: int
     members: Mapping[int, Member]
-    out: Mapping[int, Member]
 
 
 class Roster:
@@ -99,11 +95,10 @@ class Roster:
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
         self._line: Line | None = None
         self._heard = 0
-        self._last = BLANK
         self._is_over = False
         self._trouble: Exception | None = None
         self.newest = 0
-        self.view = View(0, {}, {})
+        self.view = View(0, {})
         self._replay()
 
     def watch(self, number: int, line: Line, floor: int, timeout_s: float) -> None:
@@ -121,15 +116,13 @@ class Roster:
         self._lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
         with self.lock:
             self._line = line
-            now = self._view_of(self._last)  # who is out could not be known without the buffer's number
-            self.view = now._replace(epoch=max(now.epoch, self.view.epoch))
         state = LaneState(self._lane, 0, 0)
         row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
         self._awaited.begin(self._lane, row)
         self._replay()
         with self.lock:
             self.newest = max(self.view.epoch, floor)
-            self.view = self.view._replace(epoch=self.newest)
+            self.view = View(self.newest, self.view.members)
             line.stamp(self.view.epoch)
 
     def _replay(self) -> None:
@@ -155,38 +148,23 @@ class Roster:
         with self.lock:
             if decision.epoch <= self._heard:
                 return
-            self._heard, self._last = decision.epoch, decision
-            old, new = self.view, self._view_of(decision)
-            if old.epoch:
-                has_changed = _incarnations(new.members) != _incarnations(old.members)
-                new = new._replace(epoch=decision.epoch if has_changed else old.epoch)
-            self._note_causes(old, new, decision)
-            self.view = new
-            self.newest = new.epoch
-            if new.epoch != old.epoch and self._line is not None:
-                self._line.stamp(new.epoch)
-
-    def _view_of(self, decision: Decision) -> View:
-        """Return what a decision says by itself; its epoch is the first in which it can have been so."""
-        since = parts_of(decision, self._lane)
-        ours = {self._rank_of[m.slot]: m for m in decision.members if self._is_ours(m)}
-        members = {rank: m._replace(incarnation=since[m.slot]) for rank, m in ours.items() if m.slot in since}
-        out = {rank: m for rank, m in ours.items() if rank not in members}
-        changed = [abs(part.since) for part in decision.parts if part.lane == self._lane]
-        epochs = [*changed, *(member.incarnation for member in members.values())]
-        return View(max(epochs, default=0), members, out)
-
-    def _note_causes(self, old: View, new: View, decision: Decision) -> None:
-        removed = {removal.slot: removal for removal in decision.removed}
-        for rank, member in old.members.items():
-            if rank in new.members and new.members[rank].incarnation == member.incarnation:
-                continue
-            cause = removed[member.slot].cause if member.slot in removed else PUT_OUT
-            self._causes.setdefault((rank, member.incarnation), (decision.epoch, cause))
-        if not old.epoch:
+            self._heard = decision.epoch
+            members = {self._rank_of[m.slot]: m for m in decision.members if self._is_ours(m)}
             for removal in decision.removed:
-                rank = self._rank_of.get(removal.slot, -1)
-                self._causes.setdefault((rank, removal.incarnation), (decision.epoch, removal.cause))
+                rank = self._rank_of.get(removal.slot)
+                if rank is not None:
+                    self._causes.setdefault((rank, removal.incarnation), (decision.epoch, removal.cause))
+            if not self.view.epoch:  # the first that is remembered: nobody can have come later than he came
+                epoch = max((member.incarnation for member in members.values()), default=0)
+            elif _incarnations(members) != _incarnations(self.view.members):
+                epoch = decision.epoch
+            else:
+                epoch = self.view.epoch
+            is_new = epoch != self.view.epoch
+            self.view = View(epoch, members)
+            self.newest = epoch
+            if is_new and self._line is not None:
+                self._line.stamp(epoch)
 
     def trouble(self, error: Exception) -> None:
         """Take note that the agent thread has failed; all else is in `Runtime.error`."""
@@ -218,23 +196,6 @@ class Roster:
             raise _renewed(error)
         if self._trouble is not None:
             raise InvalidState(str(self._trouble))
-
-    def require_part(self, rank: int) -> None:
-        """Raise `EvictedError` when this process's rank was put out of the buffer and may come back."""
-        view = self.view
-        if rank in view.out:
-            raise EvictedError(
-                f"rank {rank} was put out of this buffer in epoch {view.epoch}: it did not come to sync; call "
-                "buffer.sync(active_ranks) together with the others to come back",
-                [rank],
-                epoch=view.epoch,
-                cause=PUT_OUT,
-            )
-
-    def want(self, members: Iterable[int], out: Iterable[int], heard: int) -> None:
-        """Ask that these ranks take part and those do not; `heard`: the newest epoch of the job when that was found."""
-        slots = [tuple(sorted(self.seat.slots[rank] for rank in ranks)) for ranks in (members, out)]
-        self.seat.runtime.want(Want(self._lane, *slots), heard)
 
     def is_gone(self, rank: int, incarnation: int) -> bool:
         """Return whether the process that had `rank` is a member no more."""

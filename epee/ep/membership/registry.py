@@ -7,8 +7,7 @@ the buffers that run, nor the others to find its own.
 
     header  magic, number of the newest buffer, blob of the region
     line    number of the buffer (0: none), record (`verdict.Record`, word by word), for whom this rank waits and when
-            it said so last, to which call it has come to sync and whom it counts on there (`sync.py`), view for which
-            the inbox was made, blob of the inbox, words of the config
+            it said so last, view for which the inbox was made, blob of the inbox, words of the config
 
 Order: a line's number is stored last when it is made (after it only the newest number in the header) and first when it
 ends; the blob of an inbox lies between two stores of the view it is for (0, then the view), and a reader looks at the
@@ -43,7 +42,7 @@ _MAGIC = int.from_bytes(b"epeebuf1", "little")
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
 _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64
-NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, SYNC, COUNTED, INBOX_VIEW, INBOX = range(12)
+NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, INBOX_VIEW, INBOX = range(10)
 CONFIG = INBOX + _BLOB_WORDS
 _NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
 assert _OWN_BLOB + _BLOB_WORDS <= _LINE_WORDS
@@ -94,12 +93,6 @@ class Line:
         """Return for whom the rank waits, as a mask; 0 when it has not said so lately."""
         is_fresh = time.monotonic_ns() - self.words[BLAMED_AT] < FRESH_NS
         return self.words[BLAMED] if is_fresh else 0
-
-    def come_to_sync(self, mark: int, counted: int) -> None:
-        """Show to which call this rank has come to sync, and on whom it counts; 0: to none. Only the owner."""
-        if self.words[SYNC] != mark or not mark:
-            self.words[COUNTED] = counted
-            self.words[SYNC] = mark
 
     def lend_inbox(self, view: int, blob: bytes) -> None:
         """Show the blob of the inbox that this process has made for `view`. Only the owner."""

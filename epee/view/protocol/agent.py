@@ -285,7 +285,11 @@ class Agent(Proposer):
         was_frozen = self._freezing or self._lanes is not None
         changed = not is_null(decision, self.decided)
         self.me = mine
-        self._tries = self._tries + bool(self._wants) if not changed else 0
+        if changed:
+            self._tries = 0
+        elif self._wants:
+            self._tries += 1
+            self._no_wants_before = self._t + self.settings.patience_s
         own = {part.lane: part.since for part in decision.parts if part[1:3] == mine[:2]}
         self._came_back = {lane: came for lane, came in self._came_back.items() if lane in own}
         self._came_back.update((lane, decision) for lane, since in own.items() if since == decision.epoch)

@@ -113,4 +113,6 @@ class Campaign:
                 return None
             else:
                 wanted, joiners = set(), ()  # what the dead leave cannot wait; the rest is for a later epoch
+        unheard = self.slots - facts.gone.keys() - self.promises.keys() - wanted
+        wants = tuple(want for want in wants if not unheard.intersection(want.members))
         return compose(self.current, self.promises, facts.gone, wanted, joiners, wants)

@@ -68,6 +68,7 @@ class Proposer:
         self._join_at = NEVER
         self._refusal = ""
         self._tries = 0  # decisions in a row that met no want, because a member did not answer
+        self._no_wants_before = 0.0  # so that these do not hold up everybody's calls again and again
         self._fresh_epoch()
 
     def _fresh_epoch(self) -> None:
@@ -111,6 +112,8 @@ class Proposer:
                 times += [self._start_at, max(self._report_at, self._t)]
             if self._trouble_since is not None and not self._told_no_quorum:
                 times.append(self._trouble_since + self.settings.no_quorum_s)
+        for _, heard in self._wants.values():
+            times += [t for t in (heard + patience_s, self._no_wants_before) if t > self._t]
         for request in self.joins.requests.values():
             times.append(request.heard + patience_s)
             times += [t for t in (request.not_before, (request.probed or 0.0) + patience_s) if t > self._t]
@@ -159,6 +162,7 @@ class Proposer:
             leaving = {*self.gone, *accusers}
             joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.patience_s)
         wants = tuple(want for want, _ in self._wants.values() if changes(want, self.decided))
+        wants = wants if self._t >= self._no_wants_before else ()
         waited, patience = self._t - self._campaign_began, self._join_wait()
         return Facts(self.gone, self.boards, accusers, tuple(joiners), frozenset(replaced), wants, waited, patience)
 

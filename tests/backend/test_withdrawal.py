@@ -118,6 +118,8 @@ def race(rank: int, num_ranks: int, folder: str, length: int) -> list[str]:
         except CommTimeoutError:
             assert x.unique().tolist() == [rank + 1.0]
             ends.append("given up")
+    stages.reach(folder, f"over{rank}")
+    await_all(folder, "over", num_ranks)  # a process that has ended would give the last call another reason to fail
     return ends
 
 

@@ -141,6 +141,39 @@ def test_an_error_of_one_rank_at_birth_is_told_to_all(name: str, tmp_path: Path)
         assert text.isprintable()
 
 
+def founds_late(rank: int, num_ranks: int, folder: str) -> str:
+    """Rank 0 has founded its part of the job when the others, of whom rank 1 has failed, have left it again."""
+    start, attach, gone = birth.start_job, birth._attach, Path(f"{folder}/gone")
+
+    def start_late(*args: Any) -> None:
+        start(*args)
+        deadline = time.monotonic() + 20
+        while not gone.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # their agents say that they leave
+
+    def attach_late(*args: Any) -> Any:
+        time.sleep(0.2)  # rank 0 has mapped all by then
+        return attach(*args) if rank == 2 else fail_attach()
+
+    if rank == 0:
+        birth.start_job = start_late
+    else:
+        birth._attach = attach_late
+    with pytest.raises(ResourceError if rank == 1 else PeerError) as caught:
+        cases.init(rank, num_ranks, folder, timeout_s=25)
+    if rank == 2:
+        gone.write_text("")
+    birth.start_job, birth._attach = start, attach
+    assert rank == 1 or caught.value.ranks == (1,)  # type: ignore[union-attr]
+    return str(caught.value)
+
+
+def test_who_has_failed_is_named_where_its_leaving_is_seen_first(tmp_path: Path) -> None:
+    for told in run_ranks(founds_late, 3, str(tmp_path), backend=None):
+        assert "cannot map" in told
+
+
 def test_an_error_at_birth_is_told_through_a_tcp_store(tmp_path: Path) -> None:
     listener = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     port = listener.port

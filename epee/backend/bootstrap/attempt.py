@@ -64,10 +64,19 @@ class Attempt:
         """Return the key of a rank's record."""
         return f"epee/{self.number}/{rank}"
 
+    def explain(self, error: BaseException, watch: DeathWatch) -> BaseException:
+        """Return what to raise for `error`: what `heard` says if that is more.
+
+        Who fails takes its memory, its folder and its part in the job away, and its process may end: each of these is
+        an error of its own here.
+        """
+        if not isinstance(error, EpeeError) or self.others_know or _of_a_peer(error):
+            return error
+        return self.heard(watch) or error
+
     def fail(self, error: BaseException) -> None:
         """Tell the peers about `error`, unless they know it or it is their own. The first error counts."""
-        of_a_peer = isinstance(error, (MismatchError, PeerError)) and not isinstance(error, RankFailedError)
-        if not (self._over or self.others_know or of_a_peer):
+        if not (self._over or self.others_know or _of_a_peer(error)):
             self._tell(error)
         self._over = True
 
@@ -93,24 +102,34 @@ class Attempt:
         try:
             if not self.store.check([self.key(peer)]):
                 return None
-            raw = bytes(self.store.get(self.key(peer)))
+            fields = read_fields(bytes(self.store.get(self.key(peer))), peer)
+        except ProtocolError as exc:
+            return exc
         except RuntimeError:  # the store is gone
             return None
-        fields = read_fields(raw, peer)
         return failure(fields, self.rank, self.num_ranks) if "failed" in fields else None
 
-    def failure_of(self, peer: int, watch: DeathWatch) -> EpeeError:
-        """Return the error to raise now that `peer` has failed; that a rank has died explains more."""
-        until = time.monotonic() + REASON_WAIT_S
-        while not watch.dead() and time.monotonic() < until:
-            error = self.told_by(peer)
-            if error is not None:
-                return error
-            time.sleep(0.01)
+    def heard(self, watch: DeathWatch) -> EpeeError | None:
+        """Return the first error that is told under any key, or the death of a peer, which explains one of its kind."""
+        every = (self.told_by(peer) for peer in range(self.num_ranks))
+        told = next((error for error in every if error is not None), None)
         dead = watch.dead()
-        if dead:
+        if dead and (told is None or getattr(told, "cause", "").startswith(RankFailedError.__name__)):
             return died(self.rank, dead)
-        return PeerError(f"init (rank={self.rank}, peer={peer}): rank {peer} failed without a word", [peer], "init")
+        return told
+
+    def failure_of(self, peer: int, watch: DeathWatch) -> EpeeError:
+        """Return the error to raise now that `peer` has failed."""
+        until = time.monotonic() + REASON_WAIT_S
+        while (error := self.heard(watch)) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        text = f"init (rank={self.rank}, peer={peer}): rank {peer} failed without a word"
+        return error or PeerError(text, [peer], "init")
+
+
+def _of_a_peer(error: BaseException) -> bool:
+    """Say whether `error` is what a peer has told, so that all know it. Nobody tells that it has died."""
+    return isinstance(error, (MismatchError, PeerError)) and not isinstance(error, RankFailedError)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch.distributed as dist
 
-from ...errors import CommTimeoutError, EpeeError, ProtocolError, UnsupportedError, shortage
+from ...errors import CommTimeoutError, ProtocolError, UnsupportedError, shortage
 from ...memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ...view.job import Seat, common_job, new_folder, own_hello, pack_member, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
@@ -94,7 +94,7 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
         layout = outbox_layout(capacity, staging_bytes)
         this.region = region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         if greeting is not None:
-            seat = _take_seat(this, greeting, region.blob, half_made)
+            seat = take_seat(greeting, this.rank, region.blob, half_made)
             _owner(seat, rank, seat.job.runtime.member.nonce).sign(region)
         if seat is not None and not seat.is_founder:
             survival = Survival(seat, mode)
@@ -108,7 +108,7 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
                 continue
             watch.watch(peer, record.pid, record.start_time)
             assert seat is not None
-            regions.append(_attach(this, peer, record, watch, _owner(seat, peer, bytes.fromhex(record.nonce))))
+            regions.append(_attach(peer, record, _owner(seat, peer, bytes.fromhex(record.nonce))))
         if seat is not None and seat.is_founder:
             start_job(seat, [parse_member(record.member, peer) for peer, record in enumerate(records)])
             survival = Survival(seat, mode)
@@ -121,7 +121,8 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
         box = Outboxes(rank, regions, staging_bytes, 1, capacity)
         _await_all(this, box, watch, deadline)
     except BaseException as exc:
-        this.fail(exc)
+        error = this.explain(exc, watch)
+        this.fail(error)
         half_made.close()
         watch.close()
         if survival is not None:
@@ -134,6 +135,8 @@ def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str
             box.close()
         for mapped in regions:
             mapped.close()
+        if error is not exc:
+            raise error from exc
         raise
     engine = Engine(box, watch, timeout_s)
     if survival is not None:
@@ -147,33 +150,13 @@ def keep(engine: Engine) -> None:
     _engines.add(engine)
 
 
-def _take_seat(this: Attempt, greeting: Greeting, blob: bytes, undo: contextlib.ExitStack) -> Seat:
-    """Take this rank's seat; where the folder of a new job has gone because rank 0 has failed, say that."""
-    try:
-        return take_seat(greeting, this.rank, blob, undo)
-    except EpeeError as exc:
-        told = this.told_by(0) if this.rank else None
-        if told is not None:
-            raise told from exc
-        raise
-
-
 def _owner(seat: Seat, rank: int, nonce: bytes) -> Owner:
     return Owner(nonce, seat.lane, seat.slots[rank])
 
 
-def _attach(this: Attempt, peer: int, record: Record, watch: DeathWatch, owner: Owner) -> HostRegion:
-    """Map a peer's outbox; a peer that died or failed meanwhile is named, whatever is left of its memory."""
-    try:
-        region = open_outbox(bytes.fromhex(record.blob), owner)
-    except EpeeError as exc:
-        dead = watch.dead()
-        if dead:
-            raise died(this.rank, dead) from exc
-        told = this.told_by(peer)
-        if told is not None:
-            raise told from exc
-        raise
+def _attach(peer: int, record: Record, owner: Owner) -> HostRegion:
+    """Map a peer's outbox."""
+    region = open_outbox(bytes.fromhex(record.blob), owner)
     if region.owner_pid != record.pid:
         region.close()
         raise ProtocolError(f"rank {peer}'s record names process {record.pid}, its memory {region.owner_pid}")

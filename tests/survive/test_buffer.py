@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.errors import RankFailedError
 from epee.view.report import look_at_job
 from tests.harness import DEAD, run_mortal
 
 from ..harness import run_ranks
-from .buffer_rounds import POINTS, run
+from .buffer_rounds import POINTS, die, make_buffer, make_step, run, start
 
 NUM_STEPS = 8
 
@@ -79,6 +80,43 @@ def test_four_ranks_become_one(mode: str, backend: str) -> None:
     victims = {0: (1, "dispatch: rows"), 3: (3, "combine: first row"), 1: (5, "between")}
     (last,) = survive(mode, victims, num_steps=NUM_STEPS, backend=backend)
     assert last[0][-1][2] == (0, 0, 1, 0)
+
+
+def lose_while_telling(rank: int, num_ranks: int, folder: str) -> list[tuple[int, ...]]:
+    """Rank 2 dies while rank 0 is about to tell of rank 1; return of whom rank 0's calls tell."""
+    group, begun = start(rank, num_ranks, folder, "raise"), Path(f"{folder}/begun")
+    deadline = time.monotonic() + 20
+    with make_buffer(group) as buffer:
+        if rank == 1:
+            die()
+        if rank == 2:
+            while not begun.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            die()
+        survivor: Any = buffer._exchange.membership
+        tell = survivor._failure
+
+        def tell_late(*args: Any) -> Any:
+            begun.write_text("")
+            while len(survivor.roster.losses(0)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return tell(*args)
+
+        survivor._failure = tell_late
+        while not survivor.has_turned and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told = []
+        for _ in range(2):
+            try:
+                make_step(buffer, 0, "rank")
+            except RankFailedError as error:
+                told.append(error.ranks)
+        return told
+
+
+def test_a_loss_is_told_once_however_late_it_comes() -> None:
+    (told,) = (result for result in run_mortal(lose_while_telling, 3, dead={1, 2}) if result != DEAD)
+    assert told == [(1, 2)]
 
 
 def late(rank: int, num_ranks: int, folder: str, backend: str) -> str:

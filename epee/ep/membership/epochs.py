@@ -320,10 +320,11 @@ class Survivor:
         self._look(rank, what, 0, started, deadline)
 
     def _failure(self, view: View, op: str, seq: int, elapsed: float) -> PeerError:
-        """Return the error for the losses that have not been raised yet."""
+        """Return the error for the losses that have not been raised yet; those that came after `view` are in it."""
         losses = self.roster.losses(self._told) or self.roster.losses(self._exchange.epoch)
-        self._told = max(self._told, view.epoch)
-        return failure(losses, op, self._rank, seq, view.epoch, elapsed)
+        epoch = max(view.epoch, *(loss.epoch for loss in losses))
+        self._told = max(self._told, epoch)
+        return failure(losses, op, self._rank, seq, epoch, elapsed)
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
         """Wait until a rank of the epoch is gone from the view; False when it is still there at the deadline."""

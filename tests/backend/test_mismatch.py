@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from epee.backend.outbox import CELL_WORDS, GAVE_UP
 from epee.errors import InvalidArgument, MismatchError
 from tests.harness import run_ranks
 
@@ -219,3 +221,46 @@ def async_mismatch(rank: int, num_ranks: int) -> None:
 
 def test_a_mismatch_of_an_asynchronous_call_is_raised_by_its_wait() -> None:
     run_ranks(async_mismatch, 2, backend="epee")
+
+
+class LateWords:
+    """Words of a peer, of which the header of a call is loaded just before the peer begins the call and is through."""
+
+    def __init__(self, words: Any, cell: int, mark: int, begin: Path) -> None:
+        self.words, self.cell, self.mark, self.begin = words, cell, mark, begin
+
+    def __getitem__(self, index: int) -> int:
+        seen: int = self.words[index]
+        if index == self.cell and not self.begin.exists():
+            self.begin.write_text("")
+            deadline = time.monotonic() + 20
+            while not self.words[self.mark] and time.monotonic() < deadline:
+                time.sleep(0.002)
+        return seen
+
+
+def overtaken(rank: int, num_ranks: int, folder: str) -> str:
+    cases.init(rank, num_ranks, folder)
+    begin, x = Path(f"{folder}/begin"), torch.ones(2 + rank)
+    engine: Any = dist.group.WORLD._engine  # type: ignore[union-attr]
+    cell = engine.box.first_cell + (engine.seq + 1) * CELL_WORDS
+    if rank == 0:
+        deadline = time.monotonic() + 20
+        while not begin.exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+    else:
+        engine.members.words[0] = LateWords(engine.members.words[0], cell, cell + GAVE_UP, begin)
+    work = dist.all_reduce(x, async_op=True)  # not by the short way
+    assert work is not None
+    with pytest.raises(MismatchError) as caught:
+        work.wait()
+    if rank == 1:
+        engine.members.words[0] = engine.members.words[0].words
+    dist.barrier()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_mismatch_that_a_peer_finds_while_it_is_looked_at_is_no_withdrawal(tmp_path: Path) -> None:
+    for told in run_ranks(overtaken, 2, str(tmp_path), backend=None):
+        assert "the ranks disagree" in told

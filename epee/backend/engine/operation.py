@@ -55,7 +55,7 @@ from ..outbox import (
 )
 from ..wake import publish_word
 from .overlap import is_free
-from .withdrawal import Withdrawal, withdrawn
+from .withdrawal import Withdrawal, is_withdrawn, withdrawn
 
 
 class Block(NamedTuple):
@@ -184,7 +184,7 @@ class Operation:
             words = box.words[peer]
             if words[cell] != tag and not (self.completing and words[cell + GAVE_UP] == tag):
                 self.seen = position
-                if words[cell + GAVE_UP] == tag:
+                if is_withdrawn(self, words):
                     self.withdraw(box, self.missing())
                     return self._end_withdrawn(box)
                 return Block(box.members[peer], cell, tag) if words[cell] < tag else MOVED_ON

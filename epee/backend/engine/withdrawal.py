@@ -49,8 +49,17 @@ GRACE_S = 0.5  # or as long as the time-out; with the naps of a wait well below 
 
 def withdrawn(op: Operation, box: Outboxes) -> list[int]:
     """Return the positions of the peers that have withdrawn the call."""
+    return [peer for peer in box.peers if is_withdrawn(op, box.words[peer])]
+
+
+def is_withdrawn(op: Operation, words: memoryview) -> bool:
+    """Return whether the rank of these words has withdrawn the call.
+
+    The header is loaded twice: between the first load and that of GAVE_UP the rank may have begun the call and found an
+    error that all find, which leaves the header in its place for them and sets GAVE_UP as well.
+    """
     cell, tag = op.cell, op.tag
-    return [p for p in box.peers if box.words[p][cell] != tag and box.words[p][cell + GAVE_UP] == tag]
+    return words[cell] != tag and words[cell + GAVE_UP] == tag and words[cell] != tag
 
 
 class Withdrawal:

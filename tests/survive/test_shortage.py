@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.backend.engine.entry import NEWS
 from epee.errors import ResourceError
 from tests import shortage
 from tests.harness import DEAD, run_mortal
@@ -66,6 +67,7 @@ def replaced(slot: int, num_processes: int, folder: str) -> Any:
         with shortage.descriptors(0):
             _say_short(folder)
             until(lambda: runtime.view().epoch == 3, "the agent has not heard of the newcomer")
+            until(lambda: group._engine.flags & NEWS, "the lane has not heard of the newcomer")
             for _ in range(3):
                 try:
                     total(rank)

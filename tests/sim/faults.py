@@ -131,7 +131,9 @@ def _want(world: World, fault: Fault, until: float) -> None:
     now = parts_of(agent.decided, LANE).keys()
     if engine.epoch == agent.epoch and (fault.slot in now) == (fault.kind == OUT) and by.me.slot in now:
         out = {fault.slot} if fault.kind == OUT else set()
-        want = Want(LANE, tuple(sorted((now | {fault.slot}) - out)), tuple(out))
+        members = tuple(sorted((now | {fault.slot}) - out))
+        least = len(now) // 2 + 1 if fault.number // 4 % 2 else 0  # with it, who does not answer goes
+        want = Want(LANE, members, tuple(out), min(least, len(members)))
         world.wanted.setdefault(agent.epoch, []).append(want)
         world.agent(by, Wanted(want, engine.epoch))
     world.last_fault = max(world.last_fault, world.now)

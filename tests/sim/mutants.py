@@ -145,6 +145,18 @@ class _AsksNobody(Campaign):
         return super()._compose(facts._replace(wants=anybody), answer_s, patience_s)
 
 
+class _LeavesTooFew(Campaign):
+    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        fewest = tuple(want._replace(least=min(want.least, 1)) for want in facts.wants)
+        return super()._compose(facts._replace(wants=fewest), answer_s, patience_s)
+
+
+class LeavesTooFew(Agent):
+    """Puts silent members out of a lane however few are left in it."""
+
+    campaign_type = _LeavesTooFew
+
+
 class AsksNobody(Agent):
     """Puts out of a lane without knowing how far those are who stay in it."""
 
@@ -362,6 +374,7 @@ MUTANTS: dict[str, type] = {
         ForgetsParts,
         AsksNobody,
         KeepsWants,
+        LeavesTooFew,
         BackCompleted,
         OutIsDead,
         BackFromTheStart,

@@ -11,7 +11,7 @@ The world also counts votes when a decision is first learned (V-2), because only
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from itertools import combinations
 from random import Random
 from typing import Any, ClassVar
@@ -72,6 +72,14 @@ class Process:
 
     def name(self) -> str:
         return f"{self.me.slot}.{self.me.nonce[1]}"
+
+
+def _is_met(want: Want, out: Set[int], back: Set[int], then: Set[int], there: Set[int], now: Set[int]) -> bool:
+    """Return whether a lane changed as was wanted: `then` and `now` are those in it, `there` those in the job since."""
+    members = set(want.members)
+    exactly = out == set(want.out) & then and back == members & there - then
+    fewer = out >= set(want.out) & then and out <= (set(want.out) | members) & then and back <= members & there - then
+    return (exactly or (want.least > 0 and fewer)) and len(members & then & now) >= want.least
 
 
 class World:
@@ -312,17 +320,18 @@ class World:
             process.records.append(Record(self.now, me.slot, incarnation, kind, 0, 0, 0, epoch))
 
     def _look_who_wanted(self, decision: Decision) -> None:
-        """L-1: nobody goes or comes back in a lane unless a member wanted that in the epoch before."""
+        """L-1: nobody goes or comes back in a lane unless a member wanted that in the epoch before.
+
+        Who does not answer may go or stay away as well, where the want names how many are enough.
+        """
         before = self.decisions.get(decision.epoch - 1, decision)
         then, now = parts_of(before, LANE), parts_of(decision, LANE)
         self.lane_is_over = not then.items() & now.items()
         there = {member.slot for member in decision.members if member.incarnation <= before.epoch}
         out, back = (then.keys() - now.keys()) & there, (now.keys() - then.keys()) & there
         wants = self.wanted.get(before.epoch, [])
-        met = any(
-            out == set(w.out) & then.keys() & there and back == set(w.members) & there - then.keys() for w in wants
-        )
-        if (out or back) and not met:
+        met = LANE in decision.met and any(_is_met(w, out, back, then.keys() & there, there, now.keys()) for w in wants)
+        if (out or back or decision.met) and not met:
             self.violations.append(Violation("L-1", f"out {out} and back {back}, but {wants} was wanted: {decision}"))
 
     def _count_votes(self, decision: Decision) -> None:

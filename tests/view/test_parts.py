@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epee.view.protocol.decision import changes, compose, is_null, parts_of
+from epee.view.protocol.decision import compose, is_null, parts_of, without
 from epee.view.protocol.events import Frozen, Received, Settings, Wanted
 from epee.view.protocol.messages import (
     DEAD,
@@ -87,12 +87,25 @@ def test_wants_that_would_make_too_many_parts_are_not_met() -> None:
     assert compose(full, {}, {}, wants=(OUT,)).parts == full.parts
 
 
-def test_what_a_want_would_change() -> None:
-    assert changes(OUT, first(3))
-    assert not changes(BACK, first(3))
-    assert not changes(OUT, put_out())
-    assert changes(BACK, put_out())
-    assert not changes(Want(LANE, (0, 1, 5)), first(3))  # no member has slot 5
+def test_a_want_that_changes_nothing_is_met_all_the_same() -> None:
+    decision = compose(first(3), told((3, 5), (3, 5), (3, 5)), {}, wants=(BACK,))
+    assert decision.parts == ()
+    assert decision.met == (LANE,)
+    assert not is_null(decision, first(3))
+    assert compose(decision, told((3, 5), (3, 5), (3, 5)), {}).met == ()
+
+
+def test_what_is_left_of_a_want_without_those_who_do_not_answer() -> None:
+    want = Want(LANE, (0, 1, 2), (), 2)
+    assert without(want, (), (), first(4)) == want
+    assert without(want, {2}, (), first(4)) == Want(LANE, (0, 1), (2,), 2)
+    assert without(want, {2}, {1}, first(4)) is None  # too few are left
+    assert without(want, {1, 2}, (), first(4)) is None
+    assert without(want._replace(least=3), (), {1}, first(4)) is None
+    assert without(want._replace(least=0), {2}, (), first(4)) is None  # all of them must answer
+    assert without(want._replace(least=0), (), {2}, first(4)) == want._replace(least=0)
+    back = Want(LANE, (0, 2), (1,), 2)
+    assert without(back, (), (), put_out()) is None  # who comes back does not count
 
 
 def test_calls_of_the_lane_take_it_for_a_loss_and_other_lanes_do_not() -> None:
@@ -161,6 +174,23 @@ def test_who_does_not_answer_can_be_put_out_but_not_a_lane_be_changed_without_th
     held.post(member(1), Wanted(OUT, 1))
     held.late(2.0)
     assert lanes_of(held) == {(0, 1, 2)}
+
+
+def test_who_does_not_answer_is_put_out_where_the_want_allows_it() -> None:
+    group = group_of(4)
+    group.holding.add(member(2).nonce)
+    for _ in range(50):
+        group.post(member(0), Wanted(Want(LANE, (0, 1, 2, 3), (), 3), group.agents[member(0).nonce].epoch))
+        group.late(0.1)
+        if group.agents[member(0).nonce].decided.met:
+            break
+    assert lanes_of(group) == {(0, 1, 3)}
+    held = group_of(4)
+    held.holding.update((member(2).nonce, member(3).nonce))
+    for _ in range(50):
+        held.post(member(0), Wanted(Want(LANE, (0, 1, 2, 3), (), 3), held.agents[member(0).nonce].epoch))
+        held.late(0.1)
+    assert lanes_of(held) == {(0, 1, 2, 3)}
 
 
 def test_a_want_does_not_outlive_the_epoch_in_which_it_was_formed() -> None:

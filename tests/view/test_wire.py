@@ -36,7 +36,11 @@ LANES = ordered(st.builds(lambda a, b, c: m.LaneState(a, min(b, c), max(b, c)), 
 
 SLOTS = st.sets(SLOT, max_size=6)
 WANT = st.builds(
-    lambda lane, one, other: m.Want(lane, tuple(sorted(one)), tuple(sorted(other - one))), LANE, SLOTS, SLOTS
+    lambda lane, one, other, most: m.Want(lane, tuple(sorted(one)), tuple(sorted(other - one)), min(most, len(one))),
+    LANE,
+    SLOTS,
+    SLOTS,
+    st.integers(0, 64),
 )
 
 
@@ -62,6 +66,7 @@ def decisions(draw: Any, epoch: int | None = None) -> m.Decision:
         draw(ordered(st.builds(m.Cut, LANE, SEQ), lambda cut: cut.lane)),
         draw(ordered(st.builds(m.Start, LANE, SEQ), lambda start: start.lane)),
         draw(parts(number, [*there, *(removal[:2] for removal in removed)])),
+        draw(ordered(LANE, lambda lane: lane)),
     )
 
 
@@ -123,6 +128,7 @@ DECISION = m.Decision(
     (m.Cut(1, 20), m.Cut(9, 3)),
     (m.Start(1, 30), m.Start(9, 4)),
     (m.Part(1, 2, 1, -7), m.Part(1, 5, 2, -3), m.Part(9, 2, 1, 7)),
+    (1, 9),
 )
 SAMPLES: tuple[m.Message, ...] = (
     m.Prepare(m.Ballot(3, 1), 6),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .decision import choose_evicted, compose
+from .decision import choose_evicted, compose, without
 from .messages import Ballot, BoardState, Decision, LaneState, Member, Promise, Want
 from .quorum import has_quorum, highest_accepted, highest_promise
 
@@ -91,14 +91,14 @@ class Campaign:
         """Compose a decision.
 
         Removing a live member and joins need the promise of everybody who stays; a change in one lane that of everybody
-        who has a part in it afterwards. Who is put out need not answer.
+        who has a part in it afterwards. Who is put out need not answer, and who does not answer in time is put out
+        where the want allows it.
         """
         evicted = choose_evicted(self.slots - facts.gone.keys(), facts.accusers)
         wanted = evicted | {slot for slot in facts.replaced if slot not in self.promises}
         joiners = facts.joiners
         silent = {s for s in self.slots if s not in facts.gone and s not in self.promises and s not in wanted}
-        wants = tuple(want for want in facts.wants if not silent.intersection(want.members))
-        if len(wants) < len(facts.wants):
+        if any(silent.intersection(want.members) for want in facts.wants):
             may_wait_s = answer_s if facts.gone else max(answer_s, facts.join_wait_s)
             if facts.waited_s < may_wait_s:
                 return None
@@ -114,5 +114,7 @@ class Campaign:
             else:
                 wanted, joiners = set(), ()  # what the dead leave cannot wait; the rest is for a later epoch
         unheard = self.slots - facts.gone.keys() - self.promises.keys() - wanted
-        wants = tuple(want for want in wants if not unheard.intersection(want.members))
+        silent = unheard if facts.waited_s >= patience_s else set()  # a slow machine is no reason to put anybody out
+        left = (without(want, silent, facts.gone.keys() | wanted, self.current) for want in facts.wants)
+        wants = tuple(want for want in left if want is not None and not unheard.intersection(want.members))
         return compose(self.current, self.promises, facts.gone, wanted, joiners, wants)

@@ -19,7 +19,7 @@ counts up to the lane's cut, as one that is voted out. What those tell who go or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from .messages import MAX_PARTS, STALLED, Cut, Decision, LaneState, Member, Part, Removal, Start, Want
 
@@ -41,7 +41,7 @@ def compose(
         gone: slots that are dead or have left, with the cause.
         evicted: slots to remove that may still live.
         joiners: who comes in; of several for one slot the first does, of one whose slot stays occupied none.
-        wants: who goes or comes back in single lanes, one per lane; none is met that would make too many parts.
+        wants: who takes part in single lanes, one per lane; none is met that would make too many parts.
     """
     removed = []
     staying: dict[int, Member] = {}
@@ -52,7 +52,7 @@ def compose(
         else:
             removed.append(Removal(member.slot, member.incarnation, cause))
     used = {state.lane for states in lanes.values() for state in states} if staying.keys() <= lanes.keys() else None
-    parts = _parts(current, staying, wants, used)
+    parts, met = _parts(current, staying, wants, used)
     told = _told((*current.parts, *parts), {slot: states for slot, states in lanes.items() if slot in staying})
     stalled = any(removal.cause == STALLED for removal in removed) or any(p.since == -current.epoch - 1 for p in parts)
     for joiner in joiners:
@@ -65,6 +65,7 @@ def compose(
         _cuts(told) if stalled else (),
         _starts(told),
         parts,
+        met,
     )
 
 
@@ -76,8 +77,13 @@ def _told(parts: Iterable[Part], lanes: Mapping[int, Sequence[LaneState]]) -> li
 
 def _parts(
     current: Decision, staying: Mapping[int, Member], wants: Sequence[Want], used: set[int] | None
-) -> tuple[Part, ...]:
-    """Return the parts after `current`; `used`: the lanes that anybody has, None where not everybody has answered."""
+) -> tuple[tuple[Part, ...], tuple[int, ...]]:
+    """Return the parts after `current`, and the lanes whose wants they meet.
+
+    Args:
+        used: the lanes that anybody has, None where not everybody has answered.
+    """
+    met = set()
     members = {member[:2] for member in current.members}
     since = {part[:3]: part.since for part in current.parts if part[1:3] in members}
     for want in wants:
@@ -88,9 +94,12 @@ def _parts(
                 since[key] = -current.epoch - 1
             elif slot in want.members and slot not in now:
                 since[key] = current.epoch + 1
-        if len(since) > MAX_PARTS:
+        if len(since) > MAX_PARTS or len(met) == MAX_PARTS:
             since = before
-    return tuple(Part(*key, when) for key, when in sorted(since.items()) if used is None or key[0] in used)
+        else:
+            met.add(want.lane)
+    parts = (Part(*key, when) for key, when in sorted(since.items()) if used is None or key[0] in used)
+    return tuple(parts), tuple(sorted(met))
 
 
 def parts_of(decision: Decision, lane: int) -> dict[int, int]:
@@ -100,10 +109,15 @@ def parts_of(decision: Decision, lane: int) -> dict[int, int]:
     return {slot: when for slot, when in parts.items() if when > 0}
 
 
-def changes(want: Want, current: Decision) -> bool:
-    """Return whether meeting `want` would change anything."""
-    now, slots = parts_of(current, want.lane), {member.slot for member in current.members}
-    return any(slot in now for slot in want.out) or any(slot in slots and slot not in now for slot in want.members)
+def without(want: Want, silent: Container[int], gone: Container[int], current: Decision) -> Want | None:
+    """Return what is left of a want when the `silent` do not answer and the `gone` go; None: it cannot be met."""
+    members = tuple(slot for slot in want.members if slot not in silent)
+    if len(members) < len(want.members) and not want.least:
+        return None
+    now = parts_of(current, want.lane)
+    if sum(slot in now and slot not in gone for slot in members) < want.least:
+        return None
+    return want._replace(members=members, out=tuple(sorted({*want.out, *want.members} - {*members})))
 
 
 def _cuts(told: Iterable[LaneState]) -> tuple[Cut, ...]:
@@ -145,7 +159,7 @@ def choose_evicted(live: Collection[int], accusers: Mapping[int, Collection[int]
 
 def is_null(decision: Decision, current: Decision) -> bool:
     """Return whether `decision` changes nothing but the epoch (it ends a ballot that had frozen the lanes)."""
-    return decision.members == current.members and all(abs(part.since) < decision.epoch for part in decision.parts)
+    return decision.members == current.members and not decision.met
 
 
 def cause_of(decision: Decision, slot: int, incarnation: int) -> str:

@@ -80,23 +80,27 @@ class Part(NamedTuple):
 
 
 class Want(NamedTuple):
-    """What a member asks for in one lane, as a whole or not at all.
+    """What a member asks for in one lane.
 
     Attributes:
         lane: id of the lane.
         members: slots that are to take part from the next epoch on; who is out comes back.
         out: slots that are to take part no more, though they stay in the job.
+        least: how many of those who take part now must stay. `members` that do not answer are left out if so many are
+            left; 0: all of them must answer.
     """
 
     lane: int
     members: tuple[int, ...]
     out: tuple[int, ...] = ()
+    least: int = 0
 
 
 class Decision(NamedTuple):
     """What one epoch is: chosen once, the same for everybody. All its tuples are sorted.
 
     `parts` speaks of members, and of those removed in this very epoch (who joins must know whether they had a part).
+    `met`: the lanes for which this epoch meets a want, be it that nobody goes or comes.
     """
 
     epoch: int
@@ -105,6 +109,7 @@ class Decision(NamedTuple):
     cuts: tuple[Cut, ...] = ()
     starts: tuple[Start, ...] = ()
     parts: tuple[Part, ...] = ()
+    met: tuple[int, ...] = ()
 
 
 class LaneState(NamedTuple):

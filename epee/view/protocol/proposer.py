@@ -10,7 +10,7 @@ which this process did not run is no time in which others were silent.
 from __future__ import annotations
 
 from .coordinator import Campaign, Facts
-from .decision import BLANK, changes
+from .decision import BLANK
 from .events import Accused, Effect, NoQuorum, Refused, Send, Settings, Wanted
 from .joins import Joins
 from .messages import (
@@ -161,8 +161,7 @@ class Proposer:
         if self.joins.requests:
             leaving = {*self.gone, *accusers}
             joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.patience_s)
-        wants = tuple(want for want, _ in self._wants.values() if changes(want, self.decided))
-        wants = wants if self._t >= self._no_wants_before else ()
+        wants = tuple(want for want, _ in self._wants.values()) if self._t >= self._no_wants_before else ()
         waited, patience = self._t - self._campaign_began, self._join_wait()
         return Facts(self.gone, self.boards, accusers, tuple(joiners), frozenset(replaced), wants, waited, patience)
 
@@ -170,8 +169,9 @@ class Proposer:
         """Return how long calls may be held up for a joiner or a want: longer when it did not work out before."""
         if not (self.joins.requests or self._wants):
             return 0.0
-        tries = max(self.joins.num_tries(), self._tries if self._wants else 0)
-        return min(self.settings.patience_s, self.settings.answer_s * 2.0 ** min(tries, 30))
+        if self._wants and self._tries:
+            return self.settings.patience_s
+        return min(self.settings.patience_s, self.settings.answer_s * 2.0 ** min(self.joins.num_tries(), 30))
 
     def _position(self) -> int:
         """Return how many members come before this one as coordinator: those believed alive in lower slots."""

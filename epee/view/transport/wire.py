@@ -53,7 +53,7 @@ MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision speaks of every lane of ev
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
-MAX_DECISION_BYTES = 32 * (MAX_ALL_LANES + MAX_PARTS) + MAX_MEMBERS * (
+MAX_DECISION_BYTES = 32 * (MAX_ALL_LANES + MAX_PARTS) + 8 * MAX_PARTS + MAX_MEMBERS * (
     MAX_ENDPOINT_BYTES + 128
 )  # a cut, a start per lane
 MAX_FRAME_BYTES = 3 << 20  # one decision, and what a Promise tells of the lanes of one process
@@ -76,7 +76,9 @@ def _rule_of_decision(decision: Decision) -> str:
 
 def _rule_of_want(want: Want) -> str:
     both = set(want.members) & set(want.out)
-    return f"slot {min(both)} is both to take part and not to" if both else ""
+    if both:
+        return f"slot {min(both)} is both to take part and not to"
+    return f"{want.least} of {len(want.members)} members are to stay" if want.least > len(want.members) else ""
 
 
 def _rule_of_accepted(value: Promise | BoardState) -> str:
@@ -111,7 +113,7 @@ _CUT = Record(Cut, _LANE, _SEQ)
 _START = Record(Start, _LANE, _SEQ)
 _PART = Record(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT))
 _SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
-_WANT = Record(Want, _LANE, _SLOTS, _SLOTS, rule=_rule_of_want)
+_WANT = Record(Want, _LANE, _SLOTS, _SLOTS, Number(0, MAX_MEMBERS), rule=_rule_of_want)
 _LANE_STATE = Record(LaneState, _LANE, _SEQ, _SEQ, rule=_rule_of_lane)
 _DECISION = Record(
     Decision,
@@ -121,6 +123,7 @@ _DECISION = Record(
     Many(_CUT, MAX_ALL_LANES, key=lambda cut: cut.lane),
     Many(_START, MAX_ALL_LANES, key=lambda start: start.lane),
     Many(_PART, MAX_PARTS, key=lambda part: part[:3]),
+    Many(_LANE, MAX_PARTS, key=lambda lane: lane),
     rule=_rule_of_decision,
 )
 _LANES = Many(_LANE_STATE, MAX_LANES, key=lambda state: state.lane)

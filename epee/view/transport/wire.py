@@ -53,8 +53,8 @@ MAX_ALL_LANES = MAX_MEMBERS * MAX_LANES  # a decision speaks of every lane of ev
 MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
-MAX_DECISION_BYTES = 32 * (MAX_ALL_LANES + MAX_PARTS) + 8 * MAX_PARTS + MAX_MEMBERS * (
-    MAX_ENDPOINT_BYTES + 128
+MAX_DECISION_BYTES = (
+    32 * (MAX_ALL_LANES + MAX_PARTS) + 8 * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 128)
 )  # a cut, a start per lane
 MAX_FRAME_BYTES = 3 << 20  # one decision, and what a Promise tells of the lanes of one process
 MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions

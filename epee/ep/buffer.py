@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, InvalidArgument
+from ..errors import EpeeError, InvalidArgument, MismatchError
 from ..view.process.detector import DeathWatch
 from .calls import Calls
 from .checks import (
@@ -37,7 +37,7 @@ from .latency.calls import LatencyCalls, Waits
 from .latency.checks import check_only_in, check_options
 from .latency.cpu import LatencyCpuPath
 from .latency.gpu_path import LatencyCudaPath, latency_config
-from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
+from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, LatencyOptions, Quantisation
 from .membership.epochs import Survivor, begin_lane
 from .membership.group_view import seat_of
 from .paths import make_path, platform_of, return_all, settings, with_policy
@@ -393,12 +393,16 @@ class Buffer(Calls):
         takes in processes that took the places of lost ranks and are making this buffer; then handles are stale.
 
         Throughput mode on GPUs: ranks that come are in. It waits for the GPU, a new epoch begins, and older handles are
-        stale, in graphs as well. On CPUs: the members of the present epoch, which the next call runs with unless the
-        view changes again.
+        stale, in graphs as well.
+
+        Throughput mode on CPUs: with a mask on all ranks, ranks that come are in, those that were put out before as
+        well; who does not come is put out of this buffer and stays in its group. A new epoch begins with the next call;
+        steps that were begun are over. Without a mask it is a call like others: its end tells the members of the present epoch, and silent
+        ranks are the affair of `on_stall`.
 
         Args:
-            active_ranks: latency mode and GPUs: this rank's mask; whom it counts out is not waited for long. The
-                agreed one is written into it.
+            active_ranks: this rank's mask; whom it counts out is not waited for long. The agreed one is written into
+                it.
             timeout: seconds to wait for a silent rank.
 
         Returns:
@@ -407,7 +411,7 @@ class Buffer(Calls):
         Raises:
             NoQuorumError: too few ranks came to decide, or the others agreed without this one.
             InvalidState: a hook has not been called, or a graph is recorded.
-            As `dispatch`, in throughput mode on CPUs.
+            As `dispatch`, in throughput mode on CPUs without a mask.
         """
         latency, path = self._latency, self._path
         if latency is not None:
@@ -418,12 +422,29 @@ class Buffer(Calls):
             how = check_options(self.config, active_ranks, None, timeout, False, False, self._timeout)
             return self._alone(lambda: path.sync(how.active_ranks, time.monotonic() + how.timeout_s))
 
+        if active_ranks is not None:
+            wait = check_options(self.config, active_ranks, None, timeout, False, False, self._timeout)
+            return self._alone(lambda: self._agree(wait))
+
         def work(deadline: float) -> torch.Tensor:
-            check_only_in("latency", {"active_ranks": active_ranks})
             self._meet(deadline)
             return mask_of(self._exchange.members, self.num_ranks)
 
         return self._call(OP_GATHER, timeout, work)
+
+    def _agree(self, how: LatencyOptions) -> torch.Tensor:
+        """Run `sync` on a lane."""
+        assert how.active_ranks is not None
+        counted = sum(1 << rank for rank, mark in enumerate(how.active_ranks[: self.num_ranks].tolist()) if mark)
+        deadline = time.monotonic() + how.timeout_s
+        try:
+            members = self._exchange.membership.agree(counted, deadline)
+        except MismatchError as error:
+            self._refuse(OP_GATHER, error, deadline)
+            raise
+        agreed = mask_of(members, self.num_ranks)
+        how.active_ranks[: self.num_ranks] = agreed
+        return agreed
 
     def combine_input(self, handle: Handle | LatencyHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.

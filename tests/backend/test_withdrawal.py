@@ -115,8 +115,9 @@ def race(rank: int, num_ranks: int, folder: str, length: int) -> list[str]:
             dist.all_reduce(x)
             assert x.unique().tolist() == [6.0]
             ends.append("complete")
-        except (CommTimeoutError, MismatchError) as error:  # who had no room for its part yet has refused the call
-            assert "CommTimeoutError" in repr(error)
+        except (CommTimeoutError, MismatchError) as error:
+            if "CommTimeoutError" not in repr(error):  # who had no room for its part yet has refused the call with it
+                raise
             assert x.unique().tolist() == [rank + 1.0]
             ends.append("given up")
     stages.reach(folder, f"over{rank}")

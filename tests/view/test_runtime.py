@@ -296,7 +296,7 @@ def test_kill_and_rejoin_grows_neither_descriptors_nor_threads(tmp_path: Path) -
         assert usage[-1][0] <= usage[2][0] + 2
         assert usage[-1][1] <= usage[2][1] + 1, "a tick of the heartbeat may be under way"
         same_history(ranks)
-        assert decide(ranks, 60).epoch == 61
+        assert decide(ranks, 60).epoch >= 61  # more where a rank answered late
 
 
 def show_a_wait(runtime: Runtime) -> None:

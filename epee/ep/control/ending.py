@@ -140,6 +140,10 @@ class CallEnd:
         """Return the peers that have given up the last call."""
         return self._words.withdrawn(self._mark)
 
+    def given_up_by(self, mark: int) -> list[int]:
+        """Return the peers that have given up the call with this tag."""
+        return self._words.withdrawn(mark)
+
     def go_on(self) -> None:
         """Say that this rank has gathered the call.
 

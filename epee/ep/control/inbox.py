@@ -355,6 +355,14 @@ class Exchange:
         """Return whether a rank has announced the current call, as its own inbox says."""
         return self._words[src][self._row_at(self.seq & 1, src)] == tag(self.epoch, self.seq)
 
+    def waits_in_next(self, src: int) -> bool:
+        """Return whether a rank has announced the call after this rank's last one, and neither refused nor given up."""
+        mark = tag(self.epoch, self.seq + 1)
+        at = self._row_at((self.seq + 1) & 1, src)
+        row = bytes(self._words[self.rank][at : at + _TEXT_AT])
+        is_here = int.from_bytes(row[:8], "little") == mark and self._words[self.rank][at] == mark
+        return is_here and not Header(*_HEADER.unpack_from(row, 8)).refused and src not in self.end.given_up_by(mark)
+
     def signal_data(self, dst_rank: int) -> None:
         """Tell `dst_rank` that this rank's payload of the current call lies whole in its arena."""
         index = self._data_at + self.rank * LINE_WORDS

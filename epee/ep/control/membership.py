@@ -76,6 +76,9 @@ class Membership(Protocol):
     def has_losses_to_tell(self) -> bool:
         """Return whether the next call will raise a loss."""
 
+    def agree(self, counted: int, deadline: float) -> tuple[int, ...]:
+        """Agree on who takes part, and return that; `counted`: bits of the ranks that this one counts on."""
+
     def close(self) -> None:
         """Let go of all memory."""
 
@@ -136,6 +139,10 @@ class FixedMembership:
     def has_losses_to_tell(self) -> bool:
         """Return False."""
         return False
+
+    def agree(self, counted: int, deadline: float) -> tuple[int, ...]:
+        """Return this rank, the only one that there is."""
+        return (0,)
 
     def close(self) -> None:
         """Do nothing."""

@@ -18,8 +18,8 @@ A rank gives a call up (`control/withdrawal.py`) only when nobody has gathered i
 final with the stamp. It may be one call ahead then, so the newest call that it has given up may be the one after.
 
 The records of those who died or left count as well: their memory does not change any more, and a rank that ended the
-call and died at once has shown its result to somebody. The record of a rank that was voted out alive does not count: it
-may change at any moment.
+call and died at once has shown its result to somebody. The record of a rank that was voted out alive, or put out of the
+buffer, does not count: it may change at any moment.
 
 A verdict is acted upon only if the own record is still stamped with the view that it was made for; before that it is
 written into the own record (`Judge` says how): a later view, in which some of the records are missing, then leads to

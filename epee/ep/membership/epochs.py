@@ -1,4 +1,4 @@
-"""How a CPU buffer goes on when ranks of its group die, are voted out or come back.
+"""How a CPU buffer goes on when ranks of its group die, are voted out or put out, or come back.
 
 A buffer is in one **epoch** at a time: that of the newest view that concerned its ranks (`group_view.py`). Each epoch
 has inboxes and arenas of its own, made by its members for its members, and its calls are counted from 1. What a zombie
@@ -51,7 +51,7 @@ from ...memory.claim import has_ended
 from ...memory.signals import futex_sleep
 from ...view.group import GroupInView
 from ...view.process.detector import is_torn_down
-from ...view.protocol.messages import STALLED
+from ...view.protocol.messages import PUT_OUT, STALLED
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn
 from .birth import Begun, begin
@@ -59,6 +59,7 @@ from .call_outcome import Contest, Record, Verdict, after, judge, missing
 from .group_view import View, failure
 from .inboxes import Inboxes, Met, Peer
 from .registry import FRESH_NS, GATHERED, ISSUED, NUMBER, VIEW, WITHDRAWN, Line, at_fault
+from .sync import Sync
 
 logger = logging.getLogger("epee")
 
@@ -163,12 +164,17 @@ class Survivor:
             Turned: the view has changed; where a payload is waited for: that rank is gone.
             EvictedError, NoQuorumError: this process cannot go on.
         """
-        self.roster.check()
+        self._check()
         if self.is_gone(src) if is_data else self.has_turned:
             raise Turned
         pid, start_time = self._peers[src].process
         if has_ended(pid, start_time) or is_torn_down(pid, start_time):
             self.roster.look_at(src)  # the agent's own sources may be later
+
+    def _check(self) -> None:
+        """Raise why this rank's calls cannot end well."""
+        self.roster.check()
+        self.roster.require_part(self._rank)
 
     def patience(self, deadline: float) -> float:
         """Return until when to wait now that the view has changed: the others begin anew, and so does the time-out.
@@ -241,6 +247,7 @@ class Survivor:
         started = time.monotonic()
         self._op, view = op, None
         while True:
+            self.roster.require_part(self._rank)
             if view is not self.roster.view:
                 view, deadline = self.roster.view, self.patience(deadline)
             stayed, ended = self._records(view)
@@ -274,7 +281,7 @@ class Survivor:
             member = view.members.get(rank)
             if member is not None and member.incarnation == peer.incarnation:
                 stayed[rank] = peer.line.record()
-            elif self.roster.cause(rank, peer.incarnation) != STALLED:
+            elif self.roster.cause(rank, peer.incarnation) not in (STALLED, PUT_OUT):
                 ended[rank] = peer.line.record()
         return stayed, ended
 
@@ -302,7 +309,7 @@ class Survivor:
     def _look(self, rank: int, what: str, seq: int, started: float, deadline: float) -> None:
         """Between two looks at what a rank does: see whether to go on waiting."""
         self._interrupt()
-        self.roster.check()
+        self._check()
         self.show(self._op, seq or self._exchange.seq + 1, [rank])
         now = time.monotonic()
         if now <= deadline:
@@ -331,7 +338,7 @@ class Survivor:
         incarnation = self._peers[rank].incarnation
         while not self.roster.is_gone(rank, incarnation):
             self._interrupt()
-            self.roster.check()
+            self._check()
             if time.monotonic() > deadline or self.roster.is_alive(rank):
                 return False
             self._nap(self._line, VIEW, self.roster.newest)
@@ -380,9 +387,12 @@ class Survivor:
         """
         if self.roster.newest == self._exchange.epoch:
             return
-        self.roster.check()
+        self._check()
         self._op = op
-        self._settle_last(deadline)
+        if self.roster.view.agreed > self._exchange.epoch:
+            self._drop_last()
+        else:
+            self._settle_last(deadline)
         while not self._enter(self.roster.view, op, deadline):
             deadline = self.patience(deadline)
         if self._refusal is not None:
@@ -393,6 +403,35 @@ class Survivor:
     def has_losses_to_tell(self) -> bool:
         """Return whether the next call will raise a loss."""
         return self.raises and bool(self.roster.losses(self._told))
+
+    def agree(self, counted: int, deadline: float) -> tuple[int, ...]:
+        """Agree with the others on who takes part (`sync.py`) and return it; losses that it shows are told by that."""
+
+        def look(silent: list[int]) -> None:
+            self._interrupt()
+            self.roster.check()
+            self.show("sync", self._exchange.seq + 1, silent)
+
+        def is_elsewhere(rank: int) -> bool:
+            in_epoch = not self.has_turned and rank in self._exchange.members
+            return in_epoch and self._exchange.waits_in_next(rank)
+
+        entered = {rank: peer.incarnation for rank, peer in self._peers.items()}
+        sync = Sync(self._rank, self.roster, self._line, self._inboxes.line_of, entered, is_elsewhere, look)
+        try:
+            view = sync.agree(counted, deadline)
+        finally:
+            self.hide()
+        self._told = max(self._told, view.agreed)
+        return tuple(sorted(view.members))
+
+    def _drop_last(self) -> None:
+        """Forget the calls before a `sync`: nobody waits for them any more, here or elsewhere."""
+        exchange = self._exchange
+        exchange.end.close()
+        exchange.end.lost = ""
+        exchange.gathered = exchange.seq
+        self._refusal = None
 
     def _settle_last(self, deadline: float) -> None:
         """Find out about a call that was refused or given up before it was gathered; if it moves it is refused again.

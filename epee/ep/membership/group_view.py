@@ -8,7 +8,9 @@ registry is stamped with it (`call_outcome.py` says why).
 Who calls: `decided` and `trouble` on the agent thread; all else on the thread of a call. The lock is held for some
 microseconds at a time and nobody waits under it.
 
-A process that has a rank's slot in the job but no part in the group (it joined for another group) does not count.
+A process that has a rank's slot in the job but no part in the group (it joined for another group) does not count. Who
+was put out of the buffer (`sync.py`) is out of its epochs, but stays known; for the buffer, the incarnation of a member
+is the epoch since which it takes part.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
@@ -25,7 +27,8 @@ from ...view.awaited import Awaited, kind_of_loss
 from ...view.founding import Place
 from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
-from ...view.protocol.messages import STALLED, Decision, LaneState, Member
+from ...view.protocol.decision import BLANK, parts_of
+from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
 
 if TYPE_CHECKING:
     from .registry import Line
@@ -69,10 +72,19 @@ class Loss(NamedTuple):
 
 
 class View(NamedTuple):
-    """The present epoch: its number and the member that has each rank."""
+    """The present epoch.
+
+    Attributes:
+        epoch: its number.
+        members: the member that has each rank.
+        out: members of the job that were put out, by rank.
+        agreed: the newest epoch that ended a `sync`; 0 before the first.
+    """
 
     epoch: int
     members: Mapping[int, Member]
+    out: Mapping[int, Member]
+    agreed: int = 0
 
 
 class Roster:
@@ -80,8 +92,8 @@ class Roster:
 
     Attributes:
         seat: of the buffer's group.
-        view: the newest; replaced as a whole.
-        newest: its epoch.
+        state: the newest epoch of the job and the view of the buffer then; replaced as a whole.
+        newest: epoch of the view.
         lock: for steps that must not be divided by a new view.
     """
 
@@ -94,11 +106,11 @@ class Roster:
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
         self._line: Line | None = None
-        self._heard = 0
+        self._last = BLANK
         self._is_over = False
         self._trouble: Exception | None = None
         self.newest = 0
-        self.view = View(0, {})
+        self.state = (0, View(0, {}, {}))
         self._replay()
 
     def watch(self, number: int, line: Line, floor: int, timeout_s: float) -> None:
@@ -116,14 +128,16 @@ class Roster:
         self._lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
         with self.lock:
             self._line = line
+            now = self._view_of(self._last)  # who is out could not be known without the buffer's number
+            self.state = self.heard, now._replace(epoch=max(now.epoch, self.view.epoch))
         state = LaneState(self._lane, 0, 0)
         row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
         self._awaited.begin(self._lane, row)
         self._replay()
         with self.lock:
             self.newest = max(self.view.epoch, floor)
-            self.view = View(self.newest, self.view.members)
-            line.stamp(self.view.epoch)
+            self.state = self.heard, self.view._replace(epoch=self.newest)
+            line.stamp(self.newest)
 
     def _replay(self) -> None:
         """Take over what was decided so far; what is decided meanwhile comes twice, and counts once."""
@@ -146,25 +160,42 @@ class Roster:
     def decided(self, decision: Decision) -> None:
         """Take note of a decision."""
         with self.lock:
-            if decision.epoch <= self._heard:
+            if decision.epoch <= self.heard:
                 return
-            self._heard = decision.epoch
-            members = {self._rank_of[m.slot]: m for m in decision.members if self._is_ours(m)}
+            self._last = decision
+            old, new = self.view, self._view_of(decision)
+            if old.epoch:
+                has_changed = new.agreed or _incarnations(new.members) != _incarnations(old.members)
+                new = new._replace(epoch=decision.epoch if has_changed else old.epoch)
+            new = new._replace(agreed=new.agreed or old.agreed)
+            self._note_causes(old, new, decision)
+            self.state = decision.epoch, new
+            self.newest = new.epoch
+            if new.epoch != old.epoch and self._line is not None:
+                self._line.stamp(new.epoch)
+
+    def _view_of(self, decision: Decision) -> View:
+        """Return what a decision says by itself; its epoch is the first in which it can have been so."""
+        since = parts_of(decision, self._lane)
+        ours = {self._rank_of[m.slot]: m for m in decision.members if self._is_ours(m)}
+        members = {rank: m._replace(incarnation=since[m.slot]) for rank, m in ours.items() if m.slot in since}
+        out = {rank: m for rank, m in ours.items() if rank not in members}
+        changed = [abs(part.since) for part in decision.parts if part.lane == self._lane]
+        epochs = [*changed, *(member.incarnation for member in members.values())]
+        agreed = decision.epoch if self._lane in decision.met else 0
+        return View(max(epochs, default=0), members, out, agreed)
+
+    def _note_causes(self, old: View, new: View, decision: Decision) -> None:
+        removed = {removal.slot: removal for removal in decision.removed}
+        for rank, member in old.members.items():
+            if rank in new.members and new.members[rank].incarnation == member.incarnation:
+                continue
+            cause = removed[member.slot].cause if member.slot in removed else PUT_OUT
+            self._causes.setdefault((rank, member.incarnation), (decision.epoch, cause))
+        if not old.epoch:
             for removal in decision.removed:
-                rank = self._rank_of.get(removal.slot)
-                if rank is not None:
-                    self._causes.setdefault((rank, removal.incarnation), (decision.epoch, removal.cause))
-            if not self.view.epoch:  # the first that is remembered: nobody can have come later than he came
-                epoch = max((member.incarnation for member in members.values()), default=0)
-            elif _incarnations(members) != _incarnations(self.view.members):
-                epoch = decision.epoch
-            else:
-                epoch = self.view.epoch
-            is_new = epoch != self.view.epoch
-            self.view = View(epoch, members)
-            self.newest = epoch
-            if is_new and self._line is not None:
-                self._line.stamp(epoch)
+                rank = self._rank_of.get(removal.slot, -1)
+                self._causes.setdefault((rank, removal.incarnation), (decision.epoch, removal.cause))
 
     def trouble(self, error: Exception) -> None:
         """Take note that the agent thread has failed; all else is in `Runtime.error`."""
@@ -183,7 +214,12 @@ class Roster:
     @property
     def heard(self) -> int:
         """The newest epoch of the job."""
-        return self._heard
+        return self.state[0]
+
+    @property
+    def view(self) -> View:
+        """The newest view; replaced as a whole."""
+        return self.state[1]
 
     def check(self) -> None:
         """Raise why a call cannot end well: `EvictedError` for good, `NoQuorumError` for the time being."""
@@ -196,6 +232,29 @@ class Roster:
             raise _renewed(error)
         if self._trouble is not None:
             raise InvalidState(str(self._trouble))
+
+    def require_part(self, rank: int) -> None:
+        """Raise `EvictedError` when this process's rank was put out of the buffer and may come back."""
+        view = self.view
+        if rank in view.out:
+            raise EvictedError(
+                f"rank {rank} was put out of this buffer in epoch {view.epoch}: it did not come to sync; call "
+                "buffer.sync(active_ranks) together with the others to come back",
+                [rank],
+                epoch=view.epoch,
+                cause=PUT_OUT,
+            )
+
+    def want(self, members: Iterable[int], out: Iterable[int], least: int, heard: int) -> None:
+        """Ask that these ranks take part and those do not (`Want`).
+
+        Args:
+            members, out: of these ranks.
+            least: how many of those who take part must stay.
+            heard: the newest epoch of the job when that was found.
+        """
+        taking, going = (tuple(sorted(self.seat.slots[rank] for rank in ranks)) for ranks in (members, out))
+        self.seat.runtime.want(Want(self._lane, taking, going, least), heard)
 
     def is_gone(self, rank: int, incarnation: int) -> bool:
         """Return whether the process that had `rank` is a member no more."""
@@ -235,7 +294,7 @@ class Roster:
     def insist(self, ranks: Sequence[int], what: str, seq: int, deadline: float) -> bool:
         """At a time-out: do what the group's policy is with silent ranks; True while waiting on may still help."""
         slots = {rank: self.seat.slots[rank] for rank in ranks}
-        return self._awaited.insist(slots, lambda: what, seq, self._heard, deadline)
+        return self._awaited.insist(slots, lambda: what, seq, self.heard, deadline)
 
 
 def failure(losses: list[Loss], op: str, rank: int, seq: int, epoch: int, elapsed: float) -> PeerError:

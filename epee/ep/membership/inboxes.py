@@ -140,18 +140,29 @@ class Inboxes:
             self.own.close()
             self.own = None
 
+    def line_of(self, rank: int, member: Member) -> Line | None:
+        """Return the line of this buffer in a member's registry; None when it has not made the buffer, or closed it.
+
+        Raises:
+            ProtocolError: it has made it with other arguments.
+        """
+        process = process_of(member)
+        line = self._lines.get(process)
+        if line is not None and line.number == self._number:
+            return line
+        self._lines.pop(process, None)  # it has closed the buffer; another may have the line now
+        registry = find(self._roster.seat.lane, *process)
+        line = None if registry is None else registry.numbers().get(self._number)
+        if line is not None:
+            self._check_config(rank, line)
+            self._lines[process] = line
+        return line
+
     def _find(self, rank: int, member: Member, view: View, started: float, deadline: float) -> Line | None:
         """Return the line of a member, which may have to make its buffer first; None when the view has changed."""
-        process = process_of(member)
         while True:
-            line = self._lines.get(process)
+            line = self.line_of(rank, member)
             if line is not None:
-                return line
-            registry = find(self._roster.seat.lane, *process)
-            line = None if registry is None else registry.numbers().get(self._number)
-            if line is not None:
-                self._check_config(rank, line)
-                self._lines[process] = line
                 return line
             if self._roster.view.epoch != view.epoch:
                 return None

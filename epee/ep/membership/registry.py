@@ -7,7 +7,8 @@ the buffers that run, nor the others to find its own.
 
     header  magic, number of the newest buffer, blob of the region
     line    number of the buffer (0: none), record (`verdict.Record`, word by word), for whom this rank waits and when
-            it said so last, view for which the inbox was made, blob of the inbox, words of the config
+            it said so last, for which epoch it has come to sync and whom it counts on there (`sync.py`), view for
+            which the inbox was made, blob of the inbox, words of the config
 
 Order: a line's number is stored last when it is made (after it only the newest number in the header) and first when it
 ends; the blob of an inbox lies between two stores of the view it is for (0, then the view), and a reader looks at the
@@ -42,7 +43,7 @@ _MAGIC = int.from_bytes(b"epeebuf1", "little")
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
 _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64
-NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, INBOX_VIEW, INBOX = range(10)
+NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, SYNC, COUNTED, INBOX_VIEW, INBOX = range(12)
 CONFIG = INBOX + _BLOB_WORDS
 _NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
 assert _OWN_BLOB + _BLOB_WORDS <= _LINE_WORDS
@@ -93,6 +94,17 @@ class Line:
         """Return for whom the rank waits, as a mask; 0 when it has not said so lately."""
         is_fresh = time.monotonic_ns() - self.words[BLAMED_AT] < FRESH_NS
         return self.words[BLAMED] if is_fresh else 0
+
+    def come_to_sync(self, mark: int, counted: int) -> None:
+        """Show that this rank has come to sync, and on whom it counts. Only the owner.
+
+        Args:
+            mark: the epoch, shifted by 1, and whether its time is over; 0: it has not come.
+            counted: bits of ranks; they may be seen with the mark before them.
+        """
+        if self.words[COUNTED] != counted or self.words[SYNC] != mark:
+            self.words[COUNTED] = counted
+            self.words[SYNC] = mark
 
     def lend_inbox(self, view: int, blob: bytes) -> None:
         """Show the blob of the inbox that this process has made for `view`. Only the owner."""

@@ -114,7 +114,9 @@ class Campaign:
             else:
                 wanted, joiners = set(), ()  # what the dead leave cannot wait; the rest is for a later epoch
         unheard = self.slots - facts.gone.keys() - self.promises.keys() - wanted
-        silent = unheard if facts.waited_s >= patience_s else set()  # a slow machine is no reason to put anybody out
+        silent = (
+            set(unheard) if facts.waited_s >= patience_s else set()
+        )  # a slow machine is no reason to put anybody out
         left = (without(want, silent, facts.gone.keys() | wanted, self.current) for want in facts.wants)
         wants = tuple(want for want in left if want is not None and not unheard.intersection(want.members))
         return compose(self.current, self.promises, facts.gone, wanted, joiners, wants)

@@ -83,7 +83,7 @@ def _parts(
     Args:
         used: the lanes that anybody has, None where not everybody has answered.
     """
-    met = set()
+    met: set[int] = set()
     members = {member[:2] for member in current.members}
     since = {part[:3]: part.since for part in current.parts if part[1:3] in members}
     for want in wants:

@@ -1,0 +1,357 @@
+"""`sync` of CPU buffers with a mask: who does not come is put out of the buffer, stays in the job, can come back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.errors import CommTimeoutError, EvictedError, InvalidArgument, NoQuorumError, RankFailedError
+from tests.harness import DEAD, run_mortal
+
+from . import stages
+from .buffer_rounds import check_dispatch, make_buffer, routing, rows, start
+
+BOTH = [("epee", "raise"), ("epee", "mask"), ("gloo", "raise"), ("gloo", "mask")]
+ALL = (0, 1, 2)
+
+
+def ones(num_ranks: int = 3) -> torch.Tensor:
+    return torch.ones(num_ranks, dtype=torch.int32)
+
+
+def without(*ranks: int) -> torch.Tensor:
+    mask = ones()
+    mask[list(ranks)] = 0
+    return mask
+
+
+def step(buffer: epee.Buffer, number: int) -> list[int]:
+    """Dispatch and combine once; return who took part."""
+    rank, num_ranks = buffer.rank, buffer.num_ranks
+    idx, weights = routing(rank, num_ranks, number)
+    d = buffer.dispatch(rows(rank, number), idx, weights)
+    assert d.got is not None
+    check_dispatch(d, rank, num_ranks, number, 1)
+    c = buffer.combine(d.x, d.handle)
+    assert c.got is not None
+    assert c.got.tolist() == d.got.tolist()
+    return d.got.tolist()
+
+
+def begin(rank: int, folder: str, mode: str, backend: str, **options: Any) -> tuple[Any, epee.Buffer]:
+    """Make a group and a buffer that has worked once."""
+    group = start(rank, 3, folder, mode, backend=backend, on_stall="error")
+    buffer = make_buffer(group, **options)
+    assert step(buffer, 1) == [1, 1, 1]
+    stages.meet(folder, "made", rank, ALL)
+    return group, buffer
+
+
+def comes_late(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> list[str]:
+    group, buffer = begin(rank, folder, mode, backend)
+    seen = []
+    if rank == 2:
+        stages.wait_for(folder, "out")
+        for call in (lambda: step(buffer, 2), buffer.sync, lambda: step(buffer, 2)):
+            with pytest.raises(EvictedError, match=r"put out of this buffer in epoch 2.*active_ranks") as caught:
+                call()
+            assert caught.value.ranks == (2,)
+    else:
+        mask = ones()
+        stages.meet(folder, "two", rank, (0, 1))  # they wait for one in vain, not for each other
+        assert buffer.sync(mask, timeout=1.0).tolist() == mask.tolist() == [1, 1, 0]
+        seen.append(str(step(buffer, 2)))
+        assert buffer.epoch == 2
+        stages.reach(folder, "out")
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)  # the group has lost nobody
+    assert value.item() == 3
+    if rank == 2:
+        stages.reach(folder, "tried")
+    stages.wait_for(folder, "tried")
+    mask = ones()
+    assert buffer.sync(mask).tolist() == mask.tolist() == [1, 1, 1]
+    seen += [str(step(buffer, number)) for number in (3, 4, 5)]
+    assert buffer.epoch == 3
+    buffer.close()
+    return seen
+
+
+@pytest.mark.parametrize(("backend", "mode"), BOTH)
+def test_who_comes_late_is_put_out_and_comes_back(backend: str, mode: str) -> None:
+    results = run_mortal(comes_late, 3, mode, backend, dead=set())
+    assert results[:2] == [["[1, 1, 0]", *["[1, 1, 1]"] * 3]] * 2
+    assert results[2] == ["[1, 1, 1]"] * 3
+
+
+def counted_out(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> None:
+    """The time-out is far beyond the test's: nobody waits for one that nobody counts on."""
+    _, buffer = begin(rank, folder, mode, backend, timeout=1000.0)
+    if rank == 1:
+        stages.wait_for(folder, "out")
+        with pytest.raises(EvictedError):
+            step(buffer, 2)
+    else:
+        assert buffer.sync(without(1)).tolist() == [1, 0, 1]
+        assert step(buffer, 2) == [1, 0, 1]
+        stages.meet(folder, "done", rank, (0, 2))
+        stages.reach(folder, "out")
+    stages.meet(folder, "told", rank, ALL)
+    mask = without(1) if rank == 0 else ones()  # who comes is in, whoever had counted it out
+    assert buffer.sync(mask).tolist() == [1, 1, 1]
+    assert step(buffer, 3) == [1, 1, 1]
+    buffer.close()
+
+
+@pytest.mark.parametrize(("backend", "mode"), BOTH)
+def test_one_that_nobody_counts_on_is_not_waited_for(backend: str, mode: str) -> None:
+    run_mortal(counted_out, 3, mode, backend, dead=set())
+
+
+def too_few(rank: int, num_ranks: int, folder: str, backend: str) -> None:
+    _, buffer = begin(rank, folder, "mask", backend)
+    if rank == 0:
+        with pytest.raises(NoQuorumError, match="too few ranks came") as caught:
+            buffer.sync(ones(), timeout=0.2)
+        assert caught.value.ranks == (1, 2)
+        stages.reach(folder, "alone")
+    stages.wait_for(folder, "alone")
+    assert step(buffer, 2) == [1, 1, 1]
+    assert buffer.sync(ones()).tolist() == [1, 1, 1]
+    if rank == 0:
+        stages.wait_for(folder, "two")
+        with pytest.raises(NoQuorumError, match="the others did not sync"):
+            buffer.sync(ones(), timeout=0.2)
+        stages.reach(folder, "left out")
+    else:
+        stages.meet(folder, "two of three", rank, (1, 2))
+        assert buffer.sync(ones(), timeout=1.0).tolist() == [0, 1, 1]
+        stages.meet(folder, "both", rank, (1, 2))
+        stages.reach(folder, "two")
+    stages.wait_for(folder, "left out")
+    assert buffer.sync(ones()).tolist() == [1, 1, 1]
+    assert step(buffer, 3) == [1, 1, 1]
+    buffer.close()
+
+
+@pytest.mark.parametrize("backend", ["epee", "gloo"])
+def test_too_few_decide_nothing_and_are_told_so(backend: str) -> None:
+    run_mortal(too_few, 3, backend, dead=set())
+
+
+def dies(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> None:
+    _, buffer = begin(rank, folder, mode, backend)
+    if rank == 2:
+        stages.meet(folder, "about to", rank, ALL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    stages.meet(folder, "about to", rank, ALL)
+    for number in range(2, 5):
+        assert buffer.sync(ones()).tolist() == [1, 1, 0]
+        assert step(buffer, number) == [1, 1, 0]  # sync has told the loss
+    buffer.close()
+
+
+@pytest.mark.parametrize(("backend", "mode"), BOTH)
+def test_sync_goes_on_without_who_dies(backend: str, mode: str) -> None:
+    assert run_mortal(dies, 3, mode, backend, dead={2})[2] is DEAD
+
+
+def in_a_call(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> str:
+    """One waits in a dispatch while the others put it out."""
+    _, buffer = begin(rank, folder, mode, backend)
+    if rank == 2:
+        stages.reach(folder, "calling")
+        with pytest.raises(EvictedError, match="put out"):
+            step(buffer, 2)
+    else:
+        stages.wait_for(folder, "calling")
+        assert buffer.sync(without(2)).tolist() == [1, 1, 0]
+        assert step(buffer, 2) == [1, 1, 0]
+    stages.meet(folder, "put out", rank, ALL)
+    assert buffer.sync(ones()).tolist() == [1, 1, 1]
+    assert step(buffer, 3) == [1, 1, 1]
+    buffer.close()
+    return "right"
+
+
+@pytest.mark.parametrize(("backend", "mode"), BOTH)
+def test_who_is_put_out_in_a_call_hears_of_it_there(backend: str, mode: str) -> None:
+    assert run_mortal(in_a_call, 3, mode, backend, dead=set()) == ["right"] * 3
+
+
+def given_up(rank: int, num_ranks: int, folder: str, backend: str) -> None:
+    """Ranks that stand before different calls, because of time-outs, are together again after sync."""
+    _, buffer = begin(rank, folder, "mask", backend)
+    if rank != 2:
+        with pytest.raises(CommTimeoutError):
+            buffer.all_gather_bytes(b"1", timeout=0.3)
+    stages.meet(folder, "given up", rank, ALL)
+    assert buffer.sync(ones()).tolist() == [1, 1, 1]
+    assert step(buffer, 2) == [1, 1, 1]
+    buffer.close()
+
+
+@pytest.mark.parametrize("backend", ["epee", "gloo"])
+def test_after_a_time_out_sync_brings_all_to_the_same_call(backend: str) -> None:
+    run_mortal(given_up, 3, backend, dead=set())
+
+
+def loses_one_that_was_out(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> None:
+    _, buffer = begin(rank, folder, mode, backend)
+    if rank == 2:
+        stages.wait_for(folder, "out")
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert buffer.sync(without(2)).tolist() == [1, 1, 0]
+    stages.meet(folder, "both", rank, (0, 1))
+    stages.reach(folder, "out")
+    epochs = set()
+    for number in range(2, 12):
+        assert step(buffer, number) == [1, 1, 0]
+        epochs.add(buffer.epoch)
+    assert len(epochs) == 1
+    buffer.close()
+
+
+@pytest.mark.parametrize(("backend", "mode"), BOTH)
+def test_the_death_of_one_that_was_out_is_no_loss(backend: str, mode: str) -> None:
+    run_mortal(loses_one_that_was_out, 3, mode, backend, dead={2})
+
+
+def stops(rank: int, num_ranks: int, folder: str, backend: str, victim: int) -> list[list[int]]:
+    """One stops when it has shown that it has come: the others go on without it, be it the one that asks for all."""
+    _, buffer = begin(rank, folder, "mask", backend)
+    survivor: Any = buffer._exchange.membership
+    others = [other for other in ALL if other != victim]
+    if rank == victim:
+        Path(f"{folder}/pid").write_text(str(os.getpid()))
+        show = survivor._line.come_to_sync
+
+        def show_and_stop(*args: int) -> None:
+            survivor._line.come_to_sync = show
+            show(*args)
+            stages.reach(folder, "came")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        survivor._line.come_to_sync = show_and_stop
+        seen = [buffer.sync(ones(), timeout=60.0).tolist()]
+    else:
+        stages.wait_for(folder, "came")
+        stages.meet(folder, "two", rank, others)
+        seen = [buffer.sync(ones(), timeout=10.0).tolist()]
+        assert step(buffer, 2) == seen[0]
+        stages.meet(folder, "went on", rank, others)
+        if rank == others[0]:
+            os.kill(int(Path(f"{folder}/pid").read_text()), signal.SIGCONT)
+        seen.append(buffer.sync(ones(), timeout=60.0).tolist())
+    assert step(buffer, 3) == [1, 1, 1]
+    buffer.close()
+    return seen
+
+
+@pytest.mark.parametrize(("backend", "victim"), [("epee", 0), ("epee", 2), ("gloo", 1)])
+def test_one_that_stops_when_it_has_come_does_not_keep_the_others(backend: str, victim: int) -> None:
+    results = run_mortal(stops, 3, backend, victim, dead=set(), timeout_s=90.0)
+    without_it = [int(rank != victim) for rank in ALL]
+    assert results == [[[1, 1, 1]] if rank == victim else [without_it, [1, 1, 1]] for rank in ALL]
+
+
+def again_and_again(rank: int, num_ranks: int, folder: str, backend: str) -> None:
+    """Syncs in a row, with and without calls between, of ranks that come in any order, with any mask."""
+    _, buffer = begin(rank, folder, "raise", backend)
+    dice = random.Random(rank)
+    for number in range(15):
+        time.sleep(dice.random() * 0.02)
+        assert buffer.sync(ones()).tolist() == [1, 1, 1]
+        if number % 3 == 0:
+            assert step(buffer, number + 2) == [1, 1, 1]
+    buffer.close()
+
+
+@pytest.mark.parametrize("backend", ["epee", "gloo"])
+def test_ranks_that_come_are_never_put_out(backend: str) -> None:
+    run_mortal(again_and_again, 3, backend, dead=set())
+
+
+def takes_in(slot: int, num_ranks: int, folder: str) -> list[list[int]]:
+    """A process that took a lost rank's place is waited for, though the masks do not have it and it is slow."""
+    joins = slot == 3
+    rank = 2 if joins else slot
+    if joins:
+        stages.wait_for(folder, "lost")
+        group = start(rank, 3, folder, "mask", joins=True, on_stall="error")
+        stages.reach(folder, "joined")
+        time.sleep(0.5)  # nobody can see its buffer yet
+        buffer = make_buffer(group)
+    else:
+        group, buffer = begin(rank, folder, "mask", "epee")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen = step(buffer, 2)
+        while seen != [1, 1, 0]:
+            seen = step(buffer, 2)
+        stages.meet(folder, "alone", rank, (0, 1))
+        stages.reach(folder, "lost")
+        if rank == 0:
+            while group.waiting_ranks() != (2,):
+                time.sleep(0.005)
+            group.recover_ranks([2])
+        stages.wait_for(folder, "joined")
+        while survivor_view(buffer) != 3:
+            time.sleep(0.005)
+    seen = [buffer.sync(without(2) if not joins else ones(), timeout=60.0).tolist()]
+    seen += [step(buffer, number) for number in (3, 4)]
+    buffer.close()
+    return seen
+
+
+def survivor_view(buffer: epee.Buffer) -> int:
+    """Return how many ranks the newest view of the buffer has."""
+    return len(buffer._exchange.membership.roster.view.members)  # type: ignore[attr-defined]
+
+
+def test_a_replacement_is_waited_for_and_taken_in() -> None:
+    results = run_mortal(takes_in, 4, dead={2})
+    assert [results[slot] for slot in (0, 1, 3)] == [[[1, 1, 1]] * 3] * 3
+
+
+def told_once(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """A plain call in mode "raise" tells a loss as before."""
+    _, buffer = begin(rank, folder, "raise", "epee")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = []
+    for _ in range(2):
+        try:
+            seen.append(str(buffer.sync().tolist()))
+        except RankFailedError as error:
+            seen.append(str(error.ranks))
+    buffer.close()
+    return seen
+
+
+def test_without_a_mask_sync_is_a_call_like_others() -> None:
+    assert run_mortal(told_once, 3, dead={2})[:2] == [["(2,)", "[1, 1, 0]"]] * 2
+
+
+def alone(rank: int, num_ranks: int, folder: str) -> None:
+    buffer = make_buffer(start(rank, 1, folder, "raise", backend="gloo"))
+    mask = torch.zeros(2, dtype=torch.int32)
+    assert buffer.sync(mask).tolist() == [1]
+    assert mask.tolist() == [1, 0]
+    for wrong in (torch.ones(1), torch.ones(0, dtype=torch.int32), [1]):
+        with pytest.raises(InvalidArgument, match="active_ranks"):
+            buffer.sync(wrong)  # type: ignore[arg-type]
+    buffer.close()
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    run_mortal(alone, 1, dead=set())

@@ -397,8 +397,8 @@ class Buffer(Calls):
 
         Throughput mode on CPUs: with a mask on all ranks, ranks that come are in, those that were put out before as
         well; who does not come is put out of this buffer and stays in its group. A new epoch begins with the next call;
-        steps that were begun are over. Without a mask it is a call like others: its end tells the members of the present epoch, and silent
-        ranks are the affair of `on_stall`.
+        steps that were begun are over. Without a mask it is a call like others: its end tells the members of the
+        present epoch, and silent ranks are the affair of `on_stall`.
 
         Args:
             active_ranks: this rank's mask; whom it counts out is not waited for long. The agreed one is written into
@@ -411,6 +411,7 @@ class Buffer(Calls):
         Raises:
             NoQuorumError: too few ranks came to decide, or the others agreed without this one.
             InvalidState: a hook has not been called, or a graph is recorded.
+            MismatchError: throughput mode on CPUs: a rank that is counted on makes another call.
             As `dispatch`, in throughput mode on CPUs without a mask.
         """
         latency, path = self._latency, self._path

@@ -63,6 +63,13 @@ def test_parts_last_until_the_member_goes_and_who_is_out_counts_no_more() -> Non
     assert compose(gone, told((8, 9), (8, 8), (0, 0)), {}).parts == ()
 
 
+def test_what_a_replacement_of_one_that_was_out_tells_counts() -> None:
+    third = compose(put_out(), told((8, 9), (8, 8)), {2: DEAD}, joiners=[member(2, 0, 5)])
+    assert third.parts == put_out().parts  # of the one before it
+    fourth = compose(third, told((8, 9), (8, 9), (9, 10)), {}, wants=(Want(LANE, (0, 2), (1,)),))
+    assert (fourth.cuts[0], fourth.starts[0]) == (Cut(LANE, 9), Start(LANE, 11))
+
+
 def test_who_comes_back_is_a_newcomer_to_the_lane() -> None:
     third = compose(put_out(), told((8, 9), (8, 8), (4, 4)), {}, wants=(BACK,))
     assert parts_of(third, LANE) == {0: 1, 1: 1, 2: 3}

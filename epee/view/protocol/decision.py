@@ -53,7 +53,7 @@ def compose(
             removed.append(Removal(member.slot, member.incarnation, cause))
     used = {state.lane for states in lanes.values() for state in states} if staying.keys() <= lanes.keys() else None
     parts, met = _parts(current, staying, wants, used)
-    told = _told((*current.parts, *parts), {slot: states for slot, states in lanes.items() if slot in staying})
+    told = _told((*current.parts, *parts), staying, lanes)
     stalled = any(removal.cause == STALLED for removal in removed) or any(p.since == -current.epoch - 1 for p in parts)
     for joiner in joiners:
         if joiner.slot not in staying:
@@ -69,10 +69,18 @@ def compose(
     )
 
 
-def _told(parts: Iterable[Part], lanes: Mapping[int, Sequence[LaneState]]) -> list[LaneState]:
-    """Return what those tell of lanes who are in them before and after; `parts`: of both."""
-    out = {(part.lane, part.slot) for part in parts if part.since < 0}
-    return [state for slot, states in lanes.items() for state in states if (state.lane, slot) not in out]
+def _told(
+    parts: Iterable[Part], staying: Mapping[int, Member], lanes: Mapping[int, Sequence[LaneState]]
+) -> list[LaneState]:
+    """Return what those tell of lanes who are in them before and after; `parts`: of both, be it of former members."""
+    out = {(part.lane, *part[1:3]) for part in parts if part.since < 0}
+    return [
+        state
+        for slot, states in lanes.items()
+        if slot in staying
+        for state in states
+        if (state.lane, *staying[slot][:2]) not in out
+    ]
 
 
 def _parts(

@@ -389,7 +389,7 @@ class Survivor:
             return
         self._check()
         self._op = op
-        if self.roster.view.agreed > self._exchange.epoch:
+        if self.roster.view.agreed.epoch > self._exchange.epoch:
             self._drop_last()
         else:
             self._settle_last(deadline)
@@ -419,11 +419,11 @@ class Survivor:
         entered = {rank: peer.incarnation for rank, peer in self._peers.items()}
         sync = Sync(self._rank, self.roster, self._line, self._inboxes.line_of, entered, is_elsewhere, look)
         try:
-            view = sync.agree(counted, deadline)
+            agreed = sync.agree(counted, deadline)
         finally:
             self.hide()
-        self._told = max(self._told, view.agreed)
-        return tuple(sorted(view.members))
+        self._told = max(self._told, agreed.epoch)
+        return agreed.ranks
 
     def _drop_last(self) -> None:
         """Forget the calls before a `sync`: nobody waits for them any more, here or elsewhere."""

@@ -71,6 +71,13 @@ class Loss(NamedTuple):
     cause: str
 
 
+class Agreed(NamedTuple):
+    """What a `sync` ended with: an epoch, and who takes part from then on. All who take part return this."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+
 class View(NamedTuple):
     """The present epoch.
 
@@ -78,13 +85,13 @@ class View(NamedTuple):
         epoch: its number.
         members: the member that has each rank.
         out: members of the job that were put out, by rank.
-        agreed: the newest epoch that ended a `sync`; 0 before the first.
+        agreed: the newest epoch that ended a `sync`, and the ranks that it began with; 0 before the first.
     """
 
     epoch: int
     members: Mapping[int, Member]
     out: Mapping[int, Member]
-    agreed: int = 0
+    agreed: Agreed
 
 
 class Roster:
@@ -110,7 +117,7 @@ class Roster:
         self._is_over = False
         self._trouble: Exception | None = None
         self.newest = 0
-        self.state = (0, View(0, {}, {}))
+        self.state = (0, View(0, {}, {}, Agreed(0, ())))
         self._replay()
 
     def watch(self, number: int, line: Line, floor: int, timeout_s: float) -> None:
@@ -165,9 +172,9 @@ class Roster:
             self._last = decision
             old, new = self.view, self._view_of(decision)
             if old.epoch:
-                has_changed = new.agreed or _incarnations(new.members) != _incarnations(old.members)
+                has_changed = new.agreed.epoch or _incarnations(new.members) != _incarnations(old.members)
                 new = new._replace(epoch=decision.epoch if has_changed else old.epoch)
-            new = new._replace(agreed=new.agreed or old.agreed)
+            new = new._replace(agreed=max(new.agreed, old.agreed))
             self._note_causes(old, new, decision)
             self.state = decision.epoch, new
             self.newest = new.epoch
@@ -182,7 +189,8 @@ class Roster:
         out = {rank: m for rank, m in ours.items() if rank not in members}
         changed = [abs(part.since) for part in decision.parts if part.lane == self._lane]
         epochs = [*changed, *(member.incarnation for member in members.values())]
-        agreed = decision.epoch if self._lane in decision.met else 0
+        is_agreed = self._lane in decision.met
+        agreed = Agreed(decision.epoch, tuple(sorted(members))) if is_agreed else Agreed(0, ())
         return View(max(epochs, default=0), members, out, agreed)
 
     def _note_causes(self, old: View, new: View, decision: Decision) -> None:

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from ...errors import MismatchError, NoQuorumError, context
 from ...view.protocol.messages import Member
 from ...view.protocol.quorum import has_quorum
-from .group_view import Roster, View
+from .group_view import Agreed, Roster, View
 from .registry import COUNTED, SYNC, Line
 
 GRACE_S = 0.05  # how long one is waited for that nobody counts on
@@ -93,8 +93,8 @@ class Sync:
         self._ready_since: tuple[int, float] = (0, 0.0)  # in an epoch of the job
         self._asked_at = 0.0
 
-    def agree(self, counted: int, deadline: float) -> View:
-        """Return the view that the ranks have agreed on, with this one in it.
+    def agree(self, counted: int, deadline: float) -> Agreed:
+        """Return what the ranks have agreed on, with this one in it; whoever is lost later shows in a later call.
 
         Args:
             counted: bits of the ranks that this one counts on; who is new is counted on by all.
@@ -108,13 +108,13 @@ class Sync:
         self._started = time.monotonic()
         settings = self._roster.seat.runtime.settings
         last = max(deadline, self._started) + settings.no_quorum_s + settings.patience_s  # enough for the agents
-        agreed = self._roster.view.agreed
+        last_agreed = self._roster.view.agreed
         try:
             while True:
                 heard, view = self._roster.state
-                if view.agreed > agreed and self._rank in view.members:
-                    return view
-                agreed = view.agreed  # else it came too late for that one
+                if view.agreed != last_agreed and self._rank in view.agreed.ranks:
+                    return view.agreed
+                last_agreed = view.agreed  # else it came too late for that one
                 now = time.monotonic()
                 self._show(view, counted, now > deadline)
                 came = self._who_came(view)

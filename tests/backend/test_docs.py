@@ -1,4 +1,4 @@
-"""docs/backend.md tells the truth: its programs run on two ranks, and the tests that it names exist."""
+"""backend.md and fault-tolerance.md tell the truth: their programs run on two ranks, tests that they name exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 from tests.harness import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "backend.md"
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+PAGES = PAGE, PAGE.with_name("fault-tolerance.md")
+TEXTS = [text for page in PAGES for text in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
+PROGRAMS = [text for text in TEXTS if text.startswith(("import ", "from "))]  # else a part of one
 ROWS = [line for line in PAGE.read_text().splitlines() if re.search(r"`test_\w+\.py`", line)]
 
 

@@ -281,6 +281,29 @@ def test_ranks_that_come_are_never_put_out(backend: str) -> None:
     run_mortal(again_and_again, 3, backend, dead=set())
 
 
+def closes(rank: int, num_ranks: int, folder: str, backend: str) -> None:
+    """Two of three close the buffer, one of them before the others sync, and stay in the job by another buffer."""
+    group, buffer = begin(rank, folder, "mask", backend, timeout=1000.0)
+    with make_buffer(group):
+        for number, closer in ((2, 2), (3, 0)):
+            if rank == closer:
+                buffer.close()
+                stages.reach(folder, f"closed{closer}")
+                break
+            stages.wait_for(folder, f"closed{closer}")
+            left = [int(other == 1 or other not in (2, closer)) for other in ALL]
+            assert buffer.sync(ones()).tolist() == left
+            assert step(buffer, number) == left
+            stages.meet(folder, f"after{closer}", rank, [other for other in ALL if left[other]])
+        stages.meet(folder, "done", rank, ALL)
+    buffer.close()
+
+
+@pytest.mark.parametrize("backend", ["epee", "gloo"])
+def test_who_has_closed_the_buffer_is_not_waited_for(backend: str) -> None:
+    run_mortal(closes, 3, backend, dead=set())
+
+
 def takes_in(slot: int, num_ranks: int, folder: str) -> list[list[int]]:
     """A process that took a lost rank's place is waited for, though the masks do not have it and it is slow."""
     joins = slot == 3

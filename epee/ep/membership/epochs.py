@@ -416,8 +416,7 @@ class Survivor:
             in_epoch = not self.has_turned and rank in self._exchange.members
             return in_epoch and self._exchange.waits_in_next(rank)
 
-        entered = {rank: peer.incarnation for rank, peer in self._peers.items()}
-        sync = Sync(self._rank, self.roster, self._line, self._inboxes.line_of, entered, is_elsewhere, look)
+        sync = Sync(self._rank, self.roster, self._line, self._inboxes.line_of, self._peers, is_elsewhere, look)
         try:
             agreed = sync.agree(counted, deadline)
         finally:

@@ -14,7 +14,8 @@ When they may go on:
     in both cases      more than half of those have come who entered the last epoch together (half with the lowest will
                        do): a newcomer decides nothing alone, nor do those who were cut off
 A member that has come and stops then does not answer the agents, and is put out if enough are left (`Want.least`). Who
-is out shows that it has come as members do, but its time and its voice do not count: the others take it in.
+is out shows that it has come as members do, but its time and its voice do not count: the others take it in. Who has
+closed its buffer comes no more, and does not count either.
 
 What a rank shows names the epoch of the lane, so it says nothing about a sync after the next decision, and stays for
 those who hear of that decision later; who shows a newer epoch had come to this one. A decision of another kind (a
@@ -35,6 +36,7 @@ from ...errors import MismatchError, NoQuorumError, context
 from ...view.protocol.messages import Member
 from ...view.protocol.quorum import has_quorum
 from .group_view import Agreed, Roster, View
+from .inboxes import Peer
 from .registry import COUNTED, SYNC, Line
 
 GRACE_S = 0.05  # how long one is waited for that nobody counts on
@@ -68,7 +70,7 @@ class Sync:
         roster: who takes part, and who is out.
         line: this rank's.
         line_of: returns the line of a member, None where it has none (yet).
-        entered: who entered the last epoch together with this rank: rank -> the epoch since which it took part.
+        entered: who entered the last epoch together with this rank, itself included, by rank.
         is_elsewhere: whether a rank waits for this one in the call after its last, which is another than sync.
         look: called in waits with the ranks that are waited for; raises what ends them.
     """
@@ -79,7 +81,7 @@ class Sync:
         roster: Roster,
         line: Line,
         line_of: Callable[[int, Member], Line | None],
-        entered: Mapping[int, int],
+        entered: Mapping[int, Peer],
         is_elsewhere: Callable[[int], bool],
         look: Callable[[list[int]], None],
     ) -> None:
@@ -137,11 +139,12 @@ class Sync:
         lines = {rank: self._line_at(rank, member) for rank, member in (*view.members.items(), *view.out.items())}
         marks = {rank: 0 if line is None else line.words[SYNC] for rank, line in lines.items()}
         ranks = frozenset(rank for rank, mark in marks.items() if mark >> 1 >= view.epoch)
+        closed = {rank for rank in lines if self._has_closed(rank) or (rank in view.out and lines[rank] is None)}
         union = 0
         for rank in ranks:
             line = lines[rank]
             union |= 0 if line is None else line.words[COUNTED]
-        awaited = frozenset(rank for rank in lines if rank not in ranks and union >> rank & 1)
+        awaited = frozenset(rank for rank in lines if rank not in ranks | closed and union >> rank & 1)
         others = frozenset(view.members.keys() - ranks - awaited)
         return Came(ranks, awaited, others, any(marks[rank] & 1 for rank in ranks & view.members.keys()))
 
@@ -159,7 +162,16 @@ class Sync:
         return self._line if rank == self._rank else self._line_of(rank, member)
 
     def _has_entered(self, rank: int, member: Member) -> bool:
-        return self._entered.get(rank) == member.incarnation
+        return rank in self._entered and self._entered[rank].incarnation == member.incarnation
+
+    def _has_closed(self, rank: int) -> bool:
+        """Return whether one that entered the last epoch has closed its buffer since; its process may be in the job."""
+        return rank in self._entered and self._entered[rank].line.number != self._line.number
+
+    def _voters(self, view: View) -> list[int]:
+        """Return of whom more than half must come: as many see the same, whoever else comes or has closed."""
+        entered = (rank for rank, member in view.members.items() if self._has_entered(rank, member))
+        return [rank for rank in entered if not self._has_closed(rank)]
 
     def _go_on(self, heard: int, view: View, came: Came, deadline: float, last: float) -> None:
         """Ask for the next epoch when it is time for that, and this rank's turn.
@@ -168,7 +180,7 @@ class Sync:
             NoQuorumError: they are too few at the end of the time, or the agents do not agree.
         """
         now = time.monotonic()
-        voters = [rank for rank, member in view.members.items() if self._has_entered(rank, member)]
+        voters = self._voters(view)
         may_vote = self._rank in voters
         is_enough = has_quorum(voters, (), came.ranks)
         if now > deadline and not is_enough:

@@ -439,13 +439,14 @@ class Buffer(Calls):
         counted = sum(1 << rank for rank, mark in enumerate(how.active_ranks[: self.num_ranks].tolist()) if mark)
         deadline = time.monotonic() + how.timeout_s
         try:
-            members = self._exchange.membership.agree(counted, deadline)
+            agreed = self._exchange.membership.agree(counted, deadline)
         except MismatchError as error:
             self._refuse(OP_GATHER, error, deadline)
             raise
-        agreed = mask_of(members, self.num_ranks)
-        how.active_ranks[: self.num_ranks] = agreed
-        return agreed
+        mask = mask_of(agreed.ranks, self.num_ranks)
+        how.active_ranks[: self.num_ranks] = mask
+        self._exchange.membership.note_agreed(agreed)  # last: who is interrupted before it gets the same again
+        return mask
 
     def combine_input(self, handle: Handle | LatencyHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.membership.epochs import Survivor
+from epee.ep.membership.inboxes import Inboxes
+from epee.ep.membership.sync import Sync
 from epee.errors import CommTimeoutError, EvictedError, InvalidArgument, NoQuorumError, RankFailedError
 from tests.harness import DEAD, run_mortal
 
@@ -344,6 +347,138 @@ def survivor_view(buffer: epee.Buffer) -> int:
 def test_a_replacement_is_waited_for_and_taken_in() -> None:
     results = run_mortal(takes_in, 4, dead={2})
     assert [results[slot] for slot in (0, 1, 3)] == [[[1, 1, 1]] * 3] * 3
+
+
+def taken_in_late(slot: int, num_ranks: int, folder: str) -> list[list[int]]:
+    """A replacement makes its buffer when the others have synced without it: decisions left no trace of all of that."""
+    joins = slot == 3
+    rank = 2 if joins else slot
+    if joins:
+        stages.wait_for(folder, "lost")
+        group = start(rank, 3, folder, "mask", joins=True, on_stall="error")
+        stages.reach(folder, "joined")
+        stages.wait_for(folder, "synced")
+        buffer = make_buffer(group)
+    else:
+        group, buffer = begin(rank, folder, "mask", "epee")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while step(buffer, 2) != [1, 1, 0]:
+            pass
+        stages.meet(folder, "alone", rank, (0, 1))
+        stages.reach(folder, "lost")
+        if rank == 0:
+            while group.waiting_ranks() != (2,):
+                time.sleep(0.005)
+            group.recover_ranks([2])
+        stages.wait_for(folder, "joined")
+        while survivor_view(buffer) != 3:
+            time.sleep(0.005)
+        for turn in range(3):
+            stages.meet(folder, f"turn{turn}", rank, (0, 1))
+            assert buffer.sync(without(2), timeout=0.3).tolist() == [1, 1, 0]
+        stages.meet(folder, "both", rank, (0, 1))
+        stages.reach(folder, "synced")
+    seen = [buffer.sync(ones(), timeout=60.0).tolist()]
+    seen += [step(buffer, number) for number in (3, 4)]
+    buffer.close()
+    return seen
+
+
+def test_a_replacement_that_makes_its_buffer_late_comes_to_the_next_sync() -> None:
+    results = run_mortal(taken_in_late, 4, dead={2})
+    assert [results[slot] for slot in (0, 1, 3)] == [[[1, 1, 1]] * 3] * 3
+
+
+def interrupted(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> None:
+    """A rank is interrupted in sync, be it that the decision is under way, and calls it again."""
+    _, buffer = begin(rank, folder, mode, backend)
+    survivor: Any = buffer._exchange.membership
+    dice, quiet = random.Random(rank), survivor._interrupt
+    for number in range(12):
+        stages.meet(folder, f"round{number}", rank, ALL)
+        if number % 3 == rank:
+            looks = iter(range(dice.randrange(12)))
+
+            def interrupt(looks: Any = looks) -> None:
+                if next(looks, None) is None:
+                    survivor._interrupt = quiet
+                    time.sleep(dice.choice((0.0, 0.1)))  # the others may agree in the meantime
+                    raise KeyboardInterrupt
+                quiet()
+
+            survivor._interrupt = interrupt
+        try:
+            mask = buffer.sync(ones())
+        except KeyboardInterrupt:
+            mask = buffer.sync(ones())
+        survivor._interrupt = quiet
+        assert mask.tolist() == [1, 1, 1]
+        assert step(buffer, number + 2) == [1, 1, 1]
+    buffer.close()
+
+
+@pytest.mark.parametrize(("backend", "mode"), [("epee", "raise"), ("gloo", "mask")])
+def test_who_is_interrupted_and_syncs_again_is_with_the_others(backend: str, mode: str) -> None:
+    run_mortal(interrupted, 3, mode, backend, dead=set())
+
+
+def gives_up_too_late(rank: int, num_ranks: int, folder: str, backend: str) -> list[list[int]]:
+    """Rank 2 has seen nobody come and is about to say so when rank 0 comes, which agrees with it."""
+    _, buffer = begin(rank, folder, "mask", backend)
+    if rank == 2:
+        no_quorum = Sync._no_quorum
+
+        def hesitate(self: Sync, *args: Any) -> NoQuorumError:
+            stages.reach(folder, "giving up")
+            stages.wait_for(folder, "agreed")
+            return no_quorum(self, *args)
+
+        Sync._no_quorum = hesitate  # type: ignore[method-assign]
+        with pytest.raises(NoQuorumError):
+            buffer.sync(ones(), timeout=0.1)
+        Sync._no_quorum = no_quorum  # type: ignore[method-assign]
+    if rank == 1:
+        stages.wait_for(folder, "both")
+    else:
+        stages.wait_for(folder, "giving up")
+        assert buffer.sync(ones()).tolist() == [1, 0, 1]  # the time of one that has come is over
+        stages.reach(folder, "agreed")
+        assert step(buffer, 2) == [1, 0, 1]
+        stages.meet(folder, "two", rank, (0, 2))
+        stages.reach(folder, "both")
+    seen = [buffer.sync(ones()).tolist(), step(buffer, 3)]
+    buffer.close()
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["epee", "gloo"])
+def test_who_gives_up_while_the_others_agree_finds_that_when_it_syncs_again(backend: str) -> None:
+    assert run_mortal(gives_up_too_late, 3, backend, dead=set()) == [[[1, 1, 1]] * 2] * 3
+
+
+def never_entered(rank: int, num_ranks: int, folder: str) -> list[list[int]]:
+    """Rank 2 dies while the buffer is made, so the others enter no epoch there; sync is their first call."""
+    group = start(rank, 3, folder, "mask", on_stall="error")
+    if rank == 2:
+        Survivor.come_in = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    else:
+        meet = Inboxes.meet
+
+        def meet_late(self: Inboxes, *args: Any) -> Any:
+            while self._roster.heard < 2:
+                time.sleep(0.005)
+            return meet(self, *args)
+
+        Inboxes.meet = meet_late  # type: ignore[method-assign]
+    buffer = make_buffer(group)
+    seen = [buffer.sync(ones()).tolist(), step(buffer, 2)]
+    buffer.close()
+    return seen
+
+
+def test_a_buffer_that_has_entered_no_epoch_yet_can_sync() -> None:
+    assert run_mortal(never_entered, 3, dead={2})[:2] == [[[1, 1, 0]] * 2] * 2
 
 
 def told_once(rank: int, num_ranks: int, folder: str) -> list[str]:

@@ -7,9 +7,16 @@ ends the buffer (CPU), or the calls until the next `sync` (GPU, latency mode): t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...errors import InvalidState, PeerError
+
+
+class Agreed(NamedTuple):
+    """What a `sync` ended with: an epoch, and who takes part from then on. All who take part return this."""
+
+    epoch: int
+    ranks: tuple[int, ...]
 
 
 class Membership(Protocol):
@@ -76,8 +83,11 @@ class Membership(Protocol):
     def has_losses_to_tell(self) -> bool:
         """Return whether the next call will raise a loss."""
 
-    def agree(self, counted: int, deadline: float) -> tuple[int, ...]:
+    def agree(self, counted: int, deadline: float) -> Agreed:
         """Agree on who takes part, and return that; `counted`: bits of the ranks that this one counts on."""
+
+    def note_agreed(self, agreed: Agreed) -> None:
+        """Take note that the caller of `agree` has what it returned."""
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -140,9 +150,12 @@ class FixedMembership:
         """Return False."""
         return False
 
-    def agree(self, counted: int, deadline: float) -> tuple[int, ...]:
+    def agree(self, counted: int, deadline: float) -> Agreed:
         """Return this rank, the only one that there is."""
-        return (0,)
+        return Agreed(0, (0,))
+
+    def note_agreed(self, agreed: Agreed) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

@@ -245,7 +245,8 @@ def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, tim
         holders = [rank for rank, held in lines.items() if number in held]
         is_closed = any(registry.has_closed(number) for registry in others.values())
         if not is_closed and _fits(lines[holders[0]][number], holders[0], config, group.rank()):
-            return _open(mine, roster, number, config, roster.newest, timeout_s)
+            floor = max(roster.newest, *(lines[holder][number].words[VIEW] for holder in holders))
+            return _open(mine, roster, number, config, floor, timeout_s)
     return None
 
 

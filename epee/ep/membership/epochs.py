@@ -54,9 +54,10 @@ from ...view.process.detector import is_torn_down
 from ...view.protocol.messages import PUT_OUT, STALLED
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn
+from ..control.membership import Agreed
 from .birth import Begun, begin
 from .call_outcome import Contest, Record, Verdict, after, judge, missing
-from .group_view import View, failure
+from .group_view import Loss, View, failure
 from .inboxes import Inboxes, Met, Peer
 from .registry import FRESH_NS, GATHERED, ISSUED, NUMBER, VIEW, WITHDRAWN, Line, at_fault
 from .sync import Sync
@@ -109,6 +110,8 @@ class Survivor:
         self._op = ""  # of the call under way, for hang reports
         self._has_shown = False
         self._told = begun.roster.heard  # losses up to this epoch have been raised
+        self._agreed = begun.roster.view.epoch  # what was agreed up to this epoch has been returned, or was not for us
+        self._founders: dict[int, int] = {}  # ranks that made the buffer together, and since when they take part
         self._is_coming_in = False
         self._is_closed = False
         self._pid = os.getpid()
@@ -328,7 +331,7 @@ class Survivor:
 
     def _failure(self, view: View, op: str, seq: int, elapsed: float) -> PeerError:
         """Return the error for the losses that have not been raised yet; those that came after `view` are in it."""
-        losses = self.roster.losses(self._told) or self.roster.losses(self._exchange.epoch)
+        losses = self._losses(self._told) or self._losses(self._exchange.epoch)
         epoch = max(view.epoch, *(loss.epoch for loss in losses))
         self._told = max(self._told, epoch)
         return failure(losses, op, self._rank, seq, epoch, elapsed)
@@ -364,6 +367,7 @@ class Survivor:
             CommTimeoutError: a member does not come; nobody is accused of that while the buffer is made.
             EvictedError, NoQuorumError: this process cannot go on.
         """
+        self._founders = {rank: member.incarnation for rank, member in self.roster.view.members.items()}
         told, self._is_coming_in = self._told, True
         try:
             self.roster.check()
@@ -402,10 +406,14 @@ class Survivor:
 
     def has_losses_to_tell(self) -> bool:
         """Return whether the next call will raise a loss."""
-        return self.raises and bool(self.roster.losses(self._told))
+        return self.raises and bool(self._losses(self._told))
 
-    def agree(self, counted: int, deadline: float) -> tuple[int, ...]:
-        """Agree with the others on who takes part (`sync.py`) and return it; losses that it shows are told by that."""
+    def _losses(self, after: int) -> list[Loss]:
+        """Return what was lost in epochs later than `after`; that this rank was put out itself is no loss here."""
+        return [loss for loss in self.roster.losses(after) if loss.rank != self._rank]
+
+    def agree(self, counted: int, deadline: float) -> Agreed:
+        """Agree with the others on who takes part (`sync.py`) and return it; `note_agreed` when the caller has it."""
 
         def look(silent: list[int]) -> None:
             self._interrupt()
@@ -416,13 +424,17 @@ class Survivor:
             in_epoch = not self.has_turned and rank in self._exchange.members
             return in_epoch and self._exchange.waits_in_next(rank)
 
-        sync = Sync(self._rank, self.roster, self._line, self._inboxes.line_of, self._peers, is_elsewhere, look)
+        entered = {rank: peer.incarnation for rank, peer in self._peers.items()} or self._founders
+        sync = Sync(self._rank, self.roster, self._line, self._inboxes, entered, is_elsewhere, look)
         try:
-            agreed = sync.agree(counted, deadline)
+            return sync.agree(counted, max(self._agreed, self._exchange.epoch), deadline)
         finally:
             self.hide()
+
+    def note_agreed(self, agreed: Agreed) -> None:
+        """The caller of `agree` has it: the losses that it shows are told, and the next sync is another one."""
         self._told = max(self._told, agreed.epoch)
-        return agreed.ranks
+        self._agreed = agreed.epoch
 
     def _drop_last(self) -> None:
         """Forget the calls before a `sync`: nobody waits for them any more, here or elsewhere."""

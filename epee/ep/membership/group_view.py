@@ -29,6 +29,7 @@ from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.decision import BLANK, parts_of
 from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
+from ..control.membership import Agreed
 
 if TYPE_CHECKING:
     from .registry import Line
@@ -69,13 +70,6 @@ class Loss(NamedTuple):
     rank: int
     epoch: int
     cause: str
-
-
-class Agreed(NamedTuple):
-    """What a `sync` ended with: an epoch, and who takes part from then on. All who take part return this."""
-
-    epoch: int
-    ranks: tuple[int, ...]
 
 
 class View(NamedTuple):
@@ -141,8 +135,10 @@ class Roster:
         row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
         self._awaited.begin(self._lane, row)
         self._replay()
+        # what was met before the lane was known here leaves no trace in the decisions after it
+        met = max((decision.epoch for decision in runtime.since(0) if self._lane in decision.met), default=0)
         with self.lock:
-            self.newest = max(self.view.epoch, floor)
+            self.newest = max(self.view.epoch, floor, met)
             self.state = self.heard, self.view._replace(epoch=self.newest)
             line.stamp(self.newest)
 

@@ -158,6 +158,11 @@ class Inboxes:
             self._lines[process] = line
         return line
 
+    def has_closed(self, member: Member) -> bool:
+        """Return whether a member had this buffer and has closed it; asked where `line_of` finds none."""
+        registry = find(self._roster.seat.lane, *process_of(member))
+        return registry is not None and registry.has_closed(self._number)
+
     def _find(self, rank: int, member: Member, view: View, started: float, deadline: float) -> Line | None:
         """Return the line of a member, which may have to make its buffer first; None when the view has changed."""
         while True:

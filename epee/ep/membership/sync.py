@@ -35,8 +35,9 @@ from typing import NamedTuple
 from ...errors import MismatchError, NoQuorumError, context
 from ...view.protocol.messages import Member
 from ...view.protocol.quorum import has_quorum
-from .group_view import Agreed, Roster, View
-from .inboxes import Peer
+from ..control.membership import Agreed
+from .group_view import Roster, View
+from .inboxes import Inboxes
 from .registry import COUNTED, SYNC, Line
 
 GRACE_S = 0.05  # how long one is waited for that nobody counts on
@@ -53,12 +54,14 @@ class Came(NamedTuple):
         ranks: who has come, out or not.
         awaited: who has not, though somebody who has counts on it.
         others: members that have not come, and nobody counts on them.
+        closed: who has closed the buffer; the process may still be in the job.
         is_late: the time of a member that has come is over.
     """
 
     ranks: frozenset[int]
     awaited: frozenset[int]
     others: frozenset[int]
+    closed: frozenset[int]
     is_late: bool
 
 
@@ -69,8 +72,8 @@ class Sync:
         rank: this rank.
         roster: who takes part, and who is out.
         line: this rank's.
-        line_of: returns the line of a member, None where it has none (yet).
-        entered: who entered the last epoch together with this rank, itself included, by rank.
+        inboxes: of the buffer: knows the others' lines.
+        entered: who entered the last epoch together with this rank: rank -> the epoch since which it took part.
         is_elsewhere: whether a rank waits for this one in the call after its last, which is another than sync.
         look: called in waits with the ranks that are waited for; raises what ends them.
     """
@@ -80,26 +83,28 @@ class Sync:
         rank: int,
         roster: Roster,
         line: Line,
-        line_of: Callable[[int, Member], Line | None],
-        entered: Mapping[int, Peer],
+        inboxes: Inboxes,
+        entered: Mapping[int, int],
         is_elsewhere: Callable[[int], bool],
         look: Callable[[list[int]], None],
     ) -> None:
         self._rank = rank
         self._roster = roster
         self._line = line
-        self._line_of = line_of
+        self._inboxes = inboxes
         self._entered = entered
         self._is_elsewhere = is_elsewhere
         self._look = look
         self._ready_since: tuple[int, float] = (0, 0.0)  # in an epoch of the job
         self._asked_at = 0.0
 
-    def agree(self, counted: int, deadline: float) -> Agreed:
+    def agree(self, counted: int, since: int, deadline: float) -> Agreed:
         """Return what the ranks have agreed on, with this one in it; whoever is lost later shows in a later call.
 
         Args:
             counted: bits of the ranks that this one counts on; who is new is counted on by all.
+            since: the last epoch that a sync of this rank has returned, or a call has entered. A later one with this
+                rank is that of a sync of which an error has taken it: the others have returned it.
             deadline: `time.monotonic()` value.
 
         Raises:
@@ -110,13 +115,11 @@ class Sync:
         self._started = time.monotonic()
         settings = self._roster.seat.runtime.settings
         last = max(deadline, self._started) + settings.no_quorum_s + settings.patience_s  # enough for the agents
-        last_agreed = self._roster.view.agreed
         try:
             while True:
                 heard, view = self._roster.state
-                if view.agreed != last_agreed and self._rank in view.agreed.ranks:
-                    return view.agreed
-                last_agreed = view.agreed  # else it came too late for that one
+                if view.agreed.epoch > since and self._rank in view.agreed.ranks:
+                    return view.agreed  # else it came too late for that one
                 now = time.monotonic()
                 self._show(view, counted, now > deadline)
                 came = self._who_came(view)
@@ -136,17 +139,23 @@ class Sync:
         self._line.come_to_sync(view.epoch << 1 | is_late, counted | fresh | 1 << self._rank)
 
     def _who_came(self, view: View) -> Came:
-        lines = {rank: self._line_at(rank, member) for rank, member in (*view.members.items(), *view.out.items())}
+        members = {**view.out, **view.members}
+        lines = {rank: self._line_at(rank, member) for rank, member in members.items()}
         marks = {rank: 0 if line is None else line.words[SYNC] for rank, line in lines.items()}
         ranks = frozenset(rank for rank, mark in marks.items() if mark >> 1 >= view.epoch)
-        closed = {rank for rank in lines if self._has_closed(rank) or (rank in view.out and lines[rank] is None)}
+        closed = self._closed({rank: member for rank, member in members.items() if lines[rank] is None})
         union = 0
         for rank in ranks:
             line = lines[rank]
             union |= 0 if line is None else line.words[COUNTED]
         awaited = frozenset(rank for rank in lines if rank not in ranks | closed and union >> rank & 1)
         others = frozenset(view.members.keys() - ranks - awaited)
-        return Came(ranks, awaited, others, any(marks[rank] & 1 for rank in ranks & view.members.keys()))
+        is_late = any(marks[rank] & 1 for rank in ranks & view.members.keys())
+        return Came(ranks, awaited, others, closed, is_late)
+
+    def _closed(self, members: Mapping[int, Member]) -> frozenset[int]:
+        """Return which of those without a line have closed the buffer, rather than not made it yet."""
+        return frozenset(rank for rank, member in members.items() if self._inboxes.has_closed(member))
 
     def _check_calls(self, view: View, came: Came) -> None:
         """Raise where one that is waited for waits itself, in another call; it shows that it comes before it calls."""
@@ -159,19 +168,15 @@ class Sync:
             raise MismatchError(f"{where}: it makes another call; all ranks must call sync with a mask")
 
     def _line_at(self, rank: int, member: Member) -> Line | None:
-        return self._line if rank == self._rank else self._line_of(rank, member)
+        return self._line if rank == self._rank else self._inboxes.line_of(rank, member)
 
     def _has_entered(self, rank: int, member: Member) -> bool:
-        return rank in self._entered and self._entered[rank].incarnation == member.incarnation
+        return self._entered.get(rank) == member.incarnation
 
-    def _has_closed(self, rank: int) -> bool:
-        """Return whether one that entered the last epoch has closed its buffer since; its process may be in the job."""
-        return rank in self._entered and self._entered[rank].line.number != self._line.number
-
-    def _voters(self, view: View) -> list[int]:
-        """Return of whom more than half must come: as many see the same, whoever else comes or has closed."""
+    def _voters(self, view: View, came: Came) -> list[int]:
+        """Return of whom more than half must come."""
         entered = (rank for rank, member in view.members.items() if self._has_entered(rank, member))
-        return [rank for rank in entered if not self._has_closed(rank)]
+        return [rank for rank in entered if rank not in came.closed]
 
     def _go_on(self, heard: int, view: View, came: Came, deadline: float, last: float) -> None:
         """Ask for the next epoch when it is time for that, and this rank's turn.
@@ -180,7 +185,7 @@ class Sync:
             NoQuorumError: they are too few at the end of the time, or the agents do not agree.
         """
         now = time.monotonic()
-        voters = self._voters(view)
+        voters = self._voters(view, came)
         may_vote = self._rank in voters
         is_enough = has_quorum(voters, (), came.ranks)
         if now > deadline and not is_enough:

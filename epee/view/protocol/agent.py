@@ -71,7 +71,8 @@ from .outcome import first_seq
 from .proposer import Proposer
 
 BLANK_BOARD = BoardState(BLANK, NO_BALLOT, NO_BALLOT, None)
-HISTORY = 64  # decisions kept for those who lag; members lag by one, only who was voted out may need more
+HISTORY = 64  # decisions kept for those who lag by more than one: who was voted out, or is out of a lane
+HISTORY_MEMBERS = 1 << 14  # or as many as name so many members, some 4 MB
 COMMIT_LIMIT = 8  # decisions in one message
 MAX_SLOTS = 4096
 
@@ -91,7 +92,7 @@ class Agent(Proposer):
 
     def __init__(self, me: Member, settings: Settings, first: Decision | None = None) -> None:
         super().__init__(me, settings)
-        self.history: deque[Decision] = deque(maxlen=HISTORY)
+        self.history: deque[Decision] = deque()
         self._past: dict[bytes, Member] = {}
         self._proofs: dict[bytes, str] = {}
         self._joined: Decision | None = None
@@ -311,6 +312,8 @@ class Agent(Proposer):
         self.decided = decision
         self.epoch = decision.epoch
         self.history.append(decision)
+        while len(self.history) > max(HISTORY, HISTORY_MEMBERS // max(1, len(decision.members))):
+            self.history.popleft()
         self.members = {member.slot: member for member in decision.members}
         self.slot_of = {member.nonce: member.slot for member in decision.members}
         self.promised = self.accepted_ballot = self._pending = NO_BALLOT

@@ -1,4 +1,7 @@
-"""What all tests share: examples of hypothesis have no time limit, so that a busy machine fails nothing."""
+"""What all tests share: examples of hypothesis have no time limit, so that a busy machine fails nothing.
+
+Nothing here imports torch before there are tests to collect: the process that only deals them out to others has none.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import os
 
 import pytest
 from hypothesis import settings
-
-from tests import defaults
 
 settings.register_profile("epee", settings.default, deadline=None)
 settings.load_profile("epee")
@@ -25,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what makes no sense under foreign defaults; `tests.defaults.NOT_RUN` says why."""
     if config.getoption("--poisoned-defaults"):
+        from tests import defaults
+
         left_out = [item for item in items if item.nodeid.startswith(tuple(defaults.NOT_RUN))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
@@ -33,5 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Tell the processes of the harness what is asked for, before there is any."""
     if config.getoption("--poisoned-defaults"):
+        from tests import defaults
+
         os.environ[defaults.ASKED] = "1"
         defaults.install_if_asked()

@@ -16,7 +16,7 @@ from typing import Any
 
 # torch's optimizers import torch._dynamo at their first use; epee's backend comes in with the first group.
 _ALWAYS = ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "epee")
-_USED = ("epee.backend.group", "epee.ep.buffer", "epee.ep.latency_buffer", "tests.harness.rank")
+_USED = ("epee.backend.group", "epee.ep.buffer", "tests.harness.rank")
 _LAST = "tests.harness.huge_pages"
 
 

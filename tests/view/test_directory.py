@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -9,6 +11,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,18 @@ import pytest
 from epee.errors import AuthError, InvalidArgument, InvalidState, ProtocolError, ResourceError
 from epee.view.transport import directory as d
 from tests.forked import Program
+from tests.harness import server
 
 NONCE = bytes(range(16))
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """Return the open descriptors of this process and what they are."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add((entry, os.readlink(f"/proc/self/fd/{entry}")))
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +38,12 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "run"
     monkeypatch.setenv("EPEE_RUNTIME_DIR", str(folder))
     monkeypatch.delenv("EPEE_TOKEN_FILE", raising=False)
-    num_fds = len(os.listdir("/proc/self/fd"))
+    server.context()
+    forkserver.ensure_running()  # its descriptors stay; else the first program of this process would seem to leak them
+    gc.collect()  # what other tests have left goes now, not in the midst of this one
+    before = descriptors()
     yield folder
-    assert len(os.listdir("/proc/self/fd")) == num_fds
+    assert descriptors() - before == set()
 
 
 def mode(path: Path) -> int:

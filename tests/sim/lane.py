@@ -418,7 +418,8 @@ class Engine:
             self.now, self.slot, self.incarnation, DONE, status, LANE, call.seq, epoch, contributors, digest
         )
         self.records.append(record)
-        self.course.forget(self.through())
+        through = self.through()  # of what is unsettled later decisions are still asked
+        self.course.forget(min(through, self.unsettled[0].seq - 1) if self.unsettled else through)
 
     def _say_through(self) -> None:
         """Say in all outboxes of this process up to which call it is through."""

@@ -486,7 +486,8 @@ class Survival(Intake):
 
     def retired(self, seq: int) -> None:
         """Calls up to `seq` have ended here: later ones are planned for who is left."""
-        self._course.forget(seq)
+        past = self._owner.unsettled.calls  # of these later decisions are still asked, in the epochs that they ran in
+        self._course.forget(min(seq, past[0].seq - 1) if past else seq)
         self._sizes.forget(seq)
         epoch, box = self.first_epoch(), self.next_box()
         self.plan_with(box)

@@ -247,7 +247,7 @@ class Course:
         return epoch == oldest_epoch and not any(oldest_seq < start <= seq for _, start in starts)
 
     def forget(self, done: int) -> None:
-        """Drop what no call after `done` can need: all calls up to `done` have ended here."""
+        """Drop what no call after `done` can need: no decision will be asked about those up to `done`."""
         passed = [self._is_passed(turn, done + 1) for turn in self.turns]
         for i in range(len(self.turns) - 1, -1, -1):
             if passed[i] and (not self.raises or all(passed[:i])):

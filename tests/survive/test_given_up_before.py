@@ -1,0 +1,61 @@
+"""A call that was given up before two deaths: each is told by the first call that the dead had no part in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.errors import CommTimeoutError, RankFailedError
+from tests.harness import run_mortal
+
+from . import stages
+
+AWAY = 4  # makes no call: so the others give their first one up
+STOPPED = 2  # has put its part of that one, and stands still until it is killed
+
+
+def loses_two(rank: int, num_ranks: int, folder: str) -> list[tuple[tuple[int, ...], int]]:
+    options = epee.BackendOptions(fault_mode="raise", op_timeout=0.3)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=num_ranks, pg_options=options)
+    if rank == AWAY:
+        stages.wait_for(folder, "told")
+        return []
+    group: Any = dist.group.WORLD
+    if rank == STOPPED:
+        Path(f"{folder}/pid").write_text(str(os.getpid()))
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        stages.reach(folder, "begun")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        del work
+    stages.wait_for(folder, "begun")
+    stopped = int(Path(f"{folder}/pid").read_text())
+    stages.await_stop(stopped)
+    with pytest.raises(CommTimeoutError):
+        dist.all_reduce(torch.ones(1))
+    told = []
+    for victim in (3, STOPPED):
+        stages.meet(folder, f"before{victim}", rank, (0, 1, 3) if victim == 3 else (0, 1))
+        if rank == victim or (rank == 0 and victim == STOPPED):
+            os.kill(os.getpid() if rank == victim else stopped, signal.SIGKILL)
+        while victim in {member.slot for member in group._engine.survival.runtime.view().members}:
+            time.sleep(0.005)
+        with pytest.raises(RankFailedError) as caught:
+            dist.all_reduce(torch.ones(1))
+        told.append((caught.value.ranks, caught.value.seq))
+    stages.meet(folder, "both", rank, (0, 1))
+    stages.reach(folder, "told")
+    return told
+
+
+def test_a_call_that_was_given_up_is_asked_about_in_the_epoch_that_it_ran_in() -> None:
+    results = run_mortal(loses_two, 5, dead={2, 3})
+    assert results[:2] == [[((3,), 2), ((2,), 3)]] * 2

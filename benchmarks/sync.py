@@ -2,8 +2,8 @@
 
     python benchmarks/sync.py --num-ranks 2,4,8
 
-Wall time on rank 0 from a barrier of the group (gloo), median and 90th percentile of `ROUNDS` rounds; in each the mask is
-checked. For comparison the same call without a sync before it.
+Wall time on rank 0 from a barrier of the group (gloo), median and 90th percentile of `ROUNDS` rounds, each of which
+checks the mask. For comparison the same call without a sync before it.
 """
 
 from __future__ import annotations

@@ -38,6 +38,17 @@ def test_the_higher_rank_leaves_a_shared_core_and_keeps_its_affinity(monkeypatch
     assert wait._part(0, 100.0 + 2 * MOVE_PAUSE_S)
 
 
+def test_a_waiter_takes_the_lock_back_however_late_it_comes_to_it() -> None:
+    """The process may have been stopped for longer than the group's time-out between two lines."""
+    wait, _ = made(0)
+    wait.timeout_s = 0.0
+    wait._lock.acquire()
+    wait._let_go()
+    wait._take_back()
+    assert wait._lock._is_owned()
+    wait.leave()
+
+
 def test_nobody_moves_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tries(0, monkeypatch, 0)[0], "the lower rank stays"
     assert not tries(1, monkeypatch, 1)[0], "the peer is on another core"

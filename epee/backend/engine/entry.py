@@ -12,6 +12,7 @@ below it is half changed.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ CLOSED, ABORTED, FORKED = 1, 2, 4
 FROZEN, NEWS, CHANGING, TROUBLED = 8, 16, 32, 64  # see `membership/epochs.py`
 ENDED = CLOSED | ABORTED | FORKED
 SLICE_S = 0.5  # how long to wait for the lock before looking at `flags` again
+MIN_SLICES = 20  # however short the group's time-out is
 
 _REENTERED = (
     "this thread is inside a call of the same group (this is a signal handler); "
@@ -208,12 +210,16 @@ class Entry:
         self._lock.release()
 
     def _take_back(self) -> None:
-        """Take the lock again; an interrupt meanwhile is put off until that is done."""
+        """Take the lock again; an interrupt meanwhile is put off until that is done.
+
+        Attempts are counted, not the time: a process that was stopped here has not tried for so long, and the frames of
+        the call go on as if they had the lock.
+        """
         interrupt: BaseException | None = None
-        until = time.monotonic() + self.timeout_s
-        while not self._lock._is_owned() and time.monotonic() < until:
+        num_left = MIN_SLICES + math.ceil(self.timeout_s / SLICE_S)
+        while not self._lock._is_owned() and num_left > 0:
             try:
-                self._lock.acquire(timeout=SLICE_S)
+                num_left -= not self._lock.acquire(timeout=SLICE_S)
             except BaseException as exc:  # noqa: BLE001 - raised below
                 interrupt = exc
         self._asleep.discard(threading.get_ident())

@@ -17,6 +17,7 @@ from torch import nn
 import epee
 from tests.harness import run_ranks
 
+from ..survive import stages
 from . import cases
 
 
@@ -78,20 +79,22 @@ def test_ddp_and_fsdp2_train_as_with_gloo() -> None:
     run_ranks(training, 3, backend="gloo", timeout_s=55)
 
 
-def ddp_error(rank: int, num_ranks: int) -> str:
+def ddp_error(rank: int, num_ranks: int, folder: str) -> str:
     quiet()
     wrapped = nn.parallel.DistributedDataParallel(model())
     if rank == 1:
         wrapped(torch.ones(2, 64)).sum()
         dist.group.WORLD.shutdown()
+        stages.wait_for(folder, "told")  # a process that has ended has not left
         return "left"
     with pytest.raises(RuntimeError) as caught:
         wrapped(torch.ones(2, 64)).sum().backward()
+    stages.reach(folder, "told")
     return str(caught.value)
 
 
-def test_ddp_raises_when_a_rank_leaves() -> None:
-    assert "left the group" in run_ranks(ddp_error, 2, backend="epee")[0]
+def test_ddp_raises_when_a_rank_leaves(tmp_path: Path) -> None:
+    assert "left the group" in run_ranks(ddp_error, 2, str(tmp_path), backend="epee")[0]
 
 
 def meshes(rank: int, num_ranks: int) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -307,41 +308,38 @@ def test_who_has_closed_the_buffer_is_not_waited_for(backend: str) -> None:
     run_mortal(closes, 3, backend, dead=set())
 
 
+def with_a_replacement(slot: int, folder: str, delay: Callable[[], None]) -> epee.Buffer:
+    """Rank 2 dies, slot 3 takes its place and makes its buffer after a delay; returns when all see it in the view."""
+    if slot == 3:
+        stages.wait_for(folder, "lost")
+        group = start(2, 3, folder, "mask", joins=True, on_stall="error")
+        stages.reach(folder, "joined")
+        delay()
+        return make_buffer(group)
+    group, buffer = begin(slot, folder, "mask", "epee")
+    if slot == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while step(buffer, 2) != [1, 1, 0]:
+        pass
+    stages.meet(folder, "alone", slot, (0, 1))
+    stages.reach(folder, "lost")
+    if slot == 0:
+        while group.waiting_ranks() != (2,):
+            time.sleep(0.005)
+        group.recover_ranks([2])
+    stages.wait_for(folder, "joined")
+    while len(buffer._exchange.membership.roster.view.members) != 3:  # type: ignore[attr-defined]
+        time.sleep(0.005)
+    return buffer
+
+
 def takes_in(slot: int, num_ranks: int, folder: str) -> list[list[int]]:
     """A process that took a lost rank's place is waited for, though the masks do not have it and it is slow."""
-    joins = slot == 3
-    rank = 2 if joins else slot
-    if joins:
-        stages.wait_for(folder, "lost")
-        group = start(rank, 3, folder, "mask", joins=True, on_stall="error")
-        stages.reach(folder, "joined")
-        time.sleep(0.5)  # nobody can see its buffer yet
-        buffer = make_buffer(group)
-    else:
-        group, buffer = begin(rank, folder, "mask", "epee")
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        seen = step(buffer, 2)
-        while seen != [1, 1, 0]:
-            seen = step(buffer, 2)
-        stages.meet(folder, "alone", rank, (0, 1))
-        stages.reach(folder, "lost")
-        if rank == 0:
-            while group.waiting_ranks() != (2,):
-                time.sleep(0.005)
-            group.recover_ranks([2])
-        stages.wait_for(folder, "joined")
-        while survivor_view(buffer) != 3:
-            time.sleep(0.005)
-    seen = [buffer.sync(without(2) if not joins else ones(), timeout=60.0).tolist()]
+    buffer = with_a_replacement(slot, folder, lambda: time.sleep(0.5))  # nobody can see its buffer yet
+    seen = [buffer.sync(ones() if slot == 3 else without(2), timeout=60.0).tolist()]
     seen += [step(buffer, number) for number in (3, 4)]
     buffer.close()
     return seen
-
-
-def survivor_view(buffer: epee.Buffer) -> int:
-    """Return how many ranks the newest view of the buffer has."""
-    return len(buffer._exchange.membership.roster.view.members)  # type: ignore[attr-defined]
 
 
 def test_a_replacement_is_waited_for_and_taken_in() -> None:
@@ -351,33 +349,12 @@ def test_a_replacement_is_waited_for_and_taken_in() -> None:
 
 def taken_in_late(slot: int, num_ranks: int, folder: str) -> list[list[int]]:
     """A replacement makes its buffer when the others have synced without it: decisions left no trace of all of that."""
-    joins = slot == 3
-    rank = 2 if joins else slot
-    if joins:
-        stages.wait_for(folder, "lost")
-        group = start(rank, 3, folder, "mask", joins=True, on_stall="error")
-        stages.reach(folder, "joined")
-        stages.wait_for(folder, "synced")
-        buffer = make_buffer(group)
-    else:
-        group, buffer = begin(rank, folder, "mask", "epee")
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while step(buffer, 2) != [1, 1, 0]:
-            pass
-        stages.meet(folder, "alone", rank, (0, 1))
-        stages.reach(folder, "lost")
-        if rank == 0:
-            while group.waiting_ranks() != (2,):
-                time.sleep(0.005)
-            group.recover_ranks([2])
-        stages.wait_for(folder, "joined")
-        while survivor_view(buffer) != 3:
-            time.sleep(0.005)
+    buffer = with_a_replacement(slot, folder, lambda: stages.wait_for(folder, "synced"))
+    if slot != 3:
         for turn in range(3):
-            stages.meet(folder, f"turn{turn}", rank, (0, 1))
+            stages.meet(folder, f"turn{turn}", slot, (0, 1))
             assert buffer.sync(without(2), timeout=0.3).tolist() == [1, 1, 0]
-        stages.meet(folder, "both", rank, (0, 1))
+        stages.meet(folder, "both", slot, (0, 1))
         stages.reach(folder, "synced")
     seen = [buffer.sync(ones(), timeout=60.0).tolist()]
     seen += [step(buffer, number) for number in (3, 4)]

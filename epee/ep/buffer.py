@@ -38,9 +38,9 @@ from .latency.checks import check_only_in, check_options
 from .latency.cpu import LatencyCpuPath
 from .latency.gpu_path import LatencyCudaPath, latency_config
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, LatencyOptions, Quantisation
-from .membership.epochs import Survivor, begin_lane
 from .membership.group_view import seat_of
-from .paths import make_path, platform_of, return_all, settings, with_policy
+from .membership.lane import retire
+from .paths import begin_lane, make_path, platform_of, return_all, settings, with_policy
 from .streams import Lanes, RunOptions
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath, throughput_config
@@ -139,9 +139,9 @@ class Buffer(Calls):
             self.config = with_policy(self.config, seat, fault_mode, on_stall)
         except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
-        Survivor.retire()
+        retire()
         place, running = None, None
-        if self.config.is_latency:
+        if self.config.is_latency and not self.config.is_lane:
             place, running = find_place(members, seat, self.config, refusal)
         # who refuses its arguments says so in the first round, which is the same for all kinds of buffers
         is_made = refusal is not None or (not self.config.is_lane and running is None)
@@ -149,7 +149,7 @@ class Buffer(Calls):
         start = LatencyBorn(born, place, running)
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
         if self.config.is_lane:
-            begin_lane(members, seat, self._exchange, self._timeout, self._closing.check)
+            begin_lane(members, seat, self._exchange, born.watch, self._timeout, self._closing.check)
         try:
             self._control = ControlPlane(self.config, self.rank, self._exchange)
             self._lanes = Lanes(self.config.device)
@@ -161,7 +161,7 @@ class Buffer(Calls):
             born.close()
             self._exchange.release()
             self._exchange.membership.close()
-            Survivor.retire()
+            retire()
             raise
         self._exchange.membership.forget = self._path.close
         # a buffer that is dropped without close() returns its memory as well; its job hears of it later (`retire`)
@@ -390,7 +390,8 @@ class Buffer(Calls):
 
         Latency mode: ranks that come are in, whoever had counted them out; ranks that are dead, or do not come in time,
         are not. All go on from the same call. No call may be waiting for its hook. On a group of the backend "epee" it
-        takes in processes that took the places of lost ranks and are making this buffer; then handles are stale.
+        takes in processes that took the places of lost ranks and are making this buffer. On CPUs a new epoch begins,
+        and older handles are stale; on GPUs so when somebody was taken in.
 
         Throughput mode on GPUs: ranks that come are in. It waits for the GPU, a new epoch begins, and older handles are
         stale, in graphs as well.
@@ -499,7 +500,7 @@ class Buffer(Calls):
 
     def _give_back(self) -> None:
         self._finalizer()
-        Survivor.retire()
+        retire()
 
     _platform_of = staticmethod(platform_of)
 

@@ -21,7 +21,6 @@ SCALE_BLOCK = 128  # channels that share one FP8 scale
 MAX_TOPK = 32
 MAX_EXPERT_ALIGNMENT = 4096
 MAX_LATENCY_TOKENS = 1 << 14
-MAX_LATENCY_RANKS = 384
 FP8 = torch.float8_e4m3fn
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The exchange names a payload by its place here; the order is part of the protocol.
@@ -98,7 +97,7 @@ class BufferConfig:
             raise InvalidArgument(f"mode must be 'throughput' or 'latency', got {self.mode!r}")
         if self.is_latency:
             self._check_latency()
-        elif self.num_ranks > MAX_MEMBERS:
+        if self.num_ranks > MAX_MEMBERS:
             raise InvalidArgument(f"a buffer serves at most {MAX_MEMBERS} ranks, got {self.num_ranks}")
 
     def _check_latency(self) -> None:
@@ -110,10 +109,10 @@ class BufferConfig:
             raise InvalidArgument(
                 "max_recv_rows has no meaning in latency mode, whose results are padded; leave it out"
             )
-        if self.max_tokens_per_rank > MAX_LATENCY_TOKENS or self.num_ranks > MAX_LATENCY_RANKS:
+        if self.max_tokens_per_rank > MAX_LATENCY_TOKENS:
             raise InvalidArgument(
-                f"latency mode serves at most {MAX_LATENCY_TOKENS} tokens per rank and {MAX_LATENCY_RANKS} ranks, got "
-                f"{self.max_tokens_per_rank} and {self.num_ranks}; use throughput mode"
+                f"latency mode serves at most {MAX_LATENCY_TOKENS} tokens per rank, got {self.max_tokens_per_rank}; "
+                "use throughput mode"
             )
 
     @cached_property
@@ -123,8 +122,8 @@ class BufferConfig:
 
     @cached_property
     def is_lane(self) -> bool:
-        """Whether a view says who takes part; GPUs and latency mode have agreements of their own so far."""
-        return self.num_ranks > 1 and not self.is_cuda and not self.is_latency
+        """Whether a view says who takes part; GPUs have agreements of their own so far."""
+        return self.num_ranks > 1 and not self.is_cuda
 
     @cached_property
     def num_local_experts(self) -> int:

@@ -1,24 +1,32 @@
-"""Which path moves a buffer's rows: CPU or GPU, throughput or latency mode; and what a buffer gives back in the end."""
+"""What a buffer's device and mode decide: the path that moves its rows, what a loss means, what it gives back."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from .. import env
 from ..errors import InvalidArgument, UnsupportedError
 from ..view.group import GroupInView, check_policy
+from ..view.process.detector import DeathWatch
 from .checks import check_timeout
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
-from .control.inbox import Exchange
+from .control.inbox import Exchange, inbox_layout
 from .control.messages import ControlPlane
 from .gpu.platform import CudaPlatform, Platform
 from .latency.birth import LatencyBorn
 from .latency.cpu import LatencyCpuPath
 from .latency.gpu_path import LatencyCudaPath
+from .latency.wire import region_layout
+from .membership.birth import Begun, begin
+from .membership.epochs import Survivor
+from .membership.lane import BufferLane, retire
+from .membership.synced import SyncedLane
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath
 from .turns import Closing
@@ -53,7 +61,7 @@ def make_path(
     timeout_s, poison = options
     if config.is_latency and platform is None:
         deadline = time.monotonic() + timeout_s
-        return LatencyCpuPath(config, rank, control, start, closing.check, buffer_id, poison, deadline)
+        return LatencyCpuPath(config, rank, control, start.born.watch, closing.check, buffer_id, poison, deadline)
     if platform is None:
         return CpuPath(config, rank, control, buffer_id, poison)
     is_closing = lambda: closing.asked  # noqa: E731 - it must not keep the buffer
@@ -64,6 +72,37 @@ def make_path(
         path = CudaPath(config, rank, control, buffer_id, platform, start.born, is_closing, timeout_s)
     path.set_poison(poison)
     return path
+
+
+def begin_lane(
+    group: dist.ProcessGroup,
+    seat: GroupInView | None,
+    exchange: Exchange,
+    watch: DeathWatch,
+    timeout_s: float,
+    interrupt: Callable[[], None],
+) -> None:
+    """Give `exchange` its membership; collective, and raises, as `birth.begin`. `watch` is that of the calls."""
+    config, rank = exchange.config, exchange.rank
+
+    def enter(begun: Begun) -> Survivor | SyncedLane:
+        lane: Survivor | SyncedLane
+        if config.is_latency:
+            nbytes = inbox_layout(config).nbytes + region_layout(config).nbytes
+            lane = SyncedLane(config, rank, begun, exchange, timeout_s, interrupt, watch, nbytes)
+        else:
+            lane = Survivor(config, rank, begun, exchange, timeout_s, interrupt)
+        exchange.membership = lane
+        return lane
+
+    try:
+        begun = begin(group, seat, config, timeout_s, enter)
+    except BaseException:
+        exchange.release()
+        retire()
+        raise
+    if not isinstance(exchange.membership, BufferLane):  # a replacement: it comes in with its first call, or sync
+        enter(begun)
 
 
 def return_all(path: Path, born: Born, exchange: Exchange) -> None:
@@ -84,7 +123,7 @@ def with_policy(
     """
     given = {"fault_mode": fault_mode, "on_stall": on_stall}
     wrong = {name: value for name, value in given.items() if value is not None}
-    if not config.is_lane:
+    if not config.is_lane or config.is_latency:
         if wrong and config.num_ranks > 1:
             raise InvalidArgument(f"{', '.join(wrong)}: only for CPU tensors in throughput mode so far; leave it out")
         check_policy(fault_mode, on_stall)

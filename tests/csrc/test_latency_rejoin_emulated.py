@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from epee.ep.latency import birth as latency_birth
 from epee.ep.latency import gpu_path as latency_gpu_path
+from epee.ep.membership.rejoin import Kin, Place
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated
 from tests.ep import test_latency_rejoin as cpu_tests
@@ -23,7 +25,24 @@ def replaced(slot: int, num_processes: int, folder: str, victims: tuple[int, ...
     return emulated(slot, num_processes, cpu_tests.replaced, folder, victims)
 
 
+def die_at(point: str) -> None:
+    """Let a replacement die at a step of its constructor, which GPU buffers have of their own so far."""
+
+    def dies(*args: Any, **options: Any) -> Any:
+        cpu_tests.die()
+
+    if point == "its line":
+        opened = Place.open
+        Place.open = lambda *args: (opened(*args), dies())  # type: ignore[method-assign,assign,return-value]
+    elif point == "hello":
+        latency_birth.Agreement._wait = dies  # type: ignore[method-assign]
+    else:
+        assert point == "decided"
+        Kin.commit = dies  # type: ignore[method-assign]
+
+
 def dies_halfway(slot: int, num_processes: int, folder: str, victim: int, point: str) -> Any:
+    cpu_tests.die_at = die_at
     return emulated(slot, num_processes, cpu_tests.dies_halfway, folder, victim, point)
 
 

@@ -494,7 +494,7 @@ class Exchange:
     def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
         names = ", ".join(str(rank) for rank in dead)
         remedy = "this buffer cannot go on, make a new one without it"
-        if self.config.is_cuda:
+        if self.config.is_cuda or self.config.is_latency:
             remedy = "call buffer.sync() on all survivors, then the next call runs without it"
         return RankFailedError(
             f"{self.where(dead[0], started)}: rank {names} is dead (its process ended); {remedy}",

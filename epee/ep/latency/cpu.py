@@ -13,6 +13,9 @@ With `active_ranks` it is marked there and cut off until it is marked active aga
 slot has been freed: the buffer works on. The results are ordinary memory of this rank, so nothing of an earlier call
 can show in them and no slot outlives its call.
 
+Who takes part changes in `sync` alone (`membership/synced.py`); each epoch has memory of its own. The only rank of a
+group has no peers, no epochs and no lane, and moves its rows through memory of its own.
+
 What a crash leaves: see `wire.py`. Everything that goes wrong between two steps of the send half is told to the
 peers as a refusal, so that they raise instead of waiting.
 """
@@ -21,23 +24,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from ...errors import AbortedError, CommTimeoutError, InvalidState, PeerError, ProtocolError
+from ...errors import (
+    AbortedError,
+    CommTimeoutError,
+    InvalidState,
+    MismatchError,
+    NoQuorumError,
+    PeerError,
+    ProtocolError,
+    context,
+)
 from ...memory.host import HostRegion
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
-from ..control.inbox import OP_GATHER
+from ..control.inbox import OP_GATHER, inbox_layout
+from ..control.membership import Agreed
 from ..control.messages import ControlPlane
 from ..event import DONE
-from ..membership.table import Decision
+from ..handle import mask_of
+from ..membership.synced import SyncedLane
 from ..streams import Lane, RunOptions
 from ..throughput.placement import Ints
-from .birth import LatencyBorn, settle
 from .flight import Flight, Flights, NoFreeSlot
 from .rows import (
     FP8,
@@ -84,28 +97,33 @@ class HostLatencyHandle(LatencyHandle):
 
 
 class LatencyCpuPath:
-    """The regions of one buffer in latency mode and what moves rows through them. Making one is collective.
+    """Moves the rows of one buffer in latency mode through the regions of its epoch.
 
     Args:
         config: of the buffer.
         rank: this rank.
-        control: the host side of the buffer; used for the birth only.
-        start: what the buffer begins with: who watches the ranks, and whether it takes part in a running buffer.
+        control: the host side of the buffer.
+        watch: knows which ranks are dead.
         interrupt: called while waiting; raises to end the wait.
         buffer_id: goes into handles.
         poison: fill memory with 0xFF before each use.
-        deadline: `time.monotonic()` value by which all ranks have made theirs.
+        deadline: `time.monotonic()` value by which a replacement must have been taken in.
+
+    Raises:
+        ResourceError: no memory or descriptors.
+        CommTimeoutError: a replacement was not taken in.
     """
 
     max_num_sms = 0
     num_copied = 0
+    nbytes = 0  # the memory of an epoch is the lane's, and counted there
 
     def __init__(
         self,
         config: BufferConfig,
         rank: int,
         control: ControlPlane,
-        start: LatencyBorn,
+        watch: DeathWatch,
         interrupt: Callable[[], None],
         buffer_id: int,
         poison: bool,
@@ -116,35 +134,52 @@ class LatencyCpuPath:
         self._control = control
         self._buffer_id = buffer_id
         self._poison = poison
-        exchange, watch = control.exchange, start.born.watch
+        exchange = control.exchange
+        membership = exchange.membership
+        self._lane = membership if isinstance(membership, SyncedLane) else None
+        self._layout = region_layout(config)
+        self._blank = HostRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
+        ended = watch.dead if self._lane is None else self._lane.gone
+        blank = Region(self._blank, self._layout)
+        self.wire = Wire(config, rank, blank, ended, interrupt, lambda: exchange.epoch, poison)
+        why_gone = _stays if self._lane is None else self._lane.why_gone
+        self._flights = Flights(self.wire, lambda: exchange.epoch, watch.dead, why_gone)
+        if self._lane is not None:
+            try:
+                self._begin_in(self._lane, deadline)
+            except BaseException:
+                self.close()
+                raise
+
+    def _begin_in(self, lane: SyncedLane, deadline: float) -> None:
+        """Take part in the lane's first epoch; a replacement in the one that the others' next `sync` begins."""
+        lane.move = self._move
+        if lane.is_in:
+            self._move(lane.regions)
+            return
+        started = time.monotonic()
         try:
-            blank = new_region(config, f"blank-{rank}")  # stands for ranks that are not there
-        except BaseException:
-            if start.running is not None:
-                start.running.table.close()
-            raise
-        self.wire = Wire(config, rank, [blank] * config.num_ranks, watch, interrupt, lambda: exchange.epoch, poison)
-        self._flights = Flights(self.wire, lambda: exchange.epoch)
-        try:
-            self._kin, self._agreement, first = settle(
-                rank, control, start, HostMemory(self.wire, watch), interrupt, deadline
-            )
-        except BaseException:
-            self.wire.close()
-            raise
-        try:
-            if first is not None:
-                self._go_on(first)
-        except BaseException:
-            self.close()
-            raise
+            self._agree(lane, (1 << self.config.num_ranks) - 1, deadline)
+        except NoQuorumError as error:
+            where = context("Buffer", rank=self.rank, elapsed=time.monotonic() - started)
+            raise CommTimeoutError(
+                f"{where}: the members of the running buffer have not taken this process in; all of them must call "
+                "buffer.sync() while this one makes its buffer",
+                error.ranks,
+            ) from error
+
+    def _move(self, regions: Mapping[int, HostRegion]) -> None:
+        """Let calls use the memory of another epoch."""
+        base = inbox_layout(self.config).nbytes
+        self.wire.begin_epoch({rank: Region(region, self._layout, base) for rank, region in regions.items()})
+        self._flights.restart()
 
     # -- what every path has
 
     @property
     def takes_replacements(self) -> bool:
         """Whether `sync` takes in processes that took the places of lost ranks."""
-        return self._kin.place is not None
+        return self._lane is not None and self._lane.takes_replacements
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun, or made through the control plane."""
@@ -172,15 +207,10 @@ class LatencyCpuPath:
     def abort(self) -> None:
         """Calls look by themselves whether the buffer is to be closed."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank's region maps; pages never touched cost nothing."""
-        return self.wire.regions[self.rank].region.mapped_bytes if self.wire.regions else 0
-
     def close(self) -> None:
-        """Drop all memory; results of the user are their own. Idempotent."""
+        """Drop all views of memory; results of the user are their own. Idempotent."""
         self.wire.close()
-        self._kin.close()
+        self._blank.close()
 
     # -- dispatch
 
@@ -188,7 +218,7 @@ class LatencyCpuPath:
         self, call: LatencyDispatchCall, options: LatencyOptions, lane: Lane, run: RunOptions
     ) -> LatencyDispatched:
         """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
-        self._require_place()
+        self._require_place(options)
         self._flights.check()
         self._flights.require_slot()
         handle = self._new_handle(call)
@@ -298,7 +328,7 @@ class LatencyCpuPath:
         """Run one combine, or its send half; raises as `Buffer.combine`."""
         handle = call.handle
         assert isinstance(handle, HostLatencyHandle)
-        self._require_place()
+        self._require_place(options)
         self._flights.check()
         self._flights.require_slot()
         out = call.out
@@ -359,85 +389,44 @@ class LatencyCpuPath:
         result.x.copy_(summed)
         result.got[counted] = True
 
-    def _require_place(self) -> None:
-        """Raise `EvictedError` when the group has gone on without this process."""
-        if self._kin.place is not None:
-            self._kin.place.check()
+    def _require_place(self, options: LatencyOptions) -> None:
+        """Raise `EvictedError` when the job, or without a mask the buffer, has gone on without this process."""
+        if self._lane is not None:
+            self._lane.require_place(options.active_ranks is not None)
 
     # -- agreement
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree on who takes part and go on from the same call; raises as `Buffer.sync`."""
+        """Agree on who takes part and begin an epoch with them; raises as `Buffer.sync`."""
         if self.wire.num_open:
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
         num_ranks = self.config.num_ranks
-        active = [True] * num_ranks
+        marks = [1] * num_ranks if active_ranks is None else active_ranks[:num_ranks].tolist()
+        counted = sum(1 << rank for rank, mark in enumerate(marks) if mark)
+        lane = self._lane
+        if lane is None:
+            agreed = Agreed(0, (self.rank,))
+        else:
+            agreed = self._agree(lane, counted, deadline)
+        mask = mask_of(agreed.ranks, num_ranks)
         if active_ranks is not None:
-            active = [mark != 0 for mark in active_ranks[:num_ranks].tolist()]
-            active[self.rank] = True
-        self.wire.set_cut([True] * num_ranks)  # before anybody can go on
-        decision = self._agreement.sync(active, self.wire.seq, deadline)
-        self._go_on(decision)
-        members = torch.tensor(decision.members, dtype=torch.int32, device="cpu")
-        if active_ranks is not None:
-            active_ranks[:num_ranks] = members
-        return members
+            active_ranks[:num_ranks] = mask
+        if lane is not None:
+            lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
+        return mask
 
-    def _go_on(self, decision: Decision) -> None:
-        self._kin.commit(decision)
-        self._flights.restart()
-        self.wire.restart(decision.seq)
-        self.wire.set_cut(decision.members)
-
-
-def new_region(config: BufferConfig, name: str) -> Region:
-    """Make a region for rows; its pages cost nothing until they are written."""
-    layout = region_layout(config)
-    return Region(HostRegion.create(layout.nbytes, f"latency-{name}-{os.getpid()}"), layout)
+    def _agree(self, lane: SyncedLane, counted: int, deadline: float) -> Agreed:
+        """Agree and enter what was agreed on; the peers hear of it when they make another call."""
+        try:
+            agreed = lane.agree(counted, deadline)
+        except MismatchError as error:
+            self._control.refuse(OP_GATHER, error, deadline)
+            raise
+        if lane.has_turned:
+            lane.enter(agreed, deadline)
+        return agreed
 
 
-class HostMemory:
-    """The regions of a wire, as `latency_rejoin.Memory`.
-
-    Args:
-        wire: of the buffer.
-        watch: tells calls who is dead.
-    """
-
-    def __init__(self, wire: Wire, watch: DeathWatch) -> None:
-        self._wire = wire
-        self._watch = watch
-
-    def renew(self) -> tuple[bytes, Region]:
-        """Make a region that nobody has mapped."""
-        region = new_region(self._wire.config, str(self._wire.rank))
-        return region.region.blob, region
-
-    def attach(self, blob: bytes) -> Region:
-        """Map a peer's region.
-
-        Raises:
-            ProtocolError: it is too small; and as `HostRegion.attach`.
-        """
-        layout = region_layout(self._wire.config)
-        region = HostRegion.attach(blob)
-        if region.nbytes < layout.nbytes:
-            region.close()
-            raise ProtocolError(f"process {region.owner_pid} lends {region.nbytes} bytes; {layout.nbytes} are needed")
-        return Region(region, layout)
-
-    def cleanse(self, rank: int) -> None:
-        """Nothing of an old process is in a region that is new."""
-
-    def use(self, rank: int, held: Region) -> None:
-        """Let calls use a region."""
-        self._wire.replace(rank, held)
-
-    def drop(self, held: Region) -> None:
-        """Unmap a region."""
-        held.close()
-
-    def follow(self, rank: int, process: tuple[int, int]) -> None:
-        """Watch another process."""
-        self._watch.forget(rank)
-        self._watch.watch(rank, *process)
+def _stays(rank: int) -> tuple[type[PeerError], str]:
+    """Return why a rank is gone where none can be."""
+    return PeerError, f"rank {rank} is gone"

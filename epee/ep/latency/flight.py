@@ -7,20 +7,21 @@ A call without a mask ends alike on all (`control/ending.py`): a rank that does 
 interrupted in its wait, gives it up for all, and is taken along where a peer has got all of its own. With a mask each
 rank ends it by itself: who did not come is a finding.
 
-Who is lost: a rank that is dead, that has not come (or not freed its slot) when the time is over, or that counts this
-rank out itself. What it had stored whole before it died counts. A lost rank is lost for the whole call.
+Who is lost: a rank that is dead or gone from the epoch, that has not come (or not freed its slot) when the time is
+over, or that counts this rank out itself. What it had stored whole before it died counts. A lost rank is lost for the
+whole call.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch
 
-from ...errors import CommTimeoutError, EpeeError, InvalidState, MismatchError, RankFailedError, context
+from ...errors import CommTimeoutError, EpeeError, InvalidState, MismatchError, PeerError, RankFailedError, context
 from ...memory.signals import tag
 from ..control.ending import GRACE_S, CallEnd
 from ..control.membership import FixedMembership, Membership
@@ -69,7 +70,7 @@ class Flight:
     """
 
     part = "half"
-    membership: Membership = FixedMembership(0)  # a view does not change by itself: `sync` does it, between calls
+    membership: Membership = FixedMembership(0)  # an epoch does not end by itself: `sync` does it, between calls
 
     def __init__(self, seq: int, head: Head, options: LatencyOptions, wire: Wire, epoch: int) -> None:
         self.seq = seq
@@ -80,7 +81,7 @@ class Flight:
         self.gathered = 0
         num_ranks = wire.config.num_ranks
         self.words = wire.end_words(seq)
-        self.dead = wire.watch.dead
+        self.dead = wire.ended
         self.head = head
         self.options = options
         self.lost: dict[int, str] = {}
@@ -136,12 +137,22 @@ class Flights:
 
     Args:
         wire: of the buffer.
-        epoch: returns the epoch of the view.
+        epoch: returns the epoch.
+        dead: returns the ranks whose processes have ended.
+        why_gone: returns the error, and why, of a rank that is gone from the epoch without being dead.
     """
 
-    def __init__(self, wire: Wire, epoch: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        epoch: Callable[[], int],
+        dead: Callable[[], Collection[int]],
+        why_gone: Callable[[int], tuple[type[PeerError], str]],
+    ) -> None:
         self.wire = wire
         self._epoch = epoch
+        self._dead = dead
+        self._why_gone = why_gone
         self._unknown: list[CallEnd] = []  # of calls that were left here, and that may have ended well on others
         self._lost = ""  # why the buffer cannot go on
 
@@ -168,7 +179,7 @@ class Flights:
             raise InvalidState(self._lost)
 
     def restart(self) -> None:
-        """All ranks go on from the same call: what was open is forgotten."""
+        """An epoch begins, with call 1 on all ranks: what was open is forgotten."""
         self._unknown.clear()
         self._lost = ""
 
@@ -212,8 +223,10 @@ class Flights:
 
     def lose(self, flight: Flight, peer: int) -> None:
         """Note that a peer is lost for this call, and why."""
-        if peer in self.wire.watch.dead():
+        if peer in self._dead():
             flight.lost[peer] = "dead"
+        elif peer in self.wire.ended():
+            flight.lost[peer] = "gone"
         elif self.wire.is_cut_by(peer, flight.seq):
             flight.lost[peer] = "cut"
         else:
@@ -370,9 +383,9 @@ class Flights:
         """Return the error that tells who did not come."""
         if not flight.lost:
             return None
-        dead = sorted(rank for rank, why in flight.lost.items() if why == "dead")
-        lost = dead or sorted(flight.lost)
-        if not dead and flight.words.withdrawn(flight.mark):
+        dead, gone = (sorted(rank for rank, why in flight.lost.items() if why == kind) for kind in ("dead", "gone"))
+        lost = dead or gone or sorted(flight.lost)
+        if not (dead or gone) and flight.words.withdrawn(flight.mark):
             return self._end_of(flight).given_up()
         where = flight.where(lost[0], flight.started)
         names = ", ".join(str(rank) for rank in lost)
@@ -385,6 +398,10 @@ class Flights:
                 self._epoch(),
                 "process ended",
             )
+        if gone:
+            kind, why = self._why_gone(gone[0])
+            told = f"{where}: rank {names}: {why}; give active_ranks to go on without it"
+            return kind(told, gone, flight.op, flight.seq, self._epoch(), why)
         return CommTimeoutError(
             f"{where}: rank {names} did not send its half; this call is given up, make the step again; give "
             "active_ranks to go on without silent ranks",

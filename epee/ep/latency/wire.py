@@ -30,8 +30,8 @@ it sends anything, so where that word is missing nobody has all halves, and nobo
 `cut` tells a rank that a peer counts it out, so that it need not wait for the time-out to find out. It names the call:
 who has not begun the next one yet may count this rank in again there, so that is waited for.
 
-A process that takes a dead rank's place (`membership/rejoin.py`) finds new regions on all ranks, and an epoch of its
-own in all tags, so nothing that the old process has stored can be seen.
+A `sync` begins an epoch (`membership/synced.py`): all regions are new, calls are counted from 1, and tags name it. So
+nothing can be seen of what somebody stores who is in an older one. Who is not in it has a region of this rank's own.
 
 What a crash leaves: a section without its tag, which nobody reads. A word is a peer's word: it is copied before it is
 checked and used.
@@ -43,7 +43,7 @@ import math
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,6 @@ from ...errors import ProtocolError
 from ...memory.host import HostRegion
 from ...memory.layout import Field, Layout
 from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, fence, futex_sleep, futex_wake, tag, untag
-from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.withdrawal import LINE_WORDS, EndWords
 from ..throughput.placement import Ints
@@ -63,7 +62,6 @@ OP_NAMES = ("none", "dispatch", "combine")
 LATENCY_DISPATCH, LATENCY_COMBINE = 1, 2
 REASON_BYTES = 240
 _LINE = 8  # words: one cache line per writer
-FOREVER = 1 << 62  # later than any call
 
 
 class Head(NamedTuple):
@@ -127,21 +125,21 @@ class Patience(NamedTuple):
 
 
 class Region:
-    """One rank's region with views of its fields.
+    """Views of the fields of one rank's region.
 
     Args:
-        region: of this rank or, attached, of a peer.
-        layout: of all of them.
+        region: what a rank lends; it is whoever maps it that closes it.
+        layout: of all regions.
+        base: byte at which the fields begin.
     """
 
-    def __init__(self, region: HostRegion, layout: Layout) -> None:
-        self.region = region
-        self.address = region.address
+    def __init__(self, region: HostRegion, layout: Layout, base: int = 0) -> None:
+        self.address = region.address + base
         self._layout = layout
-        self.words = region.words(0, layout.nbytes // 8)
-        self._rows = layout.tensor(region, "rows")
-        self.meta: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = layout.tensor(region, "meta").numpy()
-        self.weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = layout.tensor(region, "weights").numpy()
+        self.words = region.words(base, layout.nbytes // 8)
+        self._rows = layout.tensor(region, "rows", base)
+        self.meta: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = layout.tensor(region, "meta", base).numpy()
+        self.weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = layout.tensor(region, "weights", base).numpy()
 
     def at(self, name: str, *index: int) -> int:
         """Return the word index of a field's row (`[slot]`, `[source]` or `[slot][source]`)."""
@@ -164,10 +162,9 @@ class Region:
         self.weights[slot] = np.nan
 
     def close(self) -> None:
-        """Drop the views and the mapping."""
+        """Drop the views."""
         del self._rows, self.meta, self.weights
         self.words.release()
-        self.region.close()
 
 
 class Wire:
@@ -176,36 +173,48 @@ class Wire:
     Args:
         config: of the buffer.
         rank: this rank.
-        regions: one per rank, the own one included; the same one may stand for ranks that are not there.
-        watch: knows which ranks are dead.
+        blank: stands for the ranks that are not there; memory that nobody else has.
+        ended: returns the ranks of which nothing more will come.
         interrupt: called while waiting; raises to end the wait.
-        epoch: returns the epoch of the view, which goes into every tag.
+        epoch: returns the epoch, which goes into every tag.
         poison: fill slots with 0xFF when they are freed.
 
     Attributes:
-        seq: the last call that was begun, from 1.
+        regions: one per rank, the own one included.
+        seq: the last call that was begun in the epoch, from 1.
     """
 
     def __init__(
         self,
         config: BufferConfig,
         rank: int,
-        regions: Sequence[Region],
-        watch: DeathWatch,
+        blank: Region,
+        ended: Callable[[], Collection[int]],
         interrupt: Callable[[], None],
         epoch: Callable[[], int],
         poison: bool,
     ) -> None:
         self.config = config
         self.rank = rank
-        self.regions = list(regions)
+        self.regions = [blank] * config.num_ranks
         self.seq = 0
-        self.watch = watch
+        self.ended = ended
         self.interrupt = interrupt
+        self._blank = blank
         self._epoch = epoch
         self._poison = poison
         self._open: set[int] = set()  # slots whose receive half is still to come
         self._cut: set[int] = set()  # peers that were told that they are counted out
+
+    def begin_epoch(self, regions: Mapping[int, Region]) -> None:
+        """Go on in other memory, from call 1; who is not in `regions` is not there. No call is under way."""
+        for region in self.regions:
+            if region is not self._blank:
+                region.close()
+        self.regions = [regions.get(rank, self._blank) for rank in range(self.config.num_ranks)]
+        self.seq = 0
+        self._open.clear()
+        self._cut.clear()
 
     # -- slots
 
@@ -257,16 +266,9 @@ class Wire:
         """Whether a peer has given the call up."""
         return bool(self.end_words(seq).withdrawn(tag(self._epoch(), seq)))
 
-    def restart(self, seq: int) -> None:
-        """Go on from call number `seq`, all slots free; every rank that goes on does the same."""
-        self.seq = seq
-        own = self.regions[self.rank]
-        for slot in range(self.config.num_slots):
-            own.words[own.at("freed", slot)] = tag(self._epoch(), seq)
-
     # -- whom this rank talks to
 
-    def set_cut(self, active: Sequence[bool], seq: int = FOREVER) -> None:
+    def set_cut(self, active: Sequence[bool], seq: int) -> None:
         """Tell peers that they are counted out up to call `seq`, or in again.
 
         Between two halves only: what was sent has its tag.
@@ -357,7 +359,7 @@ class Wire:
                 return True
             self.interrupt()
             now = time.monotonic()
-            if peer in self.watch.dead() or self.is_cut_by(peer, seq) or self.is_given_up(seq):
+            if peer in self.ended() or self.is_cut_by(peer, seq) or self.is_given_up(seq):
                 return is_there(words[index])  # what was stored before it died counts
             if now > until:
                 later = min(self._waits_until(peer, seq) + patience.timeout_s, limit)
@@ -483,15 +485,8 @@ class Wire:
         """Return a copy of the weights that `src` pushed."""
         return self.regions[self.rank].weights[self.slot(seq), src, :num_rows].copy()
 
-    def replace(self, rank: int, region: Region) -> None:
-        """Use another region for a rank; no call is under way. It comes without a word of whom it counts out."""
-        old, self.regions[rank] = self.regions[rank], region
-        self._cut.discard(rank)
-        if all(other is not old for other in self.regions):
-            old.close()
-
     def close(self) -> None:
-        """Drop all regions."""
-        for region in {id(region): region for region in self.regions}.values():
+        """Drop all views."""
+        for region in {id(region): region for region in (*self.regions, self._blank)}.values():
             region.close()
         self.regions.clear()

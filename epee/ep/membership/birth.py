@@ -55,10 +55,15 @@ _lock = threading.Lock()
 
 
 class Begun:
-    """A buffer's place in its group: its number, this rank's line, who takes part."""
+    """A buffer's place in its group: its number, this rank's line, who takes part.
 
-    def __init__(self, number: int, registry: Registry, line: Line, roster: Roster) -> None:
+    Attributes:
+        first: where all ranks have made it together: an epoch that they all know of, the same on all; else 0.
+    """
+
+    def __init__(self, number: int, registry: Registry, line: Line, roster: Roster, first: int) -> None:
         self.number = number
+        self.first = first
         self.registry = registry
         self.line = line
         self.roster = roster
@@ -186,7 +191,8 @@ def _make(
     with contextlib.ExitStack() as undo:
         entrant, problem = None, ""
         try:
-            begun = _open(registry, roster, number, config, max(epoch for _, epoch in told), timeout_s)
+            floor = max(epoch for _, epoch in told)
+            begun = _open(registry, roster, number, config, floor, timeout_s, max(1, floor))
             undo.callback(begun.close)
             entrant = enter(begun)
             undo.callback(entrant.close)
@@ -213,14 +219,22 @@ def _tell_problems(group: dist.ProcessGroup, problem: str) -> None:
             raise ResourceError(f"Buffer: rank {rank} could not make its part: {texts[rank]}")
 
 
-def _open(registry: Registry, roster: Roster, number: int, config: BufferConfig, floor: int, timeout_s: float) -> Begun:
+def _open(
+    registry: Registry,
+    roster: Roster,
+    number: int,
+    config: BufferConfig,
+    floor: int,
+    timeout_s: float,
+    first: int = 0,
+) -> Begun:
     job = roster.seat.job
     job.retain()
     line = None
     try:
         line = registry.open(number, roster.newest, config.words())
         roster.watch(number, line, floor, timeout_s)
-        return Begun(number, registry, line, roster)
+        return Begun(number, registry, line, roster, first)
     except BaseException:
         try:
             roster.close()
@@ -240,7 +254,7 @@ def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, tim
         found = find(seat.lane, endpoint.pid, endpoint.start_time) if rank != group.rank() else None
         if found is not None:
             others[rank] = found
-    lines = {rank: _of_mode(registry.numbers(), config) for rank, registry in others.items()}
+    lines = {rank: _of_kind(registry.numbers(), config) for rank, registry in others.items()}
     for number in sorted({number for held in lines.values() for number in held} - mine.had):
         holders = [rank for rank, held in lines.items() if number in held]
         is_closed = any(registry.has_closed(number) for registry in others.values())
@@ -250,29 +264,37 @@ def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, tim
     return None
 
 
-def _of_mode(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:
-    """Return the lines of buffers of the same mode; replacements come into those of latency mode in another way."""
-    index = CONFIG_NAMES.index("mode")
-    mode = config.words()[index]
-    return {number: line for number, line in lines.items() if line.config(len(CONFIG_NAMES))[index] == mode}
+def _of_kind(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:
+    """Return the lines of buffers of the same mode and device; those of others are none of this one's business."""
+    kind = [CONFIG_NAMES.index(name) for name in ("mode", "device")]
+    own = [config.words()[at] for at in kind]
+    found = {}
+    for number, line in lines.items():
+        theirs = line.config(len(CONFIG_NAMES))
+        if [theirs[at] for at in kind] == own:
+            found[number] = line
+    return found
 
 
 def _fits(line: Line, rank: int, config: BufferConfig, own_rank: int) -> bool:
-    """Return whether a running buffer is for this many ranks.
+    """Return whether a running buffer is for this many ranks, and was made with these arguments.
 
     Raises:
-        MismatchError: it is, but was made with other arguments.
+        MismatchError: throughput mode: it is for as many, but was made with other arguments.
     """
     words, theirs = config.words(), line.config(len(CONFIG_NAMES))
     if theirs[0] != words[0]:
         return False
     for name, own, other in zip(CONFIG_NAMES, words, theirs, strict=True):
         if own != other:
-            raise MismatchError(
+            told = (
                 f"Buffer: a buffer of the group runs that was made with another {name}: rank {rank} has "
-                f"{describe_word(name, other)}, rank {own_rank} has {describe_word(name, own)}; give the same, or "
-                "close that one on all ranks first"
+                f"{describe_word(name, other)}, rank {own_rank} has {describe_word(name, own)}"
             )
+            if config.is_latency:  # a group may have several, one for each shape
+                logger.info(told)
+                return False
+            raise MismatchError(f"{told}; give the same, or close that one on all ranks first")
     return True
 
 

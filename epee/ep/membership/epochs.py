@@ -35,13 +35,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from ...errors import (
-    CommTimeoutError,
     EvictedError,
     NoQuorumError,
     PeerError,
@@ -49,39 +45,25 @@ from ...errors import (
 )
 from ...memory.claim import has_ended
 from ...memory.signals import futex_sleep
-from ...view.group import GroupInView
 from ...view.process.detector import is_torn_down
 from ...view.protocol.messages import PUT_OUT, STALLED
 from ..config import BufferConfig
-from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn
+from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn, inbox_layout
 from ..control.membership import Agreed
-from .birth import Begun, begin
+from .birth import Begun
 from .call_outcome import Contest, Record, Verdict, after, judge, missing
 from .group_view import Loss, View, failure
-from .inboxes import Inboxes, Met, Peer
-from .registry import FRESH_NS, GATHERED, ISSUED, NUMBER, VIEW, WITHDRAWN, Line, at_fault
-from .sync import Sync
+from .inboxes import Met, Peer
+from .lane import BufferLane, silent
+from .registry import FRESH_NS, GATHERED, ISSUED, VIEW, WITHDRAWN, Line, at_fault
 
 logger = logging.getLogger("epee")
 
 HEAR_S = 0.15  # how long a time-out waits to hear for whom the others wait
-_closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet out of the control plane
 
 
-class Survivor:
-    """The part of a buffer that knows of views.
-
-    Args:
-        config: of the buffer.
-        rank: this rank.
-        begun: the buffer's place in its group.
-        exchange: of the buffer; brought from epoch to epoch here.
-        timeout_s: of the buffer's calls.
-        interrupt: called while waiting; raises to end the wait.
-
-    Attributes:
-        forget: called when an epoch is over: drops what belonged to it.
-    """
+class Survivor(BufferLane):
+    """The part of a throughput buffer that knows of views."""
 
     def __init__(
         self,
@@ -92,66 +74,17 @@ class Survivor:
         timeout_s: float,
         interrupt: Callable[[], None],
     ) -> None:
-        self.roster = begun.roster
-        self.forget: Callable[[], None] = _nothing
-        self._config = config
-        self._rank = rank
-        self._begun = begun
-        self._number = begun.number
-        self._line = begun.line
-        self._words = begun.line.words
-        self._lock = begun.roster.lock
-        self._exchange = exchange
-        self._timeout_s = timeout_s
-        self._interrupt = interrupt
+        super().__init__(config, rank, begun, exchange, timeout_s, interrupt, inbox_layout(config).nbytes)
         self._peers: dict[int, Peer] = {}  # of the epoch; this rank's own line included
-        self._inboxes = Inboxes(config, rank, begun.number, begun.roster, begun.line, self._look_between_calls)
         self._refusal: tuple[Header, bytes] | None = None  # to be announced in the next epoch
-        self._op = ""  # of the call under way, for hang reports
-        self._has_shown = False
         self._told = begun.roster.heard  # losses up to this epoch have been raised
-        self._agreed = begun.roster.view.epoch  # what was agreed up to this epoch has been returned, or was not for us
-        self._founders: dict[int, int] = {}  # ranks that made the buffer together, and since when they take part
         self._is_coming_in = False
-        self._is_closed = False
-        self._pid = os.getpid()
-
-    @property
-    def raises(self) -> bool:
-        """Whether a loss is an error."""
-        return self.roster.seat.raises
-
-    @property
-    def takes_replacements(self) -> bool:
-        """Whether a process that takes a lost rank's place comes in."""
-        return self.roster.seat.is_open
-
-    @property
-    def inbox_bytes(self) -> int:
-        """Bytes of this rank's inbox."""
-        return 0 if self._inboxes.own is None else self._inboxes.own.mapped_bytes
 
     def close(self) -> None:
-        """Let go of all memory and leave the registry; idempotent. `retire` follows.
-
-        Also called when a buffer is dropped, at any moment on any thread: so it waits for nobody.
-        """
-        if self._is_closed or os.getpid() != self._pid:
-            return  # in a forked child all of it is the parent's
-        self._is_closed = True
-        self._begun.line.words[NUMBER] = 0  # before the rest: a newcomer must not take the buffer for open
-        _closed.append((self._pid, self._begun))
-        self._inboxes.close()
-        self._peers.clear()
-        del self._begun, self._line, self._words  # a closed buffer that is kept maps nothing
-
-    @staticmethod
-    def retire() -> None:
-        """End the part of all closed buffers in the control plane. Between calls only: it talks to the agent thread."""
-        while _closed:
-            pid, begun = _closed.popleft()
-            if pid == os.getpid():
-                begun.close()
+        """As `BufferLane.close`."""
+        super().close()
+        if os.getpid() == self._pid:
+            self._peers.clear()
 
     # ---- in a call
 
@@ -174,11 +107,6 @@ class Survivor:
         if has_ended(pid, start_time) or is_torn_down(pid, start_time):
             self.roster.look_at(src)  # the agent's own sources may be later
 
-    def _check(self) -> None:
-        """Raise why this rank's calls cannot end well."""
-        self.roster.check()
-        self.roster.require_part(self._rank)
-
     def patience(self, deadline: float) -> float:
         """Return until when to wait now that the view has changed: the others begin anew, and so does the time-out.
 
@@ -189,19 +117,6 @@ class Survivor:
     def is_gone(self, rank: int) -> bool:
         """Return whether a member of the buffer's epoch is not in the newest view."""
         return self.roster.is_gone(rank, self._peers[rank].incarnation)
-
-    def show(self, op: str, seq: int, ranks: list[int]) -> None:
-        """Show the peers, and hang reports, for whom a call waits; again and again, for what is old counts no more."""
-        self.roster.show(op, seq, ranks)
-        self._line.blame(ranks)
-        self._has_shown = True
-
-    def hide(self) -> None:
-        """Show that no call waits; costs nothing if none has."""
-        if self._has_shown:
-            self._has_shown = False
-            self.roster.hide()
-            self._line.blame(())
 
     def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
         """At a time-out: True while it may help to wait on (`Roster.insist`); never while the buffer is made.
@@ -320,11 +235,7 @@ class Survivor:
         epoch = self.roster.view.epoch
         told = f"{what} ({context('epoch', rank=self._rank, peer=rank, epoch=epoch, elapsed=now - started)})"
         if not self.insist([rank], told, seq, deadline):
-            raise CommTimeoutError(
-                f"{told}; others may have completed this call, so do not make the step again; raise timeout= if the "
-                "peer is only slow",
-                [rank],
-            )
+            raise silent(told, rank)
 
     def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
         self._look(rank, what, 0, started, deadline)
@@ -367,7 +278,7 @@ class Survivor:
             CommTimeoutError: a member does not come; nobody is accused of that while the buffer is made.
             EvictedError, NoQuorumError: this process cannot go on.
         """
-        self._founders = {rank: member.incarnation for rank, member in self.roster.view.members.items()}
+        self._entered = {rank: member.incarnation for rank, member in self.roster.view.members.items()}
         told, self._is_coming_in = self._told, True
         try:
             self.roster.check()
@@ -412,29 +323,10 @@ class Survivor:
         """Return what was lost in epochs later than `after`; that this rank was put out itself is no loss here."""
         return [loss for loss in self.roster.losses(after) if loss.rank != self._rank]
 
-    def agree(self, counted: int, deadline: float) -> Agreed:
-        """Agree with the others on who takes part (`sync.py`) and return it; `note_agreed` when the caller has it."""
-
-        def look(silent: list[int]) -> None:
-            self._interrupt()
-            self.roster.check()
-            self.show("sync", self._exchange.seq + 1, silent)
-
-        def is_elsewhere(rank: int) -> bool:
-            in_epoch = not self.has_turned and rank in self._exchange.members
-            return in_epoch and self._exchange.waits_in_next(rank)
-
-        entered = {rank: peer.incarnation for rank, peer in self._peers.items()} or self._founders
-        sync = Sync(self._rank, self.roster, self._line, self._inboxes, entered, is_elsewhere, look)
-        try:
-            return sync.agree(counted, max(self._agreed, self._exchange.epoch), deadline)
-        finally:
-            self.hide()
-
     def note_agreed(self, agreed: Agreed) -> None:
-        """The caller of `agree` has it: the losses that it shows are told, and the next sync is another one."""
+        """As `BufferLane.note_agreed`; the losses that it shows are told."""
         self._told = max(self._told, agreed.epoch)
-        self._agreed = agreed.epoch
+        super().note_agreed(agreed)
 
     def _drop_last(self) -> None:
         """Forget the calls before a `sync`: nobody waits for them any more, here or elsewhere."""
@@ -489,36 +381,9 @@ class Survivor:
         self.forget()
         self._inboxes.use(met)
         self._peers = met.peers
+        self._entered = {rank: peer.incarnation for rank, peer in met.peers.items()}
         self._exchange.begin(view.epoch, met.regions)
         if old and len(met.peers) < self._config.num_ranks:
             logger.warning(
                 "a buffer goes on in epoch %d with ranks %s (rank %d)", view.epoch, sorted(met.peers), self._rank
             )
-
-
-def begin_lane(
-    group: dist.ProcessGroup,
-    seat: GroupInView | None,
-    exchange: Exchange,
-    timeout_s: float,
-    interrupt: Callable[[], None],
-) -> None:
-    """Give `exchange` its membership; collective, and raises, as `birth.begin`."""
-    config, rank = exchange.config, exchange.rank
-
-    def enter(begun: Begun) -> Survivor:
-        survivor = exchange.membership = Survivor(config, rank, begun, exchange, timeout_s, interrupt)
-        return survivor
-
-    try:
-        begun = begin(group, seat, config, timeout_s, enter)
-    except BaseException:
-        exchange.release()
-        Survivor.retire()
-        raise
-    if not isinstance(exchange.membership, Survivor):  # a replacement: it comes in with its first call
-        enter(begun)
-
-
-def _nothing() -> None:
-    pass

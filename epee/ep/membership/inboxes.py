@@ -8,12 +8,16 @@ new one is there (`use`).
 Who calls: the thread of a call, or of the constructor. A wait ends when the view changes: then `meet` has nothing, and
 an inbox that others may have mapped already is offered again, should the next attempt be for the same epoch. A crash
 leaves memory that the system frees when the last process that has mapped it lets go.
+
+A lane whose epochs begin with `sync` alone cannot take back what was agreed: it goes on without those who do not show
+their memory (`meet_those`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ...errors import CommTimeoutError, EpeeError, ProtocolError, ResourceError
@@ -22,12 +26,17 @@ from ...memory.signals import futex_sleep
 from ...view.process.detector import is_leaving
 from ...view.protocol.messages import Member
 from ..config import BufferConfig
-from ..control.inbox import inbox_layout
 from .group_view import Roster, View, process_of
 from .registry import INBOX_VIEW, Line, find
 
+logger = logging.getLogger("epee")
+
 LOOK_S = 0.002  # between two looks for the registry of a newcomer
 Look = Callable[[int, str, float, float], None]  # rank, what it keeps waiting, since when, deadline: raises to give up
+
+
+class Absent(Exception):
+    """A member is not waited for any more; raised by a `Look`, for `Inboxes.meet_those`."""
 
 
 class Peer(NamedTuple):
@@ -45,6 +54,15 @@ class Met(NamedTuple):
     regions: dict[int, HostRegion]
 
 
+class Wait(NamedTuple):
+    """A wait for the others' inboxes of an epoch: since when, how long, and whether it is for nothing by now."""
+
+    epoch: int
+    is_void: Callable[[], bool]
+    started: float
+    deadline: float
+
+
 class Inboxes:
     """See above.
 
@@ -55,12 +73,15 @@ class Inboxes:
         roster: says who takes part.
         line: this rank's in its registry.
         look: called between two looks at a member that keeps this rank waiting.
+        nbytes: of an inbox and what else a rank lends with it, from byte `inbox_layout(config).nbytes` on.
 
     Attributes:
         own: this rank's inbox in the epoch that the buffer is in; None before the first.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, number: int, roster: Roster, line: Line, look: Look) -> None:
+    def __init__(
+        self, config: BufferConfig, rank: int, number: int, roster: Roster, line: Line, look: Look, nbytes: int
+    ) -> None:
         self.own: HostRegion | None = None
         self._config = config
         self._rank = rank
@@ -68,6 +89,7 @@ class Inboxes:
         self._roster = roster
         self._line = line
         self._look = look
+        self._nbytes = nbytes
         self._lines: dict[tuple[int, int], Line] = {}  # of other processes
         self._mapped: list[HostRegion] = []
         self._next: tuple[int, HostRegion] | None = None  # made for an epoch that was not entered yet
@@ -78,7 +100,7 @@ class Inboxes:
             self._next[1].close()
             self._next = None
         if self._next is None:
-            self._next = epoch, HostRegion.create(inbox_layout(self._config).nbytes, f"inbox-{self._rank}-{epoch}")
+            self._next = epoch, HostRegion.create(self._nbytes, f"inbox-{self._rank}-{epoch}")
         if self._line.words[INBOX_VIEW] != epoch:  # peers may be just reading it
             self._line.lend_inbox(epoch, self._next[1].blob)
         return self._next[1]
@@ -91,23 +113,49 @@ class Inboxes:
             CommTimeoutError: a member does not come. Else as `look`.
         """
         met = Met({}, {self._rank: self.offer(view.epoch)})
+        wait = Wait(view.epoch, lambda: self._roster.view.epoch != view.epoch, started, deadline)
         is_complete = False
         try:
-            for rank, member in view.members.items():
-                line: Line | None = self._line
-                if rank != self._rank:
-                    line = self._find(rank, member, view, started, deadline)
-                    region = None if line is None else self._map(rank, member, line, view, started, deadline)
-                    if region is None:
-                        return None
-                    met.regions[rank] = region
-                assert line is not None
-                met.peers[rank] = Peer(member.incarnation, line, process_of(member))
+            is_complete = all(self._meet_one(met, rank, member, wait) for rank, member in view.members.items())
+            return met if is_complete else None
+        finally:
+            if not is_complete:
+                self.give_back(met)
+
+    def meet_those(self, members: Mapping[int, Member], wait: Wait) -> Met:
+        """Map what members lend for an epoch, as far as they do; what was met lacks who is `Absent`, or damaged.
+
+        Raises:
+            ResourceError: no memory or descriptor is left here. Else as `look`.
+        """
+        met = Met({}, {self._rank: self.offer(wait.epoch)})
+        is_complete = False
+        try:
+            for rank, member in members.items():
+                try:
+                    self._meet_one(met, rank, member, wait)
+                except Absent:
+                    logger.info("epoch %d of a buffer begins without rank %d", wait.epoch, rank)
+                except ProtocolError as error:
+                    logger.warning("epoch %d of a buffer begins without rank %d: %s", wait.epoch, rank, error)
             is_complete = True
             return met
         finally:
             if not is_complete:
                 self.give_back(met)
+
+    def _meet_one(self, met: Met, rank: int, member: Member, wait: Wait) -> bool:
+        """Map what one member lends; False when the wait is void."""
+        line: Line | None = self._line
+        if rank != self._rank:
+            line = self._find(rank, member, wait)
+            region = None if line is None else self._map(rank, member, line, wait)
+            if region is None:
+                return False
+            met.regions[rank] = region
+        assert line is not None
+        met.peers[rank] = Peer(member.incarnation, line, process_of(member))
+        return True
 
     def give_back(self, met: Met) -> None:
         """Unmap what was met for nothing; this rank's own inbox may be mapped by others and is offered again."""
@@ -163,24 +211,23 @@ class Inboxes:
         registry = find(self._roster.seat.lane, *process_of(member))
         return registry is not None and registry.has_closed(self._number)
 
-    def _find(self, rank: int, member: Member, view: View, started: float, deadline: float) -> Line | None:
-        """Return the line of a member, which may have to make its buffer first; None when the view has changed."""
+    def _find(self, rank: int, member: Member, wait: Wait) -> Line | None:
+        """Return the line of a member, which may have to make its buffer first; None when the wait is void."""
         while True:
             line = self.line_of(rank, member)
             if line is not None:
                 return line
-            if self._roster.view.epoch != view.epoch:
+            if wait.is_void():
                 return None
             time.sleep(LOOK_S)
-            self._look(rank, f"rank {rank} has not made this buffer", started, deadline)
+            self._look(rank, f"rank {rank} has not made this buffer", wait.started, wait.deadline)
 
-    def _map(
-        self, rank: int, member: Member, line: Line, view: View, started: float, deadline: float
-    ) -> HostRegion | None:
-        """Map the inbox that a member makes for `view`; None when the view has changed."""
+    def _map(self, rank: int, member: Member, line: Line, wait: Wait) -> HostRegion | None:
+        """Map the inbox that a member makes for an epoch; None when the wait is void."""
         problem: EpeeError | None = None
-        while self._roster.view.epoch == view.epoch:
-            blob = line.inbox(view.epoch)
+        what = f"rank {rank} does not come into epoch {wait.epoch}"
+        while not wait.is_void():
+            blob = line.inbox(wait.epoch)
             if blob is not None and problem is None:
                 try:
                     return self._attach(rank, blob, line)
@@ -190,7 +237,7 @@ class Inboxes:
                     problem = exc  # it has just died, and the view will say so; else it is damaged
             futex_sleep(line.address + 8 * INBOX_VIEW, line.words[INBOX_VIEW])
             try:
-                self._look(rank, f"rank {rank} does not come into epoch {view.epoch}", started, deadline)
+                self._look(rank, what, wait.started, wait.deadline)
             except CommTimeoutError:
                 if problem is not None:
                     raise problem from None
@@ -199,7 +246,7 @@ class Inboxes:
 
     def _attach(self, rank: int, blob: bytes, line: Line) -> HostRegion:
         region = HostRegion.attach(blob)
-        if region.owner_pid != line.owner_pid or region.nbytes < inbox_layout(self._config).nbytes:
+        if region.owner_pid != line.owner_pid or region.nbytes < self._nbytes:
             region.close()
             raise ProtocolError(f"rank {rank} names an inbox that is not its own, or too small")
         return region

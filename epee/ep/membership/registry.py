@@ -176,6 +176,11 @@ class Registry:
                 return line
         raise ResourceError(f"a process has at most {MAX_BUFFERS} buffers of one group at a time; close some")
 
+    def forget(self, number: int) -> None:
+        """Let it look as if buffer `number`, whose line is closed, had never been opened: it was not taken part in."""
+        self.had.discard(number)
+        self._words[_NEWEST] = max(self.had, default=0)
+
     def numbers(self) -> dict[int, Line]:
         """Return the lines of the buffers that are open, by number."""
         lines = (Line(self.region, index) for index in range(MAX_BUFFERS))

@@ -189,7 +189,8 @@ class Sync:
         may_vote = self._rank in voters
         is_enough = has_quorum(voters, (), came.ranks)
         if now > deadline and not is_enough:
-            raise self._no_quorum(view, came, "too few ranks came to decide" if may_vote else "the others did not sync")
+            few = f"only ranks {sorted(came.ranks.intersection(voters))} of {sorted(voters)} came, too few to decide"
+            raise self._no_quorum(view, came, few if may_vote else "the others did not sync")
         if now > last:
             raise self._no_quorum(view, came, "the agents of the ranks do not agree")
         is_alone = not came.awaited and (not came.others or now > self._started + GRACE_S)

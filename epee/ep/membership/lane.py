@@ -1,0 +1,171 @@
+"""A CPU buffer as a lane of a view: its place there, its memory, its `sync`, its end. What all modes have.
+
+`epochs.py` has what a change of the view means to the calls of throughput mode, `synced.py` to those of latency mode.
+
+Who calls: the thread of a call; `close` also whoever drops the buffer, at any moment: so it waits for nobody, and what
+it cannot do there is done by `retire`, between two calls of any buffer. A crash leaves memory that the system frees.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+
+from ...errors import CommTimeoutError
+from ..config import BufferConfig
+from ..control.inbox import Exchange
+from ..control.membership import Agreed
+from .birth import Begun
+from .inboxes import Inboxes
+from .registry import NUMBER
+from .sync import Sync
+
+_closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet out of the control plane
+
+
+class BufferLane:
+    """See above.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        begun: the buffer's place in its group.
+        exchange: of the buffer; brought from epoch to epoch by the subclass.
+        timeout_s: of the buffer's calls.
+        interrupt: called while waiting; raises to end the wait.
+        nbytes: of the memory that a rank lends for an epoch.
+
+    Attributes:
+        forget: called when an epoch is over: drops what belonged to it.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        begun: Begun,
+        exchange: Exchange,
+        timeout_s: float,
+        interrupt: Callable[[], None],
+        nbytes: int,
+    ) -> None:
+        self.roster = begun.roster
+        self.forget: Callable[[], None] = _nothing
+        self._config = config
+        self._rank = rank
+        self._begun = begun
+        self._number = begun.number
+        self._line = begun.line
+        self._words = begun.line.words
+        self._lock = begun.roster.lock
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._interrupt = interrupt
+        self._entered: dict[int, int] = {}  # ranks of this rank's epoch, and since when they take part
+        look = self._look_between_calls
+        self._inboxes = Inboxes(config, rank, begun.number, begun.roster, begun.line, look, nbytes)
+        self._op = ""  # of the call under way, for hang reports
+        self._has_shown = False
+        self._agreed = begun.roster.view.epoch  # what was agreed up to this epoch has been returned, or was not for us
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    @property
+    def raises(self) -> bool:
+        """Whether a loss is an error."""
+        return self.roster.seat.raises
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether a process that takes a lost rank's place comes in."""
+        return self.roster.seat.is_open
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Bytes of the memory that this rank lends."""
+        return 0 if self._inboxes.own is None else self._inboxes.own.mapped_bytes
+
+    @property
+    def has_turned(self) -> bool:
+        """Whether there is an epoch that the buffer is not in yet."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of all memory and leave the registry; idempotent. `retire` follows."""
+        if self._is_closed or os.getpid() != self._pid:
+            return  # in a forked child all of it is the parent's
+        self._is_closed = True
+        self._begun.line.words[NUMBER] = 0  # before the rest: a newcomer must not take the buffer for open
+        _closed.append((self._pid, self._begun))
+        self._inboxes.close()
+        del self._begun, self._line, self._words  # a closed buffer that is kept maps nothing
+
+    # ---- while it waits
+
+    def _check(self) -> None:
+        """Raise why this rank's calls cannot end well."""
+        self.roster.check()
+        self.roster.require_part(self._rank)
+
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Show the peers, and hang reports, for whom a call waits; again and again, for what is old counts no more."""
+        self.roster.show(op, seq, ranks)
+        self._line.blame(ranks)
+        self._has_shown = True
+
+    def hide(self) -> None:
+        """Show that no call waits; costs nothing if none has."""
+        if self._has_shown:
+            self._has_shown = False
+            self.roster.hide()
+            self._line.blame(())
+
+    def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
+        """Look around while a rank keeps this one from entering an epoch; raises what ends the wait."""
+        raise NotImplementedError
+
+    # ---- sync
+
+    def agree(self, counted: int, deadline: float) -> Agreed:
+        """Agree with the others on who takes part (`sync.py`) and return it; `note_agreed` when the caller has it."""
+
+        def look(silent: list[int]) -> None:
+            self._interrupt()
+            self.roster.check()
+            self.show("sync", self._exchange.seq + 1, silent)
+
+        def is_elsewhere(rank: int) -> bool:
+            in_epoch = not self.has_turned and rank in self._exchange.members
+            return in_epoch and self._exchange.waits_in_next(rank)
+
+        sync = Sync(self._rank, self.roster, self._line, self._inboxes, self._entered, is_elsewhere, look)
+        try:
+            return sync.agree(counted, max(self._agreed, self._exchange.epoch), deadline)
+        finally:
+            self.hide()
+
+    def note_agreed(self, agreed: Agreed) -> None:
+        """The caller of `agree` has it, and the next sync is another one."""
+        self._agreed = agreed.epoch
+
+
+def retire() -> None:
+    """End the part of all closed buffers in the control plane. Between calls only: it talks to the agent thread."""
+    while _closed:
+        pid, begun = _closed.popleft()
+        if pid == os.getpid():
+            begun.close()
+
+
+def silent(told: str, rank: int) -> CommTimeoutError:
+    """Return the error of a wait for a rank that has become too long."""
+    return CommTimeoutError(
+        f"{told}; others may have completed this call, so do not make the step again; raise timeout= if the peer is "
+        "only slow",
+        [rank],
+    )
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,285 @@
+"""Who takes part in a latency buffer for CPU tensors: epochs that begin with `sync` alone.
+
+A latency call ends by itself on each rank: who does not come is a finding, in its mask. So a loss changes nothing for
+the calls of the others, and no call has to stop for a new view. An **epoch** begins when the buffer is made, and with
+each `sync` (`sync.py`), which ends with a decision of the job. Each has memory of its own, made by its members for its
+members: the inbox of `control/inbox.py`, and behind it the region of `latency/wire.py`. Calls are counted from 1 in
+it, tags name it, and handles of earlier ones are stale. So nothing that somebody stores who was left out, or replaced,
+reaches memory that anybody reads: that is the quarantine.
+
+**Entering.** The number of the first epoch is what the ranks have told each other when they made the buffer; that of
+another one is the number of the decision. Who has it lends its memory for it and maps what the others lend
+(`inboxes.py`). Who has died since, or shows nothing until the time-out (it was taken out of its `sync` by an error, or
+has no memory), is not in this rank's memory: it is lost in all calls until the next `sync`. So nothing that follows a
+decision can make the ranks disagree about it. A rank that was taken out of its `sync` and is in the decision all the
+same enters with its next call.
+
+    a rank has          until the next sync its calls find                after a sync
+    died, been voted    it is lost at once (`gone`)                       its place is empty, or its replacement's
+        out, or closed
+        the buffer
+    not come to sync    all others are gone from its epoch; calls with    it is in when it comes (`EvictedError` in its
+                        a mask mark them, others raise                    calls without a mask until then)
+    taken a lost one's  nothing: it is not there yet; its constructor     it is in
+        place           waits in `sync` with the others
+
+Who writes: each rank its own line and memory, and its sections of the others'. A crash between two steps: before the
+decision, the rank is not in it; after it, it is lost as above.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from ...errors import EvictedError, InvalidState, PeerError, context
+from ...memory.host import HostRegion
+from ...view.awaited import kind_of_loss
+from ...view.process.detector import DeathWatch
+from ...view.protocol.messages import Member
+from ..config import BufferConfig
+from ..control.inbox import Exchange, Moved, Turned
+from ..control.membership import Agreed
+from .birth import Begun
+from .group_view import process_of
+from .inboxes import Absent, Met, Wait
+from .lane import BufferLane, silent
+from .registry import Line
+
+logger = logging.getLogger("epee")
+
+
+class SyncedLane(BufferLane):
+    """See above; a `Membership`.
+
+    Args:
+        watch: of the calls: knows which of the epoch's processes have ended.
+        nbytes: of the memory that a rank lends for an epoch.
+        Others as `BufferLane`.
+
+    Attributes:
+        regions: the memory of the epoch by rank, this one's included; of who is not there, none.
+        move: called with new regions before the old ones are unmapped.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        rank: int,
+        begun: Begun,
+        exchange: Exchange,
+        timeout_s: float,
+        interrupt: Callable[[], None],
+        watch: DeathWatch,
+        nbytes: int,
+    ) -> None:
+        super().__init__(config, rank, begun, exchange, timeout_s, interrupt, nbytes)
+        self.regions: Mapping[int, HostRegion] = {}
+        self._lines: Mapping[int, Line] = {}  # of who is in the memory of the epoch
+        self.move: Callable[[Mapping[int, HostRegion]], None] = _nothing
+        self._watch = watch
+        self._watched: dict[int, tuple[int, int]] = {}
+        self._first = begun.first
+        self._waits_for_all = False
+
+    def close(self) -> None:
+        """As `BufferLane.close`."""
+        begun = None if self._is_closed else self._begun
+        super().close()
+        if begun is not None and not self._exchange.epoch:
+            begun.registry.forget(begun.number)  # a replacement that was not taken in may try again
+        self.regions, self._lines = {}, {}
+        self.move = _nothing
+
+    # ---- the first epoch
+
+    def offer(self) -> None:
+        """Lend this rank's memory for the first epoch. Local."""
+        self._inboxes.offer(self._first)
+
+    def come_in(self, deadline: float) -> None:
+        """Enter the first epoch while the buffer is made: all who live must come.
+
+        Raises:
+            ResourceError: no memory or descriptor is left here.
+            CommTimeoutError: a member does not come.
+            EvictedError, NoQuorumError: this process cannot go on.
+        """
+        self._op, self._waits_for_all = "Buffer", True
+        try:
+            self.roster.check()
+            self._enter(Agreed(self._first, tuple(range(self._config.num_ranks))), deadline)
+        finally:
+            self._waits_for_all = False
+            self.hide()
+
+    @property
+    def is_in(self) -> bool:
+        """Whether this rank has entered an epoch; a replacement has not before its first `sync`."""
+        return self._exchange.epoch > 0
+
+    # ---- in a call
+
+    @property
+    def has_turned(self) -> bool:
+        """Whether a `sync` has begun an epoch with this rank that it has not entered: an error has taken it out."""
+        agreed = self.roster.view.agreed
+        return agreed.epoch > self._exchange.epoch and self._rank in agreed.ranks
+
+    def turn(self, op: str, deadline: float) -> None:
+        """Enter the newest epoch.
+
+        Raises:
+            As `come_in`, but for time-outs.
+        """
+        if not self.has_turned:
+            return
+        self._op = op
+        agreed = self.roster.view.agreed
+        self.enter(agreed, deadline)
+        self.note_agreed(agreed)
+
+    def require_place(self, is_masked: bool) -> None:
+        """Raise `EvictedError` when the job has gone on without this process; without a mask, also the buffer."""
+        error = self.roster.seat.runtime.error
+        if isinstance(error, EvictedError):
+            raise EvictedError(str(error), error.ranks, error.op, error.seq, error.epoch, error.cause)
+        if not is_masked:
+            self.roster.require_part(self._rank)
+
+    def gone(self) -> Collection[int]:
+        """Return the ranks that this epoch of the buffer has lost, or never had: nothing more of theirs will come."""
+        dead, ranks = self._watch.dead(), range(self._config.num_ranks)
+        if self.roster.view.agreed.epoch > self._exchange.epoch:  # the others are there
+            return [rank for rank in ranks if rank != self._rank]
+        return [rank for rank in ranks if rank in dead or self._has_left(rank)]
+
+    def _has_left(self, rank: int) -> bool:
+        """Return whether a rank is not in the epoch, is gone from the view, or has closed the buffer."""
+        line = self._lines.get(rank)
+        return line is None or line.number != self._number or self.roster.is_gone(rank, self._entered[rank])
+
+    def why_gone(self, rank: int) -> tuple[type[PeerError], str]:
+        """Return why a rank is gone: the type of the error that says so, and words."""
+        if rank in self._entered and self.roster.is_gone(rank, self._entered[rank]):
+            return kind_of_loss([self.roster.cause(rank, self._entered[rank])])
+        if rank in self._lines and self._lines[rank].number != self._number:
+            return PeerError, "it has closed the buffer"
+        return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"
+
+    def issue(self, seq: int) -> bool:
+        """Return whether host call `seq` may be made: the epoch is the newest."""
+        return not self.has_turned
+
+    gather = withdraw = issue
+
+    def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
+        """Raise `Moved`: a host call that has not ended in its epoch is made again in the next."""
+        raise Moved
+
+    def check(self, src: int, is_data: bool) -> None:
+        """Look around while a host call waits for `src`.
+
+        Raises:
+            Turned: the others are in a newer epoch, and this rank may follow.
+            RankFailedError, PeerError: `src` is gone from this epoch.
+            EvictedError, NoQuorumError: this process cannot go on.
+        """
+        self._check()
+        if self.has_turned:
+            raise Turned
+        if src in self.gone() and src not in self._watch.dead():
+            raise self._loss(src)
+
+    def _loss(self, rank: int) -> PeerError:
+        exchange = self._exchange
+        kind, why = self.why_gone(rank)
+        where = context(exchange.op, rank=self._rank, peer=rank, seq=exchange.seq, epoch=exchange.epoch)
+        told = f"{where}: rank {rank}: {why}; call buffer.sync(), then calls run without it"
+        return kind(told, [rank], exchange.op, exchange.seq, exchange.epoch, why)
+
+    def patience(self, deadline: float) -> float:
+        """Return until when to wait for who has just agreed: the time may be over because of those who did not come."""
+        return max(deadline, time.monotonic() + self._timeout_s)
+
+    def insist(self, ranks: list[int], what: str, seq: int, deadline: float) -> bool:
+        """Return False: a time-out is a finding, nobody is accused."""
+        return False
+
+    def await_end_of(self, rank: int, deadline: float) -> bool:
+        """Return False: nobody leaves an epoch."""
+        return False
+
+    def unfinished(self, op: str) -> PeerError:
+        """Return an error; nobody asks, for no payload is moved by host calls."""
+        return PeerError(f"{op}: a rank is gone", [])
+
+    def has_losses_to_tell(self) -> bool:
+        """Return False: losses stand in masks."""
+        return False
+
+    # ---- between two calls
+
+    def enter(self, agreed: Agreed, deadline: float) -> None:
+        """Enter an epoch that this rank is in, with whoever else shows its memory for it.
+
+        Raises:
+            ResourceError: no memory or descriptor is left here; the next call tries again.
+            EvictedError, NoQuorumError: this process cannot go on.
+        """
+        try:
+            self._enter(agreed, self.patience(deadline))
+        finally:
+            self.hide()
+
+    def _enter(self, agreed: Agreed, deadline: float) -> None:
+        members = {
+            rank: member
+            for rank, member in self.roster.view.members.items()
+            if rank in agreed.ranks and member.incarnation <= agreed.epoch
+        }
+        if self._rank not in members:
+            self._check()
+            raise InvalidState(f"Buffer: this rank is not in epoch {agreed.epoch}; make the buffer again")
+        is_void = lambda: self.roster.view.agreed.epoch > agreed.epoch  # noqa: E731 - they have gone on
+        self._watch_those(members)
+        met = self._inboxes.meet_those(members, Wait(agreed.epoch, is_void, time.monotonic(), deadline))
+        self._begin(agreed.epoch, members, met)
+        self._inboxes.use(met)
+
+    def _watch_those(self, members: Mapping[int, Member]) -> None:
+        """Watch the members' processes; of who is not one, the process that had the rank last."""
+        for rank, member in members.items():
+            process = process_of(member)
+            if rank != self._rank and self._watched.get(rank) != process:
+                self._watch.watch(rank, *process)
+                self._watched[rank] = process
+
+    def _begin(self, epoch: int, members: Mapping[int, Member], met: Met) -> None:
+        """Make the mapped memory that of the calls."""
+        self._entered = {rank: member.incarnation for rank, member in members.items()}
+        exchange = self._exchange
+        exchange.end.close()
+        exchange.end.lost = ""
+        exchange.begin(epoch, met.regions)
+        self.move(met.regions)
+        self.regions = met.regions
+        self._lines = {rank: peer.line for rank, peer in met.peers.items() if rank in met.regions}
+
+    def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
+        self._interrupt()
+        self.roster.check()
+        self.show(self._op or "sync", self._exchange.seq + 1, [rank])
+        member = self.roster.view.members.get(rank)
+        if rank in self._watch.dead() or member is None or self._inboxes.line_of(rank, member) is None:
+            raise Absent  # whoever is agreed on has shown a line: without one it has closed the buffer
+        if time.monotonic() <= deadline:
+            return
+        if self._waits_for_all:
+            raise silent(what, rank)
+        raise Absent
+
+
+def _nothing(regions: Mapping[int, HostRegion]) -> None:
+    pass

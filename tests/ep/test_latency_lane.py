@@ -1,0 +1,187 @@
+"""Latency buffers for CPU tensors as lanes of a view, on a group of gloo: what ranks that leave, stay away or fail do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.ep.membership.synced import SyncedLane
+from epee.errors import EvictedError, NoQuorumError, PeerError, ResourceError, StaleHandleError
+from tests.ep.latency_cases import Shape, check_round, combine, dispatch, expert_outputs, inputs, make
+from tests.ep.test_latency_rejoin import masked_round, without
+from tests.harness import run_ranks
+from tests.survive import stages
+
+SHAPE = Shape(num_experts=12, hidden=512, num_topk=2, max_tokens=6)
+NUM_TOKENS = (6, 3, 4, 5)
+
+
+def _ones(num_ranks: int) -> torch.Tensor:
+    return torch.ones(num_ranks, dtype=torch.int32)
+
+
+def _stale(rank: int, num_ranks: int) -> list[int]:
+    with make(SHAPE) as buffer:
+        given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 1)[rank]
+        old = dispatch(buffer, given)
+        epochs = [buffer.epoch]
+        buffer.sync()
+        epochs.append(buffer.epoch)
+        with pytest.raises(StaleHandleError):
+            buffer.combine_input(old.handle)
+        for seed in range(6):
+            check_round(buffer, SHAPE, NUM_TOKENS[:num_ranks], seed)
+        return epochs
+
+
+def test_a_sync_begins_an_epoch_and_older_handles_are_stale() -> None:
+    first, second = run_ranks(_stale, 2)
+    assert first == second
+    assert first[1] > first[0] > 0
+
+
+def _closed(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 closes its buffer after two rounds; what it has finished ends well, and it is lost at once."""
+    buffer = make(SHAPE, timeout=60)
+    mask = _ones(num_ranks)
+    for seed in range(2):
+        masked_round(buffer, mask, seed, without(num_ranks))
+    if rank == 1:
+        buffer.close()
+        stages.reach(folder, "closed")
+    else:
+        stages.wait_for(folder, "closed")
+        with pytest.raises(PeerError, match=r"has closed the buffer|has left the group"):
+            dispatch(buffer, inputs(SHAPE, NUM_TOKENS[:num_ranks], 2)[rank])
+        masked_round(buffer, mask, 3, without(num_ranks, 1))
+        with pytest.raises(PeerError, match=r"has closed the buffer|has left the group"):
+            buffer.all_gather_bytes(b"1")
+        assert buffer.sync(mask).tolist() == [1, 0, 1]
+        assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"", b"\2"]
+        masked_round(buffer, mask, 4, without(num_ranks, 1))
+    stages.meet(folder, "end", rank, range(num_ranks))
+
+
+def test_who_closes_its_buffer_is_lost_at_once(tmp_path: Path) -> None:
+    run_ranks(_closed, 3, str(tmp_path))
+
+
+def _away(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 2 does not come to a sync: it is told so, and comes back."""
+    with make(SHAPE, timeout=60) as buffer:
+        mask = _ones(num_ranks)
+        masked_round(buffer, mask, 0, without(num_ranks))
+        if rank == 2:
+            stages.wait_for(folder, "synced-0")
+            stages.wait_for(folder, "synced-1")
+            given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 1)[rank]
+            until = time.monotonic() + 30
+            while mask[:2].any():  # the agent of this process hears of it a moment later
+                assert time.monotonic() < until
+                dispatch(buffer, given, active_ranks=mask, timeout_us=20_000_000)
+            with pytest.raises(EvictedError, match="did not come to sync"):
+                dispatch(buffer, given)
+            with pytest.raises(EvictedError, match="did not come to sync"):
+                buffer.all_gather_bytes(b"2")
+        else:
+            mask[2] = 0
+            assert buffer.sync(mask).tolist() == [1, 1, 0]
+            masked_round(buffer, mask, 1, without(num_ranks, 2))
+            stages.meet(folder, "synced", rank, (0, 1))
+            mask.fill_(1)
+        for _ in range(50):
+            try:
+                if buffer.sync(mask, timeout=10).all():
+                    break
+            except NoQuorumError:
+                assert rank == 2  # its time was over before the others came
+        masked_round(buffer, mask, 2, without(num_ranks))
+
+
+def test_who_does_not_come_to_sync_is_told_and_comes_back(tmp_path: Path) -> None:
+    run_ranks(_away, 3, str(tmp_path))
+
+
+def _taken_out(rank: int, num_ranks: int, error: type[BaseException]) -> list[int]:
+    """An error takes rank 1 out of its sync behind the decision: it enters with its next call."""
+    with make(SHAPE, timeout=60) as buffer:
+        mask = _ones(num_ranks)
+        masked_round(buffer, mask, 0, without(num_ranks))
+        enter = SyncedLane.enter
+
+        def fails(*args: object) -> None:
+            SyncedLane.enter = enter  # type: ignore[method-assign]
+            raise error("in the midst of sync")
+
+        if rank == 1:
+            SyncedLane.enter = fails  # type: ignore[method-assign, assign]
+            with pytest.raises(error, match="in the midst of sync"):
+                buffer.sync(mask)
+        else:
+            assert buffer.sync(mask).tolist() == [1] * num_ranks
+        for seed in range(1, 4):
+            masked_round(buffer, mask, seed, without(num_ranks))
+        assert buffer.sync(mask).tolist() == [1] * num_ranks  # this one is another sync on all
+        masked_round(buffer, mask, 5, without(num_ranks))
+        return [buffer.epoch]
+
+
+@pytest.mark.parametrize("error", [ResourceError, KeyboardInterrupt])
+def test_who_is_taken_out_of_a_sync_that_was_decided_enters_with_its_next_call(error: type[BaseException]) -> None:
+    first, *others = run_ranks(_taken_out, 3, error)
+    assert all(other == first for other in others)
+
+
+def _never_comes(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 1 is taken out of its sync and makes no call: the others go on without it when their time is over."""
+    with make(SHAPE, timeout=2) as buffer:
+        mask = _ones(num_ranks)
+        masked_round(buffer, mask, 0, without(num_ranks))
+
+        def fails(*args: object) -> None:
+            raise ResourceError("in the midst of sync")
+
+        if rank == 1:
+            SyncedLane.enter = fails  # type: ignore[method-assign, assign]
+            with pytest.raises(ResourceError):
+                buffer.sync(mask)
+            stages.wait_for(folder, "went on-0")
+            stages.wait_for(folder, "went on-2")
+        else:
+            assert buffer.sync(mask).tolist() == [1] * num_ranks
+            masked_round(buffer, mask, 1, without(num_ranks, 1))
+            stages.meet(folder, "went on", rank, (0, 2))
+        dist.barrier()
+
+
+def test_nobody_waits_for_ever_for_who_was_taken_out_of_its_sync(tmp_path: Path) -> None:
+    run_ranks(_never_comes, 3, str(tmp_path))
+
+
+def _one(rank: int, num_ranks: int) -> None:
+    with make(SHAPE) as buffer:
+        given = inputs(SHAPE, NUM_TOKENS[:1], 1)
+        got = dispatch(buffer, given[0])
+        assert buffer.sync().tolist() == [1]
+        combine(buffer, expert_outputs([got], 1)[0], got)  # type: ignore[list-item]
+        assert buffer.epoch == 0
+        assert not buffer.takes_replacements
+
+
+def test_the_only_rank_has_no_epochs() -> None:
+    run_ranks(_one, 1)
+
+
+def _policy(rank: int, num_ranks: int) -> None:
+    for argument in ({"fault_mode": "mask"}, {"on_stall": "evict"}):
+        with pytest.raises(epee.InvalidArgument, match="throughput mode"):
+            make(SHAPE, **argument)
+
+
+def test_a_latency_buffer_has_no_policy_of_its_own() -> None:
+    run_ranks(_policy, 2)

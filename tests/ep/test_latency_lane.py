@@ -1,4 +1,4 @@
-"""Latency buffers for CPU tensors as lanes of a view, on a group of gloo: what ranks that leave, stay away or fail do."""
+"""Latency buffers for CPU tensors as lanes of a view, on gloo: what ranks that leave, stay away or fail do."""
 
 from __future__ import annotations
 

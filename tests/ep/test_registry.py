@@ -164,3 +164,20 @@ def test_a_member_of_the_table_that_had_not_shown_its_line_at_the_first_look(mon
     running = latency_birth.find_running(place, config, 0)
     assert running is not None
     assert running.number == 1
+
+
+def test_nobody_sees_that_a_rank_has_come_to_sync_beside_ranks_of_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is stopped between two stores must not look as if it had come and counted on nobody."""
+    own = registry.Registry.make(79)
+    line = own.open(1, 1, [3])
+    words = line.words
+    seen = []
+
+    def look() -> None:
+        seen.append((words[registry.SYNC], words[registry.COUNTED]))
+
+    monkeypatch.setattr(line, "words", Stores(words, look))
+    for shown in ((6, 7), (8, 3), (0, 0)):
+        line.come_to_sync(*shown)
+    assert {counted for mark, counted in seen if mark == 6} == {7}
+    assert {counted for mark, counted in seen if mark == 8} == {3}

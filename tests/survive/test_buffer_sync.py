@@ -490,3 +490,38 @@ def alone(rank: int, num_ranks: int, folder: str) -> None:
 
 def test_one_rank_agrees_with_itself() -> None:
     run_mortal(alone, 1, dead=set())
+
+
+def stops_in_sync(rank: int, num_ranks: int, folder: str, backend: str) -> Any:
+    """Rank 1 of two stops when it has shown that it comes."""
+    group = start(rank, num_ranks, folder, "mask", backend=backend, on_stall="error")
+    buffer = make_buffer(group)
+    assert step(buffer, 1) == [1, 1]
+    if rank == 0:
+        stages.wait_for(folder, "came")
+        sleeper = int((Path(folder) / "pid").read_text())
+        stages.await_stop(sleeper)
+        mask = buffer.sync(ones(2), timeout=2.0).tolist()
+        os.kill(sleeper, signal.SIGCONT)
+        stages.wait_for(folder, "woke up")
+        return mask
+    (Path(folder) / "pid").write_text(str(os.getpid()))
+    line: Any = buffer._exchange.membership._line  # type: ignore[attr-defined]
+    come = line.come_to_sync
+
+    def comes(mark: int, counted: int) -> None:
+        line.come_to_sync = come
+        come(mark, counted)
+        stages.reach(folder, "came")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    line.come_to_sync = comes
+    with pytest.raises(NoQuorumError):  # it was put out while it stood still
+        buffer.sync(ones(2), timeout=1.0)
+    stages.reach(folder, "woke up")
+    return "woke up"
+
+
+@pytest.mark.parametrize("backend", ["epee", "gloo"])
+def test_half_with_the_lowest_goes_on_without_one_that_stops_in_sync(backend: str) -> None:
+    assert run_mortal(stops_in_sync, 2, backend, dead=set()) == [[1, 0], "woke up"]

@@ -42,6 +42,7 @@ from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, Record, all_gather_bytes, gather_present, host_id, judge, pack
+from .call_outcome import FINAL
 from .group_view import Roster, seat_at
 from .registry import NUMBER, VIEW, Line, Registry, find
 
@@ -74,13 +75,13 @@ class Begun:
         if self._is_closed:
             return
         self._is_closed = True
-        self.line.words[NUMBER] = 0
+        self.line.mark_closed()
         try:
             self.roster.close()
         except EpeeError as problem:
             logger.warning("a closed buffer could not tell the agent thread: %s", problem)
         finally:
-            self.line.words[VIEW] = 0  # last: from now on another buffer may have the line
+            self.line.stamp(FINAL)  # last: from now on another buffer may have the line
             self.roster.seat.job.release()
 
 
@@ -259,7 +260,8 @@ def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, tim
         holders = [rank for rank, held in lines.items() if number in held]
         is_closed = any(registry.has_closed(number) for registry in others.values())
         if not is_closed and _fits(lines[holders[0]][number], holders[0], config, group.rank()):
-            floor = max(roster.newest, *(lines[holder][number].words[VIEW] for holder in holders))
+            stamps = (lines[holder][number].words[VIEW] for holder in holders)
+            floor = max([roster.newest, *(stamp for stamp in stamps if stamp != FINAL)])
             return _open(mine, roster, number, config, floor, timeout_s)
     return None
 

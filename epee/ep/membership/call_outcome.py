@@ -37,6 +37,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
+FINAL = (1 << 62) - 1  # in the place of a view: the rank has closed its buffer, so its record changes no more
+
 
 class Record(NamedTuple):
     """What a rank shows of itself.
@@ -80,7 +82,7 @@ class Verdict(Enum):
 
 def missing(view: int, stayed: Mapping[int, Record]) -> list[int]:
     """Return the ranks whose record is not (or not any more) of `view`; while there are any there is no verdict."""
-    return [rank for rank, record in stayed.items() if record.view != view]
+    return [rank for rank, record in stayed.items() if record.view not in (view, FINAL)]
 
 
 def judge(

@@ -165,9 +165,10 @@ class Survivor(BufferLane):
         started = time.monotonic()
         self._op, view = op, None
         while True:
-            self.roster.require_part(self._rank)
-            if view is not self.roster.view:
-                view, deadline = self.roster.view, self.patience(deadline)
+            newest = self.roster.view
+            self.roster.require_part(self._rank, newest)
+            if view is not newest:
+                view, deadline = newest, self.patience(deadline)
             stayed, ended = self._records(view)
             lost = self.raises and len(stayed) < len(self._peers)
             verdict = judge(contest, view.epoch, stayed, ended, lost)
@@ -198,9 +199,9 @@ class Survivor(BufferLane):
         for rank, peer in self._peers.items():
             member = view.members.get(rank)
             if member is not None and member.incarnation == peer.incarnation:
-                stayed[rank] = peer.line.record()
+                stayed[rank] = peer.line.record_of(self._number)
             elif self.roster.cause(rank, peer.incarnation) not in (STALLED, PUT_OUT):
-                ended[rank] = peer.line.record()
+                ended[rank] = peer.line.record_of(self._number)
         return stayed, ended
 
     def _await_stamp(self, rank: int, view: View, op: str, seq: int, started: float, deadline: float) -> None:
@@ -209,7 +210,7 @@ class Survivor(BufferLane):
         seen = line.words[VIEW]
         if seen != view.epoch:
             self._nap(line, VIEW, seen)
-            self._look(rank, f"{op}: rank {rank} does not say where it is", seq, started, deadline)
+        self._look(rank, f"{op}: rank {rank} does not say where it is", seq, started, deadline)
 
     def _await_rows(self, view: View, ranks: list[int], op: str, started: float, deadline: float) -> bool:
         """Wait until the rows of all who have issued the call are there; False when the view has changed again."""
@@ -243,7 +244,7 @@ class Survivor(BufferLane):
     def _failure(self, view: View, op: str, seq: int, elapsed: float) -> PeerError:
         """Return the error for the losses that have not been raised yet; those that came after `view` are in it."""
         losses = self._losses(self._told) or self._losses(self._exchange.epoch)
-        epoch = max(view.epoch, *(loss.epoch for loss in losses))
+        epoch = max([view.epoch, *(loss.epoch for loss in losses)])
         self._told = max(self._told, epoch)
         return failure(losses, op, self._rank, seq, epoch, elapsed)
 
@@ -359,6 +360,7 @@ class Survivor(BufferLane):
     def _enter(self, view: View, op: str, deadline: float) -> bool:
         """Enter the epoch of `view`; False when there is a newer one."""
         started = time.monotonic()
+        self.roster.require_part(self._rank, view)
         if self.has_losses_to_tell():
             raise self._failure(view, op, self._exchange.seq, 0.0)
         met = self._inboxes.meet(view, started, deadline)

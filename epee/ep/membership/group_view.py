@@ -237,9 +237,14 @@ class Roster:
         if self._trouble is not None:
             raise InvalidState(str(self._trouble))
 
-    def require_part(self, rank: int) -> None:
-        """Raise `EvictedError` when this process's rank was put out of the buffer and may come back."""
-        view = self.view
+    def require_part(self, rank: int, view: View | None = None) -> None:
+        """Raise `EvictedError` when this process's rank was put out of the buffer and may come back.
+
+        Args:
+            rank: this process's.
+            view: to be looked at, where it is used afterwards; the newest by default.
+        """
+        view = self.view if view is None else view
         if rank in view.out:
             raise EvictedError(
                 f"rank {rank} was put out of this buffer in epoch {view.epoch}: it did not come to sync; call "

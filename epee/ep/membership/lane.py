@@ -18,7 +18,6 @@ from ..control.inbox import Exchange
 from ..control.membership import Agreed
 from .birth import Begun
 from .inboxes import Inboxes
-from .registry import NUMBER
 from .sync import Sync
 
 _closed: deque[tuple[int, Begun]] = deque()  # of this process, not yet out of the control plane
@@ -96,7 +95,7 @@ class BufferLane:
         if self._is_closed or os.getpid() != self._pid:
             return  # in a forked child all of it is the parent's
         self._is_closed = True
-        self._begun.line.words[NUMBER] = 0  # before the rest: a newcomer must not take the buffer for open
+        self._begun.line.mark_closed()  # before the rest: a newcomer must not take the buffer for open
         _closed.append((self._pid, self._begun))
         self._inboxes.close()
         del self._begun, self._line, self._words  # a closed buffer that is kept maps nothing

@@ -6,14 +6,16 @@ the view names, by the name of the memfd. So a process that joins needs neither 
 the buffers that run, nor the others to find its own.
 
     header  magic, number of the newest buffer, blob of the region
-    line    number of the buffer (0: none), record (`verdict.Record`, word by word), for whom this rank waits and when
-            it said so last, for which epoch it has come to sync and whom it counts on there (`sync.py`), view for
-            which the inbox was made, blob of the inbox, words of the config
+    line    number of the buffer (0: none; with `CLOSED`: it was closed), record (`call_outcome.Record`, word by word),
+            for whom this rank waits and when it said so last, for which epoch it has come to sync and whom it counts on
+            there (`sync.py`), view for which the inbox was made, blob of the inbox, words of the config
 
-Order: a line's number is stored last when it is made (after it only the newest number in the header) and first when it
-ends; the blob of an inbox lies between two stores of the view it is for (0, then the view), and a reader looks at the
-view again after it has copied the blob. The stamp (`VIEW`) is stored after the words that it makes final. Each word is
-one store of the machine.
+Order: a line's number is stored last when it is made (after it only the newest number in the header), and marked first
+when it ends. The record of a closed buffer stays, stamped `FINAL` when its owner has left the control plane: others may
+have to judge a call by it that the owner has finished. So lines are taken anew as late as can be, and who reads a
+record looks whose it is. The blob of an inbox lies between two stores of the view it is for (0, then the view), and a
+reader looks at the view again after it has copied the blob. The stamp (`VIEW`) is stored after the words that it makes
+final. Each word is one store of the machine.
 
 A crash leaves a line as it was; the memory stays readable to those who have mapped it. Everything read here is a peer's
 word: a blob is checked by `HostRegion.attach`, its owner against the process that the view names.
@@ -33,7 +35,7 @@ from ...memory.claim import require_own
 from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ...memory.signals import futex_wake
 from ...view.process.detector import is_leaving
-from .call_outcome import Record
+from .call_outcome import FINAL, Record
 
 logger = logging.getLogger("epee")
 
@@ -45,6 +47,7 @@ _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64
 NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, SYNC, COUNTED, INBOX_VIEW, INBOX = range(12)
 CONFIG = INBOX + _BLOB_WORDS
+CLOSED = 1 << 62  # in the word of the number
 _NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
 assert _OWN_BLOB + _BLOB_WORDS <= _LINE_WORDS
 
@@ -67,12 +70,28 @@ class Line:
     @property
     def number(self) -> int:
         """Number of the buffer; 0 when it is closed."""
-        return self.words[NUMBER]
+        number = self.words[NUMBER]
+        return 0 if number & CLOSED else number
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another buffer may have the line."""
+        words = self.words
+        return words[NUMBER] == words[VIEW] == 0 or (bool(words[NUMBER] & CLOSED) and words[VIEW] == FINAL)
+
+    def mark_closed(self) -> None:
+        """Say that the buffer is closed; what it shows stays. Idempotent. Only the owner."""
+        self.words[NUMBER] |= CLOSED
 
     def record(self) -> Record:
         """Return what the line shows; the stamp is read first, since what it makes final was stored before it."""
         words = self.words
         return Record(words[VIEW], words[EPOCH], words[ISSUED], words[GATHERED], words[WITHDRAWN])
+
+    def record_of(self, number: int) -> Record:
+        """Return what the line shows of buffer `number`; of no view where another buffer has the line."""
+        record = self.record()
+        return record if self.words[NUMBER] & ~CLOSED == number else record._replace(view=0)
 
     def stamp(self, view: int) -> None:
         """Make the record final for `view`. Only the owner."""
@@ -100,9 +119,10 @@ class Line:
 
         Args:
             mark: the epoch, shifted by 1, and whether its time is over; 0: it has not come.
-            counted: bits of ranks; they may be seen with the mark before them.
+            counted: bits of ranks.
         """
         if self.words[COUNTED] != counted or self.words[SYNC] != mark:
+            self.words[SYNC] = 0  # nobody is to see that it has come and counts on others than it does
             self.words[COUNTED] = counted
             self.words[SYNC] = mark
 
@@ -163,9 +183,10 @@ class Registry:
         Raises:
             ResourceError: too many buffers of the group are open.
         """
-        for index in range(MAX_BUFFERS):
-            line = Line(self.region, index)
-            if line.number == line.words[VIEW] == 0:
+        lines = sorted((Line(self.region, index) for index in range(MAX_BUFFERS)), key=lambda line: line.words[NUMBER])
+        for line in lines:  # those of the buffers that were closed last come last
+            if line.is_free:
+                line.words[NUMBER] = 0
                 line.words[VIEW : CONFIG + len(config)] = memoryview(bytes(8 * (CONFIG - VIEW + len(config)))).cast("Q")
                 for at, word in enumerate(config):
                     line.words[CONFIG + at] = word

@@ -201,8 +201,13 @@ class Sync:
         position = sorted(came.ranks.intersection(voters)).index(self._rank)
         if now >= self._ready_since[1] + position * TURN_S and now >= self._asked_at + WANT_PAUSE_S:
             self._asked_at = now
-            stay = sum(rank in came.ranks for rank in voters)
-            self._roster.want(came.ranks, view.members.keys() - came.ranks, min(stay, len(voters) // 2 + 1), heard)
+            self._roster.want(came.ranks, view.members.keys() - came.ranks, self._least(voters, came), heard)
+
+    def _least(self, voters: list[int], came: Came) -> int:
+        """Return how many of those who vote must stay, should others stop now: as many as could go on without them."""
+        if self._rank == min(voters):
+            return (len(voters) + 1) // 2  # half with the lowest
+        return min(sum(rank in came.ranks for rank in voters), len(voters) // 2 + 1)
 
     def _no_quorum(self, view: View, came: Came, what: str) -> NoQuorumError:
         elapsed = time.monotonic() - self._started

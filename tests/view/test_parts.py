@@ -258,3 +258,11 @@ def test_a_decision_may_remove_the_one_that_was_to_go_in_one_lane_only() -> None
     assert decision.parts == ()
     assert [m.slot for m in decision.members] == [0, 1]
     assert Member(2, 1, *member(2)[2:]) not in decision.members
+
+
+def test_a_lane_starts_above_what_those_had_issued_who_come_back() -> None:
+    """They are in no view of the lane, so who asks for them says so."""
+    third = compose(put_out(), told((8, 9), (8, 8), (4, 40)), {}, wants=(BACK._replace(seq=40),))
+    assert third.starts[0] == Start(LANE, 41)
+    lower = compose(put_out(), told((8, 9), (8, 8), (4, 4)), {}, wants=(BACK._replace(seq=3),))
+    assert lower.starts[0] == Start(LANE, 10)

@@ -13,10 +13,17 @@ from ...errors import InvalidState, PeerError
 
 
 class Agreed(NamedTuple):
-    """What a `sync` ended with: an epoch, and who takes part from then on. All who take part return this."""
+    """What a `sync` ended with. All who take part return this.
+
+    Attributes:
+        epoch: its number.
+        ranks: who takes part from then on.
+        used: no call of theirs has used a higher number.
+    """
 
     epoch: int
     ranks: tuple[int, ...]
+    used: int = 0
 
 
 class Membership(Protocol):
@@ -83,8 +90,14 @@ class Membership(Protocol):
     def has_losses_to_tell(self) -> bool:
         """Return whether the next call will raise a loss."""
 
-    def agree(self, counted: int, deadline: float) -> Agreed:
-        """Agree on who takes part, and return that; `counted`: bits of the ranks that this one counts on."""
+    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
+        """Agree on who takes part, and return that.
+
+        Args:
+            counted: bits of the ranks that this one counts on.
+            deadline: `time.monotonic()` value.
+            used: the last number that calls of this rank have used, where numbers go on.
+        """
 
     def note_agreed(self, agreed: Agreed) -> None:
         """Take note that the caller of `agree` has what it returned."""
@@ -150,7 +163,7 @@ class FixedMembership:
         """Return False."""
         return False
 
-    def agree(self, counted: int, deadline: float) -> Agreed:
+    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
         """Return this rank, the only one that there is."""
         return Agreed(0, (0,))
 

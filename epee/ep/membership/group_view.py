@@ -186,7 +186,8 @@ class Roster:
         changed = [abs(part.since) for part in decision.parts if part.lane == self._lane]
         epochs = [*changed, *(member.incarnation for member in members.values())]
         is_agreed = self._lane in decision.met
-        agreed = Agreed(decision.epoch, tuple(sorted(members))) if is_agreed else Agreed(0, ())
+        used = next((start.seq - 1 for start in decision.starts if start.lane == self._lane), 0)
+        agreed = Agreed(decision.epoch, tuple(sorted(members)), used) if is_agreed else Agreed(0, ())
         return View(max(epochs, default=0), members, out, agreed)
 
     def _note_causes(self, old: View, new: View, decision: Decision) -> None:
@@ -254,16 +255,17 @@ class Roster:
                 cause=PUT_OUT,
             )
 
-    def want(self, members: Iterable[int], out: Iterable[int], least: int, heard: int) -> None:
+    def want(self, members: Iterable[int], out: Iterable[int], least: int, used: int, heard: int) -> None:
         """Ask that these ranks take part and those do not (`Want`).
 
         Args:
             members, out: of these ranks.
             least: how many of those who take part must stay.
+            used: the last number that calls of these members have used.
             heard: the newest epoch of the job when that was found.
         """
         taking, going = (tuple(sorted(self.seat.slots[rank] for rank in ranks)) for ranks in (members, out))
-        self.seat.runtime.want(Want(self._lane, taking, going, least), heard)
+        self.seat.runtime.want(Want(self._lane, taking, going, least, used), heard)
 
     def is_gone(self, rank: int, incarnation: int) -> bool:
         """Return whether the process that had `rank` is a member no more."""

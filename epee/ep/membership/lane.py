@@ -126,7 +126,7 @@ class BufferLane:
 
     # ---- sync
 
-    def agree(self, counted: int, deadline: float) -> Agreed:
+    def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
         """Agree with the others on who takes part (`sync.py`) and return it; `note_agreed` when the caller has it."""
 
         def look(silent: list[int]) -> None:
@@ -140,7 +140,7 @@ class BufferLane:
 
         sync = Sync(self._rank, self.roster, self._line, self._inboxes, self._entered, is_elsewhere, look)
         try:
-            return sync.agree(counted, max(self._agreed, self._exchange.epoch), deadline)
+            return sync.agree(counted, used, max(self._agreed, self._exchange.epoch), deadline)
         finally:
             self.hide()
 

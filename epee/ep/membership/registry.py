@@ -8,7 +8,7 @@ the buffers that run, nor the others to find its own.
     header  magic, number of the newest buffer, blob of the region
     line    number of the buffer (0: none; with `CLOSED`: it was closed), record (`call_outcome.Record`, word by word),
             for whom this rank waits and when it said so last, for which epoch it has come to sync and whom it counts on
-            there (`sync.py`), view for which the inbox was made, blob of the inbox, words of the config
+            there, and the last number that its calls have used (`sync.py`), view for which the inbox was made, blob of the inbox, words of the config
 
 Order: a line's number is stored last when it is made (after it only the newest number in the header), and marked first
 when it ends. The record of a closed buffer stays, stamped `FINAL` when its owner has left the control plane: others may
@@ -45,7 +45,7 @@ _MAGIC = int.from_bytes(b"epeebuf1", "little")
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
 _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64
-NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, SYNC, COUNTED, INBOX_VIEW, INBOX = range(12)
+NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, SYNC, COUNTED, USED, INBOX_VIEW, INBOX = range(13)
 CONFIG = INBOX + _BLOB_WORDS
 CLOSED = 1 << 62  # in the word of the number
 _NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
@@ -114,16 +114,17 @@ class Line:
         is_fresh = time.monotonic_ns() - self.words[BLAMED_AT] < FRESH_NS
         return self.words[BLAMED] if is_fresh else 0
 
-    def come_to_sync(self, mark: int, counted: int) -> None:
+    def come_to_sync(self, mark: int, counted: int, used: int = 0) -> None:
         """Show that this rank has come to sync, and on whom it counts. Only the owner.
 
         Args:
             mark: the epoch, shifted by 1, and whether its time is over; 0: it has not come.
             counted: bits of ranks.
+            used: the last number that its calls have used.
         """
         if self.words[COUNTED] != counted or self.words[SYNC] != mark:
             self.words[SYNC] = 0  # nobody is to see that it has come and counts on others than it does
-            self.words[COUNTED] = counted
+            self.words[COUNTED], self.words[USED] = counted, used
             self.words[SYNC] = mark
 
     def lend_inbox(self, view: int, blob: bytes) -> None:

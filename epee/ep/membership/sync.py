@@ -1,9 +1,10 @@
 """How the ranks of a lane agree at `sync` on who takes part: who comes is in, who does not is put out.
 
 Data path. A rank that is in `sync` shows in its line of the registry for which epoch of the lane it has come, whom it
-counts on, and whether its time is over (`COUNTED`, then `SYNC`). Every member looks at all lines. When those who have
-come may go on, the lowest of them asks the agents for an epoch with these members (`Want`, ADR 52); the others ask one
-after the other if that takes long, for the lowest may have stopped. **The decision is the agreement**: every sync ends
+counts on, the last number that its calls have used, and whether its time is over (`COUNTED`, `USED`, then `SYNC`). Every
+member looks at all lines. When those who have come may go on, the lowest of them asks the agents for an epoch with
+these members, whose calls begin above the highest number (`Want`, ADR 52); the others ask one after the other if that
+takes long, for the lowest may have stopped. **The decision is the agreement**: every sync ends
 with one, be it that nobody goes or comes; all learn the same from it, and nothing follows that could fail. The next
 call enters the epoch.
 
@@ -32,13 +33,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from ...errors import MismatchError, NoQuorumError, context
-from ...view.protocol.messages import Member
+from ...errors import MismatchError, NoQuorumError, ProtocolError, context
+from ...view.protocol.messages import FOREVER, Member
 from ...view.protocol.quorum import has_quorum
 from ..control.membership import Agreed
 from .group_view import Roster, View
 from .inboxes import Inboxes
-from .registry import COUNTED, SYNC, Line
+from .registry import COUNTED, SYNC, USED, Line
 
 GRACE_S = 0.05  # how long one is waited for that nobody counts on
 WANT_PAUSE_S = 0.1  # between two times that the agent is asked for the same
@@ -52,6 +53,7 @@ class Came(NamedTuple):
 
     Attributes:
         ranks: who has come, out or not.
+        used: the last number that their calls have used.
         awaited: who has not, though somebody who has counts on it.
         others: members that have not come, and nobody counts on them.
         closed: who has closed the buffer; the process may still be in the job.
@@ -59,6 +61,7 @@ class Came(NamedTuple):
     """
 
     ranks: frozenset[int]
+    used: int
     awaited: frozenset[int]
     others: frozenset[int]
     closed: frozenset[int]
@@ -98,11 +101,12 @@ class Sync:
         self._ready_since: tuple[int, float] = (0, 0.0)  # in an epoch of the job
         self._asked_at = 0.0
 
-    def agree(self, counted: int, since: int, deadline: float) -> Agreed:
+    def agree(self, counted: int, used: int, since: int, deadline: float) -> Agreed:
         """Return what the ranks have agreed on, with this one in it; whoever is lost later shows in a later call.
 
         Args:
             counted: bits of the ranks that this one counts on; who is new is counted on by all.
+            used: the last number that calls of this rank have used.
             since: the last epoch that a sync of this rank has returned, or a call has entered. A later one with this
                 rank is that of a sync of which an error has taken it: the others have returned it.
             deadline: `time.monotonic()` value.
@@ -110,6 +114,7 @@ class Sync:
         Raises:
             NoQuorumError: too few came to decide, or the others agreed without this rank.
             MismatchError: a rank that is counted on makes another call.
+            ProtocolError: a rank shows a number that cannot be right.
             EvictedError: this process cannot go on.
         """
         self._started = time.monotonic()
@@ -121,7 +126,7 @@ class Sync:
                 if view.agreed.epoch > since and self._rank in view.agreed.ranks:
                     return view.agreed  # else it came too late for that one
                 now = time.monotonic()
-                self._show(view, counted, now > deadline)
+                self._show(view, counted, used, now > deadline)
                 came = self._who_came(view)
                 self._check_calls(view, came)
                 self._go_on(heard, view, came, deadline, last)
@@ -134,9 +139,9 @@ class Sync:
             self._line.come_to_sync(0, 0)
             raise
 
-    def _show(self, view: View, counted: int, is_late: bool) -> None:
+    def _show(self, view: View, counted: int, used: int, is_late: bool) -> None:
         fresh = sum(1 << rank for rank, member in view.members.items() if not self._has_entered(rank, member))
-        self._line.come_to_sync(view.epoch << 1 | is_late, counted | fresh | 1 << self._rank)
+        self._line.come_to_sync(view.epoch << 1 | is_late, counted | fresh | 1 << self._rank, used)
 
     def _who_came(self, view: View) -> Came:
         members = {**view.out, **view.members}
@@ -144,14 +149,15 @@ class Sync:
         marks = {rank: 0 if line is None else line.words[SYNC] for rank, line in lines.items()}
         ranks = frozenset(rank for rank, mark in marks.items() if mark >> 1 >= view.epoch)
         closed = self._closed({rank: member for rank, member in members.items() if lines[rank] is None})
-        union = 0
+        union, used = 0, 0
         for rank in ranks:
             line = lines[rank]
-            union |= 0 if line is None else line.words[COUNTED]
+            if line is not None:
+                union, used = union | line.words[COUNTED], max(used, _used(line, rank))
         awaited = frozenset(rank for rank in lines if rank not in ranks | closed and union >> rank & 1)
         others = frozenset(view.members.keys() - ranks - awaited)
         is_late = any(marks[rank] & 1 for rank in ranks & view.members.keys())
-        return Came(ranks, awaited, others, closed, is_late)
+        return Came(ranks, used, awaited, others, closed, is_late)
 
     def _closed(self, members: Mapping[int, Member]) -> frozenset[int]:
         """Return which of those without a line have closed the buffer, rather than not made it yet."""
@@ -201,7 +207,8 @@ class Sync:
         position = sorted(came.ranks.intersection(voters)).index(self._rank)
         if now >= self._ready_since[1] + position * TURN_S and now >= self._asked_at + WANT_PAUSE_S:
             self._asked_at = now
-            self._roster.want(came.ranks, view.members.keys() - came.ranks, self._least(voters, came), heard)
+            going = view.members.keys() - came.ranks
+            self._roster.want(came.ranks, going, self._least(voters, came), came.used, heard)
 
     def _least(self, voters: list[int], came: Came) -> int:
         """Return how many of those who vote must stay, should others stop now: as many as could go on without them."""
@@ -214,3 +221,11 @@ class Sync:
         where = context("sync", rank=self._rank, epoch=view.epoch, elapsed=elapsed)
         silent: Collection[int] = view.members.keys() - came.ranks
         return NoQuorumError(f"{where}: {what}; call sync again when they do", sorted(silent), "sync", epoch=view.epoch)
+
+
+def _used(line: Line, rank: int) -> int:
+    """Return the last number that calls of a rank have used, which it has shown."""
+    used = line.words[USED]
+    if used >= FOREVER:
+        raise ProtocolError(f"sync: rank {rank} says that its last call is number {used}; less than {FOREVER} can be")
+    return used

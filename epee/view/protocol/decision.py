@@ -5,8 +5,8 @@ so they cannot move until the decision is known:
 
     cuts    for removed slots that may still live (STALLED), per lane the last call that a member of the new view has
             completed. Slots that write no more need none (see `outcome.cut_of`).
-    starts  per lane 1 + the last call that a member of the new view had issued. Those who join take part from there,
-            and a call before it that cannot complete fails in mode "raise".
+    starts  per lane 1 + the last call that a member of the new view had issued, or that a want speaks of which is met.
+            Those who join take part from there, and a call before it that cannot complete fails in mode "raise".
 
 The incarnation of a joiner is the epoch that it joins in: higher than any before it in its slot, and nobody has to
 remember who was there.
@@ -54,6 +54,7 @@ def compose(
     used = {state.lane for states in lanes.values() for state in states} if staying.keys() <= lanes.keys() else None
     parts, met = _parts(current, staying, wants, used)
     told = _told((*current.parts, *parts), staying, lanes)
+    asked = [LaneState(want.lane, 0, want.seq) for want in wants if want.lane in met]
     stalled = any(removal.cause == STALLED for removal in removed) or any(p.since == -current.epoch - 1 for p in parts)
     for joiner in joiners:
         if joiner.slot not in staying:
@@ -63,7 +64,7 @@ def compose(
         tuple(staying[slot] for slot in sorted(staying)),
         tuple(sorted(removed)),
         _cuts(told) if stalled else (),
-        _starts(told),
+        _starts([*told, *asked]),
         parts,
         met,
     )

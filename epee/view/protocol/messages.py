@@ -88,12 +88,15 @@ class Want(NamedTuple):
         out: slots that are to take part no more, though they stay in the job.
         least: how many of those who take part now must stay. `members` that do not answer are left out if so many are
             left; 0: all of them must answer.
+        seq: the last call that any of `members` has issued, as far as who asks knows. The lane's `Start` is above it:
+            those who come back cannot tell, they are in no view of it.
     """
 
     lane: int
     members: tuple[int, ...]
     out: tuple[int, ...] = ()
     least: int = 0
+    seq: int = 0
 
 
 class Decision(NamedTuple):

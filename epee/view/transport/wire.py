@@ -113,7 +113,7 @@ _CUT = Record(Cut, _LANE, _SEQ)
 _START = Record(Start, _LANE, _SEQ)
 _PART = Record(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT))
 _SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
-_WANT = Record(Want, _LANE, _SLOTS, _SLOTS, Number(0, MAX_MEMBERS), rule=_rule_of_want)
+_WANT = Record(Want, _LANE, _SLOTS, _SLOTS, Number(0, MAX_MEMBERS), Number(0, FOREVER - 1), rule=_rule_of_want)
 _LANE_STATE = Record(LaneState, _LANE, _SEQ, _SEQ, rule=_rule_of_lane)
 _DECISION = Record(
     Decision,

@@ -21,6 +21,7 @@ from ..errors import AbortedError, CommTimeoutError, EpeeError, InvalidArgument,
 from .params import (
     EXCHANGE_THREADS,
     KERNELS,
+    NEWS_WORDS,
     NUM_REPORTS,
     OP_NUMBERS,
     OPS,
@@ -111,7 +112,7 @@ class Collectives:
             for path, params in KERNELS.items():
                 loaded.update(platform.kernels(path, head, params))
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
-        self._abort = platform.host_words(2)
+        self._abort = platform.host_words(NEWS_WORDS)
         self._own = platform.create(config.region_layout.nbytes)
         self.nbytes = int(self._own.nbytes)
         blobs = all_gather(self._own.blob)

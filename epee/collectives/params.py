@@ -24,6 +24,7 @@ MAX_BLOCKS = 1024  # of one kernel; each has a copy of the call's number
 MAX_LANES = 176
 NUM_STAGES = 2
 NUM_REPORTS = 8
+NEWS_WORDS = 3  # in host memory: abort, dead ranks, and the word of kernels that wait (`csrc/common/wait.cuh`)
 REPORT_WORDS = 8
 TILE_BYTES, TILE_PACKET_BYTES = 1536, 2048  # what a warp sends at once, and how long that is in packets
 EXCHANGE_THREADS, TWO_SHOT_THREADS = 256, 256
@@ -54,9 +55,9 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 class CollectiveCall(ctypes.Structure):
     """What every kernel gets first.
 
-    `own`: this rank's region; `report`, `abort`: pinned host memory (`abort[0]` ends all waits, `abort[1]` has a bit
-    for each rank that is dead); `packets_offset`, `chunks_offset`: where payload lies in a region; `packets_stride`:
-    bytes of packets of a rank; `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
+    `own`: this rank's region; `report`, `abort`: pinned host memory (`abort` as in `common/wait.cuh`);
+    `packets_offset`, `chunks_offset`: where payload lies in a region; `packets_stride`: bytes of packets of a rank;
+    `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
     """
 
     _fields_ = (

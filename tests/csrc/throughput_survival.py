@@ -224,7 +224,7 @@ def send_whole(core: Throughput, case: Case, rank: int, timeout_s: float) -> Non
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
-class Mourner:
+class DeathTeller:
     """Tells a core of deaths, as `Buffer`'s thread does."""
 
     def __init__(self, core: Throughput) -> None:
@@ -273,7 +273,7 @@ def killed(rank: int, num_ranks: int, platform: str, layout: str, way: str, deat
     """The last rank dies in the midst of some round; the others hear of it, agree, and go on. `way`: "few" for the
     one-kernel dispatch, "async" without waiting for counts, "order" for a combine in an order of its own."""
     core = open_core(rank, num_ranks, platform)
-    mourner = Mourner(core)
+    teller = DeathTeller(core)
     case = replace(BASE, num_tokens=(MOST_TOKENS,) * num_ranks, layout=layout, expert_alignment=8, seed=1)
     throughput_dispatch.FEW_TOKENS = FEW_TOKENS if way == "few" else 0
     meet("the rounds begin", rank, num_ranks)  # soon one is dead, also to those who are still in a gather
@@ -300,7 +300,7 @@ def killed(rank: int, num_ranks: int, platform: str, layout: str, way: str, deat
     assert error.ranks == (num_ranks - 1,)
     assert time.monotonic() - started < LONG_S / 2, "the time-out ended it"
     survivors = range(num_ranks - 1)
-    while mourner.dead != (num_ranks - 1,):
+    while teller.dead != (num_ranks - 1,):
         time.sleep(0.001)
     enter(core, survivors, 1_000_000)
     play_all(core, 6, 8, survivors)

@@ -509,9 +509,9 @@ def stops_in_sync(rank: int, num_ranks: int, folder: str, backend: str) -> Any:
     line: Any = buffer._exchange.membership._line  # type: ignore[attr-defined]
     come = line.come_to_sync
 
-    def comes(mark: int, counted: int) -> None:
+    def comes(*shown: int) -> None:
         line.come_to_sync = come
-        come(mark, counted)
+        come(*shown)
         stages.reach(folder, "came")
         os.kill(os.getpid(), signal.SIGSTOP)
 

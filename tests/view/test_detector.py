@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,17 @@ def test_a_killed_process_is_dead_though_nobody_has_waited_for_it(victim: subpro
     victim.kill()
     assert dead_within(watch, 20) == (3,)
     assert watch.dead() == (3,)
+    watch.close()
+
+
+def test_who_sleeps_for_a_death_wakes_up_by_it(victim: subprocess.Popen[bytes]) -> None:
+    watch = DeathWatch()
+    watch.watch(3, victim.pid, process_start_time(victim.pid))
+    assert watch.dead(0.005) == ()
+    killer = threading.Thread(target=victim.kill)
+    killer.start()
+    assert watch.dead(3600) == (3,)
+    killer.join()
     watch.close()
 
 

@@ -20,11 +20,9 @@
 // stores. A handle knows the view that it was made in and serves in no other. `haunted` has a bit for each slot that a
 // rank which was left out may still write; the host lends none of them, but a graph names its slot in every replay.
 //
-// News. `abort` is two words in host memory: not 0 to end all waits; a bit for each rank that is dead. Threads that
-// wait for peers look at the copy in `news` (time of the last look, what was seen) every `kPollsPerLook` polls; one of
-// them renews it when it is older than `kNewsPeriodNs`. Host memory is far away: hundreds of threads that read it take
-// turns. A call with a dead rank in its view cannot end well, so any wait for a peer ends then, also one for a living
-// rank, which may have given up already; the report names the dead one.
+// News (`wait.cuh`). Threads that wait for peers look at `news` every `kPollsPerLook` polls. A call with a dead rank in
+// its view cannot end well, so any wait for a peer ends then, also one for a living rank, which may have given up
+// already; the report names the dead one.
 //
 // Every params struct starts with a `Call` (generated, `throughput_params.Call`): control blocks of all ranks as this
 // GPU addresses them, host memory for reports and for the abort word, the time-out per wait, rank and operation.
@@ -35,6 +33,7 @@
 #pragma once
 #include "report.cuh"
 #include "stall.cuh"
+#include "wait.cuh"
 
 /// What a dispatch leaves in its handle, and tells a waiting host: whether the handle's numbers may be used.
 enum HandleState : int { kHandleGood = 1, kHandleBad };
@@ -140,32 +139,20 @@ DEVICE void report_failure(const Call& call, u64 tag, const Failure& failure) {
                failure.expected, failure.got, failure.where);
 }
 
-constexpr u64 kNewsPeriodNs = 20000;  // between two looks at host memory
-constexpr u64 kNewsAborted = 1;
-constexpr int kNewsDeadShift = 8;
-
-/// What the host has said of late: `kNewsAborted`, and the dead ranks above.
-DEVICE u64 latest_news(const Call& call) {
-  u64* looked = local_words(call, kControlNewsOffset);
-  const u64 now = global_time_ns();
-  const auto is_old = [&](u64 time) { return static_cast<i64>(now - time) > static_cast<i64>(kNewsPeriodNs); };
-  if (is_old(ld_relaxed_sys(looked)) && is_old(atom_exch_relaxed_gpu(looked, now))) {  // one thread at a time
-    const u64* host = reinterpret_cast<const u64*>(call.abort);
-    st_relaxed_sys(looked + 1, (ld_relaxed_sys(host) ? kNewsAborted : 0) | ld_relaxed_sys(host + 1) << kNewsDeadShift);
-  }
-  return ld_relaxed_sys(looked + 1);
-}
-
+/// How many polls pass between two looks at the clock and the news. Hundreds of warps that looked every 64 polls cost
+/// more than half of the link (measured), so about a millisecond it is.
+constexpr u32 kPollsPerLook = 1024;
 constexpr u32 kFailedElsewhere = 1 << 8;
 
 /// Why waits that began at `start` must end, 0 when they may go on: a `FailureCode`, with the first dead rank of the
 /// view above it, or `kFailedElsewhere`.
 DEVICE u32 why_stop(const Call& call, u64 tag, u64 start) {
-  const u64 news = latest_news(call);
-  const u32 dead = static_cast<u32>(news >> kNewsDeadShift) & active_ranks(call) & ~(1u << call.rank);
+  const u64 now = global_time_ns();
+  const u64 news = latest_news(reinterpret_cast<u64*>(call.abort), local_words(call, kControlNewsOffset), start, now);
+  const u32 dead = dead_ranks(news) & active_ranks(call) & ~(1u << call.rank);
   if (dead) return kPeerDead | static_cast<u32>(__ffs(static_cast<int>(dead)) - 1) << 16;
-  if (news & kNewsAborted) return kAborted;
-  if (global_time_ns() - start > call.timeout_ns) return kTimeout;
+  if (is_aborted(news)) return kAborted;
+  if (now - start > call.timeout_ns) return kTimeout;
   return has_failed(call, tag) ? kFailedElsewhere : 0;
 }
 
@@ -185,23 +172,17 @@ DEVICE bool must_stop(const Call& call, u64 tag, u64 start, int peer, u64 want, 
 DEVICE bool wait_for(const Call& call, u64 tag, const u64* word, u64 want, int peer, u64 where) {
   perhaps_stall(tag, call.rank, 2);
   const u64 start = global_time_ns();
-  for (u32 polls = 1;; ++polls) {
-    const u64 got = ld_acquire_sys(word);
-    if (got == want) return true;
-    if (polls % kPollsPerLook == 0 && must_stop(call, tag, start, peer, want, got, where)) return false;
-  }
+  u64 got;
+  return bounded_wait<kPollsPerLook>([&] { return (got = ld_acquire_sys(word)) == want; },
+                                     [&] { return must_stop(call, tag, start, peer, want, got, where); });
 }
 
 /// Waits until a block of this very grid has announced itself, also when the call has failed or is aborted: a block
 /// that began behind the end of its call would take part in the next one. Blocks end when their own waits do, so this
 /// is bounded by them, and by the time until the GPU has a place for the block.
 DEVICE void wait_own_block(const Call& call, u64 tag, const u64* flag) {
-  const u64 start = global_time_ns();
-  while (ld_acquire_sys(flag) != tag) {
-    if (global_time_ns() - start < call.timeout_ns + kOwnBlocksTimeoutNs) continue;
+  if (!bounded_wait_here(call.timeout_ns + kOwnBlocksTimeoutNs, [&] { return ld_acquire_sys(flag) == tag; }))
     report_failure(call, tag, {kTimeout, call.rank, tag, *flag, 8});
-    return;
-  }
 }
 
 /// All blocks of the grid meet; memory written before is visible after, on this GPU. Needs co-resident blocks.
@@ -215,13 +196,8 @@ DEVICE void grid_barrier(const Call& call, u64 tag, u64 word_offset, u64 gate_of
     if (atom_add_acq_rel_gpu(word, 1) == gridDim.x - 1) {
       *word = 0;
       st_release_gpu(gate, tag);
-    } else {
-      const u64 start = global_time_ns();
-      while (ld_acquire_gpu(gate) != tag) {
-        if (global_time_ns() - start < kGridTimeoutNs) continue;
-        report_failure(call, tag, {kTimeout, call.rank, tag, *gate, 7});
-        break;
-      }
+    } else if (!bounded_wait_here(kGridTimeoutNs, [&] { return ld_acquire_gpu(gate) == tag; })) {
+      report_failure(call, tag, {kTimeout, call.rank, tag, *gate, 7});
     }
   }
   __syncthreads();

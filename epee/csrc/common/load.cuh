@@ -6,14 +6,10 @@
 /// A wait for a bulk load of this SM. It always ends in practice; the bound is there because every wait has one.
 /// False after a report.
 DEVICE bool wait_load(const Call& call, u64 tag, u64* barrier, u32 parity) {
-  const u64 start = global_time_ns();
-  while (!mbarrier_try_wait(barrier, parity)) {
-    if (global_time_ns() - start > call.timeout_ns + kGridTimeoutNs) {
-      report_failure(call, tag, {kTimeout, call.rank, 0, 0, 9});
-      return false;
-    }
-  }
-  return true;
+  if (bounded_wait_here(call.timeout_ns + kGridTimeoutNs, [&] { return mbarrier_try_wait(barrier, parity); }))
+    return true;
+  report_failure(call, tag, {kTimeout, call.rank, 0, 0, 9});
+  return false;
 }
 
 /// Makes the mbarriers of the block. All threads.

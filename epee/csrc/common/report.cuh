@@ -39,14 +39,3 @@ DEVICE_COLD void write_report(u64* failed, u64* reported, u64* reports, u64 tag,
   st_relaxed_sys(report + 6, where);
   st_release_sys(report, code_and_op & 0xFFFFFFFF);
 }
-
-/// How many polls pass between two looks at the clock and at the abort word. The latter lies in host memory: hundreds
-/// of warps that looked at it every 64 polls cost more than half of the link (measured), so about a millisecond it is.
-constexpr u32 kPollsPerLook = 1024;
-
-/// Between two polls of memory that another block, GPU or process writes.
-DEVICE void poll_pause() {
-#ifndef __CUDACC__
-  emulation::yield();
-#endif
-}

@@ -24,15 +24,11 @@ DEVICE bool makes_other_call(const Call& call, u64 tag, int peer) {
 DEVICE bool wait_arrival(const Call& call, u64 tag, int peer) {
   const u64* word = local_words(call, kControlBarrierOffset) + peer;
   const u64 start = global_time_ns();
-  for (u32 polls = 1;; ++polls) {
-    const u64 got = ld_acquire_sys(word);
-    if (got == tag) return true;
-    const bool is_later_one = static_cast<i64>(got - tag) > 0;
-    if (!is_later_one && polls % kPollsPerLook) continue;
-    if (makes_other_call(call, tag, peer)) return false;
-    if (is_later_one) return true;
-    if (must_stop(call, tag, start, peer, tag, got, 6)) return false;
-  }
+  u64 got;
+  const bool is_here = bounded_wait<kPollsPerLook>(
+      [&] { return static_cast<i64>((got = ld_acquire_sys(word)) - tag) >= 0; },
+      [&] { return makes_other_call(call, tag, peer) || must_stop(call, tag, start, peer, tag, got, 6); });
+  return is_here && (got == tag || !makes_other_call(call, tag, peer));
 }
 
 namespace epee {

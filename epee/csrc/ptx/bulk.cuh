@@ -93,9 +93,7 @@ DEVICE void mbarrier_arrive_expect(u64* b, u32 num_bytes) {
 }
 DEVICE void mbarrier_arrive(u64* b) { mbarrier_arrive_expect(b, 0); }
 DEVICE bool mbarrier_try_wait(u64* b, u32 parity) {
-  const bool done = reinterpret_cast<EmulatedBarrier*>(b)->phase != static_cast<char>(parity);
-  if (!done) emulation::yield();
-  return done;
+  return reinterpret_cast<EmulatedBarrier*>(b)->phase != static_cast<char>(parity);
 }
 DEVICE void bulk_load(void* shared, const void* global, u32 num_bytes, u64* b) {
   memcpy(shared, global, num_bytes);

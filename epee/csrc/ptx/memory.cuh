@@ -178,11 +178,7 @@ DEVICE void stall_ns(u32 ns) {
 
 #else
 
-DEVICE u64 ld_acquire_sys(const u64* p) {
-  const u64 v = __atomic_load_n(p, __ATOMIC_ACQUIRE);
-  emulation::yield();  // whoever polls must let the writer run
-  return v;
-}
+DEVICE u64 ld_acquire_sys(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 DEVICE void st_release_sys(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE u64 ld_relaxed_sys(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 DEVICE i32 ld_relaxed_sys(const i32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }

@@ -25,6 +25,7 @@ MAX_LAYOUT_BLOCKS = 32
 MAX_FEW_TOKENS = 512  # that a rank may send by the one-kernel dispatch
 MAX_FEW_WARPS = 16
 NUM_REPORTS = 8
+NEWS_WORDS = 3  # in host memory: abort, dead ranks, and the word of kernels that wait (`csrc/common/wait.cuh`)
 REMEMBERED_CALLS = 8  # whose words of a peer outlive the peer's later calls
 REPORT_WORDS = 8
 COUNTS_HEADER_WORDS = 8
@@ -65,8 +66,8 @@ class Call(ctypes.Structure):
     """What every kernel gets first.
 
     `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`, `exchanged`: pinned host
-    memory; `ordinal`: number of the call on the host, which `exchanged` receives when all ranks have joined the call (0
-    in graphs); `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
+    memory (`abort` as in `common/wait.cuh`); `ordinal`: number of the call on the host, which `exchanged` receives when
+    all ranks have joined the call (0 in graphs); `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
     """
 
     _fields_ = (
@@ -168,7 +169,7 @@ _CONTROL_FIELDS = (
     Field("streams", _U64, (MAX_RANKS, MAX_CHANNELS, 2), 128),
     Field("staged", _U64, (MAX_RANKS, MAX_STAGED_CHUNKS), 128),
     Field("view", _U64, (1,), 128),
-    Field("news", _U64, (2,), 128),
+    Field("news", _U64, (3,), 128),
     Field("haunted", _U64, (HAUNTED_WORDS,), 128),
     Field("seq", _U64, (1,), 128),
     Field("failed", _U64, (1,), 128),

@@ -8,10 +8,9 @@ Protocol: GPU calls are counted by the kernels. A rank whose call fails before i
 that all stay in step. What kernels find lies in pinned memory until the host looks: at the end of a call, at the start
 of the next one, in `check`.
 
-A crash of a peer leaves kernels waiting. A thread looks every few milliseconds whether a rank is dead and tells the
-kernels in flight (`gpu/death_notifier.py`), so their waits end long before the time-out; a source that had sent
-everything still counts. With a
-mask of the caller's a dead rank is taken out of it by the kernel; without, the call is an error.
+A crash of a peer leaves kernels waiting. A thread sees within milliseconds that a rank is dead and tells the kernels in
+flight (`gpu/death_notifier.py`), so their waits end long before the time-out; a source that had sent everything still
+counts. With a mask of the caller's a dead rank is taken out of it by the kernel; without, the call is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER
 from ..control.messages import ControlPlane
-from ..gpu.death_notifier import Mourner
+from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform, Region
 from ..membership.rejoin import TAG_JUMP
 from ..membership.table import Decision
@@ -116,8 +115,8 @@ class LatencyCudaPath:
         self._place = start.place
         deadline = time.monotonic() + timeout
         self._core = self._make_core(start, deadline)
-        self._mourner = Mourner(self._core.mark_dead, f"epee-latency-{rank}")
-        memory = GpuMemory(self._core, self._watch, self._mourner)
+        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-latency-{rank}")
+        memory = GpuMemory(self._core, self._watch, self._notifier)
         try:
             self._kin, self._agreement, first = settle(
                 rank, control, start, memory, self._interrupt, deadline, maps=False
@@ -127,7 +126,7 @@ class LatencyCudaPath:
             raise
         try:
             processes = self._kin.processes
-            self._mourner.start({peer: process for peer, process in processes.items() if peer != rank})
+            self._notifier.start({peer: process for peer, process in processes.items() if peer != rank})
             if first is not None:
                 self._go_on(first)
         except BaseException:
@@ -204,7 +203,7 @@ class LatencyCudaPath:
 
     def close(self) -> None:
         """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
-        self._mourner.stop()
+        self._notifier.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
         self._kin.close()
@@ -371,11 +370,11 @@ class GpuMemory:
     Args:
         core: of the buffer.
         watch: tells calls who is dead.
-        mourner: tells kernels.
+        notifier: tells kernels.
     """
 
-    def __init__(self, core: LatencyCore, watch: DeathWatch, mourner: Mourner) -> None:
-        self._core, self._watch, self._mourner = core, watch, mourner
+    def __init__(self, core: LatencyCore, watch: DeathWatch, notifier: DeathNotifier) -> None:
+        self._core, self._watch, self._notifier = core, watch, notifier
 
     def renew(self) -> tuple[bytes, None]:
         """Return what peers need to map this rank's region."""
@@ -402,4 +401,4 @@ class GpuMemory:
         """Watch another process."""
         self._watch.forget(rank)
         self._watch.watch(rank, *process)
-        self._mourner.follow(rank, process)
+        self._notifier.follow(rank, process)

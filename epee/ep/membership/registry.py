@@ -8,7 +8,8 @@ the buffers that run, nor the others to find its own.
     header  magic, number of the newest buffer, blob of the region
     line    number of the buffer (0: none; with `CLOSED`: it was closed), record (`call_outcome.Record`, word by word),
             for whom this rank waits and when it said so last, for which epoch it has come to sync and whom it counts on
-            there, and the last number that its calls have used (`sync.py`), view for which the inbox was made, blob of the inbox, words of the config
+            there, and the last number that its calls have used (`sync.py`), view for which the inbox was made, blob of
+            the inbox, words of the config
 
 Order: a line's number is stored last when it is made (after it only the newest number in the header), and marked first
 when it ends. The record of a closed buffer stays, stamped `FINAL` when its owner has left the control plane: others may

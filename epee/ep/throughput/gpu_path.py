@@ -39,7 +39,7 @@ from ..config import BufferConfig
 from ..control.bootstrap import Born
 from ..control.inbox import OP_GATHER, OP_NAMES
 from ..control.messages import ControlPlane, reason_bytes
-from ..gpu.death_notifier import Mourner
+from ..gpu.death_notifier import DeathNotifier
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
 from ..gpu.views import Views
@@ -123,8 +123,8 @@ class CudaPath:
         except BaseException:
             self._core.close()
             raise
-        self._mourner = Mourner(self._core.mark_dead, f"epee-throughput-{rank}")
-        self._mourner.start(self._views.processes)
+        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{rank}")
+        self._notifier.start(self._views.processes)
 
     def set_poison(self, is_poisoned: bool) -> None:
         """Fill receive memory with 0xFF before each use, or not."""
@@ -254,7 +254,7 @@ class CudaPath:
         marks = [1] * num_ranks if active_ranks is None else active_ranks[:num_ranks].tolist()
         active = [rank == self.rank or mark != 0 for rank, mark in enumerate(marks)]
         view = self._views.sync(active, self._core.tags(), deadline)
-        self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the mourner knows of some before
+        self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the notifier knows of some before
         self._core.set_view(view.members, view.seq + REMEMBERED_CALLS)
         exchange.restrict(view.number, [rank for rank, is_member in enumerate(view.members) if is_member])
         mask = mask_of(exchange.members, num_ranks)
@@ -290,7 +290,7 @@ class CudaPath:
 
     def close(self) -> None:
         """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
-        self._mourner.stop()
+        self._notifier.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
         self._views.close()

@@ -145,9 +145,9 @@ class DeathWatch:
                 del self._rank_of_fd[fd]
                 os.close(fd)
 
-    def dead(self) -> tuple[int, ...]:
-        """Return the ranks that are proved dead, ascending."""
-        for fd, _ in self._poll.poll(0):
+    def dead(self, wait_s: float = 0.0) -> tuple[int, ...]:
+        """Return the ranks that are proved dead, ascending; sleep so long, or until the next one dies, before."""
+        for fd, _ in self._poll.poll(wait_s * 1e3):
             self._dead.add(self._rank_of_fd.pop(fd))
             self._poll.unregister(fd)
             os.close(fd)

@@ -9,7 +9,7 @@
 //   chunks  *[stage][lane][slot][rank][bytes] payload of large calls
 //   peers, tags, view, news, failed       local: where this GPU sees the regions of all ranks (0: none); the number of
 //                                         the last call; a bit for each rank that takes part; what was seen last in
-//                                         the host's memory; the last call that failed, the last one reported
+//                                         the host's memory (`wait.cuh`); the last call that failed, and was reported
 //
 // Number of a call (tag). All ranks make the same calls in the same order, so all count alike, in device memory: a
 // replayed graph has a new number each time. Each block has a copy of its own in `tags`, which it reads when it begins
@@ -36,10 +36,10 @@
 #pragma once
 #include "../../common/report.cuh"
 #include "../../common/stall.cuh"
+#include "../../common/wait.cuh"
 #include "../../common/work.cuh"
 
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
-constexpr u64 kLookNs = 20000;       // between two looks of this GPU into the host's memory
 
 /// Which wait a report is about; the host has the words for them.
 enum WaitPlace : u64 { kWaitJoined = 1, kWaitPackets, kWaitFlag, kWaitCredit, kWaitBarrier };
@@ -68,51 +68,35 @@ DEVICE void report_failure(const CollectiveCall& call, u64 tag, const Failure& f
                failure.where);
 }
 
-/// What the host has said: not 0 in word 0 to end all waits, a bit for each dead rank in word 1. One thread at a time
-/// fetches it, for loads of the host's memory queue up.
-DEVICE const u64* latest_news(const CollectiveCall& call, u64 now) {
-  u64* news = own_words(call, kRegionNewsOffset);
-  const u64 last = ld_relaxed_sys(news + 2);
-  if (static_cast<i64>(now - last) > static_cast<i64>(kLookNs) && atom_cas_relaxed_gpu(news + 2, last, now) == last) {
-    const u64* told = reinterpret_cast<const u64*>(call.abort);
-    st_relaxed_sys(news, ld_relaxed_sys(told));
-    st_relaxed_sys(news + 1, ld_relaxed_sys(told + 1));
-  }
-  return news;
-}
-
 constexpr u32 kFailedElsewhere = 0xFF;  // of this call, on this GPU
 
 /// Why a wait for `peer` must end, 0 when it may go on: a `FailureCode` with the rank to blame above it, or
 /// `kFailedElsewhere`. `start` is when the wait was first looked at.
 DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, int peer, u64 start) {
   const u64 now = global_time_ns();
-  const u64* news = latest_news(call, now);
-  const u32 dead = static_cast<u32>(ld_relaxed_sys(news + 1)) & active & ~(1u << call.rank);
+  const u64 news = latest_news(reinterpret_cast<u64*>(call.abort), own_words(call, kRegionNewsOffset), start, now);
+  const u32 dead = dead_ranks(news) & active & ~(1u << call.rank);
   const u32 blamed = static_cast<u32>(dead ? __ffs(static_cast<int>(dead)) - 1 : peer) << 8;
   if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) == tag) return kFailedElsewhere;
   if (dead) return kPeerDead | blamed;
-  if (ld_relaxed_sys(news)) return kAborted | blamed;
+  if (is_aborted(news)) return kAborted | blamed;
   if (ld_acquire_sys(own_words(call, kRegionJoinedOffset) + peer) > tag) return kPeerGaveUp | blamed;
   return now - start > call.timeout_ns ? kTimeout | blamed : 0;
 }
 
-/// Polls until `look(got)` is true; `got` is what a report shows beside `want`, `peer` who is missing, both of which a
-/// look may change. False when the wait had to end. Looks
-/// once more then: this thread may have stood still, and what a rank stored before it died or went on counts.
-template <class Look>
+/// Polls until `poll(got)` is true; `got` is what a report shows beside `want`, `peer` who is missing, both of which a
+/// poll may change. False when the wait had to end; what a rank stored before it died or went on counts.
+template <class Poll>
 DEVICE bool wait_until(const CollectiveCall& call, const Meeting& s, const int& peer, u64 want, WaitPlace where,
-                       Look look) {
+                       Poll poll) {
   u64 start = 0, got = 0;
   u32 stop = 0;
-  for (u32 polls = 1;; ++polls) {
-    if (look(got)) return true;
-    if (stop) break;
-    poll_pause();
-    if (polls % kPollsPerGlance) continue;
+  const auto must_end = [&] {
     if (start == 0) start = global_time_ns();  // most waits end before they have to know the time
     stop = why_stop(call, s.tag, s.active, peer, start);
-  }
+    return stop != 0;
+  };
+  if (bounded_wait<kPollsPerGlance, kPollAgain>([&] { return poll(got); }, must_end)) return true;
   if (stop == kFailedElsewhere) return false;
   report_failure(call, s.tag, {static_cast<FailureCode>(stop & 0xFF), static_cast<int>(stop >> 8), want, got, where});
   return false;

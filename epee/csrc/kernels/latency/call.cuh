@@ -10,11 +10,9 @@
 //   packets   [slot][src][token]  the same record in packets of three words and the low half of the tag, each stored
 //                                 at once: for few tokens, where the trip of a flag would cost more than bytes do
 // and locally: `peers` (where this GPU sees the regions of all ranks, 0 for none), the tags of the last calls, a word
-// by which the blocks of a grid end together, `news`: abort word and dead ranks as somebody saw them last in the host's
-// memory, and when.
-//
-// The host's memory is looked at while something is waited for, by one thread at a time: loads of one such word queue
-// up at 1.3 us each (measured: 16 warps that looked once at the end of each call made it 20 us longer).
+// by which the blocks of a grid end together, `news`: what was seen last in the host's memory (`wait.cuh`), which is
+// looked at while something is waited for (measured: 16 warps that looked once at the end of each call made it 20 us
+// longer).
 //
 // Everything that decides who takes part is read from memory (tags, peers, mask, abort), so a graph replays into the
 // view of its day. A tag never repeats; what waits does so for equality. A peer's word of a later call means that the
@@ -31,10 +29,10 @@
 #pragma once
 #include "../../common/report.cuh"
 #include "../../common/stall.cuh"
+#include "../../common/wait.cuh"
 #include "../../common/work.cuh"
 
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock, the mask and the news, all near
-constexpr u64 kLookNs = 20000;       // between two looks of this GPU into the host's memory
 enum Half : int { kSendHalf = 1, kReceiveHalf = 2 };
 enum HeadFlag : u32 { kHeadExcluded = 1u << 16, kHeadRefused = 1u << 17 };
 constexpr u32 kHeadTokens = 0xFFFF;
@@ -132,72 +130,52 @@ DEVICE bool is_aborted(const LatencyCall& call) {
   return ld_relaxed_sys(reinterpret_cast<const u64*>(call.abort)) != 0;
 }
 
-/// Whether the host wants no more waiting for `peer`. Looks into its memory when nobody has done so for `kLookNs`.
-DEVICE bool has_bad_news(const LatencyCall& call, int peer, u64 now) {
-  u64* news = own_words(call, call.news_offset);
-  const u64 last = ld_relaxed_sys(news + 2);
-  if (static_cast<i64>(now - last) > static_cast<i64>(kLookNs) && atom_cas_relaxed_gpu(news + 2, last, now) == last) {
-    const u64* told = reinterpret_cast<const u64*>(call.abort);
-    st_relaxed_sys(news, ld_relaxed_sys(told));
-    st_relaxed_sys(news + 1, ld_relaxed_sys(told + 1));
-  }
-  return ld_relaxed_sys(news) != 0 || (ld_relaxed_sys(news + 1) >> peer & 1);
-}
-
-/// Whether a wait for `peer` goes on: not when the time is over, the call aborted, the peer dead or taken out of the
-/// mask meanwhile.
-DEVICE_COLD bool glance(const LatencyCall& call, u64 deadline_ns, int peer) {
+/// Whether a wait for `peer` must end: the time is over, the call aborted, the peer dead or taken out of the mask
+/// meanwhile. To the host a wait is as old as its call: none takes a millisecond but by waiting.
+DEVICE_COLD bool must_end(const LatencyCall& call, u64 deadline_ns, int peer) {
   const u64 now = global_time_ns();
-  if (now > deadline_ns) return false;
-  if (peer != call.rank && ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + peer) == 0) return false;
-  return !has_bad_news(call, peer, now);
+  if (now > deadline_ns) return true;
+  if (peer != call.rank && ld_relaxed_sys(reinterpret_cast<const i32*>(call.mask) + peer) == 0) return true;
+  const u64 start = deadline_ns - call.timeout_ns;
+  const u64 news = latest_news(reinterpret_cast<u64*>(call.abort), own_words(call, call.news_offset), start, now);
+  return is_aborted(news) || (dead_ranks(news) >> peer & 1);
 }
 
-/// The same after `polls` polls; nor when the peer is known to the block as late.
-DEVICE bool may_wait(const LatencyCall& call, const CallShared& s, int peer, u32 polls) {
-  poll_pause();
-  if (*const_cast<const volatile u32*>(&s.late) >> peer & 1) return false;
-  return polls % kPollsPerGlance || glance(call, s.deadline_ns, peer);
+/// Polls until `poll()` is true. False when the wait had to end, also because the block knows that the peer is late;
+/// what a rank sent before it died counts.
+template <class Poll>
+DEVICE bool wait_until(const LatencyCall& call, const CallShared& s, int peer, Poll poll) {
+  return bounded_wait<kPollsPerGlance, kPollAgain>(
+      poll, [&] { return must_end(call, s.deadline_ns, peer); },
+      [&] { return (*const_cast<const volatile u32*>(&s.late) >> peer & 1) != 0; });
 }
-
-// Each wait looks once more after it was told to end: this block may have stood still since it looked, and what a rank
-// sent before it died counts.
 
 /// Waits for a marked word, which orders nothing but itself. False when it does not come, or a later one is there.
 DEVICE bool wait_marked(const LatencyCall& call, const CallShared& s, u64 tag, const u64* word, int peer, u32& value) {
   perhaps_stall(tag, call.rank, 2);
-  bool goes_on = true;
-  for (u32 polls = 1;; ++polls) {
+  i32 ahead;
+  const auto has_come = [&] {
     const u64 got = ld_relaxed_sys(word);
     value = static_cast<u32>(got);
-    const i32 ahead = static_cast<i32>(static_cast<u32>(got >> 32) - static_cast<u32>(tag));
-    if (ahead == 0) return true;
-    if (!goes_on || (got && ahead > 0)) return false;
-    goes_on = may_wait(call, s, peer, polls);
-  }
+    ahead = static_cast<i32>(static_cast<u32>(got >> 32) - static_cast<u32>(tag));
+    return ahead == 0 || (got && ahead > 0);
+  };
+  return wait_until(call, s, peer, has_come) && ahead == 0;
 }
 
 /// Waits for the flag of a row; acquires. False when it does not come.
 DEVICE bool wait_flag(const LatencyCall& call, const CallShared& s, u64 tag, const u64* flag, int peer) {
   perhaps_stall(tag, call.rank, 3);
-  bool goes_on = true;
-  for (u32 polls = 1;; ++polls) {
-    const u64 got = ld_acquire_sys(flag);
-    if (got == tag) return true;
-    if (!goes_on || got > tag) return false;
-    goes_on = may_wait(call, s, peer, polls);
-  }
+  u64 got;
+  return wait_until(call, s, peer, [&] { return (got = ld_acquire_sys(flag)) >= tag; }) && got == tag;
 }
 
 /// Waits for a packet; its last word is the mark. False when it does not come.
 DEVICE bool wait_packet(const LatencyCall& call, const CallShared& s, u64 tag, const u8* from, int peer, Vec16& v) {
-  bool goes_on = true;
-  for (u32 polls = 1;; ++polls) {
+  return wait_until(call, s, peer, [&] {
     v = ld_relaxed_sys_128(from);
-    if (v.word[3] == static_cast<u32>(tag)) return true;
-    if (!goes_on) return false;
-    goes_on = may_wait(call, s, peer, polls);
-  }
+    return v.word[3] == static_cast<u32>(tag);
+  });
 }
 
 /// Where a record (this rank, token) lies at the ranks that get it, 0 for others; the first one is the next rank, so

@@ -64,18 +64,18 @@ DEVICE bool has_passed(const Call& call, u64 tag, int rank) {
 DEVICE bool wait_ready(const Call& call, u64 tag, int rank, u64& word) {
   const u64* from = call_word(call, call.rank, kControlCombineReadyOffset, rank, tag);
   const u64 start = global_time_ns();
-  for (u32 polls = 1;; ++polls) {
+  const auto has_come = [&] {
     word = ld_acquire_sys(from);
-    if (word >> 32 == (tag & 0xFFFFFFFF)) return true;
-    if (polls % kPollsPerLook) continue;
-    if (has_passed(call, tag, rank)) {
-      word = ld_acquire_sys(from);  // it may have come just now, the later one behind it
-      if (word >> 32 == (tag & 0xFFFFFFFF)) return true;
-      report_failure(call, tag, {kRefused, rank, 0, kGaveUpCode, 3});
-      return false;
-    }
-    if (must_stop(call, tag, start, rank, tag, word >> 32, 3)) return false;
-  }
+    return word >> 32 == (tag & 0xFFFFFFFF);
+  };
+  bool is_there = false;
+  const auto must_end = [&] {
+    if (!has_passed(call, tag, rank)) return must_stop(call, tag, start, rank, tag, word >> 32, 3);
+    is_there = has_come();  // it may have come just now, the later one behind it
+    if (!is_there) report_failure(call, tag, {kRefused, rank, 0, kGaveUpCode, 3});
+    return true;
+  };
+  return bounded_wait<kPollsPerLook>(has_come, must_end) || is_there;
 }
 
 /// Tells every active rank where this rank's rows are, or why it cannot combine (`refusal`). Threads below kNumRanks of

@@ -55,8 +55,9 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* t
 DEVICE bool collect(const LayoutParams& p, u64 tag, u32 active, int idx, PerRank& values) {
   const u64* rows = counts_row(p.call, p.call.rank, 0, tag) + idx;
   const u64 start = global_time_ns();
-  for (u32 polls = 1;; ++polls) {
-    int missing = -1;
+  int missing;
+  const auto have_come = [&] {
+    missing = -1;
 #pragma unroll
     for (int src = 0; src < kNumRanks; ++src) {
       values[src] = 0;
@@ -65,16 +66,14 @@ DEVICE bool collect(const LayoutParams& p, u64 tag, u32 active, int idx, PerRank
       values[src] = static_cast<i32>(word);
       if (word >> 32 != (tag & 0xFFFFFFFF)) missing = src;
     }
-    if (missing < 0) return true;
-    poll_pause();
-    if (polls % kPollsPerLook) continue;
+    return missing < 0;
+  };
+  return bounded_wait<kPollsPerLook>(have_come, [&] {
     const u64 seen = ld_relaxed_sys(rows + missing * kCountsRowWords);
-    if (is_later(seen, tag)) {
-      report_failure(p.call, tag, {kRefused, missing, 0, kGaveUpCode, 0});
-      return false;
-    }
-    if (must_stop(p.call, tag, start, missing, tag, seen >> 32, 0)) return false;
-  }
+    if (!is_later(seen, tag)) return must_stop(p.call, tag, start, missing, tag, seen >> 32, 0);
+    report_failure(p.call, tag, {kRefused, missing, 0, kGaveUpCode, 0});
+    return true;
+  });
 }
 
 /// Whether some rank refuses this call: then its other words mean nothing, and whoever reads the refusals reports them.

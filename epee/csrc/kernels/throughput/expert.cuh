@@ -177,6 +177,7 @@ DEVICE bool expand_streams(const DispatchParams& p, u64 tag, int first_stream, i
   i32 first_row = 0, num_done = 0, most = 0;
   if (!__ballot_sync(~0u, is_open)) return false;
   u32 last_news = static_cast<u32>(global_time_ns() >> 20);  // about milliseconds
+  // not `bounded_wait`: what has come is worked on between two polls, and each lane's wait ends by itself
   for (u32 polls = 1; __ballot_sync(~0u, is_open); ++polls) {
     i32 num_ready = num_done;
     bool is_finished = false;

@@ -191,16 +191,16 @@ __global__ void __launch_bounds__(256, 1) combine_throughput_order(const __grid_
 DEVICE bool wait_reader(const Call& call, u64 tag, int peer) {
   const u64* word = local_words(call, kControlBarrierOffset) + peer;
   const u64 start = global_time_ns();
-  for (u32 polls = 1;; ++polls) {
-    const u64 got = ld_acquire_sys(word);
-    if (static_cast<i64>(got - tag) >= 0) return true;  // it may have met others since
-    if (polls % kPollsPerLook) continue;
-    if (has_given_up(call, tag, peer)) {
-      report_failure(call, tag, {kPeerGaveUp, peer, 0, 0, 3});
-      return false;
-    }
-    if (must_stop(call, tag, start, peer, tag, got, 5)) return false;
-  }
+  u64 got;
+  const auto has_read = [&] {
+    got = ld_acquire_sys(word);
+    return static_cast<i64>(got - tag) >= 0;  // it may have met others since
+  };
+  return bounded_wait<kPollsPerLook>(has_read, [&] {
+    if (!has_given_up(call, tag, peer)) return must_stop(call, tag, start, peer, tag, got, 5);
+    report_failure(call, tag, {kPeerGaveUp, peer, 0, 0, 3});
+    return true;
+  });
 }
 
 __global__ void __launch_bounds__(32, 1) combine_throughput_order_end(const __grid_constant__ BarrierParams p) {

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument, InvalidState
-from ...gpu.params import NUM_REPORTS, REPORT_WORDS
+from ...gpu.params import NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
 from ...gpu.platform import Launcher, Platform, Region
 from ...gpu.share import Share
 from ...throughput.gpu.machine import AllGather
@@ -82,7 +82,7 @@ class LatencyCore:
         for path, params in KERNELS.items():
             self._kernels.update(platform.kernels(path, head, params))
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
-        self._abort = platform.host_words(2)  # 1 to end all waits; bits of the ranks that are dead
+        self._abort = platform.host_words(NEWS_WORDS)
         self._lost = platform.host_words(1)
         self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
         self._own: Region = platform.create(config.region_layout.nbytes)
@@ -417,6 +417,10 @@ class LatencyCore:
     def mark_dead(self, ranks: Sequence[int]) -> None:
         """Say which ranks are dead: waits for them end, also in kernels in flight. Any thread, one at a time."""
         self._abort.words[1] = sum(1 << rank for rank in ranks)
+
+    def waiting(self) -> int:
+        """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
+        return self._abort.words[2]
 
     def close(self) -> None:
         """Give up all memory; results live on. Idempotent. No kernel may be in flight."""

@@ -48,11 +48,10 @@ class LatencyCall(ctypes.Structure):
     """What every kernel gets first.
 
     `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory
-    (`abort[0]` ends all waits, `abort[1]` has a bit for each rank that is dead); `waits`: int64 [num_ranks],
-    microseconds until the receive half has heard each rank, or 0; offsets into the region; `timeout_ns`:
-    of the call's waits; `halves`: which of them this launch does; `is_strict`: a source that does not come is an error
-    and stays in the mask; `ahead`: calls sent before the one to receive and not received yet; `advance`: how many calls
-    in a row are received with this one.
+    (`abort` as in `common/wait.cuh`); `waits`: int64 [num_ranks], microseconds until the receive half has heard each
+    rank, or 0; offsets into the region; `timeout_ns`: of the call's waits; `halves`: which of them this launch does;
+    `is_strict`: a source that does not come is an error and stays in the mask; `ahead`: calls sent before the one to
+    receive and not received yet; `advance`: how many calls in a row are received with this one.
     """
 
     _fields_ = (

@@ -246,6 +246,10 @@ class Throughput:
         """Say which ranks are dead: calls in flight that have them in their view end with an error. Any thread."""
         self._machine.mark_dead(ranks)
 
+    def waiting(self) -> int:
+        """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
+        return self._machine.waiting()
+
     def bury(self, ranks: Sequence[int]) -> None:
         """Hear that the processes of ranks have ended, and their GPUs' work: what they might have written is free."""
         self._machine.bury(ranks)

@@ -26,6 +26,7 @@ from ...gpu.params import (
     FEW_KERNEL,
     HANDLE_BYTES,
     KERNELS,
+    NEWS_WORDS,
     NUM_REPORTS,
     OP_BARRIER,
     OP_COMBINE,
@@ -97,7 +98,7 @@ class Machine:
         self._is_place_open = False  # the view has changed: do all members have the same place?
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
         self._report_codes = self._report.words[::REPORT_WORDS]
-        self._news = platform.host_words(2)  # 1 to end all waits; bits of the ranks that are dead
+        self._news = platform.host_words(NEWS_WORDS)
         self._mailbox_words = -(-config.info_words // 2)
         self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
         self._next_mailbox = 0
@@ -255,6 +256,10 @@ class Machine:
     def mark_dead(self, ranks: Sequence[int]) -> None:
         """Say which ranks are dead: waits of calls with them end, also in kernels in flight. Any thread."""
         self._news.words[1] = sum(1 << rank for rank in ranks)
+
+    def waiting(self) -> int:
+        """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
+        return self._news.words[2]
 
     def bury(self, ranks: Sequence[int]) -> None:
         """Hear that the processes of ranks have ended, with all that their GPUs did: they store nothing any more."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, InvalidArgument, MismatchError
+from ..errors import EpeeError, InvalidArgument
 from ..view.process.detector import DeathWatch
 from .calls import Calls
 from .checks import (
@@ -30,9 +30,8 @@ from .checks import (
 from .config import PAYLOAD_DTYPES, BufferConfig
 from .control.bootstrap import Born, group_of, meet, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
-from .control.messages import ControlPlane
+from .control.messages import ControlPlane, refused_alike
 from .handle import Combined, Dispatched, Handle, Payload, mask_of
-from .latency.birth import LatencyBorn, find_place
 from .latency.calls import LatencyCalls, Waits
 from .latency.checks import check_only_in, check_options
 from .latency.cpu import LatencyCpuPath
@@ -140,13 +139,9 @@ class Buffer(Calls):
         except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
         retire()
-        place, running = None, None
-        if self.config.is_latency and not self.config.is_lane:
-            place, running = find_place(members, seat, self.config, refusal)
         # who refuses its arguments says so in the first round, which is the same for all kinds of buffers
-        is_made = refusal is not None or (not self.config.is_lane and running is None)
+        is_made = refusal is not None or not self.config.is_lane
         born = meet(members, self.config, refusal) if is_made else Born([], DeathWatch())
-        start = LatencyBorn(born, place, running)
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
         if self.config.is_lane:
             begin_lane(members, seat, self._exchange, born.watch, self._timeout, self._closing.check)
@@ -154,7 +149,7 @@ class Buffer(Calls):
             self._control = ControlPlane(self.config, self.rank, self._exchange)
             self._lanes = Lanes(self.config.device)
             self._path = self._on_device(
-                lambda: make_path(self._control, self._id, platform, start, self._closing, (self._timeout, poison))
+                lambda: make_path(self._control, self._id, platform, born.watch, self._closing, (self._timeout, poison))
             )
             self._latency = self._make_latency()
         except BaseException:
@@ -389,9 +384,9 @@ class Buffer(Calls):
         """Agree with the other ranks on who takes part. Collective for all ranks that live; a barrier of their hosts.
 
         Latency mode: ranks that come are in, whoever had counted them out; ranks that are dead, or do not come in time,
-        are not. All go on from the same call. No call may be waiting for its hook. On a group of the backend "epee" it
-        takes in processes that took the places of lost ranks and are making this buffer. On CPUs a new epoch begins,
-        and older handles are stale; on GPUs so when somebody was taken in.
+        are not. All go on from the same call, in a new epoch; older handles are stale. No call may be waiting for its
+        hook. On a group of the backend "epee" it takes in processes that took the places of lost ranks and are making
+        this buffer. On GPUs it waits for the GPU, and graphs serve on.
 
         Throughput mode on GPUs: ranks that come are in. It waits for the GPU, a new epoch begins, and older handles are
         stale, in graphs as well.
@@ -439,11 +434,8 @@ class Buffer(Calls):
         assert how.active_ranks is not None
         counted = sum(1 << rank for rank, mark in enumerate(how.active_ranks[: self.num_ranks].tolist()) if mark)
         deadline = time.monotonic() + how.timeout_s
-        try:
+        with refused_alike(self._control, deadline):
             agreed = self._exchange.membership.agree(counted, deadline)
-        except MismatchError as error:
-            self._refuse(OP_GATHER, error, deadline)
-            raise
         mask = mask_of(agreed.ranks, self.num_ranks)
         how.active_ranks[: self.num_ranks] = mask
         self._exchange.membership.note_agreed(agreed)  # last: who is interrupted before it gets the same again

@@ -122,8 +122,18 @@ class BufferConfig:
 
     @cached_property
     def is_lane(self) -> bool:
-        """Whether a view says who takes part; GPUs have agreements of their own so far."""
-        return self.num_ranks > 1 and not self.is_cuda
+        """Whether a view says who takes part: all but the only rank of a group."""
+        return self.num_ranks > 1
+
+    @cached_property
+    def is_synced(self) -> bool:
+        """Whether epochs begin with `sync` alone; a lost rank is a finding, or an error, of the calls that meet it."""
+        return self.is_latency or self.is_cuda
+
+    @cached_property
+    def takes_replacements(self) -> bool:
+        """Whether a process that takes a lost rank's place can come in: its memory can be mapped."""
+        return self.is_latency or not self.is_cuda
 
     @cached_property
     def num_local_experts(self) -> int:

@@ -19,14 +19,13 @@ from .control.bootstrap import Born
 from .control.inbox import Exchange, inbox_layout
 from .control.messages import ControlPlane
 from .gpu.platform import CudaPlatform, Platform
-from .latency.birth import LatencyBorn
 from .latency.cpu import LatencyCpuPath
 from .latency.gpu_path import LatencyCudaPath
 from .latency.wire import region_layout
 from .membership.birth import Begun, begin
 from .membership.epochs import Survivor
 from .membership.lane import BufferLane, retire
-from .membership.synced import SyncedLane
+from .membership.synced import MAX_BLOB_BYTES, SyncedLane
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath
 from .turns import Closing
@@ -49,7 +48,7 @@ def make_path(
     control: ControlPlane,
     buffer_id: int,
     platform: Platform | None,
-    start: LatencyBorn,
+    watch: DeathWatch,
     closing: Closing,
     options: tuple[float, bool],
 ) -> Path:
@@ -61,15 +60,15 @@ def make_path(
     timeout_s, poison = options
     if config.is_latency and platform is None:
         deadline = time.monotonic() + timeout_s
-        return LatencyCpuPath(config, rank, control, start.born.watch, closing.check, buffer_id, poison, deadline)
+        return LatencyCpuPath(config, rank, control, watch, closing.check, buffer_id, poison, deadline)
     if platform is None:
         return CpuPath(config, rank, control, buffer_id, poison)
     is_closing = lambda: closing.asked  # noqa: E731 - it must not keep the buffer
     path: CudaPath | LatencyCudaPath
     if config.is_latency:
-        path = LatencyCudaPath(config, rank, control, buffer_id, platform, start, is_closing, timeout_s)
+        path = LatencyCudaPath(config, rank, control, buffer_id, platform, watch, is_closing, timeout_s)
     else:
-        path = CudaPath(config, rank, control, buffer_id, platform, start.born, is_closing, timeout_s)
+        path = CudaPath(config, rank, control, buffer_id, platform, watch, is_closing, timeout_s)
     path.set_poison(poison)
     return path
 
@@ -87,8 +86,9 @@ def begin_lane(
 
     def enter(begun: Begun) -> Survivor | SyncedLane:
         lane: Survivor | SyncedLane
-        if config.is_latency:
-            nbytes = inbox_layout(config).nbytes + region_layout(config).nbytes
+        if config.is_synced:
+            beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes
+            nbytes = inbox_layout(config).nbytes + beside
             lane = SyncedLane(config, rank, begun, exchange, timeout_s, interrupt, watch, nbytes)
         else:
             lane = Survivor(config, rank, begun, exchange, timeout_s, interrupt)
@@ -123,7 +123,7 @@ def with_policy(
     """
     given = {"fault_mode": fault_mode, "on_stall": on_stall}
     wrong = {name: value for name, value in given.items() if value is not None}
-    if not config.is_lane or config.is_latency:
+    if not config.is_lane or config.is_synced:
         if wrong and config.num_ranks > 1:
             raise InvalidArgument(f"{', '.join(wrong)}: only for CPU tensors in throughput mode so far; leave it out")
         check_policy(fault_mode, on_stall)

@@ -197,28 +197,6 @@ class HostRegion:
         self._check_range(offset, nbytes)
         return (ctypes.c_ubyte * nbytes).from_buffer(self.mapping, HEADER_BYTES + offset)
 
-    def open_lock(self) -> int:
-        """Return a descriptor of its own on the region's file, for `fcntl.flock`; the caller closes it.
-
-        Raises:
-            ResourceError, ProtocolError: as `attach`; the owner must still be there.
-        """
-        claim = parse_claim(self._blob, _MAGIC, BLOB_BYTES, HEADER_BYTES, "region")
-        fd = _open_peer_fd(claim)
-        if os.pread(fd, COOKIE_BYTES, 0) != claim.cookie:
-            os.close(fd)
-            raise ProtocolError(f"region of process {claim.pid}: cookie differs; descriptor {claim.fd} was reused")
-        return fd
-
-    def lend_again(self, fd: int) -> bytes:
-        """Return a blob for attaching through `fd`, a descriptor of this process on the region's file (`open_lock`).
-
-        It serves while this process has `fd` open, also when the owner has ended; who attaches takes this process for
-        the owner.
-        """
-        claim = parse_claim(self._blob, _MAGIC, BLOB_BYTES, HEADER_BYTES, "region")
-        return make_claim(_MAGIC, fd, claim.nbytes)._replace(cookie=claim.cookie).pack()
-
     def close(self) -> None:
         """Drop this object's descriptor and reference to the mapping; idempotent."""
         if self._fd >= 0:

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from epee.ep.latency import birth as latency_birth
 from epee.ep.latency import gpu_path as latency_gpu_path
-from epee.ep.membership.rejoin import Kin, Place
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated
 from tests.ep import test_latency_rejoin as cpu_tests
@@ -25,24 +23,7 @@ def replaced(slot: int, num_processes: int, folder: str, victims: tuple[int, ...
     return emulated(slot, num_processes, cpu_tests.replaced, folder, victims)
 
 
-def die_at(point: str) -> None:
-    """Let a replacement die at a step of its constructor, which GPU buffers have of their own so far."""
-
-    def dies(*args: Any, **options: Any) -> Any:
-        cpu_tests.die()
-
-    if point == "its line":
-        opened = Place.open
-        Place.open = lambda *args: (opened(*args), dies())  # type: ignore[method-assign,assign,return-value]
-    elif point == "hello":
-        latency_birth.Agreement._wait = dies  # type: ignore[method-assign]
-    else:
-        assert point == "decided"
-        Kin.commit = dies  # type: ignore[method-assign]
-
-
 def dies_halfway(slot: int, num_processes: int, folder: str, victim: int, point: str) -> Any:
-    cpu_tests.die_at = die_at
     return emulated(slot, num_processes, cpu_tests.dies_halfway, folder, victim, point)
 
 
@@ -51,7 +32,7 @@ def test_after_a_replacement_the_results_are_those_of_a_fresh_job(victims: tuple
     cpu_tests.check_replaced(replaced, victims, timeout_s=200)
 
 
-@pytest.mark.parametrize("point", ["its line", "hello", "decided"])
+@pytest.mark.parametrize("point", ["its line", "hello", "decided", "offered"])
 def test_a_newcomer_that_dies_on_the_way_disturbs_nobody_and_the_next_one_comes_in(point: str) -> None:
     cpu_tests.check_dies_halfway(dies_halfway, point, timeout_s=200)
 

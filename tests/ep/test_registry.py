@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from epee.ep.latency import birth as latency_birth
 from epee.ep.membership import group_view, registry
 from epee.errors import EvictedError, NoQuorumError, ResourceError
 from epee.memory.host import process_start_time
@@ -116,54 +115,6 @@ def test_a_buffer_that_is_just_being_opened_does_not_look_closed(monkeypatch: py
     first.words[registry.NUMBER] = first.words[registry.VIEW] = 0
     assert seen.has_closed(1)
     assert not seen.has_closed(3)
-
-
-class Opening:
-    """A process's list of buffers that has number 1 from the second look on."""
-
-    def __init__(self, looks: int = 0) -> None:
-        self.looks = looks
-        self.had: set[int] = set()
-
-    def numbers(self) -> dict[int, str]:
-        self.looks += 1
-        return {1: "line"} if self.looks > 1 else {}
-
-
-class Table:
-    round = 1
-
-    def read(self, number: int) -> str:
-        return "all take part"
-
-
-class Seat:
-    lane = 1
-
-
-class Place:
-    """Of rank 0, which has no buffer; ranks 1 and 2 run number 1."""
-
-    def __init__(self) -> None:
-        self.seat = Seat()
-        self.registry = Opening()
-
-    def processes(self) -> dict[int, tuple[int, int]]:
-        return {0: (10, 1), 1: (11, 1), 2: (12, 1)}
-
-
-def test_a_member_of_the_table_that_had_not_shown_its_line_at_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 opens its line and is taken in between this process's look at the lists and its look at the table."""
-    old, late = Opening(looks=1), Opening()
-    monkeypatch.setattr(latency_birth, "find", lambda lane, pid, start: {11: old, 12: late}[pid])
-    monkeypatch.setattr(latency_birth, "_fits", lambda *_: True)
-    monkeypatch.setattr(latency_birth, "_table_of", lambda *_: Table())
-    monkeypatch.setattr(latency_birth, "_members", lambda *_: [1, 2])
-    config: Any = type("Config", (), {"num_ranks": 3})
-    place: Any = Place()
-    running = latency_birth.find_running(place, config, 0)
-    assert running is not None
-    assert running.number == 1
 
 
 def test_nobody_sees_that_a_rank_has_come_to_sync_beside_ranks_of_another_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,11 +166,6 @@ class Exchange:
         self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
         self.end.begin(EndWords(self.rank, self._words, lambda rank: self._data_at + rank * LINE_WORDS, self._row_at))
 
-    def restrict(self, epoch: int, members: Sequence[int]) -> None:
-        """Begin an epoch among some of the ranks whose inboxes this was made with, as all of them do."""
-        self.end.lost = ""
-        self.begin(epoch, {rank: self._inboxes[rank] for rank in members})
-
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> Rows:
         """Make the next call: `publish` this rank's row and `gather` all. Whoever has made use of it closes `end`.
 

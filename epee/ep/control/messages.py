@@ -6,10 +6,17 @@ kernels carry only the fact, the reason lies in shared memory, written before th
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 import torch
 
+from ...errors import EpeeError, MismatchError
 from ..config import DTYPE_CODES, MAX_EXPERT_ALIGNMENT, BufferConfig
-from .inbox import OP_GATHER, REASON_BYTES, Exchange, Header
+from .inbox import OP_GATHER, REASON_BYTES, Exchange, Header, Moved
+
+_log = logging.getLogger(__name__)
 
 
 class ControlPlane:
@@ -52,6 +59,19 @@ class ControlPlane:
         """Return the header of a call that moves no rows."""
         dtype = DTYPE_CODES.index(torch.bfloat16)
         return Header(op, 0, dtype, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, self.rank)
+
+
+@contextlib.contextmanager
+def refused_alike(control: ControlPlane, deadline: float) -> Iterator[None]:
+    """Tell the peers of a `MismatchError` in the body: they stand in another call, and get it there."""
+    try:
+        yield
+    except MismatchError as error:
+        try:
+            control.refuse(OP_GATHER, error, deadline)
+        except (EpeeError, Moved) as problem:
+            _log.warning("could not tell the peers about a refused sync: %s", problem)
+        raise
 
 
 def reason_bytes(error: BaseException) -> bytes:

@@ -33,10 +33,14 @@ class DeathNotifier:
         tell: given the ranks that are dead, after each look that finds some; the newest word counts.
         waiting: returns the word of the kernels.
         name: of the thread.
+
+    Attributes:
+        told: the ranks that were told last.
     """
 
     def __init__(self, tell: Callable[[Sequence[int]], None], waiting: Callable[[], int], name: str) -> None:
         self._tell, self._waiting = tell, waiting
+        self.told: tuple[int, ...] = ()
         self._watch = DeathWatch()
         self._ranks: set[int] = set()
         self._seen = 0  # of the word
@@ -57,7 +61,8 @@ class DeathNotifier:
             self._watch.forget(rank)
             self._watch.watch(rank, *process)
             self._ranks.add(rank)
-            self._tell(self._watch.dead())
+            self.told = self._watch.dead()
+            self._tell(self.told)
 
     def stop(self) -> None:
         """End the thread, within a period; nobody follows any more. Idempotent."""
@@ -86,4 +91,5 @@ class DeathNotifier:
                 self._watch.look(living)
             dead = self._watch.dead()
         if dead:
+            self.told = dead
             self._tell(dead)

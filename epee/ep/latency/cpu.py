@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,21 +34,18 @@ from ...errors import (
     AbortedError,
     CommTimeoutError,
     InvalidState,
-    MismatchError,
-    NoQuorumError,
     PeerError,
     ProtocolError,
-    context,
 )
 from ...memory.host import HostRegion
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.inbox import OP_GATHER, inbox_layout
 from ..control.membership import Agreed
-from ..control.messages import ControlPlane
+from ..control.messages import ControlPlane, refused_alike
 from ..event import DONE
 from ..handle import mask_of
-from ..membership.synced import SyncedLane
+from ..membership.synced import Memory, SyncedLane, lane_of
 from ..streams import Lane, RunOptions
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot
@@ -96,7 +93,7 @@ class HostLatencyHandle(LatencyHandle):
     sources: list[Source | None] = field(default_factory=list)
 
 
-class LatencyCpuPath:
+class LatencyCpuPath(Memory):
     """Moves the rows of one buffer in latency mode through the regions of its epoch.
 
     Args:
@@ -135,8 +132,7 @@ class LatencyCpuPath:
         self._buffer_id = buffer_id
         self._poison = poison
         exchange = control.exchange
-        membership = exchange.membership
-        self._lane = membership if isinstance(membership, SyncedLane) else None
+        self._lane = lane_of(control)
         self._layout = region_layout(config)
         self._blank = HostRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
         ended = watch.dead if self._lane is None else self._lane.gone
@@ -153,22 +149,13 @@ class LatencyCpuPath:
 
     def _begin_in(self, lane: SyncedLane, deadline: float) -> None:
         """Take part in the lane's first epoch; a replacement in the one that the others' next `sync` begins."""
-        lane.move = self._move
+        lane.memory = self
         if lane.is_in:
-            self._move(lane.regions)
-            return
-        started = time.monotonic()
-        try:
-            self._agree(lane, (1 << self.config.num_ranks) - 1, deadline)
-        except NoQuorumError as error:
-            where = context("Buffer", rank=self.rank, elapsed=time.monotonic() - started)
-            raise CommTimeoutError(
-                f"{where}: the members of the running buffer have not taken this process in; all of them must call "
-                "buffer.sync() while this one makes its buffer",
-                error.ranks,
-            ) from error
+            self.move(lane.regions, ())
+        else:
+            lane.join(deadline)
 
-    def _move(self, regions: Mapping[int, HostRegion]) -> None:
+    def move(self, regions: Mapping[int, HostRegion], fresh: Collection[int]) -> None:
         """Let calls use the memory of another epoch."""
         base = inbox_layout(self.config).nbytes
         self.wire.begin_epoch({rank: Region(region, self._layout, base) for rank, region in regions.items()})
@@ -407,24 +394,14 @@ class LatencyCpuPath:
         if lane is None:
             agreed = Agreed(0, (self.rank,))
         else:
-            agreed = self._agree(lane, counted, deadline)
+            with refused_alike(self._control, deadline):
+                agreed = lane.sync(counted, 0, deadline)
         mask = mask_of(agreed.ranks, num_ranks)
         if active_ranks is not None:
             active_ranks[:num_ranks] = mask
         if lane is not None:
             lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
         return mask
-
-    def _agree(self, lane: SyncedLane, counted: int, deadline: float) -> Agreed:
-        """Agree and enter what was agreed on; the peers hear of it when they make another call."""
-        try:
-            agreed = lane.agree(counted, deadline)
-        except MismatchError as error:
-            self._control.refuse(OP_GATHER, error, deadline)
-            raise
-        if lane.has_turned:
-            lane.enter(agreed, deadline)
-        return agreed
 
 
 def _stays(rank: int) -> tuple[type[PeerError], str]:

@@ -1,8 +1,15 @@
 """Latency mode for CUDA tensors: a `Buffer`'s calls handed to the GPU core.
 
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to
-attach memory at construction and to agree on a view (`sync`, `membership/agreement.py`), in which processes that took
-the places of lost ranks come in (`membership/rejoin.py`).
+attach memory at construction and to agree on who takes part (`sync`), in which processes that took the places of lost
+ranks come in (`membership/synced.py`).
+
+Replacements. A graph has this rank's addresses, so its memory stays, and its blob lies behind the inbox that it lends
+for an epoch. Before it lends that, the words are cleared that a replaced process has stored, and the tags go on
+`TAG_JUMP` above all that anybody has used: what the old process still stores, should it be stopped and wake up, bears
+older tags and is not believed. Its calls raise `EvictedError` as soon as it has heard of the view. Not promised: rows
+and words that it stores into places which a call of the present is just reading (a graph that it replays before it has
+heard of the view); and where it has made more than `TAG_JUMP` calls on its own, its words.
 
 Protocol: GPU calls are counted by the kernels. A rank whose call fails before its kernel takes part by a refusal, so
 that all stay in step. What kernels find lies in pinned memory until the host looks: at the end of a call, at the start
@@ -15,8 +22,9 @@ counts. With a mask of the caller's a dead rank is taken out of it by the kernel
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +40,17 @@ from ...errors import (
     RankFailedError,
     context,
 )
+from ...memory.host import HostRegion
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
-from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER
-from ..control.messages import ControlPlane
+from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, inbox_layout
+from ..control.membership import Agreed
+from ..control.messages import ControlPlane, refused_alike
 from ..gpu.death_notifier import DeathNotifier
-from ..gpu.platform import Platform, Region
-from ..membership.rejoin import TAG_JUMP
-from ..membership.table import Decision
+from ..gpu.platform import Platform
+from ..handle import mask_of
+from ..membership.synced import MAX_BLOB_BYTES, Memory, lane_of
 from ..streams import Lane, RunOptions
-from .birth import LatencyBorn, settle
 from .gpu.core import LatencyCore
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
 from .gpu.params import OP_DISPATCH as KERNEL_DISPATCH
@@ -58,7 +67,9 @@ from .types import (
     Quantisation,
 )
 
+_log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0
+TAG_JUMP = 1 << 20  # between the calls of two epochs: a process that was left out may go on for so many
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
@@ -90,7 +101,7 @@ class CudaLatencyHandle(LatencyHandle):
     core: CoreHandle | None = None
 
 
-class LatencyCudaPath:
+class LatencyCudaPath(Memory):
     """The GPU end of one buffer in latency mode. Collective to make, except where it takes part in a running buffer.
 
     The arguments are those of `CudaPath`, with what the buffer begins with in the place of the watch.
@@ -105,42 +116,31 @@ class LatencyCudaPath:
         control: ControlPlane,
         buffer_id: int,
         platform: Platform,
-        start: LatencyBorn,
+        watch: DeathWatch,
         is_closing: Callable[[], bool],
         timeout: float,
     ) -> None:
         self.config, self.rank = config, rank
         self._control, self._buffer_id = control, buffer_id
-        self._platform, self._watch, self._is_closing = platform, start.born.watch, is_closing
-        self._place = start.place
+        self._platform, self._watch, self._is_closing = platform, watch, is_closing
+        self._lane = lane_of(control)
         deadline = time.monotonic() + timeout
-        self._core = self._make_core(start, deadline)
+        self._core = self._make_core(deadline)
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-latency-{rank}")
-        memory = GpuMemory(self._core, self._watch, self._notifier)
         try:
-            self._kin, self._agreement, first = settle(
-                rank, control, start, memory, self._interrupt, deadline, maps=False
-            )
-        except BaseException:
-            self._core.close()
-            raise
-        try:
-            processes = self._kin.processes
-            self._notifier.start({peer: process for peer, process in processes.items() if peer != rank})
-            if first is not None:
-                self._go_on(first)
+            self._notifier.start({} if self._lane is None else self._lane.processes)
+            if self._lane is not None:
+                self._lane.memory = self
+                if not self._lane.is_in:
+                    self._lane.join(deadline)
         except BaseException:
             self.close()
             raise
 
-    def _make_core(self, start: LatencyBorn, deadline: float) -> LatencyCore:
+    def _make_core(self, deadline: float) -> LatencyCore:
         control, config = self._control, latency_config(self.config, self.rank)
-        if start.running is not None:
-            try:
-                return LatencyCore(self._platform, config, self._alone)
-            except BaseException:
-                start.running.table.close()
-                raise
+        if self._lane is not None and not self._lane.is_in:
+            return LatencyCore(self._platform, config, self._alone)
         try:
             return LatencyCore(self._platform, config, lambda data: control.all_gather_bytes(data, deadline))
         except (CommTimeoutError, PeerError, AbortedError):
@@ -172,7 +172,7 @@ class LatencyCudaPath:
     @property
     def takes_replacements(self) -> bool:
         """Whether `sync` takes in processes that took the places of lost ranks."""
-        return self._kin.place is not None
+        return self._lane is not None and self._lane.takes_replacements
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun: on the host, or on the GPU."""
@@ -206,7 +206,6 @@ class LatencyCudaPath:
         self._notifier.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
-        self._kin.close()
 
     # -- calls
 
@@ -283,20 +282,50 @@ class LatencyCudaPath:
             raise InvalidState(f"{self._core.num_outstanding} calls have been sent and not received; call their hooks")
         num_ranks = self.config.num_ranks
         mask = self._core.active_ranks if active_ranks is None else active_ranks
-        active = [mark != 0 for mark in mask[:num_ranks].tolist()]
-        active[self.rank] = True
-        decision = self._agreement.sync(active, self._core.tags(), deadline)
-        self._go_on(decision)
-        members = torch.tensor(decision.members, dtype=torch.int32, device="cpu")
+        counted = sum(1 << rank for rank, mark in enumerate(mask[:num_ranks].tolist()) if mark)
+        agreed = Agreed(0, (self.rank,))
+        if self._lane is not None:
+            with refused_alike(self._control, deadline):
+                agreed = self._lane.sync(counted, self._core.tags(), deadline)
+        members = mask_of(agreed.ranks, num_ranks)
         if active_ranks is not None:
             active_ranks[:num_ranks] = members.to(active_ranks.device)
+        if self._lane is not None:
+            self._lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
         return members
 
-    def _go_on(self, decision: Decision) -> None:
-        self._kin.commit(decision)
-        is_new = decision.epoch == decision.number
-        step = TAG_JUMP if is_new else 2 * self._core.config.num_slots
-        self._core.set_view(decision.members, decision.seq + step)
+    # -- entering an epoch (`Memory`)
+
+    def follow(self, rank: int, process: tuple[int, int]) -> None:
+        """Tell kernels of the death of another process."""
+        self._notifier.follow(rank, process)
+
+    def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
+        """Forget the words of who was replaced, and go on from another call number."""
+        if self._platform.is_capturing():
+            raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
+        for rank in fresh:
+            self._core.clear_source(rank)
+        num_ranks = self.config.num_ranks
+        self._core.set_view([rank in agreed.ranks for rank in range(num_ranks)], agreed.used + TAG_JUMP)
+
+    def fill(self, region: HostRegion) -> None:
+        """Lend this rank's memory on the GPU."""
+        blob = self._core.blob
+        at = inbox_layout(self.config).nbytes
+        region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,))[: len(blob)] = torch.frombuffer(blob, dtype=torch.uint8)
+        region.words(at + MAX_BLOB_BYTES, 1)[0] = len(blob)
+
+    def move(self, regions: Mapping[int, HostRegion], fresh: Collection[int]) -> None:
+        """Map the memory of those who are new; who lends none that can be mapped is lost until the next `sync`."""
+        at = inbox_layout(self.config).nbytes
+        for rank in fresh & regions.keys():
+            try:
+                size = regions[rank].words(at + MAX_BLOB_BYTES, 1)[0]
+                blob = bytes(regions[rank].tensor(torch.uint8, at, (MAX_BLOB_BYTES,)).numpy())[:size]
+                self._core.replace_peer(rank, self._core.attach_peer(blob))
+            except EpeeError as error:
+                _log.warning("the memory of rank %d cannot be mapped: %s", rank, error)
 
     # -- errors
 
@@ -312,8 +341,8 @@ class LatencyCudaPath:
         """Do `work` and look at what the kernels have reported; names a dead rank as the cause where it is."""
         is_strict = options is not None and options.active_ranks is None
         is_capturing = self._platform.is_capturing()
-        if self._place is not None:
-            self._place.check()
+        if self._lane is not None and not is_capturing:
+            self._lane.require_place(not is_strict)
         if is_strict and not is_capturing and (dead := self._watch.dead()):
             raise self._death(op, dead)
         try:
@@ -362,43 +391,3 @@ def _core_of(handle: LatencyHandle) -> CoreHandle:
     assert isinstance(handle, CudaLatencyHandle)
     assert handle.core is not None
     return handle.core
-
-
-class GpuMemory:
-    """The regions of a core, as `latency_rejoin.Memory`: this rank's stays, because recorded graphs have its address.
-
-    Args:
-        core: of the buffer.
-        watch: tells calls who is dead.
-        notifier: tells kernels.
-    """
-
-    def __init__(self, core: LatencyCore, watch: DeathWatch, notifier: DeathNotifier) -> None:
-        self._core, self._watch, self._notifier = core, watch, notifier
-
-    def renew(self) -> tuple[bytes, None]:
-        """Return what peers need to map this rank's region."""
-        return self._core.blob, None
-
-    def attach(self, blob: bytes) -> Region:
-        """Map a peer's region; raises as `LatencyCore.attach_peer`."""
-        return self._core.attach_peer(blob)
-
-    def cleanse(self, rank: int) -> None:
-        """Forget the words that an old process of `rank` has stored here."""
-        self._core.clear_source(rank)
-
-    def use(self, rank: int, held: Region | None) -> None:
-        """Let kernels use a region for `rank`; None for what the core has mapped by itself."""
-        if held is not None:
-            self._core.replace_peer(rank, held)
-
-    def drop(self, held: Region) -> None:
-        """Unmap a region."""
-        held.close()
-
-    def follow(self, rank: int, process: tuple[int, int]) -> None:
-        """Watch another process."""
-        self._watch.forget(rank)
-        self._watch.watch(rank, *process)
-        self._notifier.follow(rank, process)

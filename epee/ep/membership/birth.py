@@ -1,4 +1,4 @@
-"""How a CPU buffer begins: as a lane of a view, with which its ranks die, are voted out and come back.
+"""How a buffer begins: as a lane of a view, with which its ranks die, are voted out and come back.
 
 A group of the backend "epee" has its part in a view. On a group of another backend the ranks first compare what they
 were given and find the job that they share, or found one (`view/founding.py`); nobody joins there.
@@ -122,7 +122,9 @@ def begin(
             return _make(group, seat_at(place, config.fault_mode, config.on_stall), config, timeout_s, enter)
         finally:
             place.seat.job.release()  # the buffer has it now, or nobody
-    if seat.is_joiner:
+    if not config.takes_replacements:
+        seat = seat._replace(takes_part=lambda _: False)
+    elif seat.is_joiner:
         begun = _join(group, seat, config, timeout_s)
         if begun is not None:
             return begun

@@ -77,12 +77,14 @@ class Inboxes:
 
     Attributes:
         own: this rank's inbox in the epoch that the buffer is in; None before the first.
+        fill: called with a new inbox before it is lent.
     """
 
     def __init__(
         self, config: BufferConfig, rank: int, number: int, roster: Roster, line: Line, look: Look, nbytes: int
     ) -> None:
         self.own: HostRegion | None = None
+        self.fill: Callable[[HostRegion], None] = _nothing
         self._config = config
         self._rank = rank
         self._number = number
@@ -101,6 +103,7 @@ class Inboxes:
             self._next = None
         if self._next is None:
             self._next = epoch, HostRegion.create(self._nbytes, f"inbox-{self._rank}-{epoch}")
+            self.fill(self._next[1])
         if self._line.words[INBOX_VIEW] != epoch:  # peers may be just reading it
             self._line.lend_inbox(epoch, self._next[1].blob)
         return self._next[1]
@@ -178,7 +181,7 @@ class Inboxes:
             self._next[1].close()
             self._next = None
         self._lines.clear()
-        del self._line, self._look  # a closed buffer that is kept maps nothing, and is in no circle
+        del self._line, self._look, self.fill  # a closed buffer that is kept maps nothing, and is in no circle
 
     def _drop(self) -> None:
         for region in self._mapped:
@@ -255,3 +258,7 @@ class Inboxes:
         words = self._config.words()
         if line.config(len(words)) != words:
             raise ProtocolError(f"rank {rank} has made buffer {self._number} of the group with other arguments")
+
+
+def _nothing(region: HostRegion) -> None:
+    pass

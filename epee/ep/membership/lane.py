@@ -1,6 +1,6 @@
-"""A CPU buffer as a lane of a view: its place there, its memory, its `sync`, its end. What all modes have.
+"""A buffer as a lane of a view: its place there, its memory, its `sync`, its end. What all modes have.
 
-`epochs.py` has what a change of the view means to the calls of throughput mode, `synced.py` to those of latency mode.
+`epochs.py` has what a change of the view means to calls of throughput mode on CPUs, `synced.py` to all others.
 
 Who calls: the thread of a call; `close` also whoever drops the buffer, at any moment: so it waits for nobody, and what
 it cannot do there is done by `retire`, between two calls of any buffer. A crash leaves memory that the system frees.
@@ -78,7 +78,7 @@ class BufferLane:
     @property
     def takes_replacements(self) -> bool:
         """Whether a process that takes a lost rank's place comes in."""
-        return self.roster.seat.is_open
+        return self.roster.seat.is_open and self._config.takes_replacements
 
     @property
     def inbox_bytes(self) -> int:

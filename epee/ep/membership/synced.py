@@ -1,22 +1,29 @@
-"""Who takes part in a latency buffer for CPU tensors: epochs that begin with `sync` alone.
+"""Who takes part in a latency buffer, or in one of GPUs: epochs that begin with `sync` alone.
 
-A latency call ends by itself on each rank: who does not come is a finding, in its mask. So a loss changes nothing for
-the calls of the others, and no call has to stop for a new view. An **epoch** begins when the buffer is made, and with
-each `sync` (`sync.py`), which ends with a decision of the job. Each has memory of its own, made by its members for its
-members: the inbox of `control/inbox.py`, and behind it the region of `latency/wire.py`. Calls are counted from 1 in
-it, tags name it, and handles of earlier ones are stale. So nothing that somebody stores who was left out, or replaced,
-reaches memory that anybody reads: that is the quarantine.
+A latency call ends by itself on each rank: who does not come is a finding, in its mask. Calls that kernels meet cannot
+be stopped or withdrawn: one of throughput mode that meets a death is lost. So no call has to stop for a new view. An
+**epoch** begins when the buffer is made, and with each `sync` (`sync.py`), which ends with a decision of the job. Each
+has an inbox of its own (`control/inbox.py`), made by its members for its members, with what the path lends behind it;
+handles of earlier ones are stale. What else that means is the path's (`Memory`):
+
+    latency, CPU        the region of `latency/wire.py`, new in each epoch; calls are counted from 1, tags name the
+                        epoch. So nothing that somebody stores who was left out reaches memory that anybody reads.
+    latency, GPU        memory on the GPU stays, because recorded graphs have its addresses: what lies behind the inbox
+                        is the blob by which it is mapped. Calls go on above all numbers that anybody has used, the
+                        words of a process that was replaced are cleared, and a newcomer's memory takes its place.
+    throughput, GPU     as the latter, but nobody is replaced: all memory was mapped when the buffer was made.
 
 **Entering.** The number of the first epoch is what the ranks have told each other when they made the buffer; that of
-another one is the number of the decision. Who has it lends its memory for it and maps what the others lend
-(`inboxes.py`). Who has died since, or shows nothing until the time-out (it was taken out of its `sync` by an error, or
-has no memory), is not in this rank's memory: it is lost in all calls until the next `sync`. So nothing that follows a
-decision can make the ranks disagree about it. A rank that was taken out of its `sync` and is in the decision all the
-same enters with its next call.
+another one is the number of the decision. Who has it makes its own memory ready (`prepare`), lends it and maps what
+the others lend (`inboxes.py`): so nobody's call reaches one that is not ready. Who has died since, or shows nothing
+until the time-out (it was taken out of its `sync` by an error, or has no memory), is not in this rank's memory: in
+latency mode it is lost in all calls until the next `sync`, in throughput mode, which needs all, that wait is an error,
+and begins again with the next call. So nothing that follows a decision can make the ranks disagree about it. A rank
+that was taken out of its `sync` and is in the decision all the same enters with its next call.
 
     a rank has          until the next sync its calls find                after a sync
-    died, been voted    it is lost at once (`gone`)                       its place is empty, or its replacement's
-        out, or closed
+    died, been voted    it is lost at once (`gone`); what kernels wait    its place is empty, or its replacement's
+        out, or closed  for ends where it has died
         the buffer
     not come to sync    all others are gone from its epoch; calls with    it is in when it comes (`EvictedError` in its
                         a mask mark them, others raise                    calls without a mask until then)
@@ -33,7 +40,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from ...errors import EvictedError, InvalidState, PeerError, context
+from ...errors import CommTimeoutError, EvictedError, InvalidState, NoQuorumError, PeerError, context
 from ...memory.host import HostRegion
 from ...view.awaited import kind_of_loss
 from ...view.process.detector import DeathWatch
@@ -41,6 +48,7 @@ from ...view.protocol.messages import Member
 from ..config import BufferConfig
 from ..control.inbox import Exchange, Moved, Turned
 from ..control.membership import Agreed
+from ..control.messages import ControlPlane
 from .birth import Begun
 from .group_view import process_of
 from .inboxes import Absent, Met, Wait
@@ -48,6 +56,25 @@ from .lane import BufferLane, silent
 from .registry import Line
 
 logger = logging.getLogger("epee")
+
+
+MAX_BLOB_BYTES = 504  # by which memory on a GPU is mapped; the length stands behind it
+
+
+class Memory:
+    """What a path does when its buffer enters an epoch; nothing, where it has no memory to do it with."""
+
+    def follow(self, rank: int, process: tuple[int, int]) -> None:
+        """Watch another process (number, start time) for the death of `rank`."""
+
+    def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
+        """Make ready what the others reach as soon as this rank lends it; `fresh`: ranks with another process."""
+
+    def fill(self, region: HostRegion) -> None:
+        """Write into this rank's new region what the others are to find there."""
+
+    def move(self, regions: Mapping[int, HostRegion], fresh: Collection[int]) -> None:
+        """Let calls use the epoch's regions; the old ones are unmapped afterwards."""
 
 
 class SyncedLane(BufferLane):
@@ -60,7 +87,8 @@ class SyncedLane(BufferLane):
 
     Attributes:
         regions: the memory of the epoch by rank, this one's included; of who is not there, none.
-        move: called with new regions before the old ones are unmapped.
+        memory: of the path, once that is made.
+        processes: number and start time of the others' processes; of who is out, of the last one.
     """
 
     def __init__(
@@ -75,12 +103,16 @@ class SyncedLane(BufferLane):
         nbytes: int,
     ) -> None:
         super().__init__(config, rank, begun, exchange, timeout_s, interrupt, nbytes)
+        self._inboxes.fill = lambda region: self.memory.fill(region)
         self.regions: Mapping[int, HostRegion] = {}
+        self.memory = Memory()
+        self.processes: dict[int, tuple[int, int]] = {}
         self._lines: Mapping[int, Line] = {}  # of who is in the memory of the epoch
-        self.move: Callable[[Mapping[int, HostRegion]], None] = _nothing
         self._watch = watch
-        self._watched: dict[int, tuple[int, int]] = {}
+        self._fresh: set[int] = set()  # ranks whose process is not the one of the epoch before
+        self._prepared = 0  # the last epoch that `memory` is prepared for
         self._first = begun.first
+        self._needs_all = config.is_cuda and not config.is_latency
         self._waits_for_all = False
 
     def close(self) -> None:
@@ -90,7 +122,7 @@ class SyncedLane(BufferLane):
         if begun is not None and not self._exchange.epoch:
             begun.registry.forget(begun.number)  # a replacement that was not taken in may try again
         self.regions, self._lines = {}, {}
-        self.move = _nothing
+        self.memory = Memory()
 
     # ---- the first epoch
 
@@ -113,6 +145,25 @@ class SyncedLane(BufferLane):
         finally:
             self._waits_for_all = False
             self.hide()
+
+    def join(self, deadline: float) -> None:
+        """Wait, as a replacement, until the others' `sync` takes this rank in, and enter.
+
+        Raises:
+            CommTimeoutError: they do not.
+            Else as `sync`.
+        """
+        started = time.monotonic()
+        try:
+            agreed = self.sync((1 << self._config.num_ranks) - 1, 0, deadline)
+        except NoQuorumError as error:
+            where = context("Buffer", rank=self._rank, elapsed=time.monotonic() - started)
+            raise CommTimeoutError(
+                f"{where}: the members of the running buffer have not taken this process in; all of them must call "
+                "buffer.sync() while this one makes its buffer",
+                error.ranks,
+            ) from error
+        self.note_agreed(agreed)
 
     @property
     def is_in(self) -> bool:
@@ -168,6 +219,12 @@ class SyncedLane(BufferLane):
             return PeerError, "it has closed the buffer"
         return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"
 
+    def require_members(self, op: str, seq: int) -> None:
+        """Raise that a rank is gone, whose part a call of this rank would wait for in vain."""
+        for rank in self._exchange.members:
+            if rank != self._rank and self._has_left(rank):
+                raise self._loss(rank, op, seq)
+
     def issue(self, seq: int) -> bool:
         """Return whether host call `seq` may be made: the epoch is the newest."""
         return not self.has_turned
@@ -189,15 +246,15 @@ class SyncedLane(BufferLane):
         self._check()
         if self.has_turned:
             raise Turned
-        if src in self.gone() and src not in self._watch.dead():
-            raise self._loss(src)
+        if src not in self._watch.dead() and self._has_left(src):
+            raise self._loss(src, self._exchange.op, self._exchange.seq)
 
-    def _loss(self, rank: int) -> PeerError:
-        exchange = self._exchange
+    def _loss(self, rank: int, op: str, seq: int) -> PeerError:
+        epoch = self._exchange.epoch
         kind, why = self.why_gone(rank)
-        where = context(exchange.op, rank=self._rank, peer=rank, seq=exchange.seq, epoch=exchange.epoch)
+        where = context(op, rank=self._rank, peer=rank, seq=seq, epoch=epoch)
         told = f"{where}: rank {rank}: {why}; call buffer.sync(), then calls run without it"
-        return kind(told, [rank], exchange.op, exchange.seq, exchange.epoch, why)
+        return kind(told, [rank], op, seq, epoch, why)
 
     def patience(self, deadline: float) -> float:
         """Return until when to wait for who has just agreed: the time may be over because of those who did not come."""
@@ -243,18 +300,37 @@ class SyncedLane(BufferLane):
             self._check()
             raise InvalidState(f"Buffer: this rank is not in epoch {agreed.epoch}; make the buffer again")
         is_void = lambda: self.roster.view.agreed.epoch > agreed.epoch  # noqa: E731 - they have gone on
-        self._watch_those(members)
+        self._fresh |= self._watch_those(members)
+        if self._prepared != agreed.epoch:
+            self.memory.prepare(agreed, self._fresh)
+            self._prepared = agreed.epoch
         met = self._inboxes.meet_those(members, Wait(agreed.epoch, is_void, time.monotonic(), deadline))
         self._begin(agreed.epoch, members, met)
         self._inboxes.use(met)
+        self._fresh.clear()
 
-    def _watch_those(self, members: Mapping[int, Member]) -> None:
-        """Watch the members' processes; of who is not one, the process that had the rank last."""
+    def _watch_those(self, members: Mapping[int, Member]) -> set[int]:
+        """Watch the members' processes; of who is not one, the process that had the rank last. Return who is new."""
+        fresh = set()
         for rank, member in members.items():
             process = process_of(member)
-            if rank != self._rank and self._watched.get(rank) != process:
+            if rank != self._rank and self.processes.get(rank) != process:
                 self._watch.watch(rank, *process)
-                self._watched[rank] = process
+                self.memory.follow(rank, process)
+                self.processes[rank] = process
+                fresh.add(rank)
+        return fresh
+
+    def sync(self, counted: int, used: int, deadline: float) -> Agreed:
+        """Agree with the others on who takes part, and enter; raises as `agree` and `enter`. `note_agreed` follows."""
+        agreed = self.agree(counted, deadline, used)
+        if self.has_turned:
+            try:
+                self.enter(agreed, deadline)
+            except CommTimeoutError:  # throughput mode: the next sync agrees anew, without who does not enter
+                self.note_agreed(agreed)
+                raise
+        return agreed
 
     def _begin(self, epoch: int, members: Mapping[int, Member], met: Met) -> None:
         """Make the mapped memory that of the calls."""
@@ -263,7 +339,7 @@ class SyncedLane(BufferLane):
         exchange.end.close()
         exchange.end.lost = ""
         exchange.begin(epoch, met.regions)
-        self.move(met.regions)
+        self.memory.move(met.regions, self._fresh)
         self.regions = met.regions
         self._lines = {rank: peer.line for rank, peer in met.peers.items() if rank in met.regions}
 
@@ -276,10 +352,12 @@ class SyncedLane(BufferLane):
             raise Absent  # whoever is agreed on has shown a line: without one it has closed the buffer
         if time.monotonic() <= deadline:
             return
-        if self._waits_for_all:
+        if self._waits_for_all or self._needs_all:
             raise silent(what, rank)
         raise Absent
 
 
-def _nothing(regions: Mapping[int, HostRegion]) -> None:
-    pass
+def lane_of(control: ControlPlane) -> SyncedLane | None:
+    """Return the lane of a buffer whose epochs begin with `sync`; None for the only rank of a group."""
+    membership = control.exchange.membership
+    return membership if isinstance(membership, SyncedLane) else None

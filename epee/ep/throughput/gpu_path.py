@@ -17,7 +17,7 @@ new epoch: the kernels read the mask from memory, host-side exchanges are among 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -34,16 +34,17 @@ from ...errors import (
     RankFailedError,
     context,
 )
+from ...view.process.detector import DeathWatch
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
-from ..control.bootstrap import Born
 from ..control.inbox import OP_GATHER, OP_NAMES
-from ..control.messages import ControlPlane, reason_bytes
+from ..control.membership import Agreed
+from ..control.messages import ControlPlane, reason_bytes, refused_alike
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
-from ..gpu.views import Views
 from ..handle import Combined, Dispatched, Handle, Payload, Routing, mask_of
+from ..membership.synced import Memory, lane_of
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
 from .gpu.types import CombineOptions, DispatchOptions, Received
@@ -73,7 +74,7 @@ def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
     )
 
 
-class CudaPath:
+class CudaPath(Memory):
     """The GPU end of one buffer. Collective to make.
 
     Args:
@@ -82,7 +83,7 @@ class CudaPath:
         control: its host side.
         buffer_id: goes into handles.
         platform: the GPU.
-        born: the host side: inboxes, and the watch that knows which ranks are dead.
+        watch: knows which ranks are dead.
         is_closing: whether somebody wants to close the buffer.
         timeout: seconds that ranks wait for each other here, and later when memory is attached.
 
@@ -97,7 +98,7 @@ class CudaPath:
         control: ControlPlane,
         buffer_id: int,
         platform: Platform,
-        born: Born,
+        watch: DeathWatch,
         is_closing: Callable[[], bool],
         timeout: float,
     ) -> None:
@@ -107,9 +108,11 @@ class CudaPath:
         self.num_copied = 0
         self._buffer_id = buffer_id
         self._platform = platform
-        self._watch = born.watch
+        self._watch = watch
+        self._lane = lane_of(control)
         self._is_closing = is_closing
         self._timeout = timeout
+        self._require_all()
         try:
             self._core = Throughput(platform, throughput_config(config, rank), self._all_gather)
         except (CommTimeoutError, PeerError, AbortedError):
@@ -118,13 +121,26 @@ class CudaPath:
             control.refuse(OP_GATHER, error, time.monotonic() + timeout)
             raise
         self._core.set_hooks(self._interrupt, control.exchange.reason_of)
+        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{rank}")
         try:
-            self._views = Views(control, born, self._face_closing, time.monotonic() + timeout)
+            self._notifier.start({} if self._lane is None else self._lane.processes)
         except BaseException:
             self._core.close()
             raise
-        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{rank}")
-        self._notifier.start(self._views.processes)
+        if self._lane is not None:
+            self._lane.memory = self
+
+    def _require_all(self) -> None:
+        """Raise where the group has lost ranks: all memory is mapped when the buffer is made."""
+        members = self.control.exchange.members
+        lost = [rank for rank in range(self.config.num_ranks) if rank not in members]
+        if lost:
+            raise RankFailedError(
+                f"Buffer: rank(s) {', '.join(map(str, lost))} of the group are lost, and a buffer of this device "
+                "needs all; make a group of the others (new_group) for it",
+                lost,
+                "Buffer",
+            )
 
     def set_poison(self, is_poisoned: bool) -> None:
         """Fill receive memory with 0xFF before each use, or not."""
@@ -250,17 +266,27 @@ class CudaPath:
         """Agree on who takes part and go on in a new epoch; raises as `Buffer.sync`. Waits for the GPU."""
         if self._platform.is_capturing():
             raise InvalidState("sync waits for the GPU, so it cannot be recorded in a CUDA graph; call it before")
-        num_ranks, exchange = self.config.num_ranks, self.control.exchange
+        num_ranks = self.config.num_ranks
         marks = [1] * num_ranks if active_ranks is None else active_ranks[:num_ranks].tolist()
-        active = [rank == self.rank or mark != 0 for rank, mark in enumerate(marks)]
-        view = self._views.sync(active, self._core.tags(), deadline)
-        self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the notifier knows of some before
-        self._core.set_view(view.members, view.seq + REMEMBERED_CALLS)
-        exchange.restrict(view.number, [rank for rank, is_member in enumerate(view.members) if is_member])
-        mask = mask_of(exchange.members, num_ranks)
+        counted = sum(1 << rank for rank, mark in enumerate(marks) if mark)
+        agreed = Agreed(0, (self.rank,))
+        if self._lane is not None:
+            with refused_alike(self.control, deadline):
+                agreed = self._lane.sync(counted, self._core.tags(), deadline)
+        mask = mask_of(agreed.ranks, num_ranks)
         if active_ranks is not None:
             active_ranks[:num_ranks] = mask.to(active_ranks.device)
+        if self._lane is not None:
+            self._lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
         return mask
+
+    def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
+        """Let the kernels go on in the epoch's view, above all call numbers that were used (`Memory`)."""
+        if self._platform.is_capturing():
+            raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
+        self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the notifier knows of some before
+        active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
+        self._core.set_view(active, agreed.used + REMEMBERED_CALLS)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Nothing while a graph is recorded."""
@@ -293,7 +319,6 @@ class CudaPath:
         self._notifier.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
-        self._views.close()
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         return self.control.all_gather_bytes(data, time.monotonic() + self._timeout)
@@ -304,11 +329,6 @@ class CudaPath:
             self._core.abort()
         elif self._dead():
             self._core.mark_dead(self._watch.dead())
-
-    def _face_closing(self) -> None:
-        """Called while this rank waits for others to agree."""
-        if self._is_closing():
-            raise AbortedError("the buffer was closed by another thread")
 
     @property
     def _lost(self) -> tuple[int, ...]:
@@ -327,9 +347,15 @@ class CudaPath:
         return tuple(rank for rank in dead if rank in self.control.exchange.members)
 
     def _face_death(self, op: str, is_capturing: bool) -> None:
-        """Refuse a call once a rank is dead."""
-        if not is_capturing and (dead := self._dead()):
+        """Refuse a call once a rank is dead, or gone from the epoch in another way."""
+        if is_capturing:
+            return
+        told = self._notifier.told  # before the kernel of the system says so; what kernels were told stays true
+        if dead := self._dead() or tuple(rank for rank in told if rank in self.control.exchange.members):
             raise self._death(op, dead)
+        if self._lane is not None:
+            self._lane.require_place(is_masked=False)
+            self._lane.require_members(op, self._core.num_calls)
 
     def _blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
         """Raise that a rank is dead where that is the cause of `error`.

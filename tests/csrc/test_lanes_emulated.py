@@ -1,0 +1,204 @@
+"""GPU buffers as lanes of a view, on the emulated GPU: what ranks that die, leave, stay away or fail are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import epee
+from epee.ep.membership.synced import SyncedLane
+from epee.errors import CommTimeoutError, EvictedError, NoQuorumError, PeerError, RankFailedError, StaleHandleError
+from tests.csrc.emulated import has_compiler
+from tests.csrc.emulated_buffer import emulated
+from tests.csrc.test_latency_buffer_emulated import emulated as emulated_latency
+from tests.ep import test_latency_lane as latency_tests
+from tests.harness import DEAD, run_mortal, run_ranks
+from tests.survive import stages
+from tests.survive.buffer_rounds import start
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.timeout(240),  # the first one builds the kernels
+    pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
+]
+HIDDEN, NUM_EXPERTS = 16, 6
+
+
+def make(group: Any, timeout: float = 60.0) -> epee.Buffer:
+    return epee.Buffer(
+        group, num_experts=NUM_EXPERTS, hidden=HIDDEN, num_topk=2, max_tokens_per_rank=8, timeout=timeout
+    )
+
+
+def begin(rank: int, folder: str, backend: str = "gloo", timeout: float = 60.0) -> tuple[Any, epee.Buffer]:
+    """Make a group of three and a buffer that has worked once."""
+    group = start(rank, 3, folder, "mask", backend=backend, on_stall="error")
+    buffer = make(group, timeout)
+    step(buffer, [1, 1, 1])
+    stages.meet(folder, "made", rank, range(3))
+    return group, buffer
+
+
+def step(buffer: epee.Buffer, members: list[int]) -> None:
+    """Each rank sends a row to every rank; who is there answers with its number."""
+    rank = buffer.rank
+    x = torch.full((3, HIDDEN), 1.0 + rank, dtype=torch.bfloat16)
+    idx = torch.tensor([[0, -1], [2, -1], [4, -1]])
+    got = buffer.dispatch(x, idx)
+    want = [1.0 + src for src, is_in in enumerate(members) if is_in]
+    assert got.x[:, 0].tolist() == want
+    back = buffer.combine(torch.full_like(got.x, 10.0 + rank), got.handle)
+    assert back.x[:, 0].tolist() == [10.0 + dst if is_in else 0.0 for dst, is_in in enumerate(members)]
+
+
+def forever(call: Callable[[], None]) -> None:
+    """Repeat a call until it raises; that it does not is for the test's time-out."""
+    while True:
+        call()
+
+
+def dies(rank: int, num_ranks: int, folder: str) -> Any:
+    _, buffer = begin(rank, folder)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(RankFailedError) as caught:
+            forever(lambda: step(buffer, [1, 1, 1]))  # one that the dead rank had begun may end well
+        assert caught.value.ranks == (1,)
+    mask = torch.ones(3, dtype=torch.int32)
+    assert buffer.sync(mask).tolist() == mask.tolist() == [1, 0, 1]
+    step(buffer, [1, 0, 1])
+    assert buffer.all_gather_bytes(bytes([rank])) == [b"\0", b"", b"\2"]
+    stages.meet(folder, "end", rank, (0, 2))
+    return buffer.epoch > 1
+
+
+def away(rank: int, num_ranks: int, folder: str) -> Any:
+    _, buffer = begin(rank, folder)
+    mask = torch.ones(3, dtype=torch.int32)
+    if rank == 2:
+        stages.wait_for(folder, "synced-0")
+        stages.wait_for(folder, "synced-1")
+        with pytest.raises(EvictedError, match="did not come to sync"):
+            forever(buffer.check)  # the agent of this process hears of it a moment later
+    else:
+        mask[2] = 0
+        assert buffer.sync(mask).tolist() == [1, 1, 0]
+        step(buffer, [1, 1, 0])
+        stages.meet(folder, "synced", rank, (0, 1))
+        mask.fill_(1)
+    for _ in range(50):
+        try:
+            if buffer.sync(mask, timeout=10).all():
+                break
+        except NoQuorumError:
+            assert rank == 2  # its time was over before the others came
+    step(buffer, [1, 1, 1])
+    stages.meet(folder, "end", rank, range(3))
+
+
+def closes(rank: int, num_ranks: int, folder: str) -> Any:
+    _, buffer = begin(rank, folder)
+    if rank == 1:
+        buffer.close()
+        stages.reach(folder, "closed")
+        stages.wait_for(folder, "end-0")
+        stages.wait_for(folder, "end-2")
+        return
+    stages.wait_for(folder, "closed")
+    with pytest.raises(PeerError, match=r"has closed the buffer|has left the group"):
+        step(buffer, [1, 1, 1])
+    assert buffer.sync().tolist() == [1, 0, 1]
+    step(buffer, [1, 0, 1])
+    stages.meet(folder, "end", rank, (0, 2))
+
+
+def taken_out(rank: int, num_ranks: int, folder: str) -> Any:
+    """An error takes rank 1 out of its sync behind the decision: it enters with its next call."""
+    _, buffer = begin(rank, folder)
+    enter = SyncedLane.enter
+
+    def fails(*args: Any) -> None:
+        SyncedLane.enter = enter  # type: ignore[method-assign]
+        raise KeyboardInterrupt("in the midst of sync")
+
+    old = buffer.dispatch(torch.ones(1, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, -1]]))
+    if rank == 1:
+        SyncedLane.enter = fails  # type: ignore[method-assign, assign]
+        with pytest.raises(KeyboardInterrupt):
+            buffer.sync()
+    else:
+        assert buffer.sync().tolist() == [1, 1, 1]
+    step(buffer, [1, 1, 1])
+    with pytest.raises(StaleHandleError):
+        buffer.combine_input(old.handle)
+    assert buffer.sync().tolist() == [1, 1, 1]
+    step(buffer, [1, 1, 1])
+    stages.meet(folder, "end", rank, range(3))
+    return buffer.epoch
+
+
+def never_enters(rank: int, num_ranks: int, folder: str) -> Any:
+    """Rank 1 is taken out of its sync and makes no call: the others' sync is an error, their next one leaves it out."""
+    _, buffer = begin(rank, folder, timeout=2.0)
+
+    def fails(*args: Any) -> None:
+        raise KeyboardInterrupt("in the midst of sync")
+
+    if rank == 1:
+        SyncedLane.enter = fails  # type: ignore[method-assign, assign]
+        with pytest.raises(KeyboardInterrupt):
+            buffer.sync()
+        stages.wait_for(folder, "end-0")
+        stages.wait_for(folder, "end-2")
+        return
+    with pytest.raises(CommTimeoutError, match="rank 1 does not come into epoch"):
+        buffer.sync()
+    stages.meet(folder, "told", rank, (0, 2))
+    assert buffer.sync(timeout=4.0).tolist() == [1, 0, 1]
+    step(buffer, [1, 0, 1])
+    stages.meet(folder, "end", rank, (0, 2))
+
+
+def on_gpu(rank: int, num_ranks: int, folder: str, name: str) -> Any:
+    return emulated(rank, num_ranks, globals()[name], folder)
+
+
+def test_after_a_death_sync_brings_the_rest_together() -> None:
+    assert run_mortal(on_gpu, 3, "dies", dead={1}, timeout_s=200) == [True, DEAD, True]
+
+
+def test_who_does_not_come_to_sync_is_told_and_comes_back() -> None:
+    run_mortal(on_gpu, 3, "away", dead=set(), timeout_s=200)
+
+
+def test_who_has_closed_the_buffer_is_named_at_once() -> None:
+    run_mortal(on_gpu, 3, "closes", dead=set(), timeout_s=200)
+
+
+def test_who_is_taken_out_of_a_sync_that_was_decided_enters_with_its_next_call() -> None:
+    first, *others = run_mortal(on_gpu, 3, "taken_out", dead=set(), timeout_s=200)
+    assert others == [first] * 2
+
+
+def test_who_never_enters_what_was_agreed_is_left_out_by_the_next_sync() -> None:
+    run_mortal(on_gpu, 3, "never_enters", dead=set(), timeout_s=200)
+
+
+def latency(rank: int, num_ranks: int, name: str, *args: Any) -> Any:
+    return emulated_latency(rank, num_ranks, getattr(latency_tests, name), *args)
+
+
+def test_a_sync_makes_handles_stale_in_latency_mode_as_well() -> None:
+    first, second = run_ranks(latency, 2, "_stale", timeout_s=200)
+    assert first == second
+
+
+def test_in_latency_mode_who_is_taken_out_of_a_sync_enters_with_its_next_call() -> None:
+    first, *others = run_ranks(latency, 3, "_taken_out", KeyboardInterrupt, timeout_s=200)
+    assert others == [first] * 2

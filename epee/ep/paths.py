@@ -25,7 +25,8 @@ from .latency.wire import region_layout
 from .membership.birth import Begun, begin
 from .membership.epochs import Survivor
 from .membership.lane import BufferLane, retire
-from .membership.synced import MAX_BLOB_BYTES, SyncedLane
+from .membership.memory import MAX_BLOB_BYTES
+from .membership.synced import SyncedLane
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath
 from .turns import Closing

@@ -41,11 +41,10 @@ from ...memory.host import HostRegion
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.inbox import OP_GATHER, inbox_layout
-from ..control.membership import Agreed
-from ..control.messages import ControlPlane, refused_alike
+from ..control.messages import ControlPlane
 from ..event import DONE
-from ..handle import mask_of
-from ..membership.synced import Memory, SyncedLane, lane_of
+from ..membership import path_lane
+from ..membership.memory import Memory
 from ..streams import Lane, RunOptions
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot
@@ -132,28 +131,21 @@ class LatencyCpuPath(Memory):
         self._buffer_id = buffer_id
         self._poison = poison
         exchange = control.exchange
-        self._lane = lane_of(control)
+        self._lane = path_lane.lane_of(control)
         self._layout = region_layout(config)
         self._blank = HostRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
-        ended = watch.dead if self._lane is None else self._lane.gone
         blank = Region(self._blank, self._layout)
-        self.wire = Wire(config, rank, blank, ended, interrupt, lambda: exchange.epoch, poison)
-        why_gone = _stays if self._lane is None else self._lane.why_gone
-        self._flights = Flights(self.wire, lambda: exchange.epoch, watch.dead, why_gone)
-        if self._lane is not None:
-            try:
-                self._begin_in(self._lane, deadline)
-            except BaseException:
-                self.close()
-                raise
-
-    def _begin_in(self, lane: SyncedLane, deadline: float) -> None:
-        """Take part in the lane's first epoch; a replacement in the one that the others' next `sync` begins."""
-        lane.memory = self
-        if lane.is_in:
-            self.move(lane.regions, ())
-        else:
-            lane.join(deadline)
+        self.wire = Wire(config, rank, blank, self._lane.gone, interrupt, lambda: exchange.epoch, poison)
+        self._flights = Flights(self.wire, lambda: exchange.epoch, watch.dead, self._lane.why_gone)
+        self._lane.memory = self
+        try:
+            if self._lane.is_in:
+                self.move(self._lane.regions, ())
+            else:
+                self._lane.join(deadline)
+        except BaseException:
+            self.close()
+            raise
 
     def move(self, regions: Mapping[int, HostRegion], fresh: Collection[int]) -> None:
         """Let calls use the memory of another epoch."""
@@ -166,7 +158,7 @@ class LatencyCpuPath(Memory):
     @property
     def takes_replacements(self) -> bool:
         """Whether `sync` takes in processes that took the places of lost ranks."""
-        return self._lane is not None and self._lane.takes_replacements
+        return self._lane.takes_replacements
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun, or made through the control plane."""
@@ -378,8 +370,7 @@ class LatencyCpuPath(Memory):
 
     def _require_place(self, options: LatencyOptions) -> None:
         """Raise `EvictedError` when the job, or without a mask the buffer, has gone on without this process."""
-        if self._lane is not None:
-            self._lane.require_place(options.active_ranks is not None)
+        self._lane.require_place(options.active_ranks is not None)
 
     # -- agreement
 
@@ -387,23 +378,5 @@ class LatencyCpuPath(Memory):
         """Agree on who takes part and begin an epoch with them; raises as `Buffer.sync`."""
         if self.wire.num_open:
             raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
-        num_ranks = self.config.num_ranks
-        marks = [1] * num_ranks if active_ranks is None else active_ranks[:num_ranks].tolist()
-        counted = sum(1 << rank for rank, mark in enumerate(marks) if mark)
-        lane = self._lane
-        if lane is None:
-            agreed = Agreed(0, (self.rank,))
-        else:
-            with refused_alike(self._control, deadline):
-                agreed = lane.sync(counted, 0, deadline)
-        mask = mask_of(agreed.ranks, num_ranks)
-        if active_ranks is not None:
-            active_ranks[:num_ranks] = mask
-        if lane is not None:
-            lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
-        return mask
-
-
-def _stays(rank: int) -> tuple[type[PeerError], str]:
-    """Return why a rank is gone where none can be."""
-    return PeerError, f"rank {rank} is gone"
+        marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
+        return path_lane.sync(self._control, self._lane, marks, active_ranks, 0, deadline)

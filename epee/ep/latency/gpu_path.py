@@ -45,11 +45,11 @@ from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, inbox_layout
 from ..control.membership import Agreed
-from ..control.messages import ControlPlane, refused_alike
+from ..control.messages import ControlPlane
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform
-from ..handle import mask_of
-from ..membership.synced import MAX_BLOB_BYTES, Memory, lane_of
+from ..membership import path_lane
+from ..membership.memory import MAX_BLOB_BYTES, Memory
 from ..streams import Lane, RunOptions
 from .gpu.core import LatencyCore
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
@@ -123,23 +123,22 @@ class LatencyCudaPath(Memory):
         self.config, self.rank = config, rank
         self._control, self._buffer_id = control, buffer_id
         self._platform, self._watch, self._is_closing = platform, watch, is_closing
-        self._lane = lane_of(control)
+        self._lane = path_lane.lane_of(control)
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-latency-{rank}")
         try:
-            self._notifier.start({} if self._lane is None else self._lane.processes)
-            if self._lane is not None:
-                self._lane.memory = self
-                if not self._lane.is_in:
-                    self._lane.join(deadline)
+            self._notifier.start(self._lane.processes)
+            self._lane.memory = self
+            if not self._lane.is_in:
+                self._lane.join(deadline)
         except BaseException:
             self.close()
             raise
 
     def _make_core(self, deadline: float) -> LatencyCore:
         control, config = self._control, latency_config(self.config, self.rank)
-        if self._lane is not None and not self._lane.is_in:
+        if not self._lane.is_in:
             return LatencyCore(self._platform, config, self._alone)
         try:
             return LatencyCore(self._platform, config, lambda data: control.all_gather_bytes(data, deadline))
@@ -172,7 +171,7 @@ class LatencyCudaPath(Memory):
     @property
     def takes_replacements(self) -> bool:
         """Whether `sync` takes in processes that took the places of lost ranks."""
-        return self._lane is not None and self._lane.takes_replacements
+        return self._lane.takes_replacements
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun: on the host, or on the GPU."""
@@ -280,19 +279,9 @@ class LatencyCudaPath(Memory):
         """Agree on who takes part and go on from the same call; raises as `Buffer.sync`. Waits for the GPU."""
         if self._core.num_outstanding:
             raise InvalidState(f"{self._core.num_outstanding} calls have been sent and not received; call their hooks")
-        num_ranks = self.config.num_ranks
         mask = self._core.active_ranks if active_ranks is None else active_ranks
-        counted = sum(1 << rank for rank, mark in enumerate(mask[:num_ranks].tolist()) if mark)
-        agreed = Agreed(0, (self.rank,))
-        if self._lane is not None:
-            with refused_alike(self._control, deadline):
-                agreed = self._lane.sync(counted, self._core.tags(), deadline)
-        members = mask_of(agreed.ranks, num_ranks)
-        if active_ranks is not None:
-            active_ranks[:num_ranks] = members.to(active_ranks.device)
-        if self._lane is not None:
-            self._lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
-        return members
+        used = self._core.tags()
+        return path_lane.sync(self._control, self._lane, mask.tolist(), active_ranks, used, deadline)
 
     # -- entering an epoch (`Memory`)
 
@@ -341,7 +330,7 @@ class LatencyCudaPath(Memory):
         """Do `work` and look at what the kernels have reported; names a dead rank as the cause where it is."""
         is_strict = options is not None and options.active_ranks is None
         is_capturing = self._platform.is_capturing()
-        if self._lane is not None and not is_capturing:
+        if not is_capturing:
             self._lane.require_place(not is_strict)
         if is_strict and not is_capturing and (dead := self._watch.dead()):
             raise self._death(op, dead)

@@ -48,33 +48,14 @@ from ...view.protocol.messages import Member
 from ..config import BufferConfig
 from ..control.inbox import Exchange, Moved, Turned
 from ..control.membership import Agreed
-from ..control.messages import ControlPlane
 from .birth import Begun
 from .group_view import process_of
 from .inboxes import Absent, Met, Wait
 from .lane import BufferLane, silent
+from .memory import Memory
 from .registry import Line
 
 logger = logging.getLogger("epee")
-
-
-MAX_BLOB_BYTES = 504  # by which memory on a GPU is mapped; the length stands behind it
-
-
-class Memory:
-    """What a path does when its buffer enters an epoch; nothing, where it has no memory to do it with."""
-
-    def follow(self, rank: int, process: tuple[int, int]) -> None:
-        """Watch another process (number, start time) for the death of `rank`."""
-
-    def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
-        """Make ready what the others reach as soon as this rank lends it; `fresh`: ranks with another process."""
-
-    def fill(self, region: HostRegion) -> None:
-        """Write into this rank's new region what the others are to find there."""
-
-    def move(self, regions: Mapping[int, HostRegion], fresh: Collection[int]) -> None:
-        """Let calls use the epoch's regions; the old ones are unmapped afterwards."""
 
 
 class SyncedLane(BufferLane):
@@ -355,9 +336,3 @@ class SyncedLane(BufferLane):
         if self._waits_for_all or self._needs_all:
             raise silent(what, rank)
         raise Absent
-
-
-def lane_of(control: ControlPlane) -> SyncedLane | None:
-    """Return the lane of a buffer whose epochs begin with `sync`; None for the only rank of a group."""
-    membership = control.exchange.membership
-    return membership if isinstance(membership, SyncedLane) else None

@@ -39,12 +39,13 @@ from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
 from ..control.inbox import OP_GATHER, OP_NAMES
 from ..control.membership import Agreed
-from ..control.messages import ControlPlane, reason_bytes, refused_alike
+from ..control.messages import ControlPlane, reason_bytes
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
-from ..handle import Combined, Dispatched, Handle, Payload, Routing, mask_of
-from ..membership.synced import Memory, lane_of
+from ..handle import Combined, Dispatched, Handle, Payload, Routing
+from ..membership import path_lane
+from ..membership.memory import Memory
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
 from .gpu.types import CombineOptions, DispatchOptions, Received
@@ -109,7 +110,7 @@ class CudaPath(Memory):
         self._buffer_id = buffer_id
         self._platform = platform
         self._watch = watch
-        self._lane = lane_of(control)
+        self._lane = path_lane.lane_of(control)
         self._is_closing = is_closing
         self._timeout = timeout
         self._require_all()
@@ -123,12 +124,11 @@ class CudaPath(Memory):
         self._core.set_hooks(self._interrupt, control.exchange.reason_of)
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{rank}")
         try:
-            self._notifier.start({} if self._lane is None else self._lane.processes)
+            self._notifier.start(self._lane.processes)
         except BaseException:
             self._core.close()
             raise
-        if self._lane is not None:
-            self._lane.memory = self
+        self._lane.memory = self
 
     def _require_all(self) -> None:
         """Raise where the group has lost ranks: all memory is mapped when the buffer is made."""
@@ -266,19 +266,8 @@ class CudaPath(Memory):
         """Agree on who takes part and go on in a new epoch; raises as `Buffer.sync`. Waits for the GPU."""
         if self._platform.is_capturing():
             raise InvalidState("sync waits for the GPU, so it cannot be recorded in a CUDA graph; call it before")
-        num_ranks = self.config.num_ranks
-        marks = [1] * num_ranks if active_ranks is None else active_ranks[:num_ranks].tolist()
-        counted = sum(1 << rank for rank, mark in enumerate(marks) if mark)
-        agreed = Agreed(0, (self.rank,))
-        if self._lane is not None:
-            with refused_alike(self.control, deadline):
-                agreed = self._lane.sync(counted, self._core.tags(), deadline)
-        mask = mask_of(agreed.ranks, num_ranks)
-        if active_ranks is not None:
-            active_ranks[:num_ranks] = mask.to(active_ranks.device)
-        if self._lane is not None:
-            self._lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
-        return mask
+        marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
+        return path_lane.sync(self.control, self._lane, marks, active_ranks, self._core.tags(), deadline)
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
         """Let the kernels go on in the epoch's view, above all call numbers that were used (`Memory`)."""
@@ -353,9 +342,8 @@ class CudaPath(Memory):
         told = self._notifier.told  # before the kernel of the system says so; what kernels were told stays true
         if dead := self._dead() or tuple(rank for rank in told if rank in self.control.exchange.members):
             raise self._death(op, dead)
-        if self._lane is not None:
-            self._lane.require_place(is_masked=False)
-            self._lane.require_members(op, self._core.num_calls)
+        self._lane.require_place(is_masked=False)
+        self._lane.require_members(op, self._core.num_calls)
 
     def _blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
         """Raise that a rank is dead where that is the cause of `error`.

@@ -1,0 +1,96 @@
+"""What a path has to do with its lane: who takes part, agreed on at `sync`; for the only rank of a group, nobody else.
+
+Who calls: the thread of a call, or of the constructor. Nothing is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from ...errors import PeerError
+from ...memory.host import HostRegion
+from ..control.membership import Agreed
+from ..control.messages import ControlPlane, refused_alike
+from ..handle import mask_of
+from .memory import Memory
+from .synced import SyncedLane
+
+
+class LoneLane:
+    """The lane of a rank without others: one epoch, which nobody enters, leaves or shares. As `SyncedLane`."""
+
+    is_in = True
+    takes_replacements = False
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.memory = Memory()
+        self.regions: Mapping[int, HostRegion] = {}
+        self.processes: Mapping[int, tuple[int, int]] = {}
+
+    def join(self, deadline: float) -> None:
+        """Do nothing: it is in."""
+
+    def gone(self) -> Collection[int]:
+        """Return nobody."""
+        return ()
+
+    def why_gone(self, rank: int) -> tuple[type[PeerError], str]:
+        """Return what nobody asks for."""
+        return PeerError, "there is no such rank"
+
+    def require_place(self, is_masked: bool) -> None:
+        """Do nothing: it has its place."""
+
+    def require_members(self, op: str, seq: int) -> None:
+        """Do nothing: all are there."""
+
+    def sync(self, counted: int, used: int, deadline: float) -> Agreed:
+        """Return this rank, in the epoch that there is."""
+        return Agreed(0, (self._rank,))
+
+    def note_agreed(self, agreed: Agreed) -> None:
+        """Do nothing."""
+
+
+PathLane = SyncedLane | LoneLane
+
+
+def lane_of(control: ControlPlane) -> PathLane:
+    """Return the lane of a buffer whose epochs begin with `sync`."""
+    membership = control.exchange.membership
+    return membership if isinstance(membership, SyncedLane) else LoneLane(control.rank)
+
+
+def sync(
+    control: ControlPlane,
+    lane: PathLane,
+    marks: Sequence[int],
+    active_ranks: torch.Tensor | None,
+    used: int,
+    deadline: float,
+) -> torch.Tensor:
+    """Agree on who takes part, and enter the epoch; raises as `Buffer.sync`.
+
+    Args:
+        control: of the buffer.
+        lane: of the buffer.
+        marks: for each rank whether this one counts on it.
+        active_ranks: `[num_ranks or more]` int32 that the agreed mask is written into; on any device.
+        used: the last number that calls of this rank have used.
+        deadline: `time.monotonic()` value.
+
+    Returns:
+        `[num_ranks]` int32 on the CPU, 1 = takes part.
+    """
+    num_ranks = control.config.num_ranks
+    counted = sum(1 << rank for rank, mark in enumerate(marks[:num_ranks]) if mark)
+    with refused_alike(control, deadline):
+        agreed = lane.sync(counted, used, deadline)
+    mask = mask_of(agreed.ranks, num_ranks)
+    if active_ranks is not None:
+        active_ranks[:num_ranks] = mask.to(active_ranks.device)
+    lane.note_agreed(agreed)  # last: who is interrupted before it gets the same again
+    return mask

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.ep.latency_cases import Shape, check_round, combine, dispatch, expert
 from tests.ep.test_latency_rejoin import masked_round, without
 from tests.harness import run_ranks
 from tests.survive import stages
+from tests.survive.test_buffer_elsewhere import held
 
 SHAPE = Shape(num_experts=12, hidden=512, num_topk=2, max_tokens=6)
 NUM_TOKENS = (6, 3, 4, 5)
@@ -185,3 +188,29 @@ def _policy(rank: int, num_ranks: int) -> None:
 
 def test_a_latency_buffer_has_no_policy_of_its_own() -> None:
     run_ranks(_policy, 2)
+
+
+def _lives(rank: int, num_ranks: int, times: int) -> tuple[Any, Any]:
+    """Make a buffer, let it enter epochs, and close it, again and again; return what this process holds."""
+    before = None
+    for number in range(times):
+        with make(SHAPE) as buffer:
+            for seed in range(2):
+                check_round(buffer, SHAPE, NUM_TOKENS[:num_ranks], seed)
+                buffer.sync()
+        if number == 2:
+            before = held()
+    return before, held()
+
+
+def check_lives(ends: list[tuple[Any, Any]]) -> None:
+    """Threads are as many as before, and nothing of epee's is held that was not held after some lives."""
+    for before, after in ends:
+        more = Counter(after[2]) - Counter(before[2])
+        assert not [link for link in more if "epee" in link or "pidfd" in link or "anon_inode" in link], more
+        assert after[0] <= before[0]
+
+
+@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_lives_leave_nothing(times: int) -> None:
+    check_lives(run_ranks(_lives, 2, times))

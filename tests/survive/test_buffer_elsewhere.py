@@ -36,7 +36,7 @@ def buffer_on(group: Any = None, **changes: Any) -> epee.Buffer:
     return epee.Buffer(group, **options)
 
 
-def _held() -> tuple[int, int, list[str]]:
+def held() -> tuple[int, int, list[str]]:
     gc.collect()
     links = []
     for entry in os.listdir("/proc/self/fd"):
@@ -51,14 +51,14 @@ def _held() -> tuple[int, int, list[str]]:
 def shares(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     """Buffers of the group, of a part of it, and of a group of the backend "epee"."""
     first = buffer_on()
-    held = _held()
+    first_held = held()
     second = buffer_on()
     pair = dist.new_group([0, 1])
     part = buffer_on(pair) if rank < 2 else None
-    again = _held()
+    again = held()
     ours = dist.new_group(backend="epee")
     on_ours = buffer_on(ours)
-    found = {"first": held, "again": again, "jobs": len(jobs())}
+    found = {"first": first_held, "again": again, "jobs": len(jobs())}
     found["threads with our group"] = threading.active_count()
     late = dist.new_group()  # all its ranks share two jobs by now
     later = buffer_on(late)
@@ -89,8 +89,8 @@ def lives(rank: int, num_ranks: int, times: int) -> tuple[Any, Any]:
     for number in range(times):
         buffer_on().close()
         if number == 2:
-            before = _held()
-    return before, _held()
+            before = held()
+    return before, held()
 
 
 @pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])

@@ -191,14 +191,16 @@ def _check_uniform(history: History, voted_out: set[tuple[int, int]], found: lis
     """C-3: everybody but those voted out alive ends a call alike: with a result or without, whatever the error.
 
     A result has the same (epoch, contributors) for all, and calls that end at a decision end at the same. Nobody who is
-    in a result ends the call with an error. Those who died later are held to it as well, but not where somebody was
-    voted out alive: what such a one had contributed may have been used by the dead alone. A call that a process says is
-    lost may have ended otherwise elsewhere.
+    in a result ends the call with an error. Those who died or left later are held to it as well, but not where somebody
+    was voted out or put out alive: what such a one had contributed may have been used by them alone, who cannot tell
+    any more. A call that a process says is lost may have ended otherwise elsewhere.
     """
     first: dict[tuple[int, int, int], Record] = {}
     errors: list[Record] = []
+    last = history.members.get(max(history.members, default=0), {})
     for process, records in history.by_process.items():
-        if process in voted_out or (voted_out and records[-1].kind == DIED):
+        has_gone = records[-1].kind == DIED or last.get(process[0]) != process[1]
+        if process in voted_out or (voted_out and has_gone):
             continue
         for record in records:
             if record.kind != DONE or record.status in (GONE, LOST):

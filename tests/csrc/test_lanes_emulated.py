@@ -113,6 +113,7 @@ def closes(rank: int, num_ranks: int, folder: str) -> Any:
         stages.wait_for(folder, "end-2")
         return
     stages.wait_for(folder, "closed")
+    buffer.check()  # what is over has gone well
     with pytest.raises(PeerError, match=r"has closed the buffer|has left the group"):
         step(buffer, [1, 1, 1])
     assert buffer.sync().tolist() == [1, 0, 1]

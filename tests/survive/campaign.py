@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.harness import DEAD, Pool, collect
 
-from . import kill_points, report
+from . import buffer_kills, kill_points, report
 from .flips import flip_round
 from .histories import ALL_OPS, COLLECTIVES, Entry, check_histories
 from .living import live_for
@@ -229,6 +229,18 @@ class Campaign:
                 result["outcomes"][key] = result["outcomes"].get(key, 0) + count
         result["seconds"] = time.monotonic() - began
 
+    def buffer_kills(self, number: int, until: float, seed: int) -> None:
+        """Kill ranks with buffers of every kind, beside calls and syncs."""
+        result = self.results.setdefault("buffers", {"kills": 0, "abandoned": 0})
+        began = time.monotonic()
+        for i in itertools.count(seed):
+            if result["kills"] + result["abandoned"] >= number or time.time() > until:
+                break
+            spec = buffer_kills.draw(i)
+            kills = self.attempt("buffers", spec, lambda spec=spec: {"kills": buffer_kills.play(self.pool, spec)})  # type: ignore[misc]
+            _add(result, kills or {"abandoned": len(spec.victims)})
+        result["seconds"] = time.monotonic() - began
+
     def rejoins(self, number: int, until: float, seed: int) -> None:
         """Kill and replace, 25 times in the life of a group."""
         result = self.results.setdefault("rejoins", {"rejoins": 0, "kills": 0, "calls": {}, "abandoned": 0})
@@ -282,6 +294,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, help_text in (
         ("kills", "SIGKILLs at every point of every operation"),
+        ("buffer-kills", "SIGKILLs at random moments in ranks with buffers"),
         ("falls", "runs of 8 ranks -> 1"),
         ("zombies", "SIGSTOPs with a replacement"),
         ("rejoins", "kill-and-replace rounds"),
@@ -300,6 +313,8 @@ def main() -> int:
         campaign = Campaign(pool)
         if args.kills:
             campaign.kills("kills", kill_rounds(args.seed), args.kills, until)
+        if args.buffer_kills:
+            campaign.buffer_kills(args.buffer_kills, until, args.seed)
         if args.falls:
             campaign.kills("8 -> 1", falls(args.seed), 7 * args.falls, until)
         if args.zombies:

@@ -252,7 +252,7 @@ class CudaPath(Memory):
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]`: lent memory, or ordinary memory when none is free."""
         is_capturing = self._platform.is_capturing()
-        self._face_death("combine_input", is_capturing)
+        self._face_death("combine_input", is_capturing, needs_all=False)
         try:
             place = self._core.combine_input(_own(handle).core, dtype)
         except EpeeError as error:
@@ -288,7 +288,7 @@ class CudaPath(Memory):
     def check(self) -> None:
         """Raise what the kernels have reported since the last look."""
         is_capturing = self._platform.is_capturing()
-        self._face_death("check", is_capturing)
+        self._face_death("check", is_capturing, needs_all=False)
         try:
             self._core.check()
         except EpeeError as error:
@@ -335,15 +335,16 @@ class CudaPath(Memory):
         self._core.bury(dead)
         return tuple(rank for rank in dead if rank in self.control.exchange.members)
 
-    def _face_death(self, op: str, is_capturing: bool) -> None:
-        """Refuse a call once a rank is dead, or gone from the epoch in another way."""
+    def _face_death(self, op: str, is_capturing: bool, needs_all: bool = True) -> None:
+        """Refuse a call once a rank is dead or, if it `needs_all`, gone from the epoch in another way."""
         if is_capturing:
             return
         told = self._notifier.told  # before the kernel of the system says so; what kernels were told stays true
         if dead := self._dead() or tuple(rank for rank in told if rank in self.control.exchange.members):
             raise self._death(op, dead)
         self._lane.require_place(is_masked=False)
-        self._lane.require_members(op, self._core.num_calls)
+        if needs_all:
+            self._lane.require_members(op, self._core.num_calls)
 
     def _blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
         """Raise that a rank is dead where that is the cause of `error`.

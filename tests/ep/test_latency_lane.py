@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import epee
 from epee.ep.membership.synced import SyncedLane
 from epee.errors import EvictedError, NoQuorumError, PeerError, ResourceError, StaleHandleError
+from epee.view.report import look_at_job
 from tests.ep.latency_cases import Shape, check_round, combine, dispatch, expert_outputs, inputs, make
 from tests.ep.test_latency_rejoin import masked_round, without
 from tests.harness import run_ranks
@@ -214,3 +216,27 @@ def check_lives(ends: list[tuple[Any, Any]]) -> None:
 @pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_lives_leave_nothing(times: int) -> None:
     check_lives(run_ranks(_lives, 2, times))
+
+
+def _late(rank: int, num_ranks: int) -> list[list[str]]:
+    """Rank 1 comes when it sees that rank 0 waits for it, in each half; then both look at themselves."""
+    with make(SHAPE) as buffer:
+        given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 1)[rank]
+        until = time.monotonic() + 60
+        for is_hooked in (False, True):
+            seen: set[tuple[str, tuple[int, ...]]] = set()
+            while rank == 1 and ("dispatch", (1,)) not in seen:
+                assert time.monotonic() < until, seen
+                report = look_at_job(os.getpid(), look_s=0.0)
+                seen = {(row.op, row.waits_for) for other in report.ranks for row in other.rows}
+            got = dispatch(buffer, given, return_hook=is_hooked)
+            if got.hook is not None:
+                got.hook()
+        report = look_at_job(os.getpid(), look_s=0.0)
+        dist.barrier()
+        return [[row.op for row in other.rows] for other in report.ranks if other.slot == rank]
+
+
+def test_hang_reports_show_for_whom_a_half_waits_and_nothing_afterwards() -> None:
+    for rows in run_ranks(_late, 2):
+        assert rows == [[""]]

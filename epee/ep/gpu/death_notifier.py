@@ -1,9 +1,9 @@
 """A thread that tells kernels in flight of ranks that die, so that their waits end long before the time-out.
 
-It sleeps until a pidfd says that a process has ended, `PERIOD_S` at most. A pidfd speaks late, when a process has given
-its memory back; that it stores nothing any more shows in /proc before (`view/process/detector.py`), but to look there
-costs system calls and the interpreter's lock, some 20 us a rank. So that is done only while somebody has use for it:
-while a kernel of this rank waits, and has done so for a millisecond.
+It sleeps until a pidfd says that a process has ended, `PERIOD_S` at most, `WAITING_S` while a kernel waits. A pidfd
+speaks late, when a process has given its memory back; that it stores nothing any more shows in /proc before
+(`view/process/detector.py`), but to look there costs system calls and the interpreter's lock, some 20 us a rank. So
+that is done only while somebody has use for it: while a kernel of this rank waits, and has done so for a millisecond.
 
 Who writes: the kernels, one word of pinned host memory, with the time, about every millisecond of such a wait
 (`csrc/common/wait.cuh`). Who reads: this thread, when it wakes up; a word that has changed since means that somebody
@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...view.process.detector import NUM_LOOKS, DeathWatch
 
 PERIOD_S = 0.005
+WAITING_S = 0.002  # a process that has been killed takes some milliseconds to let go of its memory
 
 
 class DeathNotifier:
@@ -44,6 +45,7 @@ class DeathNotifier:
         self._watch = DeathWatch()
         self._ranks: set[int] = set()
         self._seen = 0  # of the word
+        self._sleep_s = PERIOD_S
         self._gate, self._lock = threading.Lock(), threading.Lock()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -82,8 +84,9 @@ class DeathNotifier:
 
     def _round(self) -> None:
         """Sleep for a period, or until a process ends; then look as closely as is of use."""
-        dead = self._watch.dead(PERIOD_S)
+        dead = self._watch.dead(self._sleep_s)
         waiting = self._waiting()
+        self._sleep_s = PERIOD_S if waiting == self._seen else WAITING_S
         if waiting != self._seen:
             self._seen = waiting
             living = [rank for rank in self._ranks if rank not in dead]

@@ -135,8 +135,9 @@ class LatencyCpuPath(Memory):
         self._layout = region_layout(config)
         self._blank = HostRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
         blank = Region(self._blank, self._layout)
-        self.wire = Wire(config, rank, blank, self._lane.gone, interrupt, lambda: exchange.epoch, poison)
-        self._flights = Flights(self.wire, lambda: exchange.epoch, watch.dead, self._lane.why_gone)
+        lane = self._lane
+        self.wire = Wire(config, rank, blank, lane.gone, interrupt, lane.show, lambda: exchange.epoch, poison)
+        self._flights = Flights(self.wire, lambda: exchange.epoch, watch.dead, lane.why_gone, lane.hide)
         self._lane.memory = self
         try:
             if self._lane.is_in:

@@ -140,6 +140,7 @@ class Flights:
         epoch: returns the epoch.
         dead: returns the ranks whose processes have ended.
         why_gone: returns the error, and why, of a rank that is gone from the epoch without being dead.
+        hide: called when a half is over that may have waited.
     """
 
     def __init__(
@@ -148,11 +149,13 @@ class Flights:
         epoch: Callable[[], int],
         dead: Callable[[], Collection[int]],
         why_gone: Callable[[int], tuple[type[PeerError], str]],
+        hide: Callable[[], None],
     ) -> None:
         self.wire = wire
         self._epoch = epoch
         self._dead = dead
         self._why_gone = why_gone
+        self._hide = hide
         self._unknown: list[CallEnd] = []  # of calls that were left here, and that may have ended well on others
         self._lost = ""  # why the buffer cannot go on
 
@@ -186,6 +189,7 @@ class Flights:
     def begin(self, head: Head, options: LatencyOptions) -> Flight:
         """Start the next call."""
         flight = Flight(self.wire.seq + 1, head, options, self.wire, self._epoch())
+        self.wire.op = flight.op
         if flight.is_alike:
             self.wire.say_begun(flight.seq)
         self.read_mask(flight)
@@ -353,6 +357,7 @@ class Flights:
 
     def receive(self, flight: Flight, receive: Callable[[], None]) -> None:
         """Run a receive half; the slot is freed whatever happens."""
+        self.wire.op = flight.op
         try:
             receive()
             self.require_all(flight)
@@ -362,6 +367,7 @@ class Flights:
         finally:
             self.wire.free(flight.seq)
             self.mark(flight)
+            self._hide()
 
     def mark(self, flight: Flight) -> None:
         """Write who is lost into the mask, and cut them off."""

@@ -176,12 +176,14 @@ class Wire:
         blank: stands for the ranks that are not there; memory that nobody else has.
         ended: returns the ranks of which nothing more will come.
         interrupt: called while waiting; raises to end the wait.
+        show: called while waiting with the call's name and number and whom it waits for, for hang reports.
         epoch: returns the epoch, which goes into every tag.
         poison: fill slots with 0xFF when they are freed.
 
     Attributes:
         regions: one per rank, the own one included.
         seq: the last call that was begun in the epoch, from 1.
+        op: name of the call whose half is under way.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class Wire:
         blank: Region,
         ended: Callable[[], Collection[int]],
         interrupt: Callable[[], None],
+        show: Callable[[str, int, list[int]], None],
         epoch: Callable[[], int],
         poison: bool,
     ) -> None:
@@ -200,6 +203,8 @@ class Wire:
         self.seq = 0
         self.ended = ended
         self.interrupt = interrupt
+        self.op = ""
+        self._show = show
         self._blank = blank
         self._epoch = epoch
         self._poison = poison
@@ -358,6 +363,7 @@ class Wire:
             if is_there(seen):
                 return True
             self.interrupt()
+            self._show(self.op, seq, [peer])
             now = time.monotonic()
             if peer in self.ended() or self.is_cut_by(peer, seq) or self.is_given_up(seq):
                 return is_there(words[index])  # what was stored before it died counts

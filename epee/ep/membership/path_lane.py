@@ -41,6 +41,12 @@ class LoneLane:
         """Return what nobody asks for."""
         return PeerError, "there is no such rank"
 
+    def show(self, op: str, seq: int, ranks: list[int]) -> None:
+        """Do nothing: it waits for nobody."""
+
+    def hide(self) -> None:
+        """Do nothing."""
+
     def require_place(self, is_masked: bool) -> None:
         """Do nothing: it has its place."""
 

@@ -78,6 +78,20 @@ def test_a_call_without_a_quorum_waits_a_moment_for_news() -> None:
             roster.check()
 
 
+def test_a_process_that_is_dying_is_not_taken_for_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptors are closed before it has ended, so its memory cannot be mapped: that is waited out, no error."""
+    asked: list[tuple[int, int]] = []
+    roster = group_view.Roster.__new__(group_view.Roster)
+    member = group_view.Member(1, 1, bytes(16), b"")
+    roster.state = 1, group_view.View(1, {1: member}, {}, group_view.Agreed(0, ()))
+    monkeypatch.setattr(group_view, "process_of", lambda member: (7, 8))
+    for dying in (False, True):
+        monkeypatch.setattr(group_view, "is_leaving", lambda *process, dying=dying: asked.append(process) or dying)
+        assert roster.is_alive(1) is not dying
+    assert asked == [(7, 8)] * 2
+    assert not roster.is_alive(2), "it is no member"
+
+
 class Stores:
     """The header's words; looks at the list of buffers before and after each store."""
 

@@ -22,10 +22,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
-from ...memory.claim import has_ended
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.founding import Place
 from ...view.group import GroupInView
+from ...view.process.detector import is_leaving
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.decision import BLANK, parts_of
 from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
@@ -285,12 +285,9 @@ class Roster:
         self.seat.runtime.look_at(self.seat.slots[rank])
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether the process of a member lives, as far as this one can see."""
+        """Return whether the process of a member lives; one that is dying has no descriptors, but ends in a moment."""
         member = self.view.members.get(rank)
-        if member is None:
-            return False
-        endpoint = parse_endpoint(member.endpoint)
-        return not has_ended(endpoint.pid, endpoint.start_time)
+        return member is not None and not is_leaving(*process_of(member))
 
     def cause(self, rank: int, incarnation: int) -> str:
         """Return why a process is gone (`view.messages`); who is not known counts as voted out."""

@@ -99,6 +99,7 @@ def begin_lane(
     try:
         begun = begin(group, seat, config, timeout_s, enter)
     except BaseException:
+        watch.close()
         exchange.release()
         retire()
         raise

@@ -169,7 +169,9 @@ def _fields(data: bytes, peer: int) -> dict[str, Any]:
     try:
         return told_fields(data, TOLD_BYTES)
     except ValueError as exc:
-        raise ProtocolError(f"what rank {peer} tells cannot be read ({exc}); another version of epee?") from exc
+        raise ProtocolError(
+            f"what rank {peer} tells cannot be read ({exc}; {data.rstrip(b' ')[-40:]!r}); another version of epee?"
+        ) from exc
 
 
 def _presence(fields: dict[str, Any], peer: int) -> Presence:

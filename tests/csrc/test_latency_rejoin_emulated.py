@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from epee.ep.latency import gpu_path as latency_gpu_path
+from epee.ep.latency.gpu.core import LatencyCore
+from epee.errors import ResourceError
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated
 from tests.ep import test_latency_rejoin as cpu_tests
-from tests.harness import DEAD, run_mortal
+from tests.ep.latency_cases import Shape, make
+from tests.harness import DEAD, run_mortal, run_ranks
+from tests.survive import stages
 
 pytestmark = [
     pytest.mark.compiler,
@@ -35,6 +40,57 @@ def test_after_a_replacement_the_results_are_those_of_a_fresh_job(victims: tuple
 @pytest.mark.parametrize("point", ["its line", "hello", "decided", "offered"])
 def test_a_newcomer_that_dies_on_the_way_disturbs_nobody_and_the_next_one_comes_in(point: str) -> None:
     cpu_tests.check_dies_halfway(dies_halfway, point, timeout_s=200)
+
+
+def attach_once(slot: int, num_processes: int, folder: str) -> Any:
+    """Rank 0 cannot map the newcomer's memory the first time: the next sync brings both together."""
+    rank = 1 if slot == 3 else slot
+    if slot == 3:
+        stages.wait_for(folder, "lost")
+    group = cpu_tests.start(rank, 3, folder, joins=slot == 3)
+    if slot == 0:
+        attach = LatencyCore.attach_peer
+
+        def fails(*args: Any) -> Any:
+            LatencyCore.attach_peer = attach  # type: ignore[method-assign]
+            raise ResourceError("no descriptors")
+
+        LatencyCore.attach_peer = fails  # type: ignore[method-assign]
+    buffer = cpu_tests.make_buffer(group)
+    mask = torch.ones(3, dtype=torch.int32)
+    if slot != 3:
+        cpu_tests.rounds(buffer, 0, 2, active_ranks=mask)
+        if slot == 1:
+            cpu_tests.die()
+        cpu_tests.masked_round(buffer, mask, 5, cpu_tests.without(3, 1))
+        cpu_tests.lose(group, folder, 1, "lost")
+        assert buffer.sync(mask).tolist() == [1, 1, 1]
+    assert buffer.sync().tolist() == [1, 1, 1]
+    mask.fill_(1)
+    cpu_tests.rounds(buffer, 20, 26, active_ranks=mask)
+    cpu_tests.end(buffer, folder)
+    return mask.tolist()
+
+
+def attach_once_emulated(slot: int, num_processes: int, folder: str) -> Any:
+    return emulated(slot, num_processes, attach_once, folder)
+
+
+def test_memory_that_could_not_be_mapped_is_mapped_at_the_next_sync() -> None:
+    assert run_mortal(attach_once_emulated, 4, dead={1}, timeout_s=200) == [[1] * 3, DEAD, [1] * 3, [1] * 3]
+
+
+def healthy(rank: int, num_ranks: int) -> int:
+    with make(Shape()) as buffer:
+        for _ in range(6):
+            buffer.sync()
+        return int(buffer._path._core.tags())  # type: ignore[union-attr]
+
+
+def test_numbers_of_calls_jump_only_where_somebody_is_new() -> None:
+    """Some words have 32 bits of them: 2048 jumps, and an old word looks like one of a later call."""
+    ends = run_ranks(emulated, 2, healthy, timeout_s=200)
+    assert ends[0] == ends[1] < 2 * latency_gpu_path.TAG_JUMP
 
 
 def far_ahead(slot: int, num_processes: int, folder: str) -> Any:

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.control.inbox import Exchange
+from epee.ep.latency.cpu import LatencyCpuPath
+from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.synced import SyncedLane
 from epee.errors import EvictedError, NoQuorumError, PeerError, ResourceError, StaleHandleError
 from epee.view.report import look_at_job
@@ -112,19 +115,20 @@ def test_who_does_not_come_to_sync_is_told_and_comes_back(tmp_path: Path) -> Non
     run_ranks(_away, 3, str(tmp_path))
 
 
-def _taken_out(rank: int, num_ranks: int, error: type[BaseException]) -> list[int]:
+def _taken_out(rank: int, num_ranks: int, error: type[BaseException], step: str = "enter") -> list[int]:
     """An error takes rank 1 out of its sync behind the decision: it enters with its next call."""
+    owner: Any = {"enter": SyncedLane, "move": LatencyCpuPath, "begin": Exchange, "use": Inboxes}[step]
     with make(SHAPE, timeout=60) as buffer:
         mask = _ones(num_ranks)
         masked_round(buffer, mask, 0, without(num_ranks))
-        enter = SyncedLane.enter
+        works = getattr(owner, step)
 
         def fails(*args: object) -> None:
-            SyncedLane.enter = enter  # type: ignore[method-assign]
+            setattr(owner, step, works)
             raise error("in the midst of sync")
 
         if rank == 1:
-            SyncedLane.enter = fails  # type: ignore[method-assign, assign]
+            setattr(owner, step, fails)
             with pytest.raises(error, match="in the midst of sync"):
                 buffer.sync(mask)
         else:
@@ -136,9 +140,12 @@ def _taken_out(rank: int, num_ranks: int, error: type[BaseException]) -> list[in
         return [buffer.epoch]
 
 
+@pytest.mark.parametrize("step", ["enter", "move", "begin", "use"])
 @pytest.mark.parametrize("error", [ResourceError, KeyboardInterrupt])
-def test_who_is_taken_out_of_a_sync_that_was_decided_enters_with_its_next_call(error: type[BaseException]) -> None:
-    first, *others = run_ranks(_taken_out, 3, error)
+def test_who_is_taken_out_of_a_sync_that_was_decided_enters_with_its_next_call(
+    error: type[BaseException], step: str
+) -> None:
+    first, *others = run_ranks(_taken_out, 3, error, step)
     assert all(other == first for other in others)
 
 
@@ -240,3 +247,51 @@ def _late(rank: int, num_ranks: int) -> list[list[str]]:
 def test_hang_reports_show_for_whom_a_half_waits_and_nothing_afterwards() -> None:
     for rows in run_ranks(_late, 2):
         assert rows == [[""]]
+
+
+def _old_hook(rank: int, num_ranks: int) -> None:
+    """A hook of an epoch that is over receives nothing of the present one, and frees no slot of it."""
+    with make(SHAPE) as buffer:
+        given = inputs(SHAPE, NUM_TOKENS[:num_ranks], 1)[rank]
+        old = dispatch(buffer, given, return_hook=True)
+        buffer._path.wire._open.clear()  # type: ignore[union-attr]  # as if an error had taken it out of a sync before
+        buffer.sync()
+        new = dispatch(buffer, given, return_hook=True)
+        assert old.hook is not None
+        assert new.hook is not None
+        with pytest.raises(StaleHandleError, match="this hook is of a call of epoch"):
+            old.hook()
+        new.hook()
+        for seed in range(6):
+            check_round(buffer, SHAPE, NUM_TOKENS[:num_ranks], seed)
+
+
+def test_a_hook_of_an_epoch_that_is_over_is_stale() -> None:
+    run_ranks(_old_hook, 2)
+
+
+def _fails_to_come_in(rank: int, num_ranks: int) -> tuple[Any, Any]:
+    comes = SyncedLane.come_in
+
+    def fails(lane: SyncedLane, deadline: float) -> None:
+        comes(lane, deadline)
+        raise ResourceError("no more")
+
+    before = None
+    for number in range(6):
+        if rank == 1:
+            SyncedLane.come_in = fails  # type: ignore[method-assign]
+        with pytest.raises(ResourceError, match="rank 1 could not make its part"):
+            make(SHAPE)
+        SyncedLane.come_in = comes  # type: ignore[method-assign]
+        if number == 2:
+            before = held()
+    with make(SHAPE) as buffer:
+        check_round(buffer, SHAPE, NUM_TOKENS[:num_ranks], 1)
+        dist.barrier()
+    make(SHAPE).close()  # what the last one has left is given back now
+    return before, held()
+
+
+def test_a_buffer_that_cannot_be_made_leaves_nothing() -> None:
+    check_lives(run_ranks(_fails_to_come_in, 2))

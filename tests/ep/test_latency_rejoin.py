@@ -552,3 +552,40 @@ def wake_up(buffer: epee.Buffer, given: Any, mask: torch.Tensor, when: str, fold
 @pytest.mark.parametrize("when", ["writing", "between calls"])
 def test_a_stopped_rank_that_was_replaced_wakes_up_and_disturbs_nobody(when: str) -> None:
     assert run_mortal(zombie, 4, when, dead=set(), timeout_s=MANY_S) == ["ok", "evicted", "ok", "ok"]
+
+
+# ---- the second buffer of a newcomer
+
+
+def late(slot: int, num_processes: int, folder: str) -> Any:
+    """A newcomer makes the younger of two buffers first, and takes its time: it has not closed the older one."""
+    rank = 1 if slot == 3 else slot
+    if slot == 3:
+        stages.wait_for(folder, "lost")
+    group = start(rank, 3, folder, joins=slot == 3)
+    mask = torch.ones(3, dtype=torch.int32)
+    if slot == 3:
+        young = make_buffer(group, max_tokens_per_rank=7)
+        time.sleep(0.5)  # ten times as long as one is waited for that has closed its buffer
+        old = make_buffer(group)
+    else:
+        old, young = make_buffer(group), make_buffer(group, max_tokens_per_rank=7)
+        rounds(old, 0, 2)
+        if slot == 1:
+            die()
+        masked_round(old, mask, 3, without(3, 1))
+        lose(group, folder, 1, "lost")
+        assert young.sync().tolist() == [1, 1, 1]
+        mask.fill_(1)
+        assert old.sync(mask).tolist() == [1, 1, 1]
+    rounds(old, 20, 23)
+    gathered = young.all_gather_bytes(bytes([rank]))
+    stages.meet(folder, "end", rank, range(3))
+    old.close()
+    young.close()
+    return gathered
+
+
+def test_a_newcomer_that_has_not_made_an_older_buffer_yet_has_not_closed_it() -> None:
+    results = run_mortal(late, 4, dead={1}, timeout_s=MANY_S)
+    assert [results[slot] for slot in (0, 2, 3)] == [[b"\0", b"\1", b"\2"]] * 3

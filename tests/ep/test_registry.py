@@ -126,7 +126,8 @@ def test_a_buffer_that_is_just_being_opened_does_not_look_closed(monkeypatch: py
     assert not seen.has_closed(2)
     monkeypatch.undo()
     assert not seen.has_closed(2)
-    first.words[registry.NUMBER] = first.words[registry.VIEW] = 0
+    assert not seen.has_closed(1)
+    first.mark_closed()
     assert seen.has_closed(1)
     assert not seen.has_closed(3)
 

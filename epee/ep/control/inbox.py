@@ -151,8 +151,7 @@ class Exchange:
         self.begin(0, self._inboxes)
 
     def begin(self, epoch: int, inboxes: Mapping[int, HostRegion]) -> None:
-        """Begin an epoch with the inboxes of its members; calls are counted from 1 again."""
-        self.epoch = epoch
+        """Begin an epoch with its members' inboxes; calls are counted from 1 again. It has begun at the last store."""
         self.settled = self.gathered = 0
         self.began = 0.0
         self._is_left = False  # its caller has been taken out of the last call
@@ -165,6 +164,7 @@ class Exchange:
         self._addresses = {rank: inboxes[rank].address for rank in self.members}
         self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
         self.end.begin(EndWords(self.rank, self._words, lambda rank: self._data_at + rank * LINE_WORDS, self._row_at))
+        self.epoch = epoch
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> Rows:
         """Make the next call: `publish` this rank's row and `gather` all. Whoever has made use of it closes `end`.

@@ -19,11 +19,13 @@ class Agreed(NamedTuple):
         epoch: its number.
         ranks: who takes part from then on.
         used: no call of theirs has used a higher number.
+        is_fresh: somebody was not in what was agreed before.
     """
 
     epoch: int
     ranks: tuple[int, ...]
     used: int = 0
+    is_fresh: bool = True
 
 
 class Membership(Protocol):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -141,14 +141,14 @@ class LatencyCpuPath(Memory):
         self._lane.memory = self
         try:
             if self._lane.is_in:
-                self.move(self._lane.regions, ())
+                self.move(self._lane.regions)
             else:
                 self._lane.join(deadline)
         except BaseException:
             self.close()
             raise
 
-    def move(self, regions: Mapping[int, HostRegion], fresh: Collection[int]) -> None:
+    def move(self, regions: Mapping[int, HostRegion]) -> None:
         """Let calls use the memory of another epoch."""
         base = inbox_layout(self.config).nbytes
         self.wire.begin_epoch({rank: Region(region, self._layout, base) for rank, region in regions.items()})

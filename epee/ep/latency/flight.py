@@ -21,7 +21,16 @@ from typing import TypeVar
 
 import torch
 
-from ...errors import CommTimeoutError, EpeeError, InvalidState, MismatchError, PeerError, RankFailedError, context
+from ...errors import (
+    CommTimeoutError,
+    EpeeError,
+    InvalidState,
+    MismatchError,
+    PeerError,
+    RankFailedError,
+    StaleHandleError,
+    context,
+)
 from ...memory.signals import tag
 from ..control.ending import GRACE_S, CallEnd
 from ..control.membership import FixedMembership, Membership
@@ -348,6 +357,12 @@ class Flights:
         def hook() -> None:
             if not hooks:
                 raise InvalidState("this hook has been called already; a call is received once")
+            if flight.epoch != self._epoch():
+                hooks.clear()
+                raise StaleHandleError(
+                    f"this hook is of a call of epoch {flight.epoch}, the buffer is in epoch {self._epoch()}; make the "
+                    "step again"
+                )
             flight.start()
             self.read_mask(flight)
             self.receive(flight, hooks.pop())

@@ -49,7 +49,7 @@ from ..control.messages import ControlPlane
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform
 from ..membership import path_lane
-from ..membership.memory import MAX_BLOB_BYTES, Memory
+from ..membership.memory import MAX_BLOB_BYTES, Memory, require_below
 from ..streams import Lane, RunOptions
 from .gpu.core import LatencyCore
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
@@ -124,6 +124,7 @@ class LatencyCudaPath(Memory):
         self._control, self._buffer_id = control, buffer_id
         self._platform, self._watch, self._is_closing = platform, watch, is_closing
         self._lane = path_lane.lane_of(control)
+        self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-latency-{rank}")
@@ -141,12 +142,18 @@ class LatencyCudaPath(Memory):
         if not self._lane.is_in:
             return LatencyCore(self._platform, config, self._alone)
         try:
-            return LatencyCore(self._platform, config, lambda data: control.all_gather_bytes(data, deadline))
+            return LatencyCore(self._platform, config, lambda data: self._gather(data, deadline))
         except (CommTimeoutError, PeerError, AbortedError):
             raise
         except Exception as error:
             control.refuse(OP_GATHER, error, deadline)
             raise
+
+    def _gather(self, data: bytes, deadline: float) -> list[bytes]:
+        """Gather from all ranks; what they tell first is how their memory is mapped."""
+        parts = self._control.all_gather_bytes(data, deadline)
+        self._blobs = self._blobs or dict(enumerate(parts))
+        return parts
 
     def _alone(self, data: bytes) -> list[bytes]:
         """Stand in for a gather where the others' memory is mapped later."""
@@ -293,26 +300,32 @@ class LatencyCudaPath(Memory):
         """Forget the words of who was replaced, and go on from another call number."""
         if self._platform.is_capturing():
             raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
+        require_below(self._core.tags(), agreed)
         for rank in fresh:
             self._core.clear_source(rank)
-        num_ranks = self.config.num_ranks
-        self._core.set_view([rank in agreed.ranks for rank in range(num_ranks)], agreed.used + TAG_JUMP)
+        step = TAG_JUMP if agreed.is_fresh else 2 * self._core.config.num_slots  # tags have 32 bits in some words
+        active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
+        self._core.set_view(active, agreed.used + step)
 
     def fill(self, region: HostRegion) -> None:
         """Lend this rank's memory on the GPU."""
         blob = self._core.blob
         at = inbox_layout(self.config).nbytes
-        region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,))[: len(blob)] = torch.frombuffer(blob, dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,))[: len(blob)] = mine
         region.words(at + MAX_BLOB_BYTES, 1)[0] = len(blob)
 
-    def move(self, regions: Mapping[int, HostRegion], fresh: Collection[int]) -> None:
-        """Map the memory of those who are new; who lends none that can be mapped is lost until the next `sync`."""
+    def move(self, regions: Mapping[int, HostRegion]) -> None:
+        """Map the memory of those who lend another than before; who lends none that can be mapped is lost for now."""
         at = inbox_layout(self.config).nbytes
-        for rank in fresh & regions.keys():
+        for rank in regions.keys() - {self.rank}:
+            size = regions[rank].words(at + MAX_BLOB_BYTES, 1)[0]
+            blob = bytes(regions[rank].tensor(torch.uint8, at, (MAX_BLOB_BYTES,)).numpy())[:size]
+            if blob == self._blobs.get(rank):
+                continue
             try:
-                size = regions[rank].words(at + MAX_BLOB_BYTES, 1)[0]
-                blob = bytes(regions[rank].tensor(torch.uint8, at, (MAX_BLOB_BYTES,)).numpy())[:size]
                 self._core.replace_peer(rank, self._core.attach_peer(blob))
+                self._blobs[rank] = blob
             except EpeeError as error:
                 _log.warning("the memory of rank %d cannot be mapped: %s", rank, error)
 

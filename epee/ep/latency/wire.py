@@ -162,8 +162,10 @@ class Region:
         self.weights[slot] = np.nan
 
     def close(self) -> None:
-        """Drop the views."""
-        del self._rows, self.meta, self.weights
+        """Drop the views; idempotent."""
+        self.__dict__.pop("_rows", None)
+        self.__dict__.pop("meta", None)
+        self.__dict__.pop("weights", None)
         self.words.release()
 
 
@@ -213,13 +215,14 @@ class Wire:
 
     def begin_epoch(self, regions: Mapping[int, Region]) -> None:
         """Go on in other memory, from call 1; who is not in `regions` is not there. No call is under way."""
-        for region in self.regions:
-            if region is not self._blank:
-                region.close()
+        old = self.regions
         self.regions = [regions.get(rank, self._blank) for rank in range(self.config.num_ranks)]
         self.seq = 0
         self._open.clear()
         self._cut.clear()
+        for region in old:
+            if region is not self._blank:
+                region.close()
 
     # -- slots
 

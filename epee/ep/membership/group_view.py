@@ -170,6 +170,9 @@ class Roster:
             if old.epoch:
                 has_changed = new.agreed.epoch or _incarnations(new.members) != _incarnations(old.members)
                 new = new._replace(epoch=decision.epoch if has_changed else old.epoch)
+            if new.agreed.epoch:
+                is_fresh = any(member.incarnation > old.agreed.epoch for member in new.members.values())
+                new = new._replace(agreed=new.agreed._replace(is_fresh=is_fresh))
             new = new._replace(agreed=max(new.agreed, old.agreed))
             self._note_causes(old, new, decision)
             self.state = decision.epoch, new

@@ -102,8 +102,9 @@ class Inboxes:
             self._next[1].close()
             self._next = None
         if self._next is None:
-            self._next = epoch, HostRegion.create(self._nbytes, f"inbox-{self._rank}-{epoch}")
-            self.fill(self._next[1])
+            region = HostRegion.create(self._nbytes, f"inbox-{self._rank}-{epoch}")
+            self.fill(region)
+            self._next = epoch, region
         if self._line.words[INBOX_VIEW] != epoch:  # peers may be just reading it
             self._line.lend_inbox(epoch, self._next[1].blob)
         return self._next[1]

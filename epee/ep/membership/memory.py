@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from ...errors import InvalidState
 from ...memory.host import HostRegion
 from ..control.membership import Agreed
 
@@ -17,10 +18,30 @@ class Memory:
         """Watch another process (number, start time) for the death of `rank`."""
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
-        """Make ready what the others reach as soon as this rank lends it; `fresh`: ranks with another process."""
+        """Make ready what the others reach as soon as this rank lends it.
+
+        Args:
+            agreed: the epoch.
+            fresh: ranks with another process than in the epoch before.
+
+        Raises:
+            InvalidState: this rank cannot enter.
+        """
 
     def fill(self, region: HostRegion) -> None:
         """Write into this rank's new region what the others are to find there."""
 
-    def move(self, regions: Mapping[int, HostRegion], fresh: Collection[int]) -> None:
-        """Let calls use the epoch's regions; the old ones are unmapped afterwards."""
+    def move(self, regions: Mapping[int, HostRegion]) -> None:
+        """Let calls use the epoch's regions; the old ones are unmapped afterwards. May be repeated."""
+
+
+def require_below(used: int, agreed: Agreed) -> None:
+    """Raise `InvalidState` where calls of this rank have used numbers that the others do not know of.
+
+    It had left its `sync` by an error, and made calls, before the decision came that has it in.
+    """
+    if used > agreed.used:
+        raise InvalidState(
+            f"this rank has made calls (up to number {used}) since an error took it out of the sync that the others "
+            f"have ended with it (up to {agreed.used}); call buffer.sync() on all ranks"
+        )

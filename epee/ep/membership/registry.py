@@ -5,7 +5,8 @@ reads: the other members, who find the region without being told where it is: am
 the view names, by the name of the memfd. So a process that joins needs neither the store nor a collective call to find
 the buffers that run, nor the others to find its own.
 
-    header  magic, number of the newest buffer, blob of the region
+    header  magic, number of the newest buffer, blob of the region, numbers of buffers that were closed: n at place
+            n modulo their number, so the last ones
     line    number of the buffer (0: none; with `CLOSED`: it was closed), record (`call_outcome.Record`, word by word),
             for whom this rank waits and when it said so last, for which epoch it has come to sync and whom it counts on
             there, and the last number that its calls have used (`sync.py`), view for which the inbox was made, blob of
@@ -24,14 +25,14 @@ word: a blob is checked by `HostRegion.attach`, its owner against the process th
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...errors import EpeeError, ProtocolError, ResourceError
+from ...errors import EpeeError, ProtocolError, ResourceError, shortage
 from ...memory.claim import require_own
 from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ...memory.signals import futex_wake
@@ -46,11 +47,13 @@ _MAGIC = int.from_bytes(b"epeebuf1", "little")
 _BLOB_WORDS = -(-BLOB_BYTES // 8)
 _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64
+_CLOSED_AT = _OWN_BLOB + _BLOB_WORDS
+_NUM_CLOSED = _LINE_WORDS - _CLOSED_AT  # more than can be open at once
 NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, SYNC, COUNTED, USED, INBOX_VIEW, INBOX = range(13)
 CONFIG = INBOX + _BLOB_WORDS
 CLOSED = 1 << 62  # in the word of the number
 _NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
-assert _OWN_BLOB + _BLOB_WORDS <= _LINE_WORDS
+assert _NUM_CLOSED > MAX_BUFFERS
 
 
 class Line:
@@ -82,7 +85,10 @@ class Line:
 
     def mark_closed(self) -> None:
         """Say that the buffer is closed; what it shows stays. Idempotent. Only the owner."""
-        self.words[NUMBER] |= CLOSED
+        number = self.number
+        if number:
+            self.words[NUMBER] = number | CLOSED
+            self._region.words(0, _LINE_WORDS)[_CLOSED_AT + number % _NUM_CLOSED] = number
 
     def record(self) -> Record:
         """Return what the line shows; the stamp is read first, since what it makes final was stored before it."""
@@ -202,7 +208,7 @@ class Registry:
     def forget(self, number: int) -> None:
         """Let it look as if buffer `number`, whose line is closed, had never been opened: it was not taken part in."""
         self.had.discard(number)
-        self._words[_NEWEST] = max(self.had, default=0)
+        self._words[_CLOSED_AT + number % _NUM_CLOSED] = 0
 
     def numbers(self) -> dict[int, Line]:
         """Return the lines of the buffers that are open, by number."""
@@ -210,11 +216,11 @@ class Registry:
         return {line.number: line for line in lines if line.number}
 
     def has_closed(self, number: int) -> bool:
-        """Return whether the process had buffer `number`, or a later one, and does not have this one (any more).
+        """Return whether the process had buffer `number` and has closed it.
 
-        The newest number is read first: who opens the buffer meanwhile shows its line before that number.
+        Who has not made it yet, be it that it has made later ones, has not; nor has who closed it long ago.
         """
-        return self.newest >= number and number not in self.numbers()
+        return self._words[_CLOSED_AT + number % _NUM_CLOSED] == number
 
 
 def name_of(lane: int) -> str:
@@ -258,11 +264,15 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
         raise ResourceError(f"cannot look into {folder}: {exc}; the ranks must run as one user, dumpable") from exc
     for entry in entries:
         path = f"{folder}/{entry}"
-        with contextlib.suppress(OSError):  # closed meanwhile
+        try:
             if os.readlink(path).split(" ")[0] == wanted:
                 found = _attach(path, pid, start_time, lane)
                 if found is not None:
                     return found
+        except OSError as exc:
+            if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise shortage(f"cannot look at {path}", exc) from exc
+            # closed meanwhile
     return None
 
 

@@ -281,26 +281,28 @@ class SyncedLane(BufferLane):
             self._check()
             raise InvalidState(f"Buffer: this rank is not in epoch {agreed.epoch}; make the buffer again")
         is_void = lambda: self.roster.view.agreed.epoch > agreed.epoch  # noqa: E731 - they have gone on
-        self._fresh |= self._watch_those(members)
+        self._watch_those(members)
         if self._prepared != agreed.epoch:
-            self.memory.prepare(agreed, self._fresh)
+            try:
+                self.memory.prepare(agreed, self._fresh)
+            except InvalidState:  # this rank cannot enter; its next sync agrees anew
+                self.note_agreed(agreed)
+                raise
             self._prepared = agreed.epoch
         met = self._inboxes.meet_those(members, Wait(agreed.epoch, is_void, time.monotonic(), deadline))
         self._begin(agreed.epoch, members, met)
         self._inboxes.use(met)
         self._fresh.clear()
 
-    def _watch_those(self, members: Mapping[int, Member]) -> set[int]:
-        """Watch the members' processes; of who is not one, the process that had the rank last. Return who is new."""
-        fresh = set()
+    def _watch_those(self, members: Mapping[int, Member]) -> None:
+        """Watch the members' processes; of who is not one, the process that had the rank last."""
         for rank, member in members.items():
             process = process_of(member)
             if rank != self._rank and self.processes.get(rank) != process:
+                self._fresh.add(rank)
                 self._watch.watch(rank, *process)
                 self.memory.follow(rank, process)
                 self.processes[rank] = process
-                fresh.add(rank)
-        return fresh
 
     def sync(self, counted: int, used: int, deadline: float) -> Agreed:
         """Agree with the others on who takes part, and enter; raises as `agree` and `enter`. `note_agreed` follows."""
@@ -314,15 +316,15 @@ class SyncedLane(BufferLane):
         return agreed
 
     def _begin(self, epoch: int, members: Mapping[int, Member], met: Met) -> None:
-        """Make the mapped memory that of the calls."""
+        """Make the mapped memory that of the calls; the epoch is the last store, all before it can be repeated."""
+        self.memory.move(met.regions)
         self._entered = {rank: member.incarnation for rank, member in members.items()}
+        self.regions = met.regions
+        self._lines = {rank: peer.line for rank, peer in met.peers.items() if rank in met.regions}
         exchange = self._exchange
         exchange.end.close()
         exchange.end.lost = ""
         exchange.begin(epoch, met.regions)
-        self.memory.move(met.regions, self._fresh)
-        self.regions = met.regions
-        self._lines = {rank: peer.line for rank, peer in met.peers.items() if rank in met.regions}
 
     def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
         self._interrupt()

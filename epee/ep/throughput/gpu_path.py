@@ -45,7 +45,7 @@ from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
 from ..handle import Combined, Dispatched, Handle, Payload, Routing
 from ..membership import path_lane
-from ..membership.memory import Memory
+from ..membership.memory import Memory, require_below
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
 from .gpu.types import CombineOptions, DispatchOptions, Received
@@ -126,6 +126,7 @@ class CudaPath(Memory):
         try:
             self._notifier.start(self._lane.processes)
         except BaseException:
+            self._notifier.stop()
             self._core.close()
             raise
         self._lane.memory = self
@@ -273,6 +274,7 @@ class CudaPath(Memory):
         """Let the kernels go on in the epoch's view, above all call numbers that were used (`Memory`)."""
         if self._platform.is_capturing():
             raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
+        require_below(self._core.tags(), agreed)
         self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the notifier knows of some before
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
         self._core.set_view(active, agreed.used + REMEMBERED_CALLS)

@@ -1,7 +1,7 @@
 """Who takes part in a buffer's calls: what the calls ask, and the answers where nobody can come or go.
 
-`membership/epochs.py` has the answers for groups whose ranks die, are voted out and come back. Without them a dead rank
-ends the buffer (CPU), or the calls until the next `sync` (GPU, latency mode): the wait for it raises.
+Where ranks die, are voted out and come back, `membership/epochs.py` has the answers for throughput mode on CPUs, and
+`membership/synced.py` for latency mode and GPUs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EpeeError, InvalidArgument
-from ..view.process.detector import DeathWatch
 from .calls import Calls
 from .checks import (
     check_combine,
@@ -28,7 +27,7 @@ from .checks import (
     check_timeout,
 )
 from .config import PAYLOAD_DTYPES, BufferConfig
-from .control.bootstrap import Born, group_of, meet, size_of
+from .control.bootstrap import bear, group_of, refuse, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, Exchange
 from .control.messages import ControlPlane, refused_alike
 from .handle import Combined, Dispatched, Handle, Payload, mask_of
@@ -136,12 +135,12 @@ class Buffer(Calls):
                 self.config = replace(self.config, path="cuda", device=platform.device)
                 (latency_config if self.config.is_latency else throughput_config)(self.config, self.rank).check()
             self.config = with_policy(self.config, seat, fault_mode, on_stall)
-        except Exception as error:  # noqa: BLE001 - raised by `meet`, after the peers have heard of it
+        except Exception as error:  # noqa: BLE001 - raised by `refuse`, after the peers have heard of it
             refusal = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
         retire()
-        # who refuses its arguments says so in the first round, which is the same for all kinds of buffers
-        is_made = refusal is not None or not self.config.is_lane
-        born = meet(members, self.config, refusal) if is_made else Born([], DeathWatch())
+        if refusal is not None:
+            refuse(members, self.config, refusal)
+        born = bear(self.config)
         self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, self._closing.check)
         if self.config.is_lane:
             begin_lane(members, seat, self._exchange, born.watch, self._timeout, self._closing.check)

@@ -169,8 +169,10 @@ def _fields(data: bytes, peer: int) -> dict[str, Any]:
     try:
         return told_fields(data, TOLD_BYTES)
     except ValueError as exc:
+        at = getattr(exc, "pos", 0)  # of JSON that is none
+        around, length = data[max(0, at - 20) : at + 20], len(data.rstrip(b" "))
         raise ProtocolError(
-            f"what rank {peer} tells cannot be read ({exc}; {data.rstrip(b' ')[-40:]!r}); another version of epee?"
+            f"what rank {peer} tells cannot be read ({exc}; {length} bytes, {around!r} there); another version of epee?"
         ) from exc
 
 

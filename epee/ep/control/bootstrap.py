@@ -1,12 +1,10 @@
-"""Birth of a buffer: the ranks compare what they were given and map each other's inboxes.
+"""What the ranks of a group tell each other when they make a buffer, before there is shared memory.
 
-Two rounds over the c10d group, each an all_gather of fixed-size records (plain bytes, no pickle), so that every rank
-sees what every rank sees and all reach the same verdict:
-
-1. (version, host, config, refusal or the inbox's blob). A rank with a bad argument takes part with its refusal.
-2. (mapped all inboxes, or why not).
-
-The group is not used again. A rank that dies between the rounds is the group's problem: its own time-out ends them.
+A round over the c10d group is an all_gather of fixed-size records (plain bytes, no pickle), so that every rank sees
+what every rank sees and all reach the same verdict. In the first one each says its version, host and config, or why it
+cannot make its buffer (`refuse`): a rank with a bad argument takes part with its refusal. What follows is the affair of
+the lane (`membership/birth.py`). A rank that dies between two rounds is the group's problem: its own time-out ends
+them.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import struct
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from ...errors import (
     InvalidArgument,
     MismatchError,
     ProtocolError,
-    RankFailedError,
     ResourceError,
     UnsupportedError,
 )
@@ -82,7 +80,7 @@ def _group_device(group: dist.ProcessGroup) -> torch.device:
 
 
 class Born:
-    """What the ranks agreed on: everybody's inbox, mapped, and a watch on everybody's process."""
+    """What a buffer begins with: inboxes, where no lane brings them, and the watch on everybody's process."""
 
     def __init__(self, inboxes: list[HostRegion], watch: DeathWatch) -> None:
         self.inboxes = inboxes
@@ -95,47 +93,20 @@ class Born:
         self.watch.close()
 
 
-def meet(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError | None) -> Born:
-    """Run both rounds.
+def refuse(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError) -> NoReturn:
+    """Tell the other ranks, in the round that compares arguments, that this one cannot make its buffer; raise it."""
+    gather_present(group, pack(config, bytes(_HOST_BYTES), b"", refusal))
+    raise refusal
 
-    Args:
-        group: used only here.
-        config: checked, unless `refusal` says why it could not be.
-        refusal: error of this rank's arguments; it is raised here after the peers have learnt of it.
+
+def bear(config: BufferConfig) -> Born:
+    """Begin a buffer: the only rank of a group has its inbox at once, others get theirs with their first epoch.
 
     Raises:
-        MismatchError: the ranks disagree, or another rank was refused; the same on all of them.
-        UnsupportedError: the ranks run on several hosts.
-        ResourceError: memory or permission is missing on some rank.
+        ResourceError: no memory or descriptors.
     """
-    inbox: HostRegion | None = None
-    host = bytes(_HOST_BYTES)
-    if refusal is None:
-        try:
-            host = host_id()
-            inbox = HostRegion.create(inbox_layout(config).nbytes, f"inbox-{group.rank()}")
-        except EpeeError as exc:
-            refusal = exc
-    try:
-        blob = inbox.blob if inbox is not None else bytes(BLOB_BYTES)
-        parts = gather_present(group, pack(config, host, blob, refusal))
-        records = {rank: Record(data) for rank, data in parts.items()}
-        if refusal is not None:
-            raise refusal
-        judge(records)
-        if len(records) < size_of(group):
-            lost = sorted(set(range(size_of(group))) - set(records))
-            raise RankFailedError(
-                f"Buffer: rank(s) {', '.join(map(str, lost))} of the group are lost, and a buffer of this device "
-                "needs all; make a group of the others (new_group) for it",
-                lost,
-                "Buffer",
-            )
-        return _attach_all(group, inbox, [record.blob for record in records.values()])
-    except BaseException:
-        if inbox is not None:
-            inbox.close()
-        raise
+    inboxes = [] if config.is_lane else [HostRegion.create(inbox_layout(config).nbytes, "inbox-0")]
+    return Born(inboxes, DeathWatch())
 
 
 def pack(config: BufferConfig, host: bytes, blob: bytes, refusal: EpeeError | None) -> bytes:
@@ -181,29 +152,6 @@ def judge(records: Mapping[int, Record]) -> None:
                     f"Buffer: ranks disagree about {name}: rank {lead} has {describe_word(name, mine)}, "
                     f"rank {rank} has {describe_word(name, other)}; give all ranks the same"
                 )
-
-
-def _attach_all(group: dist.ProcessGroup, inbox: HostRegion | None, blobs: list[bytes]) -> Born:
-    assert inbox is not None
-    born = Born([], DeathWatch())
-    problem = ""
-    try:
-        for rank, blob in enumerate(blobs):
-            region = inbox if rank == group.rank() else HostRegion.attach(blob)
-            born.inboxes.append(region)
-            born.watch.watch(rank, region.owner_pid, region.owner_start_time)
-    except EpeeError as exc:
-        problem = f"{type(exc).__name__}: {exc}"
-    try:
-        texts = all_gather_bytes(group, problem.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-        for rank, data in enumerate(texts):
-            text = data.rstrip(b"\0").decode("utf-8", "replace")
-            if text:
-                raise ResourceError(f"Buffer: rank {rank} could not map its peers' memory: {text}")
-    except BaseException:
-        born.close()
-        raise
-    return born
 
 
 def group_of(group: object) -> dist.ProcessGroup:

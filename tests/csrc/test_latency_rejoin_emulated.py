@@ -13,7 +13,7 @@ from epee.errors import ResourceError
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated
 from tests.ep import test_latency_rejoin as cpu_tests
-from tests.ep.latency_cases import Shape, make
+from tests.ep.latency_cases import Shape, check_round, make
 from tests.harness import DEAD, run_mortal, run_ranks
 from tests.survive import stages
 
@@ -100,3 +100,28 @@ def far_ahead(slot: int, num_processes: int, folder: str) -> Any:
 
 def test_words_that_the_dead_wrote_of_later_calls_are_not_believed() -> None:
     assert run_mortal(far_ahead, 4, dead={2}, timeout_s=200) == ["ok", "ok", DEAD, "ok"]
+
+
+def broken_off(rank: int, num_ranks: int) -> bool:
+    """An error takes rank 1 out of its preparations for an epoch, behind what it has stored: it prepares again."""
+    with make(Shape()) as buffer:
+        works = LatencyCore.set_view
+
+        def fails(core: LatencyCore, *args: Any) -> None:
+            LatencyCore.set_view = works  # type: ignore[method-assign]
+            works(core, *args)
+            raise KeyboardInterrupt
+
+        if rank == 1:
+            LatencyCore.set_view = fails  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                buffer.sync()
+        else:
+            assert buffer.sync().tolist() == [1, 1]
+        for seed in range(4):
+            check_round(buffer, Shape(), (4, 3), seed)
+        return True
+
+
+def test_preparations_for_an_epoch_that_were_broken_off_are_made_again() -> None:
+    assert run_ranks(emulated, 2, broken_off, timeout_s=200) == [True, True]

@@ -147,3 +147,14 @@ def test_nobody_sees_that_a_rank_has_come_to_sync_beside_ranks_of_another_time(m
         line.come_to_sync(*shown)
     assert {counted for mark, counted in seen if mark == 6} == {7}
     assert {counted for mark, counted in seen if mark == 8} == {3}
+
+
+def test_whose_buffer_could_not_be_opened_has_neither_had_nor_closed_it() -> None:
+    own = registry.Registry.make(80)
+    line = own.open(1, 1, [3])
+    line.words[registry.NUMBER] = line.words[registry.VIEW] = 0
+    own.forget(1)
+    assert own.had == set()
+    assert not own.has_closed(1)
+    own.open(1, 1, [3]).mark_closed()
+    assert own.has_closed(1)

@@ -110,7 +110,7 @@ def bear(config: BufferConfig) -> Born:
 
 
 def pack(config: BufferConfig, host: bytes, blob: bytes, refusal: EpeeError | None) -> bytes:
-    """Return the record of this rank: `blob` is at most `BLOB_BYTES` bytes for whoever maps its memory."""
+    """Return the record of this rank: `blob` is at most `BLOB_BYTES` bytes for the lane."""
     text = "" if refusal is None else f"{type(refusal).__name__}: {refusal}"
     words = config.words() if refusal is None else [0] * len(CONFIG_NAMES)
     status = int(refusal is not None)

@@ -191,6 +191,7 @@ class LatencyCpuPath(Memory):
         """Drop all views of memory; results of the user are their own. Idempotent."""
         self.wire.close()
         self._blank.close()
+        self._lane.memory = Memory()  # no circle keeps a closed path
 
     # -- dispatch
 

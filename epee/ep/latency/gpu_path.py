@@ -6,10 +6,11 @@ ranks come in (`membership/synced.py`).
 
 Replacements. A graph has this rank's addresses, so its memory stays, and its blob lies behind the inbox that it lends
 for an epoch. Before it lends that, the words are cleared that a replaced process has stored, and the tags go on
-`TAG_JUMP` above all that anybody has used: what the old process still stores, should it be stopped and wake up, bears
-older tags and is not believed. Its calls raise `EvictedError` as soon as it has heard of the view. Not promised: rows
-and words that it stores into places which a call of the present is just reading (a graph that it replays before it has
-heard of the view); and where it has made more than `TAG_JUMP` calls on its own, its words.
+`TAG_JUMP` above all that anybody has used (`TAG_STEP` where all were in the epoch before): what the old process still
+stores, should it be stopped and wake up, bears older tags and is not believed. Its calls raise `EvictedError` as soon
+as it has heard of the view. Not promised: rows and words that it stores into places which a call of the present is just
+reading (a graph that it replays before it has heard of the view); and where it has made more calls than that on its
+own, its words.
 
 Protocol: GPU calls are counted by the kernels. A rank whose call fails before its kernel takes part by a refusal, so
 that all stay in step. What kernels find lies in pinned memory until the host looks: at the end of a call, at the start
@@ -70,6 +71,7 @@ from .types import (
 _log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0
 TAG_JUMP = 1 << 20  # between the calls of two epochs: a process that was left out may go on for so many
+TAG_STEP = 1 << 12  # the same where nobody is new; some words have 32 bits of a tag, so jumps are not for every sync
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
@@ -124,6 +126,7 @@ class LatencyCudaPath(Memory):
         self._control, self._buffer_id = control, buffer_id
         self._platform, self._watch, self._is_closing = platform, watch, is_closing
         self._lane = path_lane.lane_of(control)
+        self._judged = 0  # the last epoch that this rank's call numbers were looked at for
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
@@ -212,6 +215,7 @@ class LatencyCudaPath(Memory):
         self._notifier.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
+        self._lane.memory = Memory()  # no circle keeps a closed path
 
     # -- calls
 
@@ -300,10 +304,12 @@ class LatencyCudaPath(Memory):
         """Forget the words of who was replaced, and go on from another call number."""
         if self._platform.is_capturing():
             raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
-        require_below(self._core.tags(), agreed)
+        if self._judged != agreed.epoch:  # what an attempt before this one has stored is no call
+            require_below(self._core.tags(), agreed)
+            self._judged = agreed.epoch
         for rank in fresh:
             self._core.clear_source(rank)
-        step = TAG_JUMP if agreed.is_fresh else 2 * self._core.config.num_slots  # tags have 32 bits in some words
+        step = TAG_JUMP if agreed.is_fresh else TAG_STEP
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
         self._core.set_view(active, agreed.used + step)
 

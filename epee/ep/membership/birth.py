@@ -244,6 +244,7 @@ def _open(
         finally:
             if line is not None:
                 line.words[NUMBER] = line.words[VIEW] = 0
+                registry.forget(number)
             job.release()
         raise
 

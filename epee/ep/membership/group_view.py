@@ -127,10 +127,12 @@ class Roster:
         if runtime.view().epoch < floor:
             runtime.await_decision(floor - 1, timeout_s)
         self._lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
+        past = [decision.epoch for decision in runtime.since(0) if self._lane in decision.met]
         with self.lock:
             self._line = line
             now = self._view_of(self._last)  # who is out could not be known without the buffer's number
-            self.state = self.heard, now._replace(epoch=max(now.epoch, self.view.epoch))
+            before = Agreed(max((epoch for epoch in past if epoch <= self.heard), default=0), ())  # of others
+            self.state = self.heard, now._replace(epoch=max(now.epoch, self.view.epoch), agreed=max(now.agreed, before))
         state = LaneState(self._lane, 0, 0)
         row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
         self._awaited.begin(self._lane, row)

@@ -25,7 +25,8 @@ class Memory:
             fresh: ranks with another process than in the epoch before.
 
         Raises:
-            InvalidState: this rank cannot enter.
+            Outrun: this rank cannot enter.
+            InvalidState: not now: a graph is recorded.
         """
 
     def fill(self, region: HostRegion) -> None:
@@ -35,13 +36,17 @@ class Memory:
         """Let calls use the epoch's regions; the old ones are unmapped afterwards. May be repeated."""
 
 
+class Outrun(InvalidState):
+    """This rank cannot enter what was agreed; its caller sees an `InvalidState`."""
+
+
 def require_below(used: int, agreed: Agreed) -> None:
-    """Raise `InvalidState` where calls of this rank have used numbers that the others do not know of.
+    """Raise `Outrun` where calls of this rank have used numbers that the others do not know of.
 
     It had left its `sync` by an error, and made calls, before the decision came that has it in.
     """
     if used > agreed.used:
-        raise InvalidState(
+        raise Outrun(
             f"this rank has made calls (up to number {used}) since an error took it out of the sync that the others "
             f"have ended with it (up to {agreed.used}); call buffer.sync() on all ranks"
         )

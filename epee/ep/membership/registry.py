@@ -12,12 +12,12 @@ the buffers that run, nor the others to find its own.
             there, and the last number that its calls have used (`sync.py`), view for which the inbox was made, blob of
             the inbox, words of the config
 
-Order: a line's number is stored last when it is made (after it only the newest number in the header), and marked first
-when it ends. The record of a closed buffer stays, stamped `FINAL` when its owner has left the control plane: others may
-have to judge a call by it that the owner has finished. So lines are taken anew as late as can be, and who reads a
-record looks whose it is. The blob of an inbox lies between two stores of the view it is for (0, then the view), and a
-reader looks at the view again after it has copied the blob. The stamp (`VIEW`) is stored after the words that it makes
-final. Each word is one store of the machine.
+Order: a line's number is stored last when it is made (after it only the newest number in the header), and marked when
+it ends, behind the closed number in the header. The record of a closed buffer stays, stamped `FINAL` when its owner has
+left the control plane: others may have to judge a call by it that the owner has finished. So lines are taken anew as
+late as can be, and who reads a record looks whose it is. The blob of an inbox lies between two stores of the view it is
+for (0, then the view), and a reader looks at the view again after it has copied the blob. The stamp (`VIEW`) is stored
+after the words that it makes final. Each word is one store of the machine.
 
 A crash leaves a line as it was; the memory stays readable to those who have mapped it. Everything read here is a peer's
 word: a blob is checked by `HostRegion.attach`, its owner against the process that the view names.
@@ -87,8 +87,8 @@ class Line:
         """Say that the buffer is closed; what it shows stays. Idempotent. Only the owner."""
         number = self.number
         if number:
-            self.words[NUMBER] = number | CLOSED
             self._region.words(0, _LINE_WORDS)[_CLOSED_AT + number % _NUM_CLOSED] = number
+            self.words[NUMBER] = number | CLOSED  # last: who finds the line closed finds why
 
     def record(self) -> Record:
         """Return what the line shows; the stamp is read first, since what it makes final was stored before it."""
@@ -201,7 +201,7 @@ class Registry:
                 line.stamp(view)
                 self.had.add(number)
                 line.words[NUMBER] = number
-                self._words[_NEWEST] = max(self.newest, number)  # last: `has_closed`
+                self._words[_NEWEST] = max(self.newest, number)
                 return line
         raise ResourceError(f"a process has at most {MAX_BUFFERS} buffers of one group at a time; close some")
 
@@ -270,10 +270,15 @@ def find(lane: int, pid: int, start_time: int) -> Registry | None:
                 if found is not None:
                     return found
         except OSError as exc:
-            if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            if _is_shortage(exc):
                 raise shortage(f"cannot look at {path}", exc) from exc
             # closed meanwhile
     return None
+
+
+def _is_shortage(exc: BaseException | None) -> bool:
+    """Return whether this process lacks descriptors or memory, whatever others do."""
+    return isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _attach(path: str, pid: int, start_time: int, lane: int) -> Registry | None:
@@ -289,6 +294,8 @@ def _attach(path: str, pid: int, start_time: int, lane: int) -> Registry | None:
             return None  # just being made
         region = HostRegion.attach(raw[8 * _OWN_BLOB :][:BLOB_BYTES], is_writable=False)
     except EpeeError as exc:  # it has just ended, or closed it; whoever waits for it has a time-out
+        if _is_shortage(exc.__cause__):
+            raise  # this process's own
         logger.info("the list of buffers of process %d cannot be used: %s", pid, exc)
         return None
     if (region.owner_pid, region.owner_start_time) != (pid, start_time):

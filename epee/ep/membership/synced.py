@@ -52,7 +52,7 @@ from .birth import Begun
 from .group_view import process_of
 from .inboxes import Absent, Met, Wait
 from .lane import BufferLane, silent
-from .memory import Memory
+from .memory import Memory, Outrun
 from .registry import Line
 
 logger = logging.getLogger("epee")
@@ -285,7 +285,7 @@ class SyncedLane(BufferLane):
         if self._prepared != agreed.epoch:
             try:
                 self.memory.prepare(agreed, self._fresh)
-            except InvalidState:  # this rank cannot enter; its next sync agrees anew
+            except Outrun:  # this rank cannot enter; its next sync agrees anew
                 self.note_agreed(agreed)
                 raise
             self._prepared = agreed.epoch

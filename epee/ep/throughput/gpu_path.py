@@ -111,6 +111,7 @@ class CudaPath(Memory):
         self._platform = platform
         self._watch = watch
         self._lane = path_lane.lane_of(control)
+        self._judged = 0  # the last epoch that this rank's call numbers were looked at for
         self._is_closing = is_closing
         self._timeout = timeout
         self._require_all()
@@ -274,7 +275,9 @@ class CudaPath(Memory):
         """Let the kernels go on in the epoch's view, above all call numbers that were used (`Memory`)."""
         if self._platform.is_capturing():
             raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
-        require_below(self._core.tags(), agreed)
+        if self._judged != agreed.epoch:  # what an attempt before this one has stored is no call
+            require_below(self._core.tags(), agreed)
+            self._judged = agreed.epoch
         self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the notifier knows of some before
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
         self._core.set_view(active, agreed.used + REMEMBERED_CALLS)
@@ -310,6 +313,7 @@ class CudaPath(Memory):
         self._notifier.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
+        self._lane.memory = Memory()  # no circle keeps a closed path
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         return self.control.all_gather_bytes(data, time.monotonic() + self._timeout)

@@ -114,10 +114,12 @@ def with_a_death_and_a_held_gil(rank: int, num_ranks: int, folder: str, mode: st
     if rank == 2:
         dist.all_reduce(torch.tensor([202.0]), async_op=True)
         stages.reach(folder, "put")
+        stages.wait_for(folder, "held")  # else the agents may agree on its death first
         os.kill(os.getpid(), signal.SIGKILL)
     stages.wait_for(folder, "put")
     if rank == 0:
-        ctypes.PyDLL(None).usleep(1_500_000)
+        stages.reach(folder, "held")
+        ctypes.PyDLL(None).usleep(2_500_000)
     for k in range(2, NUM_STEPS + 1):
         steps.make(k)
     stages.meet(folder, "done", rank, (0, 1))

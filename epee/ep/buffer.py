@@ -347,7 +347,7 @@ class Buffer(Calls):
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the last call ran; handles of other epochs are stale. 0 where membership cannot change."""
+        """The epoch in which the last call ran; handles of other epochs are stale. 0 for the only rank of a group."""
         return self._exchange.epoch
 
     def refuse(self, error: Exception, timeout: float | None = None) -> None:

@@ -31,7 +31,7 @@ class Peers:
         self.regions = []
         self.lines: dict[int, Any] = {}
         for rank, kind in enumerate(kinds, 1):
-            line = self.registry.open(rank, EPOCH, CONFIG.words())
+            line = self.registry.open(rank, CONFIG.words())
             line.words[NUMBER] = 1  # one and the same buffer
             self.lines[rank] = line
             if kind in ("lends", "too small"):
@@ -78,7 +78,7 @@ def test_who_lends_nothing_or_something_wrong_does_not_keep_the_others_out(monke
 
 
 def test_a_call_number_that_cannot_be_right_is_refused() -> None:
-    line = Registry.make(92).open(1, 1, [3])
+    line = Registry.make(92).open(1, [3])
     line.words[USED] = FOREVER - 1
     assert sync._used(line, 2) == FOREVER - 1
     line.words[USED] = FOREVER

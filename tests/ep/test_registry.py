@@ -114,7 +114,7 @@ def test_a_buffer_that_is_just_being_opened_does_not_look_closed(monkeypatch: py
     assert seen is not None
     looks = []
     monkeypatch.setattr(own, "_words", Stores(own._words, lambda: looks.append(seen.has_closed(1))))
-    first = own.open(1, 1, [3])
+    first = own.open(1, [3])
     assert looks == [False, False]
 
     def opens_after_the_look() -> dict[int, registry.Line]:
@@ -135,7 +135,7 @@ def test_a_buffer_that_is_just_being_opened_does_not_look_closed(monkeypatch: py
 def test_nobody_sees_that_a_rank_has_come_to_sync_beside_ranks_of_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is stopped between two stores must not look as if it had come and counted on nobody."""
     own = registry.Registry.make(79)
-    line = own.open(1, 1, [3])
+    line = own.open(1, [3])
     words = line.words
     seen = []
 
@@ -151,10 +151,10 @@ def test_nobody_sees_that_a_rank_has_come_to_sync_beside_ranks_of_another_time(m
 
 def test_whose_buffer_could_not_be_opened_has_neither_had_nor_closed_it() -> None:
     own = registry.Registry.make(80)
-    line = own.open(1, 1, [3])
-    line.words[registry.NUMBER] = line.words[registry.VIEW] = 0
+    line = own.open(1, [3])
+    line.words[registry.NUMBER] = 0
     own.forget(1)
     assert own.had == set()
     assert not own.has_closed(1)
-    own.open(1, 1, [3]).mark_closed()
+    own.open(1, [3]).mark_closed()
     assert own.has_closed(1)

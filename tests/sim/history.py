@@ -81,6 +81,7 @@ class Violation(NamedTuple):
 
 # what the result of (lane, seq) must be at `slot`, in a view given as slot -> incarnation of the contributors
 Expected = Callable[[int, int, int, dict[int, int]], int]
+MayShrink = Callable[[int, int], bool]  # whether (lane, seq) can do without contributors of the call before
 
 
 def slots_of(mask: int) -> list[int]:
@@ -103,12 +104,18 @@ class History:
                 self.evicted.add(process)
 
 
-def check(history: History, expected: Expected, voted_out: set[tuple[int, int]]) -> list[Violation]:
+def _never(lane: int, seq: int) -> bool:
+    return False
+
+
+def check(
+    history: History, expected: Expected, voted_out: set[tuple[int, int]], may_shrink: MayShrink = _never
+) -> list[Violation]:
     """Return what is wrong with a history; `voted_out` are the processes (slot, incarnation) removed while alive."""
     found: list[Violation] = []
     _check_views(history, found)
     for process, records in history.by_process.items():
-        _check_process(process, records, history, expected, found)
+        _check_process(process, records, history, expected, may_shrink, found)
     _check_uniform(history, voted_out | history.evicted, found)
     return found
 
@@ -135,6 +142,7 @@ def _check_process(
     records: list[Record],
     history: History,
     expected: Expected,
+    may_shrink: MayShrink,
     found: list[Violation],
 ) -> None:
     """Check what one process reports against itself."""
@@ -162,6 +170,7 @@ def _check_process(
             last = before.get(record.lane)
             if last is not None and last.seq < record.seq:
                 shrunk = last.epoch == record.epoch and last.contributors & ~record.contributors
+                shrunk = shrunk and not may_shrink(record.lane, record.seq)
                 if record.epoch < last.epoch or shrunk:
                     found.append(Violation("V-11", f"the mask flips back: {last} then {record}"))
             before[record.lane] = record

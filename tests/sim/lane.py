@@ -24,7 +24,8 @@ So this one asks about it, too, and completes nothing after it that this member 
 unsettled.py`).
 
 Calls: kind 0 reduces in one round, 1 in three rounds and two phases through two halves, 2 is an all-to-all, 3 a
-barrier.
+barrier. In runs of seeds from PULL_SEEDS on there are calls that can do without who is lost, as a buffer's combine
+(AMONG in `protocol/outcome.py`).
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ SEQ_MASK = (1 << SEQ_BITS) - 1
 BLOCKED, MOVED, LOOKED = 0, 1, 2  # looking at others again is no progress
 
 
+PULL_SEEDS = 1 << 30
+
+
 class Kind(NamedTuple):
     """What a call moves."""
 
@@ -64,16 +68,25 @@ class Kind(NamedTuple):
     is_two_phase: bool
     is_pairwise: bool
     has_payload: bool
+    is_pull: bool = False
 
 
 ONE_ROUND, TWO_PHASES = Kind(1, False, False, True), Kind(3, True, False, True)
 PAIRWISE, BARRIER = Kind(1, False, True, True), Kind(1, False, False, False)
+PULL = Kind(1, False, True, True, True)
 KINDS = (ONE_ROUND, TWO_PHASES, PAIRWISE, BARRIER)
 
 
 def kind_of(seed: int, seq: int) -> Kind:
     """Return the kind of a call: a function of the seed, the same at all ranks."""
+    if is_pull(seed, seq):
+        return PULL
     return KINDS[(seed * 7 + seq * 13 + (seed ^ seq) // 3) % 4]
+
+
+def is_pull(seed: int, seq: int) -> bool:
+    """Return whether a call can do without who is lost."""
+    return seed >= PULL_SEEDS and (seed + seq) % 3 < 2
 
 
 def value(slot: int, incarnation: int, seq: int, k: int, dst: int) -> int:
@@ -317,7 +330,12 @@ class Engine:
         for decision in self.news:
             if decision.epoch > self.epoch:
                 course.add(decision)
-        return (LaneState(LANE, completed, course.claimed(self.issued)),)
+        last = self.calls[-1] if self.calls else None
+        is_open = (
+            last is not None and last.kind.is_pull and last.is_published and completed < self.issued and not self.news
+        )
+        is_pull = is_open and not self.shared.raises
+        return (LaneState(LANE, completed, course.claimed(self.issued), is_pull),)
 
     def decide(self, decision: Decision, now: float) -> None:
         """Hear of a decision and take it over; an exception may come between any two steps of that."""
@@ -356,7 +374,7 @@ class Engine:
         if concerned:
             for call in sorted([*self.unsettled, *self.calls], key=lambda call: call.seq):
                 if call in self.unsettled:
-                    call.place = self.course.place(call.seq, self.whole, call.place.epoch or None)
+                    call.place = self._place(call)
                 else:
                     self._settle(call)
         self.own(self.epoch)
@@ -379,10 +397,18 @@ class Engine:
             if slot == dead and self.incarnations[epoch, slot] == incarnation:
                 mirror.lag = -1e9
 
+    def _place(self, call: Call) -> Place:
+        return self.course.place(call.seq, self.whole, call.place.epoch or None)
+
+    def parties(self, call: Call) -> tuple[int, ...]:
+        """Return the slots with a part in a call where it stands, ascending."""
+        slots = self.course.contributors(call.seq, call.place.epoch)
+        return tuple(slot for slot in slots if slot not in call.place.without)
+
     def _settle(self, call: Call) -> None:
         if call.is_decided:
             return
-        place = self.course.place(call.seq, self.whole, call.place.epoch or None)
+        place = self._place(call)
         if place.failed:
             self._clear(call)
             self._end(call, FAILED, place.epoch)
@@ -397,6 +423,9 @@ class Engine:
             call.given_up *= not call.place.epoch
             call.steps = self._steps(call)
             call.moved_at = self.now
+        elif place.without != call.place.without:  # it goes on among those who remain
+            call.place, call.undecided, call.moved_at = place, [], self.now
+            call.steps = self._go_on(call, self.own(place.epoch))
 
     def _clear(self, call: Call) -> None:
         """A call that a change of the view has ended: who has not heard of that must not complete it."""
@@ -489,7 +518,7 @@ class Engine:
         epoch, cell = call.place.epoch, self.cell(call.seq)
         tag = self.tag(call.seq, epoch)
         slots = []
-        for slot in self.course.contributors(call.seq, epoch):
+        for slot in self.parties(call):
             if slot == self.slot:
                 continue
             words = self.look(slot, epoch)
@@ -503,8 +532,7 @@ class Engine:
 
     def _steps(self, call: Call) -> Iterator[int]:
         """Run a call in the epoch that it stands in; every `yield` is a point where anything may happen."""
-        seq, epoch, kind = call.seq, call.place.epoch, call.kind
-        box, cell, tag = self.own(epoch), self.cell(seq), self.tag(seq, epoch)
+        seq, box = call.seq, self.own(call.place.epoch)
         while not (self._may_publish(call) and self._has_room(call, box)):
             yield BLOCKED
         if not box.first_seq:
@@ -513,9 +541,15 @@ class Engine:
             yield from self._refuse(call, box)
             return
         yield from self._publish(call, box)
+        yield from self._go_on(call, box)
+
+    def _go_on(self, call: Call, box: Outbox) -> Iterator[int]:
+        """Run a call whose own part is published."""
+        seq, epoch, kind = call.seq, call.place.epoch, call.kind
+        cell, tag = self.cell(seq), self.tag(seq, epoch)
         while self.calls[0] is not call:
             yield BLOCKED
-        slots = self.course.contributors(seq, epoch)
+        slots = self.parties(call)
         peers = [self.mirror(slot, epoch) for slot in slots if slot != self.slot]
         call.need = (TAG, tag)
         for peer in peers:
@@ -596,7 +630,7 @@ class Engine:
     def _unsettled_at(self, call: Call) -> list[int]:
         """Return the members of a call that have not settled what ended here before it without a result."""
         epoch, incarnations = call.place.epoch, self.incarnations
-        slots = [slot for slot in self.course.contributors(call.seq, epoch) if slot != self.slot]
+        slots = [slot for slot in self.parties(call) if slot != self.slot]
         return [
             slot
             for past in self.unsettled
@@ -612,7 +646,7 @@ class Engine:
         cell, tag = self.cell(seq), self.tag(seq, epoch)
         is_missing = completes = False
         undecided: list[int] = []
-        for slot in self.course.contributors(seq, epoch):
+        for slot in self.parties(call):
             if slot == self.slot or is_missing:
                 continue
             peer = self.mirror(slot, epoch)
@@ -649,7 +683,7 @@ class Engine:
     def _ended_without(self, call: Call) -> bool:
         """Return whether a peer is through with the call and has put nothing into it, nor ever will."""
         epoch, cell, tag = call.place.epoch, self.cell(call.seq), self.tag(call.seq, call.place.epoch)
-        for slot in self.course.contributors(call.seq, epoch):
+        for slot in self.parties(call):
             if slot == self.slot:
                 continue
             words = self.look(slot, epoch)

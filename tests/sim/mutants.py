@@ -163,6 +163,21 @@ class AsksNobody(Agent):
     campaign_type = _AsksNobody
 
 
+class _AmongWhoeverPromised(Campaign):
+    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        decision = super()._compose(facts, answer_s, patience_s)
+        if decision is None:
+            return None
+        pulls = {state.lane for states in self.promises.values() for state in states if state.is_pull}
+        return decision._replace(starts=tuple(s._replace(among=s.lane in pulls) for s in decision.starts))
+
+
+class AmongWhoeverPromised(Agent):
+    """Lets a call go on among those who stay though not all of them have begun it."""
+
+    campaign_type = _AmongWhoeverPromised
+
+
 class KeepsWants(Agent):
     """Meets what was wanted in an epoch that is over."""
 
@@ -212,6 +227,33 @@ class Intersection(Engine):
 class _NothingClaimed(Course):
     def claimed(self, issued: int) -> int:
         return issued
+
+
+class BegunSomewhere(Engine):
+    """Says that it has begun a call, which it has only begun in an epoch that is over (a mistake of ours)."""
+
+    def state(self) -> tuple[LaneState, ...]:
+        (state,) = super().state()
+        last = self.calls[-1] if self.calls else None
+        is_pull = last is not None and last.kind.is_pull and state.completed < self.issued and not self.shared.raises
+        return (state._replace(is_pull=is_pull),)
+
+
+class LooksAtTheAbsent(Engine):
+    """Takes the missing header of one without a part in the call for the end of it."""
+
+    is_looking = False
+
+    def parties(self, call: Call) -> tuple[int, ...]:
+        slots = super().parties(call)
+        return (*call.place.without, *slots) if self.is_looking else slots
+
+    def _verdict(self, call: Call) -> Generator[int, None, bool]:
+        self.is_looking = True
+        try:
+            return (yield from super()._verdict(call))
+        finally:
+            self.is_looking = False
 
 
 class NothingClaimed(Engine):
@@ -380,6 +422,9 @@ MUTANTS: dict[str, type] = {
         BackFromTheStart,
         CutIgnored,
         Intersection,
+        AmongWhoeverPromised,
+        BegunSomewhere,
+        LooksAtTheAbsent,
         NothingClaimed,
         BareFlag,
         ResetSeq,

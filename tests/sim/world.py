@@ -42,7 +42,7 @@ from epee.view.protocol.quorum import has_quorum
 
 from .faults import crash, inject, interrupt
 from .history import EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
-from .lane import LANE, Engine, Shared, expected_result
+from .lane import LANE, Engine, Shared, expected_result, is_pull
 from .plan import AFTER_SEND, Plan
 
 PATIENCE_S = 12.0  # after the last fault every call must have ended by then
@@ -469,7 +469,10 @@ class World:
         def expected(lane: int, seq: int, slot: int, contributors: dict[int, int]) -> int:
             return expected_result(seed, seq, slot, contributors)
 
-        self.violations += check(History(self.records(), members), expected, stalled | self._put_out())
+        def may_shrink(lane: int, seq: int) -> bool:
+            return is_pull(seed, seq)
+
+        self.violations += check(History(self.records(), members), expected, stalled | self._put_out(), may_shrink)
 
     def _put_out(self) -> set[tuple[int, int]]:
         """Return who was put out of the lane and stayed in the job, as slot and since when it had taken part."""

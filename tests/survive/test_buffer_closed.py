@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from epee.ep.membership.call_outcome import FINAL
-from epee.ep.membership.registry import MAX_BUFFERS, VIEW, Registry
+from epee.ep.membership.registry import MAX_BUFFERS, Registry
 from epee.errors import RankFailedError
 from tests.harness import DEAD, run_mortal
 from tests.survive import stages
@@ -65,14 +64,14 @@ def finishes_and_closes(rank: int, num_ranks: int, folder: str, mode: str) -> An
     if rank == 2:
         gather = survivor.gather
 
-        def late(seq: int) -> bool:
+        def late(seq: int, note: Any) -> bool:
             if seq == 4:  # the combine of the second step
                 stages.wait_for(folder, "closed")
                 until = time.monotonic() + 60
                 while not survivor.has_turned:
                     assert time.monotonic() < until
                     time.sleep(0.001)
-            return bool(gather(seq))
+            return bool(gather(seq, note))
 
         survivor.gather = late
     idx, weights = routing(rank, num_ranks, 1)
@@ -90,19 +89,15 @@ def test_a_call_ends_well_that_a_rank_has_finished_and_closed_after(mode: str) -
     assert run_mortal(finishes_and_closes, 3, mode, dead={1}) == [[1, 1, 1], DEAD, [1, 1, 1]]
 
 
-def test_a_closed_line_is_kept_as_long_as_there_are_others() -> None:
+def test_the_line_of_the_buffer_closed_first_is_taken_first() -> None:
     registry = Registry.make(78)
     lines = {}
     for number in range(1, MAX_BUFFERS + 1):
-        line = registry.open(number, 7, [3])
-        line.mark_closed()
-        assert line.number == 0
-        assert line.record_of(number).view == 7, "its owner is still in the control plane"
-        line.stamp(FINAL)
-        lines[number] = line
-    assert all(line.record_of(number).view == FINAL for number, line in lines.items())
-    registry.open(MAX_BUFFERS + 1, 7, [3])
-    assert lines[1].record_of(1).view == 0, "another buffer has the oldest one"
-    assert lines[1].words[VIEW] == 7
-    assert lines[2].record_of(2).view == FINAL
+        lines[number] = registry.open(number, [3])
+        lines[number].mark_closed()
+        assert lines[number].number == 0
+    registry.open(MAX_BUFFERS + 1, [3])
+    assert lines[1].number == MAX_BUFFERS + 1
+    assert lines[2].number == 0
+    assert registry.has_closed(1)
     assert registry.has_closed(2)

@@ -302,7 +302,7 @@ def dies_on_the_way(rank: int, num_ranks: int, folder: str) -> list[int]:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             survivor = self._look.__self__  # type: ignore[attr-defined]
-            while survivor.roster.newest == args[0].epoch:
+            while survivor.roster.newest == args[1].epoch:
                 time.sleep(0.001)
         return meet(self, *args)
 

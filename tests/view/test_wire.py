@@ -31,7 +31,10 @@ def ordered(item: st.SearchStrategy[Any], key: Any, max_size: int = 6) -> st.Sea
     return st.lists(item, unique_by=key, max_size=max_size).map(lambda items: tuple(sorted(items, key=key)))
 
 
-LANES = ordered(st.builds(lambda a, b, c: m.LaneState(a, min(b, c), max(b, c)), LANE, SEQ, SEQ), lambda s: s.lane)
+LANES = ordered(
+    st.builds(lambda a, b, c, p: m.LaneState(a, min(b, c), max(b, c), p and b != c), LANE, SEQ, SEQ, st.booleans()),
+    lambda s: s.lane,
+)
 
 
 SLOTS = st.sets(SLOT, max_size=6)
@@ -64,7 +67,7 @@ def decisions(draw: Any, epoch: int | None = None) -> m.Decision:
         members,
         removed,
         draw(ordered(st.builds(m.Cut, LANE, SEQ), lambda cut: cut.lane)),
-        draw(ordered(st.builds(m.Start, LANE, SEQ), lambda start: start.lane)),
+        draw(ordered(st.builds(m.Start, LANE, SEQ, st.booleans()), lambda start: start.lane)),
         draw(parts(number, [*there, *(removal[:2] for removal in removed)])),
         draw(ordered(LANE, lambda lane: lane)),
     )
@@ -126,13 +129,13 @@ DECISION = m.Decision(
     tuple(member(slot, b"e" * 100) for slot in range(4)),
     (m.Removal(4, 1, m.DEAD), m.Removal(5, 2, m.STALLED)),
     (m.Cut(1, 20), m.Cut(9, 3)),
-    (m.Start(1, 30), m.Start(9, 4)),
+    (m.Start(1, 30), m.Start(9, 4, True)),
     (m.Part(1, 2, 1, -7), m.Part(1, 5, 2, -3), m.Part(9, 2, 1, 7)),
     (1, 9),
 )
 SAMPLES: tuple[m.Message, ...] = (
     m.Prepare(m.Ballot(3, 1), 6),
-    m.Promise(m.Ballot(3, 1), 6, m.Ballot(2, 0), DECISION, (m.LaneState(1, 3, 4),)),
+    m.Promise(m.Ballot(3, 1), 6, m.Ballot(2, 0), DECISION, (m.LaneState(1, 3, 4, True),)),
     m.Promise(m.Ballot(3, 1), 6, m.NO_BALLOT, None, ()),
     m.Nack(m.Ballot(3, 1), 6, m.Ballot(4, 2)),
     m.Accept(m.Ballot(3, 1), 6, DECISION),

@@ -35,7 +35,7 @@ class Turned(Exception):
 
 
 class Withdrawn(Exception):
-    """The call was given up, on all ranks."""
+    """A peer has given the call up."""
 
 
 class Caller(Protocol):
@@ -45,6 +45,8 @@ class Caller(Protocol):
     epoch: int
     gathered: int
     part: str  # what the others wait for, in messages
+    gone: Collection[int]  # who is in the epoch no more
+    absent: Collection[int]  # who has no part in the call
     membership: Membership
 
     @property
@@ -66,7 +68,7 @@ class Caller(Protocol):
         """Return the ranks whose part of the call is not here."""
 
     def dead(self) -> Collection[int]:
-        """Return the ranks whose processes have ended, where no view says so."""
+        """Return the ranks that decide nothing more: they are dead, or gone from the view."""
 
     @property
     def is_pull(self) -> bool:
@@ -137,21 +139,23 @@ class CallEnd:
         )[:REASON_BYTES]
 
     def withdrawn(self) -> list[int]:
-        """Return the peers that have given up the last call."""
-        return self._words.withdrawn(self._mark)
+        """Return the peers that have given up the last call, while this rank has not said that it goes on with it."""
+        return [] if self._words.is_gathered(self._mark) else self.given_up_by(self._mark)
 
     def given_up_by(self, mark: int) -> list[int]:
-        """Return the peers that have given up the call with this tag."""
-        return self._words.withdrawn(mark)
+        """Return the peers that have given up the call with this tag; who is gone counts no more."""
+        found = self._words.withdrawn(mark)
+        gone = self._caller.gone if found else ()
+        return [rank for rank in found if rank not in gone]
 
     def go_on(self) -> None:
         """Say that this rank has gathered the call.
 
         Raises:
-            Turned: it has not, the view has changed.
+            Turned: it has not, the view changes.
         """
-        self._words.has_gathered(self._mark)
-        if not self._caller.membership.gather(self._caller.seq):
+        mark = self._mark
+        if not self._caller.membership.gather(self._caller.seq, lambda: self._words.has_gathered(mark)):
             raise Turned
 
     def give_up(self, cause: BaseException | None) -> None:
@@ -217,11 +221,11 @@ class CallEnd:
         """See how a call ends that this rank has given up, and take note of it; raises `Turned`."""
         caller, mark = self._caller, self._mark
         dead = caller.dead()  # first: what they stored before counts
-        look = self._words.look(caller.seq & 1, mark, dead)
+        look = self._words.look(caller.seq & 1, mark, dead, caller.absent)
         if look.end is End.GATHERED:
             self.go_on()
         if look.end is End.FAILED:
-            if not caller.membership.withdraw(caller.seq):
+            if not caller.membership.withdraw():
                 raise Turned
             self._words.has_failed(mark)
             self.failed = caller.seq

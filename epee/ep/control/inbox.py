@@ -23,10 +23,10 @@ time-out. (Not in the `data` word: a slow peer may still have to read the call b
 again after it has seen a call given up: the data of that or of an earlier call was stored before.)
 
 What a crash leaves behind: a row without its tag, which nobody reads; or a row with its tag and no payload, which ends
-in `RankFailedError` for whoever waits for the payload. No state needs repair: a proved death breaks the buffer, unless
-its group has a view (`membership/epochs.py`). Then each epoch has inboxes of its own, of its members only; a wait ends
-when the view changes, and `membership` says what becomes of the call. A rank stores its row into its own inbox first,
-so a row that anybody has seen can be read there, also after the death of its writer.
+in `RankFailedError` for whoever waits for the payload. No state needs repair: each epoch has inboxes of its own, of its
+members only; a wait ends when the view changes, and `membership` says what becomes of the call. A rank stores its row
+into its own inbox first: whether it has a part in a call is seen there, by all alike, also after its death, and its row
+is read there where it has not come here. Calls are counted through all epochs, so an epoch begins with some number.
 
 Everything in a row is a peer's word. It is copied out of shared memory first and checked then, so that it cannot
 change between the check and its use.
@@ -41,7 +41,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...errors import CommTimeoutError, EpeeError, MismatchError, PeerError, ProtocolError, RankFailedError, context
+from ...errors import CommTimeoutError, EpeeError, MismatchError, ProtocolError, RankFailedError, context
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...memory.layout import Field, Layout
 from ...memory.signals import fence, futex_wake, tag, wait_equal
@@ -60,7 +60,7 @@ from .header import OP_GATHER as OP_GATHER
 from .header import OP_NAMES as OP_NAMES
 from .header import REASON_BYTES as REASON_BYTES
 from .header import Header as Header
-from .membership import FixedMembership, Membership
+from .membership import FixedMembership, Membership, Parties
 from .withdrawal import LINE_WORDS, EndWords
 
 _TEXT_AT = 1 + NUM_HEADER
@@ -112,6 +112,8 @@ class Exchange:
     Attributes:
         epoch: of the view; 0 while membership cannot change, and before the first epoch.
         members: ranks of the epoch, ascending.
+        parties: those with a part in the last call; `absent` the others.
+        gone: members that are in the epoch no more.
         is_reduced: whether these are not all.
         pids: the ranks' processes.
         settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
@@ -150,14 +152,16 @@ class Exchange:
         self._inboxes = dict(enumerate(inboxes))
         self.begin(0, self._inboxes)
 
-    def begin(self, epoch: int, inboxes: Mapping[int, HostRegion]) -> None:
-        """Begin an epoch with its members' inboxes; calls are counted from 1 again. It has begun at the last store."""
-        self.settled = self.gathered = 0
+    def begin(self, epoch: int, inboxes: Mapping[int, HostRegion], first_seq: int = 1) -> None:
+        """Begin an epoch with its members' inboxes and the number of its first call. It has begun at the last store."""
+        self.settled = self.gathered = first_seq - 1
         self.began = 0.0
         self._is_left = False  # its caller has been taken out of the last call
-        self._row = (0, b"")  # number and bytes of the last call's row
-        self._stored = 0  # the last call whose row has been stored into every inbox
-        self.members = tuple(sorted(inboxes))
+        self._row = (first_seq - 1, b"")  # number and bytes of the last call's row
+        self._stored = first_seq - 1  # the last call whose row has been stored into every inbox
+        self.members = self.parties = tuple(sorted(inboxes))
+        self.gone: Collection[int] = ()
+        self.absent: Collection[int] = ()
         self.is_reduced = len(self.members) < self.config.num_ranks
         self._peers = tuple(rank for rank in self.members if rank != self.rank)
         self._words = {rank: inboxes[rank].words(0, self._num_words) for rank in self.members}
@@ -203,15 +207,21 @@ class Exchange:
         self._op = OP_NAMES[header.op]
         numbers = bytes(8 * (self._row_words - _COUNTS_AT)) if counts is None else counts.tobytes()
         row = _HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
-        if not self.membership.issue(self.seq + 1):
+        seq = self.seq + 1
+
+        def announce() -> None:
+            self._is_left = False
+            self.parties, self.absent = self.members, ()  # who has gone may have announced it
+            if not header.refused:
+                self.end.open(seq)
+            self.num_calls += 1
+            self.began = time.monotonic()
+            # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
+            self._row = (seq, row.ljust(8 * (self._row_words - 1), b"\0"))
+            self._store_own_row()
+
+        if not self.membership.issue(seq, header.op == OP_COMBINE and not header.refused, announce):
             raise Moved
-        self._is_left = False
-        if not header.refused:
-            self.end.open(self.seq + 1)
-        self.num_calls += 1
-        self.began = time.monotonic()
-        # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
-        self._row = (self.seq + 1, row.ljust(8 * (self._row_words - 1), b"\0"))
         self._store_row()
         if header.refused:
             self.end.refuse()
@@ -227,8 +237,8 @@ class Exchange:
         return self.header.op != OP_DISPATCH
 
     def dead(self) -> Collection[int]:
-        """Return the ranks whose processes have ended, where no view says so."""
-        return self._watch.dead()
+        """Return the ranks that decide nothing more: they are dead, or gone from the view."""
+        return {*self._watch.dead(), *self.gone}
 
     @property
     def op(self) -> str:
@@ -244,19 +254,23 @@ class Exchange:
         """Return the free bytes of the last row."""
         return self._row[1][8 * NUM_HEADER :][:REASON_BYTES]
 
+    def _store_own_row(self) -> None:
+        """Write the current row into this rank's inbox: from now on it has a part in the call."""
+        self._store_row_at(self.rank)
+
     def _store_row(self) -> None:
-        """Write the current row into every inbox, the own one first; storing it again changes nothing."""
-        seq, row = self._row
-        start = self._row_at(seq & 1, self.rank)
-        mark = tag(self.epoch, seq)
-        data = memoryview(row).cast("Q")
-        for rank in (self.rank, *self._peers):
-            words = self._words[rank]
-            words[start + 1 : start + self._row_words] = data
-            words[start] = mark
-            futex_wake(self._addresses[rank] + 8 * start)
+        """Write the current row into the others' inboxes; storing it again changes nothing."""
+        for rank in self._peers:
+            self._store_row_at(rank)
         fence()  # before the look for those who have given the call up
-        self._stored = seq
+        self._stored = self.seq
+
+    def _store_row_at(self, rank: int) -> None:
+        seq, row = self._row
+        start, words = self._row_at(seq & 1, self.rank), self._words[rank]
+        words[start + 1 : start + self._row_words] = memoryview(row).cast("Q")
+        words[start] = tag(self.epoch, seq)
+        futex_wake(self._addresses[rank] + 8 * start)
 
     def gather(self, deadline: float) -> Rows:
         """Wait for all rows of the current call; return them once they are complete, checked and agreed on.
@@ -268,15 +282,15 @@ class Exchange:
             Moved: the view has changed; see there.
         """
         num_ranks = self.config.num_ranks
-        parties, are_here = self._parties(deadline)
-        if are_here and not self.is_reduced:
+        are_here = self._await_parties(deadline)
+        if are_here and len(self.parties) == num_ranks and not self.gone:
             first = self._row_at(self.seq & 1, 0)
             copy = bytes(self._words[self.rank][first : first + num_ranks * self._row_words])
         else:
-            copy = self._copy_rows(parties)
+            copy = self._copy_rows(self.parties)
         self.gathered = self.seq
         try:
-            return self._checked(copy, parties)
+            return self._checked(copy, self.parties)
         except EpeeError:
             self.end.close()  # all see the same rows, so nobody has a result
             raise
@@ -296,37 +310,61 @@ class Exchange:
         counts = words[:, _COUNTS_AT : _COUNTS_AT + num_ranks + self.config.num_experts]
         return Rows(headers, counts, texts, parties)
 
-    def _parties(self, deadline: float) -> tuple[tuple[int, ...], bool]:
-        """Wait until this rank may go on with the call; return with whom, and whether all their rows have come here."""
-        try:
-            return self.members, self._wait_for_all(deadline)
-        except Turned:
-            try:
-                return self.membership.decide(self._op, self.seq, self.header.op == OP_COMBINE, deadline), False
-            except Withdrawn:
-                self.end.close()
-                raise self.end.given_up() from None
-            except (Moved, PeerError):
-                self.end.close()
-                raise
+    def _await_parties(self, deadline: float) -> bool:
+        """Wait until this rank may go on with the call; return whether all rows have come here.
 
-    def _wait_for_all(self, deadline: float) -> bool:
-        """Wait for all rows; False when this rank's patience has ended first, but others have gathered the call."""
-        cause = None
+        They have not where this rank's patience has ended first, but others have gathered the call.
+        """
+        cause: BaseException | None = None
+        while True:
+            try:
+                if not self._is_left:
+                    cause = self._wait_for_all(deadline)
+                    if not self._is_left:
+                        return True
+                self.end.give_up(cause)
+                return False
+            except Turned:
+                cause = self._ask_again() or cause
+                deadline = self.membership.patience(deadline)
+
+    def _wait_for_all(self, deadline: float) -> BaseException | None:
+        """Wait for all rows and say that this rank goes on; where it leaves the call (`_is_left`) return why."""
         try:
             self._wait_rows(deadline, is_current=True)
             if not self.end.withdrawn():
                 self.end.go_on()
-                return True
+                return None
+            cause = None
         except Turned:
             raise
         except Withdrawn:
-            pass
+            cause = None
         except BaseException as error:  # noqa: BLE001 - an interrupt, too: raised again when the others know of it
             cause = error
         self._is_left = True
-        self.end.give_up(cause)
-        return False
+        return cause
+
+    def _ask_again(self) -> BaseException | None:
+        """See what becomes of the call now that the view has changed; raises where it does not go on here.
+
+        Returns:
+            What has taken the caller out of it before it was known; the call is to be given up for that.
+        """
+        try:
+            self.lose(self.membership.decide(self._op, self.seq))
+            return None
+        except BaseException as error:
+            if self.gathered >= self.seq:  # it was made again, or a loss has ended it
+                self.end.close()
+                raise
+            self._is_left = True
+            return error
+
+    def lose(self, parties: Parties) -> None:
+        """Go on with the last call, or with the next one, without those who are gone."""
+        self.parties, self.gone = parties
+        self.absent = tuple(rank for rank in self.members if rank not in self.parties)
 
     def _copy_rows(self, parties: tuple[int, ...]) -> bytes:
         """Return the rows of the current call, `num_ranks` of them.
@@ -346,9 +384,9 @@ class Exchange:
             parts.append(bytes(there[at : at + width]))
         return b"".join(parts)
 
-    def has_row_of(self, src: int) -> bool:
-        """Return whether a rank has announced the current call, as its own inbox says."""
-        return self._words[src][self._row_at(self.seq & 1, src)] == tag(self.epoch, self.seq)
+    def has_row_of(self, src: int, seq: int) -> bool:
+        """Return whether a member of the epoch has announced a call, or a later one, as its own inbox says."""
+        return any(self._words[src][self._row_at(parity, src)] >= tag(self.epoch, seq) for parity in (0, 1))
 
     def waits_in_next(self, src: int) -> bool:
         """Return whether a rank has announced the call after this rank's last one, and neither refused nor given up."""
@@ -422,6 +460,8 @@ class Exchange:
             Moved: the view has changed meanwhile.
         """
         if self._stored < self.seq:
+            if not self.membership.issue(self.seq, False, self._store_own_row):
+                raise Moved
             self._store_row()
         if self.end.is_open:
             self.end.settle()
@@ -431,7 +471,7 @@ class Exchange:
             except Turned:
                 raise Moved from None
             is_refused = self.gathered < self.seq and self.end.failed < self.seq
-            if is_refused and not self.membership.gather(self.seq):
+            if is_refused and not self.membership.gather(self.seq, _nothing):
                 raise Moved
             self.gathered = self.seq
 
@@ -439,7 +479,8 @@ class Exchange:
         """Wait for all rows of the last call; `is_current`: its caller waits, so a peer that gives it up ends that."""
         want = tag(self.epoch, self.seq)
         for src in self._peers:
-            self._wait(self._row_at(self.seq & 1, src), want, src, deadline, is_current=is_current)
+            if src in self.parties and src not in self.gone:
+                self._wait(self._row_at(self.seq & 1, src), want, src, deadline, is_current=is_current)
         self.settled = self.seq
 
     def _wait(
@@ -484,7 +525,7 @@ class Exchange:
         places = {
             src: self._data_at + src * LINE_WORDS if is_data else self._row_at(self.seq & 1, src) for src in self._peers
         }
-        return [src for src, index in places.items() if words[index] != want]
+        return [src for src, index in places.items() if words[index] != want and (is_data or src not in self.gone)]
 
     def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
         names = ", ".join(str(rank) for rank in dead)
@@ -515,3 +556,7 @@ def _silent(facts: str, src: int, want: int, got: int, is_data: bool) -> CommTim
         "the step again; raise timeout= if the peer is only slow",
         [src],
     )
+
+
+def _nothing() -> None:
+    pass

@@ -28,6 +28,18 @@ class Agreed(NamedTuple):
     is_fresh: bool = True
 
 
+class Parties(NamedTuple):
+    """Who has a part in a call.
+
+    Attributes:
+        ranks: the parties, ascending.
+        gone: those of the epoch that are in it no more; the rows of parties among them stand in their own inboxes.
+    """
+
+    ranks: tuple[int, ...]
+    gone: frozenset[int]
+
+
 class Membership(Protocol):
     """What the calls of a buffer ask.
 
@@ -51,18 +63,24 @@ class Membership(Protocol):
 
     @property
     def has_turned(self) -> bool:
-        """Whether there is a view that the buffer is not in yet."""
+        """Whether the view has changed since the buffer's calls were last asked about, or is about to."""
 
-    def issue(self, seq: int) -> bool:
-        """Note that call `seq` is made; False: the view has changed, and it must not be."""
+    def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
+        """Make call `seq` by `publish`; False: the view changes, and it must not be made before that is looked at.
 
-    def gather(self, seq: int) -> bool:
-        """Note that all rows of call `seq` have been seen; False: the view has changed."""
+        Args:
+            seq: its number.
+            is_pull: it is a combine, which can do without who is lost.
+            publish: stores this rank's row into its own inbox.
+        """
 
-    def withdraw(self, seq: int) -> bool:
-        """Note that call `seq` is given up on all ranks; False: the view has changed."""
+    def gather(self, seq: int, note: Callable[[], None]) -> bool:
+        """Note, by `note`, that all rows of call `seq` have been seen; False: the view changes."""
 
-    def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
+    def withdraw(self) -> bool:
+        """Note that the last call has failed on all ranks, as this one finds; False: the view changes."""
+
+    def decide(self, op: str, seq: int) -> Parties:
         """Say which ranks have a part in a call that the view has changed under."""
 
     def check(self, src: int, is_data: bool) -> None:
@@ -123,13 +141,21 @@ class FixedMembership:
         self.inbox_bytes = inbox_bytes
         self.forget: Callable[[], None] = self.close
 
-    def issue(self, seq: int) -> bool:
-        """Return True: nothing changes."""
+    def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
+        """Do it, and return True: nothing changes."""
+        publish()
         return True
 
-    gather = withdraw = issue
+    def gather(self, seq: int, note: Callable[[], None]) -> bool:
+        """Do it, and return True."""
+        note()
+        return True
 
-    def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
+    def withdraw(self) -> bool:
+        """Return True."""
+        return True
+
+    def decide(self, op: str, seq: int) -> Parties:
         """Raise: there is nothing to decide."""
         raise InvalidState(f"{op}: the members of this buffer do not change")
 

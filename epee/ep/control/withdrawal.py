@@ -22,6 +22,10 @@ What one that gave up sees then, of each peer's row in that peer's own inbox (wh
 Each word is loaded before those that were stored before it, and a rank can be one call ahead at most (the row after
 the next one is stored when all have been seen of the next): so GATHERED is still the call's tag when it matters.
 
+Who has no part in the call any more (a view has put it out of it, while those who stay go on) is not looked at. So that
+nobody takes its missing row for the end of a call that the others go on with, a rank finds a call failed only while no
+agreement is under way of which it has not heard the end: what it gave up before that, the others see behind it.
+
 What is left open: a rank that has stopped between its second look and its word. The error says so, and the buffer does
 not go on before it is known. A crash leaves the words as they were; the next epoch has inboxes of its own.
 
@@ -103,11 +107,19 @@ class EndWords:
         """Return whether this rank has said that it goes on with the call."""
         return self._words[self._rank][self._own_at + GATHERED] == mark
 
-    def look(self, parity: int, mark: int, dead: Collection[int] = ()) -> Look:
-        """Return how a call ends that this rank has given up; `dead` peers, as known before, decide nothing more."""
+    def look(self, parity: int, mark: int, dead: Collection[int] = (), absent: Collection[int] = ()) -> Look:
+        """Return how a call ends that this rank has given up.
+
+        Args:
+            parity: of its number; `mark` is its tag.
+            dead: peers that decide nothing more, as known before.
+            absent: peers without a part in it.
+        """
         undecided = []
         has_failed = False
         for peer, at in self._peers:
+            if peer in absent:
+                continue
             words = self._words[peer]
             failed, gave_up = words[at + FAILED], words[at + GAVE_UP]
             if words[at + GATHERED] == mark:

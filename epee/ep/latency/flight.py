@@ -79,6 +79,8 @@ class Flight:
     """
 
     part = "half"
+    gone: Collection[int] = ()  # whoever is in the epoch stays in it
+    absent: Collection[int] = ()
     membership: Membership = FixedMembership(0)  # an epoch does not end by itself: `sync` does it, between calls
 
     def __init__(self, seq: int, head: Head, options: LatencyOptions, wire: Wire, epoch: int) -> None:

@@ -42,9 +42,8 @@ from ...view.group import GroupInView
 from ...view.process.endpoint import parse_endpoint
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, Record, all_gather_bytes, gather_present, host_id, judge, pack
-from .call_outcome import FINAL
 from .group_view import Roster, seat_at
-from .registry import NUMBER, VIEW, Line, Registry, find
+from .registry import NUMBER, Line, Registry, find
 
 logger = logging.getLogger("epee")
 
@@ -81,7 +80,6 @@ class Begun:
         except EpeeError as problem:
             logger.warning("a closed buffer could not tell the agent thread: %s", problem)
         finally:
-            self.line.stamp(FINAL)  # last: from now on another buffer may have the line
             self.roster.seat.job.release()
 
 
@@ -195,7 +193,7 @@ def _make(
         entrant, problem = None, ""
         try:
             floor = max(epoch for _, epoch in told)
-            begun = _open(registry, roster, number, config, floor, timeout_s, max(1, floor))
+            begun = _open(registry, roster, number, config, group.rank(), max(1, floor), timeout_s)
             undo.callback(begun.close)
             entrant = enter(begun)
             undo.callback(entrant.close)
@@ -227,23 +225,23 @@ def _open(
     roster: Roster,
     number: int,
     config: BufferConfig,
-    floor: int,
+    rank: int,
+    first: int,
     timeout_s: float,
-    first: int = 0,
 ) -> Begun:
     job = roster.seat.job
     job.retain()
     line = None
     try:
-        line = registry.open(number, roster.newest, config.words())
-        roster.watch(number, line, floor, timeout_s)
+        line = registry.open(number, config.words())
+        roster.watch(number, rank, first, not config.is_synced, timeout_s)
         return Begun(number, registry, line, roster, first)
     except BaseException:
         try:
             roster.close()
         finally:
             if line is not None:
-                line.words[NUMBER] = line.words[VIEW] = 0
+                line.words[NUMBER] = 0
                 registry.forget(number)
             job.release()
         raise
@@ -263,9 +261,7 @@ def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, tim
         holders = [rank for rank, held in lines.items() if number in held]
         is_closed = any(registry.has_closed(number) for registry in others.values())
         if not is_closed and _fits(lines[holders[0]][number], holders[0], config, group.rank()):
-            stamps = (lines[holder][number].words[VIEW] for holder in holders)
-            floor = max([roster.newest, *(stamp for stamp in stamps if stamp != FINAL)])
-            return _open(mine, roster, number, config, floor, timeout_s)
+            return _open(mine, roster, number, config, group.rank(), 0, timeout_s)
     return None
 
 

@@ -1,33 +1,33 @@
-"""How a CPU buffer goes on when ranks of its group die, are voted out or put out, or come back.
+"""How a CPU buffer of throughput mode goes on when ranks of its group die, are voted out or put out, or come back.
 
-A buffer is in one **epoch** at a time: that of the newest view that concerned its ranks (`group_view.py`). Each epoch
-has inboxes and arenas of its own, made by its members for its members, and its calls are counted from 1. What a zombie
-may still write lies in memory of an epoch that is over: nobody reads it or uses it again, and the system frees it when
-the last process that has mapped it lets go. That is the quarantine.
+A buffer is in one **epoch** at a time: that of a view that concerned its ranks. Each epoch has inboxes and arenas of
+its own, made by its members for its members; calls are counted through all of them. What a zombie may still write lies
+in memory of an epoch that is over: nobody reads it or uses it again, and the system frees it when the last process that
+has mapped it lets go. That is the quarantine.
 
 **A call meets a new view.** Each call has two parts: rows are exchanged until everybody has seen everybody's
-(*gathered*), then the payload moves. A rank that has gathered a call when the view changes ends it in the old epoch;
-else `call_outcome.py` says what becomes of it, out of the records that all who stay have stamped with the new view. The
-stamp is set on the agent thread, so nobody waits for a rank that computes.
+(*gathered*), then the payload moves. Which epoch a call runs in is the collectives' rule (`call_course.py`): those to
+which all who are gone had contributed, by their rows, end where they are, and from the next one on
 
-    gathered by somebody    all rows are there. A dispatch counts the sources whose payload has arrived whole (`got`);
-                            mode "raise" makes it an error where one has not. A combine reads what all had put.
-    not gathered            mode "raise": `RankFailedError` on all. Mode "mask": the call is made again in the new
-                            epoch; a combine that all had begun ends over those who have.
+    mode "raise"    the first call fails on all (`RankFailedError`); later ones run in the new epoch.
+    mode "mask"     calls run in the new epoch, those that were begun once more; a combine that all who stay had begun
+                    ends where it is, among them.
 
-In mode "raise" every rank raises once for each loss, in the call that meets it or in its next one. So the ranks are in
-step without another word: the first call after that is call 1 of the new epoch for everybody. In mode "mask" it is so
-because the verdicts are equal. A call that was given up (a time-out, a refusal) before it was gathered and that moves
-is announced again as a refusal.
+A dispatch that ends where it is counts the sources whose payload has arrived whole (`got`); in mode "raise" it is an
+error where one has not. A combine reads what all had put. Every rank raises once for each loss: whose dispatch has told
+it already uses up the number of the call that fails with the others. A call that was given up (a time-out, a refusal)
+and that runs again with the others is announced again as a refusal.
 
-**Entering an epoch.** Each rank lends a new inbox and maps those of the others (`inboxes.py`); then it is in. It makes
-its inbox when it is through with the old epoch, so once somebody is in, nobody asks about the old one any more. Every
-wait ends with the time-out of the call, by the policy for silent ranks (`on_stall`), or with the next view, which
-begins the same again.
+**Entering an epoch.** Each rank lends a new inbox and maps those of the others (`inboxes.py`), says so (`READY`), and
+makes no call before all have said so. Else one that dies early would have a part in the call in the eyes of those who
+had mapped its inbox, and none in those of the others. It makes its inbox when it is through with the old epoch, so once
+somebody is in, nobody asks about the old one any more. Who is taken in by a decision that also removes somebody may
+have a part from a later call on than the others: then they enter the same epoch once more, with it. Every wait ends
+with the time-out of the call, by the policy for silent ranks (`on_stall`), or with the next view, which begins the same
+again.
 
 Who writes: each rank its own line and inbox blob; inboxes as in `control/inbox.py`. A crash between two steps: the rank
-is not in the next view; its line says how far it was. A replacement process begins like everybody else: with the epoch
-that its view names and a line of its own.
+is not in the next view. A replacement process begins like everybody else, with the call that its view names.
 """
 
 from __future__ import annotations
@@ -37,29 +37,27 @@ import os
 import time
 from collections.abc import Callable
 
-from ...errors import (
-    EvictedError,
-    NoQuorumError,
-    PeerError,
-    context,
-)
+from ...errors import EvictedError, NoQuorumError, PeerError, context
 from ...memory.claim import has_ended
-from ...memory.signals import futex_sleep
+from ...memory.signals import futex_sleep, tag
 from ...view.process.detector import is_torn_down
-from ...view.protocol.messages import PUT_OUT, STALLED
+from ...view.protocol.messages import Member
+from ...view.protocol.outcome import Place
 from ..config import BufferConfig
-from ..control.inbox import OP_COMBINE, OP_NAMES, Exchange, Header, Moved, Turned, Withdrawn, inbox_layout
-from ..control.membership import Agreed
+from ..control.inbox import Exchange, Header, Moved, Turned, inbox_layout
+from ..control.membership import Agreed, Parties
 from .birth import Begun
-from .call_outcome import Contest, Record, Verdict, after, judge, missing
-from .group_view import Loss, View, failure
-from .inboxes import Met, Peer
+from .call_course import CallCourse
+from .group_view import Loss, failure
+from .inboxes import Met, Peer, Wait
 from .lane import BufferLane, silent
-from .registry import FRESH_NS, GATHERED, ISSUED, VIEW, WITHDRAWN, Line, at_fault
+from .registry import FRESH_NS, READY, at_fault
 
 logger = logging.getLogger("epee")
 
 HEAR_S = 0.15  # how long a time-out waits to hear for whom the others wait
+THAW_S = 0.002  # between two looks around during an agreement
+_LOOK_S = 0.001
 
 
 class Survivor(BufferLane):
@@ -75,7 +73,14 @@ class Survivor(BufferLane):
         interrupt: Callable[[], None],
     ) -> None:
         super().__init__(config, rank, begun, exchange, timeout_s, interrupt, inbox_layout(config).nbytes)
+        assert begun.roster.calls is not None
+        self._calls: CallCourse = begun.roster.calls
         self._peers: dict[int, Peer] = {}  # of the epoch; this rank's own line included
+        self._next = self._calls.first_seq  # number of the next call where it is not the one after the last; else 0
+        self._asked = 0  # the last call that the course was asked about
+        self._seen = -1  # its version then
+        self._came_with = 0  # the epoch, and the call with which this rank has entered it
+        self._is_ready = False  # all who have a part in the next call are known to have entered it
         self._refusal: tuple[Header, bytes] | None = None  # to be announced in the next epoch
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_coming_in = False
@@ -90,8 +95,11 @@ class Survivor(BufferLane):
 
     @property
     def has_turned(self) -> bool:
-        """Whether there is a view that the buffer is not in yet."""
-        return self.roster.newest != self._exchange.epoch
+        """Whether the lane has changed since its calls were last asked about, or is about to, or the buffer has to."""
+        calls = self._calls
+        if self._seen != calls.version or calls.frozen or not self._is_ready or self._next:
+            return True
+        return calls.changes(self._exchange.epoch) and self._asked != self._exchange.seq + 1
 
     def check(self, src: int, is_data: bool) -> None:
         """Look around while waiting for the row of `src`, or for its payload.
@@ -101,7 +109,7 @@ class Survivor(BufferLane):
             EvictedError, NoQuorumError: this process cannot go on.
         """
         self._check()
-        if self.is_gone(src) if is_data else self.has_turned:
+        if self.is_gone(src) if is_data else self._seen != self._calls.version:
             raise Turned
         pid, start_time = self._peers[src].process
         if has_ended(pid, start_time) or is_torn_down(pid, start_time):
@@ -132,98 +140,63 @@ class Survivor(BufferLane):
             return True
         return self.roster.insist(found or ranks, what, seq, deadline)
 
-    def issue(self, seq: int) -> bool:
-        """Note that call `seq` is made; False when the view has changed, and it must not be."""
-        return self._note(ISSUED, seq)
+    def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
+        """Make call `seq`; False when the view changes, and it must not be."""
+        return self._calls.issue(seq, is_pull, self._seen, publish)
 
-    def gather(self, seq: int) -> bool:
-        """Note that all rows of call `seq` have been seen; False when the view has changed: `decide` what it means."""
-        return self._note(GATHERED, seq)
+    def gather(self, seq: int, note: Callable[[], None]) -> bool:
+        """Note that all rows of call `seq` have been seen; False when the view changes: `decide` what it means."""
+        return self._calls.complete(seq, self._seen, note)
 
-    def withdraw(self, seq: int) -> bool:
-        """Note that call `seq` is given up on all ranks; False when the view has changed: `decide` what it means."""
-        return self._note(WITHDRAWN, seq)
+    def withdraw(self) -> bool:
+        """Note that the last call has failed; False when the view changes, which may make it one of those who stay."""
+        return self._calls.withdraw(self._seen)
 
-    def _note(self, word: int, seq: int) -> bool:
-        """Store a call's number in a word of the own record, unless that is stamped with a new view already."""
-        with self._lock:
-            if self.roster.newest != self._exchange.epoch:
-                return False
-            self._words[word] = seq
-            return True
-
-    def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
-        """Say which ranks have a part in a call of the old epoch that goes on there.
+    def decide(self, op: str, seq: int) -> Parties:
+        """Say which ranks have a part in the last call, which goes on where it is.
 
         Raises:
-            Moved: none; it is to be made again.
-            Withdrawn: none; it is given up.
+            Moved: it is to be made again, in another epoch.
             RankFailedError, PeerError: a loss ends it (mode "raise").
-            CommTimeoutError: who stays does not say what has become of it there.
+            EvictedError, NoQuorumError: this process cannot go on.
         """
-        contest = Contest(self._exchange.epoch, seq, is_pull)
+        self._op = op
+        place = self._place(seq)
+        if not place.failed and place.epoch == self._exchange.epoch:
+            return self._parties(place)
+        self._exchange.gathered = seq
+        if not place.failed:
+            self._next = seq
+            raise Moved
+        self._next = seq + 1
+        raise self._failure(place.epoch, op, seq, time.monotonic() - self._exchange.began)
+
+    def _place(self, seq: int) -> Place:
+        """Return where a call stands, as soon as no agreement is under way."""
         started = time.monotonic()
-        self._op, view = op, None
-        while True:
-            newest = self.roster.view
-            self.roster.require_part(self._rank, newest)
-            if view is not newest:
-                view, deadline = newest, self.patience(deadline)
-            stayed, ended = self._records(view)
-            lost = self.raises and len(stayed) < len(self._peers)
-            verdict = judge(contest, view.epoch, stayed, ended, lost)
-            if verdict is None:
-                self._await_stamp(missing(view.epoch, stayed)[0], view, op, seq, started, deadline)
-                continue
-            with self.roster.lock:
-                if self.roster.view.epoch != view.epoch:
-                    continue
-                self._line.set_record(after(verdict, seq, self._line.record()))
-            if verdict is Verdict.WHOLE:
-                return self._exchange.members
-            if verdict is Verdict.AMONG and self._await_rows(view, list(stayed), op, started, deadline):
-                issued = [rank for rank in ended if self._exchange.has_row_of(rank)]
-                return tuple(sorted([*stayed, *issued]))
-            if verdict is Verdict.AMONG:
-                continue
-            self._exchange.gathered = seq
-            if verdict is Verdict.MOVE:
-                raise Moved
-            if verdict is Verdict.GIVEN_UP:
-                raise Withdrawn
-            raise self._failure(view, op, seq, time.monotonic() - started)
+        settings = self.roster.seat.runtime.settings
+        while not self._calls.await_thaw(THAW_S):
+            self._interrupt()
+            self._check()
+            elapsed = time.monotonic() - started
+            if elapsed > settings.no_quorum_s + settings.patience_s + self._timeout_s:
+                where = context(self._op, rank=self._rank, seq=seq, epoch=self._exchange.epoch, elapsed=elapsed)
+                raise NoQuorumError(f"{where}: an agreement is under way and does not end; make the step again")
+        self.roster.require_part(self._rank)
+        place, self._seen = self._calls.place(seq, self._is_whole, self._exchange.epoch)
+        self._asked = seq
+        return place
 
-    def _records(self, view: View) -> tuple[dict[int, Record], dict[int, Record]]:
-        """Return the records of those of the epoch who stay in `view`, and of those who have died or left."""
-        stayed, ended = {}, {}
-        for rank, peer in self._peers.items():
-            member = view.members.get(rank)
-            if member is not None and member.incarnation == peer.incarnation:
-                stayed[rank] = peer.line.record_of(self._number)
-            elif self.roster.cause(rank, peer.incarnation) not in (STALLED, PUT_OUT):
-                ended[rank] = peer.line.record_of(self._number)
-        return stayed, ended
+    def _is_whole(self, slot: int, epoch: int, seq: int) -> bool:
+        """Return whether a rank has contributed to a call; nobody has in an epoch that this rank is not in."""
+        rank = self.roster.seat.slots.index(slot)
+        return epoch == self._exchange.epoch and rank in self._peers and self._exchange.has_row_of(rank, seq)
 
-    def _await_stamp(self, rank: int, view: View, op: str, seq: int, started: float, deadline: float) -> None:
-        """Wait until a rank's record may be of `view`, or the view has changed again."""
-        line = self._peers[rank].line
-        seen = line.words[VIEW]
-        if seen != view.epoch:
-            self._nap(line, VIEW, seen)
-        self._look(rank, f"{op}: rank {rank} does not say where it is", seq, started, deadline)
-
-    def _await_rows(self, view: View, ranks: list[int], op: str, started: float, deadline: float) -> bool:
-        """Wait until the rows of all who have issued the call are there; False when the view has changed again."""
-        for rank in ranks:
-            while not self._exchange.has_row_of(rank):
-                if self.roster.view.epoch != view.epoch:
-                    return False
-                self._nap(self._line, VIEW, view.epoch)
-                self._look(rank, f"{op}: the row of rank {rank} does not come", self._exchange.seq, started, deadline)
-        return True
-
-    def _nap(self, line: Line, word: int, seen: int) -> None:
-        futex_sleep(line.address + 8 * word, seen)
+    def _parties(self, place: Place) -> Parties:
+        """Return who has a part in a call of the buffer's epoch."""
+        without = {self.roster.seat.slots.index(slot) for slot in place.without}
+        gone = frozenset(rank for rank in self._exchange.members if self.is_gone(rank))
+        return Parties(tuple(rank for rank in self._exchange.members if rank not in without), gone)
 
     def _look(self, rank: int, what: str, seq: int, started: float, deadline: float) -> None:
         """Between two looks at what a rank does: see whether to go on waiting."""
@@ -241,33 +214,33 @@ class Survivor(BufferLane):
     def _look_between_calls(self, rank: int, what: str, started: float, deadline: float) -> None:
         self._look(rank, what, 0, started, deadline)
 
-    def _failure(self, view: View, op: str, seq: int, elapsed: float) -> PeerError:
-        """Return the error for the losses that have not been raised yet; those that came after `view` are in it."""
-        losses = self._losses(self._told) or self._losses(self._exchange.epoch)
-        epoch = max([view.epoch, *(loss.epoch for loss in losses)])
+    def _failure(self, epoch: int, op: str, seq: int, elapsed: float) -> PeerError:
+        """Return the error for the losses not raised yet, those of `epoch` at least; all that came since are in it."""
+        losses = self._losses(self._told) or self._losses(epoch - 1)
+        epoch = max([epoch, *(loss.epoch for loss in losses)])
         self._told = max(self._told, epoch)
         return failure(losses, op, self._rank, seq, epoch, elapsed)
 
     def await_end_of(self, rank: int, deadline: float) -> bool:
         """Wait until a rank of the epoch is gone from the view; False when it is still there at the deadline."""
-        incarnation = self._peers[rank].incarnation
-        while not self.roster.is_gone(rank, incarnation):
+        while not self.is_gone(rank):
             self._interrupt()
             self._check()
             if time.monotonic() > deadline or self.roster.is_alive(rank):
                 return False
-            self._nap(self._line, VIEW, self.roster.newest)
+            time.sleep(_LOOK_S)
         return True
 
     def unfinished(self, op: str) -> PeerError:
         """Return the error of a dispatch of whose sources some died in the midst of it (mode "raise")."""
-        return self._failure(self.roster.view, op, self._exchange.seq, 0.0)
+        exchange = self._exchange
+        return self._failure(self.roster.newest, op, exchange.seq, time.monotonic() - exchange.began)
 
     # ---- between two calls
 
     def offer(self) -> None:
         """Lend this rank's inbox for the first epoch, while the buffer is made: all do before one comes in. Local."""
-        self._inboxes.offer(self.roster.view.epoch)
+        self._inboxes.offer(self._begun.first)
 
     def come_in(self, deadline: float) -> None:
         """Enter the first epoch while the buffer is made. If the view changes meanwhile, the first call does it.
@@ -280,41 +253,81 @@ class Survivor(BufferLane):
             EvictedError, NoQuorumError: this process cannot go on.
         """
         self._entered = {rank: member.incarnation for rank, member in self.roster.view.members.items()}
-        told, self._is_coming_in = self._told, True
+        self._is_coming_in, self._op = True, "Buffer"
         try:
             self.roster.check()
-            self._op = "Buffer"
-            self._enter(self.roster.view, "Buffer", deadline)
+            place = self._place(self._next)
+            if not place.failed and place.epoch == self._begun.first:
+                self._enter(place.epoch, self._next, deadline)
         except (EvictedError, NoQuorumError):
             raise
         except PeerError:
-            self._told = told  # the first call meets it again, as on all ranks
+            self._seen = -1  # the first call meets it again, as on all ranks
         finally:
             self._is_coming_in = False
             self.hide()
 
     def turn(self, op: str, deadline: float) -> None:
-        """Bring the buffer into the newest epoch; costs nothing when it is there.
+        """Bring the buffer into the epoch of the next call; costs nothing when it is there.
 
         Raises:
             RankFailedError, PeerError: somebody was lost, and it has not been told yet (mode "raise").
             CommTimeoutError: a member does not come.
             EvictedError, NoQuorumError: this process cannot go on.
+            Moved: the view has changed again.
         """
-        if self.roster.newest == self._exchange.epoch:
+        if not self.has_turned:
             return
         self._check()
         self._op = op
         if self.roster.view.agreed.epoch > self._exchange.epoch:
             self._drop_last()
         else:
-            self._settle_last(deadline)
-        while not self._enter(self.roster.view, op, deadline):
+            self._settle_last()
+        while not self._come_to_next(op, deadline):
             deadline = self.patience(deadline)
         if self._refusal is not None:
             header, reason = self._refusal
             self._exchange.publish(header, None, reason, deadline)
             self._refusal = None
+
+    def _come_to_next(self, op: str, deadline: float) -> bool:
+        """Be where the next call runs, with all who have a part in it; False when the view has changed meanwhile."""
+        exchange = self._exchange
+        seq = self._next or exchange.seq + 1
+        place = self._place(seq)
+        if place.failed:
+            self._next = seq + 1
+            if place.epoch > self._told:
+                raise self._failure(place.epoch, op, seq, 0.0)
+            return False
+        members = self._members(seq, place.epoch)
+        is_there = place.epoch == exchange.epoch and members.keys() == self._peers.keys()
+        if not is_there and not self._enter(place.epoch, seq, deadline):
+            return False
+        exchange.lose(self._parties(place))
+        if not self._is_ready and not self._await_ready(deadline):
+            return False
+        self._is_ready = self._calls.is_complete(seq, exchange.epoch)
+        return True
+
+    def _members(self, seq: int, epoch: int) -> dict[int, Member]:
+        slots = self.roster.seat.slots
+        return {slots.index(slot): member for slot, member in self._calls.members(seq, epoch).items()}
+
+    def _await_ready(self, deadline: float) -> bool:
+        """Wait until all who take part have mapped each other; False when the view has changed meanwhile."""
+        started, version, mark = time.monotonic(), self._seen, self._came_with
+        if self._line.words[READY] != mark:  # an interrupt came before it was said
+            self._line.show_ready(mark)
+        for rank, peer in self._peers.items():
+            line = peer.line
+            while line.number == self._number and line.words[READY] < mark and not self.is_gone(rank):
+                if self._calls.version != version:
+                    return False
+                futex_sleep(line.address + 8 * READY, line.words[READY])
+                self._look(rank, f"{self._op}: rank {rank} does not come into its epoch", 0, started, deadline)
+        return True
 
     def has_losses_to_tell(self) -> bool:
         """Return whether the next call will raise a loss."""
@@ -335,9 +348,12 @@ class Survivor(BufferLane):
         exchange.end.close()
         exchange.end.lost = ""
         exchange.gathered = exchange.seq
+        self._next = self._calls.first_seq
         self._refusal = None
+        if self.has_losses_to_tell():  # an error has taken this rank out of the sync that would have shown them
+            raise self._failure(self.roster.newest, self._op, self._next, 0.0)
 
-    def _settle_last(self, deadline: float) -> None:
+    def _settle_last(self) -> None:
         """Find out about a call that was refused or given up before it was gathered; if it moves it is refused again.
 
         One that others have completed, and that has raised here, leaves the buffer unusable on this rank.
@@ -346,46 +362,46 @@ class Survivor(BufferLane):
         if exchange.gathered >= exchange.seq:
             exchange.end.miss()
             return
-        header, reason, epoch = exchange.header, exchange.reason(), exchange.epoch
-        try:
-            self.decide(OP_NAMES[header.op], exchange.seq, header.op == OP_COMBINE, deadline)
-            exchange.end.miss()
-        except Withdrawn:
-            pass
-        except Moved:
-            text = reason if header.refused else f"it gave up this call in epoch {epoch}".encode()
+        seq, header, reason = exchange.seq, exchange.header, exchange.reason()
+        place = self._place(seq)
+        if not place.failed and place.epoch == exchange.epoch:
+            exchange.lose(self._parties(place))
+            if exchange.end.is_open:
+                exchange.end.settle()
+            return
+        if not place.failed:
+            text = reason if header.refused else f"it gave up this call in epoch {exchange.epoch}".encode()
             self._refusal = header._replace(refused=1), text
-        exchange.gathered = exchange.seq
+        self._next = seq + place.failed
+        exchange.end.close()
+        exchange.gathered = seq
+        if place.failed and place.epoch > self._told:
+            raise self._failure(place.epoch, self._op, seq, 0.0)
 
-    def _enter(self, view: View, op: str, deadline: float) -> bool:
-        """Enter the epoch of `view`; False when there is a newer one."""
-        started = time.monotonic()
-        self.roster.require_part(self._rank, view)
-        if self.has_losses_to_tell():
-            raise self._failure(view, op, self._exchange.seq, 0.0)
-        met = self._inboxes.meet(view, started, deadline)
+    def _enter(self, epoch: int, seq: int, deadline: float) -> bool:
+        """Enter an epoch, with those who have a part in call `seq`; False when the view has changed meanwhile."""
+        version, members = self._seen, self._members(seq, epoch)
+        wait = Wait(epoch, lambda: self._calls.version != version, time.monotonic(), deadline)
+        met = self._inboxes.meet(members, wait)
         if met is None:
             return False
         try:
-            with self.roster.lock:
-                if self.roster.view.epoch != view.epoch:
-                    return False
-                self._line.set_record(Record(view.epoch, view.epoch))
-            self._begin(view, met)
+            self._begin(epoch, seq, met)
             return True
         finally:
-            if self._inboxes.own is not met.regions[self._rank]:
+            if not self._inboxes.uses(met):
                 self._inboxes.give_back(met)
 
-    def _begin(self, view: View, met: Met) -> None:
+    def _begin(self, epoch: int, seq: int, met: Met) -> None:
         """Make the mapped memory that of the buffer, and drop the old epoch's."""
         old = self._exchange.epoch
         self.forget()
+        self._is_ready, self._came_with = False, tag(epoch, seq)
         self._inboxes.use(met)
         self._peers = met.peers
         self._entered = {rank: peer.incarnation for rank, peer in met.peers.items()}
-        self._exchange.begin(view.epoch, met.regions)
+        self._exchange.begin(epoch, met.regions, seq)
+        self._next = 0
+        self._line.show_ready(self._came_with)
         if old and len(met.peers) < self._config.num_ranks:
-            logger.warning(
-                "a buffer goes on in epoch %d with ranks %s (rank %d)", view.epoch, sorted(met.peers), self._rank
-            )
+            logger.warning("a buffer goes on in epoch %d with ranks %s (rank %d)", epoch, sorted(met.peers), self._rank)

@@ -2,8 +2,8 @@
 
 Data path: the agent thread tells every decision in order (`decided`). One that changes nothing for the buffer's ranks
 is passed over; any other begins a new epoch of the buffer, which has the decision's number: so all members call an
-epoch by the same name, whoever else comes and goes in the job. In the same step, under `lock`, the buffer's line in the
-registry is stamped with it (`call_outcome.py` says why).
+epoch by the same name, whoever else comes and goes in the job. In the same step, under `lock`, it is told to what
+knows where the buffer's calls run (`call_course.py`), if these are the lane's.
 
 Who calls: `decided` and `trouble` on the agent thread; all else on the thread of a call. The lock is held for some
 microseconds at a time and nobody waits under it.
@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
 from ...view.awaited import Awaited, kind_of_loss
@@ -30,9 +30,7 @@ from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.decision import BLANK, parts_of
 from ...view.protocol.messages import PUT_OUT, STALLED, Decision, LaneState, Member, Want
 from ..control.membership import Agreed
-
-if TYPE_CHECKING:
-    from .registry import Line
+from .call_course import CallCourse
 
 logger = logging.getLogger("epee")
 
@@ -96,6 +94,7 @@ class Roster:
         state: the newest epoch of the job and the view of the buffer then; replaced as a whole.
         newest: epoch of the view.
         lock: for steps that must not be divided by a new view.
+        calls: says where calls run, once the roster is watched; None where the lane has none.
     """
 
     def __init__(self, seat: GroupInView) -> None:
@@ -106,7 +105,8 @@ class Roster:
         self._awaited = Awaited(seat.runtime, seat.on_stall)
         self._rank_of = {slot: rank for rank, slot in enumerate(seat.slots)}
         self._causes: dict[tuple[int, int], tuple[int, str]] = {}  # (rank, incarnation) -> epoch, cause
-        self._line: Line | None = None
+        self.calls: CallCourse | None = None
+        self._is_registered = False
         self._last = BLANK
         self._is_over = False
         self._trouble: Exception | None = None
@@ -114,35 +114,52 @@ class Roster:
         self.state = (0, View(0, {}, {}, Agreed(0, ())))
         self._replay()
 
-    def watch(self, number: int, line: Line, floor: int, timeout_s: float) -> None:
-        """Follow the decisions from now on, and stamp `line` with each new epoch.
+    def watch(self, number: int, rank: int, first: int, has_calls: bool, timeout_s: float) -> None:
+        """Follow the decisions from now on.
 
         Args:
             number: of the buffer among those of the group.
-            line: this process's.
-            floor: an epoch that other ranks have heard of: the first one is not an older one.
-            timeout_s: how long to wait until it is known here.
+            rank: this process's.
+            first: the epoch in which all ranks begin, which others have heard of; 0 for a replacement.
+            has_calls: the lane has calls that go on in later epochs.
+            timeout_s: how long to wait until that epoch is known here.
+
+        Raises:
+            InvalidState: what took this replacement in is not known any more.
         """
         runtime = self.seat.runtime
-        if runtime.view().epoch < floor:
-            runtime.await_decision(floor - 1, timeout_s)
+        if runtime.view().epoch < first:
+            runtime.await_decision(first - 1, timeout_s)
         self._lane = (self.seat.lane ^ number * _LANE_SALT) & ((1 << 62) - 1)
-        past = [decision.epoch for decision in runtime.since(0) if self._lane in decision.met]
+        known = (*runtime.since(0), runtime.view())
+        past = [decision.epoch for decision in known if self._lane in decision.met]
         with self.lock:
-            self._line = line
             now = self._view_of(self._last)  # who is out could not be known without the buffer's number
             before = Agreed(max((epoch for epoch in past if epoch <= self.heard), default=0), ())  # of others
             self.state = self.heard, now._replace(epoch=max(now.epoch, self.view.epoch), agreed=max(now.agreed, before))
+            if has_calls:
+                heard = {decision.epoch: decision for decision in known if decision.epoch <= self.heard}
+                self.calls = CallCourse(
+                    self._lane,
+                    self.seat.slots,
+                    self.seat.slots[rank],
+                    self.seat.raises,
+                    self._is_ours,
+                    self.lock,
+                    [heard[epoch] for epoch in sorted(heard)],
+                    first,
+                )
         state = LaneState(self._lane, 0, 0)
-        row = runtime.register(self._lane, lambda: state, _nothing, self.decided, self.trouble)
+        freeze, thaw = (lambda: state, _nothing) if self.calls is None else (self.calls.freeze, self.calls.thaw)
+        row = runtime.register(self._lane, freeze, thaw, self.decided, self.trouble)
+        self._is_registered = True
         self._awaited.begin(self._lane, row)
         self._replay()
         # what was met before the lane was known here leaves no trace in the decisions after it
         met = max((decision.epoch for decision in runtime.since(0) if self._lane in decision.met), default=0)
         with self.lock:
-            self.newest = max(self.view.epoch, floor, met)
+            self.newest = max(self.view.epoch, first, met)
             self.state = self.heard, self.view._replace(epoch=self.newest)
-            line.stamp(self.newest)
 
     def _replay(self) -> None:
         """Take over what was decided so far; what is decided meanwhile comes twice, and counts once."""
@@ -154,10 +171,8 @@ class Roster:
         """Follow no more; idempotent."""
         if not self._is_over:
             self._is_over = True
-            with self.lock:  # the agent thread stamps it no more, whatever becomes of the rest
-                line, self._line = self._line, None
             self._awaited.end()
-            if line is not None:
+            if self._is_registered:
                 self.seat.runtime.unregister(self._lane)
 
     # ---- on the agent thread
@@ -179,8 +194,8 @@ class Roster:
             self._note_causes(old, new, decision)
             self.state = decision.epoch, new
             self.newest = new.epoch
-            if new.epoch != old.epoch and self._line is not None:
-                self._line.stamp(new.epoch)
+            if self.calls is not None:
+                self.calls.add(decision)
 
     def _view_of(self, decision: Decision) -> View:
         """Return what a decision says by itself; its epoch is the first in which it can have been so."""
@@ -344,4 +359,4 @@ def _renewed(error: PeerError) -> PeerError:
 
 
 def _nothing() -> None:
-    """Calls of a buffer need not stop while the ranks agree: the stamp does that."""
+    """Calls of a lane whose epochs begin with `sync` alone need not stop while the ranks agree."""

@@ -3,7 +3,7 @@
 Data path: a rank makes an inbox for the epoch that it is about to enter and shows its blob, with the number of the
 epoch, in its line of the registry (`offer`). It finds the lines of newcomers by the process that the view names, waits
 until each shows an inbox for this epoch, and maps it (`meet`). Nothing of the old epoch is dropped before all of the
-new one is there (`use`).
+new one is there (`use`). Who enters the epoch that it is in once more, with others, keeps its inbox.
 
 Who calls: the thread of a call, or of the constructor. A wait ends when the view changes: then `meet` has nothing, and
 an inbox that others may have mapped already is offered again, should the next attempt be for the same epoch. A crash
@@ -26,7 +26,7 @@ from ...memory.signals import futex_sleep
 from ...view.process.detector import is_leaving
 from ...view.protocol.messages import Member
 from ..config import BufferConfig
-from .group_view import Roster, View, process_of
+from .group_view import Roster, process_of
 from .registry import INBOX_VIEW, Line, find
 
 logger = logging.getLogger("epee")
@@ -95,9 +95,12 @@ class Inboxes:
         self._lines: dict[tuple[int, int], Line] = {}  # of other processes
         self._mapped: list[HostRegion] = []
         self._next: tuple[int, HostRegion] | None = None  # made for an epoch that was not entered yet
+        self._epoch = 0  # for which `own` was made
 
     def offer(self, epoch: int) -> HostRegion:
         """Return this rank's inbox for an epoch that it enters, one and the same in each attempt, and lend it."""
+        if self.own is not None and self._epoch == epoch:
+            return self.own
         if self._next is not None and self._next[0] != epoch:
             self._next[1].close()
             self._next = None
@@ -109,18 +112,17 @@ class Inboxes:
             self._line.lend_inbox(epoch, self._next[1].blob)
         return self._next[1]
 
-    def meet(self, view: View, started: float, deadline: float) -> Met | None:
-        """Map what the other members of `view` lend for its epoch; None when the view has changed.
+    def meet(self, members: Mapping[int, Member], wait: Wait) -> Met | None:
+        """Map what the other members of an epoch lend for it; None when the wait is void.
 
         Raises:
             ResourceError: no memory or descriptor is left here.
             CommTimeoutError: a member does not come. Else as `look`.
         """
-        met = Met({}, {self._rank: self.offer(view.epoch)})
-        wait = Wait(view.epoch, lambda: self._roster.view.epoch != view.epoch, started, deadline)
+        met = Met({}, {self._rank: self.offer(wait.epoch)})
         is_complete = False
         try:
-            is_complete = all(self._meet_one(met, rank, member, wait) for rank, member in view.members.items())
+            is_complete = all(self._meet_one(met, rank, member, wait) for rank, member in members.items())
             return met if is_complete else None
         finally:
             if not is_complete:
@@ -169,11 +171,20 @@ class Inboxes:
 
     def use(self, met: Met) -> None:
         """Let what was met be the memory of the buffer, and drop the old epoch's."""
-        self._drop()
-        self.own, self._next = met.regions[self._rank], None
+        own = met.regions[self._rank]
+        self._drop(own)
+        if self._next is not None and self._next[1] is own:
+            self._epoch, self._next = self._next[0], None
+        self.own = own
         self._mapped = [region for rank, region in met.regions.items() if rank != self._rank]
         processes = {peer.process for peer in met.peers.values()}
         self._lines = {process: line for process, line in self._lines.items() if process in processes}
+
+    def uses(self, met: Met) -> bool:
+        """Return whether what was met is the memory of the buffer."""
+        return self.own is met.regions[self._rank] and all(
+            region in self._mapped for rank, region in met.regions.items() if rank != self._rank
+        )
 
     def close(self) -> None:
         """Let go of everything; nothing else may follow."""
@@ -184,11 +195,11 @@ class Inboxes:
         self._lines.clear()
         del self._line, self._look, self.fill  # a closed buffer that is kept maps nothing, and is in no circle
 
-    def _drop(self) -> None:
+    def _drop(self, kept: HostRegion | None = None) -> None:
         for region in self._mapped:
             region.close()
         self._mapped.clear()
-        if self.own is not None:
+        if self.own is not None and self.own is not kept:
             self.own.close()
             self.own = None
 

@@ -56,8 +56,6 @@ class BufferLane:
         self._begun = begun
         self._number = begun.number
         self._line = begun.line
-        self._words = begun.line.words
-        self._lock = begun.roster.lock
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._interrupt = interrupt
@@ -98,7 +96,7 @@ class BufferLane:
         self._begun.line.mark_closed()  # before the rest: a newcomer must not take the buffer for open
         _closed.append((self._pid, self._begun))
         self._inboxes.close()
-        del self._begun, self._line, self._words  # a closed buffer that is kept maps nothing
+        del self._begun, self._line  # a closed buffer that is kept maps nothing
 
     # ---- while it waits
 

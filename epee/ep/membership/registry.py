@@ -1,4 +1,4 @@
-"""Where a process says which buffers it has on a group, and how far each of them is.
+"""Where a process says which buffers it has on a group, and what it lends to the others' epochs.
 
 One small region per process and group, with a line for each buffer. Who writes: the process itself, nobody else. Who
 reads: the other members, who find the region without being told where it is: among the descriptors of a process that
@@ -7,17 +7,15 @@ the buffers that run, nor the others to find its own.
 
     header  magic, number of the newest buffer, blob of the region, numbers of buffers that were closed: n at place
             n modulo their number, so the last ones
-    line    number of the buffer (0: none; with `CLOSED`: it was closed), record (`call_outcome.Record`, word by word),
-            for whom this rank waits and when it said so last, for which epoch it has come to sync and whom it counts on
-            there, and the last number that its calls have used (`sync.py`), view for which the inbox was made, blob of
-            the inbox, words of the config
+    line    number of the buffer (0: none; with `CLOSED`: it was closed), tag of the call with which this rank has come
+            into its epoch (`epochs.py`), for whom this rank waits and when it said so last, for which epoch it has come
+            to sync and whom it counts on there, and the last number that its calls have used (`sync.py`), view for
+            which the inbox was made, blob of the inbox, words of the config
 
 Order: a line's number is stored last when it is made (after it only the newest number in the header), and marked when
-it ends, behind the closed number in the header. The record of a closed buffer stays, stamped `FINAL` when its owner has
-left the control plane: others may have to judge a call by it that the owner has finished. So lines are taken anew as
-late as can be, and who reads a record looks whose it is. The blob of an inbox lies between two stores of the view it is
-for (0, then the view), and a reader looks at the view again after it has copied the blob. The stamp (`VIEW`) is stored
-after the words that it makes final. Each word is one store of the machine.
+it ends, behind the closed number in the header. Another buffer may have the line then, so who reads one looks whose it
+is. The blob of an inbox lies between two stores of the view it is for (0, then the view), and a reader looks at the
+view again after it has copied the blob. Each word is one store of the machine.
 
 A crash leaves a line as it was; the memory stays readable to those who have mapped it. Everything read here is a peer's
 word: a blob is checked by `HostRegion.attach`, its owner against the process that the view names.
@@ -37,7 +35,6 @@ from ...memory.claim import require_own
 from ...memory.host import BLOB_BYTES, HEADER_BYTES, HostRegion
 from ...memory.signals import futex_wake
 from ...view.process.detector import is_leaving
-from .call_outcome import FINAL, Record
 
 logger = logging.getLogger("epee")
 
@@ -49,7 +46,7 @@ _NEWEST, _OWN_BLOB = 1, 2
 _LINE_WORDS = 64
 _CLOSED_AT = _OWN_BLOB + _BLOB_WORDS
 _NUM_CLOSED = _LINE_WORDS - _CLOSED_AT  # more than can be open at once
-NUMBER, VIEW, EPOCH, ISSUED, GATHERED, WITHDRAWN, BLAMED, BLAMED_AT, SYNC, COUNTED, USED, INBOX_VIEW, INBOX = range(13)
+NUMBER, READY, BLAMED, BLAMED_AT, SYNC, COUNTED, USED, INBOX_VIEW, INBOX = range(9)
 CONFIG = INBOX + _BLOB_WORDS
 CLOSED = 1 << 62  # in the word of the number
 _NUM_WORDS = _LINE_WORDS * (1 + MAX_BUFFERS)
@@ -80,35 +77,19 @@ class Line:
     @property
     def is_free(self) -> bool:
         """Whether another buffer may have the line."""
-        words = self.words
-        return words[NUMBER] == words[VIEW] == 0 or (bool(words[NUMBER] & CLOSED) and words[VIEW] == FINAL)
+        return self.number == 0
 
     def mark_closed(self) -> None:
-        """Say that the buffer is closed; what it shows stays. Idempotent. Only the owner."""
+        """Say that the buffer is closed. Idempotent. Only the owner."""
         number = self.number
         if number:
             self._region.words(0, _LINE_WORDS)[_CLOSED_AT + number % _NUM_CLOSED] = number
             self.words[NUMBER] = number | CLOSED  # last: who finds the line closed finds why
 
-    def record(self) -> Record:
-        """Return what the line shows; the stamp is read first, since what it makes final was stored before it."""
-        words = self.words
-        return Record(words[VIEW], words[EPOCH], words[ISSUED], words[GATHERED], words[WITHDRAWN])
-
-    def record_of(self, number: int) -> Record:
-        """Return what the line shows of buffer `number`; of no view where another buffer has the line."""
-        record = self.record()
-        return record if self.words[NUMBER] & ~CLOSED == number else record._replace(view=0)
-
-    def stamp(self, view: int) -> None:
-        """Make the record final for `view`. Only the owner."""
-        self.words[VIEW] = view
-        futex_wake(self.address + 8 * VIEW)
-
-    def set_record(self, record: Record) -> None:
-        """Store all but the stamp. Only the owner."""
-        self.words[EPOCH], self.words[ISSUED] = record.epoch, record.issued
-        self.words[GATHERED], self.words[WITHDRAWN] = record.gathered, record.withdrawn
+    def show_ready(self, mark: int) -> None:
+        """Say that this rank has mapped all who take part in the call of an epoch with this tag. Only the owner."""
+        self.words[READY] = mark
+        futex_wake(self.address + 8 * READY)
 
     def blame(self, ranks: Iterable[int]) -> None:
         """Show for whom this rank waits. Only the owner."""
@@ -185,7 +166,7 @@ class Registry:
         """The highest number of a buffer that this process has or had."""
         return self._words[_NEWEST]
 
-    def open(self, number: int, view: int, config: Sequence[int]) -> Line:
+    def open(self, number: int, config: Sequence[int]) -> Line:
         """Make the line of buffer `number`.
 
         Raises:
@@ -195,10 +176,9 @@ class Registry:
         for line in lines:  # those of the buffers that were closed last come last
             if line.is_free:
                 line.words[NUMBER] = 0
-                line.words[VIEW : CONFIG + len(config)] = memoryview(bytes(8 * (CONFIG - VIEW + len(config)))).cast("Q")
+                line.words[READY:CONFIG] = memoryview(bytes(8 * (CONFIG - READY))).cast("Q")
                 for at, word in enumerate(config):
                     line.words[CONFIG + at] = word
-                line.stamp(view)
                 self.had.add(number)
                 line.words[NUMBER] = number
                 self._words[_NEWEST] = max(self.newest, number)

@@ -47,7 +47,7 @@ from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import Member
 from ..config import BufferConfig
 from ..control.inbox import Exchange, Moved, Turned
-from ..control.membership import Agreed
+from ..control.membership import Agreed, Parties
 from .birth import Begun
 from .group_view import process_of
 from .inboxes import Absent, Met, Wait
@@ -206,13 +206,22 @@ class SyncedLane(BufferLane):
             if rank != self._rank and self._has_left(rank):
                 raise self._loss(rank, op, seq)
 
-    def issue(self, seq: int) -> bool:
-        """Return whether host call `seq` may be made: the epoch is the newest."""
+    def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
+        """Make host call `seq` if the epoch is the newest; return whether it is."""
+        is_newest = not self.has_turned
+        if is_newest:
+            publish()
+        return is_newest
+
+    def gather(self, seq: int, note: Callable[[], None]) -> bool:
+        """Note that all rows of host call `seq` are here, as `issue`."""
+        return self.issue(seq, False, note)
+
+    def withdraw(self) -> bool:
+        """Return whether the epoch is the newest."""
         return not self.has_turned
 
-    gather = withdraw = issue
-
-    def decide(self, op: str, seq: int, is_pull: bool, deadline: float) -> tuple[int, ...]:
+    def decide(self, op: str, seq: int) -> Parties:
         """Raise `Moved`: a host call that has not ended in its epoch is made again in the next."""
         raise Moved
 

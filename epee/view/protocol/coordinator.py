@@ -94,6 +94,9 @@ class Campaign:
         who has a part in it afterwards. Who is put out need not answer, and who does not answer in time is put out
         where the want allows it.
         """
+        has_pull = any(state.is_pull for states in self.promises.values() for state in states)
+        if has_pull and facts.waited_s < answer_s and not self.slots - facts.gone.keys() <= self.promises.keys():
+            return None  # it goes on among those who stay if all of them have begun it
         evicted = choose_evicted(self.slots - facts.gone.keys(), facts.accusers)
         wanted = evicted | {slot for slot in facts.replaced if slot not in self.promises}
         joiners = facts.joiners

@@ -6,7 +6,9 @@ so they cannot move until the decision is known:
     cuts    for removed slots that may still live (STALLED), per lane the last call that a member of the new view has
             completed. Slots that write no more need none (see `outcome.cut_of`).
     starts  per lane 1 + the last call that a member of the new view had issued, or that a want speaks of which is met.
-            Those who join take part from there, and a call before it that cannot complete fails in mode "raise".
+            Those who join take part from there, and a call before it that cannot complete fails in mode "raise". Where
+            all who stay have promised, and all who told of the lane have begun one and the same call that can do
+            without the removed, it says so (`among`).
 
 The incarnation of a joiner is the epoch that it joins in: higher than any before it in its slot, and nobody has to
 remember who was there.
@@ -54,6 +56,7 @@ def compose(
     used = {state.lane for states in lanes.values() for state in states} if staying.keys() <= lanes.keys() else None
     parts, met = _parts(current, staying, wants, used)
     told = _told((*current.parts, *parts), staying, lanes)
+    has_all = staying.keys() <= lanes.keys()
     asked = [LaneState(want.lane, 0, want.seq) for want in wants if want.lane in met]
     stalled = any(removal.cause == STALLED for removal in removed) or any(p.since == -current.epoch - 1 for p in parts)
     for joiner in joiners:
@@ -64,7 +67,7 @@ def compose(
         tuple(staying[slot] for slot in sorted(staying)),
         tuple(sorted(removed)),
         _cuts(told) if stalled else (),
-        _starts([*told, *asked]),
+        _starts([*told, *asked], has_all),
         parts,
         met,
     )
@@ -136,11 +139,14 @@ def _cuts(told: Iterable[LaneState]) -> tuple[Cut, ...]:
     return tuple(Cut(lane, completed[lane]) for lane in sorted(completed))
 
 
-def _starts(told: Iterable[LaneState]) -> tuple[Start, ...]:
-    issued: dict[int, int] = {}
+def _starts(told: Iterable[LaneState], has_all: bool) -> tuple[Start, ...]:
+    states: dict[int, set[tuple[int, bool]]] = {}
     for state in told:
-        issued[state.lane] = max(issued.get(state.lane, 0), state.issued)
-    return tuple(Start(lane, issued[lane] + 1) for lane in sorted(issued))
+        states.setdefault(state.lane, set()).add((state.issued, state.is_pull))
+    return tuple(
+        Start(lane, max(found)[0] + 1, has_all and len(found) == 1 and min(found)[1])
+        for lane, found in sorted(states.items())
+    )
 
 
 def choose_evicted(live: Collection[int], accusers: Mapping[int, Collection[int]]) -> set[int]:

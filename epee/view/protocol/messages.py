@@ -58,10 +58,14 @@ class Cut(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The first seq of `lane` in which those who joined take part."""
+    """The first seq of `lane` in which those who joined take part.
+
+    `among`: the call before it can do without those who are removed, and all who stay had begun it.
+    """
 
     lane: int
     seq: int
+    among: bool = False
 
 
 class Part(NamedTuple):
@@ -116,11 +120,15 @@ class Decision(NamedTuple):
 
 
 class LaneState(NamedTuple):
-    """How far a frozen agent is in one lane: highest seq completed, highest seq issued."""
+    """How far a frozen agent is in one lane: highest seq completed, highest seq issued.
+
+    `is_pull`: the last call issued is open, and can do without those who are removed (AMONG in `outcome.py`).
+    """
 
     lane: int
     completed: int
     issued: int
+    is_pull: bool = False
 
 
 class Prepare(NamedTuple):

@@ -17,6 +17,9 @@ looks sees the same. A slot that was voted out alive counts up to its cut, whate
 below a call that a survivor has completed, because completing needs the same words; and it never lies above the last
 call that was issued when the lanes were frozen, so who joins need not know about the past.
 
+**AMONG.** In mode "mask" a call that can do without the removed (a combine: what the others hold is theirs) stays where
+it runs, among those who remain, if all of these had begun it when they were frozen: the decision says so.
+
 A slot that is put out of the lane, and stays in the job, is like one that was voted out; one that comes back is like
 one that joins (`decision.parts_of`). So a member is, for a lane, its slot and the epoch since which it takes part. A
 lane of which no member is left is over: nobody knows any more how far it was.
@@ -31,9 +34,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .decision import parts_of
-from .messages import FOREVER, PUT_OUT, STALLED, Decision, Removal
+from .messages import FOREVER, PUT_OUT, STALLED, Decision, Removal, Start
 
-Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a dead slot all there?
+Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a slot all there?
 
 
 class Place(NamedTuple):
@@ -41,12 +44,14 @@ class Place(NamedTuple):
 
     `via` are the epochs to which it moves, in order. Whoever hears of several decisions at once goes through all of
     them, because a call may find its end on the way (its root is lost, say), and then it ends there for everybody.
+    `without`: slots of its epoch that have no part in it (AMONG).
     """
 
     epoch: int
     failed: bool
     lost: tuple[int, ...] = ()
     via: tuple[int, ...] = ()
+    without: tuple[int, ...] = ()
 
 
 class Turn:
@@ -61,6 +66,7 @@ class Turn:
             does not know whether an older call was the first, so this includes the first call that a newcomer can
             ask about: its first one, or the one after those that fail because of `past`, the `last` before this.
         hit: the first call that moved or failed, once it is known: L + 1.
+        among: a call that those who remain had all begun, and that goes on among them if it is hit; 0 for none.
     """
 
     def __init__(
@@ -73,6 +79,8 @@ class Turn:
         newest = max(starts, default=1)
         self.last = max(self.limit or 0, newest, past + 1 if newest > 1 else 0)
         self.hit: int | None = None
+        start = start_of(decision, lane)
+        self.among = start.seq - 1 if start is not None and start.among else 0
 
     def fails(self, seq: int) -> bool:
         """Return whether call `seq`, which this turn hits, fails in mode "raise"."""
@@ -180,6 +188,7 @@ class Course:
         """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far."""
         epoch = self.base if epoch is None else max(epoch, self.base)
         via: tuple[int, ...] = ()
+        without: tuple[int, ...] = ()
         for turn in self.turns:
             if turn.epoch <= epoch:
                 continue
@@ -188,22 +197,29 @@ class Course:
             if turn.hit is not None and seq >= turn.hit:
                 if self.raises and turn.fails(seq):
                     return Place(turn.epoch, True, tuple(slot for slot, _, _ in turn.removed), via)
+                if seq == turn.hit == turn.among:
+                    without += self._missing(seq, epoch, turn, whole)
+                    continue
                 epoch = turn.epoch
-                via = (*via, epoch)
-        return Place(epoch, False, (), via)
+                via, without = (*via, epoch), ()
+        return Place(epoch, False, (), via, without)
 
     def _goes_on(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> bool:
         """Return whether a call that runs in `epoch` needs nothing more from those whom `turn` removed."""
         if turn.cap is not None and seq > turn.cap:
             return False
-        members = self._members.get(epoch, {})
+        return not self._missing(seq, epoch, turn, whole)
+
+    def _missing(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> tuple[int, ...]:
+        """Return those whom `turn` removed that have not contributed to a call which runs in `epoch`."""
+        members, missing = self._members.get(epoch, {}), []
         for slot, incarnation, cut in turn.removed:
             member, start = members.get(slot, (0, 0))
             if member != incarnation or seq < start:
                 continue  # it had no part in this call
             if seq > cut or (cut == FOREVER and not whole(slot, epoch, seq)):
-                return False
-        return True
+                missing.append(slot)
+        return tuple(missing)
 
     def claimed(self, issued: int) -> int:
         """Return what to tell as the last call issued, where `issued` is the truth.
@@ -259,7 +275,9 @@ class Course:
 
     def _is_passed(self, turn: Turn, seq: int) -> bool:
         """Return whether `seq` and all calls after it just move on to the epoch of `turn`."""
-        return turn.hit is not None and turn.hit <= seq and not (self.raises and turn.fails(seq))
+        if turn.hit is None or (self.raises and turn.fails(seq)):
+            return False
+        return turn.hit < seq or turn.hit == seq != turn.among
 
 
 def cut_of(decision: Decision, lane: int, removal: Removal) -> int:
@@ -280,12 +298,15 @@ def loss_of(decision: Decision, slot: int) -> str:
     return PUT_OUT
 
 
+def start_of(decision: Decision, lane: int) -> Start | None:
+    """Return what a decision says of those who join a lane; None when nobody told of it."""
+    return next((start for start in decision.starts if start.lane == lane), None)
+
+
 def issued_before(decision: Decision, lane: int) -> int | None:
     """Return the last seq that a member had issued when the lanes were frozen; None when nobody told of the lane."""
-    for start in decision.starts:
-        if start.lane == lane:
-            return start.seq - 1
-    return None
+    start = start_of(decision, lane)
+    return None if start is None else start.seq - 1
 
 
 def first_seq(decision: Decision, lane: int) -> int:

@@ -64,6 +64,19 @@ class Number(Codec):
         return value
 
 
+class Flag(Codec):
+    def put(self, out: bytearray, value: Any, name: str) -> None:
+        if type(value) is not bool:
+            raise Wrong(f"{name} must be a bool, got {type(value).__name__}")
+        out += b"\1" if value else b"\0"
+
+    def take(self, frame: Cursor, name: str) -> bool:
+        byte = frame.take(1, name)
+        if byte not in (b"\0", b"\1"):
+            raise Wrong(f"{name} must be 0 or 1, got {byte[0]}")
+        return byte == b"\1"
+
+
 class Bytes(Codec):
     def __init__(self, low: int, high: int) -> None:
         self.length = Number(low, high)

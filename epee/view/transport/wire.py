@@ -45,7 +45,7 @@ from ..protocol.messages import (
     Start,
     Want,
 )
-from .codec import Bytes, Choice, Cursor, Many, Maybe, Number, Record, Text, Wrong
+from .codec import Bytes, Choice, Cursor, Flag, Many, Maybe, Number, Record, Text, Wrong
 
 MAX_MEMBERS = 64  # of a job; slots are below it
 MAX_LANES = 1024  # in which one process takes part
@@ -54,7 +54,7 @@ MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
 MAX_DECISION_BYTES = (
-    32 * (MAX_ALL_LANES + MAX_PARTS) + 8 * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 128)
+    33 * MAX_ALL_LANES + 40 * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 128)
 )  # a cut, a start per lane
 MAX_FRAME_BYTES = 3 << 20  # one decision, and what a Promise tells of the lanes of one process
 MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
@@ -97,7 +97,10 @@ def _rule_of_accept(accept: Accept) -> str:
 
 
 def _rule_of_lane(state: LaneState) -> str:
-    return f"completed {state.completed} of {state.issued} calls" if state.completed > state.issued else ""
+    is_wrong = state.completed > state.issued or (state.is_pull and state.completed == state.issued)
+    return (
+        f"completed {state.completed} of {state.issued} calls, the last one open: {state.is_pull}" if is_wrong else ""
+    )
 
 
 _SLOT = Number(0, MAX_MEMBERS - 1)
@@ -110,11 +113,11 @@ _BALLOT = Record(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1))
 _MEMBER = Record(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES))
 _REMOVAL = Record(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT))
 _CUT = Record(Cut, _LANE, _SEQ)
-_START = Record(Start, _LANE, _SEQ)
+_START = Record(Start, _LANE, _SEQ, Flag())
 _PART = Record(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT))
 _SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
 _WANT = Record(Want, _LANE, _SLOTS, _SLOTS, Number(0, MAX_MEMBERS), Number(0, FOREVER - 1), rule=_rule_of_want)
-_LANE_STATE = Record(LaneState, _LANE, _SEQ, _SEQ, rule=_rule_of_lane)
+_LANE_STATE = Record(LaneState, _LANE, _SEQ, _SEQ, Flag(), rule=_rule_of_lane)
 _DECISION = Record(
     Decision,
     _EPOCH,

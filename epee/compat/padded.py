@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -132,7 +132,7 @@ class PaddedRooms:
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
             raise InvalidArgument("x must be bfloat16 [num_tokens, hidden]")
         max_tokens, num_experts = sizes
-        core = self._room(Shape(max_tokens, x.shape[1], num_experts, routing.shape[1], x.device))
+        core = self._room(Shape(max_tokens, x.shape[1], num_experts, routing.shape[1], x.device), ways.active_ranks)
         got = cast(LatencyDispatched, core.dispatch(x, routing, **how._asdict(), **_options(ways)))
         handle = (got.handle.src_token, got.handle.layout_range, max_tokens, x.shape[1], num_experts)
         self._handles[handle[0]] = _Known(core, got.handle, routing.clone() if routing is topk_idx else routing)
@@ -189,7 +189,7 @@ class PaddedRooms:
         """Let the next call of each shape begin with who is in the group then. All ranks call it; handles end.
 
         On a group of the backend "epee" it begins with `Buffer.sync`, which takes in those who took the places of lost
-        ranks; on others with a new room.
+        ranks; on others with a new room. Whom the ranks do not agree on there is taken out of that call's mask.
         """
         for shape, core in list(self._rooms.items()):
             if core.takes_replacements:
@@ -208,7 +208,7 @@ class PaddedRooms:
         self._is_closed = True
         self.forget()
 
-    def _room(self, shape: Shape) -> Core:
+    def _room(self, shape: Shape, active_ranks: torch.Tensor | None) -> Core:
         if self._is_closed:
             raise InvalidState("the buffer is destroyed; make a new one")
         core = self._rooms.get(shape)
@@ -226,8 +226,10 @@ class PaddedRooms:
                 mode="latency",
             )
         elif shape in self._apart:
-            core.sync()
+            agreed = core.sync()
             self._apart.discard(shape)
+            if _is_mask(active_ranks, len(agreed)):  # else a GPU would wait until the time-out for who is not in
+                active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
         return core
 
     def _known(self, handle: object) -> _Known:
@@ -263,6 +265,12 @@ class PaddedRooms:
                 then()
 
         return receive
+
+
+def _is_mask(given: object, num_ranks: int) -> TypeGuard[torch.Tensor]:
+    """Whether this can be a call's mask; what cannot is refused by the call."""
+    is_flat = isinstance(given, torch.Tensor) and given.dtype == torch.int32 and given.dim() == 1
+    return is_flat and len(cast(torch.Tensor, given)) >= num_ranks
 
 
 def _options(ways: Ways) -> dict[str, Any]:

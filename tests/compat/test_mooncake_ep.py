@@ -178,6 +178,28 @@ def test_a_replacement_is_connected_after_update_ep_member() -> None:
     assert results == [[1, 1], DEAD, [1, 1]]
 
 
+def _away(rank: int, num_ranks: int, folder: str) -> list[int]:
+    """Rank 3 does not come when all are to meet again: it is in nobody's mask, and nobody waits for it."""
+    buffer = ep.Buffer(dist.group.WORLD)
+    active = torch.ones(num_ranks, dtype=torch.int32)
+    a_round(buffer, active, 0, [True] * num_ranks, timeout_us=LONG_US)
+    buffer.update_ep_member()
+    if rank == 3:
+        for other in range(3):
+            stages.wait_for(folder, f"over-{other}", 150.0)
+        return []
+    (core,) = buffer._padded._rooms.values()
+    core._timeout = 3.0  # of the meeting
+    for seed in range(1, 4):
+        a_round(buffer, active, seed, [True, True, True, False], timeout_us=LONG_US)
+    stages.meet(folder, "over", rank, range(3))
+    return active.tolist()
+
+
+def test_who_does_not_meet_the_others_again_is_left_out(tmp_path: Path) -> None:
+    assert run_ranks(_away, 4, str(tmp_path), backend="mooncake-cpu") == [[1, 1, 1, 0]] * 3 + [[]]
+
+
 def _mistakes(rank: int, num_ranks: int) -> None:
     buffer = ep.Buffer(None)
     mine = inputs(SHAPE, NUM_TOKENS[:num_ranks], 1)[rank]

@@ -7,8 +7,9 @@ is killed from outside, at a random time. The survivors compare every result bit
 comes whole, and without it afterwards. When both have lost it they make two rounds on the new mask, look for errors
 that stay on the GPU, take the replacement in and compare the first rounds with it.
 
-Replacements are processes that wait with torch, a CUDA context and loaded kernels. The owner measures from the moment
-of the kill to the end of each survivor's first call without the victim.
+Replacements are processes that wait with torch, a CUDA context and loaded kernels. The owner measures how long each
+survivor's first call without the victim took to end: from the kill, or from its own begin where that was later, for
+what the program did before the call (it compares results, and meets the other one) is not the call's.
 """
 
 from __future__ import annotations
@@ -229,21 +230,27 @@ def until_lost(player: Player, life: int) -> Call:
 
 
 class Deaths(NamedTuple):
-    """What a run has measured, in milliseconds from the kill to the end of a call.
+    """What a run has measured, in milliseconds to the end of a call, by survivor.
 
     Attributes:
-        in_flight: of the calls that had begun before the kill, by survivor.
-        later: of those that began afterwards.
+        in_flight: of the calls that had begun before the kill, from the kill.
+        later: of those that began afterwards, from their begin.
+        later_in_all: the same, from the kill.
         wall_s: of the whole run.
     """
 
     in_flight: dict[int, list[float]]
     later: dict[int, list[float]]
+    later_in_all: dict[int, list[float]]
     wall_s: float
 
     def __str__(self) -> str:
         lines = [f"{sum(map(len, self.in_flight.values())) + sum(map(len, self.later.values()))} ends of calls"]
-        for name, found in (("begun before the kill", self.in_flight), ("begun after it", self.later)):
+        for name, found in (
+            ("begun before the kill, from the kill", self.in_flight),
+            ("begun after it, from their begin", self.later),
+            ("begun after it, from the kill", self.later_in_all),
+        ):
             for rank, times in found.items():
                 lines.append(f"  rank {rank}, {name}: {spread(times)}")
         return "\n".join([*lines, f"  {self.wall_s:.1f} s in all"])
@@ -272,7 +279,7 @@ def run_deaths(platform: str, num_kills: int, seed: int, num_spares: int, timeou
             worker.start(warm, platform, VICTIM, timeout_s=timeout_s)
         for worker in survivors:
             _await(worker, [worker], deadline)
-        result = Deaths({0: [], 1: []}, {0: [], 1: []}, 0.0)
+        result = Deaths({0: [], 1: []}, {0: [], 1: []}, {0: [], 1: []}, 0.0)
         for life in range(num_kills + 1):
             victim = spares.popleft()
             _await(victim, [victim, *survivors], deadline)
@@ -288,7 +295,11 @@ def run_deaths(platform: str, num_kills: int, seed: int, num_spares: int, timeou
             _until(survivors, lambda life=life: all(_loss(worker, life) for worker in survivors), deadline)
             for rank, worker in enumerate(survivors):
                 _, _, _, call_ns, ended_ns, _ = _loss(worker, life)
-                (result.in_flight if call_ns <= killed_ns else result.later)[rank].append((ended_ns - killed_ns) / 1e6)
+                if call_ns <= killed_ns:
+                    result.in_flight[rank].append((ended_ns - killed_ns) / 1e6)
+                else:
+                    result.later[rank].append((ended_ns - call_ns) / 1e6)
+                    result.later_in_all[rank].append((ended_ns - killed_ns) / 1e6)
             pool.release([victim])
             if life + 1 + len(spares) <= num_kills:
                 spares.append(pool.hire(1)[0])

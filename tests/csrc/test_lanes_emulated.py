@@ -202,6 +202,10 @@ def test_a_sync_makes_handles_stale_in_latency_mode_as_well() -> None:
     assert first == second
 
 
+def test_a_hook_of_an_epoch_that_is_over_is_stale_on_gpus_as_well() -> None:
+    run_ranks(latency, 2, "_old_hook", timeout_s=200)
+
+
 def test_in_latency_mode_who_is_taken_out_of_a_sync_enters_with_its_next_call() -> None:
     first, *others = run_ranks(latency, 3, "_taken_out", KeyboardInterrupt, timeout_s=200)
     assert others == [first] * 2

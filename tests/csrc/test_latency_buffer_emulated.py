@@ -93,6 +93,33 @@ def test_survivors_of_a_kill_go_on_and_agree() -> None:
     assert run_ranks(emulated, 3, _lost, timeout_s=200, dead={2}) == [[1, 1, 0], [1, 1, 0], DEAD]
 
 
+def _told_early(rank: int, num_ranks: int) -> str:
+    """Rank 1 is dead, but its pidfd does not say so: what a call without a mask raises names it all the same."""
+    buffer = make(SHAPE, timeout=300.0)
+    given = inputs(SHAPE, [6, 3], 1)
+    dispatch(buffer, given[rank])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    path: Any = buffer._path
+    path._watch.dead = tuple  # a process with memory on a GPU takes long to end
+
+    def twice() -> None:  # what the kernels report may be found by the next call
+        for _ in range(2):
+            dispatch(buffer, given[rank])
+
+    with pytest.raises(epee.errors.RankFailedError, match="rank 1 is dead") as caught:
+        twice()
+    assert caught.value.ranks == (1,)
+    with pytest.raises(epee.errors.RankFailedError, match="rank 1 is dead"):
+        dispatch(buffer, given[rank])
+    buffer.close()
+    return caught.value.cause
+
+
+def test_a_death_that_only_kernels_were_told_of_is_named() -> None:
+    assert run_ranks(emulated, 2, _told_early, timeout_s=200, dead={1}) == ["process ended", DEAD]
+
+
 def _refused(rank: int, num_ranks: int) -> str:
     """A bad argument on one rank: everybody hears of it, and goes on."""
     with make(SHAPE, timeout=30.0) as buffer:

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
+from epee.ep.gpu import death_notifier
 from epee.ep.gpu.death_notifier import DeathNotifier
 from epee.memory.host import process_start_time
 from epee.view.process import detector
@@ -23,6 +25,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self.word = 0
+        self.is_waiting = True  # the word moves with each look
         self.told: tuple[int, ...] = ()
         self.num_rounds = self.num_told = 0
         self._changed = threading.Condition()
@@ -38,6 +41,7 @@ class Kernels:
         """Return the word, once a round."""
         with self._changed:
             self.num_rounds += 1
+            self.word += self.is_waiting
             self._changed.notify_all()
             return self.word
 
@@ -54,11 +58,17 @@ class Kernels:
 
 
 class Looks:
-    """Stands in for the close look: who is taken for torn down, and who was looked at."""
+    """Stands in for signs and close looks: which ranks show one, who is taken for torn down, and who was looked at."""
 
     def __init__(self) -> None:
+        self.dying: set[int] = set()
         self.torn_down: set[int] = set()
         self.at: list[int] = []
+        self.num_asked = 0
+
+    def leaving(self, signs: detector.DyingSigns) -> list[int]:
+        self.num_asked += 1
+        return sorted(self.dying)
 
     def __call__(self, pid: int, start_time: int) -> bool:
         self.at.append(pid)
@@ -67,9 +77,10 @@ class Looks:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
-    """What the detector does in place of a close look."""
+    """What the detector does in place of reading /proc."""
     stand_in = Looks()
     monkeypatch.setattr(detector, "is_torn_down", stand_in)
+    monkeypatch.setattr(detector.DyingSigns, "leaving", lambda signs: stand_in.leaving(signs))
     return stand_in
 
 
@@ -95,44 +106,79 @@ def begin(kernels: Kernels, peers: Sequence[subprocess.Popen[bytes]]) -> DeathNo
     return notifier
 
 
-def num_pidfds() -> int:
-    """How many this process has."""
-    found = 0
+def num_watched() -> int:
+    """How many pidfds this process has, which are as many as descriptors for signs."""
+    pidfds = signs = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            found += "pidfd" in os.readlink(f"/proc/self/fd/{name}")
+            at = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # of the listing itself
             continue
-    return found
+        pidfds += "pidfd" in at
+        signs += at.endswith("/statm")
+    assert pidfds == signs
+    return pidfds
 
 
-def test_looks_closely_only_when_the_word_has_moved(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+def test_looks_closely_only_at_who_shows_a_sign(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     notifier = begin(kernels, peers)
-    assert kernels.pass_rounds(5)
+    assert kernels.pass_rounds(3)  # that somebody waits is no reason
+    assert looks.num_asked > 0
     assert looks.at == []
     assert kernels.num_told == 0
-    for word in (17, 18, 3):
+    for dying in ({2}, set(range(6))):
         looks.at.clear()
-        kernels.word = word
-        assert kernels.pass_rounds(5)
-        assert sorted(set(looks.at)) == sorted(process.pid for process in peers)  # all, though a few at a time
-        assert len(looks.at) <= 2 * detector.NUM_LOOKS  # once
+        looks.dying = dying
+        assert kernels.pass_rounds(8)
+        assert notifier._sleep_s == death_notifier.PERIOD_S, "not to be busy with one that never ends"
+        assert set(looks.at) == {peers[rank].pid for rank in dying}  # all, though a few at a time
+    assert kernels.num_told == 0, "a sign is no proof"
     notifier.stop()
 
 
-def test_a_death_that_only_proc_shows_is_told_to_who_waits(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+def test_nobody_looks_into_proc_while_no_kernel_waits(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
+    kernels = Kernels()
+    kernels.is_waiting = False
+    notifier = begin(kernels, peers)
+    looks.torn_down, looks.dying = {peers[5].pid}, {5}
+    assert kernels.pass_rounds(8)
+    assert (looks.num_asked, looks.at, kernels.told) == (0, [], ())
+    kernels.word = 1
+    assert kernels.await_told((5,))
+    notifier.stop()
+
+
+def test_a_death_that_only_proc_shows_is_told(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     notifier = begin(kernels, peers)
     looks.torn_down = {peers[5].pid, peers[1].pid}
     assert kernels.pass_rounds(3)
     assert kernels.told == ()
-    kernels.word += 1
+    looks.dying = {5, 1}
     assert kernels.await_told((1, 5))
     looks.at.clear()
-    kernels.word += 1
     assert kernels.pass_rounds(2)
-    assert not looks.torn_down & set(looks.at)
+    assert not looks.torn_down & set(looks.at), "what is proved is looked at no more"
+    notifier.stop()
+
+
+def test_a_death_is_told_before_the_pidfd_says_so(
+    monkeypatch: pytest.MonkeyPatch, peers: list[subprocess.Popen[bytes]]
+) -> None:
+    """With real signs and looks; a process with memory on a GPU takes a long while to end."""
+
+    def pidfds_are_silent(watch: detector.DeathWatch, wait_s: float = 0.0) -> tuple[int, ...]:
+        time.sleep(wait_s)
+        return tuple(sorted(watch._dead))
+
+    monkeypatch.setattr(detector.DeathWatch, "dead", pidfds_are_silent)
+    kernels = Kernels()
+    notifier = begin(kernels, peers)
+    for rank in (4, 0):
+        peers[rank].kill()
+    assert kernels.await_told((0, 4))
+    assert notifier.told == (0, 4)
     notifier.stop()
 
 
@@ -148,8 +194,7 @@ def test_an_ended_process_is_told_without_a_close_look(looks: Looks, peers: list
 def test_a_word_that_another_wrote_over_is_told_again(looks: Looks, peers: list[subprocess.Popen[bytes]]) -> None:
     kernels = Kernels()
     notifier = begin(kernels, peers)
-    looks.torn_down = {peers[4].pid}
-    kernels.word += 1
+    looks.torn_down, looks.dying = {peers[4].pid}, {4}
     assert kernels.await_told((4,))
     kernels.tell(())  # as a host that has only seen what pidfds say
     assert kernels.await_told((4,))
@@ -172,25 +217,25 @@ def test_a_successor_is_followed_and_its_predecessor_forgotten(peers: list[subpr
 
 
 def test_nothing_is_left_when_it_has_stopped(peers: list[subprocess.Popen[bytes]]) -> None:
-    before, threads = num_pidfds(), threading.active_count()
+    before, threads = num_watched(), threading.active_count()
     notifier = begin(Kernels(), peers)
-    assert (num_pidfds(), threading.active_count()) == (before + len(peers), threads + 1)
+    assert (num_watched(), threading.active_count()) == (before + len(peers), threads + 1)
     peers[0].kill()
     notifier.follow(3, identity(peers[4]))
     notifier.stop()
-    assert (num_pidfds(), threading.active_count()) == (before, threads)
+    assert (num_watched(), threading.active_count()) == (before, threads)
     notifier.stop()
 
 
 def test_one_that_never_began_leaves_nothing() -> None:
-    before = num_pidfds()
+    before = num_watched()
     notifier = DeathNotifier(lambda ranks: None, lambda: 0, "test-notifier")
     notifier.stop()
-    assert num_pidfds() == before
+    assert num_watched() == before
 
 
 def test_a_finalizer_in_its_own_thread_may_stop_it(peers: list[subprocess.Popen[bytes]]) -> None:
-    before = num_pidfds()
+    before = num_watched()
     kernels = Kernels()
 
     def waiting() -> int:
@@ -202,7 +247,7 @@ def test_a_finalizer_in_its_own_thread_may_stop_it(peers: list[subprocess.Popen[
     notifier._thread.join(LONG_S)
     assert not notifier._thread.is_alive()
     assert kernels.num_rounds == 1
-    assert num_pidfds() == before
+    assert num_watched() == before
 
 
 def test_a_forked_child_drops_its_copies() -> None:
@@ -215,11 +260,11 @@ def forked(rank: int, num_ranks: int) -> int:
     with subprocess.Popen([sys.executable, "-Sc", "input()"], stdin=subprocess.PIPE) as peer:
         notifier = begin(kernels, [peer])
         assert kernels.pass_rounds(1)
-        assert num_pidfds() == 1
+        assert num_watched() == 1
         child = os.fork()
         if child == 0:
             notifier.stop()
-            os._exit(num_pidfds())
+            os._exit(num_watched())
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         peer.kill()
         assert kernels.await_told((0,)), "the child has stopped its parent's"

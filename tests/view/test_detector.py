@@ -17,7 +17,7 @@ import pytest
 from epee.errors import ResourceError
 from epee.memory.host import process_start_time
 from epee.view.process import detector
-from epee.view.process.detector import DeathWatch, is_torn_down, open_process
+from epee.view.process.detector import DeathWatch, DyingSigns, is_torn_down, open_process
 from tests import shortage
 
 
@@ -187,3 +187,27 @@ def test_a_thread_that_lives_keeps_its_process_alive() -> None:
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_signs_of_dying_are_shown_by_who_has_lost_its_memory_or_is_gone(victim: subprocess.Popen[bytes]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    sleeper = subprocess.Popen([sys.executable, "-Sc", "input()"], stdin=subprocess.PIPE)
+    signs = DyingSigns()
+    signs.watch(1, victim.pid)
+    signs.watch(2, sleeper.pid)
+    signs.watch(3, os.getpid())
+    for _ in range(3):
+        assert signs.leaving() == []
+    sleeper.kill()
+    deadline = time.monotonic() + 30
+    while signs.leaving() != [2]:  # it stays a zombie
+        assert time.monotonic() < deadline
+    sleeper.communicate()
+    assert signs.leaving() == [2]
+    signs.watch(2, victim.pid)  # its successor
+    assert signs.leaving() == []
+    signs.watch(1, sleeper.pid)  # has gone
+    assert signs.leaving() == []
+    signs.close()
+    signs.close()
+    assert len(os.listdir("/proc/self/fd")) == before

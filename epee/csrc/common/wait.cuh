@@ -6,8 +6,8 @@
 //   kHostDead     a bit for each rank that is dead
 //   kHostWaiting  written by kernels: when a thread last found that its wait had lasted `kLongWaitNs`; 0 before
 // Nobody resets the third. The host's thread that tells of deaths (`ep/gpu/death_notifier.py`) compares it with what it
-// was: while it moves somebody waits, and only then the thread looks closely at the ranks' processes, which costs it
-// time. Nothing is ordered by these words, they are news: who misses one reads it at the next look.
+// was: while it moves somebody waits, and the thread looks at the ranks' processes more often than it does else.
+// Nothing is ordered by these words, they are news: who misses one reads it at the next look.
 //
 // That memory is far away, and loads of one word of it queue up at 1.3 us each (measured). So a GPU keeps a copy of the
 // first two in device memory, with the times of the last look and of the last word to the host (`NewsWord`). A thread

@@ -119,6 +119,14 @@ def check_latency_handle(handle: object, buffer_id: int, epoch: int) -> LatencyH
     return handle
 
 
+def check_hook(of_epoch: int, epoch: int) -> None:
+    """Raise unless a hook is of a call of the buffer's epoch."""
+    if of_epoch != epoch:
+        raise StaleHandleError(
+            f"this hook is of a call of epoch {of_epoch}, the buffer is in epoch {epoch}; make the step again"
+        )
+
+
 def check_latency_combine(
     config: BufferConfig, y: object, handle: LatencyHandle, topk_weights: object, partial_dtype: object, out: object
 ) -> LatencyCombineCall:

@@ -28,13 +28,13 @@ from ...errors import (
     MismatchError,
     PeerError,
     RankFailedError,
-    StaleHandleError,
     context,
 )
 from ...memory.signals import tag
 from ..control.ending import GRACE_S, CallEnd
 from ..control.membership import FixedMembership, Membership
 from ..control.messages import reason_bytes
+from .checks import check_hook
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
 from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, Head, Patience, Wire
 
@@ -359,12 +359,7 @@ class Flights:
         def hook() -> None:
             if not hooks:
                 raise InvalidState("this hook has been called already; a call is received once")
-            if flight.epoch != self._epoch():
-                hooks.clear()
-                raise StaleHandleError(
-                    f"this hook is of a call of epoch {flight.epoch}, the buffer is in epoch {self._epoch()}; make the "
-                    "step again"
-                )
+            check_hook(flight.epoch, self._epoch())
             flight.start()
             self.read_mask(flight)
             self.receive(flight, hooks.pop())

@@ -50,8 +50,9 @@ from ..control.messages import ControlPlane
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform
 from ..membership import path_lane
-from ..membership.memory import MAX_BLOB_BYTES, Memory, require_below
+from ..membership.memory import MAX_BLOB_BYTES, CallNumbers, Memory
 from ..streams import Lane, RunOptions
+from .checks import check_hook
 from .gpu.core import LatencyCore
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
 from .gpu.params import OP_DISPATCH as KERNEL_DISPATCH
@@ -126,10 +127,10 @@ class LatencyCudaPath(Memory):
         self._control, self._buffer_id = control, buffer_id
         self._platform, self._watch, self._is_closing = platform, watch, is_closing
         self._lane = path_lane.lane_of(control)
-        self._judged = 0  # the last epoch that this rank's call numbers were looked at for
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
+        self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-latency-{rank}")
         try:
             self._notifier.start(self._lane.processes)
@@ -145,7 +146,8 @@ class LatencyCudaPath(Memory):
         if not self._lane.is_in:
             return LatencyCore(self._platform, config, self._alone)
         try:
-            return LatencyCore(self._platform, config, lambda data: self._gather(data, deadline))
+            with path_lane.told_alike(self._lane):
+                return LatencyCore(self._platform, config, lambda data: self._gather(data, deadline))
         except (CommTimeoutError, PeerError, AbortedError):
             raise
         except Exception as error:
@@ -302,11 +304,7 @@ class LatencyCudaPath(Memory):
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
         """Forget the words of who was replaced, and go on from another call number."""
-        if self._platform.is_capturing():
-            raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
-        if self._judged != agreed.epoch:  # what an attempt before this one has stored is no call
-            require_below(self._core.tags(), agreed)
-            self._judged = agreed.epoch
+        self._numbers.judge(agreed)
         for rank in fresh:
             self._core.clear_source(rank)
         step = TAG_JUMP if agreed.is_fresh else TAG_STEP
@@ -338,8 +336,13 @@ class LatencyCudaPath(Memory):
     # -- errors
 
     def _hook(self, op: str, receive: Hook, handle: CudaLatencyHandle | None) -> Hook:
+        of_epoch, halves = self._control.exchange.epoch, [receive]
+
         def run() -> None:
+            if halves:  # a second call is told that it is one
+                check_hook(of_epoch, self._control.exchange.epoch)
             self._guarded(op, receive)
+            halves.clear()
             if handle is not None:
                 handle.is_received = True
 
@@ -351,17 +354,22 @@ class LatencyCudaPath(Memory):
         is_capturing = self._platform.is_capturing()
         if not is_capturing:
             self._lane.require_place(not is_strict)
-        if is_strict and not is_capturing and (dead := self._watch.dead()):
+        if is_strict and not is_capturing and (dead := self._dead()):
             raise self._death(op, dead)
         try:
             result = work()
             if not is_capturing:
                 self._core.check()
         except EpeeError as error:
-            if isinstance(error, CommTimeoutError) and (dead := self._watch.dead()):
+            if isinstance(error, CommTimeoutError) and (dead := self._dead()):
                 raise self._death(op, dead) from error
             raise
         return result
+
+    def _dead(self) -> tuple[int, ...]:
+        """Return who is dead; kernels were told of some long before their pidfds say so."""
+        dead, told = self._watch.dead(), self._notifier.told
+        return tuple(sorted({*dead, *told})) if told else dead
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
         seq, epoch = self._core.num_calls, self._control.exchange.epoch

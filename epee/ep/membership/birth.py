@@ -19,35 +19,47 @@ the others' before the third, so nobody waits there for one that could not, and 
 stays away from it. Should the view change meanwhile, who is not in yet enters with its first call. A replacement does
 so, too, because the others do in theirs. A crash on the way is the group's problem in the rounds, and the view's
 afterwards; a time-out there is an error, whatever the policy is.
+
+A GPU buffer maps the memory of all who make it, in several steps. A rank that dies in between has come as far as one
+step for some, another for others: so that all of them raise the same, each looks whether a maker is dead when its step
+fails (`Begun.deaths`), and says so in the last round where it came too late for its memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import operator
 import os
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ...errors import CommTimeoutError, EpeeError, MismatchError, ResourceError
+from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError
+from ...memory.claim import has_ended
 from ...view.founding import Place, find_place
 from ...view.group import GroupInView
+from ...view.process.detector import is_leaving, is_torn_down
 from ...view.process.endpoint import parse_endpoint
+from ...view.protocol.messages import DEAD
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, Record, all_gather_bytes, gather_present, host_id, judge, pack
-from .group_view import Roster, seat_at
+from .group_view import Roster, process_of, seat_at
 from .registry import NUMBER, Line, Registry, find
 
 logger = logging.getLogger("epee")
 
 _EXTRA = struct.Struct("<QQ")  # travels in the place of an inbox's blob: newest buffer, epoch
+_PROBLEM = struct.Struct(f"<Q{TEXT_BYTES}s")  # ranks that are dead, a bit for each; words
+_ENDED = "process ended"
+_DYING_S = 1.0  # how long to wait for the proof that a process is dead which seems to be dying
 Enter = Callable[["Begun"], "Entrant"]
 _registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()  # of this process, by group
 _elsewhere: weakref.WeakKeyDictionary[Any, weakref.ref[Registry]] = weakref.WeakKeyDictionary()  # nobody joins there
@@ -59,15 +71,31 @@ class Begun:
 
     Attributes:
         first: where all ranks have made it together: an epoch that they all know of, the same on all; else 0.
+        makers: the ranks that make it together; nobody, as long as that is not known.
     """
 
     def __init__(self, number: int, registry: Registry, line: Line, roster: Roster, first: int) -> None:
         self.number = number
         self.first = first
+        self.makers: frozenset[int] = frozenset()
         self.registry = registry
         self.line = line
         self.roster = roster
+        self._processes = {rank: process_of(member) for rank, member in roster.view.members.items()}
         self._is_closed = False
+
+    def deaths(self) -> tuple[int, ...]:
+        """Return which of the makers have died since they began; waits for the proof where one is dying."""
+        until = time.monotonic() + _DYING_S
+        processes = {rank: process for rank, process in self._processes.items() if rank in self.makers}
+        while True:
+            told = {loss.rank for loss in self.roster.losses(self.first) if loss.cause == DEAD}
+            seen = {rank for rank, process in processes.items() if has_ended(*process) or is_torn_down(*process)}
+            dead = tuple(sorted(self.makers & (told | seen)))
+            is_sure = dead or not any(is_leaving(*process) for process in processes.values())
+            if is_sure or time.monotonic() > until:
+                return dead
+            time.sleep(1e-3)
 
     def close(self) -> None:
         """Give the place up; idempotent. Talks to the agent thread."""
@@ -190,31 +218,72 @@ def _make(
     told = [_EXTRA.unpack_from(record.blob) for record in records.values()]
     number = 1 + max(newest for newest, _ in told)
     with contextlib.ExitStack() as undo:
-        entrant, problem = None, ""
+        begun: Begun | None = None
+        entrant: Entrant | None = None
+        problem: EpeeError | None = None
         try:
             floor = max(epoch for _, epoch in told)
             begun = _open(registry, roster, number, config, group.rank(), max(1, floor), timeout_s)
+            begun.makers = frozenset(records)
             undo.callback(begun.close)
             entrant = enter(begun)
             undo.callback(entrant.close)
             entrant.offer()
         except EpeeError as exc:
-            problem = f"{type(exc).__name__}: {exc}"
-        _tell_problems(group, problem)
-        assert entrant is not None  # else all have raised
+            problem = exc
+        with _naming_deaths(begun):
+            _tell_problems(group, problem)
+        assert begun is not None  # else all have raised
+        assert entrant is not None
         try:
             entrant.come_in(time.monotonic() + timeout_s)
         except EpeeError as exc:
-            problem = f"{type(exc).__name__}: {exc}"
-        _tell_problems(group, problem)
+            problem = exc
+        with _naming_deaths(begun):
+            _tell_problems(group, problem)
         undo.pop_all()
         return begun
 
 
-def _tell_problems(group: dist.ProcessGroup, problem: str) -> None:
+def death_in_birth(dead: Sequence[int]) -> RankFailedError:
+    """Return what all survivors raise where ranks die while a buffer is made."""
+    names = ", ".join(map(str, dead))
+    return RankFailedError(
+        f"Buffer: rank {names} is dead (its process ended) since the ranks began to make the buffer; make it in a "
+        "group of the others (new_group)",
+        dead,
+        "Buffer",
+        cause=_ENDED,
+    )
+
+
+@contextlib.contextmanager
+def _naming_deaths(begun: Begun | None) -> Iterator[None]:
+    """Raise that a rank is dead where that may be why another backend's group has failed."""
+    try:
+        yield
+    except EpeeError:
+        raise
+    except RuntimeError as error:
+        if begun is not None and (dead := begun.deaths()):
+            raise death_in_birth(dead) from error
+        raise
+
+
+def _tell_problems(group: dist.ProcessGroup, problem: EpeeError | None) -> None:
     """Tell all ranks why this one cannot make its part, if so; raise if any cannot: a cause rather than a time-out."""
-    told = gather_present(group, problem.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-    texts = {rank: data.rstrip(b"\0").decode("utf-8", "replace") for rank, data in told.items()}
+    mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    lost = 0
+    if isinstance(problem, RankFailedError) and problem.cause == _ENDED:
+        lost = sum(1 << rank for rank in problem.ranks)
+    told = {
+        rank: _PROBLEM.unpack(data)
+        for rank, data in gather_present(group, _PROBLEM.pack(lost, mine.encode()[:TEXT_BYTES])).items()
+    }
+    dead = functools.reduce(operator.or_, (bits for bits, _ in told.values()), 0)
+    if dead:
+        raise death_in_birth([rank for rank in range(dead.bit_length()) if dead >> rank & 1]) from problem
+    texts = {rank: data.rstrip(b"\0").decode("utf-8", "replace") for rank, (_, data) in told.items()}
     for rank in sorted(texts, key=lambda rank: texts[rank].startswith(CommTimeoutError.__name__)):
         if texts[rank]:
             raise ResourceError(f"Buffer: rank {rank} could not make its part: {texts[rank]}")

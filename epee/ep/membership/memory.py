@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ...errors import InvalidState
 from ...memory.host import HostRegion
@@ -36,11 +36,36 @@ class Memory:
         """Let calls use the epoch's regions; the old ones are unmapped afterwards. May be repeated."""
 
 
+class CallNumbers:
+    """What a GPU path looks at before it makes its memory ready for an epoch: whether its calls can go on there.
+
+    Args:
+        used: returns the highest call number that this rank has used; waits for the GPU.
+        is_capturing: whether the current stream is recording a graph.
+    """
+
+    def __init__(self, used: Callable[[], int], is_capturing: Callable[[], bool]) -> None:
+        self._used, self._is_capturing = used, is_capturing
+        self._judged = 0  # the last epoch
+
+    def judge(self, agreed: Agreed) -> None:
+        """Look, once per epoch: numbers that an attempt to enter has stored are no calls.
+
+        Raises:
+            As `Memory.prepare`.
+        """
+        if self._is_capturing():
+            raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
+        if self._judged != agreed.epoch:
+            _require_below(self._used(), agreed)
+            self._judged = agreed.epoch
+
+
 class Outrun(InvalidState):
     """This rank cannot enter what was agreed; its caller sees an `InvalidState`."""
 
 
-def require_below(used: int, agreed: Agreed) -> None:
+def _require_below(used: int, agreed: Agreed) -> None:
     """Raise `Outrun` where calls of this rank have used numbers that the others do not know of.
 
     It had left its `sync` by an error, and made calls, before the decision came that has it in.

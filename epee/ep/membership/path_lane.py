@@ -5,11 +5,12 @@ Who calls: the thread of a call, or of the constructor. Nothing is kept here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from ...errors import PeerError
+from ...errors import AbortedError, MismatchError, PeerError
 from ...memory.host import HostRegion
 from ..control.membership import Agreed
 from ..control.messages import ControlPlane, refused_alike
@@ -32,6 +33,10 @@ class LoneLane:
 
     def join(self, deadline: float) -> None:
         """Do nothing: it is in."""
+
+    def death_in_birth(self) -> PeerError | None:
+        """Return nothing: nobody else makes the buffer."""
+        return None
 
     def gone(self) -> Collection[int]:
         """Return nobody."""
@@ -68,6 +73,23 @@ def lane_of(control: ControlPlane) -> PathLane:
     """Return the lane of a buffer whose epochs begin with `sync`."""
     membership = control.exchange.membership
     return membership if isinstance(membership, SyncedLane) else LoneLane(control.rank)
+
+
+@contextlib.contextmanager
+def told_alike(lane: PathLane) -> Iterator[None]:
+    """Raise one and the same error where a rank dies while the others make a buffer: each meets it in another step.
+
+    A refusal stands: who has told why it cannot make its part may well have ended after that.
+    """
+    try:
+        yield
+    except (MismatchError, AbortedError):
+        raise
+    except Exception as error:
+        death = lane.death_in_birth()
+        if death is not None:
+            raise death from error
+        raise
 
 
 def sync(

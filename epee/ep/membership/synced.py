@@ -48,7 +48,7 @@ from ...view.protocol.messages import Member
 from ..config import BufferConfig
 from ..control.inbox import Exchange, Moved, Turned
 from ..control.membership import Agreed, Parties
-from .birth import Begun
+from .birth import Begun, death_in_birth
 from .group_view import process_of
 from .inboxes import Absent, Met, Wait
 from .lane import BufferLane, silent
@@ -115,6 +115,8 @@ class SyncedLane(BufferLane):
         """Enter the first epoch while the buffer is made: all who live must come.
 
         Raises:
+            RankFailedError, PeerError: a rank has died, or gone, too early for a buffer of GPUs: others may have its
+                memory, so all must hear of it.
             ResourceError: no memory or descriptor is left here.
             CommTimeoutError: a member does not come.
             EvictedError, NoQuorumError: this process cannot go on.
@@ -123,6 +125,9 @@ class SyncedLane(BufferLane):
         try:
             self.roster.check()
             self._enter(Agreed(self._first, tuple(range(self._config.num_ranks))), deadline)
+            missing = sorted(self._begun.makers - self.regions.keys())
+            if missing and self._config.is_cuda:
+                raise self.death_in_birth() or self._loss(missing[0], "Buffer", 0)
         finally:
             self._waits_for_all = False
             self.hide()
@@ -145,6 +150,11 @@ class SyncedLane(BufferLane):
                 error.ranks,
             ) from error
         self.note_agreed(agreed)
+
+    def death_in_birth(self) -> PeerError | None:
+        """Return what to raise where a rank has died since this one and others began to make the buffer."""
+        dead = self._begun.deaths()
+        return death_in_birth(dead) if dead else None
 
     @property
     def is_in(self) -> bool:

@@ -45,7 +45,7 @@ from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
 from ..handle import Combined, Dispatched, Handle, Payload, Routing
 from ..membership import path_lane
-from ..membership.memory import Memory, require_below
+from ..membership.memory import CallNumbers, Memory
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
 from .gpu.types import CombineOptions, DispatchOptions, Received
@@ -111,17 +111,18 @@ class CudaPath(Memory):
         self._platform = platform
         self._watch = watch
         self._lane = path_lane.lane_of(control)
-        self._judged = 0  # the last epoch that this rank's call numbers were looked at for
         self._is_closing = is_closing
         self._timeout = timeout
         self._require_all()
         try:
-            self._core = Throughput(platform, throughput_config(config, rank), self._all_gather)
+            with path_lane.told_alike(self._lane):
+                self._core = Throughput(platform, throughput_config(config, rank), self._all_gather)
         except (CommTimeoutError, PeerError, AbortedError):
             raise
         except Exception as error:
             control.refuse(OP_GATHER, error, time.monotonic() + timeout)
             raise
+        self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
         self._core.set_hooks(self._interrupt, control.exchange.reason_of)
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{rank}")
         try:
@@ -273,11 +274,7 @@ class CudaPath(Memory):
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
         """Let the kernels go on in the epoch's view, above all call numbers that were used (`Memory`)."""
-        if self._platform.is_capturing():
-            raise InvalidState("a sync has begun an epoch, which this rank enters by a call outside of a graph")
-        if self._judged != agreed.epoch:  # what an attempt before this one has stored is no call
-            require_below(self._core.tags(), agreed)
-            self._judged = agreed.epoch
+        self._numbers.judge(agreed)
         self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the notifier knows of some before
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
         self._core.set_view(active, agreed.used + REMEMBERED_CALLS)

@@ -51,6 +51,8 @@ DEFAULT_SMS = 24
 NUM_MAILBOXES = 16
 NEWS_S = 0.1  # how long a rank that others have left alone in a call waits to hear of a death
 HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
+SPIN_S = 1e-3  # how long the host's wait for the GPU keeps the interpreter's lock from other threads
+PAUSE_S = 2e-5  # for which it sleeps then, again and again
 AllGather = Callable[[bytes], Sequence[bytes]]
 _log = logging.getLogger(__name__)
 
@@ -476,9 +478,13 @@ class Machine:
         return self._mailboxes.address + 8 * mailbox
 
     def wait_mailbox(self, mailbox: int, timeout_s: float) -> list[int] | None:
-        """Wait for a kernel's answer: its 32-bit words, or None when the call has failed."""
+        """Wait for a kernel's answer: its 32-bit words, or None when the call has failed.
+
+        Who only polls starves the other threads, the one that tells of deaths among them: letting go of the lock for a
+        moment wakes them up in vain, so this one sleeps.
+        """
         words = self._mailboxes.words
-        deadline = 0.0
+        started = 0.0
         while not words[mailbox]:
             for _ in range(1000):
                 if words[mailbox]:
@@ -486,9 +492,11 @@ class Machine:
             else:
                 self.interrupt()
                 now = time.monotonic()
-                deadline = deadline or now + timeout_s + HOST_GRACE_S
-                if now > deadline:
+                started = started or now
+                if now - started > timeout_s + HOST_GRACE_S:
                     raise CommTimeoutError(f"dispatch: the GPU gave no answer for {timeout_s + HOST_GRACE_S:.1f} s")
+                if now - started > SPIN_S:
+                    time.sleep(PAUSE_S)
         if words[mailbox] != 1:
             return None
         return list(words[mailbox : mailbox + self._mailbox_words].cast("B").cast("i"))

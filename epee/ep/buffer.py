@@ -82,8 +82,8 @@ class Buffer(Calls):
     its first combine.
 
     After an error the buffer works. When ranks die, are voted out or leave, CPU tensors go on without them, on groups
-    of the backend "epee" also with those that come in their place; GPUs go on without them after `sync`
-    (docs/buffer.md), latency mode in its own way (docs/low-latency.md).
+    of the backend "epee" also with those that come in their place; GPUs do so after `sync` (docs/buffer.md), latency
+    mode in its own way (docs/low-latency.md).
 
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).
@@ -133,6 +133,9 @@ class Buffer(Calls):
             platform = self._platform_of(device)
             if platform is not None:
                 self.config = replace(self.config, path="cuda", device=platform.device)
+                if not self.config.is_latency:
+                    share = "descriptors" if platform.keeps_addresses else "cudaIpc"
+                    self.config = replace(self.config, share=share)
                 (latency_config if self.config.is_latency else throughput_config)(self.config, self.rank).check()
             self.config = with_policy(self.config, seat, fault_mode, on_stall)
         except Exception as error:  # noqa: BLE001 - raised by `refuse`, after the peers have heard of it
@@ -388,7 +391,8 @@ class Buffer(Calls):
         this buffer. On GPUs it waits for the GPU, and graphs serve on.
 
         Throughput mode on GPUs: ranks that come are in. It waits for the GPU, a new epoch begins, and older handles are
-        stale, in graphs as well.
+        stale, in graphs as well. Processes that took the places of lost ranks come in as in latency mode, unless memory
+        is lent by cudaIpc (docs/limits.md); graphs with dispatches of their own serve on.
 
         Throughput mode on CPUs: with a mask on all ranks, ranks that come are in, those that were put out before as
         well; who does not come is put out of this buffer and stays in its group. A new epoch begins with the next call;
@@ -476,7 +480,7 @@ class Buffer(Calls):
 
     @property
     def takes_replacements(self) -> bool:
-        """Whether a process that takes a lost rank's place comes in: in `sync` (latency mode), or in a call."""
+        """Whether a process that takes a lost rank's place comes in: in `sync` (latency mode, GPUs), or in a call."""
         if isinstance(self._path, (LatencyCpuPath, LatencyCudaPath)):
             return self._path.takes_replacements
         return self._exchange.membership.takes_replacements

@@ -16,6 +16,7 @@ from ..view.transport.wire import MAX_MEMBERS
 LAYOUTS = ("rank", "expert")
 MODES = ("throughput", "latency")  # the order is part of the protocol
 PATHS = ("cpu", "cuda")  # by what moves the rows; the order is part of the protocol
+SHARES = ("", "descriptors", "cudaIpc")  # how GPUs lend memory, "" where it is no matter; likewise
 CPU = torch.device("cpu")
 SCALE_BLOCK = 128  # channels that share one FP8 scale
 MAX_TOPK = 32
@@ -53,6 +54,7 @@ class BufferConfig:
         path: "cpu" or "cuda".
         mode: "throughput" or "latency".
         fault_mode, on_stall: what a loss is, and what becomes of who is silent, where a view says who takes part.
+        share: throughput mode on GPUs: how memory is lent, by "descriptors" or by "cudaIpc".
         device: of this rank's tensors; the only attribute that ranks do not share.
     """
 
@@ -69,6 +71,7 @@ class BufferConfig:
     mode: str = "throughput"
     fault_mode: str = "raise"
     on_stall: str = "error"
+    share: str = ""
 
     @cached_property
     def is_cuda(self) -> bool:
@@ -132,8 +135,8 @@ class BufferConfig:
 
     @cached_property
     def takes_replacements(self) -> bool:
-        """Whether a process that takes a lost rank's place can come in: its memory can be mapped."""
-        return self.is_latency or not self.is_cuda
+        """Whether a process that takes a lost rank's place can come in: its memory can be mapped where it has to be."""
+        return self.share != "cudaIpc"
 
     @cached_property
     def num_local_experts(self) -> int:
@@ -199,6 +202,7 @@ class BufferConfig:
             MODES.index(self.mode),
             FAULT_MODES.index(self.fault_mode),
             STALL_POLICIES.index(self.on_stall),
+            SHARES.index(self.share),
         )
 
 
@@ -216,8 +220,9 @@ CONFIG_NAMES = (
     "mode",
     "fault_mode",
     "on_stall",
+    "way of lending GPU memory (EPEE_CUDA_SHARE)",
 )
-_CHOICES = {"device": PATHS, "mode": MODES, "fault_mode": FAULT_MODES, "on_stall": STALL_POLICIES}
+_CHOICES = dict(zip(CONFIG_NAMES[-5:], (PATHS, MODES, FAULT_MODES, STALL_POLICIES, SHARES), strict=True))
 
 
 def describe_word(name: str, value: int) -> str:

@@ -26,10 +26,20 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import InvalidState, ProtocolError, UnsupportedError
+from ..errors import InvalidArgument, InvalidState, ProtocolError, UnsupportedError
 from ..jit.driver import check, driver
 from .claim import CLAIM_BYTES, COOKIE_BYTES, Claim, make_claim, parse_claim, require_alive
-from .cuda_mapping import Mapping, create_ipc, create_vmm, import_ipc, import_vmm, on_device, require_reach, uuid_of
+from .cuda_mapping import (
+    Mapping,
+    create_ipc,
+    create_vmm,
+    import_ipc,
+    import_vmm,
+    on_device,
+    put_in_place,
+    require_reach,
+    uuid_of,
+)
 from .cuda_share import ALL_WAYS, Way, choose, forced_way, obtain_descriptor, ways_to_offer
 from .passing import DescriptorServer
 
@@ -152,6 +162,30 @@ class CudaRegion:
                 undo.pop_all()
         return cls(mapping, bytes(data), way, contextlib.ExitStack())
 
+    def replace(self, data: bytes) -> None:
+        """Map the region that `data` describes at this one's address, in the place of the peer's that is there.
+
+        It is mapped elsewhere first, and checked as by `attach`; then the two change places. Tensors over the old
+        memory, and graphs that have its address, show the new one. No work of any GPU of this process may use the old
+        memory meanwhile, and the region must be a peer's.
+
+        Raises:
+            UnsupportedError: the memory is lent by cudaIpc, which does not let anybody choose an address.
+            InvalidArgument: it has another size.
+            ResourceError: the driver refuses; what was there is there again. Else as `attach`.
+        """
+        assert self._mapping is not None
+        new = CudaRegion.attach(data, self.device)
+        try:
+            if new.nbytes != self.nbytes:
+                raise InvalidArgument(f"a peer lends {new.nbytes} bytes, this rank {self.nbytes}; use equal sizes")
+            assert new._mapping is not None
+            with on_device(self.device):
+                put_in_place(self._mapping, new._mapping)
+            self._blob, self.ways = new.blob, new.ways
+        finally:
+            new.close()
+
     @property
     def blob(self) -> bytes:
         """`BLOB_BYTES` bytes that let another process of this user and host attach."""
@@ -180,6 +214,25 @@ class CudaRegion:
         self._held.close()
 
     __del__ = close
+
+
+def lends_descriptors(device: int) -> bool:
+    """Return whether `CudaRegion.create` lends memory of `device` by descriptors (VMM) rather than by cudaIpc.
+
+    Raises:
+        ResourceError: no memory or descriptor is left.
+    """
+    forced = forced_way()
+    if forced is not None:
+        return forced is not Way.IPC
+    try:
+        with on_device(device):
+            mapping, fd = create_vmm(1, device)
+    except UnsupportedError:
+        return False
+    os.close(fd)
+    mapping.release()
+    return True
 
 
 def _as_tensor(source: _DeviceBytes, device: int) -> torch.Tensor:

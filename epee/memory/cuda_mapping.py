@@ -31,12 +31,19 @@ class Mapping:
         address: of its first byte, 0 once released.
         nbytes: its size.
         device: the GPU that uses it.
+        is_vmm: whether other memory can be mapped there (`put_in_place`).
+        is_bare: whether nothing is mapped there any more, because the driver has refused to undo a `put_in_place`.
     """
 
-    def __init__(self, address: int, nbytes: int, device: int, release: Callable[[], None]) -> None:
+    is_bare = False
+
+    def __init__(
+        self, address: int, nbytes: int, device: int, release: Callable[[], None], is_vmm: bool = False
+    ) -> None:
         self.address = address
         self.nbytes = nbytes
         self.device = device
+        self.is_vmm = is_vmm
         self._release = release
 
     def release(self) -> None:
@@ -127,6 +134,15 @@ def _map(handle: Any, nbytes: int, device: int) -> Mapping:
     address = int(check(cu.cuMemAddressReserve(nbytes, 0, 0, 0), f"reserve {nbytes} bytes of GPU addresses"))
     with contextlib.ExitStack() as undo:
         undo.callback(cu.cuMemAddressFree, address, nbytes)
+        _fill(handle, address, nbytes, device)
+        undo.pop_all()
+    return Mapping(address, nbytes, device, functools.partial(_unmap, cu, address, nbytes), is_vmm=True)
+
+
+def _fill(handle: Any, address: int, nbytes: int, device: int) -> None:
+    """Map memory at reserved addresses for a GPU; raises with nothing mapped there."""
+    cu = driver()
+    with contextlib.ExitStack() as undo:
         check(cu.cuMemMap(address, nbytes, 0, handle, 0), f"map {nbytes} bytes")
         undo.callback(cu.cuMemUnmap, address, nbytes)
         access = cu.CUmemAccessDesc()
@@ -138,12 +154,49 @@ def _map(handle: Any, nbytes: int, device: int) -> Mapping:
             f"let GPU {device} reach the memory (is there NVLink or P2P between the GPUs? `epee doctor` shows it)",
         )
         undo.pop_all()
-    return Mapping(address, nbytes, device, functools.partial(_unmap, cu, address, nbytes))
 
 
 def _unmap(cu: Any, address: int, nbytes: int) -> None:
-    cu.cuMemUnmap(address, nbytes)
+    cu.cuMemUnmap(address, nbytes)  # refused, without harm, where nothing is mapped
     cu.cuMemAddressFree(address, nbytes)
+
+
+def put_in_place(old: Mapping, new: Mapping) -> None:
+    """Map the memory of `new`, of the same size and GPU, at the addresses of `old`, whose own memory is let go.
+
+    `new` keeps its mapping; the caller releases it. No work of the GPU may use `old` meanwhile. Between the two steps
+    nothing is mapped there; when the second one is refused the first is undone.
+
+    Raises:
+        UnsupportedError: the driver has chosen one of the addresses itself (cudaIpc).
+        ResourceError: the driver refuses. The old memory is mapped again; where even that is refused, nothing is
+            (`is_bare`), the next access is a fault, and another attempt may succeed.
+    """
+    if not (old.is_vmm and new.is_vmm):
+        raise UnsupportedError("memory that is lent by cudaIpc cannot be mapped where other memory was")
+    cu = driver()
+    with contextlib.ExitStack() as held:
+        handle = _memory_of(new, held)
+        before = None if old.is_bare else _memory_of(old, held)
+        if before is not None:
+            check(cu.cuMemUnmap(old.address, old.nbytes), f"unmap {old.nbytes} bytes")
+        old.is_bare = True
+        try:
+            _fill(handle, old.address, old.nbytes, old.device)
+        except ResourceError:
+            if before is not None:
+                _fill(before, old.address, old.nbytes, old.device)
+                old.is_bare = False
+            raise
+        old.is_bare = False
+
+
+def _memory_of(mapping: Mapping, held: contextlib.ExitStack) -> Any:
+    """Return a handle of the memory that a VMM mapping maps, until `held` is closed."""
+    cu = driver()
+    handle = check(cu.cuMemRetainAllocationHandle(mapping.address), "name the memory of a mapping")
+    held.callback(cu.cuMemRelease, handle)
+    return handle
 
 
 def create_ipc(nbytes: int, device: int) -> tuple[Mapping, bytes]:

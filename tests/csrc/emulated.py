@@ -25,9 +25,10 @@ from epee.collectives import params as collectives
 from epee.ep.gpu import params as throughput_params
 from epee.ep.latency.gpu import params as latency_kernels
 from epee.ep.throughput.shapes import Limits
+from epee.errors import ResourceError
 from epee.jit.params import NAMESPACE
 from epee.jit.source import CSRC, flatten
-from epee.memory.host import HostRegion
+from epee.memory.host import HEADER_BYTES, HostRegion
 from tests.csrc.made import is_made, made
 
 MAX_WARPS = 2
@@ -36,6 +37,12 @@ _FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-fPIC")
 _VARIABLE = re.compile(
     r"\bconstexpr int (kNumRanks|kStallOneIn|kElement|kReduction|kPipelineThreads|kPipelineBlocks) = (\d+);"
 )
+
+
+_MAYMOVE_FIXED = 3
+_mremap = ctypes.CDLL(None, use_errno=True).mremap
+_mremap.restype = ctypes.c_void_p
+_mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 
 def has_compiler() -> bool:
@@ -139,6 +146,16 @@ class EmulatedRegion:
             weakref.finalize(lease, released)
         return torch.frombuffer(lease, dtype=torch.uint8)
 
+    def replace(self, blob: bytes) -> None:
+        new = HostRegion.attach(blob)
+        assert new.mapped_bytes == self._region.mapped_bytes
+        start, source = (region.address - HEADER_BYTES for region in (self._region, new))
+        # of shared pages a second mapping is made, in the place of what is there
+        if _mremap(source, 0, new.mapped_bytes, _MAYMOVE_FIXED, start) != start:
+            raise ResourceError("mremap")
+        new.close()
+        self.blob = blob
+
     def close(self) -> None:
         self._region.close()
 
@@ -154,6 +171,8 @@ class EmulatedWords:
 
 class EmulatedPlatform:
     """A very small GPU that is a CPU."""
+
+    keeps_addresses = True
 
     def __init__(self, num_sms: int = 3, shared_bytes: int = 24 << 10) -> None:
         self.device = torch.device("cpu")

@@ -17,7 +17,6 @@ from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
 from tests.csrc.test_latency_buffer_emulated import emulated as emulated_latency
 from tests.ep import test_latency_lane as latency_tests
-from tests.ep import test_latency_rejoin as rejoin_tests
 from tests.harness import DEAD, run_mortal, run_ranks
 from tests.survive import stages
 from tests.survive.buffer_rounds import start
@@ -231,37 +230,3 @@ def many(rank: int, num_ranks: int, times: int) -> Any:
 def test_many_lives_leave_nothing() -> None:
     latency_tests.check_lives(run_ranks(many, 2, 12, timeout_s=200))
     latency_tests.check_lives(run_ranks(latency, 2, "_lives", 12, timeout_s=200))
-
-
-def replaced(slot: int, num_processes: int, folder: str) -> Any:
-    """The group takes a process in, the buffer does not: the members sync without it, then all make a new one."""
-    rank = 1 if slot == 3 else slot
-    if slot == 3:
-        stages.wait_for(folder, "lost", 150)
-    group = rejoin_tests.start(rank, 3, folder, joins=slot == 3)
-    mask = torch.ones(3, dtype=torch.int32)
-    if slot != 3:
-        buffer = make(group)
-        step(buffer, [1, 1, 1])
-        stages.meet(folder, "made", rank, range(3))
-        if slot == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(RankFailedError):
-            forever(lambda: step(buffer, [1, 1, 1]))
-        rejoin_tests.lose(group, folder, 1, "lost")
-        assert not buffer.takes_replacements
-        assert buffer.sync(mask).tolist() == [1, 0, 1]
-        step(buffer, [1, 0, 1])
-        buffer.close()
-    with make(group) as buffer:
-        step(buffer, [1, 1, 1])
-        stages.meet(folder, "end", rank, range(3))
-    return "ok"
-
-
-def on_gpu_again(slot: int, num_processes: int, folder: str) -> Any:
-    return emulated(slot, num_processes, replaced, folder)
-
-
-def test_a_replacement_in_the_group_is_not_awaited_and_all_make_a_new_buffer() -> None:
-    assert run_mortal(on_gpu_again, 4, dead={1}, timeout_s=200) == ["ok", DEAD, "ok", "ok"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epee.ep.throughput.gpu.slots import SlotPool
+from epee.ep.throughput.gpu.slots import FIRST_GHOST, SlotPool
 from epee.errors import ResourceError
 from tests.csrc.emulated import EmulatedPlatform
 
@@ -106,3 +106,38 @@ def test_no_clean_slot_is_an_error_that_names_the_zombie() -> None:
     assert pool.haunted == {slot, 1}
     with pytest.raises(ResourceError, match="may still be written by rank 2"):
         pool.grant_landing(7, for_graph=False)
+
+
+def test_a_zombie_goes_on_haunting_when_another_process_has_its_rank() -> None:
+    pool, exchanged = make_pool(2)
+    slot = pool.take(STREAM, call=5)
+    assert slot is not None
+    exchanged[0] = 5
+    pool.give_back(slot, [STREAM])
+    pool.haunt([1])
+    pool.pass_on(1, [FIRST_GHOST], is_member=False)
+    pool.release([0, 1, 2])  # the members of the new view: rank 1 is one of them
+    assert pool.haunted == {slot}
+    pool.release([FIRST_GHOST])
+    assert not pool.haunted
+
+
+def test_a_zombie_that_was_never_left_out_haunts_what_it_was_granted_last() -> None:
+    pool, exchanged = make_pool(1)
+    slot = pool.take(STREAM, call=5)
+    pool.grant_landing(6, for_graph=False)
+    exchanged[0] = 5
+    pool.pass_on(1, [FIRST_GHOST], is_member=True)
+    pool.release([0, 1])
+    assert pool.haunted == {slot, 1}
+    with pytest.raises(ResourceError, match="written by the process that had the place of a replaced rank, which"):
+        pool.grant_landing(7, for_graph=False)
+
+
+def test_who_was_replaced_and_has_ended_haunts_nothing() -> None:
+    pool, exchanged = make_pool(1)
+    assert pool.take(STREAM, call=5) is not None
+    exchanged[0] = 5
+    pool.haunt([1])
+    pool.pass_on(1, [], is_member=True)
+    assert not pool.haunted

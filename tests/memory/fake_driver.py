@@ -117,6 +117,7 @@ class FakeDriver:
         self.handles: dict[int, tuple[int, int]] = {}  # handle -> descriptor, device
         self.reserved: dict[int, int] = {}  # address -> bytes
         self.mapped: dict[int, tuple[int, int]] = {}  # address -> bytes, device
+        self.behind: dict[int, int] = {}  # address -> descriptor of what is mapped there
         self.reachable: set[int] = set()
         self.allocated: dict[int, tuple[int, int]] = {}  # address -> bytes, descriptor
         self.opened: dict[int, int] = {}  # address -> bytes
@@ -266,7 +267,12 @@ class FakeDriver:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         _libc.mmap(address, nbytes, _PROT_RW, _MAP_SHARED | _MAP_FIXED, fd, 0)
         self.mapped[address] = nbytes, device
+        self.behind[address] = os.dup(fd)
         return OK
+
+    @api
+    def cuMemRetainAllocationHandle(self, address: int) -> Any:
+        return OK, self._handle(os.dup(self.behind[address]))
 
     @api
     def cuMemSetAccess(self, address: int, nbytes: int, accesses: list[Any], count: int) -> Any:
@@ -278,7 +284,10 @@ class FakeDriver:
 
     @api
     def cuMemUnmap(self, address: int, nbytes: int) -> Any:
+        if address not in self.mapped:
+            return Status.CUDA_ERROR_INVALID_VALUE
         assert self.mapped.pop(address)[0] == nbytes
+        os.close(self.behind.pop(address))
         self.reachable.discard(address)
         _libc.mmap(address, nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0)
         return OK

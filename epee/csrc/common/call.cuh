@@ -59,7 +59,7 @@ DEVICE u32 active_ranks(const Call& call) { return ranks_of(call, current_view(c
 DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
 
 /// The words in front of a rank's counts in a dispatch. A rank that combines instead sends `kRefusal` alone.
-enum HeaderWord : int { kSignatureLow = 0, kSignatureHigh, kGrant, kRefusal, kChannels, kBlocks, kNumHeaderWords };
+enum HeaderWord : int { kHandleInUse = 0, kSignature, kGrant, kRefusal, kChannels, kBlocks, kNumHeaderWords };
 constexpr u64 kOtherCallCode = 2;     // as refusal: the rank makes another kind of call
 constexpr u64 kOtherCallSlot = 0x7E;  // the same in place of a combine's slot
 constexpr u64 kBadHandleCode = 4;     // as refusal of a combine: the dispatch had failed there
@@ -76,6 +76,13 @@ DEVICE u32 flaw_of(u64 view, const i32* recv_info) {
   const i32 number = recv_info[1];  // both loads at once
   if (state != kHandleGood) return static_cast<u32>(kBadHandleCode);
   return static_cast<u32>(number) == static_cast<u32>(view >> 32) ? 0 : static_cast<u32>(kOldHandleCode);
+}
+
+/// What all ranks of a combine must agree on, 16 bits: the host's facts, and above them the low bits of the number of
+/// the dispatch that made the handle. The kernels count that: a graph has a new one at every replay, and is the peer of
+/// ranks that make the same calls without it.
+DEVICE u64 combine_signature(u64 facts, const i32* recv_info) {
+  return (facts | static_cast<u64>(static_cast<u32>(recv_info[kRecvInfoCall])) << kCombineFactBits) & 0xFFFF;
 }
 
 /// Whether a rank that was left out of the view may still write into a slot of ours; `active` as of `active_ranks`.

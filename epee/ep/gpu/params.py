@@ -32,8 +32,10 @@ COUNTS_HEADER_WORDS = 8
 HAUNTED_WORDS = 2  # a bit for each slot
 SOME_HAUNTED = 1 << 8  # in the view: any of those bits is set
 COUNTS_ROW_WORDS = COUNTS_HEADER_WORDS + MAX_EXPERTS + MAX_RANKS
-# Words of the numbers that a dispatch reports: 0 state, 1 good and 2 failed; 1 number of the view (device only); these.
-RECV_INFO_ROWS, RECV_INFO_EXPANDED, RECV_INFO_COUNTS = 2, 3, 4
+# Words of the numbers that a dispatch reports: 0 state, 1 good and 2 failed; 1 number of the view (device only); these,
+# of which the number of the call is told to the device only.
+RECV_INFO_ROWS, RECV_INFO_EXPANDED, RECV_INFO_CALL, RECV_INFO_COUNTS = 2, 3, 4, 5
+COMBINE_FACT_BITS = 9  # of a combine's signature; the number of the dispatch that made the handle has the other 7
 GRID_TIMEOUT_NS = 2_000_000_000  # the blocks of one GPU wait for each other no longer than this
 # A call's end waits that much longer than a time-out for its own blocks: other programs' kernels may keep their places.
 OWN_BLOCKS_TIMEOUT_NS = 60_000_000_000
@@ -204,7 +206,9 @@ def kernel_head(num_ranks: int, reducer_warps: int, stall_one_in: int = 0) -> st
         "kCountsRowWords": COUNTS_ROW_WORDS,
         "kRecvInfoRows": RECV_INFO_ROWS,
         "kRecvInfoExpanded": RECV_INFO_EXPANDED,
+        "kRecvInfoCall": RECV_INFO_CALL,
         "kRecvInfoCounts": RECV_INFO_COUNTS,
+        "kCombineFactBits": COMBINE_FACT_BITS,
         "kSomeHaunted": SOME_HAUNTED,
         "kReducerWarps": reducer_warps,
         "kReducerThreads": 32 * reducer_warps,

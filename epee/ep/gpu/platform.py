@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from ...jit.driver import check, driver
 from ...jit.kernel import load_kernels
-from ...memory.cuda import CudaRegion
+from ...memory.cuda import CudaRegion, lends_descriptors
 from ..event import stream_of
 from ..throughput.shapes import Limits
 
@@ -33,6 +34,9 @@ class Region(Protocol):
 
     def lease(self, offset: int, nbytes: int, released: Callable[[], None] | None) -> torch.Tensor:
         """Bytes as a tensor; `released` runs when the last view has gone."""
+
+    def replace(self, blob: bytes) -> None:
+        """Map another process's memory at this address, in the place of a peer's; no kernel may use it meanwhile."""
 
     def close(self) -> None:
         """Give it up."""
@@ -59,6 +63,10 @@ class Platform(Protocol):
 
     device: torch.device
     limits: Limits
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """Whether the memory of another process can be mapped where a peer's was (`Region.replace`)."""
 
     def create(self, nbytes: int) -> Region:
         """Allocate memory, all zero."""
@@ -117,6 +125,15 @@ class CudaPlatform:
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.limits = Limits(num_sms, shared_bytes - _STATIC_SHARED_BYTES)
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    @cached_property
+    def keeps_addresses(self) -> bool:
+        """Whether memory is lent by descriptors (VMM), not by cudaIpc.
+
+        Raises:
+            ResourceError: no memory or descriptor is left.
+        """
+        return lends_descriptors(self.device.index)
 
     def create(self, nbytes: int) -> CudaRegion:
         """Allocate GPU memory, all zero."""

@@ -1,7 +1,9 @@
 """What a call is, in the few bits that every rank sends along and all ranks compare.
 
 The bits are fields, not a hash, so that a rank that meets other bits than its own can say in words what differs.
-A dispatch has two words of 32 bits (the first names the handle of a cached call), a combine has 16 bits.
+A dispatch has two words of 32 bits (the first names the handle of a cached call), a combine has 16 bits. Which handle
+is in use the kernels add themselves, by the number of the dispatch that made it: they count calls, the host does not
+see those of graphs.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from ..config import DTYPE_CODES, LAYOUTS
+from .params import COMBINE_FACT_BITS
 
 SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 _CALL = "the handle in use (number of the dispatch that made it, 0 for none)"
@@ -25,7 +28,14 @@ _DISPATCH_FIELDS = (
     ("routing by topk_idx (1) or otherwise (0)", 1),
     (_WEIGHTS, 1),
 )
-_COMBINE_FIELDS = (("layout", 1), ("dtype", 3), (_WEIGHTS, 1), ("order= (1 given, 0 not)", 1), (_CALL, 10))
+_COMBINE_FACTS = (
+    ("layout", 1),
+    ("dtype", 3),
+    (_WEIGHTS, 1),
+    ("order= (1 given, 0 not)", 1),
+    ("the memory that expert-layout rows are pulled from (0 in the rank layout; record the graph again)", 3),
+)
+_COMBINE_FIELDS = (*_COMBINE_FACTS, (_CALL, 16 - COMBINE_FACT_BITS))
 WHERE_CALL, WHERE_FACTS = 0, 1  # which word differs, as kernels report it; any other value is a combine's
 
 
@@ -38,9 +48,8 @@ def dispatch_signature(
     scale_dtype: torch.dtype | None,
     has_topk: bool,
     has_weights: bool,
-    handle_call: int,
 ) -> int:
-    """Return the 64 bits of a dispatch; `handle_call` is the number of the dispatch whose handle is used, or 0."""
+    """Return the second word of a dispatch."""
     facts = (
         LAYOUTS.index(layout),
         expert_alignment,
@@ -50,15 +59,14 @@ def dispatch_signature(
         int(has_topk),
         int(has_weights),
     )
-    return _pack(_DISPATCH_FIELDS, facts) << 32 | handle_call & 0xFFFFFFFF
+    return _pack(_DISPATCH_FIELDS, facts)
 
 
 @lru_cache(maxsize=1024)
-def combine_signature(layout: str, dtype: torch.dtype, has_weights: bool, is_ordered: bool, handle_call: int) -> int:
-    """Return the 16 bits of a combine; of `handle_call` they hold the lowest 10."""
+def combine_signature(layout: str, dtype: torch.dtype, has_weights: bool, is_ordered: bool, place: int) -> int:
+    """Return the bits of a combine without its handle's; of `place`, a number, they hold the lowest 3."""
     kind = LAYOUTS.index(layout), DTYPE_CODES.index(dtype)
-    facts = (*kind, int(has_weights), int(is_ordered), handle_call & 0x3FF)
-    return _pack(_COMBINE_FIELDS, facts)
+    return _pack(_COMBINE_FACTS, (*kind, int(has_weights), int(is_ordered), place & 7))
 
 
 def describe_difference(where: int, mine: int, other: int) -> tuple[str, str, str]:

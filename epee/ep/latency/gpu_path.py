@@ -50,7 +50,7 @@ from ..control.messages import ControlPlane
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform
 from ..membership import path_lane
-from ..membership.memory import MAX_BLOB_BYTES, CallNumbers, Memory
+from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..streams import Lane, RunOptions
 from .checks import check_hook
 from .gpu.core import LatencyCore
@@ -71,7 +71,6 @@ from .types import (
 
 _log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0
-TAG_JUMP = 1 << 20  # between the calls of two epochs: a process that was left out may go on for so many
 TAG_STEP = 1 << 12  # the same where nobody is new; some words have 32 bits of a tag, so jumps are not for every sync
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
@@ -313,18 +312,13 @@ class LatencyCudaPath(Memory):
 
     def fill(self, region: HostRegion) -> None:
         """Lend this rank's memory on the GPU."""
-        blob = self._core.blob
-        at = inbox_layout(self.config).nbytes
-        mine = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-        region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,))[: len(blob)] = mine
-        region.words(at + MAX_BLOB_BYTES, 1)[0] = len(blob)
+        lend_blob(region, inbox_layout(self.config).nbytes, self._core.blob)
 
     def move(self, regions: Mapping[int, HostRegion]) -> None:
         """Map the memory of those who lend another than before; who lends none that can be mapped is lost for now."""
         at = inbox_layout(self.config).nbytes
         for rank in regions.keys() - {self.rank}:
-            size = regions[rank].words(at + MAX_BLOB_BYTES, 1)[0]
-            blob = bytes(regions[rank].tensor(torch.uint8, at, (MAX_BLOB_BYTES,)).numpy())[:size]
+            blob = lent_blob(regions[rank], at)
             if blob == self._blobs.get(rank):
                 continue
             try:

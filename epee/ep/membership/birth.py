@@ -9,7 +9,8 @@ were given and find the job that they share, or found one (`view/founding.py`); 
                          epoch that anybody has heard of.
     a replacement        takes part in the buffers that run already: it finds them in the registries of the others
                          (`registry.py`), the oldest first, and needs nobody's help. Where none runs that it does not
-                         have, all ranks make a new one together.
+                         have, all ranks make a new one together. Where one runs that cannot take it in
+                         (`BufferConfig.takes_replacements`), it is refused.
 
 A buffer runs when a member has it open and nobody who had it has closed it. So survivors that want a new buffer with
 the replacement close the old one before they take it in.
@@ -42,7 +43,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError
+from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, UnsupportedError
 from ...memory.claim import has_ended
 from ...view.founding import Place, find_place
 from ...view.group import GroupInView
@@ -139,6 +140,7 @@ def begin(
 
     Raises:
         MismatchError: the ranks disagree, or another rank was refused.
+        UnsupportedError: this process cannot take part in the buffer that runs.
         ResourceError: memory or permission is missing on some rank.
         RankFailedError: a rank was lost meanwhile (mode "raise").
     """
@@ -149,6 +151,8 @@ def begin(
         finally:
             place.seat.job.release()  # the buffer has it now, or nobody
     if not config.takes_replacements:
+        if seat.is_joiner:
+            _refuse_to_join(group, seat, config)
         seat = seat._replace(takes_part=lambda _: False)
     elif seat.is_joiner:
         begun = _join(group, seat, config, timeout_s)
@@ -319,18 +323,38 @@ def _open(
 def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, timeout_s: float) -> Begun | None:
     """Take part in the oldest running buffer that this process does not have; None when there is none."""
     mine, roster = registry_of(group, seat), Roster(seat)
+    number = _running(mine, roster, group.rank(), config)
+    return None if number is None else _open(mine, roster, number, config, group.rank(), 0, timeout_s)
+
+
+def _refuse_to_join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig) -> None:
+    """Raise where a buffer runs that this process would have to take part in, and cannot.
+
+    Raises:
+        UnsupportedError: there is one. MismatchError: it was made with other arguments.
+    """
+    if _running(registry_of(group, seat), Roster(seat), group.rank(), config) is not None:
+        raise UnsupportedError(
+            "Buffer: a buffer of the group runs whose memory is lent by cudaIpc, which cannot be mapped where a lost "
+            "rank's was: this process cannot take part; close that buffer on all ranks and make it again with this "
+            "one, or leave EPEE_CUDA_SHARE unset on all of them"
+        )
+
+
+def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig) -> int | None:
+    """Return the number of the oldest running buffer that this process does not have; None when there is none."""
     others: dict[int, Registry] = {}
     for rank, member in roster.view.members.items():
         endpoint = parse_endpoint(member.endpoint)
-        found = find(seat.lane, endpoint.pid, endpoint.start_time) if rank != group.rank() else None
+        found = find(roster.seat.lane, endpoint.pid, endpoint.start_time) if rank != own_rank else None
         if found is not None:
             others[rank] = found
     lines = {rank: _of_kind(registry.numbers(), config) for rank, registry in others.items()}
     for number in sorted({number for held in lines.values() for number in held} - mine.had):
         holders = [rank for rank, held in lines.items() if number in held]
         is_closed = any(registry.has_closed(number) for registry in others.values())
-        if not is_closed and _fits(lines[holders[0]][number], holders[0], config, group.rank()):
-            return _open(mine, roster, number, config, group.rank(), 0, timeout_s)
+        if not is_closed and _fits(lines[holders[0]][number], holders[0], config, own_rank):
+            return number
     return None
 
 

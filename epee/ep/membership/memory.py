@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+import torch
+
 from ...errors import InvalidState
 from ...memory.host import HostRegion
 from ..control.membership import Agreed
 
 MAX_BLOB_BYTES = 504  # by which memory on a GPU is mapped; the length stands behind it
+TAG_JUMP = 1 << 20  # between the calls of two epochs on GPUs: a process that was left out may go on for so many
 
 
 class Memory:
@@ -33,7 +36,24 @@ class Memory:
         """Write into this rank's new region what the others are to find there."""
 
     def move(self, regions: Mapping[int, HostRegion]) -> None:
-        """Let calls use the epoch's regions; the old ones are unmapped afterwards. May be repeated."""
+        """Let calls use the epoch's regions; the old ones are unmapped afterwards. May be repeated.
+
+        Raises:
+            EpeeError: it cannot; then this rank has not entered, and tries again with its next call.
+        """
+
+
+def lend_blob(region: HostRegion, at: int, blob: bytes) -> None:
+    """Write at byte `at` of this rank's region by what its memory on the GPU is mapped."""
+    mine = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+    region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,))[: len(blob)] = mine
+    region.words(at + MAX_BLOB_BYTES, 1)[0] = len(blob)
+
+
+def lent_blob(region: HostRegion, at: int) -> bytes:
+    """Return what a peer has written there."""
+    size = region.words(at + MAX_BLOB_BYTES, 1)[0]
+    return bytes(region.tensor(torch.uint8, at, (MAX_BLOB_BYTES,)).numpy())[:size]
 
 
 class CallNumbers:

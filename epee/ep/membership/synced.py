@@ -11,15 +11,17 @@ handles of earlier ones are stale. What else that means is the path's (`Memory`)
     latency, GPU        memory on the GPU stays, because recorded graphs have its addresses: what lies behind the inbox
                         is the blob by which it is mapped. Calls go on above all numbers that anybody has used, the
                         words of a process that was replaced are cleared, and a newcomer's memory takes its place.
-    throughput, GPU     as the latter, but nobody is replaced: all memory was mapped when the buffer was made.
+    throughput, GPU     as the latter, but kernels have the addresses themselves: a newcomer's memory is mapped where
+                        that of the process before it was. Nobody is replaced where it is lent by cudaIpc.
 
 **Entering.** The number of the first epoch is what the ranks have told each other when they made the buffer; that of
 another one is the number of the decision. Who has it makes its own memory ready (`prepare`), lends it and maps what
 the others lend (`inboxes.py`): so nobody's call reaches one that is not ready. Who has died since, or shows nothing
 until the time-out (it was taken out of its `sync` by an error, or has no memory), is not in this rank's memory: in
 latency mode it is lost in all calls until the next `sync`, in throughput mode, which needs all, that wait is an error,
-and begins again with the next call. So nothing that follows a decision can make the ranks disagree about it. A rank
-that was taken out of its `sync` and is in the decision all the same enters with its next call.
+and begins again with the next call; so it does where a newcomer's memory cannot be mapped. So nothing that follows a
+decision can make the ranks disagree about it. A rank that was taken out of its `sync` and is in the decision all the
+same enters with its next call.
 
     a rank has          until the next sync its calls find                after a sync
     died, been voted    it is lost at once (`gone`); what kernels wait    its place is empty, or its replacement's
@@ -282,7 +284,8 @@ class SyncedLane(BufferLane):
         """Enter an epoch that this rank is in, with whoever else shows its memory for it.
 
         Raises:
-            ResourceError: no memory or descriptor is left here; the next call tries again.
+            ResourceError: no memory or descriptor is left here, or another's memory cannot be mapped; the next call
+                tries again.
             EvictedError, NoQuorumError: this process cannot go on.
         """
         try:
@@ -309,6 +312,11 @@ class SyncedLane(BufferLane):
                 raise
             self._prepared = agreed.epoch
         met = self._inboxes.meet_those(members, Wait(agreed.epoch, is_void, time.monotonic(), deadline))
+        try:
+            self.memory.move(met.regions)
+        except BaseException:
+            self._inboxes.give_back(met)  # what is mapped on the GPU stays: the next attempt finds it
+            raise
         self._begin(agreed.epoch, members, met)
         self._inboxes.use(met)
         self._fresh.clear()
@@ -335,8 +343,7 @@ class SyncedLane(BufferLane):
         return agreed
 
     def _begin(self, epoch: int, members: Mapping[int, Member], met: Met) -> None:
-        """Make the mapped memory that of the calls; the epoch is the last store, all before it can be repeated."""
-        self.memory.move(met.regions)
+        """Make the mapped inboxes those of the calls; the epoch is the last store, all before it can be repeated."""
         self._entered = {rank: member.incarnation for rank, member in members.items()}
         self.regions = met.regions
         self._lines = {rank: peer.line for rank, peer in met.peers.items() if rank in met.regions}

@@ -12,12 +12,36 @@ the start of the next one, or in `check`. A call that finds such a failure at it
 A crash leaves kernels of the peers waiting; a thread that sees the death tells them (`gpu/death_notifier.py`),
 and the call ends with an error that names it. `sync` agrees on who is left and goes on from a common call number in a
 new epoch: the kernels read the mask from memory, host-side exchanges are among its members, older handles are stale.
+
+Replacements. The kernels' arguments, in graphs as well, hold addresses of the peers' memory. So a newcomer's memory is
+mapped where that of the process before it was, and a graph from before serves on. It goes by `membership/synced.py`:
+
+    newcomer            makes its memory, with stand-ins where the others' will be (`gpu/lent.py`), and
+                        waits in `sync`
+    every member        prepares: its GPU is idle; it clears the words that others have stored for a rank which has
+                        another process now, and goes on `TAG_JUMP` above all call numbers that anybody has used
+                        (`REMEMBERED_CALLS` where nobody is new); from here on its memory serves the new epoch
+    every member        lends: blobs of the two regions that it has had from the beginning lie behind its inbox
+    every member        waits for the others' inboxes, maps what differs from what it has, and enters; its kernels run
+                        only then, and reach only who is prepared
+    expert layout       its memory is lent at the first combine; the first one of an epoch maps it with newcomers, too
+                        (`throughput/gpu/place.py`)
+
+Who dies between two of these steps is lost in the calls of the epoch. Who cannot map a living newcomer's memory does
+not enter: its call says so, the next one tries again, and the others wait for it meanwhile, up to their time-outs.
+Another rank may be lost at the same time: the view leaves it out, on the newcomer a stand-in is there until it is
+replaced itself.
+
+A process that was stopped, voted out and replaced may wake up and go on. Its words bear older numbers and count for
+nothing; slots that it may still write are not lent until it has ended (`slots.py`, ghosts). Not promised: that its
+words do not overwrite those of its successor, whose call then times out.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -34,10 +58,11 @@ from ...errors import (
     RankFailedError,
     context,
 )
-from ...view.process.detector import DeathWatch
+from ...memory.host import HostRegion
+from ...view.process.detector import DeathWatch, is_leaving
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
-from ..control.inbox import OP_GATHER, OP_NAMES
+from ..control.inbox import OP_GATHER, OP_NAMES, inbox_layout
 from ..control.membership import Agreed
 from ..control.messages import ControlPlane, reason_bytes
 from ..gpu.death_notifier import DeathNotifier
@@ -45,15 +70,17 @@ from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
 from ..handle import Combined, Dispatched, Handle, Payload, Routing
 from ..membership import path_lane
-from ..membership.memory import CallNumbers, Memory
+from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
+from .gpu.slots import FIRST_GHOST
 from .gpu.types import CombineOptions, DispatchOptions, Received
 from .gpu_handle import CudaHandle
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
 from .shapes import ThroughputConfig
 
+_log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0  # how long `close` lets kernels in flight go on before it aborts them
 _LEAST_TIMEOUT_S = 1e-3
 
@@ -76,7 +103,7 @@ def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
 
 
 class CudaPath(Memory):
-    """The GPU end of one buffer. Collective to make.
+    """The GPU end of one buffer. Collective to make, except where it takes part in a running buffer.
 
     Args:
         config: of the buffer.
@@ -113,34 +140,45 @@ class CudaPath(Memory):
         self._lane = path_lane.lane_of(control)
         self._is_closing = is_closing
         self._timeout = timeout
-        self._require_all()
-        try:
-            with path_lane.told_alike(self._lane):
-                self._core = Throughput(platform, throughput_config(config, rank), self._all_gather)
-        except (CommTimeoutError, PeerError, AbortedError):
-            raise
-        except Exception as error:
-            control.refuse(OP_GATHER, error, time.monotonic() + timeout)
-            raise
+        self._ghosts = DeathWatch()  # processes that had a rank which another one has now
+        self._ghost_of: dict[tuple[int, int], int] = {}  # their numbers there
+        self._fresh: dict[int, set[int]] = {}  # the ghosts of ranks that have changed hands since the last epoch
+        deadline = time.monotonic() + timeout
+        self._core = self._make_core(deadline)
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
         self._core.set_hooks(self._interrupt, control.exchange.reason_of)
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{rank}")
         try:
             self._notifier.start(self._lane.processes)
+            self._lane.memory = self
+            if not self._lane.is_in:
+                self._lane.join(deadline)
         except BaseException:
-            self._notifier.stop()
-            self._core.close()
+            self.close()
             raise
-        self._lane.memory = self
+
+    def _make_core(self, deadline: float) -> Throughput:
+        config = throughput_config(self.config, self.rank)
+        if not self._lane.is_in:
+            return Throughput(self._platform, config, self._all_gather)
+        self._require_all()
+        try:
+            with path_lane.told_alike(self._lane):
+                return Throughput(self._platform, config, self._all_gather)
+        except (CommTimeoutError, PeerError, AbortedError):
+            raise
+        except Exception as error:
+            self.control.refuse(OP_GATHER, error, deadline)
+            raise
 
     def _require_all(self) -> None:
-        """Raise where the group has lost ranks: all memory is mapped when the buffer is made."""
+        """Raise where the group has lost ranks: who makes a buffer together maps all memory then."""
         members = self.control.exchange.members
         lost = [rank for rank in range(self.config.num_ranks) if rank not in members]
         if lost:
             raise RankFailedError(
                 f"Buffer: rank(s) {', '.join(map(str, lost))} of the group are lost, and a buffer of this device "
-                "needs all; make a group of the others (new_group) for it",
+                "needs all when it is made; make a group of the others (new_group) for it, or take others in first",
                 lost,
                 "Buffer",
             )
@@ -272,12 +310,48 @@ class CudaPath(Memory):
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
         return path_lane.sync(self.control, self._lane, marks, active_ranks, self._core.tags(), deadline)
 
+    # -- entering an epoch (`Memory`)
+
+    def follow(self, rank: int, process: tuple[int, int]) -> None:
+        """Tell kernels of the death of another process, and remember the one before."""
+        before = self._lane.processes.get(rank)
+        if before is not None:
+            ghost = self._ghost_of.setdefault(before, FIRST_GHOST + len(self._ghost_of))
+            self._ghosts.watch(ghost, *before)
+            self._fresh.setdefault(rank, set()).add(ghost)
+        self._notifier.follow(rank, process)
+
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
-        """Let the kernels go on in the epoch's view, above all call numbers that were used (`Memory`)."""
+        """Forget the words of who was replaced, and let kernels go on in the epoch's view, from another call number."""
         self._numbers.judge(agreed)
-        self._core.bury(self._watch.dead())  # ended, with their GPUs' work; the notifier knows of some before
+        # ended, with their GPUs' work; the notifier knows of some before
+        self._core.bury((*self._watch.dead(), *self._ghosts.dead()))
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
-        self._core.set_view(active, agreed.used + REMEMBERED_CALLS)
+        step = TAG_JUMP if agreed.is_fresh else REMEMBERED_CALLS
+        ghosts = {rank: self._fresh.get(rank, set()) for rank in fresh}
+        self._core.set_view(active, agreed.used + step, ghosts)
+        self._fresh.clear()
+
+    def fill(self, region: HostRegion) -> None:
+        """Lend this rank's memory on the GPU."""
+        lend_blob(region, inbox_layout(self.config).nbytes, b"".join(self._core.blobs))
+
+    def move(self, regions: Mapping[int, HostRegion]) -> None:
+        """Map the memory of those who lend another than before, where theirs was.
+
+        Raises:
+            EpeeError: that of a rank that lives cannot be mapped.
+        """
+        at = inbox_layout(self.config).nbytes
+        for rank in sorted(regions.keys() - {self.rank}):
+            blob = lent_blob(regions[rank], at)
+            half = len(blob) // 2
+            try:
+                self._core.replace_peer(rank, (blob[:half], blob[half:]))
+            except EpeeError as error:
+                if not is_leaving(*self._lane.processes[rank]):
+                    raise
+                _log.info("rank %d has ended before its memory was mapped: %s", rank, error)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Nothing while a graph is recorded."""
@@ -310,9 +384,12 @@ class CudaPath(Memory):
         self._notifier.stop()
         self._core.drain(CLOSE_GRACE_S)
         self._core.close()
+        self._ghosts.close()
         self._lane.memory = Memory()  # no circle keeps a closed path
 
     def _all_gather(self, data: bytes) -> list[bytes]:
+        if not self._lane.is_in:  # a replacement, which maps the others' memory when they have taken it in
+            return [data] * self.config.num_ranks
         return self.control.all_gather_bytes(data, time.monotonic() + self._timeout)
 
     def _interrupt(self) -> None:
@@ -333,6 +410,8 @@ class CudaPath(Memory):
     def _dead(self) -> tuple[int, ...]:
         """Return the members that are dead."""
         dead = self._watch.dead()
+        if self._ghost_of:
+            self._core.bury(self._ghosts.dead())
         if not dead:
             return ()
         self._core.bury(dead)

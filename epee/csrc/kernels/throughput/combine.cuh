@@ -80,7 +80,7 @@ DEVICE bool wait_ready(const Call& call, u64 tag, int rank, u64& word) {
 
 /// Tells every active rank where this rank's rows are, or why it cannot combine (`refusal`). Threads below kNumRanks of
 /// block 0. Comes before anything that needs memory: all ranks wait for this word.
-DEVICE void send_ready(const CombineParams& p, u64 tag, u32 active, u32 refusal) {
+DEVICE void send_ready(const CombineParams& p, u64 tag, u32 active, u64 signature, u32 refusal) {
   const int peer = static_cast<int>(threadIdx.x);
   if (peer >= kNumRanks || !is_in(active, peer)) return;
   perhaps_stall(tag, p.call.rank, 11);
@@ -91,7 +91,7 @@ DEVICE void send_ready(const CombineParams& p, u64 tag, u32 active, u32 refusal)
     last = static_cast<int>(refusal);
   }
   st_release_sys(call_word(p.call, peer, kControlCombineReadyOffset, p.call.rank, tag),
-                 ready_word(tag, p.signature, slot, static_cast<u32>(last)));
+                 ready_word(tag, signature, slot, static_cast<u32>(last)));
   if (!p.refused)  // a peer that dispatches instead need not wait
     st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kRefusal,
                    tag << 32 | (refusal ? refusal : kOtherCallCode));
@@ -99,7 +99,7 @@ DEVICE void send_ready(const CombineParams& p, u64 tag, u32 active, u32 refusal)
 
 /// Learns from the word of rank `peer` where its rows are. One thread for each rank; false, with a report, when the
 /// call fails.
-DEVICE bool learn_slot(const CombineParams& p, u64 tag, int peer, CombineShared& s) {
+DEVICE bool learn_slot(const CombineParams& p, u64 tag, u64 signature, int peer, CombineShared& s) {
   u64 word = 0;
   perhaps_stall(tag, p.call.rank, 12);
   if (!wait_ready(p.call, tag, peer, word)) return false;
@@ -108,11 +108,11 @@ DEVICE bool learn_slot(const CombineParams& p, u64 tag, int peer, CombineShared&
     report_failure(p.call, tag, {kRefused, peer, 0, slot == kOtherCallSlot ? kOtherCallCode : word & 0xFF, 3});
     return false;
   }
-  if ((word >> 16 & 0xFFFF) != (p.signature & 0xFFFF) || slot >= static_cast<u32>(p.num_slots)) {
-    report_failure(p.call, tag, {kMismatch, peer, p.signature & 0xFFFF, word >> 16 & 0xFFFF, 3});
+  if ((word >> 16 & 0xFFFF) != signature || slot >= static_cast<u32>(p.num_slots)) {
+    report_failure(p.call, tag, {kMismatch, peer, signature, word >> 16 & 0xFFFF, 3});
     return false;
   }
-  if (!p.slots[peer]) {  // only a graph from before the rank came back can be without its memory
+  if (!p.slots[peer]) {  // cudaIpc: only a graph from before the rank came back can be without its memory
     report_failure(p.call, tag, {kRefused, p.call.rank, 0, kOldHandleCode, 3});
     return false;
   }
@@ -124,7 +124,7 @@ DEVICE bool learn_slot(const CombineParams& p, u64 tag, int peer, CombineShared&
 }
 
 /// Learns where the rows of all ranks are. All threads of a pulling block; true when all ranks have joined.
-DEVICE bool learn_slots(const CombineParams& p, u64 tag, u32 refusal, CombineShared& s) {
+DEVICE bool learn_slots(const CombineParams& p, u64 tag, u64 signature, u32 refusal, CombineShared& s) {
   const int peer = static_cast<int>(threadIdx.x);
   if (threadIdx.x == 0) s.is_good = 1;
   __syncthreads();
@@ -134,7 +134,7 @@ DEVICE bool learn_slots(const CombineParams& p, u64 tag, u32 refusal, CombineSha
     if (peer == 0) s.is_good = 0;
   } else if (peer < kNumRanks) {
     s.num_blocks[peer] = s.is_copying[peer] = 0;
-    if (is_in(s.active, peer) && !learn_slot(p, tag, peer, s)) s.is_good = 0;
+    if (is_in(s.active, peer) && !learn_slot(p, tag, signature, peer, s)) s.is_good = 0;
     fence_proxy_async();  // what the peers wrote before their word is next read by bulk loads
   }
   __syncthreads();
@@ -464,14 +464,15 @@ DEVICE void combine(const CombineParams& p) {
   const u32 active = ranks_of(p.call, view);
   const i32* recv_info = reinterpret_cast<const i32*>(p.recv_info);
   u32 refusal = p.refused ? static_cast<u32>(p.refused) : flaw_of(view, recv_info);
+  const u64 signature = p.refused ? 0 : combine_signature(p.signature, recv_info);  // a refusal has no handle
   if (!kExpert && !refusal && is_slot_haunted(p.call, active, p.slot)) refusal = static_cast<u32>(kHauntedCode);
   if (threadIdx.x == 0) s.active = active;
-  if (blockIdx.x == 0) send_ready(p, tag, active, refusal);
+  if (blockIdx.x == 0) send_ready(p, tag, active, signature, refusal);
   const int chunks = (p.row_bytes + p.chunk_bytes - 1) / p.chunk_bytes;
   const int first = static_cast<int>(blockIdx.x) / chunks;
   Found first_rows = {-1, -1, -1, -1, 0.0f, 0};
   if (!refusal && warp_idx() == kReducerWarps && first < p.num_tokens) first_rows = find_rows<kExpert>(p, first);
-  if (is_puller && learn_slots(p, tag, refusal, s)) {
+  if (is_puller && learn_slots(p, tag, signature, refusal, s)) {
     pull<kExpert, kPayload>(p, tag, s, shared, chunks, first_rows);
     return;
   }

@@ -14,6 +14,11 @@
 
 typedef i32 PerRank[ROOM(kNumRanks, kMaxRanks)];  // a word of each rank
 
+/// Which handle a dispatch uses, 0 for none: the number of the dispatch that made it, as the kernels count.
+DEVICE i32 handle_in_use(const LayoutParams& p) {
+  return p.do_count || p.refused ? 0 : reinterpret_cast<const i32*>(p.recv_info)[kRecvInfoCall];
+}
+
 /// Header and totals to every active rank; `refusal` is 0 or says why this rank cannot make the call. One block, all
 /// threads; no order among the stores is needed.
 DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* totals, int refusal) {
@@ -36,12 +41,9 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* t
     if (which == kRefusal && !refusal && is_slot_haunted(p.call, active, p.grant))
       refusal = static_cast<int>(kHauntedCode);
     const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
-    const i32 values[kNumHeaderWords] = {static_cast<i32>(p.signature),
-                                         static_cast<i32>(p.signature >> 32),
-                                         p.grant,
-                                         has_bad_id ? kBadExpert : refusal,
-                                         p.num_channels,
-                                         p.num_blocks};
+    const i32 values[kNumHeaderWords] = {handle_in_use(p), static_cast<i32>(p.signature),
+                                         p.grant,          has_bad_id ? kBadExpert : refusal,
+                                         p.num_channels,   p.num_blocks};
     i32 value = 0;
 #pragma unroll
     for (int i = 0; i < kNumHeaderWords; ++i) value = which == i ? values[i] : value;
@@ -89,7 +91,7 @@ DEVICE bool is_refused(const LayoutParams& p, u64 tag, u32 active) {
 /// Checks word `which` of the headers of all active ranks. False, with a report, when one refuses, differs or cannot be
 /// right.
 DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, const PerRank& values) {
-  const u32 mine = static_cast<u32>(which == kSignatureLow ? p.signature : p.signature >> 32);
+  const u32 mine = static_cast<u32>(which == kHandleInUse ? handle_in_use(p) : static_cast<i32>(p.signature));
   const i32 limit = which == kGrant ? p.num_slots - 1 : which == kChannels ? kMaxChannels : kMaxBlocks;
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) {
@@ -99,7 +101,7 @@ DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, 
     if (which == kRefusal) {
       failure = {kRefused, src, 0, static_cast<u64>(value), 0};
       is_good = value == 0;
-    } else if (which <= kSignatureHigh) {
+    } else if (which <= kSignature) {
       failure = {kMismatch, src, mine, static_cast<u32>(value), static_cast<u64>(which)};
       is_good = static_cast<u32>(value) == mine;
     }
@@ -290,5 +292,7 @@ DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, i32* padded
     st_relaxed_sys(reinterpret_cast<i32*>(p.mailbox) + kRecvInfoExpanded, expanded);
     st_release_sys(reinterpret_cast<u64*>(p.mailbox), is_good ? kHandleGood : kHandleBad);
   }
-  if (p.do_count) reinterpret_cast<i32*>(p.recv_info)[1] = static_cast<i32>(current_view(p.call) >> 32);
+  if (!p.do_count) return;
+  reinterpret_cast<i32*>(p.recv_info)[1] = static_cast<i32>(current_view(p.call) >> 32);
+  reinterpret_cast<i32*>(p.recv_info)[kRecvInfoCall] = static_cast<i32>(tag);
 }

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument, InvalidState
+from ...gpu.lent import AllGather
 from ...gpu.params import NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
 from ...gpu.platform import Launcher, Platform, Region
 from ...gpu.share import Share
-from ...throughput.gpu.machine import AllGather
 from .half import OPS, Half, Turn
 from .params import (
     BOTH_HALVES,

@@ -20,13 +20,14 @@ MAX_COPY_WARPS = 8  # they share the 16 barriers of a combining block
 
 
 class Place(NamedTuple):
-    """Where the rows are that peers pull: the regions, this rank's slot in its region, and whether the kernel must copy
-    the rows there while the peers are pulling."""
+    """Where the rows are that peers pull: the regions, this rank's slot in its region, whether the kernel must copy the
+    rows there while the peers are pulling, and the number of the `ExpertPlace`, if it is one."""
 
     regions: list[Region]
     slot: int
     slot_bytes: int
     is_copied: bool
+    number: int = 0
 
 
 def place_rows(machine: Machine, y: torch.Tensor, handle: ThroughputHandle) -> Place:
@@ -38,7 +39,7 @@ def place_rows(machine: Machine, y: torch.Tensor, handle: ThroughputHandle) -> P
         if y.numel() and not is_there:
             lent = place.regions[rank].lease(place.slot_bytes, y.numel() * y.element_size(), None)
             lent.view(y.dtype).view(y.shape).copy_(y)
-        return Place(place.regions, 0 if is_there else 1, place.slot_bytes, False)
+        return Place(place.regions, 0 if is_there else 1, place.slot_bytes, False, place.number)
     slot_bytes = machine.config.slot_bytes
     offset = y.data_ptr() - machine.slots[rank].address
     slot, rest = divmod(offset, slot_bytes)
@@ -77,7 +78,7 @@ def launch_combine(
     a.is_bias_f32 = int(bool(bias) and bias[0].dtype == torch.float32)
     a.out_weights = 0 if out_weights is None else out_weights.data_ptr()
     a.signature = combine_signature(
-        handle.layout, y.dtype, topk_weights is not None, options.order is not None, handle.call_idx
+        handle.layout, y.dtype, topk_weights is not None, options.order is not None, place.number
     )
     a.num_tokens, a.row_bytes, a.chunk_bytes = handle.num_tokens, row_bytes, shape.chunk_bytes
     a.num_stages, a.max_entries = shape.num_stages, num_entries

@@ -13,12 +13,14 @@ that was granted in a failed call: see `slots.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
 from ....errors import ResourceError
+from ...gpu.lent import AllGather
 from ...gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ...gpu.platform import Platform
 from ...gpu.report import REFUSED_INVALID_ARGUMENT, ReasonOf
@@ -36,7 +38,7 @@ from .dispatch import (
     plan_launch,
     view_slot,
 )
-from .machine import AllGather, Machine
+from .machine import Machine
 from .order import launch_order
 from .types import CombineOptions, DispatchOptions, Received, ThroughputHandle
 
@@ -49,8 +51,9 @@ class Throughput:
     Args:
         platform: the GPU.
         config: sizes, equal on all ranks.
-        all_gather: gives everybody's bytes in rank order; called at construction and, once, at the first
-            expert-layout combine (never while a graph is recorded).
+        all_gather: gives everybody's bytes in rank order; called at construction and at the first expert-layout combine
+            of a view (never while a graph is recorded). A replacement gives its own for everybody at construction, and
+            maps the others' memory later (`replace_peer`).
     """
 
     def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
@@ -110,7 +113,6 @@ class Throughput:
             word = dispatch_signature(
                 handle.layout, handle.expert_alignment, x.dtype, payload.num_scales,
                 None if scales is None else scales.dtype, handle.has_topk, topk_weights is not None,
-                0 if is_fresh else handle.call_idx,
             )  # fmt: skip
             exchange = Exchange(slot, word, mailbox)
             weights = topk_weights if is_fresh else None
@@ -230,7 +232,9 @@ class Throughput:
         """Return the highest call number that this rank has used; waits for the GPU."""
         return self._machine.tags()
 
-    def set_view(self, active: Sequence[bool], tag: int) -> None:
+    def set_view(
+        self, active: Sequence[bool], tag: int, ghosts: Mapping[int, Collection[int]] = MappingProxyType({})
+    ) -> None:
         """Go on in an agreed view: every member calls this with equal arguments, no call of any of them is in flight.
 
         Handles from before do not serve any more: kernels refuse them, also in graphs. Errors that nobody has heard of
@@ -239,8 +243,19 @@ class Throughput:
         Args:
             active: `num_ranks` flags: who takes part. Who does not is neither written to, awaited, nor counted.
             tag: above every member's `tags()`, so that nothing of earlier calls passes for new.
+            ghosts: ranks that another process has now, with numbers of the processes that had them, from `FIRST_GHOST`
+                on. What those have stored is forgotten, and what they might still write is not lent.
         """
-        self._machine.set_view(active, tag)
+        self._machine.set_view(active, tag, ghosts)
+
+    @property
+    def blobs(self) -> tuple[bytes, bytes]:
+        """By which another process maps what this rank has lent from the beginning."""
+        return self._machine.blobs
+
+    def replace_peer(self, rank: int, blobs: Sequence[bytes]) -> None:
+        """Map what a process that has `rank` now lends; raises, and may be repeated, as `Machine.replace_peer`."""
+        self._machine.replace_peer(rank, blobs)
 
     def mark_dead(self, ranks: Sequence[int]) -> None:
         """Say which ranks are dead: calls in flight that have them in their view end with an error. Any thread."""
@@ -251,7 +266,7 @@ class Throughput:
         return self._machine.waiting()
 
     def bury(self, ranks: Sequence[int]) -> None:
-        """Hear that the processes of ranks have ended, and their GPUs' work: what they might have written is free."""
+        """Hear that processes of ranks, or ghosts, have ended, with their GPUs' work: what they might write is free."""
         self._machine.bury(ranks)
 
     def join(self) -> None:

@@ -2,8 +2,8 @@
 
 Memory map of a rank: a control block (`throughput_params.CONTROL_LAYOUT`), a receive region of `num_slots + 1` slots
 (the last is the landing place for results that are copied out and for rows that combine copies in), and, once the
-expert layout has been combined, a region for its rows. All of it is lent to all ranks; who writes what is said at the
-kernels.
+expert layout has been combined, a region for its rows. All of it is lent to all ranks (`gpu/lent.py`); who writes what
+is said at the kernels.
 
 Every call of a buffer carries the next tag, so calls run one after another. Calls from another stream than the last
 one wait for whatever is queued there.
@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ....errors import CommTimeoutError, InvalidArgument, InvalidState, ResourceError
-from ....memory.layout import align_up
+from ...gpu.lent import AllGather, Lending
 from ...gpu.params import (
     CONTROL_LAYOUT,
     FEW_KERNEL,
@@ -41,7 +41,7 @@ from ...gpu.report import ReasonOf, blame, is_echo, take_report
 from ...gpu.share import Share
 from ..shapes import Shape, ThroughputConfig
 from .kept import KeptRows
-from .place import DIGEST_BYTES, NOWHERE, ExpertPlace, digest_of
+from .place import ExpertPlace, Places
 from .slots import SlotPool, Taken
 from .types import ThroughputHandle
 from .view import ViewWords
@@ -53,7 +53,16 @@ NEWS_S = 0.1  # how long a rank that others have left alone in a call waits to h
 HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
 SPIN_S = 1e-3  # how long the host's wait for the GPU keeps the interpreter's lock from other threads
 PAUSE_S = 2e-5  # for which it sleeps then, again and again
-AllGather = Callable[[bytes], Sequence[bytes]]
+_FIELDS_BY_RANK = {  # of the control block, which peers write: on which axis the rank stands
+    "counts": 1,
+    "dispatch_done": 0,
+    "combine_ready": 1,
+    "combine_done": 0,
+    "combine_failed": 1,
+    "barrier": 0,
+    "streams": 0,
+    "staged": 0,
+}
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +74,6 @@ class Machine:
     """Kernels and memory of one rank; see `Throughput` for the arguments.
 
     Attributes:
-        nbytes: GPU memory of this rank.
         slots: the receive regions of all ranks.
         members: ranks that take part.
         num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
@@ -81,7 +89,6 @@ class Machine:
         config.check()
         self.config = config
         self.platform = platform
-        self.nbytes = 0
         self.is_closed = False
         self.is_capturing = False
         self.num_calls = 0
@@ -93,11 +100,10 @@ class Machine:
         head = kernel_head(config.num_ranks, platform.limits.max_warps, platform.limits.stall_one_in)
         for path, params in KERNELS.items():
             self._kernels.update(platform.kernels(path, head, params))
-        self._regions: list[Region] = []
-        self._control, _ = self._share(CONTROL_LAYOUT.nbytes)
-        self.slots, _ = self._share((config.num_slots + 1) * config.slot_bytes)
-        self._expert: ExpertPlace | None = None
-        self._is_place_open = False  # the view has changed: do all members have the same place?
+        self._lending = Lending(platform, config.rank)
+        self._control = self._lending.meet(None, CONTROL_LAYOUT.nbytes, all_gather).regions
+        self.slots = self._lending.meet(None, (config.num_slots + 1) * config.slot_bytes, all_gather).regions
+        self._places = Places(config, self._lending, platform.keeps_addresses)
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
         self._report_codes = self._report.words[::REPORT_WORDS]
         self._news = platform.host_words(NEWS_WORDS)
@@ -124,9 +130,14 @@ class Machine:
                 self._set_constants(name, part)
         self._view = ViewWords(self._control[config.rank])
         self._view.write([True] * config.num_ranks, 0)
-        self._gone: set[int] = set()  # ranks whose processes have ended
+        self._gone: set[int] = set()  # ranks, and ghosts, whose processes have ended
         self.members = frozenset(range(config.num_ranks))
         platform.synchronize()  # calls may come on any stream
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory of this rank."""
+        return self._lending.nbytes
 
     def kernel(self, name: str, timeout_s: float) -> Launcher:
         """Return a kernel, its waits bounded by `timeout_s`."""
@@ -237,10 +248,14 @@ class Machine:
         self.platform.synchronize()
         return max(self._view.seq, self.num_calls)
 
-    def set_view(self, active: Sequence[bool], tag: int) -> None:
+    def set_view(self, active: Sequence[bool], tag: int, ghosts: Mapping[int, Collection[int]]) -> None:
         """Go on in an agreed view, from call number `tag` on; see `Throughput.set_view`."""
         self.platform.synchronize()
         self._reclaim()
+        for rank, others in ghosts.items():
+            self._clear_source(rank)
+            living = [ghost for ghost in others if rank not in self._gone and ghost not in self._gone]
+            self.pool.pass_on(rank, living, is_member=rank in self.members)
         outside = [rank for rank, is_in in enumerate(active) if not is_in and rank != self.config.rank]
         self.pool.haunt(rank for rank in outside if rank in self.members and rank not in self._gone)
         members = frozenset(range(len(active))) - frozenset(outside)
@@ -250,10 +265,31 @@ class Machine:
         self.num_calls = tag
         self._view.write(active, tag, self.pool.haunted)
         self.members = members
-        self._is_place_open = True
+        self._places.open()
         self.platform.synchronize()
         while (error := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
             _log.info("the view has changed behind a call that failed: %s", error)
+
+    def _clear_source(self, rank: int) -> None:
+        """Forget the words that a process of `rank` has stored here, so that none passes for one of its successor."""
+        for name, axis in _FIELDS_BY_RANK.items():
+            field = CONTROL_LAYOUT[name]
+            words = self._control[self.config.rank].lease(CONTROL_LAYOUT.offset(name), field.nbytes, None)
+            words.view(field.dtype).view(field.shape).select(axis, rank).zero_()
+
+    @property
+    def blobs(self) -> tuple[bytes, bytes]:
+        """By which another process maps what this rank has lent from the beginning."""
+        return self._control[self.config.rank].blob, self.slots[self.config.rank].blob
+
+    def replace_peer(self, rank: int, blobs: Sequence[bytes]) -> None:
+        """Map what the process that has `rank` now lends, as its `blobs` tell, unless it is; no call is in flight.
+
+        Raises:
+            As `Lending.put`; to be repeated.
+        """
+        for regions, blob in zip((self._control, self.slots), blobs, strict=True):
+            self._lending.put(regions, rank, blob)
 
     def mark_dead(self, ranks: Sequence[int]) -> None:
         """Say which ranks are dead: waits of calls with them end, also in kernels in flight. Any thread."""
@@ -286,35 +322,16 @@ class Machine:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def expert_place(self, expert_alignment: int) -> ExpertPlace:
-        """Return where expert-layout rows are pulled from. Collective at first use in a view, and when padding grows.
-
-        A place that has become too small lives on: kernels in flight, and graphs, may still use it.
-        """
-        place = self._expert
-        if place is None or place.expert_alignment < expert_alignment or self._is_place_open:
+        """Return where expert-layout rows are pulled from. Collective at first in a view, and when padding grows."""
+        place = self._places.ready(expert_alignment)
+        if place is None:
             if self.platform.is_capturing():
                 raise InvalidState(
                     "the first expert-layout combine, with the largest expert_alignment, must run before a graph is "
                     "recorded, and again behind a sync()"
                 )
-            if self._is_place_open and self._is_place_common(expert_alignment):
-                assert place is not None
-                self._is_place_open = False
-                return place
-            slot_bytes = align_up(self.config.expert_layout(expert_alignment).nbytes, 256)
-            regions, digest = self._share(ExpertPlace.num_slots * slot_bytes)
-            members = frozenset(rank for rank, region in enumerate(regions) if region.address)
-            place = self._expert = ExpertPlace(regions, expert_alignment, slot_bytes, members, digest)
-            self._is_place_open = False
+            place = self._places.meet(expert_alignment, self.members, self._all_gather)
         return place
-
-    def _is_place_common(self, expert_alignment: int) -> bool:
-        """Whether all members of a new view have the same place, made by all of them. Collective."""
-        place = self._expert
-        is_fit = place is not None and place.expert_alignment >= expert_alignment
-        mine = place.digest if place is not None and is_fit and self.members <= place.members else bytes(DIGEST_BYTES)
-        others = self._all_gather(mine)
-        return any(mine) and all(others[rank] == mine for rank in self.members)
 
     def take(self, stream: int, is_granted: bool) -> Taken | None:
         """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
@@ -419,26 +436,7 @@ class Machine:
         self._slot_words.clear()
         self._views.clear()
         self._lent.clear()
-        for region in self._regions:
-            region.close()
-
-    def _share(self, nbytes: int) -> tuple[list[Region], bytes]:
-        """Allocate a region, give it to all members and attach theirs; return them and a digest. Collective."""
-        own = self.platform.create(nbytes)
-        self.nbytes += own.nbytes
-        blobs = self._all_gather(own.blob)
-        regions: list[Region] = []
-        for rank, blob in enumerate(blobs):
-            region = own if rank == self.config.rank else self.platform.attach(blob) if blob else NOWHERE
-            regions.append(region)
-            if region.address and region.nbytes != own.nbytes:
-                raise InvalidArgument(
-                    f"rank {rank} lends {region.nbytes} bytes, this rank {own.nbytes}; "
-                    "all ranks must make the buffer with the same sizes"
-                )
-        self._regions += regions
-        self._all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
-        return regions, digest_of(blobs)
+        self._lending.close()
 
     def _set_constants(self, name: str, args: Any) -> None:
         """Fill in what no call changes."""

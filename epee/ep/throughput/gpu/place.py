@@ -1,43 +1,32 @@
 """Where peers pull expert-layout rows: memory that is lent at the first expert-layout combine, by the members of then.
 
-A rank that was not in the view lends nothing and has nothing attached: it stands at address 0, which kernels refuse.
-When the view changes the members compare digests, and lend anew unless all of them have the same place (`Machine`).
+When the view changes, the members tell each other which place they have (`Told`) before they use one again:
+
+    all have the same, lent together    it serves on
+    some have the same, others none     who has none lends memory of that size, and all map what is new to them at the
+    (replacements), or older memory     addresses that there are (`gpu/lent.py`): graphs serve on
+    anything else                       all lend anew
+
+All of them tell all the same, so they decide alike. A graph names the place that it was recorded with; `number`, of
+which every combine sends some bits along, tells ranks with different places that they do not fit together.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
-
-from ....errors import InvalidState
+from ....errors import ProtocolError
+from ....memory.layout import align_up
+from ...config import MAX_EXPERT_ALIGNMENT
+from ...gpu.lent import DIGEST_BYTES, AllGather, Lending
 from ...gpu.platform import Region
+from ..shapes import ThroughputConfig
 
-DIGEST_BYTES = 32
-
-
-def digest_of(blobs: Sequence[bytes]) -> bytes:
-    """Return what tells regions that were lent together from others; no zero word."""
-    return hashlib.sha256(b"".join(blobs)).digest()
-
-
-class _Nowhere:
-    """Stands for the region of a rank that did not take part when it was lent."""
-
-    address = nbytes = 0
-    blob = b""
-
-    def lease(self, offset: int, nbytes: int, released: Callable[[], None] | None) -> torch.Tensor:
-        """Raise: there is nothing."""
-        raise InvalidState("a rank that was not in the view lends nothing")
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-NOWHERE: Region = _Nowhere()
+_TOLD = struct.Struct(f"<{DIGEST_BYTES}s{DIGEST_BYTES}sQQQ")
+_NONE = bytes(DIGEST_BYTES)
 
 
 @dataclass(eq=False)
@@ -48,14 +37,18 @@ class ExpertPlace:
         regions: of all ranks.
         expert_alignment: that a slot has room for.
         slot_bytes: distance of the two slots.
-        members: ranks that lend a region, with the others' in `regions` at address 0.
-        digest: the same on all of them, and on no other place.
+        origin: digest of the regions that it began with: the same on all ranks that have this place.
+        number: how many places its ranks have had then.
+        members: ranks that have met over it last.
+        digest: of the regions of then: the same on all of them, and on no other place.
         is_leased: whether a tensor of the user's lies in the first slot; for ever once a graph owns it.
     """
 
     regions: list[Region]
     expert_alignment: int
     slot_bytes: int
+    origin: bytes
+    number: int
     members: frozenset[int]
     digest: bytes
     is_leased: bool = False
@@ -65,3 +58,119 @@ class ExpertPlace:
     def free(self) -> None:
         """The user's tensor has died."""
         self.is_leased = False
+
+
+class Told(NamedTuple):
+    """What a rank tells of its place; zeros where it has none.
+
+    Attributes:
+        digest: as `ExpertPlace`, zeros where members of the view have not met over it.
+        origin, expert_alignment, number: as there.
+        newest: how many places this rank knows of.
+    """
+
+    digest: bytes
+    origin: bytes
+    expert_alignment: int
+    number: int
+    newest: int
+
+    @classmethod
+    def of(cls, place: ExpertPlace | None, newest: int, members: Collection[int]) -> Told:
+        """Return what is to be told of a place to the members of a view."""
+        if place is None:
+            return cls(_NONE, _NONE, 1, 0, newest)
+        digest = place.digest if place.members.issuperset(members) else _NONE
+        return cls(digest, place.origin, place.expert_alignment, place.number, newest)
+
+    def pack(self) -> bytes:
+        """Return the bytes that `parse` reads."""
+        return _TOLD.pack(*self)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Told:
+        """Return what a member has told; raises `ProtocolError` where that cannot be."""
+        if len(data) != _TOLD.size:
+            raise ProtocolError(f"combine: a rank tells {len(data)} bytes of its memory; {_TOLD.size} are right")
+        told = cls(*_TOLD.unpack(data))
+        if not 1 <= told.expert_alignment <= MAX_EXPERT_ALIGNMENT:
+            raise ProtocolError(f"combine: a rank has memory for an expert_alignment of {told.expert_alignment}")
+        return told
+
+
+class Places:
+    """The place of one rank, and how it comes to it.
+
+    Args:
+        config: of the buffer.
+        lending: of this rank.
+        keeps_addresses: whether memory can be mapped where other memory was.
+    """
+
+    def __init__(self, config: ThroughputConfig, lending: Lending, keeps_addresses: bool) -> None:
+        self._config = config
+        self._lending = lending
+        self._keeps_addresses = keeps_addresses
+        self._place: ExpertPlace | None = None
+        self._newest = 0
+        self._is_open = False
+
+    def open(self) -> None:
+        """The view has changed: the members have to meet before a place is used."""
+        self._is_open = True
+
+    def ready(self, expert_alignment: int) -> ExpertPlace | None:
+        """Return the place, where it serves as it is."""
+        place = self._place
+        return None if self._is_open or place is None or place.expert_alignment < expert_alignment else place
+
+    def meet(self, expert_alignment: int, members: Collection[int], all_gather: AllGather) -> ExpertPlace:
+        """Come to a place together with all members of the view, while no kernel runs. Collective.
+
+        One that has become too small lives on: kernels in flight, and graphs, may still use it.
+        """
+        place = self._agree(expert_alignment, members, all_gather) if self._is_open else None
+        self._place = self._lend(expert_alignment, all_gather) if place is None else place
+        self._is_open = False
+        return self._place
+
+    def _lend(self, expert_alignment: int, all_gather: AllGather) -> ExpertPlace:
+        slot_bytes = self._slot_bytes(expert_alignment)
+        regions, members, digest = self._lending.meet(None, ExpertPlace.num_slots * slot_bytes, all_gather)
+        self._newest += 1
+        return ExpertPlace(regions, expert_alignment, slot_bytes, digest, self._newest, members, digest)
+
+    def _agree(self, expert_alignment: int, members: Collection[int], all_gather: AllGather) -> ExpertPlace | None:
+        """Find the place that all have or can have; None when they need a new one. All hear the same, decide alike."""
+        heard = all_gather(Told.of(self._place, self._newest, members).pack())
+        told = [Told.parse(heard[rank]) for rank in sorted(members)]
+        self._newest = max(one.newest for one in told)
+        one = _only_place(told)
+        if one is None or one.expert_alignment < expert_alignment:
+            return None
+        if _is_common(told):
+            return self._place
+        return self._complete(one, all_gather) if self._keeps_addresses else None
+
+    def _complete(self, one: Told, all_gather: AllGather) -> ExpertPlace:
+        place, slot_bytes = self._place, self._slot_bytes(one.expert_alignment)
+        known = None if place is None else place.regions
+        regions, members, digest = self._lending.meet(known, ExpertPlace.num_slots * slot_bytes, all_gather)
+        if place is None:
+            return ExpertPlace(regions, one.expert_alignment, slot_bytes, one.origin, one.number, members, digest)
+        place.members, place.digest = members, digest
+        return place
+
+    def _slot_bytes(self, expert_alignment: int) -> int:
+        return align_up(self._config.expert_layout(expert_alignment).nbytes, 256)
+
+
+def _is_common(told: Sequence[Told]) -> bool:
+    """Whether all members have the same place, and have met over it."""
+    return any(told[0].digest) and all(one.digest == told[0].digest for one in told)
+
+
+def _only_place(told: Sequence[Told]) -> Told | None:
+    """Return the one place that members have, where the others have none."""
+    places = {one.origin: one for one in told if any(one.origin)}
+    return next(iter(places.values())) if len(places) == 1 else None

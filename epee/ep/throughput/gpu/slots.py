@@ -13,19 +13,21 @@ No failure need be known for this, so it holds without CPU sync as well.
 A rank that a view leaves out while its process lives (it was stopped, or silent) is a zombie: nobody waits for it, but
 it may still store into what was granted in the last call that it joined, and in later ones. Such slots, the landing
 slot among them, are haunted until the zombie has died or is a member again; graphs own their slots for ever, so all of
-these count. Another slot takes the place of a haunted landing slot.
+these count. Another slot takes the place of a haunted landing slot. A zombie whose rank another process has got goes on
+under a number of its own, as a ghost (`pass_on`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ....errors import ResourceError
 from ...gpu.platform import Platform
 
 _NOTHING: frozenset[int] = frozenset()
+FIRST_GHOST = 1 << 10  # no rank has such a number
 
 
 class SlotPool:
@@ -63,8 +65,8 @@ class SlotPool:
             if not self._has_clean_landing():
                 zombies = sorted(set().union(*self._haunted.values()))
                 raise ResourceError(
-                    f"every free slot may still be written by rank {', '.join(map(str, zombies))}, which the view "
-                    "leaves out and whose process lives; end that process, drop results, or make a new buffer"
+                    f"every free slot may still be written by {_names(zombies)}, which the view leaves out and whose "
+                    "process lives; end that process, drop results, or make a new buffer"
                 )
             return self._landing
 
@@ -88,6 +90,23 @@ class SlotPool:
                     self._haunted.setdefault(slot, set()).update(zombies)
             self._haunted = {slot: ranks for slot, ranks in self._haunted.items() if ranks}
             self._has_clean_landing()  # now, before results take the slots that are left
+
+    def pass_on(self, rank: int, ghosts: Collection[int], is_member: bool) -> None:
+        """Another process has `rank` from now on: what the old ones might write, `ghosts` may, those of them that live.
+
+        Args:
+            rank: the rank.
+            ghosts: numbers of the processes that had it and live.
+            is_member: whether `rank` took part so far; else `haunt` has been told of it.
+        """
+        if is_member:
+            self.haunt(ghosts)
+        with self._lock:
+            for haunters in self._haunted.values():
+                if rank in haunters:
+                    haunters.remove(rank)
+                    haunters.update(ghosts)
+            self._haunted = {slot: haunters for slot, haunters in self._haunted.items() if haunters}
 
     def release(self, ranks: Iterable[int]) -> None:
         """These ranks are dead, or have left all earlier calls: they write no slot that they were not granted anew."""
@@ -170,3 +189,10 @@ class Taken:
         if not self.is_graphs and not self.is_back:
             self.is_back = True
             self.pool.give_back(self.slot, self.streams)
+
+
+def _names(zombies: Sequence[int]) -> str:
+    """Return who zombies are, in words."""
+    ranks = [str(zombie) for zombie in zombies if zombie < FIRST_GHOST]
+    ghosts = ["the process that had the place of a replaced rank"] if len(ranks) < len(zombies) else []
+    return " and ".join([*([f"rank {', '.join(ranks)}"] if ranks else []), *ghosts])

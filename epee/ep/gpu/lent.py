@@ -1,0 +1,127 @@
+"""Memory that each rank lends to all others, and how the memory of a process takes the place of another's.
+
+Kernels get addresses as arguments, and graphs have recorded them. So a rank's memory has one address here for the
+buffer's life: what a newcomer lends is mapped where the memory of the process before it was (`Region.replace`). A rank
+that lends nothing yet has a stand-in there, this rank's own memory mapped once more; no kernel uses it, because the
+view leaves that rank out. Where the machine cannot map memory at a given address (`Platform.keeps_addresses`) such a
+rank stands at address 0, which kernels refuse, and nobody is replaced.
+
+Who calls: the thread of a call, while no kernel of this buffer runs on this GPU. Who is broken off between two regions
+repeats it: what is mapped already is recognised by its blob. A crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...errors import InvalidArgument, InvalidState
+from .platform import Platform, Region
+
+AllGather = Callable[[bytes], Sequence[bytes]]
+DIGEST_BYTES = 32
+
+
+class _Nowhere:
+    """Stands for the region of a rank that did not take part when it was lent."""
+
+    address = nbytes = 0
+    blob = b""
+
+    def lease(self, offset: int, nbytes: int, released: Callable[[], None] | None) -> torch.Tensor:
+        """Raise: there is nothing."""
+        raise InvalidState("a rank that was not in the view lends nothing")
+
+    def replace(self, blob: bytes) -> None:
+        """Raise: it has no address."""
+        raise InvalidState("a rank that was not in the view has no address here; make a new buffer")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+NOWHERE: Region = _Nowhere()
+
+
+class Lent(NamedTuple):
+    """A region of each rank; `members` have lent theirs together, and have the same `digest` of that."""
+
+    regions: list[Region]
+    members: frozenset[int]
+    digest: bytes
+
+
+class Lending:
+    """What one rank lends and has mapped.
+
+    Args:
+        platform: the GPU.
+        rank: this rank.
+
+    Attributes:
+        nbytes: memory of this rank.
+    """
+
+    def __init__(self, platform: Platform, rank: int) -> None:
+        self.nbytes = 0
+        self._platform = platform
+        self._rank = rank
+        self._regions: list[Region] = []
+
+    def meet(self, known: list[Region] | None, nbytes: int, all_gather: AllGather) -> Lent:
+        """Lend a region to all members and map theirs, where `known` are or else at new addresses. Collective.
+
+        Args:
+            known: of all ranks; changed in place.
+            nbytes: of a new region.
+            all_gather: gives everybody's bytes in rank order, b"" for ranks that do not take part.
+        """
+        own = known[self._rank] if known else self._platform.create(nbytes)
+        blobs = all_gather(own.blob)
+        regions = known if known is not None else []
+        for rank, blob in enumerate(blobs):
+            if known is not None:
+                if blob:
+                    self.put(known, rank, blob)
+            else:
+                regions.append(own if rank == self._rank else self._map(rank, blob, own))
+        if known is None:
+            self.nbytes += own.nbytes
+            self._regions += regions
+        all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
+        return Lent(regions, frozenset(rank for rank, blob in enumerate(blobs) if blob), digest_of(blobs))
+
+    def put(self, regions: list[Region], rank: int, blob: bytes) -> None:
+        """Let a rank's address show what `blob` lends; nothing to do where it does.
+
+        Raises:
+            ResourceError: it cannot be mapped; what was there is there, and another attempt may succeed.
+            Else as `Region.replace`.
+        """
+        if regions[rank].blob != blob and rank != self._rank:
+            self._platform.synchronize()  # the kernels' last loads and stores
+            regions[rank].replace(blob)
+
+    def _map(self, rank: int, blob: bytes, own: Region) -> Region:
+        if not blob:
+            return self._platform.attach(own.blob) if self._platform.keeps_addresses else NOWHERE
+        region = self._platform.attach(blob)
+        if region.nbytes != own.nbytes:
+            raise InvalidArgument(
+                f"rank {rank} lends {region.nbytes} bytes, this rank {own.nbytes}; "
+                "all ranks must make the buffer with the same sizes"
+            )
+        return region
+
+    def close(self) -> None:
+        """Give up all memory; tensors over it keep what they use. Idempotent."""
+        for region in self._regions:
+            region.close()
+
+
+def digest_of(blobs: Sequence[bytes]) -> bytes:
+    """Return what tells regions that were lent together from others; no zero word."""
+    return hashlib.sha256(b"".join(blobs)).digest()

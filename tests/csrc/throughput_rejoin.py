@@ -1,0 +1,415 @@
+"""A process takes a lost rank's place in a throughput buffer on GPUs, run on any platform, on poisoned memory.
+
+Every function runs in one process, with `epee.Buffer` on the emulated GPU or a real one. Processes beyond the ranks are
+replacements; each waits for its turn in a file. Every round is compared with the reference, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.ep.gpu.platform import Region
+from epee.ep.throughput.gpu_path import CudaPath
+from epee.errors import (
+    EvictedError,
+    MismatchError,
+    NoQuorumError,
+    ResourceError,
+    StaleHandleError,
+    UnsupportedError,
+)
+from tests.csrc import survival_buffer_cases as cases
+from tests.csrc.survival_buffer_cases import CASE, FP8, case_for, check_round, send, until_lost
+from tests.csrc.throughput_cases import Case
+from tests.ep.test_latency_rejoin import die_at, lose, start
+from tests.survive import stages
+
+WAIT_S = 150.0  # for a turn; kernels may be built meanwhile
+
+
+def make(num_ranks: int, **changes: Any) -> epee.Buffer:
+    """The buffer of the tests; who waits so long fails the test by its own time-out."""
+    return cases.make(num_ranks, **{"timeout": 100.0, **changes})
+
+
+def die() -> None:
+    """End this process like the kernel's out-of-memory killer would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def machine_of(buffer: epee.Buffer) -> Any:
+    """What the buffer is made of."""
+    path = buffer._path
+    assert isinstance(path, CudaPath)
+    return path._core._machine
+
+
+def addresses(buffer: epee.Buffer) -> list[list[int]]:
+    """Where the memory of all ranks lies here: what graphs have recorded."""
+    machine = machine_of(buffer)
+    regions = [machine._control, machine.slots]
+    if machine._places._place is not None:
+        regions.append(machine._places._place.regions)
+    return [[region.address for region in lent] for lent in regions]
+
+
+def rounds(buffer: epee.Buffer, members: Collection[int], seed: int = 0, layouts: Any = ("rank", "expert")) -> Any:
+    """Rounds of both layouts among `members`; returns a handle."""
+    for base in (CASE, FP8):
+        for layout in layouts:
+            check_round(buffer, case_for(buffer.num_ranks, base, layout, seed), members)
+    return check_round(buffer, case_for(buffer.num_ranks, CASE, layouts[0], seed + 1), members)
+
+
+def step(buffer: epee.Buffer, case: Case) -> None:
+    """A dispatch and a combine that may fail; raises what has become of them before anybody looks at a result."""
+    d = send(buffer, case)
+    buffer.combine(torch.zeros_like(d.x), d.handle)
+    if buffer.config.device.type == "cuda":
+        torch.cuda.synchronize()
+    buffer.check()
+
+
+def join(slot: int, num_ranks: int, folder: str, rank: int) -> Any:
+    """Make or join the group: processes beyond the ranks join, each when its turn is reached."""
+    if slot >= num_ranks:
+        stages.wait_for(folder, f"lost {slot - num_ranks + 1}", WAIT_S)
+    return start(rank, num_ranks, folder, joins=slot >= num_ranks)
+
+
+def end(buffer: epee.Buffer, folder: str) -> str:
+    """Close when all ranks are through: who ends earlier is dead to those who still look."""
+    stages.meet(folder, "end", buffer.rank, range(buffer.num_ranks))
+    buffer.close()
+    return "ok"
+
+
+def forever(call: Callable[[], object]) -> None:
+    """Repeat a call until it raises; that it does not is for the test's time-out."""
+    while True:
+        call()
+        time.sleep(0.01)
+
+
+def without(num_ranks: int, *lost: int) -> list[int]:
+    """Everybody but some."""
+    return [rank for rank in range(num_ranks) if rank not in lost]
+
+
+def mask_of(num_ranks: int, members: Collection[int]) -> list[int]:
+    """As `sync` returns it."""
+    return [int(rank in members) for rank in range(num_ranks)]
+
+
+# ---- one after the other
+
+
+def replaced(slot: int, num_processes: int, folder: str, victims: tuple[int, ...]) -> list[int]:
+    """Processes 0, 1, 2 are the ranks; process 3 takes the place of the first victim, 4 of the second, and so on."""
+    num_ranks = 3
+    rank = slot if slot < num_ranks else victims[slot - num_ranks]
+    group, turn = join(slot, num_ranks, folder, rank), max(0, slot - num_ranks + 1)
+    buffer = make(num_ranks)
+    everybody, epochs, seen = range(num_ranks), [buffer.epoch], None
+    for life in range(turn, len(victims) + 1):
+        if life > turn:
+            assert buffer.takes_replacements
+            before = addresses(buffer)
+            assert buffer.sync().tolist() == [1] * num_ranks
+            epochs.append(buffer.epoch)
+            assert seen is not None
+            with pytest.raises(StaleHandleError):
+                buffer.combine_input(seen)
+        seen = rounds(buffer, everybody, 10 * life)
+        if life > turn:
+            assert addresses(buffer) == before
+        assert buffer.all_gather_bytes(bytes([rank])) == [bytes([peer]) for peer in everybody]
+        if life == len(victims):
+            break
+        victim = victims[life]
+        stages.meet(folder, f"life {life}", rank, everybody)
+        if rank == victim:
+            if life % 2:
+                send(buffer, case_for(num_ranks, CASE, "rank", 10 * life))
+            die()
+        case = case_for(num_ranks, CASE, "rank", 10 * life)
+        assert until_lost(lambda: step(buffer, case)).ranks == (victim,)  # noqa: B023
+        if life % 2 == 0:
+            survivors = without(num_ranks, victim)
+            assert buffer.sync().tolist() == mask_of(num_ranks, survivors)
+            seen = rounds(buffer, survivors, 10 * life + 5)
+        lose(group, folder, victim, f"lost {life + 1}")
+    end(buffer, folder)
+    return epochs
+
+
+# ---- crashes and failures on the way
+
+
+def dies_halfway(slot: int, num_processes: int, folder: str, point: str) -> str:
+    """Process 3 takes the place of rank 1 and dies on the way; then process 4 comes."""
+    num_ranks, victim = 3, 1
+    rank = slot if slot < num_ranks else victim
+    group = join(slot, num_ranks, folder, rank)
+    if slot == 3 and point == "mapped":
+        move = CudaPath.move
+        CudaPath.move = lambda *args: (move(*args), die())  # type: ignore[method-assign, assign, func-returns-value]
+    elif slot == 3:
+        die_at(point)
+    buffer = make(num_ranks)
+    if slot < num_ranks:
+        survivors = without(num_ranks, victim)
+        rounds(buffer, range(num_ranks))
+        stages.meet(folder, "made", rank, range(num_ranks))
+        if slot == victim:
+            die()
+        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        lose(group, folder, victim, "lost 1")
+        if buffer.sync().tolist() == [1] * num_ranks:
+            assert until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0))).ranks == (victim,)
+            assert buffer.sync().tolist() == mask_of(num_ranks, survivors)
+        rounds(buffer, survivors, 3)
+        lose(group, folder, victim, "lost 2")
+        assert buffer.sync().tolist() == [1] * num_ranks
+    rounds(buffer, range(num_ranks), 20)
+    return end(buffer, folder)
+
+
+def attaches_late(slot: int, num_processes: int, folder: str, which: int) -> str:
+    """Rank 0 cannot map one of the newcomer's regions the first time: its sync says so, its next call does it."""
+    num_ranks, victim = 3, 1
+    rank = slot if slot < num_ranks else victim
+    group = join(slot, num_ranks, folder, rank)
+    buffer = make(num_ranks)
+    if slot < num_ranks:
+        rounds(buffer, range(num_ranks))
+        stages.meet(folder, "made", rank, range(num_ranks))
+        if slot == victim:
+            die()
+        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        before = addresses(buffer)
+        lose(group, folder, victim, "lost 1")
+        if slot == 0:
+            refuse_to_map(machine_of(buffer), victim, which)
+            with pytest.raises(ResourceError, match="no descriptors"):
+                buffer.sync()
+        else:
+            assert buffer.sync().tolist() == [1] * num_ranks
+    rounds(buffer, range(num_ranks), 5)
+    if slot < num_ranks:
+        assert addresses(buffer) == before
+    return end(buffer, folder)
+
+
+def refuse_to_map(machine: Any, rank: int, which: int) -> None:
+    """Let the first attempt to map a region of a rank fail: 0 is the control block, 1 are the slots."""
+    region: Region = (machine._control, machine.slots)[which][rank]
+    kind = type(region)
+    works, left = kind.replace, [1]
+
+    def fails(self: Region, blob: bytes) -> None:
+        if self is region and left:
+            left.clear()
+            raise ResourceError("no descriptors")
+        works(self, blob)
+
+    kind.replace = fails  # type: ignore[method-assign]
+
+
+def zombie(slot: int, num_processes: int, folder: str) -> str:
+    """Rank 1 stands still, is voted out and replaced. What it was granted last is not lent before it has ended."""
+    num_ranks, victim = 3, 1
+    rank = slot if slot < num_ranks else victim
+    if slot >= num_ranks:
+        stages.wait_for(folder, "lost 1", WAIT_S)
+    group = start(rank, num_ranks, folder, joins=slot >= num_ranks, on_stall="evict", op_timeout=3.0)
+    buffer = make(num_ranks, num_slots=4)
+    case = case_for(num_ranks, CASE, "rank", 1)
+    if slot == victim:
+        Path(folder, "pid").write_text(str(os.getpid()))
+    if slot < num_ranks:
+        rounds(buffer, range(num_ranks))
+        send(buffer, case)
+        stages.meet(folder, "made", rank, range(num_ranks))
+    if slot == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(EvictedError):
+            forever(buffer.check)  # its agent hears of it a moment after it has woken up
+        stages.reach(folder, "woken")
+        stages.wait_for(folder, "may end", WAIT_S)
+        die()
+    pid = int(Path(folder, "pid").read_text())
+    pool = machine_of(buffer).pool
+    if slot < num_ranks:
+        stages.await_stop(pid)
+        lose(group, folder, victim, "lost 1")
+        assert buffer.sync().tolist() == [1] * num_ranks
+        assert pool.haunted
+    rounds(buffer, range(num_ranks), 5)
+    if slot == 0:
+        os.kill(pid, signal.SIGCONT)
+    stages.wait_for(folder, "woken", WAIT_S)
+    rounds(buffer, range(num_ranks), 10)
+    if slot < num_ranks:
+        assert pool.haunted
+    stages.meet(folder, "zombie's end", rank, range(num_ranks))
+    stages.reach(folder, "may end")
+    while pool.haunted:
+        buffer.check()
+        time.sleep(0.01)
+    rounds(buffer, range(num_ranks), 15)
+    return end(buffer, folder)
+
+
+# ---- several ranks
+
+
+def two_after_each_other(slot: int, num_processes: int, folder: str) -> str:
+    """Ranks 1 and 3 of four die; process 4 takes the place of 1 while nobody has that of 3, process 5 then has."""
+    num_ranks, victims = 4, (1, 3)
+    rank = slot if slot < num_ranks else victims[slot - num_ranks]
+    group = join(slot, num_ranks, folder, rank)
+    buffer = make(num_ranks)
+    some = without(num_ranks, 3)
+    if slot < num_ranks:
+        rounds(buffer, range(num_ranks))
+        stages.meet(folder, "made", rank, range(num_ranks))
+        if slot in victims:
+            die()
+        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        while int(group.active_ranks()[3]):
+            dist.all_reduce(torch.ones(1))
+        lose(group, folder, 1, "lost 1")
+        assert buffer.sync().tolist() == mask_of(num_ranks, some)
+    if slot != 5:
+        rounds(buffer, some, 5)
+        lose(group, folder, 3, "lost 2")
+        before = addresses(buffer)
+        assert buffer.sync().tolist() == [1] * num_ranks
+    rounds(buffer, range(num_ranks), 20)
+    if slot != 5:
+        assert addresses(buffer) == before
+    return end(buffer, folder)
+
+
+def away_meanwhile(slot: int, num_processes: int, folder: str) -> str:
+    """Rank 3 is put out while process 4 takes the place of rank 1, and maps its memory when it comes back."""
+    num_ranks, victim, away = 4, 1, 3
+    rank = slot if slot < num_ranks else victim
+    group = join(slot, num_ranks, folder, rank)
+    buffer = make(num_ranks)
+    mask = torch.ones(num_ranks, dtype=torch.int32, device=buffer.config.device)
+    if slot < num_ranks:
+        rounds(buffer, range(num_ranks))
+        stages.meet(folder, "made", rank, range(num_ranks))
+        if slot == victim:
+            die()
+        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        lose(group, folder, victim, "lost 1")
+        if slot != away:
+            mask[away] = 0
+            # the newcomer does not know whom the others count out, so they wait for the time to be over
+            assert buffer.sync(mask, timeout=5.0).tolist() == mask_of(num_ranks, without(num_ranks, away))
+    if slot != away:
+        rounds(buffer, without(num_ranks, away), 5)
+        stages.meet(folder, "synced", rank, without(num_ranks, away))
+    else:
+        for other in without(num_ranks, away):
+            stages.wait_for(folder, f"synced-{other}", WAIT_S)
+    for _ in range(1000):  # nobody waits for one who is no member: it may come to a sync that the others have ended
+        try:
+            if buffer.sync(timeout=20.0).tolist() == [1] * num_ranks:
+                break
+        except NoQuorumError:
+            assert slot == away  # its time was over before the others came
+        time.sleep(0.01)
+    else:
+        raise AssertionError("it did not come back")
+    rounds(buffer, range(num_ranks), 20)
+    return end(buffer, folder)
+
+
+# ---- who cannot take part
+
+
+def refused(slot: int, num_processes: int, folder: str, share: Callable[[bool], None], theirs: bool) -> str:
+    """Memory is lent by cudaIpc on the members: the newcomer is refused at once, nobody waits, all make a new buffer.
+
+    `share(True)` makes this process lend by descriptors, `share(False)` by cudaIpc; `theirs` is the newcomer's way.
+    """
+    num_ranks, victim = 3, 1
+    rank = slot if slot < num_ranks else victim
+    group = join(slot, num_ranks, folder, rank)
+    survivors = without(num_ranks, victim)
+    share(theirs and slot == 3)
+    if slot == 3:
+        kind, told = (MismatchError, "EPEE_CUDA_SHARE") if theirs else (UnsupportedError, "lent by cudaIpc")
+        with pytest.raises(kind, match=told):
+            make(num_ranks)
+        share(False)
+        stages.reach(folder, "refused")
+        stages.wait_for(folder, "closed-0", WAIT_S)
+        stages.wait_for(folder, "closed-2", WAIT_S)
+    else:
+        buffer = make(num_ranks)
+        rounds(buffer, range(num_ranks))
+        stages.meet(folder, "made", rank, range(num_ranks))
+        if slot == victim:
+            die()
+        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        lose(group, folder, victim, "lost 1")
+        assert not buffer.takes_replacements
+        stages.wait_for(folder, "refused", WAIT_S)
+        assert buffer.sync().tolist() == mask_of(num_ranks, survivors)
+        rounds(buffer, survivors, 5)
+        buffer.close()
+        stages.meet(folder, "closed", rank, survivors)
+    buffer = make(num_ranks)
+    rounds(buffer, range(num_ranks), 20)
+    return end(buffer, folder)
+
+
+def expect_replaced(results: list[Any], victims: tuple[int, ...]) -> None:
+    """What `replaced` returns: epochs that rise, and the same one in the end."""
+    living = [epochs for epochs in results if isinstance(epochs, list)]
+    assert len(living) == 3
+    assert len({epochs[-1] for epochs in living}) == 1
+    for epochs in living:
+        assert epochs == sorted(set(epochs))
+        assert len(epochs) <= 1 + len(victims)
+
+
+# ---- two places
+
+
+def places_apart(rank: int, num_ranks: int) -> str:
+    """A rank that names memory of an earlier time in a combine is told apart, as a graph of then would be."""
+    buffer = make(num_ranks, timeout=30.0)
+    case = replace(case_for(num_ranks, CASE, "expert", 1), expert_alignment=1)
+    check_round(buffer, case, range(num_ranks))
+    machine = machine_of(buffer)
+    first = machine._places._place
+    check_round(buffer, replace(case, expert_alignment=8), range(num_ranks))
+    second = machine._places._place
+    assert second is not first
+    if rank == 0:
+        machine._places._place = first
+    d = send(buffer, case)
+    with pytest.raises(MismatchError, match="memory that expert-layout rows are pulled from"):
+        buffer.combine(torch.zeros_like(d.x), d.handle)  # an emulated one ends before it returns
+    machine._places._place = second
+    check_round(buffer, case, range(num_ranks))
+    dist.barrier()  # who ends first is dead to those who still look
+    buffer.close()
+    return "ok"

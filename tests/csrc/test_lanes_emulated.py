@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +204,10 @@ def test_a_sync_makes_handles_stale_in_latency_mode_as_well() -> None:
 
 def test_a_hook_of_an_epoch_that_is_over_is_stale_on_gpus_as_well() -> None:
     run_ranks(latency, 2, "_old_hook", timeout_s=200)
+
+
+def test_who_lives_and_is_left_out_is_an_error_of_calls_without_a_mask_on_gpus_as_well(tmp_path: Path) -> None:
+    run_ranks(latency, 3, "_left_out", str(tmp_path), timeout_s=200)
 
 
 def test_in_latency_mode_who_is_taken_out_of_a_sync_enters_with_its_next_call() -> None:

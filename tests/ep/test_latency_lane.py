@@ -79,6 +79,24 @@ def test_who_closes_its_buffer_is_lost_at_once(tmp_path: Path) -> None:
     run_ranks(_closed, 3, str(tmp_path))
 
 
+def _left_out(rank: int, num_ranks: int, folder: str) -> None:
+    """Rank 2 lives and is not in the epoch: calls with a mask go on without it, others say so."""
+    with make(SHAPE, timeout=60) as buffer:
+        mask = _ones(num_ranks)
+        masked_round(buffer, mask, 0, without(num_ranks))
+        if rank != 2:
+            mask[2] = 0
+            assert buffer.sync(mask).tolist() == [1, 1, 0]
+            with pytest.raises(PeerError, match="rank 2: it is not in this epoch"):
+                dispatch(buffer, inputs(SHAPE, NUM_TOKENS[:num_ranks], 1)[rank])
+            masked_round(buffer, mask, 1, without(num_ranks, 2))
+        stages.meet(folder, "end", rank, range(num_ranks))
+
+
+def test_who_lives_and_is_left_out_is_an_error_of_calls_without_a_mask(tmp_path: Path) -> None:
+    run_ranks(_left_out, 3, str(tmp_path))
+
+
 def _away(rank: int, num_ranks: int, folder: str) -> None:
     """Rank 2 does not come to a sync: it is told so, and comes back."""
     with make(SHAPE, timeout=60) as buffer:

@@ -348,8 +348,10 @@ class LatencyCudaPath(Memory):
         is_capturing = self._platform.is_capturing()
         if not is_capturing:
             self._lane.require_place(not is_strict)
-        if is_strict and not is_capturing and (dead := self._dead()):
-            raise self._death(op, dead)
+        if is_strict and not is_capturing:
+            if dead := self._dead():
+                raise self._death(op, dead)
+            self._lane.require_all(op, self._core.num_calls)
         try:
             result = work()
             if not is_capturing:

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ...errors import CommTimeoutError, EvictedError, InvalidState, NoQuorumError, PeerError, context
 from ...memory.host import HostRegion
@@ -213,8 +213,15 @@ class SyncedLane(BufferLane):
         return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"
 
     def require_members(self, op: str, seq: int) -> None:
-        """Raise that a rank is gone, whose part a call of this rank would wait for in vain."""
-        for rank in self._exchange.members:
+        """Raise that a rank of the epoch is gone, whose part a call of this rank would wait for in vain."""
+        self._require(self._exchange.members, op, seq)
+
+    def require_all(self, op: str, seq: int) -> None:
+        """Raise that a rank of the buffer is not in the epoch, or gone from it."""
+        self._require(range(self._config.num_ranks), op, seq)
+
+    def _require(self, ranks: Iterable[int], op: str, seq: int) -> None:
+        for rank in ranks:
             if rank != self._rank and self._has_left(rank):
                 raise self._loss(rank, op, seq)
 

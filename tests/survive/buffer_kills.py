@@ -117,8 +117,10 @@ def kill_round(rank: int, folder: str, spec: Spec) -> list[list[int]]:
     """Make steps and syncs; return the mask that each sync ended with."""
     group = start(rank, spec.num_ranks, folder, spec.mode, backend=spec.backend, on_stall="error", op_timeout=LONG_S)
     sizes = {"num_experts": LOCAL * spec.num_ranks, "hidden": HIDDEN, "num_topk": 2, "max_tokens_per_rank": NUM_TOKENS}
-    policy = {"fault_mode": spec.mode, "on_stall": "error"} if spec.kind == "throughput" else {}
-    buffer = epee.Buffer(group, mode=spec.kind, timeout=LONG_S, **sizes, **policy)
+    more: dict[str, Any] = {}
+    if spec.kind == "throughput":  # as many rows as there can be: in some steps all tokens meet at one rank
+        more = {"fault_mode": spec.mode, "on_stall": "error", "max_recv_rows": 2 * NUM_TOKENS * spec.num_ranks}
+    buffer = epee.Buffer(group, mode=spec.kind, timeout=LONG_S, **sizes, **more)
     make_step = {"throughput": throughput_step, "latency": latency_step}[spec.kind]
     mask = torch.ones(spec.num_ranks, dtype=torch.int32)
     stages.meet(folder, "made", rank, range(spec.num_ranks))

@@ -135,7 +135,8 @@ class Survivor(BufferLane):
         if self._is_coming_in:
             return False
         late_s, evicts = time.monotonic() - deadline, self.roster.seat.on_stall == "evict"
-        found = at_fault(self._rank, ranks, {rank: peer.line for rank, peer in self._peers.items()})
+        lines = {rank: peer.line for rank, peer in self._peers.items() if peer.line.number == self._number}
+        found = at_fault(self._rank, ranks, lines)
         if evicts and (late_s < HEAR_S or (not found and late_s < HEAR_S + FRESH_NS / 1e9)):
             return True
         return self.roster.insist(found or ranks, what, seq, deadline)

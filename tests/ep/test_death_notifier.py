@@ -131,7 +131,7 @@ def test_looks_closely_only_at_who_shows_a_sign(looks: Looks, peers: list[subpro
         looks.at.clear()
         looks.dying = dying
         assert kernels.pass_rounds(8)
-        assert notifier._sleep_s == death_notifier.PERIOD_S, "not to be busy with one that never ends"
+        assert notifier._sleep_s == death_notifier.WAITING_S, "not to be busy with one that never ends"
         assert set(looks.at) == {peers[rank].pid for rank in dying}  # all, though a few at a time
     assert kernels.num_told == 0, "a sign is no proof"
     notifier.stop()

@@ -254,9 +254,7 @@ def test_the_orders_show_all_there_is() -> None:
     assert seen == {FAILED, True, False, "among", "joined"}
 
 
-@pytest.mark.parametrize(
-    "wrong", ["no ready", "ready for the call", "completes while frozen"]
-)
+@pytest.mark.parametrize("wrong", ["no ready", "ready for the call", "completes while frozen"])
 def test_each_part_of_the_rule_is_needed(wrong: str) -> None:
     """With a part of it left out some order of steps divides the survivors."""
     for seed in range(20_000):

@@ -69,9 +69,11 @@ class Calls(Turns):
                 deadline = now + self._timeout
                 try:
                     deadline = now + check_timeout(timeout, self._timeout)
-                    if self._exchange.membership.has_turned:
+                    if self._exchange.membership.must_turn:
                         self._exchange.membership.turn(OP_NAMES[op], deadline)
                         last_seq = self._path.num_announced(op)
+                        now = time.monotonic()  # who has come late into the epoch is given its time for the call
+                        deadline = now + check_timeout(timeout, self._timeout)
                     return work(deadline)
                 except Moved:  # the view has changed, and the call is to be made again with who is left
                     now = time.monotonic()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from epee.ep.membership.call_course import CallCourse
 from epee.memory.signals import tag
 from epee.view.protocol.decision import compose
-from epee.view.protocol.messages import DEAD, Decision, LaneState, Member
+from epee.view.protocol.messages import DEAD, Decision, LaneState, Member, Want
 from epee.view.protocol.quorum import has_quorum
 
 LANE, NUM_CALLS = 7, 5
@@ -264,3 +264,61 @@ def test_each_part_of_the_rule_is_needed(wrong: str) -> None:
         except AssertionError:
             return
     pytest.fail(f"20000 orders of steps do not show that {wrong!r} is wrong")
+
+
+def _never(slot: int, epoch: int, seq: int) -> bool:
+    return False
+
+
+def _member(slot: int, nonce: bytes = b"") -> Member:
+    return Member(slot, 1, nonce or bytes([slot]), b"")
+
+
+def _course(slot: int, known: list[Decision], first: int) -> CallCourse:
+    """That of a rank of four; whose nonce is "Z" has taken a slot for another group."""
+    is_ours = lambda member: member.nonce != b"Z"  # noqa: E731
+    return CallCourse(LANE, range(4), slot, True, is_ours, threading.Lock(), known, first)
+
+
+def _promises(courses: dict[int, CallCourse]) -> dict[int, tuple[LaneState, ...]]:
+    return {slot: (course.freeze(),) for slot, course in courses.items()}
+
+
+def _tell(courses: dict[int, CallCourse], decision: Decision) -> Decision:
+    for course in courses.values():
+        course.add(decision)
+        course.thaw()
+    return decision
+
+
+def test_a_sync_that_takes_somebody_in_begins_the_lane_alike_for_all() -> None:
+    founders = Decision(1, tuple(_member(slot) for slot in range(4)))
+    courses = {slot: _course(slot, [founders], 1) for slot in (0, 1)}
+    lost = _tell(courses, compose(founders, {}, {2: DEAD}))
+    promises = {**_promises(courses), 3: (LaneState(LANE, 0, 0),)}
+    want = Want(LANE, (0, 1), (3,), 1, 0)
+    synced = _tell(courses, compose(lost, promises, {}, (), [Member(2, 0, b"new", b"")], [want]))
+    newcomer = _course(2, [founders, lost, synced], 0)
+    places = [course.place(course.first_seq, _never, 0)[0] for course in (*courses.values(), newcomer)]
+    assert [place.failed for place in places] == [False] * 3
+    assert {course.first_seq for course in (*courses.values(), newcomer)} == {newcomer.first_seq}
+
+
+def test_the_end_of_a_process_without_a_part_is_no_loss_to_its_successor() -> None:
+    founders = Decision(1, tuple(_member(slot) for slot in range(4)))
+    courses = {slot: _course(slot, [founders], 1) for slot in (0, 1, 3)}
+    lost = _tell(courses, compose(founders, _promises(courses), {2: DEAD}))
+    stranger = _tell(courses, compose(lost, _promises(courses), {}, (), [Member(2, 0, b"Z", b"")]))
+    for course in courses.values():  # the first call fails, two succeed
+        for seq in (1, 2, 3):
+            place, version = course.place(seq, _never, 1 if seq == 1 else 2)
+            assert place.failed == (seq == 1)
+            if not place.failed:
+                assert course.issue(seq, False, version, lambda: None)
+                assert course.complete(seq, version, lambda: None)
+    replaced = compose(stranger, _promises(courses), {2: DEAD}, (), [Member(2, 0, b"N", b"")])
+    _tell(courses, replaced)
+    newcomer = _course(2, [founders, lost, stranger, replaced], 0)
+    assert newcomer.first_seq == 4
+    assert not newcomer.place(4, _never, 0)[0].failed
+    assert not courses[0].place(4, _never, 2)[0].failed

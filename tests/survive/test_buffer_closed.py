@@ -68,7 +68,7 @@ def finishes_and_closes(rank: int, num_ranks: int, folder: str, mode: str) -> An
             if seq == 4:  # the combine of the second step
                 stages.wait_for(folder, "closed")
                 until = time.monotonic() + 60
-                while not survivor.has_turned:
+                while survivor.roster.newest == 1:
                     assert time.monotonic() < until
                     time.sleep(0.001)
             return bool(gather(seq, note))

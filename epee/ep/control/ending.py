@@ -83,18 +83,16 @@ class CallEnd:
 
     Attributes:
         lost: why this buffer cannot go on; empty while it can.
-        failed: the last call that was given up, on all ranks.
     """
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self.lost = ""
-        self.failed = 0
         self._opened = 0
 
     def begin(self, words: EndWords) -> None:
         """Begin an epoch, whose members have these words."""
-        self.failed = self._opened = 0
+        self._opened = 0
         self._words = words
 
     @property
@@ -154,8 +152,13 @@ class CallEnd:
         Raises:
             Turned: it has not, the view changes.
         """
-        mark = self._mark
-        if not self._caller.membership.gather(self._caller.seq, lambda: self._words.has_gathered(mark)):
+        caller, mark = self._caller, self._mark
+
+        def note() -> None:
+            self._words.has_gathered(mark)
+            caller.gathered = caller.seq
+
+        if not caller.membership.gather(caller.seq, note):
             raise Turned
 
     def give_up(self, cause: BaseException | None) -> None:
@@ -228,7 +231,6 @@ class CallEnd:
             if not caller.membership.withdraw():
                 raise Turned
             self._words.has_failed(mark)
-            self.failed = caller.seq
             self.close()
         return look
 

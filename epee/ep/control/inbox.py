@@ -470,8 +470,7 @@ class Exchange:
                 self._wait_rows(deadline)
             except Turned:
                 raise Moved from None
-            is_refused = self.gathered < self.seq and self.end.failed < self.seq
-            if is_refused and not self.membership.gather(self.seq, _nothing):
+            if self.gathered < self.seq and not self.membership.gather(self.seq, _nothing):
                 raise Moved
             self.gathered = self.seq
 

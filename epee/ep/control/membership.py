@@ -63,7 +63,11 @@ class Membership(Protocol):
 
     @property
     def has_turned(self) -> bool:
-        """Whether the view has changed since the buffer's calls were last asked about, or is about to."""
+        """Whether the view has changed since the last call was asked about, or is about to."""
+
+    @property
+    def must_turn(self) -> bool:
+        """Whether `turn` has something to do before the next call."""
 
     def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
         """Make call `seq` by `publish`; False: the view changes, and it must not be made before that is looked at.
@@ -107,8 +111,8 @@ class Membership(Protocol):
     def turn(self, op: str, deadline: float) -> None:
         """Bring the buffer into the newest epoch."""
 
-    def has_losses_to_tell(self) -> bool:
-        """Return whether the next call will raise a loss."""
+    def turn_to_refuse(self, op: str, deadline: float) -> bool:
+        """Turn for a call that this rank refuses; False where a loss fails it everywhere, so nobody need hear of it."""
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
         """Agree on who takes part, and return that.
@@ -135,7 +139,7 @@ class FixedMembership:
 
     raises = True
     takes_replacements = False
-    has_turned = False
+    has_turned = must_turn = False
 
     def __init__(self, inbox_bytes: int) -> None:
         self.inbox_bytes = inbox_bytes
@@ -187,9 +191,9 @@ class FixedMembership:
     def turn(self, op: str, deadline: float) -> None:
         """Do nothing."""
 
-    def has_losses_to_tell(self) -> bool:
-        """Return False."""
-        return False
+    def turn_to_refuse(self, op: str, deadline: float) -> bool:
+        """Return True."""
+        return True
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
         """Return this rank, the only one that there is."""

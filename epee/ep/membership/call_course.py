@@ -62,6 +62,7 @@ class CallCourse:
         self.frozen = False
         self._lane = lane
         self._slots = frozenset(slots)
+        self._strangers: set[tuple[int, int]] = set()  # slot and incarnation of processes without a part in the buffer
         self._slot = slot
         self._raises = raises
         self._is_ours = is_ours
@@ -78,7 +79,10 @@ class CallCourse:
                     "replacement makes its buffers when it has joined"
                 )
         view = known[base]._replace(epoch=first or known[base].epoch)
-        self._begin(view, joined=not first)
+        if not first and lane in view.met:  # the lane begins anew with it, for all
+            self._begin(view, False, first_seq(view, lane))
+        else:
+            self._begin(view, joined=not first)
         for decision in known[base + 1 :]:
             self.add(decision)
 
@@ -92,8 +96,11 @@ class CallCourse:
         self.version += 1
 
     def _ours(self, decision: Decision) -> Decision:
-        """Return `decision` without processes that have taken a slot but have no part in the buffer."""
-        return decision._replace(members=tuple(member for member in decision.members if self._is_ours(member)))
+        """Return `decision` without processes that have, or had, taken a slot but no part in the buffer."""
+        self._strangers.update(member[:2] for member in decision.members if not self._is_ours(member))
+        members = tuple(member for member in decision.members if member[:2] not in self._strangers)
+        removed = tuple(removal for removal in decision.removed if removal[:2] not in self._strangers)
+        return decision._replace(members=members, removed=removed)
 
     # ---- on the agent thread
 

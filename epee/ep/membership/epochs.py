@@ -81,7 +81,8 @@ class Survivor(BufferLane):
         self._seen = -1  # its version then
         self._came_with = 0  # the epoch, and the call with which this rank has entered it
         self._is_ready = False  # all who have a part in the next call are known to have entered it
-        self._refusal: tuple[Header, bytes] | None = None  # to be announced in the next epoch
+        self._refusal: tuple[int, Header, bytes] | None = None  # of a call, to be announced in the next epoch
+        self._untold: PeerError | None = None  # a loss that has failed a call which raised something else here
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_coming_in = False
 
@@ -95,11 +96,15 @@ class Survivor(BufferLane):
 
     @property
     def has_turned(self) -> bool:
-        """Whether the lane has changed since its calls were last asked about, or is about to, or the buffer has to."""
-        calls = self._calls
-        if self._seen != calls.version or calls.frozen or not self._is_ready or self._next:
+        """Whether the lane has changed since its calls were last asked about, or is about to."""
+        return self._seen != self._calls.version or self._calls.frozen
+
+    @property
+    def must_turn(self) -> bool:
+        """Whether there is something to do before the next call: it must be asked about, told of, or entered for."""
+        if self.has_turned or not self._is_ready or self._next or self._untold is not None:
             return True
-        return calls.changes(self._exchange.epoch) and self._asked != self._exchange.seq + 1
+        return self._calls.changes(self._exchange.epoch) and self._asked != self._exchange.seq + 1
 
     def check(self, src: int, is_data: bool) -> None:
         """Look around while waiting for the row of `src`, or for its payload.
@@ -162,24 +167,30 @@ class Survivor(BufferLane):
             EvictedError, NoQuorumError: this process cannot go on.
         """
         self._op = op
-        place = self._place(seq)
+        place = self._place(seq, is_patient=self._exchange.settled >= seq)
         if not place.failed and place.epoch == self._exchange.epoch:
             return self._parties(place)
-        self._exchange.gathered = seq
+        self._next = seq + place.failed
+        self._exchange.gathered = seq  # last: it says that the call is over
         if not place.failed:
-            self._next = seq
             raise Moved
-        self._next = seq + 1
         raise self._failure(place.epoch, op, seq, time.monotonic() - self._exchange.began)
 
-    def _place(self, seq: int) -> Place:
-        """Return where a call stands, as soon as no agreement is under way."""
+    def _place(self, seq: int, is_patient: bool = False) -> Place:
+        """Return where a call stands, as soon as no agreement is under way.
+
+        With `is_patient` a lack of quorum is no error before the time-out: others may have ended the call.
+        """
         started = time.monotonic()
         settings = self.roster.seat.runtime.settings
         while not self._calls.await_thaw(THAW_S):
             self._interrupt()
-            self._check()
             elapsed = time.monotonic() - started
+            try:
+                self._check()
+            except NoQuorumError:
+                if not is_patient or elapsed > self._timeout_s:
+                    raise
             if elapsed > settings.no_quorum_s + settings.patience_s + self._timeout_s:
                 where = context(self._op, rank=self._rank, seq=seq, epoch=self._exchange.epoch, elapsed=elapsed)
                 raise NoQuorumError(f"{where}: an agreement is under way and does not end; make the step again")
@@ -277,20 +288,35 @@ class Survivor(BufferLane):
             EvictedError, NoQuorumError: this process cannot go on.
             Moved: the view has changed again.
         """
-        if not self.has_turned:
+        if not self.must_turn:
             return
         self._check()
         self._op = op
+        if self._untold is not None:
+            error, self._untold = self._untold, None
+            raise error
         if self.roster.view.agreed.epoch > self._exchange.epoch:
             self._drop_last()
         else:
-            self._settle_last()
+            self._settle_last(deadline)
         while not self._come_to_next(op, deadline):
             deadline = self.patience(deadline)
         if self._refusal is not None:
-            header, reason = self._refusal
-            self._exchange.publish(header, None, reason, deadline)
+            seq, header, reason = self._refusal
+            if seq == self._exchange.seq + 1:  # else an interrupt came when it was announced
+                self._exchange.publish(header, None, reason, deadline)
             self._refusal = None
+
+    def turn_to_refuse(self, op: str, deadline: float) -> bool:
+        """As `turn`, for a call that this rank refuses; False where a loss fails it everywhere: that is told later."""
+        try:
+            self.turn(op, deadline)
+        except (EvictedError, NoQuorumError):
+            raise
+        except PeerError as error:
+            self._untold = error
+            return False
+        return True
 
     def _come_to_next(self, op: str, deadline: float) -> bool:
         """Be where the next call runs, with all who have a part in it; False when the view has changed meanwhile."""
@@ -330,10 +356,6 @@ class Survivor(BufferLane):
                 self._look(rank, f"{self._op}: rank {rank} does not come into its epoch", 0, started, deadline)
         return True
 
-    def has_losses_to_tell(self) -> bool:
-        """Return whether the next call will raise a loss."""
-        return self.raises and bool(self._losses(self._told))
-
     def _losses(self, after: int) -> list[Loss]:
         """Return what was lost in epochs later than `after`; that this rank was put out itself is no loss here."""
         return [loss for loss in self.roster.losses(after) if loss.rank != self._rank]
@@ -351,13 +373,16 @@ class Survivor(BufferLane):
         exchange.gathered = exchange.seq
         self._next = self._calls.first_seq
         self._refusal = None
-        if self.has_losses_to_tell():  # an error has taken this rank out of the sync that would have shown them
+        if self.raises and self._losses(
+            self._told
+        ):  # an error has taken this rank out of the sync that would have shown them
             raise self._failure(self.roster.newest, self._op, self._next, 0.0)
 
-    def _settle_last(self) -> None:
+    def _settle_last(self, deadline: float) -> None:
         """Find out about a call that was refused or given up before it was gathered; if it moves it is refused again.
 
-        One that others have completed, and that has raised here, leaves the buffer unusable on this rank.
+        If it stays, all its rows must have come before the next one is asked about: calls are asked about in order. One
+        that others have completed, and that has raised here, leaves the buffer unusable on this rank.
         """
         exchange = self._exchange
         if exchange.gathered >= exchange.seq:
@@ -367,12 +392,11 @@ class Survivor(BufferLane):
         place = self._place(seq)
         if not place.failed and place.epoch == exchange.epoch:
             exchange.lose(self._parties(place))
-            if exchange.end.is_open:
-                exchange.end.settle()
+            exchange.settle(deadline)
             return
         if not place.failed:
             text = reason if header.refused else f"it gave up this call in epoch {exchange.epoch}".encode()
-            self._refusal = header._replace(refused=1), text
+            self._refusal = seq, header._replace(refused=1), text
         self._next = seq + place.failed
         exchange.end.close()
         exchange.gathered = seq
@@ -399,9 +423,9 @@ class Survivor(BufferLane):
         self.forget()
         self._is_ready, self._came_with = False, tag(epoch, seq)
         self._inboxes.use(met)
+        self._exchange.begin(epoch, met.regions, seq)
         self._peers = met.peers
         self._entered = {rank: peer.incarnation for rank, peer in met.peers.items()}
-        self._exchange.begin(epoch, met.regions, seq)
         self._next = 0
         self._line.show_ready(self._came_with)
         if old and len(met.peers) < self._config.num_ranks:

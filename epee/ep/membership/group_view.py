@@ -178,7 +178,15 @@ class Roster:
     # ---- on the agent thread
 
     def decided(self, decision: Decision) -> None:
-        """Take note of a decision."""
+        """Take note of a decision, and of those before it that came while the lane was being registered."""
+        heard = self.heard
+        if 0 < heard < decision.epoch - 1:
+            for missed in self.seat.runtime.since(heard):
+                if missed.epoch < decision.epoch:
+                    self._take(missed)
+        self._take(decision)
+
+    def _take(self, decision: Decision) -> None:
         with self.lock:
             if decision.epoch <= self.heard:
                 return

@@ -84,8 +84,8 @@ class BufferLane:
         return 0 if self._inboxes.own is None else self._inboxes.own.mapped_bytes
 
     @property
-    def has_turned(self) -> bool:
-        """Whether there is an epoch that the buffer is not in yet."""
+    def must_turn(self) -> bool:
+        """Whether the buffer has to be brought into another epoch before its next call."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class BufferLane:
             self.show("sync", self._exchange.seq + 1, silent)
 
         def is_elsewhere(rank: int) -> bool:
-            in_epoch = not self.has_turned and rank in self._exchange.members
+            in_epoch = not self.must_turn and rank in self._exchange.members
             return in_epoch and self._exchange.waits_in_next(rank)
 
         sync = Sync(self._rank, self.roster, self._line, self._inboxes, self._entered, is_elsewhere, look)

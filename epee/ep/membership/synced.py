@@ -171,6 +171,8 @@ class SyncedLane(BufferLane):
         agreed = self.roster.view.agreed
         return agreed.epoch > self._exchange.epoch and self._rank in agreed.ranks
 
+    must_turn = has_turned
+
     def turn(self, op: str, deadline: float) -> None:
         """Enter the newest epoch.
 
@@ -281,9 +283,10 @@ class SyncedLane(BufferLane):
         """Return an error; nobody asks, for no payload is moved by host calls."""
         return PeerError(f"{op}: a rank is gone", [])
 
-    def has_losses_to_tell(self) -> bool:
-        """Return False: losses stand in masks."""
-        return False
+    def turn_to_refuse(self, op: str, deadline: float) -> bool:
+        """Turn, and return True: losses stand in masks."""
+        self.turn(op, deadline)
+        return True
 
     # ---- between two calls
 

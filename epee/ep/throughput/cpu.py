@@ -101,12 +101,8 @@ class CpuPath:
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
-        membership = self.exchange.membership
-        if membership.has_turned:
-            if membership.has_losses_to_tell():
-                return  # the peers' call fails by itself
-            membership.turn(OP_NAMES[op], deadline)
-        self.control.refuse(op, error, deadline)
+        if self.exchange.membership.turn_to_refuse(OP_NAMES[op], deadline):
+            self.control.refuse(op, error, deadline)
 
     def check(self) -> None:
         """Nothing fails behind the host's back here."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import EpeeError
+from ..errors import EpeeError, InvalidArgument
 from .checks import check_timeout
 from .control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES, Exchange, Moved
 from .control.messages import ControlPlane
@@ -62,29 +62,45 @@ class Calls(Turns):
         An error before the call was announced to the peers (a bad argument, no memory) is announced to them here.
         """
 
-        def announced_work() -> _T:
+        def whole_call() -> _T:
             now = time.monotonic()
             while True:
-                last_seq = self._path.num_announced(op)
-                deadline = now + self._timeout
                 try:
-                    deadline = now + check_timeout(timeout, self._timeout)
                     if self._exchange.membership.must_turn:
-                        self._exchange.membership.turn(OP_NAMES[op], deadline)
-                        last_seq = self._path.num_announced(op)
+                        self._turn(op, timeout, now)
                         now = time.monotonic()  # who has come late into the epoch is given its time for the call
-                        deadline = now + check_timeout(timeout, self._timeout)
-                    return work(deadline)
+                    return self._announced(op, timeout, now, work)
                 except Moved:  # the view has changed, and the call is to be made again with who is left
                     now = time.monotonic()
-                except Exception as error:
-                    if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
-                        self._refuse(op, error, deadline)
-                    raise
                 finally:
                     self._exchange.membership.hide()
 
-        return self._alone(announced_work)
+        return self._alone(whole_call)
+
+    def _turn(self, op: int, timeout: float | None, now: float) -> None:
+        """Enter the epoch of the call.
+
+        Who cannot has made no call, and nobody hears of it: the others are in an epoch that this rank is not in, and
+        wait for it there; its next call tries again.
+        """
+        try:
+            patience = check_timeout(timeout, self._timeout)
+        except InvalidArgument:
+            patience = self._timeout  # the call says so, and can be refused once it is in the epoch
+        self._exchange.membership.turn(OP_NAMES[op], now + patience)
+
+    def _announced(self, op: int, timeout: float | None, now: float, work: Callable[[float], _T]) -> _T:
+        last_seq = self._path.num_announced(op)
+        deadline = now + self._timeout
+        try:
+            deadline = now + check_timeout(timeout, self._timeout)
+            return work(deadline)
+        except Moved:
+            raise
+        except Exception as error:
+            if self._path.num_announced(op) == last_seq and not self._path.is_told(error):
+                self._refuse(op, error, deadline)
+            raise
 
     @property
     def _members(self) -> tuple[int, ...] | None:
@@ -92,8 +108,12 @@ class Calls(Turns):
         return self._exchange.members if self._exchange.is_reduced else None
 
     def _refuse(self, op: int, error: Exception, deadline: float) -> None:
-        """Tell the peers that this call was refused; when even that fails, the refusal is still what is raised."""
+        """Tell the peers that this call was refused; when even that fails, the refusal is still what is raised.
+
+        They hear of it in the epoch that they are in.
+        """
         try:
-            self._path.refuse(op, error, deadline)
+            if self._exchange.membership.turn_to_refuse(OP_NAMES[op], deadline):
+                self._path.refuse(op, error, deadline)
         except (EpeeError, Moved) as problem:
             _log.warning("could not tell the peers about a refused call: %s", problem)

@@ -32,7 +32,7 @@ class Mapping:
         nbytes: its size.
         device: the GPU that uses it.
         is_vmm: whether other memory can be mapped there (`put_in_place`).
-        is_bare: whether nothing is mapped there any more, because the driver has refused to undo a `put_in_place`.
+        is_bare: whether what is mapped there, if anything, is not its own memory: a `put_in_place` was broken off.
     """
 
     is_bare = False
@@ -140,11 +140,11 @@ def _map(handle: Any, nbytes: int, device: int) -> Mapping:
 
 
 def _fill(handle: Any, address: int, nbytes: int, device: int) -> None:
-    """Map memory at reserved addresses for a GPU; raises with nothing mapped there."""
+    """Map memory at reserved addresses, where nothing is mapped, for a GPU; raises with nothing mapped there."""
     cu = driver()
     with contextlib.ExitStack() as undo:
+        undo.callback(cu.cuMemUnmap, address, nbytes)  # first: an interrupt may come as soon as it is mapped
         check(cu.cuMemMap(address, nbytes, 0, handle, 0), f"map {nbytes} bytes")
-        undo.callback(cu.cuMemUnmap, address, nbytes)
         access = cu.CUmemAccessDesc()
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
@@ -165,7 +165,7 @@ def put_in_place(old: Mapping, new: Mapping) -> None:
     """Map the memory of `new`, of the same size and GPU, at the addresses of `old`, whose own memory is let go.
 
     `new` keeps its mapping; the caller releases it. No work of the GPU may use `old` meanwhile. Between the two steps
-    nothing is mapped there; when the second one is refused the first is undone.
+    nothing is mapped there; when the second one is refused, or interrupted, the first is undone.
 
     Raises:
         UnsupportedError: the driver has chosen one of the addresses itself (cudaIpc).
@@ -178,12 +178,17 @@ def put_in_place(old: Mapping, new: Mapping) -> None:
     with contextlib.ExitStack() as held:
         handle = _memory_of(new, held)
         before = None if old.is_bare else _memory_of(old, held)
-        if before is not None:
-            check(cu.cuMemUnmap(old.address, old.nbytes), f"unmap {old.nbytes} bytes")
-        old.is_bare = True
+        old.is_bare = True  # first: an interrupt may come as soon as it is unmapped
+        unmapped = cu.cuMemUnmap(old.address, old.nbytes)
+        if before is not None:  # else there may be nothing, and that is no failure
+            try:
+                check(unmapped, f"unmap {old.nbytes} bytes")
+            except ResourceError:
+                old.is_bare = False
+                raise
         try:
             _fill(handle, old.address, old.nbytes, old.device)
-        except ResourceError:
+        except BaseException:
             if before is not None:
                 _fill(before, old.address, old.nbytes, old.device)
                 old.is_bare = False

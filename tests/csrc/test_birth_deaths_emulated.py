@@ -110,8 +110,8 @@ def before_a_gather(rank: int, folder: str) -> None:
     ControlPlane.all_gather_bytes = all_gather_bytes  # type: ignore[method-assign]
 
 
-def dies(rank: int, num_ranks: int, folder: str, mode: str, point: str, backend: str) -> str:
-    group = start(rank, num_ranks, folder, "mask", backend=backend, on_stall="error")
+def dies(rank: int, num_ranks: int, folder: str, mode: str, point: str, backend: str, fault_mode: str) -> str:
+    group = start(rank, num_ranks, folder, fault_mode, backend=backend, on_stall="error")
     globals()[point](rank, folder)
     with pytest.raises(RankFailedError, match=r"rank 1 is dead \(its process ended\)") as caught:
         make(group, mode)
@@ -127,9 +127,11 @@ def on_gpu(rank: int, num_ranks: int, folder: str, mode: str, *args: str) -> str
     return run(rank, num_ranks, dies, folder, mode, *args)
 
 
-@pytest.mark.parametrize("backend", ["epee", "gloo"])
+@pytest.mark.parametrize(("backend", "fault_mode"), [("epee", "mask"), ("epee", "raise"), ("gloo", "mask")])
 @pytest.mark.parametrize("mode", ["throughput", "latency"])
 @pytest.mark.parametrize("point", ["between_first_epochs", "between_mappings", "before_a_gather"])
-def test_all_survivors_are_told_of_a_death_while_a_buffer_is_made(point: str, mode: str, backend: str) -> None:
-    told = run_mortal(on_gpu, NUM_RANKS, mode, point, backend, dead={VICTIM}, timeout_s=200)
+def test_all_survivors_are_told_of_a_death_while_a_buffer_is_made(
+    point: str, mode: str, backend: str, fault_mode: str
+) -> None:
+    told = run_mortal(on_gpu, NUM_RANKS, mode, point, backend, fault_mode, dead={VICTIM}, timeout_s=200)
     assert told == ["RankFailedError", DEAD, "RankFailedError"]

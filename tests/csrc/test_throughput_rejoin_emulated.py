@@ -48,6 +48,21 @@ def test_memory_that_could_not_be_mapped_is_mapped_at_the_next_call(which: int) 
     assert run_mortal(on_gpu, 4, "attaches_late", which, dead={1}, timeout_s=200) == ["ok", DEAD, "ok", "ok"]
 
 
+def test_who_cannot_enter_tells_nobody_and_its_replays_reach_nobody() -> None:
+    results = run_mortal(on_gpu, 4, "attaches_at_the_third_attempt", dead={1}, timeout_s=200)
+    assert results == ["ok", DEAD, "ok", "ok"]
+
+
+@pytest.mark.parametrize("point", ["fill", "move"])
+def test_a_newcomer_whose_constructor_has_failed_comes_again(point: str) -> None:
+    assert run_mortal(on_gpu, 4, "fails_and_comes_again", point, dead={1}, timeout_s=200) == ["ok", DEAD, "ok", "ok"]
+
+
+@pytest.mark.parametrize("jump", [(1 << 31) + 64, (1 << 32) - 128], ids=hex)
+def test_numbers_of_calls_that_are_far_apart_are_told_apart(jump: int) -> None:
+    assert run_mortal(on_gpu, 4, "replaced_far_on", jump, dead={1}, timeout_s=200) == ["ok", DEAD, "ok", "ok"]
+
+
 def test_a_newcomer_comes_in_while_another_rank_is_lost() -> None:
     results = run_mortal(on_gpu, 6, "two_after_each_other", dead={1, 3}, timeout_s=200)
     assert results == ["ok", DEAD, "ok", DEAD, "ok", "ok"]
@@ -60,6 +75,15 @@ def test_who_was_away_maps_the_newcomer_when_it_comes_back() -> None:
 
 def test_what_a_replaced_zombie_may_write_is_not_lent_before_it_has_ended() -> None:
     assert run_mortal(on_gpu, 4, "zombie", dead={1}, timeout_s=200) == ["ok", DEAD, "ok", "ok"]
+
+
+def test_what_a_zombie_may_write_is_not_lent_when_its_successor_dies() -> None:
+    results = run_mortal(on_gpu, 4, "zombies_successor_dies", dead={1, 3}, timeout_s=200)
+    assert results == ["ok", DEAD, "ok", DEAD]
+
+
+def test_all_slots_that_a_zombie_may_write_are_not_lent() -> None:
+    assert run_mortal(on_gpu, 3, "zombie_of_two_slots", dead={1}, timeout_s=200) == ["ok", DEAD, "ok"]
 
 
 @pytest.mark.parametrize("theirs", [False, True])

@@ -75,6 +75,19 @@ def test_haunted_slots_are_not_lent_until_the_zombie_is_gone() -> None:
     assert pool.take(STREAM, call=None) == slot
 
 
+def test_all_slots_that_a_zombie_may_write_are_haunted() -> None:
+    pool, exchanged = make_pool(3)
+    slots = {pool.take(STREAM, call=5), pool.take(STREAM, call=6)}
+    exchanged[0] = 5
+    pool.haunt(frozenset({3}))
+    assert pool.haunted == slots
+    pool.pass_on(3, {FIRST_GHOST}, is_member=False)
+    pool.release([3])  # who has the rank now
+    assert pool.haunted == slots
+    pool.release([FIRST_GHOST])
+    assert not pool.haunted
+
+
 def test_another_slot_takes_the_place_of_a_haunted_landing_slot() -> None:
     pool, exchanged = make_pool(2)
     first = pool.grant_landing(7, for_graph=False)

@@ -6,6 +6,7 @@ replacements; each waits for its turn in a file. Every round is compared with th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -19,19 +20,25 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.control.membership import Agreed
 from epee.ep.gpu.platform import Region
+from epee.ep.membership.registry import Line
+from epee.ep.throughput import gpu_path
+from epee.ep.throughput.gpu.types import DispatchOptions
 from epee.ep.throughput.gpu_path import CudaPath
 from epee.errors import (
+    EpeeError,
     EvictedError,
     MismatchError,
     NoQuorumError,
+    PeerError,
     ResourceError,
     StaleHandleError,
     UnsupportedError,
 )
 from tests.csrc import survival_buffer_cases as cases
 from tests.csrc.survival_buffer_cases import CASE, FP8, case_for, check_round, send, until_lost
-from tests.csrc.throughput_cases import Case
+from tests.csrc.throughput_cases import Case, inputs_of
 from tests.ep.test_latency_rejoin import die_at, lose, start
 from tests.survive import stages
 
@@ -212,15 +219,63 @@ def attaches_late(slot: int, num_processes: int, folder: str, which: int) -> str
     return end(buffer, folder)
 
 
-def refuse_to_map(machine: Any, rank: int, which: int) -> None:
-    """Let the first attempt to map a region of a rank fail: 0 is the control block, 1 are the slots."""
+def attaches_at_the_third_attempt(slot: int, num_processes: int, folder: str) -> str:
+    """Rank 0 cannot map the newcomer's memory in its sync, nor in its next call: nobody else hears of that.
+
+    A graph that it replays meanwhile reaches nobody, fails, and counts for nothing.
+    """
+    num_ranks, victim = 3, 1
+    rank = slot if slot < num_ranks else victim
+    group = join(slot, num_ranks, folder, rank)
+    buffer = make(num_ranks)
+    if slot < num_ranks:
+        rounds(buffer, range(num_ranks))
+        stages.meet(folder, "made", rank, range(num_ranks))
+        if slot == victim:
+            die()
+        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        lose(group, folder, victim, "lost 1")
+        if slot == 0:
+            machine, epoch = machine_of(buffer), buffer.epoch
+            refuse_to_map(machine, victim, 0, times=3)
+            with pytest.raises(ResourceError, match="no descriptors"):
+                buffer.sync()
+            assert buffer.epoch == epoch
+            for layout in ("rank", "expert"):
+                replay_shut(buffer, case_for(num_ranks, CASE, layout, 1))
+            for call in (lambda: buffer.refuse(ResourceError("mine")), buffer.barrier):
+                with contextlib.suppress(ResourceError):
+                    call()
+            assert buffer.epoch == epoch
+        else:
+            assert buffer.sync().tolist() == [1] * num_ranks
+    rounds(buffer, range(num_ranks), 5)
+    return end(buffer, folder)
+
+
+def replay_shut(buffer: epee.Buffer, case: Case) -> None:
+    """Launch what a graph with a dispatch launches, which the host does not count, in a view that is not entered."""
+    path, machine = buffer._path, machine_of(buffer)
+    assert isinstance(path, CudaPath)
+    given, counted = inputs_of(case, buffer.rank), machine.num_calls
+    options = DispatchOptions(case.layout, case.expert_alignment, sync=False, timeout_s=60.0)
+    x = given.x[0] if isinstance(given.x, tuple) else given.x
+    path._core.dispatch(x, None, given.topk_idx, None, None, options)
+    machine.num_calls = counted
+    machine.platform.synchronize()
+    with pytest.raises(ResourceError, match="had entered the view"):
+        path._core.check()
+
+
+def refuse_to_map(machine: Any, rank: int, which: int, times: int = 1) -> None:
+    """Let the first attempts to map a region of a rank fail: 0 is the control block, 1 are the slots."""
     region: Region = (machine._control, machine.slots)[which][rank]
     kind = type(region)
-    works, left = kind.replace, [1]
+    works, left = kind.replace, [None] * times
 
     def fails(self: Region, blob: bytes) -> None:
         if self is region and left:
-            left.clear()
+            left.pop()
             raise ResourceError("no descriptors")
         works(self, blob)
 
@@ -269,6 +324,178 @@ def zombie(slot: int, num_processes: int, folder: str) -> str:
         buffer.check()
         time.sleep(0.01)
     rounds(buffer, range(num_ranks), 15)
+    return end(buffer, folder)
+
+
+def zombie_of_two_slots(slot: int, num_processes: int, folder: str) -> str:
+    """Rank 1 stands still between two dispatches and is voted out: it may still write the slots of both."""
+    num_ranks, victim, rank = 3, 1, slot
+    group = start(rank, num_ranks, folder, on_stall="evict", op_timeout=3.0)
+    buffer = make(num_ranks, num_slots=4, timeout=5.0)
+    case = case_for(num_ranks, CASE, "rank", 1)
+    if slot == victim:
+        Path(folder, "pid").write_text(str(os.getpid()))
+    rounds(buffer, range(num_ranks))
+    kept = send(buffer, case)
+    stages.meet(folder, "made", rank, range(num_ranks))
+    if slot == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError("it was woken up")
+    pid = int(Path(folder, "pid").read_text())
+    stages.await_stop(pid)
+    with pytest.raises(EpeeError):
+        send(buffer, case)
+    while int(group.active_ranks()[victim]):
+        dist.all_reduce(torch.ones(1))
+    pool = machine_of(buffer).pool
+    granted, exchanged = list(pool._granted), pool._exchanged[0]
+    assert buffer.sync().tolist() == mask_of(num_ranks, without(num_ranks, victim))
+    may_be_written = {place for place, call in enumerate(granted) if call and call >= exchanged}
+    assert len(may_be_written) > 1
+    assert pool.haunted == may_be_written
+    del kept
+    stages.meet(folder, "looked", rank, without(num_ranks, victim))
+    if slot == 0:
+        os.kill(pid, signal.SIGKILL)
+    return "ok"
+
+
+def zombies_successor_dies(slot: int, num_processes: int, folder: str) -> str:
+    """Rank 1 stands still, is voted out and replaced; who replaces it dies before the survivors prepare."""
+    num_ranks, victim = 3, 1
+    rank = slot if slot < num_ranks else victim
+    if slot >= num_ranks:
+        stages.wait_for(folder, "lost 1", WAIT_S)
+    group = start(rank, num_ranks, folder, joins=slot >= num_ranks, on_stall="evict", op_timeout=3.0)
+    prepare = CudaPath.prepare
+    if slot >= num_ranks:
+        CudaPath.prepare = lambda *args: die()  # type: ignore[method-assign]
+    buffer = make(num_ranks, num_slots=4)
+    case = case_for(num_ranks, CASE, "rank", 1)
+    if slot == victim:
+        Path(folder, "pid").write_text(str(os.getpid()))
+    rounds(buffer, range(num_ranks))
+    send(buffer, case)
+    stages.meet(folder, "made", rank, range(num_ranks))
+    if slot == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise AssertionError("it was woken up")
+    pid = int(Path(folder, "pid").read_text())
+    stages.await_stop(pid)
+    lose(group, folder, victim, "lost 1")
+
+    def late(self: CudaPath, agreed: Agreed, fresh: Collection[int]) -> None:
+        while victim not in self._watch.dead():
+            time.sleep(0.001)
+        self._dead()  # as a call would that fails for another reason
+        prepare(self, agreed, fresh)
+
+    CudaPath.prepare = late  # type: ignore[method-assign]
+    pool = machine_of(buffer).pool
+    buffer.sync()
+    assert pool.haunted
+    stages.meet(folder, "looked", rank, without(num_ranks, victim))
+    if slot == 0:
+        os.kill(pid, signal.SIGKILL)
+    while pool.haunted:
+        with contextlib.suppress(EpeeError):
+            buffer.check()
+        time.sleep(0.01)
+    stages.meet(folder, "released", rank, without(num_ranks, victim))
+    buffer.close()
+    return "ok"
+
+
+def fails_and_comes_again(slot: int, num_processes: int, folder: str, point: str) -> str:
+    """The newcomer's constructor fails behind the decision; its process lives and makes the buffer again.
+
+    It fails when it maps (`move`): rank 0 maps its memory when that has gone, rank 2 before. Or before it lends
+    (`fill`): the others look for its memory when it waits in `sync` again.
+    """
+    num_ranks, victim = 3, 1
+    rank = slot if slot < num_ranks else victim
+    group = join(slot, num_ranks, folder, rank)
+    works = {name: getattr(CudaPath, name) for name in ("fill", "prepare", "move")}
+    if slot == 3:
+        setattr(CudaPath, point, fails_when(folder, "moved-2" if point == "move" else ""))
+        with pytest.raises(ResourceError, match="nothing left"):
+            make(num_ranks)
+        setattr(CudaPath, point, works[point])
+        stages.reach(folder, "failed")
+        comes = Line.come_to_sync
+
+        def come(*args: Any) -> None:
+            comes(*args)
+            stages.reach(folder, "again")
+
+        Line.come_to_sync = come  # type: ignore[method-assign]
+    buffer = make(num_ranks)
+    if slot < num_ranks:
+        rounds(buffer, range(num_ranks))
+        stages.meet(folder, "made", rank, range(num_ranks))
+        if slot == victim:
+            die()
+        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        lose(group, folder, victim, "lost 1")
+        if point == "move":
+            CudaPath.move = held(folder, "failed" if rank == 0 else "", "move", f"moved-{rank}")  # type: ignore
+        else:
+            CudaPath.prepare = held(folder, "again", "prepare", f"prepared-{rank}")  # type: ignore[method-assign]
+        assert buffer.sync().tolist() == [1] * num_ranks
+        for name, method in works.items():
+            setattr(CudaPath, name, method)
+        stages.wait_for(folder, "failed", WAIT_S)
+        with pytest.raises(PeerError, match=r"buffer.sync\(\)"):
+            step(buffer, case_for(num_ranks, CASE, "rank", 0))
+        assert buffer.sync().tolist() == [1] * num_ranks
+    rounds(buffer, range(num_ranks), 20)
+    return end(buffer, folder)
+
+
+def fails_when(folder: str, stage: str) -> Callable[..., None]:
+    """A step of the path that fails, behind a stage of the others if one is named."""
+
+    def fails(*args: Any) -> None:
+        if stage:
+            stages.wait_for(folder, stage, WAIT_S)
+        raise ResourceError("nothing left")
+
+    return fails
+
+
+def held(folder: str, stage: str, name: str, done: str) -> Callable[..., None]:
+    """A step of the path behind a stage of the others, if one is named; tells when it is done."""
+    works = getattr(CudaPath, name)
+
+    def waits(*args: Any) -> None:
+        if stage:
+            stages.wait_for(folder, stage, WAIT_S)
+        works(*args)
+        stages.reach(folder, done)
+
+    return waits
+
+
+def replaced_far_on(slot: int, num_processes: int, folder: str, jump: int) -> str:
+    """A replacement as far on as after so many calls; rank 1 comes a while after the others to the first calls."""
+    gpu_path.TAG_JUMP = jump  # type: ignore[attr-defined]
+    num_ranks, victim = 3, 1
+    rank = slot if slot < num_ranks else victim
+    group = join(slot, num_ranks, folder, rank)
+    buffer = make(num_ranks)
+    if slot < num_ranks:
+        rounds(buffer, range(num_ranks))
+        stages.meet(folder, "made", rank, range(num_ranks))
+        if slot == victim:
+            die()
+        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        lose(group, folder, victim, "lost 1")
+        assert buffer.sync().tolist() == [1] * num_ranks
+    for turn, late in enumerate((victim, 0)):
+        stages.meet(folder, f"turn {turn}", rank, range(num_ranks))
+        if rank == late:
+            time.sleep(0.5)
+        rounds(buffer, range(num_ranks), 10 * turn)
     return end(buffer, folder)
 
 

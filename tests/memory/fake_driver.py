@@ -80,6 +80,8 @@ def api(function: Callable[..., Any]) -> Callable[..., Any]:
         if name in self.refused:
             return (self.refused[name], None)
         result = function(self, *args)
+        if len(self.calls) - 1 == self.interrupt_at:
+            raise KeyboardInterrupt
         return result if isinstance(result, tuple) else (result,)
 
     return call
@@ -92,6 +94,7 @@ class FakeDriver:
         calls: the names of all calls so far.
         fail_at: index of the call that fails.
         failure: with which status.
+        interrupt_at: index of the call behind which a signal handler raises.
         refused: calls that always fail, with their status.
         attributes: of every device.
         strangers: pairs of devices that do not reach each other.
@@ -102,6 +105,7 @@ class FakeDriver:
         self.calls: list[str] = []
         self.fail_at = -1
         self.failure = Status.CUDA_ERROR_UNKNOWN
+        self.interrupt_at = -1
         self.refused: dict[str, Status] = {}
         self.version = 13000
         self.attributes = {
@@ -263,7 +267,7 @@ class FakeDriver:
     @api
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> Any:
         fd, device = self.handles[handle]
-        if nbytes > self.reserved[address] or nbytes > os.fstat(fd).st_size:
+        if address in self.mapped or nbytes > self.reserved[address] or nbytes > os.fstat(fd).st_size:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         _libc.mmap(address, nbytes, _PROT_RW, _MAP_SHARED | _MAP_FIXED, fd, 0)
         self.mapped[address] = nbytes, device

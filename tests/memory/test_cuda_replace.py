@@ -142,3 +142,25 @@ def test_where_not_even_the_old_memory_can_be_mapped_again_the_next_attempt_succ
         monkeypatch.undo()
         peer.close()  # with nothing mapped
     assert fake.leaks() == {}
+
+
+def test_an_interrupt_leaves_what_the_next_attempt_maps(fake: FakeDriver) -> None:
+    with three() as (_, second, peer):
+        fake.calls.clear()
+        peer.replace(second.blob)
+        names = list(fake.calls)
+    unmap = names.index("cuMemUnmap")  # of what is to be replaced; new memory is mapped elsewhere before
+    assert names[unmap : unmap + 3] == ["cuMemUnmap", "cuMemMap", "cuMemSetAccess"]
+    for index in range(unmap, unmap + 3):
+        with three() as (first, second, peer):
+            address = peer.address
+            fake.calls.clear()
+            fake.interrupt_at = index
+            with pytest.raises(KeyboardInterrupt):
+                peer.replace(second.blob)
+            fake.interrupt_at = -1
+            for value, blob in ((2, second.blob), (1, first.blob), (2, second.blob)):
+                peer.replace(blob)
+                assert shown(peer) == value, names[index]
+            assert peer.address == address
+        assert fake.leaks() == {}, names[index]

@@ -224,5 +224,6 @@ def _check_uniform(history: History, voted_out: set[tuple[int, int]], found: lis
     for error in errors:
         result = first.get((error.lane, error.seq, OK))
         members = history.members.get(result.epoch, {}) if result is not None else {}
-        if result is not None and members.get(error.slot) == error.incarnation:
+        is_in = result is not None and error.slot in slots_of(result.contributors)
+        if is_in and members.get(error.slot) == error.incarnation:
             found.append(Violation("C-3", f"a result and an error of one call: {result} and {error}"))

@@ -332,7 +332,11 @@ class Engine:
                 course.add(decision)
         last = self.calls[-1] if self.calls else None
         is_open = (
-            last is not None and last.kind.is_pull and last.is_published and completed < self.issued and not self.news
+            last is not None
+            and last.kind.is_pull
+            and last.is_published
+            and completed < self.issued
+            and not (self.news or self.unsettled)
         )
         is_pull = is_open and not self.shared.raises
         return (LaneState(LANE, completed, course.claimed(self.issued), is_pull),)

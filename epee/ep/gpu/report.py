@@ -90,7 +90,8 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
     if code == REFUSED and got == REFUSED_HAUNTED and src == rank:
         return ResourceError(
             f"{context(name, rank=rank, seq=seq)}: this graph was recorded before a rank was left out, which "
-            "lives and may still write into the graph's slot; record it again, or end that process"
+            "lives and may still write into the graph's slot (record it again, or end that process), or was replayed "
+            "before this rank had entered the view of a sync (make a call first)"
         )
     if code == PEER_DEAD:
         return RankFailedError(

@@ -60,6 +60,7 @@ logger = logging.getLogger("epee")
 _EXTRA = struct.Struct("<QQ")  # travels in the place of an inbox's blob: newest buffer, epoch
 _PROBLEM = struct.Struct(f"<Q{TEXT_BYTES}s")  # ranks that are dead, a bit for each; words
 _ENDED = "process ended"
+_OP = "Buffer"  # what the errors of this module name as the call
 _DYING_S = 1.0  # how long to wait for the proof that a process is dead which seems to be dying
 Enter = Callable[["Begun"], "Entrant"]
 _registries: weakref.WeakKeyDictionary[Any, Registry] = weakref.WeakKeyDictionary()  # of this process, by group
@@ -256,20 +257,19 @@ def death_in_birth(dead: Sequence[int]) -> RankFailedError:
         f"Buffer: rank {names} is dead (its process ended) since the ranks began to make the buffer; make it in a "
         "group of the others (new_group)",
         dead,
-        "Buffer",
+        _OP,
         cause=_ENDED,
     )
 
 
 @contextlib.contextmanager
 def _naming_deaths(begun: Begun | None) -> Iterator[None]:
-    """Raise that a rank is dead where that may be why another backend's group has failed."""
+    """Raise that a rank is dead where that may be why the group has failed: another backend's, or in mode "raise"."""
     try:
         yield
-    except EpeeError:
-        raise
     except RuntimeError as error:
-        if begun is not None and (dead := begun.deaths()):
+        is_groups = not isinstance(error, EpeeError) or (isinstance(error, RankFailedError) and error.op != _OP)
+        if is_groups and begun is not None and (dead := begun.deaths()):
             raise death_in_birth(dead) from error
         raise
 

@@ -34,6 +34,13 @@ class LoneLane:
     def join(self, deadline: float) -> None:
         """Do nothing: it is in."""
 
+    def leave(self) -> None:
+        """Do nothing: nobody knows of it."""
+
+    def lends(self, rank: int) -> bool:
+        """Return True: there is nobody else."""
+        return True
+
     def death_in_birth(self) -> PeerError | None:
         """Return nothing: nobody else makes the buffer."""
         return None

@@ -55,7 +55,7 @@ from .group_view import process_of
 from .inboxes import Absent, Met, Wait
 from .lane import BufferLane, silent
 from .memory import Memory, Outrun
-from .registry import Line
+from .registry import INBOX_VIEW, SYNC, Line
 
 logger = logging.getLogger("epee")
 
@@ -94,6 +94,7 @@ class SyncedLane(BufferLane):
         self._watch = watch
         self._fresh: set[int] = set()  # ranks whose process is not the one of the epoch before
         self._prepared = 0  # the last epoch that `memory` is prepared for
+        self._entering = 0  # the epoch that this rank enters, or has entered last
         self._first = begun.first
         self._needs_all = config.is_cuda and not config.is_latency
         self._waits_for_all = False
@@ -153,6 +154,10 @@ class SyncedLane(BufferLane):
             ) from error
         self.note_agreed(agreed)
 
+    def leave(self) -> None:
+        """Tell the others that this rank lends nothing any more: its buffer could not be made. `close` follows."""
+        self._line.mark_closed()
+
     def death_in_birth(self) -> PeerError | None:
         """Return what to raise where a rank has died since this one and others began to make the buffer."""
         dead = self._begun.deaths()
@@ -202,9 +207,14 @@ class SyncedLane(BufferLane):
         return [rank for rank in ranks if rank in dead or self._has_left(rank)]
 
     def _has_left(self, rank: int) -> bool:
-        """Return whether a rank is not in the epoch, is gone from the view, or has closed the buffer."""
+        """Return whether a rank is not in the epoch, is gone from the view, or has closed the buffer.
+
+        Its process may have made it again: then it lends nothing for this epoch.
+        """
         line = self._lines.get(rank)
-        return line is None or line.number != self._number or self.roster.is_gone(rank, self._entered[rank])
+        if line is None or line.number != self._number or line.words[INBOX_VIEW] < self._exchange.epoch:
+            return True
+        return self.roster.is_gone(rank, self._entered[rank])
 
     def why_gone(self, rank: int) -> tuple[type[PeerError], str]:
         """Return why a rank is gone: the type of the error that says so, and words."""
@@ -215,8 +225,11 @@ class SyncedLane(BufferLane):
         return PeerError, "it is not in this epoch of the buffer; whoever lives comes back by buffer.sync()"
 
     def require_members(self, op: str, seq: int) -> None:
-        """Raise that a rank of the epoch is gone, whose part a call of this rank would wait for in vain."""
-        self._require(self._exchange.members, op, seq)
+        """Raise that a rank of the epoch is gone, whose part a call of this rank would wait for in vain.
+
+        Who has not come into it is one: kernels go by what was agreed.
+        """
+        self._require(self._entered, op, seq)
 
     def require_all(self, op: str, seq: int) -> None:
         """Raise that a rank of the buffer is not in the epoch, or gone from it."""
@@ -312,6 +325,7 @@ class SyncedLane(BufferLane):
         if self._rank not in members:
             self._check()
             raise InvalidState(f"Buffer: this rank is not in epoch {agreed.epoch}; make the buffer again")
+        self._entering = agreed.epoch
         is_void = lambda: self.roster.view.agreed.epoch > agreed.epoch  # noqa: E731 - they have gone on
         self._watch_those(members)
         if self._prepared != agreed.epoch:
@@ -331,14 +345,31 @@ class SyncedLane(BufferLane):
         self._inboxes.use(met)
         self._fresh.clear()
 
+    def _may_lend(self, rank: int, member: Member) -> bool:
+        """Return whether a member lends its memory for the epoch that is entered, or may yet do so.
+
+        Whoever is agreed on has shown a line: without one it has closed the buffer. Who has come to a later sync will
+        not enter this epoch any more: its constructor has failed, and it makes the buffer again.
+        """
+        line = self._inboxes.line_of(rank, member)
+        if line is None:
+            return False
+        return line.words[INBOX_VIEW] == self._entering or line.words[SYNC] >> 1 < self._entering
+
+    def lends(self, rank: int) -> bool:
+        """Return whether a rank lends its memory for the epoch that is entered."""
+        member = self.roster.view.members.get(rank)
+        line = None if member is None else self._inboxes.line_of(rank, member)
+        return line is not None and line.words[INBOX_VIEW] == self._entering
+
     def _watch_those(self, members: Mapping[int, Member]) -> None:
         """Watch the members' processes; of who is not one, the process that had the rank last."""
         for rank, member in members.items():
             process = process_of(member)
             if rank != self._rank and self.processes.get(rank) != process:
                 self._fresh.add(rank)
+                self.memory.follow(rank, process)  # while the watch still tells of the process before
                 self._watch.watch(rank, *process)
-                self.memory.follow(rank, process)
                 self.processes[rank] = process
 
     def sync(self, counted: int, used: int, deadline: float) -> Agreed:
@@ -367,8 +398,8 @@ class SyncedLane(BufferLane):
         self.roster.check()
         self.show(self._op or "sync", self._exchange.seq + 1, [rank])
         member = self.roster.view.members.get(rank)
-        if rank in self._watch.dead() or member is None or self._inboxes.line_of(rank, member) is None:
-            raise Absent  # whoever is agreed on has shown a line: without one it has closed the buffer
+        if rank in self._watch.dead() or member is None or not self._may_lend(rank, member):
+            raise Absent
         if time.monotonic() <= deadline:
             return
         if self._waits_for_all or self._needs_all:

@@ -43,7 +43,7 @@ from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..config import LAYOUTS, BufferConfig
 from ..control.announce import combine_header, dispatch_header
-from ..control.inbox import OP_NAMES, Moved, Rows
+from ..control.inbox import Moved, Rows
 from ..control.messages import ControlPlane
 from ..event import DONE
 from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, Routing
@@ -101,8 +101,7 @@ class CpuPath:
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
-        if self.exchange.membership.turn_to_refuse(OP_NAMES[op], deadline):
-            self.control.refuse(op, error, deadline)
+        self.control.refuse(op, error, deadline)
 
     def check(self) -> None:
         """Nothing fails behind the host's back here."""

@@ -27,8 +27,10 @@ mapped where that of the process before it was, and a graph from before serves o
     expert layout       its memory is lent at the first combine; the first one of an epoch maps it with newcomers, too
                         (`throughput/gpu/place.py`)
 
-Who dies between two of these steps is lost in the calls of the epoch. Who cannot map a living newcomer's memory does
-not enter: its call says so, the next one tries again, and the others wait for it meanwhile, up to their time-outs.
+Who dies between two of these steps is lost in the calls of the epoch, and so is a newcomer whose constructor fails
+there, until it comes again and all sync. Who cannot map a living newcomer's memory does not enter: its call says so,
+which nobody else hears of, the next one tries again, and the others wait for it meanwhile, up to their time-outs.
+Graphs that are replayed between preparing and entering reach nobody: their dispatches fail.
 Another rank may be lost at the same time: the view leaves it out, on the newcomer a stand-in is there until it is
 replaced itself.
 
@@ -154,6 +156,7 @@ class CudaPath(Memory):
             if not self._lane.is_in:
                 self._lane.join(deadline)
         except BaseException:
+            self._lane.leave()  # before its memory goes: who cannot map that any more sees why
             self.close()
             raise
 
@@ -316,21 +319,31 @@ class CudaPath(Memory):
         """Tell kernels of the death of another process, and remember the one before."""
         before = self._lane.processes.get(rank)
         if before is not None:
+            is_dead = before not in self._ghost_of and rank in self._watch.dead()  # who has the rank is watched later
             ghost = self._ghost_of.setdefault(before, FIRST_GHOST + len(self._ghost_of))
             self._ghosts.watch(ghost, *before)
             self._fresh.setdefault(rank, set()).add(ghost)
+            if is_dead:
+                self._core.bury([ghost])
         self._notifier.follow(rank, process)
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
         """Forget the words of who was replaced, and let kernels go on in the epoch's view, from another call number."""
         self._numbers.judge(agreed)
-        # ended, with their GPUs' work; the notifier knows of some before
-        self._core.bury((*self._watch.dead(), *self._ghosts.dead()))
+        self._bury()
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
         step = TAG_JUMP if agreed.is_fresh else REMEMBERED_CALLS
         ghosts = {rank: self._fresh.get(rank, set()) for rank in fresh}
-        self._core.set_view(active, agreed.used + step, ghosts)
+        self._core.set_view(active, agreed.used + step, ghosts, is_open=False)
         self._fresh.clear()
+
+    def _bury(self) -> None:
+        """Let go of what those might write whose processes have ended, with their GPUs' work.
+
+        Not of what is put down to a rank that has changed hands since it was granted: it is its ghost's, until
+        `prepare` says so, whatever has become of the process that has the rank now.
+        """
+        self._core.bury([*(rank for rank in self._watch.dead() if rank not in self._fresh), *self._ghosts.dead()])
 
     def fill(self, region: HostRegion) -> None:
         """Lend this rank's memory on the GPU."""
@@ -340,7 +353,7 @@ class CudaPath(Memory):
         """Map the memory of those who lend another than before, where theirs was.
 
         Raises:
-            EpeeError: that of a rank that lives cannot be mapped.
+            EpeeError: that of a rank that lives, and lends it still, cannot be mapped.
         """
         at = inbox_layout(self.config).nbytes
         for rank in sorted(regions.keys() - {self.rank}):
@@ -349,9 +362,10 @@ class CudaPath(Memory):
             try:
                 self._core.replace_peer(rank, (blob[:half], blob[half:]))
             except EpeeError as error:
-                if not is_leaving(*self._lane.processes[rank]):
+                if self._lane.lends(rank) and not is_leaving(*self._lane.processes[rank]):
                     raise
-                _log.info("rank %d has ended before its memory was mapped: %s", rank, error)
+                _log.info("rank %d has ended, or let go of its memory, before it was mapped: %s", rank, error)
+        self._core.open_view()
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Nothing while a graph is recorded."""
@@ -408,21 +422,18 @@ class CudaPath(Memory):
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in exchange.members)
 
     def _dead(self) -> tuple[int, ...]:
-        """Return the members that are dead."""
+        """Return the ranks of the view that are dead."""
         dead = self._watch.dead()
-        if self._ghost_of:
-            self._core.bury(self._ghosts.dead())
-        if not dead:
-            return ()
-        self._core.bury(dead)
-        return tuple(rank for rank in dead if rank in self.control.exchange.members)
+        if dead or self._ghost_of:
+            self._bury()
+        return tuple(rank for rank in dead if rank in self._core.members)
 
     def _face_death(self, op: str, is_capturing: bool, needs_all: bool = True) -> None:
         """Refuse a call once a rank is dead or, if it `needs_all`, gone from the epoch in another way."""
         if is_capturing:
             return
         told = self._notifier.told  # before the kernel of the system says so; what kernels were told stays true
-        if dead := self._dead() or tuple(rank for rank in told if rank in self.control.exchange.members):
+        if dead := self._dead() or tuple(rank for rank in told if rank in self._core.members):
             raise self._death(op, dead)
         self._lane.require_place(is_masked=False)
         if needs_all:

@@ -228,12 +228,21 @@ class Throughput:
         """Calls that the peers have heard of; those recorded in graphs do not count."""
         return self._machine.num_calls
 
+    @property
+    def members(self) -> frozenset[int]:
+        """Ranks that take part in calls, as far as kernels know."""
+        return self._machine.members
+
     def tags(self) -> int:
         """Return the highest call number that this rank has used; waits for the GPU."""
         return self._machine.tags()
 
     def set_view(
-        self, active: Sequence[bool], tag: int, ghosts: Mapping[int, Collection[int]] = MappingProxyType({})
+        self,
+        active: Sequence[bool],
+        tag: int,
+        ghosts: Mapping[int, Collection[int]] = MappingProxyType({}),
+        is_open: bool = True,
     ) -> None:
         """Go on in an agreed view: every member calls this with equal arguments, no call of any of them is in flight.
 
@@ -245,8 +254,14 @@ class Throughput:
             tag: above every member's `tags()`, so that nothing of earlier calls passes for new.
             ghosts: ranks that another process has now, with numbers of the processes that had them, from `FIRST_GHOST`
                 on. What those have stored is forgotten, and what they might still write is not lent.
+            is_open: False: the members' memory is not mapped yet, and no member stores here before this has returned;
+                until `open_view` dispatches of graphs fail, and kernels reach no peer.
         """
-        self._machine.set_view(active, tag, ghosts)
+        self._machine.set_view(active, tag, ghosts, is_open)
+
+    def open_view(self) -> None:
+        """Let kernels run in the view that was set last; no call of this rank is in flight."""
+        self._machine.open_view()
 
     @property
     def blobs(self) -> tuple[bytes, bytes]:

@@ -63,6 +63,7 @@ _FIELDS_BY_RANK = {  # of the control block, which peers write: on which axis th
     "streams": 0,
     "staged": 0,
 }
+_COMPARED = ("counts", "combine_ready")  # whose high halves are compared with a call's number: later, or not
 _log = logging.getLogger(__name__)
 
 
@@ -129,7 +130,10 @@ class Machine:
             for part in (kernel.args.layout, kernel.args.payload) if is_few else (kernel.args,):
                 self._set_constants(name, part)
         self._view = ViewWords(self._control[config.rank])
-        self._view.write([True] * config.num_ranks, 0)
+        everybody = (True,) * config.num_ranks
+        self._agreed: tuple[tuple[bool, ...], int] = everybody, 0  # who takes part, and the last call's number
+        self._is_open = True  # whether kernels may run in that view
+        self._view.write(*self._agreed)
         self._gone: set[int] = set()  # ranks, and ghosts, whose processes have ended
         self.members = frozenset(range(config.num_ranks))
         platform.synchronize()  # calls may come on any stream
@@ -248,22 +252,28 @@ class Machine:
         self.platform.synchronize()
         return max(self._view.seq, self.num_calls)
 
-    def set_view(self, active: Sequence[bool], tag: int, ghosts: Mapping[int, Collection[int]]) -> None:
+    def set_view(
+        self, active: Sequence[bool], tag: int, ghosts: Mapping[int, Collection[int]], is_open: bool = True
+    ) -> None:
         """Go on in an agreed view, from call number `tag` on; see `Throughput.set_view`."""
         self.platform.synchronize()
         self._reclaim()
         for rank, others in ghosts.items():
             self._clear_source(rank)
-            living = [ghost for ghost in others if rank not in self._gone and ghost not in self._gone]
-            self.pool.pass_on(rank, living, is_member=rank in self.members)
+            self.pool.pass_on(rank, set(others) - self._gone, is_member=rank in self.members)
         outside = [rank for rank, is_in in enumerate(active) if not is_in and rank != self.config.rank]
-        self.pool.haunt(rank for rank in outside if rank in self.members and rank not in self._gone)
+        self.pool.haunt([rank for rank in outside if rank in self.members and rank not in self._gone])
         members = frozenset(range(len(active))) - frozenset(outside)
         self._gone -= members
         self.pool.release(members)
         self._exchanged.words[0] = tag  # all members have left all earlier calls
         self.num_calls = tag
-        self._view.write(active, tag, self.pool.haunted)
+        self._agreed, self._is_open = (tuple(active), tag), False
+        if is_open:
+            self.open_view()
+        else:
+            self._view.shut(tag)
+            self._note_calls(tag)
         self.members = members
         self._places.open()
         self.platform.synchronize()
@@ -276,6 +286,28 @@ class Machine:
             field = CONTROL_LAYOUT[name]
             words = self._control[self.config.rank].lease(CONTROL_LAYOUT.offset(name), field.nbytes, None)
             words.view(field.dtype).view(field.shape).select(axis, rank).zero_()
+
+    def open_view(self) -> None:
+        """Let kernels run in the view that was set last, from its number on, whatever replays have done meanwhile."""
+        if self._is_open:
+            return  # replays since then are calls
+        self.platform.synchronize()
+        active, tag = self._agreed
+        self._view.write(active, tag, self.pool.haunted)
+        self.platform.synchronize()
+        self._is_open = True
+
+    def _note_calls(self, tag: int) -> None:
+        """Let all ranks have been in call `tag`, as far as words tell whose halves are compared with a call's number.
+
+        A word that is much older, or 0 on a newcomer, would pass for a later call as soon as the two are 2^31 apart.
+        """
+        half = (tag & 0xFFFFFFFF) << 32
+        for name in _COMPARED:
+            words = self._control[self.config.rank].lease(
+                CONTROL_LAYOUT.offset(name), CONTROL_LAYOUT[name].nbytes, None
+            )
+            words.view(torch.int64).fill_(half - (1 << 64) if half >> 63 else half)
 
     @property
     def blobs(self) -> tuple[bytes, bytes]:

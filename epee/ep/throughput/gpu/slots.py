@@ -79,7 +79,7 @@ class SlotPool:
                 self._in_graphs.add(slot)
         return slot
 
-    def haunt(self, zombies: Iterable[int]) -> None:
+    def haunt(self, zombies: Collection[int]) -> None:
         """Lend no slot that ranks may still write which are to be left out of the view while they live.
 
         Comes before `exchanged` is moved on to the new view.

@@ -49,6 +49,14 @@ class ViewWords:
         for name in ("failed", "news", "grid", "next_token"):  # a call that failed may have left the last two
             self._words(name).zero_()
 
+    def shut(self, tag: int) -> None:
+        """Let no kernel reach a peer before the next `write`; graphs may be replayed. No kernel may be in flight.
+
+        This rank is alone then, in a view of which no handle is, and may grant no slot.
+        """
+        self.write([], tag, range(64 * HAUNTED_WORDS))
+        self.haunted = frozenset()  # no call of the host's is to tell them otherwise
+
     def tell_haunted(self, slots: Collection[int]) -> None:
         """Say which slots no call may grant, because ranks outside the view may still write them: graphs own slots, and
         name them in every replay. On the current stream."""

@@ -122,8 +122,8 @@ class Decision(NamedTuple):
 class LaneState(NamedTuple):
     """How far a frozen agent is in one lane: highest seq completed, highest seq issued.
 
-    `is_pull`: the last call issued is open, and can do without those who are removed (AMONG in `outcome.py`); all before
-    it are settled (nobody will ask about them).
+    `is_pull`: the last call issued is open, and can do without those who are removed (AMONG in `outcome.py`); all calls
+    before it are settled (nobody will ask about them).
     """
 
     lane: int

@@ -80,14 +80,21 @@ class Calls(Turns):
     def _turn(self, op: int, timeout: float | None, now: float) -> None:
         """Enter the epoch of the call.
 
-        Who cannot has made no call, and nobody hears of it: the others are in an epoch that this rank is not in, and
-        wait for it there; its next call tries again.
+        Who cannot has made no call where epochs begin with `sync` alone, and nobody hears of it: the others are in an
+        epoch that this rank is not in, and wait for it there; its next call tries again. Else the call has a number.
         """
         try:
             patience = check_timeout(timeout, self._timeout)
         except InvalidArgument:
             patience = self._timeout  # the call says so, and can be refused once it is in the epoch
-        self._exchange.membership.turn(OP_NAMES[op], now + patience)
+        try:
+            self._exchange.membership.turn(OP_NAMES[op], now + patience)
+        except Moved:
+            raise
+        except Exception as error:
+            if self._exchange.membership.counts_entering and not self._path.is_told(error):
+                self._refuse(op, error, now + patience)
+            raise
 
     def _announced(self, op: int, timeout: float | None, now: float, work: Callable[[float], _T]) -> _T:
         last_seq = self._path.num_announced(op)
@@ -112,8 +119,16 @@ class Calls(Turns):
 
         They hear of it in the epoch that they are in.
         """
-        try:
-            if self._exchange.membership.turn_to_refuse(OP_NAMES[op], deadline):
-                self._path.refuse(op, error, deadline)
-        except (EpeeError, Moved) as problem:
-            _log.warning("could not tell the peers about a refused call: %s", problem)
+        while True:
+            try:
+                loss = self._exchange.membership.turn_to_refuse(OP_NAMES[op], deadline)
+                if loss is None:
+                    self._path.refuse(op, error, deadline)
+                else:
+                    _log.warning("a refused call has failed on all ranks: %s", loss)
+                return
+            except Moved:  # before anything was announced
+                deadline = time.monotonic() + self._timeout
+            except EpeeError as problem:
+                _log.warning("could not tell the peers about a refused call: %s", problem)
+                return

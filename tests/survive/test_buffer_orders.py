@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from epee.errors import EpeeError, EvictedError
+from epee.errors import EpeeError, EvictedError, ResourceError
 from tests.harness import DEAD, run_mortal
 
 from . import stages
@@ -206,3 +207,79 @@ def test_a_combine_among_those_who_stay_that_one_has_no_result_of() -> None:
     first, second, _ = run_mortal(interrupted, 3, dead={2})
     assert first == ["KeyboardInterrupt", "InvalidState"]
     assert second == [OK, "MismatchError"]
+
+
+def fails_once(owner: Any, name: str, before: Callable[[], object]) -> None:
+    """Let a method raise once, behind `before`."""
+    works = getattr(owner, name)
+
+    def fails(*args: object, **kwargs: object) -> None:
+        setattr(owner, name, works)
+        before()
+        raise ResourceError("nothing is left")
+
+    setattr(owner, name, fails)
+
+
+def cannot_enter(rank: int, num_ranks: int, folder: str) -> Any:
+    """Rank 0 lacks something when 2 has died and its dispatch moves to another epoch."""
+    buffer = begin(rank, num_ranks, folder, "mask", 8.0)
+    if rank == 2:
+        time.sleep(1.0)
+        die()
+    if rank == 0:
+        fails_once(buffer._exchange.membership._inboxes, "meet", list)
+    told = [dispatch(buffer) for _ in range(3)]
+    stages.meet(folder, "end", rank, (0, 1))
+    return told, buffer._exchange.seq
+
+
+def test_who_cannot_enter_an_epoch_refuses_the_call() -> None:
+    first, second, _ = run_mortal(cannot_enter, 3, dead={2})
+    assert first == (["ResourceError", OK, OK], second[1])
+    assert second[0] == ["MismatchError", OK, OK]
+
+
+def refuses_twice(rank: int, num_ranks: int, folder: str, mode: str) -> Any:
+    """Rank 0 refuses two calls; 2 dies before it makes the first one."""
+    buffer = begin(rank, num_ranks, folder, mode, 8.0)
+    if rank == 2:
+        time.sleep(1.5)
+        die()
+    timeouts = (-1.0, -1.0, None, None) if rank == 0 else (None,) * 4
+    told = [dispatch(buffer, timeout=timeout) for timeout in timeouts]
+    stages.meet(folder, "end", rank, (0, 1))
+    return told, buffer._exchange.seq
+
+
+@pytest.mark.parametrize("mode", ["mask", "raise"])
+def test_two_refusals_beside_a_death(mode: str) -> None:
+    first, second, _ = run_mortal(refuses_twice, 3, mode, dead={2})
+    assert first == (["InvalidArgument", "InvalidArgument", OK, OK], second[1])
+    assert second[0] == ["RankFailedError" if mode == "raise" else "MismatchError", "MismatchError", OK, OK]
+
+
+def fails_beside_a_loss(rank: int, num_ranks: int, folder: str, num_refused: int, then_sync: bool) -> Any:
+    """Rank 0 raises errors of its own in a call that a death fails everywhere, and maybe in one before it."""
+    buffer = begin(rank, num_ranks, folder, "raise", 8.0)
+    if rank == 2:
+        stages.wait_for(folder, "die")
+        die()
+    told = [dispatch(buffer, timeout=-1.0 if rank == 0 else None) for _ in range(num_refused if rank == 0 else 0)]
+    if rank == 0:
+        fails_once(buffer._path, "dispatch", lambda: (stages.reach(folder, "die"), await_epoch(buffer, 2)))
+    told += [dispatch(buffer) for _ in range(1 if rank == 0 else 1 + num_refused)]
+    if then_sync:
+        buffer.sync(torch.tensor([1, 1, 0], dtype=torch.int32))
+    told += [dispatch(buffer) for _ in range(2)]
+    stages.meet(folder, "end", rank, (0, 1))
+    return told, buffer._exchange.seq
+
+
+@pytest.mark.parametrize(("num_refused", "then_sync"), [(0, False), (0, True), (1, False)])
+def test_one_error_is_raised_for_each_number(num_refused: int, then_sync: bool) -> None:
+    first, second, _ = run_mortal(fails_beside_a_loss, 3, num_refused, then_sync, dead={2})
+    assert first == (["InvalidArgument"] * num_refused + ["ResourceError", OK, OK], second[1])
+    assert second[0][-2:] == [OK, OK]
+    assert len(second[0]) == num_refused + 3
+    assert OK not in second[0][:-2]

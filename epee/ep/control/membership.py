@@ -50,6 +50,10 @@ class Membership(Protocol):
     forget: Callable[[], None]
 
     @property
+    def counts_entering(self) -> bool:
+        """Whether the others wait for a call of a rank that cannot enter its epoch; it must refuse it then."""
+
+    @property
     def raises(self) -> bool:
         """Whether a loss is an error."""
 
@@ -111,8 +115,8 @@ class Membership(Protocol):
     def turn(self, op: str, deadline: float) -> None:
         """Bring the buffer into the newest epoch."""
 
-    def turn_to_refuse(self, op: str, deadline: float) -> bool:
-        """Turn for a call that this rank refuses; False where a loss fails it everywhere, so nobody need hear of it."""
+    def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
+        """Turn for a call that this rank refuses; return the loss that fails it everywhere, if one does."""
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
         """Agree on who takes part, and return that.
@@ -139,7 +143,7 @@ class FixedMembership:
 
     raises = True
     takes_replacements = False
-    has_turned = must_turn = False
+    has_turned = must_turn = counts_entering = False
 
     def __init__(self, inbox_bytes: int) -> None:
         self.inbox_bytes = inbox_bytes
@@ -191,9 +195,9 @@ class FixedMembership:
     def turn(self, op: str, deadline: float) -> None:
         """Do nothing."""
 
-    def turn_to_refuse(self, op: str, deadline: float) -> bool:
-        """Return True."""
-        return True
+    def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
+        """Return None: nobody is lost."""
+        return None
 
     def agree(self, counted: int, deadline: float, used: int = 0) -> Agreed:
         """Return this rank, the only one that there is."""

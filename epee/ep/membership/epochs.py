@@ -82,7 +82,6 @@ class Survivor(BufferLane):
         self._came_with = 0  # the epoch, and the call with which this rank has entered it
         self._is_ready = False  # all who have a part in the next call are known to have entered it
         self._refusal: tuple[int, Header, bytes] | None = None  # of a call, to be announced in the next epoch
-        self._untold: PeerError | None = None  # a loss that has failed a call which raised something else here
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_coming_in = False
 
@@ -94,6 +93,8 @@ class Survivor(BufferLane):
 
     # ---- in a call
 
+    counts_entering = True
+
     @property
     def has_turned(self) -> bool:
         """Whether the lane has changed since its calls were last asked about, or is about to."""
@@ -102,7 +103,7 @@ class Survivor(BufferLane):
     @property
     def must_turn(self) -> bool:
         """Whether there is something to do before the next call: it must be asked about, told of, or entered for."""
-        if self.has_turned or not self._is_ready or self._next or self._untold is not None:
+        if self.has_turned or not self._is_ready or self._next:
             return True
         return self._calls.changes(self._exchange.epoch) and self._asked != self._exchange.seq + 1
 
@@ -292,9 +293,6 @@ class Survivor(BufferLane):
             return
         self._check()
         self._op = op
-        if self._untold is not None:
-            error, self._untold = self._untold, None
-            raise error
         if self.roster.view.agreed.epoch > self._exchange.epoch:
             self._drop_last()
         else:
@@ -307,16 +305,23 @@ class Survivor(BufferLane):
                 self._exchange.publish(header, None, reason, deadline)
             self._refusal = None
 
-    def turn_to_refuse(self, op: str, deadline: float) -> bool:
-        """As `turn`, for a call that this rank refuses; False where a loss fails it everywhere: that is told later."""
-        try:
-            self.turn(op, deadline)
-        except (EvictedError, NoQuorumError):
-            raise
-        except PeerError as error:
-            self._untold = error
-            return False
-        return True
+    def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
+        """As `turn`, for a call that this rank refuses; return the loss that fails it everywhere, if one does.
+
+        One error is raised for each number on all ranks, so a loss that has failed a call which raises something else
+        here is not raised again.
+        """
+        is_new = self.roster.view.agreed.epoch > self._exchange.epoch
+        number = self._calls.first_seq if is_new else self._next or self._exchange.seq + 1
+        while True:
+            try:
+                self.turn(op, deadline)
+                return None
+            except (EvictedError, NoQuorumError):
+                raise
+            except PeerError as error:
+                if self._next > number:
+                    return error
 
     def _come_to_next(self, op: str, deadline: float) -> bool:
         """Be where the next call runs, with all who have a part in it; False when the view has changed meanwhile."""
@@ -422,10 +427,11 @@ class Survivor(BufferLane):
         old = self._exchange.epoch
         self.forget()
         self._is_ready, self._came_with = False, tag(epoch, seq)
+        self._peers = {}  # nobody is known until all is done: an interrupt before that enters once more
         self._inboxes.use(met)
         self._exchange.begin(epoch, met.regions, seq)
-        self._peers = met.peers
         self._entered = {rank: peer.incarnation for rank, peer in met.peers.items()}
+        self._peers = met.peers
         self._next = 0
         self._line.show_ready(self._came_with)
         if old and len(met.peers) < self._config.num_ranks:

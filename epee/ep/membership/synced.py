@@ -177,6 +177,7 @@ class SyncedLane(BufferLane):
         return agreed.epoch > self._exchange.epoch and self._rank in agreed.ranks
 
     must_turn = has_turned
+    counts_entering = False
 
     def turn(self, op: str, deadline: float) -> None:
         """Enter the newest epoch.
@@ -296,10 +297,10 @@ class SyncedLane(BufferLane):
         """Return an error; nobody asks, for no payload is moved by host calls."""
         return PeerError(f"{op}: a rank is gone", [])
 
-    def turn_to_refuse(self, op: str, deadline: float) -> bool:
-        """Turn, and return True: losses stand in masks."""
+    def turn_to_refuse(self, op: str, deadline: float) -> PeerError | None:
+        """Turn, and return None: losses stand in masks."""
         self.turn(op, deadline)
-        return True
+        return None
 
     # ---- between two calls
 

@@ -256,21 +256,23 @@ class Exchange:
 
     def _store_own_row(self) -> None:
         """Write the current row into this rank's inbox: from now on it has a part in the call."""
-        self._store_row_at(self.rank)
+        self._store_row_at((self.rank,))
 
     def _store_row(self) -> None:
         """Write the current row into the others' inboxes; storing it again changes nothing."""
-        for rank in self._peers:
-            self._store_row_at(rank)
+        self._store_row_at(self._peers)
         fence()  # before the look for those who have given the call up
         self._stored = self.seq
 
-    def _store_row_at(self, rank: int) -> None:
+    def _store_row_at(self, ranks: Sequence[int]) -> None:
         seq, row = self._row
-        start, words = self._row_at(seq & 1, self.rank), self._words[rank]
-        words[start + 1 : start + self._row_words] = memoryview(row).cast("Q")
-        words[start] = tag(self.epoch, seq)
-        futex_wake(self._addresses[rank] + 8 * start)
+        start, mark, data = self._row_at(seq & 1, self.rank), tag(self.epoch, seq), memoryview(row).cast("Q")
+        end = start + self._row_words
+        for rank in ranks:
+            words = self._words[rank]
+            words[start + 1 : end] = data
+            words[start] = mark
+            futex_wake(self._addresses[rank] + 8 * start)
 
     def gather(self, deadline: float) -> Rows:
         """Wait for all rows of the current call; return them once they are complete, checked and agreed on.

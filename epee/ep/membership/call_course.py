@@ -183,8 +183,13 @@ class CallCourse:
                 return False
             note()
             self._completed, self._pull = seq, (0, 0)
-            self._course.forget(seq)
-            epochs = {self._course.base, *(turn.epoch for turn in self._course.turns)}
-            if len(self._views) > len(epochs):
-                self._views = {epoch: view for epoch, view in self._views.items() if epoch >= min(epochs)}
+            if self._course.turns or len(self._views) > 1:
+                self._forget(seq)
             return True
+
+    def _forget(self, seq: int) -> None:
+        """Drop what no call after `seq` can need."""
+        self._course.forget(seq)
+        epochs = {self._course.base, *(turn.epoch for turn in self._course.turns)}
+        if len(self._views) > len(epochs):
+            self._views = {epoch: view for epoch, view in self._views.items() if epoch >= min(epochs)}

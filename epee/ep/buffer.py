@@ -246,7 +246,8 @@ class Buffer(Calls):
                     check_only_in("throughput", {"is_token_in_rank": is_token_in_rank, "handle": handle})
                     check_only_in("throughput", {"layout": layout != "rank", "expert_alignment": expert_alignment != 1})
                     return self._hooked(self._latency.dispatch(x, topk_idx, topk_weights, how, waits, lane, run))
-                check_only_in("latency", {**how._asdict(), **waits._replace(timeout=None)._asdict()})
+                if not (use_fp8 is round_scale is use_ue8m0 is False) or waits.are_given:
+                    check_only_in("latency", {**how._asdict(), **waits._replace(timeout=None)._asdict()})
                 known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
                 call = check_dispatch(
                     self.config,
@@ -318,7 +319,8 @@ class Buffer(Calls):
                     check_only_in("throughput", {"bias": bias, "order": order})
                     partial = partial_dtype or torch.bfloat16
                     return self._hooked(self._latency.combine(y, handle, topk_weights, partial, out, waits, lane, run))
-                check_only_in("latency", {"partial_dtype": partial_dtype, **waits._replace(timeout=None)._asdict()})
+                if partial_dtype is not None or waits.are_given:
+                    check_only_in("latency", {"partial_dtype": partial_dtype, **waits._replace(timeout=None)._asdict()})
                 known = check_handle(handle, self._id, self._exchange.epoch)
                 call = check_combine(self.config, y, known, topk_weights, bias, out, order, self._members)
                 return self._rows.combine(call, deadline, lane, run)

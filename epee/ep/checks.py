@@ -353,9 +353,9 @@ def check_combine(
     biases = () if bias is None else tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
     if len(biases) > 2:
         raise InvalidArgument(f"bias must be one tensor or a pair, got {len(biases)} tensors; add them first")
-    kinds = tuple(dict.fromkeys((rows.dtype, torch.float32)))
+    kinds = (rows.dtype,) if rows.dtype == torch.float32 else (rows.dtype, torch.float32)
     checked = tuple(
-        _check_whole("bias", check_tensor("bias", item, shape, kinds, config.device), config) for item in biases
+        [_check_whole("bias", check_tensor("bias", item, shape, kinds, config.device), config) for item in biases]
     )
     target = None if out is None else check_tensor("out", out, shape, (rows.dtype,), config.device)
     if target is not None:

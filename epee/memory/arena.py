@@ -72,7 +72,7 @@ class SlotPool:
     def can_lease(self, purpose: str) -> bool:
         """Tell whether one more slot may be leased for "result" or "input"."""
         self._drain()
-        return sum(used == purpose for used in self._leased.values()) < self.num_slots
+        return list(self._leased.values()).count(purpose) < self.num_slots
 
     def lease(self, slot: int, purpose: str) -> Callable[[object], None]:
         """Lease a taken slot; returns the weak-reference callback that gives it back."""
@@ -210,8 +210,8 @@ class Arena(Slots):
         tensors = []
         for field in fields:
             start = self.slot_layout.offset(field.name)
-            raw = torch.frombuffer(memory, dtype=torch.uint8, count=field.nbytes, offset=start)
-            tensors.append(raw.view(field.dtype).view(field.shape))
+            count = field.nbytes // field.dtype.itemsize
+            tensors.append(torch.frombuffer(memory, dtype=field.dtype, count=count, offset=start).view(field.shape))
         # a weak reference fires only while it lives itself, so it is kept until the slot is leased again
         self._watched[slot] = weakref.ref(memory, self.pool.lease(slot, purpose))
         return tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from operator import le
 from typing import NamedTuple, TypeAlias
 
 from ...errors import MismatchError, ProtocolError, context
@@ -61,23 +62,26 @@ class Header(NamedTuple):
 NUM_AGREED = 9
 NUM_HEADER = len(Header._fields)
 HEADER = struct.Struct(f"{NUM_HEADER}Q")
-Limits: TypeAlias = tuple[tuple[int, int], ...]
+Limits: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def parse_header(words: tuple[int, ...], src: int, limits: Limits) -> Header:
     """Return the checked header of rank `src`; `ProtocolError` if it cannot be right."""
-    header = Header(*words)
-    for name, value, (low, high) in zip(Header._fields, header, limits, strict=True):
-        if not low <= value <= high:
-            raise ProtocolError(f"row of rank {src}: {name} must be {low} ... {high}, got {value}; memory is corrupt")
+    header = Header._make(words)
+    lows, highs = limits
+    if not (all(map(le, lows, words)) and all(map(le, words, highs))):
+        for name, value, low, high in zip(Header._fields, words, lows, highs, strict=True):
+            if not low <= value <= high:
+                told = f"{name} must be {low} ... {high}, got {value}"
+                raise ProtocolError(f"row of rank {src}: {told}; memory is corrupt")
     if header.rank != src:
         raise ProtocolError(f"row of rank {src} says it is of rank {header.rank}; memory is corrupt")
     return header
 
 
 def limits_of(config: BufferConfig) -> Limits:
-    """Return lowest and highest value of each header field."""
-    return (
+    """Return the lowest values of all header fields, and the highest."""
+    pairs = (
         (1, len(OP_NAMES) - 1),
         (0, len(LAYOUTS) - 1),
         (0, len(DTYPE_CODES) - 1),
@@ -94,6 +98,7 @@ def limits_of(config: BufferConfig) -> Limits:
         (0, config.num_ranks - 1),
         (0, 0),
     )
+    return tuple(low for low, _ in pairs), tuple(high for _, high in pairs)
 
 
 # How a user would call a header field; the others have the user's own words.
@@ -122,12 +127,13 @@ def check_agreed(
             where = context(OP_NAMES[header.op], seq=seq, epoch=epoch)
             reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
             raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
-    where = context(OP_NAMES[first.op], seq=seq, epoch=epoch)
     for src in parties:
-        for name, mine, other in zip(Header._fields[:NUM_AGREED], first, headers[src], strict=False):
-            if mine != other:
-                raise MismatchError(
-                    f"{where}: ranks disagree about {LABELS.get(name, name)}: "
-                    f"rank {lead} has {describe_field(name, mine)}, rank {src} has {describe_field(name, other)}; "
-                    "all ranks must make the same calls in the same order"
-                )
+        if headers[src][:NUM_AGREED] == first[:NUM_AGREED]:
+            continue
+        fields = zip(Header._fields, first, headers[src], strict=True)
+        name, mine, other = next(field for field in fields if field[1] != field[2])
+        raise MismatchError(
+            f"{context(OP_NAMES[first.op], seq=seq, epoch=epoch)}: ranks disagree about {LABELS.get(name, name)}: "
+            f"rank {lead} has {describe_field(name, mine)}, rank {src} has {describe_field(name, other)}; "
+            "all ranks must make the same calls in the same order"
+        )

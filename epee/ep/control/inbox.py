@@ -256,23 +256,24 @@ class Exchange:
 
     def _store_own_row(self) -> None:
         """Write the current row into this rank's inbox: from now on it has a part in the call."""
-        self._store_row_at((self.rank,))
+        self._store_row_at(self._row_at(self.seq & 1, self.rank), (self.rank,))  # where nobody sleeps
 
     def _store_row(self) -> None:
         """Write the current row into the others' inboxes; storing it again changes nothing."""
-        self._store_row_at(self._peers)
+        start = self._row_at(self.seq & 1, self.rank)
+        self._store_row_at(start, self._peers)
+        for rank in self._peers:
+            futex_wake(self._addresses[rank] + 8 * start)
         fence()  # before the look for those who have given the call up
         self._stored = self.seq
 
-    def _store_row_at(self, ranks: Sequence[int]) -> None:
+    def _store_row_at(self, start: int, ranks: Sequence[int]) -> None:
         seq, row = self._row
-        start, mark, data = self._row_at(seq & 1, self.rank), tag(self.epoch, seq), memoryview(row).cast("Q")
-        end = start + self._row_words
+        mark, end, data = tag(self.epoch, seq), start + self._row_words, memoryview(row).cast("Q")
         for rank in ranks:
             words = self._words[rank]
             words[start + 1 : end] = data
             words[start] = mark
-            futex_wake(self._addresses[rank] + 8 * start)
 
     def gather(self, deadline: float) -> Rows:
         """Wait for all rows of the current call; return them once they are complete, checked and agreed on.

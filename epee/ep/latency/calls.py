@@ -37,6 +37,11 @@ class Waits(NamedTuple):
     timeout: float | None
     return_hook: object
 
+    @property
+    def are_given(self) -> bool:
+        """Whether something is given that has a meaning in latency mode only."""
+        return self.active_ranks is not None or self.timeout_us is not None or self.return_hook is not False
+
 
 class _Epoch(Protocol):
     @property

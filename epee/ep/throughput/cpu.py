@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...errors import (
@@ -88,6 +89,7 @@ class CpuPath:
         self._alignment = dict.fromkeys(LAYOUTS, 0)  # that the arena of each layout was made for
         self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
         self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
+        self._most = {layout: _most_per_token(layout, config) for layout in LAYOUTS}
 
     max_num_sms = 0
 
@@ -289,13 +291,12 @@ class CpuPath:
 
     def _check_counts(self, rows: Rows, layout: str, alignment: int) -> Counts:
         """Raise unless the counts are possible and everybody has room; the same verdict on every rank."""
-        num_ranks, num_topk = self.config.num_ranks, self.config.num_topk
+        num_ranks = self.config.num_ranks
         per_rank, per_expert = rows.counts[:, :num_ranks], rows.counts[:, num_ranks:]
-        limit = np.array([header.num_tokens for header in rows.headers])[:, None]
-        possible = rows.counts.min() >= 0 and not (per_expert > limit * num_topk).any()
-        if layout == "rank":
-            possible = possible and not (per_rank > limit).any()
-        else:
+        num_tokens = np.array([[header.num_tokens] for header in rows.headers], dtype=np.uint64)
+        # as unsigned numbers, counts below 0 are too large as well
+        possible = not (rows.counts.view(np.uint64) > num_tokens * self._most[layout]).any()
+        if layout == "expert":
             possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
         if not possible:
             where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
@@ -410,18 +411,19 @@ class CpuPath:
         """Bring y, unless it lies in the slot already, and the weights to where peers may read them."""
         if not is_staged:
             staged = typed(arena, slot, Field("payload", call.y.dtype, tuple(call.y.shape)))
-            for part in self._rows_for_others(_own(call.handle)):
-                staged[part].copy_(call.y[part])
+            for first, end in self._rows_for_others(_own(call.handle)):
+                if first < end:
+                    staged[first:end].copy_(call.y[first:end])
         if call.topk_weights is not None:
             flat = call.topk_weights.reshape(-1)
             arena.field(slot, "topk_weights")[: flat.numel()].copy_(flat)
 
-    def _rows_for_others(self, handle: HostHandle) -> tuple[slice, ...]:
+    def _rows_for_others(self, handle: HostHandle) -> tuple[tuple[int, int], ...]:
         """Return which rows of y the peers will read: in the rank layout, all but those of this rank's tokens."""
         if handle.layout == "expert":
-            return (slice(None),)
+            return ((0, handle.num_recv),)
         first = sum(handle.num_received[: self.rank])
-        return slice(0, first), slice(first + handle.num_received[self.rank], None)
+        return (0, first), (first + handle.num_received[self.rank], handle.num_recv)
 
     def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
         handle, hidden = _own(call.handle), self.config.hidden
@@ -486,3 +488,10 @@ class CpuPath:
         if handle.layout == "rank":
             return return_rank_weights(handle, parts, num_topk, dtype)
         return return_expert_weights(handle, [part.view(-1) for part in parts], num_topk, dtype)
+
+
+def _most_per_token(layout: str, config: BufferConfig) -> npt.NDArray[np.uint64]:
+    """Return the highest counts that one token can cause: rows for each rank, then slots for each expert."""
+    rows = config.num_topk if layout == "expert" else 1
+    most = [rows] * config.num_ranks + [config.num_topk] * config.num_experts
+    return np.array(most, dtype=np.uint64)

@@ -45,7 +45,8 @@ def combine_rank_rows(
     same_bias = all(item.dtype == out.dtype for item in bias)
     if (is_wide and same_bias) or (len(rows) <= 2 and not bias):
         _sum_in_place(handle, rows, out)
-        _clear_empty(handle, out)
+        if all(segment.num_rows < len(out) for segment in handle.placement.segments):
+            _clear_empty(handle, out)
         for item in bias:
             out.add_(item)
     else:

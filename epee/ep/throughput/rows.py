@@ -78,6 +78,8 @@ def write_meta(packed: Ints, handle: HostHandle, segment: Segment, target: Slots
 def received_meta(call: DispatchCall, handle: HostHandle, meta: Ints, first_expert: int) -> HostHandle:
     """Copy what travelled beside the rows out of the slot, and return the handle that knows it.
 
+    That is `handle` itself where this dispatch has made it, else (a cached dispatch) a new one.
+
     Expert ids become ids among this rank's experts (the first one is `first_expert`), -1 where not local. Ids and
     source tokens are a peer's word: the former cannot leave the local range, the latter are only handed on.
 
@@ -93,7 +95,7 @@ def received_meta(call: DispatchCall, handle: HostHandle, meta: Ints, first_expe
             news.update(recv_src_token=torch.from_numpy(token), recv_src_k=torch.from_numpy(k))
         news["recv_weights"] = _expert_weights(handle, None if dtype is None else meta[:, 1:].view(dtype)[:, 0])
         news["sent_weights"] = None if weights is None else weights.clone()
-        return replace(handle, **news)  # type: ignore[arg-type]
+        return _with(handle, call, news)
     local = None if handle.recv_topk_idx is None else handle.recv_topk_idx.numpy()
     if call.handle is None:
         news["recv_src_token"] = torch.from_numpy(meta[:, 0].copy())
@@ -107,7 +109,15 @@ def received_meta(call: DispatchCall, handle: HostHandle, meta: Ints, first_expe
         assert local is not None
         received = meta[:, 1 + handle.num_topk :].view(dtype)[:, : handle.num_topk]
         news["recv_weights"] = torch.from_numpy(np.where(local < 0, dtype.type(0), received))
-    return replace(handle, **news)  # type: ignore[arg-type]
+    return _with(handle, call, news)
+
+
+def _with(handle: HostHandle, call: DispatchCall, news: dict[str, torch.Tensor | None]) -> HostHandle:
+    if call.handle is not None:
+        return replace(handle, **news)  # type: ignore[arg-type]
+    for name, value in news.items():
+        setattr(handle, name, value)
+    return handle
 
 
 def _expert_weights(handle: HostHandle, received: npt.NDArray[np.floating[Any]] | None) -> torch.Tensor:

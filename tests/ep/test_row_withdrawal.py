@@ -1,20 +1,23 @@
 """Calls of a buffer that are given up (`ep/control/withdrawal.py`), in all kinds of orders of loads and stores.
 
-Ranks make two calls, one behind the other, as `Exchange` does, with the real `EndWords` on words whose every load and
-store is a step of its own: the dice say whose step is next. A rank's program is run again from its beginning for each
-of its steps, with what it has loaded so far, and stops at the first load or store that is new.
+Ranks make two calls, one behind the other, as `Exchange` does, with the real `EndWords`, and so with the rule that
+collectives share (`view/protocol/withdrawal.py`), on words whose every load and store is a step of its own: the dice
+say whose step is next. A rank's program is run again from its beginning for each of its steps, with what it has loaded
+so far, and stops at the first load or store that is new.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epee.ep.control.withdrawal import FAILED, GATHERED, GAVE_UP, End, EndWords, Look
+from epee.ep.control.withdrawal import FAILED, GATHERED, GAVE_UP, EndWords
+from epee.view.protocol.withdrawal import End, Look, Stance
 
 NUM_CALLS = 2
 ROWS = 8  # words of the end lines come first
@@ -70,7 +73,7 @@ def _row_at(parity: int, src: int) -> int:
 
 class _FailsAtOnce(EndWords):
     def look(self, parity: int, mark: int) -> Look:
-        return Look(End.FAILED, ())
+        return Look(End.FAILED)
 
 
 class _BelievesRowsOnly(EndWords):
@@ -87,11 +90,17 @@ class _LooksForGatheredFirst(EndWords):
     def look(self, parity: int, mark: int) -> Look:
         found = [p for p, at in self._peers if self._words[p][at + GATHERED] == mark]
         if found:
-            return Look(End.GATHERED, tuple(found))
+            return Look(End.COMPLETES, tuple(found))
         has_failed = [self._words[p][at + FAILED] >= mark for p, at in self._peers]
         missing = [self._words[p][self._row_at(parity, p)] != mark for p, _ in self._peers]
         withdrew = [self._words[p][at + GAVE_UP] >= mark for p, at in self._peers]
         return Look(End.FAILED if any(has_failed) or any(missing) or all(withdrew) else End.OPEN, ())
+
+
+class _WaitsForNobody(EndWords):
+    def _stance_of(self, *where: Any) -> Stance:
+        stance = super()._stance_of(*where)
+        return Stance.GAVE_UP if stance is Stance.OPEN else stance
 
 
 class _Rank:
@@ -135,7 +144,7 @@ class _Rank:
         ends.give_up(seq)
         while (look := ends.look(seq & 1, seq)).end is End.OPEN:
             pass
-        if look.end is End.GATHERED:
+        if look.end is End.COMPLETES:
             ends.has_gathered(seq)
             return "gathered"
         ends.has_failed(seq)
@@ -174,7 +183,9 @@ def test_both_ends_come_about() -> None:
     assert seen == {"gathered", "failed"}
 
 
-@pytest.mark.parametrize("wrong", [_FailsAtOnce, _BelievesRowsOnly, _LooksForThisCallOnly, _LooksForGatheredFirst])
+@pytest.mark.parametrize(
+    "wrong", [_FailsAtOnce, _BelievesRowsOnly, _LooksForThisCallOnly, _LooksForGatheredFirst, _WaitsForNobody]
+)
 def test_each_part_of_the_rule_is_needed(wrong: type[EndWords]) -> None:
     for seed in range(4000):
         try:

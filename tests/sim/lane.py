@@ -16,8 +16,8 @@ and voted out, finds no tag that it waits for.
 A call that is given up (a time-out, an exception that comes out of it) is withdrawn as in
 `backend/engine/withdrawal.py`: GAVE, then TAG cleared behind a fence, which every reader sees before this process loads
 anything more. What it loads then is at least what any other reader has seen, as on x86-64, where a store that one core
-sees is seen by all. A call that was not published is refused. Where its end stays open it is unclaimed: the program
-issues nothing more before it is known.
+sees is seen by all. How the call ends is said by the product's rule (`protocol/withdrawal.py`). A call that was not
+published is refused. Where its end stays open it is unclaimed: the program issues nothing more before it is known.
 
 A call that ended here without a result may still be open at another process, which asks about it when a member dies.
 So this one asks about it, too, and completes nothing after it that this member has not settled it for (`backend/
@@ -40,6 +40,7 @@ from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.decision import parts_of
 from epee.view.protocol.messages import DEAD, LEFT, Decision, LaneState
 from epee.view.protocol.outcome import Course, Place, is_whole, loss_of
+from epee.view.protocol.withdrawal import End, Stance, end_of
 
 from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, OK, TIMEOUT, Record
 
@@ -648,10 +649,9 @@ class Engine:
         """See once how a withdrawn call ends; returns False when it has failed."""
         seq, epoch = call.seq, call.place.epoch
         cell, tag = self.cell(seq), self.tag(seq, epoch)
-        is_missing = completes = False
-        undecided: list[int] = []
+        stances: dict[int, Stance] = {}
         for slot in self.parties(call):
-            if slot == self.slot or is_missing:
+            if slot == self.slot:
                 continue
             peer = self.mirror(slot, epoch)
             is_through = peer.coherent(self.now)[CONSUMED] >= seq
@@ -659,25 +659,40 @@ class Engine:
             header = peer.coherent(self.now)[cell + TAG]
             yield LOOKED
             mark = peer.coherent(self.now)[cell + GAVE]
-            if mark == tag:
-                continue
-            if mark != -tag and (
-                header < tag or header & SEQ_MASK > seq
-            ):  # a cell is used again when it was not needed
-                is_missing, completes = True, False
-            elif header == tag and mark == COMPLETES:
-                completes = True
-            elif mark == -tag or not (header == tag and (is_through or peer.words[cell + REFUSAL])):
-                undecided += [slot] * ((slot, self.incarnations[epoch, slot]) not in self.removed)
-        call.undecided = [] if is_missing or completes else undecided
-        if completes:
+            stances[slot] = self._stance(header, mark, tag, is_through, peer.words[cell + REFUSAL] > 0)
+            if stances[slot] is Stance.MISSING:
+                break  # nobody completes it, so nothing that the others say changes its end
+        removed = [slot for slot in stances if (slot, self.incarnations[epoch, slot]) in self.removed]
+        look = end_of(stances, removed)
+        call.undecided = list(look.ranks) if look.end is End.OPEN else []
+        if look.end is End.COMPLETES:
             call.is_completing = True
             return True
-        if not call.undecided:
+        if look.end is not End.OPEN:
             self._end(call, call.given_up, epoch)
             return False
         yield BLOCKED
         return True
+
+    @classmethod
+    def _stance(cls, header: int, mark: int, tag: int, is_through: bool, is_refused: bool) -> Stance:
+        """Return what a cell's words say, as `_stance_of` in `backend/engine/withdrawal.py`.
+
+        Two things differ: no word is ever damaged here, and a cell that has not held the call is used again early.
+        """
+        if mark == tag:
+            return Stance.GAVE_UP
+        if mark == -tag:
+            return Stance.OPEN
+        if cls._never_held(header, tag):
+            return Stance.MISSING
+        if header != tag:
+            return Stance.OPEN
+        if mark == COMPLETES:
+            return Stance.COMPLETES
+        if is_refused:
+            return Stance.FAILED
+        return Stance.GAVE_UP if is_through else Stance.OPEN
 
     @staticmethod
     def _never_held(header: int, tag: int) -> bool:

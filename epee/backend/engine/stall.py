@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...errors import CommTimeoutError, PeerError, RankFailedError
+from ...view.protocol.withdrawal import GRACE_S
 from ..outbox import GAVE_UP, Outboxes
 from ..p2p.message import ANY, STAYS_OPEN, Message
 from .operation import Block, Operation
-from .withdrawal import GRACE_S, withdrawn
+from .withdrawal import withdrawn
 
 if TYPE_CHECKING:
     from .ending import Driven

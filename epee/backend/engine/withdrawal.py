@@ -1,34 +1,21 @@
-"""How a published collective call that a rank gives up ends alike on all: withdrawn everywhere, or complete everywhere.
+"""How a published collective call that a rank gives up ends alike on all: the words of `view/protocol/withdrawal.py`.
 
 A rank gives a call up when its time-out has passed, and when any other error takes its caller out of it: too few ranks
-for a view, an exception from a signal handler, a shortage of memory or descriptors. It must not just leave: the rank
-that it waited for may come a moment later, find every header in its place and return a result that the others never
-had. So it takes its header back first, and looks then.
+for a view, an exception from a signal handler, a shortage of memory or descriptors.
 
 Who writes, who reads: each rank writes its own cell only. To withdraw a call a rank stores the call's tag in GAVE_UP,
-then 0 where the tag was (with a fence: both are seen before what it loads next). To complete one it reads, after
-everything has arrived, the tags of all ranks once more (`withdrawn`), stores COMPLETES in GAVE_UP, and only then writes
-results. So one that completes has seen no withdrawal at a moment when nothing was missing, and one that withdraws knows
-what the others can still do:
+then 0 where the tag was (with a fence: both are seen before what it loads next): its part is taken back. To complete
+one it reads, after everything has arrived, the tags of all ranks once more (`withdrawn`), stores COMPLETES in GAVE_UP,
+and only then writes results. Cells and staging are used again only when this rank is through with the call, so its data
+is there for as long as it may have to complete it.
 
-    someone's header is missing   nobody has completed the call, and nobody will: who finds that header later finds this
-                                  rank's gone. The call fails here at once.
-    nothing is missing any more   somebody may just be deciding. It waits until one of them completes the call (then it
-                                  does so, too: its data is all there, for cells and staging are used again only when
-                                  this rank is through) or all have given it up (then it has failed for all).
+A rank that was stopped learns of a withdrawal when it goes on. A refusal is not withdrawn: nobody can complete with it,
+and its reason is for those who come late. After GRACE_S, or the time-out where that is shorter, the caller of a call
+that is still open gets its error; the repetition of the call continues its number (`Engine.claim`), so nobody pairs it
+with another. Who is through with the call and whose words were damaged says nothing any more: then the call is lost.
 
-Who finds a withdrawal, in a wait or at that last look, withdraws too: whoever was called late, or timed out later, ends
-with the others. A rank that was stopped learns it when it goes on. A refusal is not withdrawn: nobody can complete with
-it, and its reason is for those who come late.
-
-What is left open: a rank that has stopped between its last look and the store after it has not decided, and nobody can
-decide for it. (Who is through with the call and whose words were damaged says nothing any more: then the call is lost,
-and the error says so.) After GRACE_S the others' callers get their error, but the call stays open: the repetition of it
-continues its number (`Engine.claim`), so nobody pairs it with another call. A rank in the midst of rounds that others
-do not need (a gather's senders) is through with the call before another's time-out. A crash between two stores leaves a
-rank that the next epoch has no more.
-
-`tests/backend/test_withdrawal_model.py` runs through every interleaving of these loads and stores for three ranks.
+A rank in the midst of rounds that others do not need (a gather's senders) is through with the call before another's
+time-out. A crash between two stores leaves a rank that the next epoch has no more.
 """
 
 from __future__ import annotations
@@ -37,6 +24,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ...errors import CommTimeoutError
+from ...view.protocol.withdrawal import GRACE_S, End, Look, Stance, end_of, gave_up, names_of
 from ..collectives.signature import REFUSED
 from ..outbox import COMPLETES, GAVE_UP, SIGNATURE, Outboxes, consumed_of, failed_by_view, has_left
 from ..wake import publish_word
@@ -44,7 +32,15 @@ from ..wake import publish_word
 if TYPE_CHECKING:
     from .operation import Operation
 
-GRACE_S = 0.5  # or as long as the time-out; with the naps of a wait well below the second that that may be late
+_MEANING = {
+    End.FAILED: "the call is given up, on all ranks that began it; results are untouched; the group can be used: the "
+    "next call pairs by its number",
+    End.OPEN: "rank(s) {} began it and may have completed it, so it is neither given up nor complete; results are "
+    "untouched; repeat the call (wait again for an asynchronous one) to go on with it",
+    End.LOST: "the call is lost: rank(s) {} are through with it, and their words do not tell whether they completed it "
+    "(is their memory damaged?); results are untouched; agree with them before you repeat it; the next call pairs by "
+    "its number",
+}
 
 
 def withdrawn(op: Operation, box: Outboxes) -> list[int]:
@@ -83,89 +79,53 @@ class Withdrawal:
 
     def is_over(self, op: Operation, box: Outboxes) -> bool:
         """See how the call ends. True when it does so here: it has failed, or `op.completing` says that it must be."""
-        undecided: list[int] = []
-        unreadable: list[int] = []
-        somebody_completes = False
-        for peer in box.peers:
-            state = _state_of(box.words[peer], op)
-            if state == _MISSING:
-                undecided, unreadable, somebody_completes = [], [], False
-                break
-            somebody_completes |= state == _COMPLETES
-            if state == _UNREADABLE:
-                unreadable.append(box.members[peer])
-            if state == _OPEN and box.members[peer] not in op.lost:  # who is lost decides nothing any more
-                undecided.append(box.members[peer])
-        if somebody_completes:
+        look = end_of({box.members[peer]: _stance_of(box.words[peer], op) for peer in box.peers}, op.lost)
+        if look.end is End.COMPLETES:
             op.completing = True
             return True
-        self.undecided = undecided
-        if undecided or (unreadable and time.monotonic() < self._until):
+        self.undecided = list(look.ranks) if look.end is End.OPEN else []
+        if self.undecided or (look.end is End.LOST and time.monotonic() < self._until):
             return False
-        op.fail(self._lost(op, box, unreadable) if unreadable else self.cause or self._error(op, box))
+        op.fail(self.cause if self.cause and look.end is End.FAILED else self._error(op, box, look))
         return True
-
-    def _lost(self, op: Operation, box: Outboxes, unreadable: list[int]) -> CommTimeoutError:
-        return CommTimeoutError(
-            f"{op.describe(box)}: {self._told(op, box)}; the call is lost: rank(s) {_names(unreadable)} are through "
-            "with it, and their words do not tell whether they completed it (is their memory damaged?); results are "
-            "untouched; agree with them before you repeat it; the next call pairs by its number",
-            unreadable,
-        )
 
     def raise_if_open(self, op: Operation, box: Outboxes) -> None:
         """Raise `CommTimeoutError` when others could have decided by now and have not; the call stays open."""
         now = time.monotonic()
         if self.undecided and now > self._until:
             self._until = now + self._grace_s  # for the next wait
-            elapsed = now - op.started if op.started else 0.0
-            raise CommTimeoutError(
-                f"{op.describe(box, elapsed=elapsed)}: {self._told(op, box)}; rank(s) {_names(self.undecided)} began "
-                "it and may have completed it, so it is neither given up nor complete; results are untouched; repeat "
-                "the call (wait again for an asynchronous one) to go on with it",
-                self.undecided,
-            )
+            raise self._error(op, box, Look(End.OPEN, tuple(self.undecided)))
 
-    def _told(self, op: Operation, box: Outboxes) -> str:
+    def _error(self, op: Operation, box: Outboxes, look: Look) -> CommTimeoutError:
         others = [box.members[peer] for peer in withdrawn(op, box)]
-        told = [f"rank(s) {_names(self.silent)} silent"] if self.silent else []
-        if others:
-            told.append(f"rank(s) {_names(others)} gave the call up")
-        return "; ".join(told) or "interrupted"
-
-    def _error(self, op: Operation, box: Outboxes) -> CommTimeoutError:
-        others = [box.members[peer] for peer in withdrawn(op, box)]
-        elapsed = time.monotonic() - op.started if op.started else 0.0
-        return CommTimeoutError(
-            f"{op.describe(box, elapsed=elapsed)}: {self._told(op, box)}; the call is given up, on all ranks that "
-            "began it; results are untouched; the group can be used: the next call pairs by its number",
-            self.silent or others,
-        )
+        told = [f"rank(s) {names_of(self.silent)} silent"] if self.silent else []
+        told = told + gave_up(others) or ["interrupted"]
+        told.append(_MEANING[look.end].format(names_of(look.ranks)))
+        where = op.describe(box, elapsed=time.monotonic() - op.started if op.started else 0.0)
+        return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others)
 
 
-_MISSING, _OPEN, _COMPLETES, _FAILED, _UNREADABLE = range(5)
+def _stance_of(words: memoryview, op: Operation) -> Stance:
+    """Return what becomes of the call at a peer. Each word is loaded before those that were stored before it.
 
-
-def _state_of(words: memoryview, op: Operation) -> int:
-    """Return what becomes of the call at a peer. Each word is loaded before those that were stored before it."""
+    A part that was taken back is told from one that never came by GAVE_UP. Who ended the call with another error, or
+    has left the group, completes it no more. What fits nothing else is damaged or of a later call (this rank was voted
+    out), so once the peer is through it is unreadable; before that news of a view that it has moved to may be to come.
+    """
     cell, tag = op.cell, op.tag
     is_through = consumed_of(words) >= op.seq
     header = words[cell]
     mark = words[cell + GAVE_UP]
     if mark == tag:
-        return _FAILED
+        return Stance.GAVE_UP
     if mark == failed_by_view(tag):
-        return _OPEN  # here the news of that view are still to come: they decide
+        return Stance.OPEN  # here the news of that view are still to come: they decide
     if header < tag:
-        return _MISSING  # also where the call has ended without a header
+        return Stance.MISSING  # also where the call has ended without a header
     if header == tag and mark == COMPLETES:
-        return _COMPLETES
-    if words[cell + SIGNATURE] & 63 == REFUSED:
-        return _FAILED
+        return Stance.COMPLETES
+    if header == tag and words[cell + SIGNATURE] & 63 == REFUSED:
+        return Stance.FAILED
     if has_left(words) or (is_through and header == tag):
-        return _FAILED
-    return _UNREADABLE if is_through else _OPEN  # what is through with the call will say nothing more of it
-
-
-def _names(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+        return Stance.GAVE_UP
+    return Stance.UNREADABLE if is_through else Stance.OPEN

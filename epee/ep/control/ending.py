@@ -13,16 +13,16 @@ Who calls: the thread of a call, nobody else.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Protocol
 
 from ...errors import CommTimeoutError, InvalidState, RankFailedError, context
 from ...memory.signals import tag
+from ...view.protocol.withdrawal import GRACE_S, End, Look, gave_up, names_of
 from .header import REASON_BYTES
 from .membership import Membership
-from .withdrawal import End, EndWords, Look
+from .withdrawal import EndWords
 
-GRACE_S = 0.5  # how long one that gave a call up waits for those that are just deciding
 _LOOK_S = 0.0005
 
 
@@ -179,7 +179,7 @@ class CallEnd:
             if cause is None or is_silence:
                 raise
             raise cause from None
-        if look.end is End.GATHERED and is_silence:
+        if look.end is End.COMPLETES and is_silence:
             return
         if cause is not None and not (look.end is End.OPEN and isinstance(cause, CommTimeoutError)):
             raise cause
@@ -225,7 +225,7 @@ class CallEnd:
         caller, mark = self._caller, self._mark
         dead = caller.dead()  # first: what they stored before counts
         look = self._words.look(caller.seq & 1, mark, dead, caller.absent)
-        if look.end is End.GATHERED:
+        if look.end is End.COMPLETES:
             self.go_on()
         if look.end is End.FAILED:
             if not caller.membership.withdraw():
@@ -238,19 +238,16 @@ class CallEnd:
         """Return what the caller of a call is told that others have given up."""
         silent, others = self._caller.behind(self._mark), self.withdrawn()
         told = [f"rank {rank} did not send its {self._caller.part}" for rank in silent[:1]]
-        told += [f"rank(s) {_names(others)} gave the call up"] if others else []
+        told += gave_up(others)
         where = self._caller.where((silent or others or [self._caller.rank])[0], self._caller.began)
         return CommTimeoutError(
             f"{where}: {'; '.join(told)}; it is given up on all ranks, make the step again", silent or others
         )
 
     def _undecided(self, look: Look) -> CommTimeoutError:
+        where = self._caller.where(look.ranks[0], self._caller.began)
         return CommTimeoutError(
-            f"{self._caller.where(look.ranks[0], self._caller.began)}: rank(s) {_names(look.ranks)} may have completed "
-            "this call, which is given up here, and do not say so; the next call sees how it has ended",
+            f"{where}: rank(s) {names_of(look.ranks)} may have completed this call, which is given up here, and do not "
+            "say so; the next call sees how it has ended",
             look.ranks,
         )
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -1,9 +1,7 @@
-"""How a call that a rank gives up before it has seen all rows ends alike on all: given up everywhere, or nowhere.
+"""How a call that a rank gives up before it has seen all rows ends alike on all: `view/protocol/withdrawal.py`'s words.
 
-A rank gives a call up when its time-out has passed, or when any other error takes its caller out of the wait for the
-rows. It must not just leave: the rank that it waited for may come a moment later, find every row in its place and
-return a result that the others never had; after that each of its calls would meet the next one of the others (ADR 46
-has the same for collectives).
+The errors are a time-out and whatever else takes a caller out of the wait for the rows; after a call with two ends each
+of its calls would meet the next one of the others.
 
 Who writes, who reads: each rank has three words in its own inbox, each the tag of a call; the other members read them.
 
@@ -11,52 +9,30 @@ Who writes, who reads: each rank has three words in its own inbox, each the tag 
     GATHERED  it has seen the rows of all and then, in a second look, no peer that gave the call up: it goes on
     FAILED    it knows that nobody has gathered the call, and nobody will: also one that refuses it
 
-What one that gave up sees then, of each peer's row in that peer's own inbox (where it is stored first) and words:
-
-    a row is missing        who finds that row later finds this rank's GAVE_UP: the call has failed.
-    a peer has gathered it  all rows are there: this rank goes on with the call, too.
-    a peer says FAILED      so it has; also one that has given up the next call and has not gathered this one.
-    all have given it up    nobody has gathered it by itself, so nobody has: it has failed.
-    else                    somebody is between its two looks and its word: look again.
-
-Each word is loaded before those that were stored before it, and a rank can be one call ahead at most (the row after
-the next one is stored when all have been seen of the next): so GATHERED is still the call's tag when it matters.
+What differs from a collective: a row lies in all inboxes and is never taken back (it is looked for in its writer's own
+inbox, where it is stored first), so a withdrawal must stay to be seen. A rank is one call ahead at most, for the row
+after the next one is stored when all have been seen of the next: so GATHERED is still the call's tag when it matters,
+and who has given up the next call and has not gathered this one knows that it failed. A rank comes to its next call
+behind one of the three words only, so nothing is unreadable here, and one that knows that a call has failed says so
+(of a collective only a refusal does).
 
 Who has no part in the call any more (a view has put it out of it, while those who stay go on) is not looked at. So that
 nobody takes its missing row for the end of a call that the others go on with, a rank finds a call failed only while no
 agreement is under way of which it has not heard the end: what it gave up before that, the others see behind it.
 
-What is left open: a rank that has stopped between its second look and its word. The error says so, and the buffer does
-not go on before it is known. A crash leaves the words as they were; the next epoch has inboxes of its own.
-
-`tests/ep/test_row_withdrawal.py` runs this code in all kinds of orders of its loads and stores.
+Where a call stays open the error says so, and the buffer does not go on before its end is known. A crash leaves the
+words as they were; the next epoch has inboxes of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, MutableSequence
-from enum import Enum
-from typing import NamedTuple
 
 from ...memory.signals import fence
+from ...view.protocol.withdrawal import Look, Stance, end_of
 
 LINE_WORDS = 8  # of a rank in an inbox: one cache line
 GAVE_UP, GATHERED, FAILED = 2, 3, 4  # offsets in the rank's own line of its inbox, behind the two of a source
-
-
-class End(Enum):
-    """How a call ends, as far as one look tells."""
-
-    GATHERED = "gathered"
-    FAILED = "failed"
-    OPEN = "open"
-
-
-class Look(NamedTuple):
-    """What a rank that has given a call up sees; `ranks` are those that have gathered it, or have not decided."""
-
-    end: End
-    ranks: tuple[int, ...]
 
 
 class EndWords:
@@ -115,18 +91,17 @@ class EndWords:
             dead: peers that decide nothing more, as known before.
             absent: peers without a part in it.
         """
-        undecided = []
-        has_failed = False
-        for peer, at in self._peers:
-            if peer in absent:
-                continue
-            words = self._words[peer]
-            failed, gave_up = words[at + FAILED], words[at + GAVE_UP]
-            if words[at + GATHERED] == mark:
-                return Look(End.GATHERED, (peer,))
-            has_failed |= failed >= mark or gave_up > mark or words[self._row_at(parity, peer)] != mark
-            if gave_up != mark and peer not in dead:
-                undecided.append(peer)
-        if has_failed or not undecided:
-            return Look(End.FAILED, ())
-        return Look(End.OPEN, tuple(undecided))
+        parties = [(peer, at) for peer, at in self._peers if peer not in absent]
+        return end_of({peer: self._stance_of(peer, at, parity, mark) for peer, at in parties}, dead)
+
+    def _stance_of(self, peer: int, at: int, parity: int, mark: int) -> Stance:
+        """Return what a peer's words say; each is loaded before those that were stored before it."""
+        words = self._words[peer]
+        failed, gave_up = words[at + FAILED], words[at + GAVE_UP]
+        if words[at + GATHERED] == mark:
+            return Stance.COMPLETES
+        if failed >= mark or gave_up > mark:
+            return Stance.FAILED
+        if words[self._row_at(parity, peer)] != mark:
+            return Stance.MISSING
+        return Stance.GAVE_UP if gave_up == mark else Stance.OPEN

@@ -31,7 +31,8 @@ from ...errors import (
     context,
 )
 from ...memory.signals import tag
-from ..control.ending import GRACE_S, CallEnd
+from ...view.protocol.withdrawal import GRACE_S
+from ..control.ending import CallEnd
 from ..control.membership import FixedMembership, Membership
 from ..control.messages import reason_bytes
 from .checks import check_hook

@@ -18,7 +18,14 @@ import epee
 from epee.ep.membership.epochs import Survivor
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.sync import Sync
-from epee.errors import CommTimeoutError, EvictedError, InvalidArgument, NoQuorumError, RankFailedError
+from epee.errors import (
+    CommTimeoutError,
+    EvictedError,
+    InvalidArgument,
+    MismatchError,
+    NoQuorumError,
+    RankFailedError,
+)
 from tests.harness import DEAD, run_mortal
 
 from . import stages
@@ -525,3 +532,21 @@ def stops_in_sync(rank: int, num_ranks: int, folder: str, backend: str) -> Any:
 @pytest.mark.parametrize("backend", ["epee", "gloo"])
 def test_half_with_the_lowest_goes_on_without_one_that_stops_in_sync(backend: str) -> None:
     assert run_mortal(stops_in_sync, 2, backend, dead=set()) == [[1, 0], "woke up"]
+
+
+def one_without_a_mask(rank: int, num_ranks: int, folder: str, backend: str, num_calls: int) -> str:
+    group = start(rank, num_ranks, folder, "raise", backend=backend, on_stall="error")
+    buffer = make_buffer(group, timeout=60.0)
+    for number in range(num_calls):
+        step(buffer, number)
+    with pytest.raises(MismatchError, match="all ranks must call sync with a mask") as caught:
+        buffer.sync(ones(2) if rank == 0 else None)
+    assert step(buffer, num_calls) == [1, 1]
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("num_calls", [0, 1])
+@pytest.mark.parametrize("backend", ["epee", "gloo"])
+def test_a_sync_with_a_mask_on_some_ranks_only_is_told_also_before_the_first_call(backend: str, num_calls: int) -> None:
+    told = run_mortal(one_without_a_mask, 2, backend, num_calls, dead=set(), timeout_s=30)
+    assert told == ["MismatchError"] * 2

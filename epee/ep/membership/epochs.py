@@ -107,6 +107,13 @@ class Survivor(BufferLane):
             return True
         return self._calls.changes(self._exchange.epoch) and self._asked != self._exchange.seq + 1
 
+    @property
+    def is_in_place(self) -> bool:
+        """As `BufferLane.is_in_place`; also before the first call, which has to be asked about first."""
+        seq = self._exchange.seq + 1
+        is_asked = self._asked == seq or not self._calls.changes(self._exchange.epoch)
+        return not self.has_turned and is_asked and self._next in (0, seq)
+
     def check(self, src: int, is_data: bool) -> None:
         """Look around while waiting for the row of `src`, or for its payload.
 

@@ -88,6 +88,11 @@ class BufferLane:
         """Whether the buffer has to be brought into another epoch before its next call."""
         raise NotImplementedError
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether this rank's next call is the one after its last, in the same epoch, as far as is known."""
+        return not self.must_turn
+
     def close(self) -> None:
         """Let go of all memory and leave the registry; idempotent. `retire` follows."""
         if self._is_closed or os.getpid() != self._pid:
@@ -133,7 +138,7 @@ class BufferLane:
             self.show("sync", self._exchange.seq + 1, silent)
 
         def is_elsewhere(rank: int) -> bool:
-            in_epoch = not self.must_turn and rank in self._exchange.members
+            in_epoch = self.is_in_place and rank in self._exchange.members
             return in_epoch and self._exchange.waits_in_next(rank)
 
         sync = Sync(self._rank, self.roster, self._line, self._inboxes, self._entered, is_elsewhere, look)

@@ -650,6 +650,8 @@ class Engine:
         seq, epoch = call.seq, call.place.epoch
         cell, tag = self.cell(seq), self.tag(seq, epoch)
         stances: dict[int, Stance] = {}
+        # before the looks: what the dead have said counts, and all of it is seen from now on (seed 3263017)
+        removed = [slot for slot in self.parties(call) if (slot, self.incarnations[epoch, slot]) in self.removed]
         for slot in self.parties(call):
             if slot == self.slot:
                 continue
@@ -662,7 +664,6 @@ class Engine:
             stances[slot] = self._stance(header, mark, tag, is_through, peer.words[cell + REFUSAL] > 0)
             if stances[slot] is Stance.MISSING:
                 break  # nobody completes it, so nothing that the others say changes its end
-        removed = [slot for slot in stances if (slot, self.incarnations[epoch, slot]) in self.removed]
         look = end_of(stances, removed)
         call.undecided = list(look.ranks) if look.end is End.OPEN else []
         if look.end is End.COMPLETES:

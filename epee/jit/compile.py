@@ -53,13 +53,19 @@ def compile_source(source: str, architecture: str, name: str) -> Compiled:
         raise CompileError(f"{name}: NVRTC cannot start ({status.name})")
     try:
         status = rtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])[0]
-        log = b" " * rtc.nvrtcGetProgramLogSize(program)[1]
+        log = _room(rtc.nvrtcGetProgramLogSize(program)[1])
         rtc.nvrtcGetProgramLog(program, log)
         text = log.rstrip(b"\0 \n").decode(errors="replace")
         if int(status):
             raise CompileError(f"{name} for {architecture} ({' '.join(flags)}) does not compile:\n{text}")
-        cubin = b" " * rtc.nvrtcGetCUBINSize(program)[1]
+        cubin = _room(rtc.nvrtcGetCUBINSize(program)[1])
         rtc.nvrtcGetCUBIN(program, cubin)
     finally:
         rtc.nvrtcDestroyProgram(program)
     return Compiled(cubin, text)
+
+
+def _room(num_bytes: int) -> bytes:
+    """Return bytes for the compiler to write into, two at least: Python has one object for each single byte, and who
+    writes the NUL of an empty log into that changes what `b" "` is in the whole process."""
+    return bytes(max(2, num_bytes))

@@ -169,8 +169,9 @@ def put_in_place(old: Mapping, new: Mapping) -> None:
 
     Raises:
         UnsupportedError: the driver has chosen one of the addresses itself (cudaIpc).
-        ResourceError: the driver refuses. The old memory is mapped again; where even that is refused, nothing is
-            (`is_bare`), the next access is a fault, and another attempt may succeed.
+        ResourceError: the driver refuses. The old memory is mapped again, as after an interrupt, which is raised as it
+            came; where even that is refused, nothing is (`is_bare`), the next access is a fault, and another attempt
+            may succeed.
     """
     if not (old.is_vmm and new.is_vmm):
         raise UnsupportedError("memory that is lent by cudaIpc cannot be mapped where other memory was")
@@ -189,9 +190,11 @@ def put_in_place(old: Mapping, new: Mapping) -> None:
         try:
             _fill(handle, old.address, old.nbytes, old.device)
         except BaseException:
+            cu.cuMemUnmap(old.address, old.nbytes)  # an interrupt may come when all is mapped; else refused, no harm
             if before is not None:
-                _fill(before, old.address, old.nbytes, old.device)
-                old.is_bare = False
+                with contextlib.suppress(ResourceError):  # why it came to this is to be told
+                    _fill(before, old.address, old.nbytes, old.device)
+                    old.is_bare = False
             raise
         old.is_bare = False
 

@@ -22,13 +22,16 @@ from epee.compat.deep_ep.shared.layout import (
     recv_channel_prefix_matrix,
     recv_channel_prefix_matrix_on_device,
 )
+from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat import test_deep_ep_elastic as v2
 from tests.compat.deep_ep_cases import world
 from tests.csrc.emulated import EmulatedKernel, has_compiler
 from tests.csrc.emulated_buffer import EmulatedBuffer
 from tests.ep.buffer_cases import make_input
-from tests.harness import run_ranks
+from tests.ep.test_latency_rejoin import die, lose, start
+from tests.harness import DEAD, run_mortal, run_ranks
+from tests.survive import stages
 
 pytestmark = [
     pytest.mark.compiler,
@@ -222,3 +225,61 @@ def test_channels_are_found_without_the_host(seed: int) -> None:
     received = torch.tensor(counts).cumsum(0)
     got = recv_channel_prefix_matrix_on_device(torch.cat([*parts, tail]), received, num_tokens, num_channels)
     assert torch.equal(got, want)
+
+
+def _replaced(slot: int, num_processes: int, folder: str) -> str:
+    """Process 2 takes the place of rank 1: the old buffer says that all need a new one, which works for all."""
+    rank = min(slot, 1)
+    if slot == 2:
+        stages.wait_for(folder, "lost", 150)
+    group = start(rank, 2, folder, joins=slot == 2)
+    if slot < 2:
+        buffer = deep_ep.Buffer(group, explicitly_destroy=True)
+        handle = v1._goes_round(buffer, v1._tokens(rank, 3))
+        stages.meet(folder, "made", rank, range(2))
+        if slot == 1:
+            die()
+        given = v1._tokens(rank, 3)
+        calls = {
+            "fresh": lambda: buffer.dispatch(**given),
+            "again": lambda: buffer.dispatch(given["x"], handle=handle),
+            "back": lambda: buffer.combine(given["x"], handle),
+        }
+        _expect_words(calls)
+        lose(group, folder, 1, "lost")
+        _expect_words(calls)  # whoever has come into the group has no part in the old buffer
+        buffer.destroy()
+        with pytest.raises(InvalidState, match="destroyed"):
+            buffer.combine(given["x"], handle)
+    buffer = deep_ep.Buffer(group)
+    for num_tokens in (200, 5, 3):
+        new = v1._goes_round(buffer, v1._tokens(rank, num_tokens))
+    x = torch.zeros(buffer._known(new).handle.num_recv, 8, dtype=torch.bfloat16)
+    if slot == 0:
+        with pytest.raises(InvalidArgument, match="handle must be what a dispatch of this buffer returned"):
+            buffer.combine(x, handle)
+    else:
+        with pytest.raises(MismatchError, match="rank 0 refused"):
+            buffer.combine(x, new)
+    v1._goes_round(buffer, v1._tokens(rank, 4))
+    stages.meet(folder, "end", rank, range(2))
+    return "ok"
+
+
+def _expect_words(calls: dict[str, Callable[[], object]]) -> None:
+    """Each call names the rank that is gone, and what there is to do."""
+    for call in calls.values():
+        with pytest.raises(RankFailedError, match=r"DeepEP's buffers have no sync: .* make a new one") as caught:
+            call()
+        assert caught.value.ranks == (1,)
+
+
+def test_a_lost_rank_ends_a_buffer_in_words_and_its_replacement_is_in_the_next_one() -> None:
+    assert run_mortal(_mortal, 3, _replaced, dead={1}, timeout_s=45) == ["ok", DEAD, "ok"]
+
+
+def _mortal(slot: int, num_processes: int, folder: str, function: Callable[..., Any]) -> Any:
+    """Run a process's function with rooms on the emulated GPU."""
+    rooms.Core = EmulatedBuffer  # type: ignore[misc]
+    rooms.Rooms.is_gpu = lambda self, device: True  # type: ignore[method-assign]
+    return function(slot, num_processes, folder)

@@ -20,6 +20,7 @@ import random
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -175,16 +176,29 @@ def warm(platform: str, rank: int) -> None:
             wanted_sums(number, is_in)
 
 
+def join(rank: int, folder: str, first_life: int) -> Any:
+    """Make the group, or join it in a later life."""
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
+    options = epee.BackendOptions(fault_mode="mask", op_timeout=TIMEOUT_S, is_extension=first_life > 0)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=NUM_RANKS, pg_options=options)
+    if first_life:
+        dist.all_reduce(torch.ones(1))
+    return dist.group.WORLD
+
+
+def take_in(group: Any) -> None:
+    """Wait until the group has lost the victim, and take the next process into its place."""
+    while int(group.active_ranks()[VICTIM]):
+        dist.all_reduce(torch.ones(1))
+    group.recover_ranks([VICTIM], TIMEOUT_S)
+    dist.all_reduce(torch.ones(1))
+
+
 def live(rank: int, platform: str, folder: str, first_life: int, num_kills: int) -> list[str]:
     """Be a rank from a life on: of the survivors to the end, of a victim until it is killed."""
     if platform == "cuda":
         torch.cuda.set_device(device_of(rank))
-    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
-    options = epee.BackendOptions(fault_mode="mask", op_timeout=TIMEOUT_S, is_extension=first_life > 0)
-    dist.init_process_group("epee", store=store, rank=rank, world_size=NUM_RANKS, pg_options=options)
-    group: Any = dist.group.WORLD
-    if first_life:
-        dist.all_reduce(torch.ones(1))
+    group = join(rank, folder, first_life)
     player = Player(rank, platform, group)
     for life in range(first_life, num_kills + 1):
         if life > first_life:
@@ -202,10 +216,7 @@ def live(rank: int, platform: str, folder: str, first_life: int, num_kills: int)
             assert player.mask.tolist() == [1, 1, 0]
         player.finish()
         player.buffer.check()
-        while int(group.active_ranks()[VICTIM]):
-            dist.all_reduce(torch.ones(1))
-        group.recover_ranks([VICTIM], TIMEOUT_S)
-        dist.all_reduce(torch.ones(1))
+        take_in(group)
     player.buffer.close()
     player.finish()
     dist.destroy_process_group()
@@ -265,8 +276,22 @@ def spread(times: list[float]) -> str:
     return f"n={len(ordered)} p50 {at[0]:.2f} ms, p99 {at[1]:.2f} ms, max {ordered[-1]:.2f} ms"
 
 
-def run_deaths(platform: str, num_kills: int, seed: int, num_spares: int, timeout_s: float) -> Deaths:
+class Play(NamedTuple):
+    """What the processes of a run do: each its `warm(platform, rank)`, then `live(rank, platform, folder, first_life,
+    num_kills)`, which tells the owner ("ready", life) and ("lost", life, *call)."""
+
+    warm: Callable[[str, int], None]
+    live: Callable[[int, str, str, int, int], list[str]]
+
+
+LATENCY = Play(warm, live)
+
+
+def run_deaths(
+    platform: str, num_kills: int, seed: int, num_spares: int, timeout_s: float, play: Play = LATENCY
+) -> Deaths:
     """Run it; raises `RankFailure` with what the processes said when anything goes wrong."""
+    warm, live = play
     rng = random.Random(seed)
     started = time.monotonic()
     deadline = started + timeout_s

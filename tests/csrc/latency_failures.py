@@ -6,8 +6,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,6 +248,7 @@ def hooks(rank: int, num_ranks: int, platform: str) -> list[tuple[str, str]]:
         end(number + 2, start(number + 2, replace(split, return_hook=False)))
     last = start(0, split)
     core.set_view([True] * num_ranks, core.tags() + 100)
+    core.open_view()
     errors.append(error_of(last.hook))
     return errors
 
@@ -260,10 +263,59 @@ def rejoined(rank: int, num_ranks: int, platform: str) -> list[int]:
     assert core.lost() == ((2,) if rank < 2 else ())
     tags = [int.from_bytes(raw, "little") for raw in all_gather_bytes(core.tags().to_bytes(8, "little"))]
     core.set_view([True] * num_ranks, max(tags) + 8)
+    core.open_view()
     all_gather_bytes(b"agreed")
     for seed in range(4):
         play(core, PLAN, replace(MANY if seed % 2 else FEW, seed=seed), f"rank {rank}")
     return left
+
+
+def far_on(rank: int, num_ranks: int, platform: str, step: int) -> None:
+    """The ranks go on so far above what their words show that those, with 32 bits of a number, seem later or new."""
+    core = make_core(PLAN, rank, platform)
+    for seed in range(8):
+        play(core, PLAN, replace(MANY if seed % 2 else FEW, seed=seed), f"rank {rank}")
+    core.set_view([True] * num_ranks, core.tags() + step)
+    core.open_view()
+    all_gather_bytes(b"agreed")
+    for seed in range(20, 28):
+        this = replace(MANY if seed % 2 else FEW, weights="combine", seed=seed)
+        if rank == seed % num_ranks:
+            time.sleep(0.1)  # the others look at old words until it comes
+        play(core, PLAN, this, f"rank {rank}, far on")
+
+
+def replayed_before(rank: int, num_ranks: int, platform: str, *, strict: bool) -> list[tuple[str, str]]:
+    """Rank 0 replays a graph between the two steps into a view: it ends without the others, and is nothing to them."""
+    core = make_core(PLAN, rank, platform)
+    play(core, PLAN, MANY, f"rank {rank}")
+    core.set_view([True] * num_ranks, core.tags() + 8)
+    all_gather_bytes(b"all are ready")
+    errors = []
+    for number in range(6 if rank == 0 else 0):
+        this, mask = FEW if number % 2 else MANY, mask_of(core, *[1] * num_ranks)
+        inputs, packed = expected(PLAN, this, [[src == dst for src in range(num_ranks)] for dst in range(num_ranks)])
+        how = options(this, LONG_S, strict=strict)
+        d = send(core, this, inputs[0], how, active_ranks=mask)
+        wait_for(core)
+        check_received(d, packed[0], "alone")
+        assert mask.tolist() == [1] * num_ranks if strict else [1] + [0] * (num_ranks - 1)
+        errors.append(error_of(core.check))
+        bring(core, this, expert_output(PLAN, packed[0], 0), inputs[0], d, how, active_ranks=mask)
+        wait_for(core)
+        core.check()
+    assert core.lost() == (() if strict or rank else tuple(range(1, num_ranks)))
+    core.open_view()
+    all_gather_bytes(b"all are there")
+    for seed in range(8):
+        play(core, PLAN, replace(MANY if seed % 2 else FEW, seed=seed), f"rank {rank}, round {seed}")
+    inputs = inputs_of(PLAN, FEW, rank)
+    if rank == 1:
+        core.refuse(OP_DISPATCH)
+    else:
+        send(core, FEW, inputs, options(FEW, LONG_S, strict=True))
+    wait_for(core)
+    return [*errors, error_of(core.check)]
 
 
 def far_behind(rank: int, num_ranks: int, platform: str) -> list[tuple[str, str]]:
@@ -278,6 +330,7 @@ def far_behind(rank: int, num_ranks: int, platform: str) -> list[tuple[str, str]
             errors.append(error_of(core.check))
     tags = [int.from_bytes(raw, "little") for raw in all_gather_bytes(core.tags().to_bytes(8, "little"))]
     core.set_view([True] * num_ranks, max(tags) + 8)
+    core.open_view()
     all_gather_bytes(b"agreed")
     for seed in range(4):
         play(core, PLAN, replace(MANY, seed=seed), f"rank {rank}")
@@ -401,6 +454,21 @@ def check_agreed_view_brings_a_lost_rank_back(platform: str) -> None:
     assert run_ranks(rejoined, 3, platform, timeout_s=50) == [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
 
 
+def check_words_of_calls_long_ago_are_not_believed(platform: str) -> None:
+    """Words of calls whose number has the same low half, or one that seems higher, are those of earlier calls."""
+    for step in ((1 << 31) + 16, (1 << 32) - 6, (1 << 32) - 2):
+        run_ranks(far_on, 3, platform, step, timeout_s=200)
+
+
+def check_graph_that_is_replayed_before_a_view_is_entered_ends_alone(platform: str) -> None:
+    """Without a mask that is an error, with one the mask shows it; the view's calls are not touched."""
+    for strict in (False, True):
+        first, second, third = run_ranks(partial(replayed_before, strict=strict), 3, platform, timeout_s=200)
+        assert [kind for kind, _ in first] == ["CommTimeoutError" if strict else ""] * 6 + ["MismatchError"]
+        assert second == [("", "")]
+        assert third[0][0] == "MismatchError"
+
+
 def check_rank_that_is_far_behind_is_left_out_until_all_agree(platform: str) -> None:
     """Each of its misses is an error; its slots are not written over."""
     results = run_ranks(far_behind, 3, platform, timeout_s=50)
@@ -432,6 +500,8 @@ CHECKS = {
         check_refused_call_is_an_error_of_the_peers,
         check_two_calls_may_be_in_flight_and_their_hooks_come_in_any_order,
         check_agreed_view_brings_a_lost_rank_back,
+        check_words_of_calls_long_ago_are_not_believed,
+        check_graph_that_is_replayed_before_a_view_is_entered_ends_alone,
         check_rank_that_is_far_behind_is_left_out_until_all_agree,
         check_abort_ends_a_wait,
         check_survivors_of_a_killed_rank_go_on,

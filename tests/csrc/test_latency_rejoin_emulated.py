@@ -9,11 +9,13 @@ import torch
 
 from epee.ep.latency import gpu_path as latency_gpu_path
 from epee.ep.latency.gpu.core import LatencyCore
+from epee.ep.latency.gpu.types import CoreOptions
+from epee.ep.membership.inboxes import Inboxes
 from epee.errors import ResourceError
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated
 from tests.ep import test_latency_rejoin as cpu_tests
-from tests.ep.latency_cases import Shape, check_round, make
+from tests.ep.latency_cases import Shape, check_round, inputs, make
 from tests.harness import DEAD, run_mortal, run_ranks
 from tests.survive import stages
 
@@ -125,3 +127,36 @@ def broken_off(rank: int, num_ranks: int) -> bool:
 
 def test_preparations_for_an_epoch_that_were_broken_off_are_made_again() -> None:
     assert run_ranks(emulated, 2, broken_off, timeout_s=200) == [True, True]
+
+
+def replays_before_it_enters(rank: int, num_ranks: int) -> list[list[int]]:
+    """Rank 1 cannot enter in its sync, for want of descriptors; a graph that it replays then reaches nobody."""
+    masks = []
+    with make(Shape()) as buffer:
+        check_round(buffer, Shape(), (4, 3), 1)
+        if rank == 1:
+            works = Inboxes.meet_those
+
+            def fails(*args: Any) -> Any:
+                Inboxes.meet_those = works  # type: ignore[method-assign]
+                raise ResourceError("no descriptors")
+
+            Inboxes.meet_those = fails  # type: ignore[method-assign]
+            with pytest.raises(ResourceError, match="no descriptors"):
+                buffer.sync()
+            core: LatencyCore = buffer._path._core  # type: ignore[union-attr, assignment]
+            counted, given = core.num_calls, inputs(Shape(), (4, 3), 2)[rank]
+            for _ in range(3):
+                mask = torch.ones(num_ranks, dtype=torch.int32)
+                core.dispatch(given.x, given.topk_idx, given.topk_weights, CoreOptions(40.0), mask)
+                masks.append(mask.tolist())
+            core.num_calls = counted  # the host does not count them
+        else:
+            assert buffer.sync().tolist() == [1, 1]
+        for seed in range(6):
+            check_round(buffer, Shape(), (4, 3), seed)
+    return masks
+
+
+def test_a_graph_that_is_replayed_before_its_rank_has_entered_reaches_nobody() -> None:
+    assert run_ranks(emulated, 2, replays_before_it_enters, timeout_s=200) == [[], [[0, 1]] * 3]

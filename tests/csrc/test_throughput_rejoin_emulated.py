@@ -29,12 +29,7 @@ def share(by_descriptors: bool) -> None:
 
 @pytest.mark.parametrize("victims", [(1,), (0, 0, 1), (2, 1)], ids=str)
 def test_after_a_replacement_the_results_are_those_of_a_fresh_job(victims: tuple[int, ...]) -> None:
-    places, dead = list(range(3)), set()
-    for turn, victim in enumerate(victims):
-        dead.add(places[victim])
-        places[victim] = 3 + turn
-    results = run_mortal(on_gpu, 3 + len(victims), "replaced", victims, dead=dead, timeout_s=200)
-    throughput_rejoin.expect_replaced(results, victims)
+    throughput_rejoin.check_replaced(on_gpu, victims, timeout_s=200)
 
 
 @pytest.mark.parametrize("point", ["its line", "hello", "decided", "offered", "mapped"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.csrc.emulated import has_compiler
-from tests.csrc.throughput_survival import CHECKS, Death, expect_only_dead, killed, late_stores
+from tests.csrc.throughput_survival import CHECKS, Death, expect_only_dead, killed, late_stores, replayed_before
 from tests.harness import run_ranks
 
 pytestmark = [
@@ -45,3 +45,13 @@ def test_death_at_any_place_is_told_and_survived(name: str) -> None:
 
 def test_late_rows_of_a_rank_that_was_left_out_reach_nothing_that_is_used() -> None:
     run_ranks(late_stores, 3, "emulated", timeout_s=200)
+
+
+@pytest.mark.parametrize(
+    ("first", "error"),
+    [("dispatch", "NoneType"), ("barrier", "NoneType"), ("nothing", "NoneType"), ("refusal", "MismatchError")],
+)
+def test_graphs_that_were_replayed_before_a_view_was_entered_are_nothing_to_its_calls(first: str, error: str) -> None:
+    others = error if first != "refusal" else "MismatchError"
+    own = "NoneType" if first == "refusal" else error  # who refuses knows why
+    assert run_ranks(replayed_before, 2, "emulated", first, timeout_s=200) == [others, own]

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from tests.csrc import survival_buffer_cases as cases
 from tests.csrc.survival_buffer_cases import CASE, FP8, case_for, check_round, send, until_lost
 from tests.csrc.throughput_cases import Case, inputs_of
 from tests.ep.test_latency_rejoin import die_at, lose, start
+from tests.harness import run_mortal
 from tests.survive import stages
 
 WAIT_S = 150.0  # for a turn; kernels may be built meanwhile
@@ -88,15 +89,33 @@ def step(buffer: epee.Buffer, case: Case) -> None:
     buffer.check()
 
 
-def join(slot: int, num_ranks: int, folder: str, rank: int) -> Any:
-    """Make or join the group: processes beyond the ranks join, each when its turn is reached."""
-    if slot >= num_ranks:
-        stages.wait_for(folder, f"lost {slot - num_ranks + 1}", WAIT_S)
-    return start(rank, num_ranks, folder, joins=slot >= num_ranks)
+def begin(slot: int, num_ranks: int, folder: str, victims: Sequence[int], **options: Any) -> tuple[Any, int]:
+    """Make or join the group; return it, and this process's rank.
+
+    Processes beyond the ranks join, each when its turn is reached, in the place of the next victim, or of the last one.
+    """
+    turn = slot - num_ranks
+    rank = slot if turn < 0 else victims[min(turn, len(victims) - 1)]
+    if turn >= 0:
+        stages.wait_for(folder, f"lost {turn + 1}", WAIT_S)
+    return start(rank, num_ranks, folder, joins=turn >= 0, **options), rank
 
 
-def end(buffer: epee.Buffer, folder: str) -> str:
-    """Close when all ranks are through: who ends earlier is dead to those who still look."""
+def until_some_die(buffer: epee.Buffer, folder: str, *victims: int) -> None:
+    """Make rounds among all ranks; then the victims end, and the others hear of one."""
+    num_ranks = buffer.num_ranks
+    rounds(buffer, range(num_ranks))
+    stages.meet(folder, "made", buffer.rank, range(num_ranks))
+    if buffer.rank in victims:
+        die()
+    until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+
+
+def end(buffer: epee.Buffer, folder: str, seed: int | None = None) -> str:
+    """Make rounds among all ranks, if a seed is given, and close when all are through: who ends earlier is dead to
+    those who still look."""
+    if seed is not None:
+        rounds(buffer, range(buffer.num_ranks), seed)
     stages.meet(folder, "end", buffer.rank, range(buffer.num_ranks))
     buffer.close()
     return "ok"
@@ -125,8 +144,7 @@ def mask_of(num_ranks: int, members: Collection[int]) -> list[int]:
 def replaced(slot: int, num_processes: int, folder: str, victims: tuple[int, ...]) -> list[int]:
     """Processes 0, 1, 2 are the ranks; process 3 takes the place of the first victim, 4 of the second, and so on."""
     num_ranks = 3
-    rank = slot if slot < num_ranks else victims[slot - num_ranks]
-    group, turn = join(slot, num_ranks, folder, rank), max(0, slot - num_ranks + 1)
+    (group, rank), turn = begin(slot, num_ranks, folder, victims), max(0, slot - num_ranks + 1)
     buffer = make(num_ranks)
     everybody, epochs, seen = range(num_ranks), [buffer.epoch], None
     for life in range(turn, len(victims) + 1):
@@ -167,8 +185,7 @@ def replaced(slot: int, num_processes: int, folder: str, victims: tuple[int, ...
 def dies_halfway(slot: int, num_processes: int, folder: str, point: str) -> str:
     """Process 3 takes the place of rank 1 and dies on the way; then process 4 comes."""
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    group = join(slot, num_ranks, folder, rank)
+    group, _ = begin(slot, num_ranks, folder, [victim])
     if slot == 3 and point == "mapped":
         move = CudaPath.move
         CudaPath.move = lambda *args: (move(*args), die())  # type: ignore[method-assign, assign, func-returns-value]
@@ -177,11 +194,7 @@ def dies_halfway(slot: int, num_processes: int, folder: str, point: str) -> str:
     buffer = make(num_ranks)
     if slot < num_ranks:
         survivors = without(num_ranks, victim)
-        rounds(buffer, range(num_ranks))
-        stages.meet(folder, "made", rank, range(num_ranks))
-        if slot == victim:
-            die()
-        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        until_some_die(buffer, folder, victim)
         lose(group, folder, victim, "lost 1")
         if buffer.sync().tolist() == [1] * num_ranks:
             assert until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0))).ranks == (victim,)
@@ -189,22 +202,16 @@ def dies_halfway(slot: int, num_processes: int, folder: str, point: str) -> str:
         rounds(buffer, survivors, 3)
         lose(group, folder, victim, "lost 2")
         assert buffer.sync().tolist() == [1] * num_ranks
-    rounds(buffer, range(num_ranks), 20)
-    return end(buffer, folder)
+    return end(buffer, folder, 20)
 
 
 def attaches_late(slot: int, num_processes: int, folder: str, which: int) -> str:
     """Rank 0 cannot map one of the newcomer's regions the first time: its sync says so, its next call does it."""
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    group = join(slot, num_ranks, folder, rank)
+    group, _ = begin(slot, num_ranks, folder, [victim])
     buffer = make(num_ranks)
     if slot < num_ranks:
-        rounds(buffer, range(num_ranks))
-        stages.meet(folder, "made", rank, range(num_ranks))
-        if slot == victim:
-            die()
-        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        until_some_die(buffer, folder, victim)
         before = addresses(buffer)
         lose(group, folder, victim, "lost 1")
         if slot == 0:
@@ -225,15 +232,10 @@ def attaches_at_the_third_attempt(slot: int, num_processes: int, folder: str) ->
     A graph that it replays meanwhile reaches nobody, fails, and counts for nothing.
     """
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    group = join(slot, num_ranks, folder, rank)
+    group, _ = begin(slot, num_ranks, folder, [victim])
     buffer = make(num_ranks)
     if slot < num_ranks:
-        rounds(buffer, range(num_ranks))
-        stages.meet(folder, "made", rank, range(num_ranks))
-        if slot == victim:
-            die()
-        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        until_some_die(buffer, folder, victim)
         lose(group, folder, victim, "lost 1")
         if slot == 0:
             machine, epoch = machine_of(buffer), buffer.epoch
@@ -249,8 +251,7 @@ def attaches_at_the_third_attempt(slot: int, num_processes: int, folder: str) ->
             assert buffer.epoch == epoch
         else:
             assert buffer.sync().tolist() == [1] * num_ranks
-    rounds(buffer, range(num_ranks), 5)
-    return end(buffer, folder)
+    return end(buffer, folder, 5)
 
 
 def replay_shut(buffer: epee.Buffer, case: Case) -> None:
@@ -285,10 +286,7 @@ def refuse_to_map(machine: Any, rank: int, which: int, times: int = 1) -> None:
 def zombie(slot: int, num_processes: int, folder: str) -> str:
     """Rank 1 stands still, is voted out and replaced. What it was granted last is not lent before it has ended."""
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    if slot >= num_ranks:
-        stages.wait_for(folder, "lost 1", WAIT_S)
-    group = start(rank, num_ranks, folder, joins=slot >= num_ranks, on_stall="evict", op_timeout=3.0)
+    group, rank = begin(slot, num_ranks, folder, [victim], on_stall="evict", op_timeout=3.0)
     buffer = make(num_ranks, num_slots=4)
     case = case_for(num_ranks, CASE, "rank", 1)
     if slot == victim:
@@ -323,8 +321,7 @@ def zombie(slot: int, num_processes: int, folder: str) -> str:
     while pool.haunted:
         buffer.check()
         time.sleep(0.01)
-    rounds(buffer, range(num_ranks), 15)
-    return end(buffer, folder)
+    return end(buffer, folder, 15)
 
 
 def zombie_of_two_slots(slot: int, num_processes: int, folder: str) -> str:
@@ -363,10 +360,7 @@ def zombie_of_two_slots(slot: int, num_processes: int, folder: str) -> str:
 def zombies_successor_dies(slot: int, num_processes: int, folder: str) -> str:
     """Rank 1 stands still, is voted out and replaced; who replaces it dies before the survivors prepare."""
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    if slot >= num_ranks:
-        stages.wait_for(folder, "lost 1", WAIT_S)
-    group = start(rank, num_ranks, folder, joins=slot >= num_ranks, on_stall="evict", op_timeout=3.0)
+    group, rank = begin(slot, num_ranks, folder, [victim], on_stall="evict", op_timeout=3.0)
     prepare = CudaPath.prepare
     if slot >= num_ranks:
         CudaPath.prepare = lambda *args: die()  # type: ignore[method-assign]
@@ -413,8 +407,7 @@ def fails_and_comes_again(slot: int, num_processes: int, folder: str, point: str
     (`fill`): the others look for its memory when it waits in `sync` again.
     """
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    group = join(slot, num_ranks, folder, rank)
+    group, rank = begin(slot, num_ranks, folder, [victim])
     works = {name: getattr(CudaPath, name) for name in ("fill", "prepare", "move")}
     if slot == 3:
         setattr(CudaPath, point, fails_when(folder, "moved-2" if point == "move" else ""))
@@ -431,11 +424,7 @@ def fails_and_comes_again(slot: int, num_processes: int, folder: str, point: str
         Line.come_to_sync = come  # type: ignore[method-assign]
     buffer = make(num_ranks)
     if slot < num_ranks:
-        rounds(buffer, range(num_ranks))
-        stages.meet(folder, "made", rank, range(num_ranks))
-        if slot == victim:
-            die()
-        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        until_some_die(buffer, folder, victim)
         lose(group, folder, victim, "lost 1")
         if point == "move":
             CudaPath.move = held(folder, "failed" if rank == 0 else "", "move", f"moved-{rank}")  # type: ignore
@@ -448,8 +437,7 @@ def fails_and_comes_again(slot: int, num_processes: int, folder: str, point: str
         with pytest.raises(PeerError, match=r"buffer.sync\(\)"):
             step(buffer, case_for(num_ranks, CASE, "rank", 0))
         assert buffer.sync().tolist() == [1] * num_ranks
-    rounds(buffer, range(num_ranks), 20)
-    return end(buffer, folder)
+    return end(buffer, folder, 20)
 
 
 def fails_when(folder: str, stage: str) -> Callable[..., None]:
@@ -480,15 +468,10 @@ def replaced_far_on(slot: int, num_processes: int, folder: str, jump: int) -> st
     """A replacement as far on as after so many calls; rank 1 comes a while after the others to the first calls."""
     gpu_path.TAG_JUMP = jump  # type: ignore[attr-defined]
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    group = join(slot, num_ranks, folder, rank)
+    group, rank = begin(slot, num_ranks, folder, [victim])
     buffer = make(num_ranks)
     if slot < num_ranks:
-        rounds(buffer, range(num_ranks))
-        stages.meet(folder, "made", rank, range(num_ranks))
-        if slot == victim:
-            die()
-        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        until_some_die(buffer, folder, victim)
         lose(group, folder, victim, "lost 1")
         assert buffer.sync().tolist() == [1] * num_ranks
     for turn, late in enumerate((victim, 0)):
@@ -505,16 +488,11 @@ def replaced_far_on(slot: int, num_processes: int, folder: str, jump: int) -> st
 def two_after_each_other(slot: int, num_processes: int, folder: str) -> str:
     """Ranks 1 and 3 of four die; process 4 takes the place of 1 while nobody has that of 3, process 5 then has."""
     num_ranks, victims = 4, (1, 3)
-    rank = slot if slot < num_ranks else victims[slot - num_ranks]
-    group = join(slot, num_ranks, folder, rank)
+    group, _ = begin(slot, num_ranks, folder, victims)
     buffer = make(num_ranks)
     some = without(num_ranks, 3)
     if slot < num_ranks:
-        rounds(buffer, range(num_ranks))
-        stages.meet(folder, "made", rank, range(num_ranks))
-        if slot in victims:
-            die()
-        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        until_some_die(buffer, folder, *victims)
         while int(group.active_ranks()[3]):
             dist.all_reduce(torch.ones(1))
         lose(group, folder, 1, "lost 1")
@@ -533,16 +511,11 @@ def two_after_each_other(slot: int, num_processes: int, folder: str) -> str:
 def away_meanwhile(slot: int, num_processes: int, folder: str) -> str:
     """Rank 3 is put out while process 4 takes the place of rank 1, and maps its memory when it comes back."""
     num_ranks, victim, away = 4, 1, 3
-    rank = slot if slot < num_ranks else victim
-    group = join(slot, num_ranks, folder, rank)
+    group, rank = begin(slot, num_ranks, folder, [victim])
     buffer = make(num_ranks)
     mask = torch.ones(num_ranks, dtype=torch.int32, device=buffer.config.device)
     if slot < num_ranks:
-        rounds(buffer, range(num_ranks))
-        stages.meet(folder, "made", rank, range(num_ranks))
-        if slot == victim:
-            die()
-        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        until_some_die(buffer, folder, victim)
         lose(group, folder, victim, "lost 1")
         if slot != away:
             mask[away] = 0
@@ -563,8 +536,7 @@ def away_meanwhile(slot: int, num_processes: int, folder: str) -> str:
         time.sleep(0.01)
     else:
         raise AssertionError("it did not come back")
-    rounds(buffer, range(num_ranks), 20)
-    return end(buffer, folder)
+    return end(buffer, folder, 20)
 
 
 # ---- who cannot take part
@@ -576,8 +548,7 @@ def refused(slot: int, num_processes: int, folder: str, share: Callable[[bool], 
     `share(True)` makes this process lend by descriptors, `share(False)` by cudaIpc; `theirs` is the newcomer's way.
     """
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    group = join(slot, num_ranks, folder, rank)
+    group, rank = begin(slot, num_ranks, folder, [victim])
     survivors = without(num_ranks, victim)
     share(theirs and slot == 3)
     if slot == 3:
@@ -590,11 +561,7 @@ def refused(slot: int, num_processes: int, folder: str, share: Callable[[bool], 
         stages.wait_for(folder, "closed-2", WAIT_S)
     else:
         buffer = make(num_ranks)
-        rounds(buffer, range(num_ranks))
-        stages.meet(folder, "made", rank, range(num_ranks))
-        if slot == victim:
-            die()
-        until_lost(lambda: step(buffer, case_for(num_ranks, CASE, "rank", 0)))
+        until_some_die(buffer, folder, victim)
         lose(group, folder, victim, "lost 1")
         assert not buffer.takes_replacements
         stages.wait_for(folder, "refused", WAIT_S)
@@ -603,12 +570,16 @@ def refused(slot: int, num_processes: int, folder: str, share: Callable[[bool], 
         buffer.close()
         stages.meet(folder, "closed", rank, survivors)
     buffer = make(num_ranks)
-    rounds(buffer, range(num_ranks), 20)
-    return end(buffer, folder)
+    return end(buffer, folder, 20)
 
 
-def expect_replaced(results: list[Any], victims: tuple[int, ...]) -> None:
-    """What `replaced` returns: epochs that rise, and the same one in the end."""
+def check_replaced(run: Callable[..., Any], victims: tuple[int, ...], timeout_s: float) -> None:
+    """Run `replaced`, by a function that is given its name; epochs rise, and are the same one in the end."""
+    places, dead = list(range(3)), set()
+    for turn, victim in enumerate(victims):
+        dead.add(places[victim])
+        places[victim] = 3 + turn
+    results = run_mortal(run, 3 + len(victims), "replaced", victims, dead=dead, timeout_s=timeout_s)
     living = [epochs for epochs in results if isinstance(epochs, list)]
     assert len(living) == 3
     assert len({epochs[-1] for epochs in living}) == 1

@@ -3,6 +3,7 @@ the reference's bits on the new mask, and nothing of an old view taken for new."
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -78,12 +79,12 @@ class Circle:
         return [self._store.get(head + str(src)) if src in self._members else b"" for src in range(self._num_ranks)]
 
 
-def enter(core: Throughput, members: Collection[int], tag: int) -> None:
+def enter(core: Throughput, members: Collection[int], tag: int, is_open: bool = True) -> None:
     """Go on in a view of `members`."""
     circle = core._machine._all_gather
     assert isinstance(circle, Circle)
     circle.enter(members, tag)
-    core.set_view([rank in members for rank in range(core.config.num_ranks)], tag)
+    core.set_view([rank in members for rank in range(core.config.num_ranks)], tag, is_open=is_open)
 
 
 def rounds(base: Case, num_ranks: int, seed: int, count: int) -> Iterator[Round]:
@@ -405,6 +406,54 @@ def graph_in_haunted_slot(core: Throughput, case: Case) -> EpeeError | None:
     error = error_of(lambda: send_whole(core, case, rank, LONG_S))
     machine.take = take  # type: ignore[method-assign]
     return error
+
+
+# --- graphs before a view is entered ----------------------------------------------------------------------------------
+
+
+def replayed_before(rank: int, num_ranks: int, platform: str, first: str) -> str:
+    """Rank 0 replays graphs between the two steps into a view; what it did there is nothing to the calls of the view.
+
+    Returns:
+        What the first call of the view says, one that fails on all ranks or one that does not.
+    """
+    core, case = open_core(rank, num_ranks, platform), replace(BASE, num_tokens=(5,) * num_ranks)
+    tag = max(gather_int(core.tags())) + 8
+    enter(core, range(num_ranks), tag, is_open=False)
+    all_gather_bytes(b"all are ready")
+    if rank == 0:
+        replay_all_kinds(core, case)
+    core.open_view()
+    all_gather_bytes(b"all are there")
+    assert core.tags() == tag
+    error = None
+    if first == "barrier":
+        core.barrier(LONG_S)
+    elif first == "refusal" and rank == 1:
+        core.refuse(LONG_S)
+    elif first != "nothing":
+        error = error_of(lambda: send_whole(core, case, rank, LONG_S))
+    settle(core)
+    error = error or error_of(core.check)
+    play_all(core, 11, 12, range(num_ranks))
+    return type(error).__name__
+
+
+def replay_all_kinds(core: Throughput, case: Case) -> None:
+    """Launch what graphs with all kinds of calls launch, which the host does not count; drop what they report."""
+    machine, rank = core._machine, core.config.rank
+    counted = machine.num_calls
+    for layout in ("rank", "expert", "rank"):
+        d = send(core, case, rank, DispatchOptions(layout, case.expert_alignment, sync=False, timeout_s=LONG_S))
+        with contextlib.suppress(EpeeError):  # the failure of the dispatch, which a graph's combine does not look for
+            core.barrier(LONG_S)
+        with contextlib.suppress(EpeeError):
+            if layout == "rank":  # the other one is told by its recording where its rows are pulled from
+                core.combine(torch.zeros_like(d.x), d.handle, None, [], None, CombineOptions(timeout_s=LONG_S))
+        settle(core)
+        while error_of(core.check) is not None:
+            pass
+    machine.num_calls = counted
 
 
 # --- views at random --------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.control import inbox
-from epee.errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, MismatchError
+from epee.ep.membership.epochs import Survivor
+from epee.errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, MismatchError, NoQuorumError
 from epee.memory import signals
 from tests.harness import run_mortal, run_ranks
 from tests.survive import stages
@@ -352,3 +353,36 @@ def test_a_refused_call_that_is_interrupted_elsewhere_leaves_nothing_open() -> N
     interrupted, refuser = run_ranks(_refusal_and_interrupt, 2)
     assert interrupted == ["KeyboardInterrupt", "result", "result"]
     assert refuser == ["InvalidArgument", "result", "result"]
+
+
+def _no_quorum(rank: int, num_ranks: int) -> str:
+    """Rank 0 has all rows of a combine when an agreement begins that finds no quorum."""
+    buffer = _buffer(num_ranks, timeout=500.0)
+    d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks), torch.ones(1, 2))
+    assert isinstance(d.x, torch.Tensor)
+    exchange, lane = buffer._exchange, buffer._exchange.membership
+    assert isinstance(lane, Survivor)
+    if rank == 0:
+        go_on = exchange.end.go_on
+
+        def freezes() -> None:
+            lane._calls.freeze()
+            lane._check = finds_no_quorum  # type: ignore[method-assign]
+            go_on()
+
+        exchange.end.go_on = freezes  # type: ignore[method-assign]
+    try:
+        buffer.combine(d.x, d.handle, timeout=1.0)
+        told = ""
+    except EpeeError as error:
+        told = type(error).__name__
+    dist.barrier()
+    return told
+
+
+def finds_no_quorum() -> None:
+    raise NoQuorumError("too few")
+
+
+def test_a_call_without_a_quorum_ends_at_its_own_time_out() -> None:
+    assert run_ranks(_no_quorum, 2, timeout_s=40) == ["NoQuorumError", ""]

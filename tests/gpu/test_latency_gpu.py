@@ -120,6 +120,7 @@ def _graph(rank: int, num_ranks: int) -> None:
             core.check()
         torch.distributed.barrier()
         core.set_view([True] * num_ranks, 1000 * size)
+        core.open_view()
         torch.distributed.barrier()
 
 

@@ -16,7 +16,7 @@ from epee.errors import RankFailedError
 from tests.csrc import throughput_rejoin
 from tests.csrc.survival_buffer_cases import CASE, case_for, check_round, until_lost
 from tests.csrc.throughput_cases import Case, device_of, expect_equal, expert_output, inputs_of, seen_by
-from tests.csrc.throughput_rejoin import addresses, die, end, join, make, mask_of, without
+from tests.csrc.throughput_rejoin import addresses, begin, die, end, make, mask_of, without
 from tests.ep.test_latency_rejoin import lose
 from tests.gpu.test_survival_gpu import on_gpu
 from tests.harness import DEAD, run_mortal
@@ -36,12 +36,7 @@ def share(by_descriptors: bool) -> None:
 
 @pytest.mark.parametrize("victims", [(1,), (0, 0, 1)], ids=str)
 def test_after_a_replacement_the_results_are_those_of_a_fresh_job(victims: tuple[int, ...]) -> None:
-    places, dead = list(range(3)), set()
-    for turn, victim in enumerate(victims):
-        dead.add(places[victim])
-        places[victim] = 3 + turn
-    results = run_mortal(run_on_gpu, 3 + len(victims), "replaced", victims, dead=dead, timeout_s=250)
-    throughput_rejoin.expect_replaced(results, victims)
+    throughput_rejoin.check_replaced(run_on_gpu, victims, timeout_s=250)
 
 
 def test_a_newcomer_that_dies_when_it_has_mapped_the_others_disturbs_nobody() -> None:
@@ -120,9 +115,8 @@ class Recorded:
 def _graph(slot: int, num_processes: int, folder: str, layout: str) -> str:
     """Processes 0, 1, 2 are the ranks, 3 takes the place of 1; ranks 0 and 2 replay one graph through all of it."""
     num_ranks, victim = 3, 1
-    rank = slot if slot < num_ranks else victim
-    torch.cuda.set_device(device_of(rank))
-    group = join(slot, num_ranks, folder, rank)
+    torch.cuda.set_device(device_of(victim if slot >= num_ranks else slot))
+    group, rank = begin(slot, num_ranks, folder, [victim])
     buffer = make(num_ranks, num_slots=4, device="cuda")
     case = case_for(num_ranks, replace(CASE, num_bias=0), layout, 1)
     if slot < num_ranks:

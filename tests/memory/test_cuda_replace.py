@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from epee.errors import EpeeError, InvalidArgument, ResourceError, UnsupportedError
-from epee.memory import cuda
+from epee.memory import cuda, cuda_mapping
 from epee.memory.cuda import CudaRegion, lends_descriptors
 from tests.memory.fake_driver import GIVES_BACK, GRANULE_BYTES, FakeDriver, Status, forget
 from tests.memory.test_cuda_region import fake as fake  # a fixture
@@ -164,3 +164,43 @@ def test_an_interrupt_leaves_what_the_next_attempt_maps(fake: FakeDriver) -> Non
                 assert shown(peer) == value, names[index]
             assert peer.address == address
         assert fake.leaks() == {}, names[index]
+
+
+def interrupted_behind_its_mapping(monkeypatch: pytest.MonkeyPatch, undo_fails: bool) -> None:
+    """A signal handler raises when the new memory is mapped; with `undo_fails` the old one cannot be mapped again."""
+    fill, calls = cuda_mapping._fill, iter(range(2))
+
+    def fills(*args: object) -> None:
+        number = next(calls)
+        if number == 1 and undo_fails:
+            raise ResourceError("map the old memory again")
+        fill(*args)  # type: ignore[arg-type]
+        if number == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cuda_mapping, "_fill", fills)
+
+
+@pytest.mark.parametrize("undo_fails", [False, True])
+def test_an_interrupt_behind_the_last_step_comes_out_whatever_the_undo_meets(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, undo_fails: bool
+) -> None:
+    with three() as (first, second, peer):
+        blobs = first.blob, second.blob
+        new = CudaRegion.attach(second.blob, 1)
+        old = peer._mapping
+        assert old is not None
+        assert new._mapping is not None
+        interrupted_behind_its_mapping(monkeypatch, undo_fails)
+        with pytest.raises(KeyboardInterrupt):
+            cuda_mapping.put_in_place(old, new._mapping)
+        monkeypatch.undo()
+        new.close()
+        assert old.is_bare == undo_fails
+        del old  # which would keep the addresses
+        if not undo_fails:
+            assert shown(peer) == 1
+        for value, blob in ((2, blobs[1]), (1, blobs[0])):
+            peer.replace(blob)
+            assert shown(peer) == value
+    assert fake.leaks() == {}

@@ -328,7 +328,7 @@ class Exchange:
                 self.end.give_up(cause)
                 return False
             except Turned:
-                cause = self._ask_again() or cause
+                cause = self._ask_again(deadline) or cause
                 deadline = self.membership.patience(deadline)
 
     def _wait_for_all(self, deadline: float) -> BaseException | None:
@@ -348,14 +348,14 @@ class Exchange:
         self._is_left = True
         return cause
 
-    def _ask_again(self) -> BaseException | None:
+    def _ask_again(self, deadline: float) -> BaseException | None:
         """See what becomes of the call now that the view has changed; raises where it does not go on here.
 
         Returns:
             What has taken the caller out of it before it was known; the call is to be given up for that.
         """
         try:
-            self.lose(self.membership.decide(self._op, self.seq))
+            self.lose(self.membership.decide(self._op, self.seq, deadline))
             return None
         except BaseException as error:
             if self.gathered >= self.seq:  # it was made again, or a loss has ended it

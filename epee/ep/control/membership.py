@@ -88,8 +88,8 @@ class Membership(Protocol):
     def withdraw(self) -> bool:
         """Note that the last call has failed on all ranks, as this one finds; False: the view changes."""
 
-    def decide(self, op: str, seq: int) -> Parties:
-        """Say which ranks have a part in a call that the view has changed under."""
+    def decide(self, op: str, seq: int, deadline: float) -> Parties:
+        """Say which ranks have a part in a call that the view has changed under, and that ends at `deadline`."""
 
     def check(self, src: int, is_data: bool) -> None:
         """Look around in a wait; raises what ends it."""
@@ -163,7 +163,7 @@ class FixedMembership:
         """Return True."""
         return True
 
-    def decide(self, op: str, seq: int) -> Parties:
+    def decide(self, op: str, seq: int, deadline: float) -> Parties:
         """Raise: there is nothing to decide."""
         raise InvalidState(f"{op}: the members of this buffer do not change")
 

@@ -5,7 +5,7 @@ attach memory at construction and to agree on who takes part (`sync`), in which 
 ranks come in (`membership/synced.py`).
 
 Replacements. A graph has this rank's addresses, so its memory stays, and its blob lies behind the inbox that it lends
-for an epoch. Before it lends that, the words are cleared that a replaced process has stored, and the tags go on
+for an epoch. Before it lends that, all words that others have stored are cleared, and the tags go on
 `TAG_JUMP` above all that anybody has used (`TAG_STEP` where all were in the epoch before): what the old process still
 stores, should it be stopped and wake up, bears older tags and is not believed. Its calls raise `EvictedError` as soon
 as it has heard of the view. Not promised: rows and words that it stores into places which a call of the present is just
@@ -71,7 +71,7 @@ from .types import (
 
 _log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0
-TAG_STEP = 1 << 12  # the same where nobody is new; some words have 32 bits of a tag, so jumps are not for every sync
+TAG_STEP = 1 << 12  # the same where nobody is new; who was left out long ago shows 32 bits of a tag: no jump each time
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
@@ -302,10 +302,8 @@ class LatencyCudaPath(Memory):
         self._notifier.follow(rank, process)
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
-        """Forget the words of who was replaced, and go on from another call number."""
+        """Forget all words, those of who was replaced among them, and go on from another call number."""
         self._numbers.judge(agreed)
-        for rank in fresh:
-            self._core.clear_source(rank)
         step = TAG_JUMP if agreed.is_fresh else TAG_STEP
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
         self._core.set_view(active, agreed.used + step)
@@ -326,6 +324,7 @@ class LatencyCudaPath(Memory):
                 self._blobs[rank] = blob
             except EpeeError as error:
                 _log.warning("the memory of rank %d cannot be mapped: %s", rank, error)
+        self._core.open_view()
 
     # -- errors
 

@@ -166,7 +166,7 @@ class Survivor(BufferLane):
         """Note that the last call has failed; False when the view changes, which may make it one of those who stay."""
         return self._calls.withdraw(self._seen)
 
-    def decide(self, op: str, seq: int) -> Parties:
+    def decide(self, op: str, seq: int, deadline: float) -> Parties:
         """Say which ranks have a part in the last call, which goes on where it is.
 
         Raises:
@@ -175,7 +175,7 @@ class Survivor(BufferLane):
             EvictedError, NoQuorumError: this process cannot go on.
         """
         self._op = op
-        place = self._place(seq, is_patient=self._exchange.settled >= seq)
+        place = self._place(seq, deadline if self._exchange.settled >= seq else 0.0)
         if not place.failed and place.epoch == self._exchange.epoch:
             return self._parties(place)
         self._next = seq + place.failed
@@ -184,22 +184,24 @@ class Survivor(BufferLane):
             raise Moved
         raise self._failure(place.epoch, op, seq, time.monotonic() - self._exchange.began)
 
-    def _place(self, seq: int, is_patient: bool = False) -> Place:
+    def _place(self, seq: int, patience: float = 0.0) -> Place:
         """Return where a call stands, as soon as no agreement is under way.
 
-        With `is_patient` a lack of quorum is no error before the time-out: others may have ended the call.
+        Until `patience` a lack of quorum is no error: others may have ended the call.
         """
         started = time.monotonic()
         settings = self.roster.seat.runtime.settings
+        last = max(patience, started + settings.no_quorum_s + settings.patience_s + self._timeout_s)
         while not self._calls.await_thaw(THAW_S):
             self._interrupt()
-            elapsed = time.monotonic() - started
+            now = time.monotonic()
             try:
                 self._check()
             except NoQuorumError:
-                if not is_patient or elapsed > self._timeout_s:
+                if now > patience:
                     raise
-            if elapsed > settings.no_quorum_s + settings.patience_s + self._timeout_s:
+            if now > last:
+                elapsed = now - started
                 where = context(self._op, rank=self._rank, seq=seq, epoch=self._exchange.epoch, elapsed=elapsed)
                 raise NoQuorumError(f"{where}: an agreement is under way and does not end; make the step again")
         self.roster.require_part(self._rank)

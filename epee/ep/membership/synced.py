@@ -10,7 +10,8 @@ handles of earlier ones are stale. What else that means is the path's (`Memory`)
                         epoch. So nothing that somebody stores who was left out reaches memory that anybody reads.
     latency, GPU        memory on the GPU stays, because recorded graphs have its addresses: what lies behind the inbox
                         is the blob by which it is mapped. Calls go on above all numbers that anybody has used, the
-                        words of a process that was replaced are cleared, and a newcomer's memory takes its place.
+                        words that others have stored are cleared, and a newcomer's memory takes its place; kernels
+                        reach the others only when this rank has entered.
     throughput, GPU     as the latter, but kernels have the addresses themselves: a newcomer's memory is mapped where
                         that of the process before it was. Nobody is replaced where it is lent by cudaIpc.
 
@@ -256,7 +257,7 @@ class SyncedLane(BufferLane):
         """Return whether the epoch is the newest."""
         return not self.has_turned
 
-    def decide(self, op: str, seq: int) -> Parties:
+    def decide(self, op: str, seq: int, deadline: float) -> Parties:
         """Raise `Moved`: a host call that has not ended in its epoch is made again in the next."""
         raise Moved
 

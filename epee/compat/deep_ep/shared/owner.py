@@ -17,7 +17,12 @@ from epee.compat.deep_ep.event import Event, EventOverlap, after, cuda_event_of
 from epee.compat.deep_ep.shared.rooms import Rooms
 from epee.ep.handle import Dispatched
 from epee.ep.streams import Lane, RunOptions
-from epee.errors import InvalidState
+from epee.errors import EvictedError, InvalidState, NoQuorumError, PeerError
+
+_NO_SYNC = (
+    "DeepEP's buffers have no sync: when recover_ranks has taken in who took the lost place, or on a new_group of who "
+    "is left, all ranks make a new one"
+)
 
 
 class Owner:
@@ -61,7 +66,19 @@ class Owner:
             for event in others:
                 if event is not None:
                     torch.cuda.current_stream().wait_event(event)
-            yield Running(lane, is_async)
+            with _told_what_to_do(self._rooms().is_gpu(device)):
+                yield Running(lane, is_async)
+
+
+@contextmanager
+def _told_what_to_do(is_gpu: bool) -> Iterator[None]:
+    """Say with a rank's loss, after which buffers on GPUs wait for a `sync`, what there is to do without one."""
+    try:
+        yield
+    except PeerError as error:
+        if is_gpu and not isinstance(error, (EvictedError, NoQuorumError)):
+            error.args = (f"{error}. {_NO_SYNC}", *error.args[1:])
+        raise
 
 
 class Running:

@@ -44,7 +44,7 @@ struct CallShared {
   u64 send_tag, receive_tag;
   u64 deadline_ns;
   u32 wanted;   // ranks in the mask, this one always
-  u32 active;   // those of them that take part: they are not so far behind that their slots are in use still
+  u32 active;   // those of them that take part: mapped, and not so far behind that their slots are in use still
   u32 mapped;   // ranks that have a region
   u32 late;     // of the active ones: those whose part does not count in this call
   u32 refused;  // of these: those that said so themselves, because of an error that passes
@@ -105,7 +105,7 @@ DEVICE void open_call(const LatencyCall& call, const LatencyPlaces& at, CallShar
   bool is_near = rank == call.rank || tag <= heard + call.max_in_flight;
   if (!is_near) is_near = tag <= last_head(at, call.own, tag, lane) + call.max_in_flight;  // it was out for a while
   const u32 mapped = __ballot_sync(~0u, is_rank && peer != 0);
-  const u32 wanted = __ballot_sync(~0u, is_rank && (rank == call.rank || mark != 0)) & mapped;
+  const u32 wanted = __ballot_sync(~0u, is_rank && (rank == call.rank || mark != 0));
   const u32 near = __ballot_sync(~0u, is_near);
   if (is_rank) s.peer[lane] = peer;
   if (lane != 0) return;
@@ -113,7 +113,7 @@ DEVICE void open_call(const LatencyCall& call, const LatencyPlaces& at, CallShar
   s.receive_tag = receive_tag;
   s.deadline_ns = global_time_ns() + call.timeout_ns;
   s.wanted = wanted;
-  s.active = wanted & near;
+  s.active = wanted & near & mapped;
   s.mapped = mapped;
   s.late = s.refused = 0;
 }

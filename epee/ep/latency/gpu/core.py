@@ -26,7 +26,7 @@ import torch
 
 from ....errors import InvalidArgument, InvalidState
 from ...gpu.lent import AllGather
-from ...gpu.params import NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
+from ...gpu.params import MAX_RANKS, NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
 from ...gpu.platform import Launcher, Platform, Region
 from ...gpu.share import Share
 from .half import OPS, Half, Turn
@@ -48,10 +48,16 @@ from .report import take_report
 from .types import CoreCombined, CoreHandle, CoreOptions, CoreReceived
 
 FP8 = torch.float8_e4m3fn
-_WORDS_OF_PEERS = (
-    *("dispatch_heads", "dispatch_flags", "dispatch_packets"),
-    *("combine_heads", "combine_flags", "combine_packets", "combine_weights"),
-)
+# Words that peers write: their type, and how they show a call, of whose number `low` is the low half.
+_WORDS: dict[str, tuple[torch.dtype, Callable[[int, int], int]]] = {
+    "heads": (torch.int64, lambda tag, low: low << 32),
+    "weights": (torch.int64, lambda tag, low: low << 32),
+    "flags": (torch.int64, lambda tag, low: tag),
+    "packets": (torch.int32, lambda tag, low: low),
+}
+_WORDS_OF_PEERS = {
+    f"{op}_{part}": how for op in OPS.values() for part, how in _WORDS.items() if (op, part) != ("dispatch", "weights")
+}
 _FOR_COMBINE = ("recv_rows", "recv_weights", "recv_info", "sent_to")
 
 
@@ -88,7 +94,9 @@ class LatencyCore:
         self._own: Region = platform.create(config.region_layout.nbytes)
         self.nbytes = self._own.nbytes
         self._peers: list[Region | None] = self._attach(all_gather)
-        self._write_words("peers", [0 if region is None else region.address for region in self._peers])
+        self._write_peers()
+        self._agreed: tuple[list[bool], int] = [True] * config.num_ranks, 0  # who takes part, the last call's number
+        self._is_open = True  # whether calls reach the others in that view
         self._share = Share(platform.device, platform.limits.num_sms)
         self._is_alone = True
         self._last_stream: int | None = None
@@ -312,7 +320,11 @@ class LatencyCore:
         return max(int(self._words(name).max()) for name in ("dispatch_tags", "combine_tags"))
 
     def set_view(self, active: Sequence[bool], tag: int) -> None:
-        """Go on in an agreed view: every member calls this with equal arguments, and no call is in flight anywhere.
+        """Get ready for an agreed view: every member calls this with equal arguments, and `open_view` before its calls.
+
+        Until then a call, which only a graph can make, reaches no other rank: it ends at once, without them. Nobody
+        makes a call of the view before all members are ready; who stores something of earlier calls meanwhile harms
+        nobody.
 
         Args:
             active: who is in.
@@ -321,13 +333,50 @@ class LatencyCore:
         self._open[OP_DISPATCH].clear()
         self._open[OP_COMBINE].clear()
         self.platform.synchronize()
-        self._write_words("dispatch_tags", [tag, tag])
-        self._write_words("combine_tags", [tag, tag])
-        self._write_words("dispatch_heard", [tag] * self.config.num_ranks)
-        self._write_words("combine_heard", [tag] * self.config.num_ranks)
-        self._write_words("news", [0, 0, 0])  # who was dead may have a successor
-        self.active_ranks.copy_(torch.tensor([int(bool(one)) for one in active], dtype=torch.int32, device="cpu"))
+        self._agreed, self._is_open = ([bool(one) for one in active], tag), False
+        self._write_words("peers", [self._own.address * (rank == self.config.rank) for rank in range(MAX_RANKS)])
+        for rank in range(self.config.num_ranks):
+            self._note_calls(rank, tag)
+        self._count_from(tag)
         self.platform.synchronize()
+
+    def open_view(self) -> None:
+        """Let calls reach the others' memory in the view that was set last, from its number on.
+
+        Replays meanwhile have used the numbers of the view's calls, and have stored them where no other rank writes.
+        """
+        if self._is_open:
+            return  # replays since then are calls
+        self.platform.synchronize()
+        active, tag = self._agreed
+        self._note_calls(self.config.rank, tag)
+        self._count_from(tag)
+        self.active_ranks.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"))
+        self._write_peers()
+        self.platform.synchronize()
+        self._is_open = True
+
+    def _count_from(self, tag: int) -> None:
+        """Let call `tag` have been the last one of this rank, and all others have been in it."""
+        for op in OPS.values():
+            self._write_words(f"{op}_tags", [tag, tag])
+            self._write_words(f"{op}_heard", [tag] * self.config.num_ranks)
+        self._write_words("news", [0, 0, 0])  # who was dead may have a successor
+        self._write_words("reported", [0, 0])
+
+    def _note_calls(self, rank: int, tag: int) -> None:
+        """Let all words that a process of `rank` has stored here be those of call `tag`, which none was.
+
+        So none passes for one of a later call, neither what its process before has stored nor what is so old that its
+        32 bits of a number come round. Rows stay: nobody looks at them without their flag.
+        """
+        low = _signed(tag & 0xFFFFFFFF, 32)
+        layout = self.config.region_layout
+        for name, (dtype, word) in _WORDS_OF_PEERS.items():
+            field = layout[name]
+            if field.nbytes:
+                words = self._own.lease(layout.offset(name), field.nbytes, None).view(dtype)
+                words.view(field.shape[0], field.shape[1], -1)[:, rank].fill_(word(tag, low))
 
     @property
     def blob(self) -> bytes:
@@ -347,30 +396,16 @@ class LatencyCore:
             raise InvalidArgument(f"a peer lends {size} bytes, this rank {self.nbytes}; use equal sizes")
         return region
 
-    def clear_source(self, rank: int) -> None:
-        """Forget the words that a process of `rank` has stored here, so that none passes for one of its successor.
-
-        No call may be in flight. Rows stay: nobody looks at them without their flag.
-        """
-        layout = self.config.region_layout
-        for name in _WORDS_OF_PEERS:
-            field = layout[name]
-            if field.nbytes:
-                words = self._own.lease(layout.offset(name), field.nbytes, None)
-                words.view(field.shape[0], field.shape[1], -1)[:, rank].zero_()
-        self.platform.synchronize()
-
     def replace_peer(self, rank: int, region: Region) -> None:
         """Let kernels use another region for a rank, and unmap the one before; no call may be in flight."""
         old = self._peers[rank]
         if old is region:
             return
         self.platform.synchronize()
-        addresses = self._words("peers").tolist()
-        addresses[rank] = region.address
-        self._write_words("peers", addresses[: self.config.num_ranks])
-        self.platform.synchronize()
         self._peers[rank] = region
+        if self._is_open:
+            self._write_peers()
+            self.platform.synchronize()
         if old is not None:
             old.close()
 
@@ -455,6 +490,9 @@ class LatencyCore:
         layout = self.config.region_layout
         return self._own.lease(layout.offset(name), layout[name].nbytes, None).view(torch.int64)
 
+    def _write_peers(self) -> None:
+        self._write_words("peers", [0 if region is None else region.address for region in self._peers])
+
     def _write_words(self, name: str, values: Sequence[int]) -> None:
         self._words(name)[: len(values)].copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
@@ -476,6 +514,10 @@ class LatencyCore:
         else:
             args.weights_offset = layout.offset("combine_weights")
             args.num_rows = config.num_local_experts * config.capacity
+
+
+def _signed(value: int, num_bits: int) -> int:
+    return value - (1 << num_bits) if value >> (num_bits - 1) else value
 
 
 def _address(tensor: torch.Tensor | None) -> int:

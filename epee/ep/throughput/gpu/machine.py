@@ -273,7 +273,8 @@ class Machine:
             self.open_view()
         else:
             self._view.shut(tag)
-            self._note_calls(tag)
+            for rank in range(len(active)):
+                self._note_calls(rank, tag)
         self.members = members
         self._places.open()
         self.platform.synchronize()
@@ -282,32 +283,38 @@ class Machine:
 
     def _clear_source(self, rank: int) -> None:
         """Forget the words that a process of `rank` has stored here, so that none passes for one of its successor."""
-        for name, axis in _FIELDS_BY_RANK.items():
-            field = CONTROL_LAYOUT[name]
-            words = self._control[self.config.rank].lease(CONTROL_LAYOUT.offset(name), field.nbytes, None)
-            words.view(field.dtype).view(field.shape).select(axis, rank).zero_()
+        for name in _FIELDS_BY_RANK:
+            self._words_of(rank, name).zero_()
 
-    def open_view(self) -> None:
-        """Let kernels run in the view that was set last, from its number on, whatever replays have done meanwhile."""
-        if self._is_open:
-            return  # replays since then are calls
-        self.platform.synchronize()
-        active, tag = self._agreed
-        self._view.write(active, tag, self.pool.haunted)
-        self.platform.synchronize()
-        self._is_open = True
-
-    def _note_calls(self, tag: int) -> None:
-        """Let all ranks have been in call `tag`, as far as words tell whose halves are compared with a call's number.
+    def _note_calls(self, rank: int, tag: int) -> None:
+        """Let a rank have been in call `tag`, as far as words tell whose halves are compared with a call's number.
 
         A word that is much older, or 0 on a newcomer, would pass for a later call as soon as the two are 2^31 apart.
         """
         half = (tag & 0xFFFFFFFF) << 32
         for name in _COMPARED:
-            words = self._control[self.config.rank].lease(
-                CONTROL_LAYOUT.offset(name), CONTROL_LAYOUT[name].nbytes, None
-            )
-            words.view(torch.int64).fill_(half - (1 << 64) if half >> 63 else half)
+            self._words_of(rank, name).fill_(half - (1 << 64) if half >> 63 else half)
+
+    def _words_of(self, rank: int, name: str) -> torch.Tensor:
+        """Return the words of a field of this rank's control block that `rank` writes."""
+        field = CONTROL_LAYOUT[name]
+        words = self._control[self.config.rank].lease(CONTROL_LAYOUT.offset(name), field.nbytes, None)
+        return words.view(field.dtype).view(field.shape).select(_FIELDS_BY_RANK[name], rank)
+
+    def open_view(self) -> None:
+        """Let kernels run in the view that was set last, from its number on.
+
+        Replays meanwhile have used the numbers of the view's calls, and have stored them where no other rank writes.
+        """
+        if self._is_open:
+            return  # replays since then are calls
+        self.platform.synchronize()
+        active, tag = self._agreed
+        self._clear_source(self.config.rank)
+        self._note_calls(self.config.rank, tag)
+        self._view.write(active, tag, self.pool.haunted)
+        self.platform.synchronize()
+        self._is_open = True
 
     @property
     def blobs(self) -> tuple[bytes, bytes]:

@@ -46,7 +46,8 @@ class ViewWords:
         self.tell_haunted(haunted)
         self._words("seq").fill_(tag)
         self._words("exchanged").fill_(tag)
-        for name in ("failed", "news", "grid", "next_token"):  # a call that failed may have left the last two
+        # a call that failed may have left the last two, a replay before the view was entered the two before them
+        for name in ("failed", "news", "reported", "gate", "grid", "next_token"):
             self._words(name).zero_()
 
     def shut(self, tag: int) -> None:

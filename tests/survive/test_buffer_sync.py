@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.ep.membership.call_course import CallCourse
 from epee.ep.membership.epochs import Survivor
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.sync import Sync
@@ -176,9 +177,12 @@ def test_sync_goes_on_without_who_dies(backend: str, mode: str) -> None:
     assert run_mortal(dies, 3, mode, backend, dead={2})[2] is DEAD
 
 
-def in_a_call(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -> str:
-    """One waits in a dispatch while the others put it out."""
+def in_a_call(rank: int, num_ranks: int, folder: str, mode: str, backend: str, is_slow: bool) -> str:
+    """One waits in a dispatch while the others put it out; `is_slow`: its agent stops between two notes."""
     _, buffer = begin(rank, folder, mode, backend)
+    if rank == 2 and is_slow:
+        add = CallCourse.add
+        CallCourse.add = lambda course, decision: (time.sleep(0.3), add(course, decision))[1]  # type: ignore[method-assign]
     if rank == 2:
         stages.reach(folder, "calling")
         with pytest.raises(EvictedError, match="put out"):
@@ -194,9 +198,10 @@ def in_a_call(rank: int, num_ranks: int, folder: str, mode: str, backend: str) -
     return "right"
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize(("backend", "mode"), BOTH)
-def test_who_is_put_out_in_a_call_hears_of_it_there(backend: str, mode: str) -> None:
-    assert run_mortal(in_a_call, 3, mode, backend, dead=set()) == ["right"] * 3
+def test_who_is_put_out_in_a_call_hears_of_it_there(backend: str, mode: str, is_slow: bool) -> None:
+    assert run_mortal(in_a_call, 3, mode, backend, is_slow, dead=set()) == ["right"] * 3
 
 
 def given_up(rank: int, num_ranks: int, folder: str, backend: str) -> None:

@@ -302,8 +302,8 @@ class Survivor(BufferLane):
             return
         self._check()
         self._op = op
-        if self.roster.view.agreed.epoch > self._exchange.epoch:
-            self._drop_last()
+        if first := self._first_of_new():
+            self._drop_last(first)
         else:
             self._settle_last(deadline)
         while not self._come_to_next(op, deadline):
@@ -320,8 +320,7 @@ class Survivor(BufferLane):
         One error is raised for each number on all ranks, so a loss that has failed a call which raises something else
         here is not raised again.
         """
-        is_new = self.roster.view.agreed.epoch > self._exchange.epoch
-        number = self._calls.first_seq if is_new else self._next or self._exchange.seq + 1
+        number = self._first_of_new() or self._next or self._exchange.seq + 1
         while True:
             try:
                 self.turn(op, deadline)
@@ -379,13 +378,21 @@ class Survivor(BufferLane):
         self._told = max(self._told, agreed.epoch)
         super().note_agreed(agreed)
 
-    def _drop_last(self) -> None:
-        """Forget the calls before a `sync`: nobody waits for them any more, here or elsewhere."""
+    def _first_of_new(self) -> int:
+        """Return the number with which calls begin after a `sync` that no call has followed yet; 0 without one.
+
+        Under the lock, for view and course are told of a decision one after the other.
+        """
+        with self.roster.lock:
+            return self._calls.first_seq if self.roster.view.agreed.epoch > self._exchange.epoch else 0
+
+    def _drop_last(self, first: int) -> None:
+        """Forget the calls before a `sync`, `first` is the one after it: nobody waits for them any more."""
         exchange = self._exchange
         exchange.end.close()
         exchange.end.lost = ""
         exchange.gathered = exchange.seq
-        self._next = self._calls.first_seq
+        self._next = first
         self._refusal = None
         if self.raises and self._losses(
             self._told

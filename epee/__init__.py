@@ -12,6 +12,7 @@ from .backend import BackendOptions
 from .backend import register as _register
 from .ep.buffer import Buffer
 from .ep.handle import Combined, Dispatched, Handle
+from .ep.latency.buffer import LatencyBuffer
 from .errors import (
     AbortedError,
     AuthError,
@@ -50,6 +51,7 @@ __all__ = [
     "Handle",
     "InvalidArgument",
     "InvalidState",
+    "LatencyBuffer",
     "MismatchError",
     "NoQuorumError",
     "PeerError",

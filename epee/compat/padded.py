@@ -18,10 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from epee.compat.deep_ep.event import EventHandle, EventOverlap, is_capturing
 from epee.compat.deep_ep.shared.rows import int64_routing
-from epee.ep.buffer import Buffer as Core
 from epee.ep.config import BufferConfig
 from epee.ep.event import Event as CoreEvent
 from epee.ep.handle import Payload
+from epee.ep.latency.buffer import LatencyBuffer as Core
 from epee.ep.latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from epee.ep.latency.wire import region_layout
 from epee.errors import InvalidArgument, InvalidState
@@ -86,9 +86,7 @@ class _Done(EventHandle):
 
 def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Return the bytes that a rank lends for calls of this size; address space on CPUs, and it bounds nothing."""
-    config = BufferConfig(
-        num_ranks, num_experts, hidden, _MOST_TOPK, max_tokens, torch.bfloat16, mode="latency", max_recv_rows=0
-    )
+    config = BufferConfig(num_ranks, num_experts, hidden, _MOST_TOPK, max_tokens, torch.bfloat16, is_latency=True)
     config.check()
     return align_up(region_layout(config).nbytes, _ALIGN)
 
@@ -133,7 +131,7 @@ class PaddedRooms:
             raise InvalidArgument("x must be bfloat16 [num_tokens, hidden]")
         max_tokens, num_experts = sizes
         core = self._room(Shape(max_tokens, x.shape[1], num_experts, routing.shape[1], x.device), ways.active_ranks)
-        got = cast(LatencyDispatched, core.dispatch(x, routing, **how._asdict(), **_options(ways)))
+        got = core.dispatch(x, routing, **how._asdict(), **_options(ways))
         handle = (got.handle.src_token, got.handle.layout_range, max_tokens, x.shape[1], num_experts)
         self._handles[handle[0]] = _Known(core, got.handle, routing.clone() if routing is topk_idx else routing)
         then = None if when_received is None else lambda: when_received(got)
@@ -171,10 +169,7 @@ class PaddedRooms:
         except InvalidArgument as error:
             known.core.refuse(error)
             raise
-        got = cast(
-            LatencyCombined,
-            known.core.combine(rows, known.handle, topk_weights=topk_weights, out=out, **_options(ways)),
-        )
+        got = known.core.combine(rows, known.handle, topk_weights=topk_weights, out=out, **_options(ways))
         then = None if when_received is None else lambda: when_received(got)
         hook = self._after(got, ways, then)
         return got.x, _event(got.event, ways), hook
@@ -188,8 +183,8 @@ class PaddedRooms:
     def meet_again(self) -> None:
         """Let the next call of each shape begin with who is in the group then. All ranks call it; handles end.
 
-        On a group of the backend "epee" it begins with `Buffer.sync`, which takes in those who took the places of lost
-        ranks; on others with a new room. Whom the ranks do not agree on there is taken out of that call's mask.
+        On a group of the backend "epee" it begins with `sync`, which takes in those who took the places of lost ranks;
+        on others with a new room. Whom the ranks do not agree on there is taken out of that call's mask.
         """
         for shape, core in list(self._rooms.items()):
             if core.takes_replacements:
@@ -223,7 +218,6 @@ class PaddedRooms:
                 max_tokens_per_rank=shape.max_tokens,
                 device=None if shape.device.type == "cpu" else shape.device,
                 timeout=self._timeout,
-                mode="latency",
             )
         elif shape in self._apart:
             agreed = core.sync()

@@ -88,6 +88,16 @@ def check_timeout(timeout: float | None, default: float) -> float:
     return float(timeout)
 
 
+def check_mask(config: BufferConfig, active_ranks: object) -> torch.Tensor | None:
+    """Return a mask of ranks, `[num_ranks or more]` int32 on the buffer's device, or None."""
+    if active_ranks is None:
+        return None
+    mask = check_tensor("active_ranks", active_ranks, (None,), (torch.int32,), config.device)
+    if len(mask) < config.num_ranks:
+        raise InvalidArgument(f"active_ranks must have an entry for each of {config.num_ranks} ranks, got {len(mask)}")
+    return mask
+
+
 def check_run(run: RunOptions) -> RunOptions:
     """Return how a call runs; `previous_event` is checked where it is waited for."""
     num_sms = run.num_sms
@@ -264,7 +274,7 @@ def check_dispatch(
     if handle is not None:
         return _check_cached(config, payload, topk_weights, handle)
     if is_token_in_rank is not None:
-        return _check_mask(config, payload, is_token_in_rank, topk_weights, layout, members)
+        return _check_routing_mask(config, payload, is_token_in_rank, topk_weights, layout, members)
     shape = (num_tokens, config.num_topk)
     idx = check_tensor("topk_idx", topk_idx, shape, (torch.int64,), config.device).contiguous()
     weights = _check_weights(topk_weights, shape, payload.dtype, config)
@@ -299,7 +309,7 @@ def _check_cached(config: BufferConfig, payload: PayloadRows, topk_weights: obje
     return DispatchCall(payload, handle.layout, handle.expert_alignment, None, weights, None, handle)
 
 
-def _check_mask(
+def _check_routing_mask(
     config: BufferConfig,
     payload: PayloadRows,
     mask: object,

@@ -14,7 +14,7 @@ from ..view.group import FAULT_MODES, STALL_POLICIES
 from ..view.transport.wire import MAX_MEMBERS
 
 LAYOUTS = ("rank", "expert")
-MODES = ("throughput", "latency")  # the order is part of the protocol
+KINDS = ("Buffer", "LatencyBuffer")  # the order is part of the protocol
 PATHS = ("cpu", "cuda")  # by what moves the rows; the order is part of the protocol
 SHARES = ("", "descriptors", "cudaIpc")  # how GPUs lend memory, "" where it is no matter; likewise
 CPU = torch.device("cpu")
@@ -52,9 +52,9 @@ class BufferConfig:
         num_slots: results (and combine inputs) of a layout that may live in the arena at once.
         max_recv_rows: capacity of a layout in rows, 0 for the default.
         path: "cpu" or "cuda".
-        mode: "throughput" or "latency".
+        is_latency: results are padded per expert, with halves, hooks and masks (`LatencyBuffer`).
         fault_mode, on_stall: what a loss is, and what becomes of who is silent, where a view says who takes part.
-        share: throughput mode on GPUs: how memory is lent, by "descriptors" or by "cudaIpc".
+        share: of a `Buffer` on GPUs: how memory is lent, by "descriptors" or by "cudaIpc".
         device: of this rank's tensors; the only attribute that ranks do not share.
     """
 
@@ -68,7 +68,7 @@ class BufferConfig:
     max_recv_rows: int = 0
     path: str = "cpu"
     device: torch.device = CPU
-    mode: str = "throughput"
+    is_latency: bool = False
     fault_mode: str = "raise"
     on_stall: str = "error"
     share: str = ""
@@ -96,32 +96,19 @@ class BufferConfig:
             raise InvalidArgument(
                 f"dtype must be one of {names}, got {self.dtype}; FP8 pairs travel in a buffer of a wider dtype"
             )
-        if self.mode not in MODES:
-            raise InvalidArgument(f"mode must be 'throughput' or 'latency', got {self.mode!r}")
         if self.is_latency:
             self._check_latency()
         if self.num_ranks > MAX_MEMBERS:
             raise InvalidArgument(f"a buffer serves at most {MAX_MEMBERS} ranks, got {self.num_ranks}")
 
     def _check_latency(self) -> None:
-        if self.dtype != torch.bfloat16:
-            raise InvalidArgument(f"latency mode moves bfloat16 (and makes FP8 of it), got dtype {self.dtype}")
         if self.num_slots < 2:
-            raise InvalidArgument("latency mode needs num_slots of at least 2, the calls in flight, got 1")
-        if self.max_recv_rows:
-            raise InvalidArgument(
-                "max_recv_rows has no meaning in latency mode, whose results are padded; leave it out"
-            )
+            raise InvalidArgument("LatencyBuffer needs num_slots of at least 2, the calls in flight, got 1")
         if self.max_tokens_per_rank > MAX_LATENCY_TOKENS:
             raise InvalidArgument(
-                f"latency mode serves at most {MAX_LATENCY_TOKENS} tokens per rank, got {self.max_tokens_per_rank}; "
-                "use throughput mode"
+                f"LatencyBuffer serves at most {MAX_LATENCY_TOKENS} tokens per rank, got {self.max_tokens_per_rank}; "
+                "use Buffer"
             )
-
-    @cached_property
-    def is_latency(self) -> bool:
-        """Whether results are padded per expert, with halves, hooks and masks."""
-        return self.mode == "latency"
 
     @cached_property
     def is_lane(self) -> bool:
@@ -199,7 +186,7 @@ class BufferConfig:
             self.num_slots,
             self.max_recv_rows,
             PATHS.index(self.path),
-            MODES.index(self.mode),
+            int(self.is_latency),
             FAULT_MODES.index(self.fault_mode),
             STALL_POLICIES.index(self.on_stall),
             SHARES.index(self.share),
@@ -217,12 +204,12 @@ CONFIG_NAMES = (
     "num_slots",
     "max_recv_rows",
     "device",
-    "mode",
+    "kind of buffer",
     "fault_mode",
     "on_stall",
     "way of lending GPU memory (EPEE_CUDA_SHARE)",
 )
-_CHOICES = dict(zip(CONFIG_NAMES[-5:], (PATHS, MODES, FAULT_MODES, STALL_POLICIES, SHARES), strict=True))
+_CHOICES = dict(zip(CONFIG_NAMES[-5:], (PATHS, KINDS, FAULT_MODES, STALL_POLICIES, SHARES), strict=True))
 
 
 def describe_word(name: str, value: int) -> str:

@@ -1,37 +1,100 @@
-"""What a buffer's device and mode decide: the path that moves its rows, what a loss means, what it gives back."""
+"""What moves the rows of a buffer (`Path`), and what is made and given back around it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .. import env
 from ..errors import InvalidArgument, UnsupportedError
 from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
-from .checks import check_timeout
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
 from .control.inbox import Exchange, inbox_layout
 from .control.messages import ControlPlane
 from .gpu.platform import CudaPlatform, Platform
-from .latency.cpu import LatencyCpuPath
-from .latency.gpu_path import LatencyCudaPath
 from .latency.wire import region_layout
 from .membership.birth import Begun, begin
 from .membership.epochs import Survivor
 from .membership.lane import BufferLane, retire
 from .membership.memory import MAX_BLOB_BYTES
 from .membership.synced import SyncedLane
-from .throughput.cpu import CpuPath
-from .throughput.gpu_path import CudaPath
 from .turns import Closing
 
-Path = CpuPath | CudaPath | LatencyCpuPath | LatencyCudaPath
+
+class Path(Protocol):
+    """Moves the rows of a buffer: one class for each kind of buffer and device.
+
+    Attributes:
+        barrier_op: the kind of call that a barrier is.
+        num_copied: results that were copied out because no slot was free.
+    """
+
+    barrier_op: int
+    num_copied: int
+
+    @property
+    def max_num_sms(self) -> int:
+        """Multiprocessors of this rank's GPU; 0 on CPUs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank lends to others, its inbox not counted."""
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether a process that takes a lost rank's place comes in."""
+
+    def num_announced(self, op: int) -> int:
+        """Return how many calls of this kind the peers have heard of."""
+
+    def is_told(self, error: Exception) -> bool:
+        """Tell whether the peers know about `error`, or cannot be told."""
+
+    def refuse(self, op: int, error: Exception, deadline: float) -> None:
+        """Take part in the peers' call as the rank that cannot make it."""
+
+    def barrier(self, deadline: float) -> None:
+        """Let the ranks meet."""
+
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Agree on who takes part: `[num_ranks]` int32 on the CPU, and into `active_ranks`."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong behind the host's back."""
+
+    def join(self) -> None:
+        """Let the current stream wait for all work on other streams."""
+
+    def abort(self) -> None:
+        """End waits that do not look whether the buffer is to be closed, from any thread."""
+
+    def close(self) -> None:
+        """Give back all memory. Idempotent."""
+
+
+class Making(NamedTuple):
+    """What a path is made of.
+
+    Attributes:
+        config: of the buffer.
+        rank: this rank.
+        control: its host side.
+        buffer_id: goes into handles.
+        watch: knows which ranks are dead.
+        closing: whether somebody wants to close the buffer; not the buffer, which it must not keep alive.
+    """
+
+    config: BufferConfig
+    rank: int
+    control: ControlPlane
+    buffer_id: int
+    watch: DeathWatch
+    closing: Closing
 
 
 def platform_of(device: torch.device | str | None) -> Platform | None:
@@ -43,35 +106,6 @@ def platform_of(device: torch.device | str | None) -> Platform | None:
     if not torch.cuda.is_available():
         raise UnsupportedError(f"device is {device}, but torch sees no GPU here; leave it out to use CPU tensors")
     return CudaPlatform(torch.device(device))
-
-
-def make_path(
-    control: ControlPlane,
-    buffer_id: int,
-    platform: Platform | None,
-    watch: DeathWatch,
-    closing: Closing,
-    options: tuple[float, bool],
-) -> Path:
-    """Return the path of a buffer's device and mode; `options` as `settings` returns them.
-
-    It gets `closing`, not the buffer: it must not keep a dropped buffer alive.
-    """
-    config, rank = control.config, control.rank
-    timeout_s, poison = options
-    if config.is_latency and platform is None:
-        deadline = time.monotonic() + timeout_s
-        return LatencyCpuPath(config, rank, control, watch, closing.check, buffer_id, poison, deadline)
-    if platform is None:
-        return CpuPath(config, rank, control, buffer_id, poison)
-    is_closing = lambda: closing.asked  # noqa: E731 - it must not keep the buffer
-    path: CudaPath | LatencyCudaPath
-    if config.is_latency:
-        path = LatencyCudaPath(config, rank, control, buffer_id, platform, watch, is_closing, timeout_s)
-    else:
-        path = CudaPath(config, rank, control, buffer_id, platform, watch, is_closing, timeout_s)
-    path.set_poison(poison)
-    return path
 
 
 def begin_lane(
@@ -127,7 +161,7 @@ def with_policy(
     wrong = {name: value for name, value in given.items() if value is not None}
     if not config.is_lane or config.is_synced:
         if wrong and config.num_ranks > 1:
-            raise InvalidArgument(f"{', '.join(wrong)}: only for CPU tensors in throughput mode so far; leave it out")
+            raise InvalidArgument(f"{', '.join(wrong)}: only for `Buffer` on CPUs so far; leave it out")
         check_policy(fault_mode, on_stall)
         return config
     if seat is None:
@@ -138,11 +172,3 @@ def with_policy(
         if value != theirs[name]:
             raise InvalidArgument(f"{name} must be the group's, {theirs[name]!r}, got {value!r}; leave it out")
     return replace(config, fault_mode=theirs["fault_mode"], on_stall=theirs["on_stall"])
-
-
-def settings(config: BufferConfig, max_recv_rows: int | None, timeout: float | None) -> tuple[float, bool]:
-    """Check this rank's arguments and environment; return (default time-out in seconds, whether to poison)."""
-    if max_recv_rows == 0:
-        raise InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
-    config.check()
-    return check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S")), env.get_bool("EPEE_POISON")

@@ -3,6 +3,9 @@
 Threads queue for the lock. A call from within a call (a signal handler, a callback) is refused. `close` may come from
 any thread at any moment: it leaves a note that every wait looks at, so that a call in progress ends, and gives the
 memory back once no call is in progress; from within a call, that call does it on its way out.
+
+Interrupts (an exception from a signal handler) may come between any two steps. So the lock is taken and given back by
+`with` on the lock itself, and what `Turns.__enter__` does last is to store: it either has no effect or is undone.
 """
 
 from __future__ import annotations
@@ -10,16 +13,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 
 from ..errors import AbortedError, ForkError, InvalidState
-from .config import BufferConfig
-
-_T = TypeVar("_T")
-_Self = TypeVar("_Self", bound="Turns")
 
 
 class Closing:
@@ -33,76 +32,90 @@ class Closing:
             raise AbortedError("the buffer was closed while this call was waiting")
 
 
-class Turns:
-    """What takes calls one at a time; `Buffer` builds on it."""
+def on_gpu(index: int | None) -> AbstractContextManager[object]:
+    """Make a GPU the current one; None stands for the CPU."""
+    if index is None or torch.cuda.current_device() == index:
+        return nullcontext()
+    return torch.cuda.device(index)
 
-    config: BufferConfig
+
+class Turns:
+    """What takes calls one at a time: `with turns.queue(), turns:`.
+
+    Attributes:
+        closing: the note.
+        is_closed: the memory is given back, or not yet made.
+    """
 
     def __init__(self) -> None:
+        self.closing = Closing()
+        self.is_closed = True  # until `open`
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self._closing = Closing()
-        self._closed = True  # until everything is made
         self._pid = os.getpid()
+        self._index: int | None = None
+        self._gpu: AbstractContextManager[object] = nullcontext()  # gives the thread its own one back
 
-    def close(self) -> None:
-        """Return all memory, mappings and descriptors. Local, idempotent, never waits for peers.
+    def open(self, index: int | None, end_waits: Callable[[], None], give_back: Callable[[], None]) -> None:
+        """Let calls in.
 
-        A call in progress in another thread ends with `AbortedError`. Tensors that the user still holds stay valid;
-        handles do not.
+        Args:
+            index: of the GPU that is the current one during a call.
+            end_waits: ends what a call in another thread waits for, where looking at `closing` is not enough.
+            give_back: returns all memory; called once, by `close`. Neither may keep the buffer alive.
         """
-        self._closing.asked = True
-        if self._pid == os.getpid() and self._owner not in (None, threading.get_ident()):
-            self._end_waits()
-        if self._pid != os.getpid():
-            return  # a forked child: the mappings are the parent's business
-        if self._owner == threading.get_ident():
-            return  # called from a signal handler inside a call: that call ends and closes on its way out
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._give_back()
+        self._index, self._end_waits, self._give_back = index, end_waits, give_back
+        self.is_closed = False
 
-    def __enter__(self: _Self) -> _Self:
-        return self
+    def queue(self) -> threading.Lock:
+        """Return the lock of calls, to be held by `with`.
+
+        Raises:
+            ForkError: this is a child of the process that has made the buffer.
+            InvalidState: this thread is in a call.
+        """
+        if os.getpid() != self._pid:
+            raise ForkError(f"this buffer was made by process {self._pid} before a fork; make a new one in the child")
+        if self._owner == threading.get_ident():
+            raise InvalidState("a call on this buffer is in progress in this thread (signal handler or callback?)")
+        return self._lock
+
+    def __enter__(self) -> None:
+        if self.is_closed or self.closing.asked:
+            self._close()
+            raise InvalidState("the buffer is closed; make a new one")
+        if self._index is not None:
+            gpu = on_gpu(self._index)
+            gpu.__enter__()
+            self._gpu = gpu
+        me = threading.get_ident()
+        self._owner = me
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
-
-    def _end_waits(self) -> None:
-        """End what a call in another thread waits for, where looking at the note is not enough."""
-        raise NotImplementedError
-
-    def _give_back(self) -> None:
-        """Return all memory; called once."""
-        raise NotImplementedError
-
-    def _on_device(self, work: Callable[[], _T]) -> _T:
-        """Do `work` while the buffer's GPU is the current one."""
-        index = self.config.device.index
-        if index is None or torch.cuda.current_device() == index:  # the CPU has no index here
-            return work()
-        with torch.cuda.device(index):
-            return work()
-
-    def _alone(self, work: Callable[[], _T]) -> _T:
-        """Let one call in at a time; threads queue, a call from within a call is refused."""
-        if os.getpid() != self._pid:
-            raise ForkError(f"this buffer was made by process {self._pid} before a fork; make a new one in the child")
-        me = threading.get_ident()
-        if self._owner == me:
-            raise InvalidState("a call on this buffer is in progress in this thread (signal handler or callback?)")
         try:
-            with self._lock:
-                if self._closed or self._closing.asked:
-                    raise InvalidState("the buffer is closed; make a new one")
-                self._owner = me
-                try:
-                    return self._on_device(work)
-                finally:
-                    self._owner = None
+            if self._index is not None:
+                self._gpu.__exit__(kind, error, traceback)
         finally:
-            if self._closing.asked:
-                self.close()
+            self._owner = None
+            if self.closing.asked:
+                self._close()
+
+    def close(self) -> None:
+        """Give back all memory, at once or when the call in progress ends; idempotent, never waits for peers."""
+        self.closing.asked = True
+        if self._pid != os.getpid():
+            return  # a forked child: the mappings are the parent's business
+        if self._owner == threading.get_ident():
+            return  # called from a signal handler inside a call: that call ends and closes on its way out
+        if self._owner is not None:
+            self._end_waits()
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        """Give back all memory, once. With the lock held."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._give_back()

@@ -150,14 +150,14 @@ def device_of(rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def make_buffer(platform: str, group: Any, device: torch.device) -> epee.Buffer:
+def make_buffer(platform: str, group: Any, device: torch.device) -> epee.LatencyBuffer:
     """The buffer of the run."""
-    kind: type[epee.Buffer] = epee.Buffer
+    kind: type[epee.LatencyBuffer] = epee.LatencyBuffer
     if platform == "emulated":
         from tests.csrc.test_latency_buffer_emulated import EmulatedLatencyBuffer as kind
     return kind(
         group, num_experts=NUM_RANKS * PLAN.num_local_experts, hidden=PLAN.hidden, num_topk=PLAN.num_topk,
-        max_tokens_per_rank=PLAN.max_tokens, mode="latency", device=device, timeout=TIMEOUT_S,
+        max_tokens_per_rank=PLAN.max_tokens, device=device, timeout=TIMEOUT_S,
     )  # fmt: skip
 
 

@@ -34,10 +34,9 @@ pytestmark = [
 NUM_RANKS, VICTIM, BEHIND = 3, 1, 2
 
 
-def make(group: Any, mode: str) -> epee.Buffer:
-    return epee.Buffer(
-        group, num_experts=6, hidden=512, num_topk=2, max_tokens_per_rank=6, timeout=60.0, mode=mode,
-    )  # fmt: skip
+def make(group: Any, kind: str) -> epee.Buffer | epee.LatencyBuffer:
+    make_one = epee.LatencyBuffer if kind == "latency" else epee.Buffer
+    return make_one(group, num_experts=6, hidden=512, num_topk=2, max_tokens_per_rank=6, timeout=60.0)
 
 
 def die(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""`epee.Buffer(mode="latency")` over the emulated GPU: the tests of the CPU path, and what only a GPU path has."""
+"""`epee.LatencyBuffer` over the emulated GPU: the tests of the CPU path, and what only a GPU path has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import epee.errors
 from epee.ep.gpu.platform import Platform
 from epee.reference import latency as oracle
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
-from tests.csrc.emulated_buffer import EmulatedBuffer
 from tests.ep import test_latency_buffer as cpu_tests
 from tests.ep.latency_cases import (
     Shape,
@@ -37,8 +36,11 @@ pytestmark = [
 ]
 
 
-class EmulatedLatencyBuffer(EmulatedBuffer):
+class EmulatedLatencyBuffer(epee.LatencyBuffer):
     """A GPU buffer without a GPU, with room for a few tokens."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "device": "cuda"})
 
     @staticmethod
     def _platform_of(device: torch.device | str | None) -> Platform | None:
@@ -46,8 +48,8 @@ class EmulatedLatencyBuffer(EmulatedBuffer):
 
 
 def emulated(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a rank's function with `epee.Buffer` on the emulated GPU."""
-    epee.Buffer = EmulatedLatencyBuffer  # type: ignore[misc]
+    """Run a rank's function with `epee.LatencyBuffer` on the emulated GPU."""
+    epee.LatencyBuffer = EmulatedLatencyBuffer  # type: ignore[misc]
     return function(rank, num_ranks, *args)
 
 

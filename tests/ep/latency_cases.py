@@ -33,7 +33,7 @@ class Shape:
     max_tokens: int = 6
 
 
-def make(shape: Shape, **changes: Any) -> epee.Buffer:
+def make(shape: Shape, **changes: Any) -> epee.LatencyBuffer:
     """Make the buffer of a shape on this rank, its memory poisoned."""
     os.environ["EPEE_POISON"] = "1"
     arguments: dict[str, Any] = {
@@ -41,10 +41,9 @@ def make(shape: Shape, **changes: Any) -> epee.Buffer:
         "hidden": shape.hidden,
         "num_topk": shape.num_topk,
         "max_tokens_per_rank": shape.max_tokens,
-        "mode": "latency",
         **changes,
     }
-    return epee.Buffer(dist.group.WORLD, **arguments)
+    return epee.LatencyBuffer(dist.group.WORLD, **arguments)
 
 
 def inputs(shape: Shape, num_tokens: Sequence[int], seed: int, routing: str = "random") -> list[Sent]:
@@ -92,12 +91,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(torch.uint8)
 
 
-def dispatch(buffer: epee.Buffer, given: Sent, **options: Any) -> LatencyDispatched:
+def dispatch(buffer: epee.LatencyBuffer, given: Sent, **options: Any) -> LatencyDispatched:
     """Dispatch in latency mode."""
     return cast(LatencyDispatched, buffer.dispatch(given.x, given.topk_idx, given.topk_weights, **options))
 
 
-def combine(buffer: epee.Buffer, y: torch.Tensor, got: LatencyDispatched, **options: Any) -> LatencyCombined:
+def combine(buffer: epee.LatencyBuffer, y: torch.Tensor, got: LatencyDispatched, **options: Any) -> LatencyCombined:
     """Combine in latency mode."""
     return cast(LatencyCombined, buffer.combine(y, got.handle, **options))
 
@@ -122,7 +121,7 @@ def check_dispatched(got: LatencyDispatched, want: Packed) -> None:
 
 
 def check_round(
-    buffer: epee.Buffer,
+    buffer: epee.LatencyBuffer,
     shape: Shape,
     num_tokens: Sequence[int],
     seed: int,

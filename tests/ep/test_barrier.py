@@ -14,17 +14,17 @@ from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
 from tests.harness import run_ranks
 
-MODES = ("throughput", "latency")
+KINDS = {"throughput": epee.Buffer, "latency": epee.LatencyBuffer}
 
 
-def _make(mode: str) -> epee.Buffer:
-    return epee.Buffer(num_experts=6, hidden=16, num_topk=1, max_tokens_per_rank=2, mode=mode, timeout=20.0)
+def _make(kind: str) -> epee.Buffer | epee.LatencyBuffer:
+    return KINDS[kind](num_experts=6, hidden=16, num_topk=1, max_tokens_per_rank=2, timeout=20.0)
 
 
-def _rounds(rank: int, num_ranks: int, mode: str) -> int:
+def _rounds(rank: int, num_ranks: int, kind: str) -> int:
     """Count how often this rank came through a barrier that another had not reached."""
     store, num_early = dist.distributed_c10d._get_default_store(), 0
-    with _make(mode) as buffer:
+    with _make(kind) as buffer:
         for i in range(20):
             if i % num_ranks == rank:
                 time.sleep(0.005)
@@ -35,9 +35,9 @@ def _rounds(rank: int, num_ranks: int, mode: str) -> int:
     return num_early
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nobody_is_early_on_cpus(mode: str) -> None:
-    assert run_ranks(_rounds, 3, mode) == [0, 0, 0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_is_early_on_cpus(kind: str) -> None:
+    assert run_ranks(_rounds, 3, kind) == [0, 0, 0]
 
 
 def _errors(rank: int, num_ranks: int) -> list[str]:

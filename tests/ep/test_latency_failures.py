@@ -48,7 +48,7 @@ def outputs(x: torch.Tensor, rank: int, num_local: int) -> torch.Tensor:
 
 
 def masked_round(
-    buffer: epee.Buffer,
+    buffer: epee.LatencyBuffer,
     mask: torch.Tensor,
     seed: int,
     timeout_us: int,
@@ -100,7 +100,7 @@ def act(kind: str) -> None:
     time.sleep(3600)  # away
 
 
-def post_after(buffer: epee.Buffer, num_posts: int, then: Callable[[], None]) -> None:
+def post_after(buffer: epee.LatencyBuffer, num_posts: int, then: Callable[[], None]) -> None:
     """Let this rank post that many halves more, then do something before the next one: its rows lie there, no tag."""
     wire = buffer._path.wire  # type: ignore[union-attr]
     posts = [num_posts]

@@ -207,16 +207,6 @@ def test_the_only_rank_has_no_epochs() -> None:
     run_ranks(_one, 1)
 
 
-def _policy(rank: int, num_ranks: int) -> None:
-    for argument in ({"fault_mode": "mask"}, {"on_stall": "evict"}):
-        with pytest.raises(epee.InvalidArgument, match="throughput mode"):
-            make(SHAPE, **argument)
-
-
-def test_a_latency_buffer_has_no_policy_of_its_own() -> None:
-    run_ranks(_policy, 2)
-
-
 def _lives(rank: int, num_ranks: int, times: int) -> tuple[Any, Any]:
     """Make a buffer, let it enter epochs, and close it, again and again; return what this process holds."""
     before = None
@@ -267,7 +257,7 @@ def test_hang_reports_show_for_whom_a_half_waits_and_nothing_afterwards() -> Non
         assert rows == [[""]]
 
 
-def forget_pending(buffer: epee.Buffer) -> None:
+def forget_pending(buffer: epee.LatencyBuffer) -> None:
     """Let the buffer of this rank have no call that waits for its hook."""
     path: Any = buffer._path
     for calls in path._core._open.values() if buffer.config.is_cuda else [path.wire._open]:

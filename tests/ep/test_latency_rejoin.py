@@ -46,21 +46,22 @@ def start(rank: int, num_ranks: int, folder: str, joins: bool = False, mode: str
     return dist.group.WORLD
 
 
-def make_buffer(group: Any, timeout: float = TIMEOUT_S, **changes: Any) -> epee.Buffer:
+def make_buffer(group: Any, timeout: float = TIMEOUT_S, **changes: Any) -> epee.LatencyBuffer:
     """Make the buffer of the tests."""
     arguments: dict[str, Any] = {
         "num_experts": SHAPE.num_experts,
         "hidden": SHAPE.hidden,
         "num_topk": SHAPE.num_topk,
         "max_tokens_per_rank": SHAPE.max_tokens,
-        "mode": "latency",
         "timeout": timeout,
         **changes,
     }
-    return epee.Buffer(group, **arguments)
+    return epee.LatencyBuffer(group, **arguments)
 
 
-def masked_round(buffer: epee.Buffer, mask: torch.Tensor, seed: int, alive: list[bool], payload: str = "fp8") -> None:
+def masked_round(
+    buffer: epee.LatencyBuffer, mask: torch.Tensor, seed: int, alive: list[bool], payload: str = "fp8"
+) -> None:
     """A dispatch and a combine among `alive`, compared with the oracle."""
     rank, num_ranks = buffer.rank, buffer.num_ranks
     given = inputs(SHAPE, NUM_TOKENS[:num_ranks], seed)
@@ -76,7 +77,7 @@ def masked_round(buffer: epee.Buffer, mask: torch.Tensor, seed: int, alive: list
     assert mask[:num_ranks].tolist() == [int(is_in) for is_in in alive]
 
 
-def rounds(buffer: epee.Buffer, first: int, last: int, **options: Any) -> None:
+def rounds(buffer: epee.LatencyBuffer, first: int, last: int, **options: Any) -> None:
     """Whole rounds, bit for bit; the payloads take turns."""
     for seed in range(first, last):
         check_round(
@@ -108,7 +109,7 @@ def lose(group: Any, folder: str, rank: int, name: str, *more: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def end(buffer: epee.Buffer, folder: str) -> None:
+def end(buffer: epee.LatencyBuffer, folder: str) -> None:
     """Close when all ranks are through: who ends earlier is dead to those who wait for what it has sent."""
     stages.meet(folder, "end", buffer.rank, range(buffer.num_ranks))
     buffer.close()
@@ -521,7 +522,7 @@ def zombie(slot: int, num_processes: int, folder: str, when: str) -> Any:
     return "ok"
 
 
-def wake_up(buffer: epee.Buffer, given: Any, mask: torch.Tensor, when: str, folder: str) -> str:
+def wake_up(buffer: epee.LatencyBuffer, given: Any, mask: torch.Tensor, when: str, folder: str) -> str:
     """Stop in the midst of writing, or between two calls; when woken go on until it is told that it is out."""
     if when == "writing":
         wire = buffer._path.wire  # type: ignore[union-attr]

@@ -153,7 +153,7 @@ def _deaths(rank: int, num_ranks: int, folder: str) -> None:
         seen.append(buffer.sync(mask, timeout=30).tolist())
 
 
-def dist_free_round(buffer: epee.Buffer, mask: torch.Tensor, seed: int) -> None:
+def dist_free_round(buffer: epee.LatencyBuffer, mask: torch.Tensor, seed: int) -> None:
     """A dispatch with whoever is left."""
     given = inputs(SHAPE, NUM_TOKENS, seed)[buffer.rank]
     got = dispatch(buffer, given, active_ranks=mask, timeout_us=LONG_US)

@@ -28,18 +28,11 @@ HIDDEN = 8
 Step = Callable[[int, Callable[[], None]], Any]
 
 
-def _buffer(num_ranks: int, what: str = "", timeout: float = 0.4) -> epee.Buffer:
-    mode = "latency" if what in ("latency", "hooks") else "throughput"
-    dtype = {} if mode == "latency" else {"dtype": torch.float32}
-    return epee.Buffer(
-        num_experts=2 * num_ranks,
-        hidden=HIDDEN,
-        num_topk=2,
-        max_tokens_per_rank=4,
-        timeout=timeout,
-        mode=mode,
-        **dtype,  # type: ignore[arg-type]
-    )
+def _buffer(num_ranks: int, what: str = "", timeout: float = 0.4) -> Any:
+    sizes = {"num_experts": 2 * num_ranks, "hidden": HIDDEN, "num_topk": 2, "max_tokens_per_rank": 4}
+    if what in ("latency", "hooks"):
+        return epee.LatencyBuffer(timeout=timeout, **sizes)
+    return epee.Buffer(timeout=timeout, dtype=torch.float32, **sizes)
 
 
 def _tokens(num_ranks: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ NUM_TOKENS = (8, 5)
 class Recorded:
     """A dispatch and a combine recorded in a graph, with the memory that they read."""
 
-    def __init__(self, buffer: epee.Buffer, mask: torch.Tensor) -> None:
+    def __init__(self, buffer: epee.LatencyBuffer, mask: torch.Tensor) -> None:
         self.buffer, self.mask = buffer, mask
         count, device = NUM_TOKENS[buffer.rank], mask.device
         self.x = torch.zeros(count, SHAPE.hidden, dtype=torch.bfloat16, device=device)

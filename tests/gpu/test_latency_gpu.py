@@ -162,11 +162,11 @@ BUFFER = Plan((Round((0, 0)),), hidden=512, max_tokens=20, num_local_experts=5, 
 
 
 def _buffer(rank: int, num_ranks: int) -> None:
-    """`epee.Buffer` on GPUs: hooks, its own stream, zero-copy, packed scales, agreement."""
+    """`epee.LatencyBuffer` on GPUs: hooks, its own stream, zero-copy, packed scales, agreement."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    with epee.Buffer(
+    with epee.LatencyBuffer(
         num_experts=num_ranks * BUFFER.num_local_experts, hidden=BUFFER.hidden, num_topk=BUFFER.num_topk,
-        max_tokens_per_rank=BUFFER.max_tokens, mode="latency", device="cuda", timeout=20.0,
+        max_tokens_per_rank=BUFFER.max_tokens, device="cuda", timeout=20.0,
     ) as buffer:  # fmt: skip
         for seed in range(12):
             use_fp8 = seed % 3 > 0

@@ -96,7 +96,7 @@ def throughput_step(buffer: epee.Buffer, mask: torch.Tensor, step: int) -> None:
     mask[:] = c.got
 
 
-def latency_step(buffer: epee.Buffer, mask: torch.Tensor, step: int) -> None:
+def latency_step(buffer: epee.LatencyBuffer, mask: torch.Tensor, step: int) -> None:
     """A dispatch and a combine with a mask."""
     rank, num_ranks = buffer.rank, buffer.num_ranks
     idx, weights = routing(rank, num_ranks, step)
@@ -120,8 +120,12 @@ def kill_round(rank: int, folder: str, spec: Spec) -> list[list[int]]:
     more: dict[str, Any] = {}
     if spec.kind == "throughput":  # as many rows as there can be: in some steps all tokens meet at one rank
         more = {"fault_mode": spec.mode, "on_stall": "error", "max_recv_rows": 2 * NUM_TOKENS * spec.num_ranks}
-    buffer = epee.Buffer(group, mode=spec.kind, timeout=LONG_S, **sizes, **more)
-    make_step = {"throughput": throughput_step, "latency": latency_step}[spec.kind]
+    kinds: dict[str, tuple[Any, Any]] = {
+        "throughput": (epee.Buffer, throughput_step),
+        "latency": (epee.LatencyBuffer, latency_step),
+    }
+    make, make_step = kinds[spec.kind]
+    buffer = make(group, timeout=LONG_S, **sizes, **more)
     mask = torch.ones(spec.num_ranks, dtype=torch.int32)
     stages.meet(folder, "made", rank, range(spec.num_ranks))
     agreed = []

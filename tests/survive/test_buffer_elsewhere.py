@@ -163,7 +163,6 @@ def policies(rank: int, num_ranks: int, ours: bool, changes: dict[str, str]) -> 
         (False, {"fault_mode": "mask"}, "made"),
         (False, {"fault_mode": "hope"}, "InvalidArgument: fault_mode must be one of"),
         (False, {"on_stall": "hope"}, "InvalidArgument: on_stall must be one of"),
-        (False, {"mode": "latency", "dtype": torch.bfloat16, "on_stall": "error"}, "InvalidArgument: on_stall: only"),
         (True, {"fault_mode": "raise", "on_stall": "error"}, "made"),
         (True, {"fault_mode": "mask"}, "InvalidArgument: fault_mode must be the group's, 'raise', got 'mask'"),
     ],

@@ -114,7 +114,7 @@ class Exchange:
         members: ranks of the epoch, ascending.
         parties: those with a part in the last call; `absent` the others.
         gone: members that are in the epoch no more.
-        is_reduced: whether these are not all.
+        reduced_members: the same where these are not all, else None.
         pids: the ranks' processes.
         settled: the rows of all calls up to this one have been seen, so all peers have finished the calls before it.
         gathered: the last call whose rows were seen, or that is over for another reason.
@@ -162,7 +162,7 @@ class Exchange:
         self.members = self.parties = tuple(sorted(inboxes))
         self.gone: Collection[int] = ()
         self.absent: Collection[int] = ()
-        self.is_reduced = len(self.members) < self.config.num_ranks
+        self.reduced_members = self.members if len(self.members) < self.config.num_ranks else None
         self._peers = tuple(rank for rank in self.members if rank != self.rank)
         self._words = {rank: inboxes[rank].words(0, self._num_words) for rank in self.members}
         self._addresses = {rank: inboxes[rank].address for rank in self.members}

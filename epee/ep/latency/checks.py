@@ -6,12 +6,10 @@ themselves).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from ...errors import InvalidArgument, InvalidState, StaleHandleError
-from ..checks import check_rows, check_tensor, check_timeout, overlap
+from ..checks import check_mask, check_rows, check_tensor, check_timeout, overlap
 from ..config import CPU, BufferConfig
 from ..throughput.placement import check_topk_idx
 from .types import (
@@ -24,18 +22,6 @@ from .types import (
 )
 
 _PARTIAL_DTYPES = (torch.bfloat16, torch.float32)
-
-
-def check_only_in(mode: str, arguments: Mapping[str, object]) -> None:
-    """Raise `InvalidArgument` when an argument is given that has a meaning in another mode only.
-
-    Args:
-        mode: that it has a meaning in.
-        arguments: name to value; None and False stand for "not given".
-    """
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise InvalidArgument(f'{name} has a meaning for buffers with mode="{mode}" only; leave it out here')
 
 
 def check_options(
@@ -58,14 +44,7 @@ def check_options(
         if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0:
             raise InvalidArgument(f"timeout_us must be an int above 0 or None for the buffer's, got {timeout_us!r}")
         timeout = timeout_us / 1e6
-    mask = None
-    if active_ranks is not None:
-        mask = check_tensor("active_ranks", active_ranks, (None,), (torch.int32,), config.device)
-        if len(mask) < config.num_ranks:
-            raise InvalidArgument(
-                f"active_ranks must have an entry for each of {config.num_ranks} ranks, got {len(mask)}"
-            )
-    return LatencyOptions(mask, check_timeout(timeout, default_s), return_hook)
+    return LatencyOptions(check_mask(config, active_ranks), check_timeout(timeout, default_s), return_hook)
 
 
 def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: object, use_ue8m0: object) -> Quantisation:

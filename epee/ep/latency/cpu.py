@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,13 +38,11 @@ from ...errors import (
     ProtocolError,
 )
 from ...memory.host import HostRegion
-from ...view.process.detector import DeathWatch
-from ..config import BufferConfig
 from ..control.inbox import OP_GATHER, inbox_layout
-from ..control.messages import ControlPlane
 from ..event import DONE
 from ..membership import path_lane
 from ..membership.memory import Memory
+from ..paths import Making
 from ..streams import Lane, RunOptions
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot
@@ -96,12 +94,7 @@ class LatencyCpuPath(Memory):
     """Moves the rows of one buffer in latency mode through the regions of its epoch.
 
     Args:
-        config: of the buffer.
-        rank: this rank.
-        control: the host side of the buffer.
-        watch: knows which ranks are dead.
-        interrupt: called while waiting; raises to end the wait.
-        buffer_id: goes into handles.
+        making: what it is made of.
         poison: fill memory with 0xFF before each use.
         deadline: `time.monotonic()` value by which a replacement must have been taken in.
 
@@ -110,25 +103,14 @@ class LatencyCpuPath(Memory):
         CommTimeoutError: a replacement was not taken in.
     """
 
+    barrier_op = OP_GATHER
     max_num_sms = 0
     num_copied = 0
     nbytes = 0  # the memory of an epoch is the lane's, and counted there
 
-    def __init__(
-        self,
-        config: BufferConfig,
-        rank: int,
-        control: ControlPlane,
-        watch: DeathWatch,
-        interrupt: Callable[[], None],
-        buffer_id: int,
-        poison: bool,
-        deadline: float,
-    ) -> None:
-        self.config = config
-        self.rank = rank
-        self._control = control
-        self._buffer_id = buffer_id
+    def __init__(self, making: Making, poison: bool, deadline: float) -> None:
+        self.config, self.rank, self._control, self._buffer_id, watch, closing = making
+        config, rank, control = self.config, self.rank, self._control
         self._poison = poison
         exchange = control.exchange
         self._lane = path_lane.lane_of(control)
@@ -136,7 +118,7 @@ class LatencyCpuPath(Memory):
         self._blank = HostRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
         blank = Region(self._blank, self._layout)
         lane = self._lane
-        self.wire = Wire(config, rank, blank, lane.gone, interrupt, lane.show, lambda: exchange.epoch, poison)
+        self.wire = Wire(config, rank, blank, lane.gone, closing.check, lane.show, lambda: exchange.epoch, poison)
         self._flights = Flights(self.wire, lambda: exchange.epoch, watch.dead, lane.why_gone, lane.hide)
         self._lane.memory = self
         try:
@@ -375,6 +357,10 @@ class LatencyCpuPath(Memory):
         self._lane.require_place(options.active_ranks is not None)
 
     # -- agreement
+
+    def barrier(self, deadline: float) -> None:
+        """Let the ranks' host threads meet; raises as `LatencyBuffer.barrier`."""
+        self._control.all_gather_bytes(b"", deadline)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on who takes part and begin an epoch with them; raises as `Buffer.sync`."""

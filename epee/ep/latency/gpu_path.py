@@ -42,15 +42,14 @@ from ...errors import (
     context,
 )
 from ...memory.host import HostRegion
-from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, inbox_layout
 from ..control.membership import Agreed
-from ..control.messages import ControlPlane
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
+from ..paths import Making
 from ..streams import Lane, RunOptions
 from .checks import check_hook
 from .gpu.core import LatencyCore
@@ -106,31 +105,21 @@ class CudaLatencyHandle(LatencyHandle):
 class LatencyCudaPath(Memory):
     """The GPU end of one buffer in latency mode. Collective to make, except where it takes part in a running buffer.
 
-    The arguments are those of `CudaPath`, with what the buffer begins with in the place of the watch.
+    The arguments are those of `CudaPath`.
     """
 
+    barrier_op = OP_GATHER
     num_copied = 0
 
-    def __init__(
-        self,
-        config: BufferConfig,
-        rank: int,
-        control: ControlPlane,
-        buffer_id: int,
-        platform: Platform,
-        watch: DeathWatch,
-        is_closing: Callable[[], bool],
-        timeout: float,
-    ) -> None:
-        self.config, self.rank = config, rank
-        self._control, self._buffer_id = control, buffer_id
-        self._platform, self._watch, self._is_closing = platform, watch, is_closing
-        self._lane = path_lane.lane_of(control)
+    def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
+        self.config, self.rank, self._control, self._buffer_id, self._watch, self._closing = making
+        self._platform = platform
+        self._lane = path_lane.lane_of(self._control)
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
-        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-latency-{rank}")
+        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-latency-{self.rank}")
         try:
             self._notifier.start(self._lane.processes)
             self._lane.memory = self
@@ -190,7 +179,7 @@ class LatencyCudaPath(Memory):
 
     def is_told(self, error: Exception) -> bool:
         """Tell whether the peers know about `error`, or cannot be told."""
-        return isinstance(error, (PeerError, AbortedError, InvalidState)) or self._is_closing()
+        return isinstance(error, (PeerError, AbortedError, InvalidState)) or self._closing.asked
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it. Nothing while a graph is recorded."""
@@ -287,6 +276,10 @@ class LatencyCudaPath(Memory):
         shape = (self.config.num_local_experts, self.config.num_ranks * self.config.max_tokens_per_rank)
         return torch.empty(*shape, self.config.hidden, dtype=torch.bfloat16, device=self._platform.device)
 
+    def barrier(self, deadline: float) -> None:
+        """Let the ranks' host threads meet; raises as `LatencyBuffer.barrier`."""
+        self._control.all_gather_bytes(b"", deadline)
+
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on who takes part and go on from the same call; raises as `Buffer.sync`. Waits for the GPU."""
         if self._core.num_outstanding:
@@ -380,7 +373,7 @@ class LatencyCudaPath(Memory):
         )
 
     def _interrupt(self) -> None:
-        if self._is_closing():
+        if self._closing.asked:
             raise AbortedError("the buffer was closed by another thread")
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from ..event import DONE, Event
 from ..handle import Combined, Dispatched
-from ..streams import Lane, RunOptions
 
 SCALE_BLOCK = 128  # channels that share one FP8 scale
 
@@ -160,23 +159,3 @@ class LatencyCombined(Combined):
         """`[num_tokens]` float32: the weights of each token whose expert is not in the sums (see `got`)."""
         assert self.lost is not None
         return self.lost()
-
-
-class LatencyPath(Protocol):
-    """Moves the rows of a buffer in latency mode."""
-
-    def dispatch(
-        self, call: LatencyDispatchCall, options: LatencyOptions, lane: Lane, run: RunOptions
-    ) -> LatencyDispatched:
-        """Send, and receive unless a hook is asked for."""
-
-    def combine(
-        self, call: LatencyCombineCall, options: LatencyOptions, lane: Lane, run: RunOptions
-    ) -> LatencyCombined:
-        """Send, and receive unless a hook is asked for."""
-
-    def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
-        """Return memory for the `y` of a combine that is not copied."""
-
-    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree with the other ranks on who takes part: `[num_ranks]` int32 on the CPU, and into `active_ranks`."""

@@ -360,7 +360,7 @@ def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig
 
 def _of_kind(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:
     """Return the lines of buffers of the same mode and device; those of others are none of this one's business."""
-    kind = [CONFIG_NAMES.index(name) for name in ("mode", "device")]
+    kind = [CONFIG_NAMES.index(name) for name in ("kind of buffer", "device")]
     own = [config.words()[at] for at in kind]
     found = {}
     for number, line in lines.items():

@@ -44,10 +44,11 @@ from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..config import LAYOUTS, BufferConfig
 from ..control.announce import combine_header, dispatch_header
-from ..control.inbox import Moved, Rows
-from ..control.messages import ControlPlane
+from ..control.inbox import OP_GATHER, Moved, Rows
+from ..control.messages import refused_alike
 from ..event import DONE
-from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, Routing
+from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, Routing, mask_of
+from ..paths import Making
 from ..streams import Lane, RunOptions
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight, pack_rows, without_destinations, without_sources
@@ -67,23 +68,22 @@ class CpuPath:
     """The arenas of one buffer and what moves rows through them.
 
     Args:
-        config: of the buffer.
-        rank: this rank.
-        control: its host side, whose row exchange orders the calls.
-        buffer_id: goes into handles.
+        making: what it is made of; the row exchange of its host side orders the calls.
         poison: fill slots with 0xFF before each use.
 
     Attributes:
         num_copied: results that were copied out because no slot was free.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, control: ControlPlane, buffer_id: int, poison: bool) -> None:
-        self.config = config
-        self.rank = rank
-        self.control = control
-        self.exchange = control.exchange
+    barrier_op = OP_GATHER
+
+    def __init__(self, making: Making, poison: bool) -> None:
+        self.config = config = making.config
+        self.rank = making.rank
+        self.control = making.control
+        self.exchange = making.control.exchange
         self.num_copied = 0
-        self._buffer_id = buffer_id
+        self._buffer_id = making.buffer_id
         self._poison = poison
         self._arenas: dict[str, Arena] = {}
         self._alignment = dict.fromkeys(LAYOUTS, 0)  # that the arena of each layout was made for
@@ -104,6 +104,28 @@ class CpuPath:
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
         self.control.refuse(op, error, deadline)
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Whether a process that takes a lost rank's place comes in with the next call."""
+        return self.exchange.membership.takes_replacements
+
+    def barrier(self, deadline: float) -> None:
+        """Let the ranks' host threads meet; raises as `Buffer.barrier`."""
+        self.control.all_gather_bytes(b"", deadline)
+
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Agree on who takes part; raises as `Buffer.sync`."""
+        assert active_ranks is not None
+        marks = active_ranks[: self.config.num_ranks]
+        counted = sum(1 << rank for rank, mark in enumerate(marks.tolist()) if mark)
+        membership = self.exchange.membership
+        with refused_alike(self.control, deadline):
+            agreed = membership.agree(counted, deadline)
+        mask = mask_of(agreed.ranks, self.config.num_ranks)
+        marks.copy_(mask)
+        membership.note_agreed(agreed)  # last: who is interrupted before it gets the same again
+        return mask
 
     def check(self) -> None:
         """Nothing fails behind the host's back here."""
@@ -283,7 +305,7 @@ class CpuPath:
 
     def _routing(self, call: DispatchCall) -> Routing | None:
         """Return a copy of the routing where some of it may be lost: in a reduced view, or where a loss is no error."""
-        if self.exchange.membership.raises and not self.exchange.is_reduced:
+        if self.exchange.membership.raises and self.exchange.reduced_members is None:
             return None
         return Routing(
             *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
@@ -368,7 +390,7 @@ class CpuPath:
 
     def _lost(self, missing: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the ranks that are not members, and those of `missing`."""
-        if not missing and not self.exchange.is_reduced:
+        if not missing and self.exchange.reduced_members is None:
             return ()
         there = set(self.exchange.members) - set(missing)
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in there)

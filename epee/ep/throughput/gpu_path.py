@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -64,15 +64,16 @@ from ...memory.host import HostRegion
 from ...view.process.detector import DeathWatch, is_leaving
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
-from ..control.inbox import OP_GATHER, OP_NAMES, inbox_layout
+from ..control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES, inbox_layout
 from ..control.membership import Agreed
-from ..control.messages import ControlPlane, reason_bytes
+from ..control.messages import reason_bytes
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
 from ..handle import Combined, Dispatched, Handle, Payload, Routing
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
+from ..paths import Making
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
 from .gpu.slots import FIRST_GHOST
@@ -108,39 +109,22 @@ class CudaPath(Memory):
     """The GPU end of one buffer. Collective to make, except where it takes part in a running buffer.
 
     Args:
-        config: of the buffer.
-        rank: this rank.
-        control: its host side.
-        buffer_id: goes into handles.
+        making: what it is made of.
         platform: the GPU.
-        watch: knows which ranks are dead.
-        is_closing: whether somebody wants to close the buffer.
         timeout: seconds that ranks wait for each other here, and later when memory is attached.
 
     Attributes:
         num_copied: results that were copied out because no slot was free.
     """
 
-    def __init__(
-        self,
-        config: BufferConfig,
-        rank: int,
-        control: ControlPlane,
-        buffer_id: int,
-        platform: Platform,
-        watch: DeathWatch,
-        is_closing: Callable[[], bool],
-        timeout: float,
-    ) -> None:
-        self.config = config
-        self.rank = rank
-        self.control = control
+    barrier_op = OP_DISPATCH
+
+    def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
+        self.config, self.rank, self.control, self._buffer_id, self._watch, self._closing = making
+        control = self.control
         self.num_copied = 0
-        self._buffer_id = buffer_id
         self._platform = platform
-        self._watch = watch
         self._lane = path_lane.lane_of(control)
-        self._is_closing = is_closing
         self._timeout = timeout
         self._ghosts = DeathWatch()  # processes that had a rank which another one has now
         self._ghost_of: dict[tuple[int, int], int] = {}  # their numbers there
@@ -149,7 +133,7 @@ class CudaPath(Memory):
         self._core = self._make_core(deadline)
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
         self._core.set_hooks(self._interrupt, control.exchange.reason_of)
-        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{rank}")
+        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{self.rank}")
         try:
             self._notifier.start(self._lane.processes)
             self._lane.memory = self
@@ -196,6 +180,11 @@ class CudaPath(Memory):
         return self._platform.limits.num_sms
 
     @property
+    def takes_replacements(self) -> bool:
+        """Whether `sync` takes in processes that took the places of lost ranks."""
+        return self.control.exchange.membership.takes_replacements
+
+    @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
         return self._core.nbytes
@@ -206,7 +195,7 @@ class CudaPath(Memory):
 
     def is_told(self, error: Exception) -> bool:
         """Tell whether the peers cannot be told: the buffer is done. An earlier call's error they do not know of."""
-        return isinstance(error, PeerError) or self._is_closing()
+        return isinstance(error, PeerError) or self._closing.asked
 
     def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch; raises as `Buffer.dispatch`."""
@@ -408,7 +397,7 @@ class CudaPath(Memory):
 
     def _interrupt(self) -> None:
         """Called while the host waits for the GPU: a death, or the wish to close, ends the kernels' waits."""
-        if self._is_closing():
+        if self._closing.asked:
             self._core.abort()
         elif self._dead():
             self._core.mark_dead(self._watch.dead())
@@ -417,7 +406,7 @@ class CudaPath(Memory):
     def _lost(self) -> tuple[int, ...]:
         """Ranks that the view leaves out."""
         exchange = self.control.exchange
-        if not exchange.is_reduced:
+        if exchange.reduced_members is None:
             return ()
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in exchange.members)
 
@@ -445,7 +434,7 @@ class CudaPath(Memory):
         A peer that refused its call and ended its process right after is no such case: the refusal is what happened.
         """
         has_cause = isinstance(error, (PeerError, InvalidArgument, MismatchError))
-        if not (has_cause or is_capturing or self._is_closing()) and (dead := self._dead()):
+        if not (has_cause or is_capturing or self._closing.asked) and (dead := self._dead()):
             raise self._death(op, dead) from error
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
@@ -487,7 +476,7 @@ class CudaPath(Memory):
 
     def _routing(self, call: DispatchCall) -> Routing | None:
         """Return a copy of the routing where the view leaves ranks out, for `lost_weight`."""
-        if not self.control.exchange.is_reduced:
+        if self.control.exchange.reduced_members is None:
             return None
         return Routing(
             *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))

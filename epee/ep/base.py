@@ -1,0 +1,283 @@
+"""What `Buffer` and `LatencyBuffer` have in common: how they are made and closed, and the calls that move no rows.
+
+Making one is collective and has three rounds: the ranks compare their arguments (`membership/birth.py`), enter the
+first epoch of a lane, and the path of the device attaches the peers' memory. A rank that refuses its arguments takes
+part in the first round as a refusal. A crash in any of them is a death in a lane; who has not come that far is named.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .. import env
+from ..errors import EpeeError, InvalidArgument
+from .attempt import Attempt, refuse
+from .checks import check_mask, check_timeout
+from .config import BufferConfig
+from .control.bootstrap import bear, size_of
+from .control.bootstrap import refuse as refuse_birth
+from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
+from .control.messages import ControlPlane
+from .gpu.platform import Platform
+from .handle import mask_of
+from .membership.group_view import seat_of
+from .membership.lane import retire
+from .paths import Making, Path, begin_lane, platform_of, return_all, with_policy
+from .streams import Lanes
+from .turns import Turns, on_gpu
+
+_buffer_ids = itertools.count(1)
+_Self = TypeVar("_Self", bound="SharedBuffer")
+
+
+class SharedBuffer:
+    """Memory that the ranks of a group share, one call at a time; `Buffer` and `LatencyBuffer` move rows through it.
+
+    Args:
+        group: of the ranks.
+        config: what the buffer is made for, as the caller said it.
+        device: as the caller said it.
+        timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
+        fault_mode, on_stall: as the caller said it.
+        refusal: what is wrong with the arguments, where that is known already.
+
+    Attributes:
+        config: what the buffer is made for.
+        rank, num_ranks: of the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        config: BufferConfig,
+        device: torch.device | str | None,
+        timeout: float | None,
+        fault_mode: str | None = None,
+        on_stall: str | None = None,
+        refusal: EpeeError | None = None,
+    ) -> None:
+        self._turns = Turns()
+        self._id = next(_buffer_ids)
+        self.rank, self.num_ranks, self.config = group.rank(), size_of(group), config
+        seat = seat_of(group, self.num_ranks)
+        self._timeout, poison, platform = 0.0, False, None
+        try:
+            if refusal is not None:
+                raise refusal
+            config.check()
+            self._timeout = check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S"))
+            poison = env.get_bool("EPEE_POISON")
+            platform = self._platform_of(device)
+            if platform is not None:
+                self.config = self._on_gpu(config, platform)
+            self.config = with_policy(self.config, seat, fault_mode, on_stall)
+        except Exception as error:  # noqa: BLE001 - raised by `refuse_birth`, after the peers have heard of it
+            told = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
+            retire()
+            refuse_birth(group, self.config, told)
+        retire()
+        closing = self._turns.closing
+        born = bear(self.config)
+        self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
+        if self.config.is_lane:
+            begin_lane(group, seat, self._exchange, born.watch, self._timeout, closing.check)
+        try:
+            self._control = ControlPlane(self.config, self.rank, self._exchange)
+            self._lanes = Lanes(self.config.device)
+            making = Making(self.config, self.rank, self._control, self._id, born.watch, closing)
+            with on_gpu(self.config.device.index):
+                self._path: Path = self._make_path(making, platform, poison)
+        except BaseException:
+            born.close()
+            self._exchange.release()
+            self._exchange.membership.close()
+            retire()
+            raise
+        self._exchange.membership.forget = self._path.close
+        # a buffer that is dropped without close() returns its memory as well; its job hears of it later (`retire`)
+        finalizer = weakref.finalize(self, return_all, self._path, born, self._exchange)
+        finalizer.atexit = False
+        self._turns.open(self.config.device.index, self._path.abort, partial(_give_back, finalizer))
+
+    _platform_of = staticmethod(platform_of)
+
+    def _on_gpu(self, config: BufferConfig, platform: Platform) -> BufferConfig:
+        """Return the config of a buffer on a GPU; raises `InvalidArgument` for what its kernels cannot do."""
+        raise NotImplementedError
+
+    def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
+        """Make what moves the rows. Collective."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Return all memory, mappings and descriptors. Local, idempotent, never waits for peers.
+
+        A call in progress in another thread ends with `AbortedError`. Tensors that the user still holds stay valid;
+        handles do not.
+        """
+        self._turns.close()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _attempt(self, op: int, timeout: float | None) -> Attempt:
+        """Return what stands around a collective call."""
+        return Attempt(self._exchange, self._path, op, timeout, self._timeout)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Let all ranks meet. Collective.
+
+        `Buffer` on GPUs: the streams meet: what a rank's current stream does behind the barrier, it does when all
+        ranks' streams have come to it, with their writes done. One kernel; the host waits for nobody, so an error (as
+        of a combine) is raised by the next call or by `check`. Else the ranks' host threads meet.
+
+        Args:
+            timeout: seconds to wait for a silent peer.
+
+        Raises:
+            As `dispatch`.
+        """
+        with self._turns.queue(), self._turns:
+            attempt = self._attempt(self._path.barrier_op, timeout)
+            while True:
+                with attempt as deadline:
+                    return self._path.barrier(deadline)
+
+    def all_gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
+        """Give every rank the bytes of all ranks. Collective; also a barrier of the ranks' host threads.
+
+        For what callers of this buffer must agree on between two calls, without the process group.
+
+        Args:
+            data: equally long on all ranks.
+            timeout: seconds to wait for a silent peer.
+
+        Returns:
+            One byte string per rank, in rank order.
+
+        Raises:
+            As `dispatch`.
+        """
+        with self._turns.queue(), self._turns:
+            attempt = self._attempt(OP_GATHER, timeout)
+            while True:
+                with attempt as deadline:
+                    if not isinstance(data, bytes):
+                        raise InvalidArgument(f"data must be bytes, got {type(data).__name__}")
+                    return self._control.all_gather_bytes(data, deadline)
+
+    def sync(self, active_ranks: torch.Tensor | None = None, timeout: float | None = None) -> torch.Tensor:
+        """Agree with the other ranks on who takes part. Collective for all ranks that live; a barrier of their hosts.
+
+        Ranks that come are in, whoever had counted them out; ranks that are dead, or do not come in time, are not. All
+        go on from the same call, in a new epoch; older handles are stale.
+
+        `LatencyBuffer`: no call may be waiting for its hook. On a group of the backend "epee" it takes in processes
+        that took the places of lost ranks and are making this buffer. On GPUs it waits for the GPU, and graphs serve
+        on.
+
+        `Buffer` on GPUs: as there, and it waits for the GPU; older handles are stale in graphs as well. Processes that
+        took the places of lost ranks come in unless memory is lent by cudaIpc (docs/limits.md); graphs with dispatches
+        of their own serve on.
+
+        `Buffer` on CPUs: with a mask on all ranks, ranks that come are in, those that were put out before as well; who
+        does not come is put out of this buffer and stays in its group. A new epoch begins with the next call; steps
+        that were begun are over. Without a mask it is a call like others: its end tells the members of the present
+        epoch, and silent ranks are the affair of `on_stall`.
+
+        Args:
+            active_ranks: this rank's mask, `[num_ranks or more]` int32; whom it counts out is not waited for long. The
+                agreed one is written into it.
+            timeout: seconds to wait for a silent rank.
+
+        Returns:
+            `[num_ranks]` int32 on the CPU, 1 = takes part; equal on all of them.
+
+        Raises:
+            NoQuorumError: too few ranks came to decide, or the others agreed without this one.
+            InvalidState: a hook has not been called, or a graph is recorded.
+            MismatchError: `Buffer` on CPUs: a rank that is counted on makes another call.
+            As `dispatch`, for `Buffer` on CPUs without a mask.
+        """
+        with self._turns.queue(), self._turns:
+            if active_ranks is not None or self.config.is_synced:
+                mask = check_mask(self.config, active_ranks)
+                return self._path.sync(mask, time.monotonic() + check_timeout(timeout, self._timeout))
+            attempt = self._attempt(OP_GATHER, timeout)
+            while True:
+                with attempt as deadline:
+                    self._path.barrier(deadline)
+                    return mask_of(self._exchange.members, self.num_ranks)
+
+    def refuse(self, error: Exception, timeout: float | None = None) -> None:
+        """Take part in the peers' next call only to tell them that this rank cannot make it; they raise at once.
+
+        On GPUs, and of a `LatencyBuffer`, that call must be a dispatch, a combine or (`Buffer`) a barrier.
+
+        For callers of this buffer that find something wrong with their own arguments, before they raise `error`.
+
+        Args:
+            error: its text becomes part of the peers' `MismatchError`.
+            timeout: seconds to wait for peers that are still in an earlier call.
+        """
+        op = OP_DISPATCH if self.config.is_synced else OP_GATHER
+        with self._turns.queue(), self._turns:
+            deadline = time.monotonic() + check_timeout(timeout, self._timeout)
+            refuse(self._exchange, self._path, op, error, deadline, self._timeout)
+
+    def check(self) -> None:
+        """Raise what has gone wrong on this rank's GPU since the last call. Local; does not wait for the GPU.
+
+        Every call does so when it starts. Synchronise first to be sure of what has been launched.
+        """
+        with self._turns.queue(), self._turns:
+            self._path.check()
+
+    def join(self) -> None:
+        """Let the current stream wait for all work of this buffer on other streams. Local.
+
+        Buffers that are used in turn, on several streams, share the GPU better when each is joined before the next is
+        used: while calls of several buffers may overlap, each of them takes only part of the multiprocessors.
+        """
+        with self._turns.queue(), self._turns:
+            self._path.join()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the last call ran; handles of other epochs are stale. 0 for the only rank of a group."""
+        return self._exchange.epoch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory that this rank maps for others: its inbox and what calls have made so far."""
+        if self._turns.is_closed:
+            return 0
+        return self._exchange.membership.inbox_bytes + self._path.nbytes
+
+    @property
+    def max_num_sms(self) -> int:
+        """Multiprocessors of this rank's GPU, the most that `num_sms` can be; 0 on the CPU, where it means nothing."""
+        return self._path.max_num_sms
+
+    @property
+    def takes_replacements(self) -> bool:
+        """Tell whether who takes a lost rank's place comes in: in a call, or in `sync` (`LatencyBuffer`, GPUs)."""
+        return self._path.takes_replacements
+
+
+def _give_back(finalizer: weakref.finalize[..., SharedBuffer]) -> None:
+    finalizer()
+    retire()

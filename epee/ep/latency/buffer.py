@@ -1,0 +1,216 @@
+"""`LatencyBuffer`: dispatch and combine of small batches, padded results, halves, masks of lost ranks.
+
+This file is the public face: it checks arguments and hands the call to the path of the buffer's device (`cpu.py`,
+`gpu_path.py`); `../base.py` has what it shares with `Buffer`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..base import SharedBuffer
+from ..checks import check_run
+from ..config import BufferConfig
+from ..control.bootstrap import group_of, size_of
+from ..control.inbox import OP_COMBINE, OP_DISPATCH
+from ..gpu.platform import Platform
+from ..paths import Making, Path
+from ..streams import RunOptions
+from .checks import (
+    check_latency_combine,
+    check_latency_dispatch,
+    check_latency_handle,
+    check_options,
+    check_quantisation,
+)
+from .cpu import LatencyCpuPath
+from .gpu_path import LatencyCudaPath, latency_config
+from .types import LatencyCombined, LatencyDispatched, LatencyHandle
+
+_Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
+
+
+class LatencyBuffer(SharedBuffer):
+    """Shared memory of the ranks of a group for small batches (docs/low-latency.md).
+
+    Results are padded, `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]`; a call can be split into a send
+    and a receive half; masks of lost ranks let calls go on without them. Rows are bfloat16, or FP8 made of them.
+
+    Construction is collective: all ranks of `group` make their buffer together, with equal arguments.
+
+    Args:
+        group: any c10d process group of the ranks (gloo, nccl ...), None for the default group. Used now, never in
+            a call. A replacement in a group of the backend "epee" takes part in the buffer that runs.
+        num_experts: over all ranks, a multiple of the number of ranks. Rank r owns `num_experts / num_ranks`
+            experts, starting at r times that.
+        hidden: elements of a row, a multiple of 8 (of 128 for FP8).
+        num_topk: columns of `topk_idx`, 1 ... 32.
+        max_tokens_per_rank: most tokens that one rank dispatches in a call.
+        device: None or "cpu", or the GPU of this rank ("cuda" for the current one); the ranks are on CPUs or on GPUs.
+        num_slots: calls that may be sent and not yet received, at least 2.
+        timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
+
+    After an error the buffer works. `sync` brings the ranks together again.
+
+    Raises:
+        As `Buffer`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        hidden: int,
+        num_topk: int,
+        max_tokens_per_rank: int,
+        device: torch.device | str | None = None,
+        num_slots: int = 2,
+        timeout: float | None = None,
+    ) -> None:
+        members = group_of(group)
+        sizes = num_experts, hidden, num_topk, max_tokens_per_rank
+        config = BufferConfig(size_of(members), *sizes, torch.bfloat16, num_slots, is_latency=True)
+        super().__init__(members, config, device, timeout)
+
+    def _on_gpu(self, config: BufferConfig, platform: Platform) -> BufferConfig:
+        config = replace(config, path="cuda", device=platform.device)
+        latency_config(config, self.rank).check()
+        return config
+
+    def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
+        self._rows: LatencyCpuPath | LatencyCudaPath
+        if platform is None:
+            self._rows = LatencyCpuPath(making, poison, time.monotonic() + self._timeout)
+        else:
+            self._rows = LatencyCudaPath(making, platform, self._timeout)
+            self._rows.set_poison(poison)
+        return self._rows
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        use_fp8: bool = False,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        active_ranks: torch.Tensor | None = None,
+        timeout: float | None = None,
+        timeout_us: int | None = None,
+        return_hook: bool = False,
+        num_sms: int | None = None,
+        async_op: bool = False,
+        previous_event: object = None,
+    ) -> LatencyDispatched:
+        """Send each token to the ranks that own its experts. Collective.
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16. Not modified; may be reused on return (GPU: by work behind the call). On
+                GPUs rows lie in one piece and begin at multiples of 16 bytes.
+            topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that stands twice in a row
+                counts twice.
+            topk_weights: `[num_tokens, num_topk]` float32, None for ones.
+            use_fp8, round_scale, use_ue8m0: quantise x on the way, with float32 scales per 128 channels, powers of
+                two, packed four to an int32.
+            active_ranks: `[num_ranks or more]` int32, 1 = active, read and written: a rank that is 0, or does not come
+                in time, is left out as a whole. Without it a rank that does not come is an error.
+            timeout: seconds to wait for a silent peer; `timeout_us` the same in microseconds.
+            return_hook: only send; `.hook()` receives.
+            num_sms: multiprocessors of the GPU to use; None for the default.
+            async_op: run on the buffer's own stream, behind the current one, or behind `previous_event`; wait for
+                `.event` before the results are used.
+            previous_event: an `.event`, or a `torch.cuda.Event`, for which the call waits first.
+
+        Returns:
+            `LatencyDispatched`.
+
+        Raises:
+            As `Buffer.dispatch`.
+        """
+        run = RunOptions(num_sms, async_op, previous_event)
+        with self._turns.queue(), self._turns:
+            attempt = self._attempt(OP_DISPATCH, timeout)
+            while True:
+                with attempt, self._lanes.lane(check_run(run)) as lane:
+                    waits = (active_ranks, timeout_us, timeout, return_hook)
+                    options = check_options(self.config, *waits, async_op, self._timeout)
+                    how = check_quantisation(self.config, use_fp8, round_scale, use_ue8m0)
+                    call = check_latency_dispatch(self.config, x, topk_idx, topk_weights, how)
+                    return self._hooked(self._rows.dispatch(call, options, lane, run))
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: LatencyHandle,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        partial_dtype: torch.dtype = torch.bfloat16,
+        active_ranks: torch.Tensor | None = None,
+        timeout: float | None = None,
+        timeout_us: int | None = None,
+        return_hook: bool = False,
+        num_sms: int | None = None,
+        async_op: bool = False,
+        previous_event: object = None,
+    ) -> LatencyCombined:
+        """Bring expert outputs back to the tokens' ranks and sum them, multiplied by the weights. Collective.
+
+        Args:
+            y: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, padded like the dispatch's
+                result. Memory from `combine_input` is not copied.
+            handle: of the dispatch.
+            topk_weights: `[num_tokens, num_topk]` of this rank's tokens, replaces those of the dispatch.
+            out: `[num_tokens, hidden]` bfloat16, written instead of new memory.
+            partial_dtype: what each rank's sum is rounded to before it crosses, bfloat16 or float32.
+            active_ranks, timeout, timeout_us, return_hook, num_sms, async_op, previous_event: as in `dispatch`.
+
+        Returns:
+            `LatencyCombined`: for each token the sum over the ranks that are in `got`, ascending, in float32, rounded
+            once; exact zeros for tokens without expert.
+
+        Raises:
+            As `Buffer.combine`.
+        """
+        run = RunOptions(num_sms, async_op, previous_event)
+        with self._turns.queue(), self._turns:
+            attempt = self._attempt(OP_COMBINE, timeout)
+            while True:
+                with attempt, self._lanes.lane(check_run(run)) as lane:
+                    waits = (active_ranks, timeout_us, timeout, return_hook)
+                    options = check_options(self.config, *waits, async_op, self._timeout)
+                    known = check_latency_handle(handle, self._id, self._exchange.epoch)
+                    call = check_latency_combine(self.config, y, known, topk_weights, partial_dtype, out)
+                    return self._hooked(self._rows.combine(call, options, lane, run))
+
+    def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
+        """Return memory for `y` that `combine` need not copy. Local.
+
+        Args:
+            handle: of the dispatch whose outputs will be written.
+
+        Returns:
+            `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, uninitialised. Do not write into it
+            after the combine: peers may still read it.
+        """
+        with self._turns.queue(), self._turns:
+            return self._rows.combine_input(check_latency_handle(handle, self._id, self._exchange.epoch))
+
+    def _hooked(self, result: _Latent) -> _Latent:
+        """Let one hook run at a time, as calls do."""
+        receive = result.hook
+        if receive is not None:
+
+            def hook() -> None:
+                with self._turns.queue(), self._turns:
+                    receive()
+
+            result.hook = hook
+        return result

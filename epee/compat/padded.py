@@ -1,6 +1,6 @@
 """What DeepEP's low-latency calls and Mooncake's `ep.Buffer` have in common: padded results, handles that are tuples.
 
-Data path: epee buffers in latency mode (`Rooms`: one for each shape, made at its first call, collective) move the rows;
+Data path: `LatencyBuffer`s (`PaddedRooms`: one for each shape, made at its first call, collective) move the rows;
 here arguments and results are turned around. A handle is a tuple (source tokens `[L, R * T]` int32, ranges `[L, R]`
 int64, T, hidden, experts); its first tensor is the key under which the epee handle is remembered, so a tuple that went
 through lists or pytrees still works, and a copy of its tensors does not.

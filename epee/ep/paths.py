@@ -14,8 +14,9 @@ from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
-from .control.inbox import Exchange, inbox_layout
+from .control.inbox import Exchange
 from .control.messages import ControlPlane
+from .control.words import inbox_layout
 from .gpu.platform import CudaPlatform, Platform
 from .latency.wire import region_layout
 from .membership.birth import Begun, begin

@@ -100,9 +100,9 @@ class Liar:
 
         def store_row() -> None:
             seq, row = self._exchange._row
-            header = exchange.Header(*exchange._HEADER.unpack_from(row))
+            header = exchange.Header(*exchange.HEADER.unpack_from(row))
             lie = header._replace(**(change(header) if change is not None else {}))
-            self._exchange._row = (seq, exchange._HEADER.pack(*lie) + row[exchange._HEADER.size :])
+            self._exchange._row = (seq, exchange.HEADER.pack(*lie) + row[exchange.HEADER.size :])
             self._store_row()
 
         def publish(header: Any, counts: Any, text: bytes, *rest: Any, **options: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import epee
-from epee.memory import signals
+from epee.ep.control.words import InboxWords
 from tests.harness import run_ranks
 from tests.survive import stages
 
@@ -115,25 +115,22 @@ def test_interrupts_cost_no_slots() -> None:
 
 def _interrupted_announcement(rank: int, num_ranks: int, folder: str, others_come: str) -> list[str]:
     """Rank 0 is interrupted between two stores of its row; the others must see the row in the end."""
-    from epee.ep.control import inbox as exchange
-
     x, idx, _ = _inputs(rank, num_ranks)
     seen = []
     with _buffer(num_ranks) as buffer:
         buffer.dispatch(x.bfloat16(), idx)
         if rank == 0:
-            calls = []
+            store = InboxWords.store
 
-            def interrupting_wake(address: int) -> None:
-                calls.append(address)
-                if len(calls) == 2:
+            def interrupted(words: InboxWords, parity: int, mark: int, row: bytes, ranks: tuple[int, ...]) -> None:
+                store(words, parity, mark, row, ranks[:1])
+                if len(ranks) > 1:  # the others' inboxes; its own comes before them
                     raise KeyboardInterrupt
-                signals.futex_wake(address)
 
-            exchange.futex_wake = interrupting_wake  # type: ignore[attr-defined]
+            InboxWords.store = interrupted  # type: ignore[method-assign, assign]
             with pytest.raises(KeyboardInterrupt):
                 buffer.dispatch(x.bfloat16(), idx)
-            exchange.futex_wake = signals.futex_wake  # type: ignore[attr-defined]
+            InboxWords.store = store  # type: ignore[method-assign]
             stages.reach(folder, "left")
         else:
             if others_come == "later":

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epee.ep.config import BufferConfig
-from epee.ep.control.inbox import inbox_layout
+from epee.ep.control.words import inbox_layout
 from epee.ep.membership import sync
 from epee.ep.membership.inboxes import Absent, Inboxes, Wait
 from epee.ep.membership.registry import MAX_BUFFERS, NUMBER, USED, Registry

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.control import inbox
+from epee.ep.control import words
 from epee.ep.membership.epochs import Survivor
 from epee.errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, MismatchError, NoQuorumError
 from epee.memory import signals
@@ -331,13 +331,13 @@ def _refusal_and_interrupt(rank: int, num_ranks: int) -> list[str]:
     seen = []
     for attempt in range(3):
         if rank == 0 and not attempt:
-            inbox.futex_wake = interrupting  # type: ignore[attr-defined]
+            words.futex_wake = interrupting  # type: ignore[attr-defined]
         try:
             buffer.combine(d.x if rank == 0 or attempt else d.x[:, :4], d.handle)
             seen.append("result")
         except (EpeeError, KeyboardInterrupt) as error:
             seen.append(type(error).__name__)
-        inbox.futex_wake = signals.futex_wake  # type: ignore[attr-defined]
+        words.futex_wake = signals.futex_wake  # type: ignore[attr-defined]
     assert exchange.seq >= 3
     return seen
 

@@ -1,6 +1,6 @@
-"""DeepEP V1's low-latency calls on epee's latency mode; and what a V1 `Buffer` has in DeepEP and not here.
+"""DeepEP V1's low-latency calls on `epee.LatencyBuffer`; and what a V1 `Buffer` has in DeepEP and not here.
 
-Data path: `epee.compat.padded` finds or makes an epee buffer in latency mode and turns arguments and results around;
+Data path: `epee.compat.padded` finds or makes an `epee.LatencyBuffer` and turns arguments and results around;
 what is left here is DeepEP's names, its mask (`enable_shrink`) and its statistics. Without `enable_shrink` a rank that
 does not come is an error. Traffic between hosts and the raw buffer do not exist: these methods have DeepEP's
 signatures, so that code which inspects them or calls by keyword gets this module's answer and no TypeError, and raise

@@ -1,6 +1,6 @@
 """`mooncake.ep`: re-exports `pg`, as Mooncake does, and has its `Buffer`: calls with a mask and a time-out.
 
-Data path: `epee.compat.padded` finds or makes an epee buffer in latency mode and turns arguments and results around;
+Data path: `epee.compat.padded` finds or makes an `epee.LatencyBuffer` and turns arguments and results around;
 what is left here is Mooncake's names. Tensors lie on CPUs or GPUs. What only makes sense with an RDMA network card
 raises `UnsupportedError`.
 """

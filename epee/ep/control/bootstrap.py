@@ -29,7 +29,7 @@ from ...errors import (
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...view.process.detector import DeathWatch
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
-from .inbox import inbox_layout
+from .words import inbox_layout
 
 PROTOCOL_VERSION = 2
 TEXT_BYTES = 400

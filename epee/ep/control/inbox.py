@@ -3,14 +3,7 @@
 Each rank lends an inbox. A call starts when a rank writes its **row** (what it calls, with what, how many rows for
 whom, which slot of its arena the peers may touch) into every inbox, its own included, and ends its announcement by
 storing the row's tag. It then waits until its own inbox holds all rows of this call. Since everybody has the same
-rows, everybody reaches the same verdict: go on, or raise the same error.
-
-    inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
-                      data  [num_ranks][8]                       word 0: tag of the call whose payload has arrived
-                                                                 whole; word 1: tag of the last call whose payload will
-                                                                 not come; the owner's own line: `withdrawal.py`
-                      reasons [8][32]                            written by the owner: why it refused a GPU call,
-                                                                 whose number is word 0, stored last
+rows, everybody reaches the same verdict: go on, or raise the same error. `words.py` has the layout of an inbox.
 
 Order: a rank publishes row s only after it has seen all rows s-1. So when row s of a peer is seen, that peer has
 finished every call before s, its stores included, and row s+1 of anybody cannot overwrite a row s-1 that is still
@@ -27,9 +20,6 @@ in `RankFailedError` for whoever waits for the payload. No state needs repair: e
 members only; a wait ends when the view changes, and `membership` says what becomes of the call. A rank stores its row
 into its own inbox first: whether it has a part in a call is seen there, by all alike, also after its death, and its row
 is read there where it has not come here. Calls are counted through all epochs, so an epoch begins with some number.
-
-Everything in a row is a peer's word. It is copied out of shared memory first and checked then, so that it cannot
-change between the check and its use.
 """
 
 from __future__ import annotations
@@ -38,13 +28,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
 from ...errors import CommTimeoutError, EpeeError, MismatchError, ProtocolError, RankFailedError, context
-from ...memory.host import BLOB_BYTES, HostRegion
-from ...memory.layout import Field, Layout
-from ...memory.signals import fence, futex_wake, tag, wait_equal
+from ...memory.host import HostRegion
+from ...memory.signals import fence, tag, wait_equal
 from ...view.process.detector import DeathWatch
 from ..config import BufferConfig
 from ..throughput.placement import Ints
@@ -52,7 +38,7 @@ from .ending import CallEnd
 from .ending import Moved as Moved
 from .ending import Turned as Turned
 from .ending import Withdrawn as Withdrawn
-from .header import HEADER as _HEADER
+from .header import HEADER as HEADER
 from .header import NUM_HEADER, check_agreed, limits_of, parse_header
 from .header import OP_COMBINE as OP_COMBINE  # whoever uses an exchange finds these words here
 from .header import OP_DISPATCH as OP_DISPATCH
@@ -61,14 +47,9 @@ from .header import OP_NAMES as OP_NAMES
 from .header import REASON_BYTES as REASON_BYTES
 from .header import Header as Header
 from .membership import FixedMembership, Membership, Parties
-from .withdrawal import LINE_WORDS, EndWords
+from .words import InboxWords
 
-_TEXT_AT = 1 + NUM_HEADER
-_COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
-_NUM_REASONS = 8
 RETRY_S = 0.1  # between two complaints about a rank that is silent beyond the time-out
-_REASON_WORDS = 1 + REASON_BYTES // 8
-assert BLOB_BYTES <= REASON_BYTES
 
 
 class Rows(NamedTuple):
@@ -86,17 +67,6 @@ class Rows(NamedTuple):
     counts: Ints
     texts: list[bytes]
     parties: tuple[int, ...]
-
-
-def inbox_layout(config: BufferConfig) -> Layout:
-    """Return the layout of a rank's inbox."""
-    row_words = _COUNTS_AT + config.num_ranks + config.num_experts
-    row_words += -row_words % LINE_WORDS
-    return Layout(
-        Field("rows", torch.int64, (2, config.num_ranks, row_words)),
-        Field("data", torch.int64, (config.num_ranks, LINE_WORDS)),
-        Field("reasons", torch.int64, (_NUM_REASONS, _REASON_WORDS)),
-    )
 
 
 class Exchange:
@@ -141,12 +111,6 @@ class Exchange:
         self.end = CallEnd(self)
         self._watch = watch
         self._interrupt = interrupt
-        layout = inbox_layout(config)
-        self._row_words = layout["rows"].shape[2]
-        self._rows_at = layout.offset("rows") // 8
-        self._data_at = layout.offset("data") // 8
-        self._reasons_at = layout.offset("reasons") // 8
-        self._num_words = layout.nbytes // 8
         self._limits = limits_of(config)
         self._op = "none"
         self._inboxes = dict(enumerate(inboxes))
@@ -164,10 +128,9 @@ class Exchange:
         self.absent: Collection[int] = ()
         self.reduced_members = self.members if len(self.members) < self.config.num_ranks else None
         self._peers = tuple(rank for rank in self.members if rank != self.rank)
-        self._words = {rank: inboxes[rank].words(0, self._num_words) for rank in self.members}
-        self._addresses = {rank: inboxes[rank].address for rank in self.members}
         self.pids = {rank: inboxes[rank].owner_pid for rank in self.members}
-        self.end.begin(EndWords(self.rank, self._words, lambda rank: self._data_at + rank * LINE_WORDS, self._row_at))
+        self.words = InboxWords(self.config, self.rank, inboxes)
+        self.end.begin(self.words.ends())
         self.epoch = epoch
 
     def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> Rows:
@@ -205,8 +168,7 @@ class Exchange:
         """
         self.settle(deadline)
         self._op = OP_NAMES[header.op]
-        numbers = bytes(8 * (self._row_words - _COUNTS_AT)) if counts is None else counts.tobytes()
-        row = _HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
+        row = self.words.pack(header, text, counts)
         seq = self.seq + 1
 
         def announce() -> None:
@@ -217,7 +179,7 @@ class Exchange:
             self.num_calls += 1
             self.began = time.monotonic()
             # one assignment, so that an interrupt leaves either no call or one that `settle` can finish storing
-            self._row = (seq, row.ljust(8 * (self._row_words - 1), b"\0"))
+            self._row = (seq, row)
             self._store_own_row()
 
         if not self.membership.issue(seq, header.op == OP_COMBINE and not header.refused, announce):
@@ -248,7 +210,7 @@ class Exchange:
     @property
     def header(self) -> Header:
         """What this rank has published last."""
-        return Header(*_HEADER.unpack_from(self._row[1]))
+        return Header(*HEADER.unpack_from(self._row[1]))
 
     def reason(self) -> bytes:
         """Return the free bytes of the last row."""
@@ -256,24 +218,16 @@ class Exchange:
 
     def _store_own_row(self) -> None:
         """Write the current row into this rank's inbox: from now on it has a part in the call."""
-        self._store_row_at(self._row_at(self.seq & 1, self.rank), (self.rank,))  # where nobody sleeps
+        seq, row = self._row
+        self.words.store(seq & 1, tag(self.epoch, seq), row, (self.rank,))  # where nobody sleeps
 
     def _store_row(self) -> None:
-        """Write the current row into the others' inboxes; storing it again changes nothing."""
-        start = self._row_at(self.seq & 1, self.rank)
-        self._store_row_at(start, self._peers)
-        for rank in self._peers:
-            futex_wake(self._addresses[rank] + 8 * start)
-        fence()  # before the look for those who have given the call up
-        self._stored = self.seq
-
-    def _store_row_at(self, start: int, ranks: Sequence[int]) -> None:
+        """Write the current row into the others' inboxes."""
         seq, row = self._row
-        mark, end, data = tag(self.epoch, seq), start + self._row_words, memoryview(row).cast("Q")
-        for rank in ranks:
-            words = self._words[rank]
-            words[start + 1 : end] = data
-            words[start] = mark
+        self.words.store(seq & 1, tag(self.epoch, seq), row, self._peers)
+        self.words.wake(seq & 1, self._peers)
+        fence()  # before the look for those who have given the call up
+        self._stored = seq
 
     def gather(self, deadline: float) -> Rows:
         """Wait for all rows of the current call; return them once they are complete, checked and agreed on.
@@ -284,11 +238,9 @@ class Exchange:
             ProtocolError: a row cannot be right.
             Moved: the view has changed; see there.
         """
-        num_ranks = self.config.num_ranks
         are_here = self._await_parties(deadline)
-        if are_here and len(self.parties) == num_ranks and not self.gone:
-            first = self._row_at(self.seq & 1, 0)
-            copy = bytes(self._words[self.rank][first : first + num_ranks * self._row_words])
+        if are_here and len(self.parties) == self.config.num_ranks and not self.gone:
+            copy = self.words.copy_all(self.seq & 1)
         else:
             copy = self._copy_rows(self.parties)
         self.gathered = self.seq
@@ -300,18 +252,12 @@ class Exchange:
 
     def _checked(self, copy: bytes, parties: tuple[int, ...]) -> Rows:
         """Return what a copy of all rows says, checked and agreed on."""
-        num_ranks, width = self.config.num_ranks, 8 * self._row_words
-        own = copy[self.rank * width + 8 : (self.rank + 1) * width]
-        if own != self._row[1]:
+        if self.words.own_part(copy) != self._row[1]:
             raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
-        headers = [
-            parse_header(_HEADER.unpack_from(copy, src * width + 8), src, self._limits) for src in range(num_ranks)
-        ]
-        texts = [copy[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in range(num_ranks)]
+        raw, texts, counts = self.words.split(copy)
+        headers = [parse_header(words, src, self._limits) for src, words in enumerate(raw)]
         check_agreed(headers, texts, parties, self.seq, self.epoch)
-        words = np.frombuffer(copy, dtype=np.int64).reshape(num_ranks, self._row_words)
-        counts = words[:, _COUNTS_AT : _COUNTS_AT + num_ranks + self.config.num_experts]
-        return Rows(headers, counts, texts, parties)
+        return Rows(headers, counts[:, : self.config.num_ranks + self.config.num_experts], texts, parties)
 
     def _await_parties(self, deadline: float) -> bool:
         """Wait until this rank may go on with the call; return whether all rows have come here.
@@ -374,43 +320,31 @@ class Exchange:
 
         A row that did not come here lies in its writer's own inbox. Who has no part gets a row that says nothing.
         """
-        num_ranks, width = self.config.num_ranks, self._row_words
-        words = self._words[self.rank]
+        parity, mark = self.seq & 1, tag(self.epoch, self.seq)
         empty = self.header._replace(num_tokens=0, slot=0, refused=0)
-        parts = []
-        for src in range(num_ranks):
-            if src not in parties:
-                parts.append((bytes(8) + _HEADER.pack(*empty._replace(rank=src))).ljust(8 * width, b"\0"))
-                continue
-            at = self._row_at(self.seq & 1, src)
-            there = words if words[at] == tag(self.epoch, self.seq) else self._words[src]
-            parts.append(bytes(there[at : at + width]))
-        return b"".join(parts)
+        return b"".join(
+            self.words.copy(parity, mark, src) if src in parties else self.words.blank(empty._replace(rank=src))
+            for src in range(self.config.num_ranks)
+        )
 
     def has_row_of(self, src: int, seq: int) -> bool:
         """Return whether a member of the epoch has announced a call, or a later one, as its own inbox says."""
-        return any(self._words[src][self._row_at(parity, src)] >= tag(self.epoch, seq) for parity in (0, 1))
+        return any(self.words.tag_of(parity, src) >= tag(self.epoch, seq) for parity in (0, 1))
 
     def waits_in_next(self, src: int) -> bool:
         """Return whether a rank has announced the call after this rank's last one, and neither refused nor given up."""
         mark = tag(self.epoch, self.seq + 1)
-        at = self._row_at((self.seq + 1) & 1, src)
-        row = bytes(self._words[self.rank][at : at + _TEXT_AT])
-        is_here = int.from_bytes(row[:8], "little") == mark and self._words[self.rank][at] == mark
-        return is_here and not Header(*_HEADER.unpack_from(row, 8)).refused and src not in self.end.given_up_by(mark)
+        header = self.words.header_if_here((self.seq + 1) & 1, mark, src)
+        return header is not None and not header.refused and src not in self.end.given_up_by(mark)
 
     def signal_data(self, dst_rank: int) -> None:
         """Tell `dst_rank` that this rank's payload of the current call lies whole in its arena."""
-        index = self._data_at + self.rank * LINE_WORDS
-        self._words[dst_rank][index] = tag(self.epoch, self.seq)
-        futex_wake(self._addresses[dst_rank] + 8 * index)
+        self.words.store_data(tag(self.epoch, self.seq), dst_rank, is_given_up=False)
 
     def abandon(self) -> None:
         """Tell all peers that this rank's payload of the current call will not come."""
-        index = self._data_at + self.rank * LINE_WORDS
         for peer in self._peers:
-            self._words[peer][index + 1] = tag(self.epoch, self.seq)
-            futex_wake(self._addresses[peer] + 8 * index)  # a reader of `data` sleeps on word 0
+            self.words.store_data(tag(self.epoch, self.seq), peer, is_given_up=True)
 
     def wait_data(self, deadline: float, parties: Sequence[int] | None = None) -> list[int]:
         """Wait until the payload of every peer with a part in the call has arrived whole.
@@ -425,35 +359,18 @@ class Exchange:
         for src in self._peers if parties is None else parties:
             if src == self.rank:
                 continue
-            index = self._data_at + src * LINE_WORDS
+            index = self.words.data_at(src)
             try:
                 self._wait(index, want, src, deadline, is_data=True)
             except Turned:  # it is gone: nothing more may count, but what came before does
-                if self._words[self.rank][index] != want:
+                if self.words.own[index] != want:
                     unfinished.append(src)
                 deadline = self.membership.patience(deadline)
         return unfinished
 
-    def post_reason(self, call: int, reason: bytes) -> None:
-        """Say why this rank refuses GPU call number `call` (above 0); at most `REASON_BYTES` bytes."""
-        words = self._words[self.rank]
-        at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
-        words[at] = 0
-        words[at + 1 : at + _REASON_WORDS] = memoryview(reason.ljust(REASON_BYTES, b"\0")).cast("Q")
-        words[at] = call
-
-    def reason_of(self, src_rank: int, call: int) -> str:
-        """Return why a rank refused GPU call number `call`; "" when it has not said, or has said more since."""
-        words = self._words[src_rank]
-        at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
-        if words[at] != call:
-            return ""
-        text = bytes(words[at + 1 : at + _REASON_WORDS])
-        return text.rstrip(b"\0").decode("utf-8", "replace") if words[at] == call else ""
-
     def release(self) -> None:
         """Let go of all views of the inboxes, so that their mappings can end."""
-        self._words.clear()
+        self.words.release()
         self._inboxes.clear()
 
     def settle(self, deadline: float) -> None:
@@ -482,13 +399,13 @@ class Exchange:
         want = tag(self.epoch, self.seq)
         for src in self._peers:
             if src in self.parties and src not in self.gone:
-                self._wait(self._row_at(self.seq & 1, src), want, src, deadline, is_current=is_current)
+                self._wait(self.words.row_at(self.seq & 1, src), want, src, deadline, is_current=is_current)
         self.settled = self.seq
 
     def _wait(
         self, index: int, want: int, src: int, deadline: float, is_data: bool = False, is_current: bool = False
     ) -> None:
-        words = self._words[self.rank]
+        words = self.words.own
         if words[index] == want:
             return
         started = time.monotonic()
@@ -515,7 +432,7 @@ class Exchange:
                 raise Withdrawn
 
         patience = deadline
-        while not wait_equal(words, index, want, self._addresses[self.rank], patience, check):
+        while not wait_equal(words, index, want, self.words.own_address, patience, check):
             facts = self.where(src, started)
             if not membership.insist(self.behind(want, is_data), facts, self.seq, deadline):
                 raise _silent(facts, src, want, words[index], is_data)
@@ -523,10 +440,8 @@ class Exchange:
 
     def behind(self, want: int, is_data: bool = False) -> list[int]:
         """Return the ranks whose row, or payload, of the current call is not here."""
-        words = self._words[self.rank]
-        places = {
-            src: self._data_at + src * LINE_WORDS if is_data else self._row_at(self.seq & 1, src) for src in self._peers
-        }
+        words, parity = self.words.own, self.seq & 1
+        places = {src: self.words.data_at(src) if is_data else self.words.row_at(parity, src) for src in self._peers}
         return [src for src, index in places.items() if words[index] != want and (is_data or src not in self.gone)]
 
     def _death(self, dead: tuple[int, ...], started: float) -> RankFailedError:
@@ -546,9 +461,6 @@ class Exchange:
     def where(self, peer: int, started: float | None = None) -> str:
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
-
-    def _row_at(self, parity: int, src: int) -> int:
-        return self._rows_at + (parity * self.config.num_ranks + src) * self._row_words
 
 
 def _silent(facts: str, src: int, want: int, got: int, is_data: bool) -> CommTimeoutError:

@@ -88,7 +88,7 @@ def check_latency_dispatch(
 def check_latency_handle(handle: object, buffer_id: int, epoch: int) -> LatencyHandle:
     """Return `handle` if it belongs to this buffer and epoch."""
     if not isinstance(handle, LatencyHandle):
-        raise InvalidArgument(f"handle must be the .handle of a dispatch in latency mode, got {type(handle).__name__}")
+        raise InvalidArgument(f"handle must be the .handle of a LatencyBuffer's dispatch, got {type(handle).__name__}")
     if handle.buffer_id != buffer_id:
         raise StaleHandleError(
             "handle was made by another buffer (or before it was closed); dispatch again with this one"

@@ -38,7 +38,8 @@ from ...errors import (
     ProtocolError,
 )
 from ...memory.host import HostRegion
-from ..control.inbox import OP_GATHER, inbox_layout
+from ..control.inbox import OP_GATHER
+from ..control.words import inbox_layout
 from ..event import DONE
 from ..membership import path_lane
 from ..membership.memory import Memory
@@ -91,7 +92,7 @@ class HostLatencyHandle(LatencyHandle):
 
 
 class LatencyCpuPath(Memory):
-    """Moves the rows of one buffer in latency mode through the regions of its epoch.
+    """Moves the rows of one `LatencyBuffer` through the regions of its epoch.
 
     Args:
         making: what it is made of.

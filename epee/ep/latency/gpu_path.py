@@ -1,4 +1,4 @@
-"""Latency mode for CUDA tensors: a `Buffer`'s calls handed to the GPU core.
+"""Latency mode for CUDA tensors: a `LatencyBuffer`'s calls handed to the GPU core.
 
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to
 attach memory at construction and to agree on who takes part (`sync`), in which processes that took the places of lost
@@ -43,8 +43,9 @@ from ...errors import (
 )
 from ...memory.host import HostRegion
 from ..config import BufferConfig
-from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, inbox_layout
+from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER
 from ..control.membership import Agreed
+from ..control.words import inbox_layout
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform
 from ..membership import path_lane
@@ -81,7 +82,7 @@ def latency_config(config: BufferConfig, rank: int) -> LatencyConfig:
         InvalidArgument: the kernels cannot do it.
     """
     if config.num_slots > 4:
-        raise InvalidArgument(f"latency mode on GPUs has at most 4 calls in flight, got num_slots={config.num_slots}")
+        raise InvalidArgument(f"LatencyBuffer has at most 4 calls in flight on GPUs, got num_slots={config.num_slots}")
     made = LatencyConfig(
         rank,
         config.num_ranks,
@@ -103,7 +104,7 @@ class CudaLatencyHandle(LatencyHandle):
 
 
 class LatencyCudaPath(Memory):
-    """The GPU end of one buffer in latency mode. Collective to make, except where it takes part in a running buffer.
+    """The GPU end of one `LatencyBuffer`. Collective to make, except where it takes part in a running buffer.
 
     The arguments are those of `CudaPath`.
     """

@@ -1,7 +1,6 @@
 """What latency mode takes and returns, on CPUs and GPUs alike: checked calls, handles, results.
 
-`LatencyPath` is what `Buffer` needs of whoever moves the rows: `latency.LatencyCpuPath` for CPU tensors. Metadata only;
-no memory of peers is named here.
+Metadata only; no memory of peers is named here.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ Hook = Callable[[], None]
 
 @dataclass(eq=False)
 class LatencyDispatched(Dispatched):
-    """What this rank received, in latency mode. With a hook everything is undefined until the hook has been called.
+    """What this rank received. With a hook everything is undefined until the hook has been called.
 
     Attributes:
         x: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, or the pair (float8_e4m3fn values,
@@ -137,7 +136,7 @@ class LatencyDispatched(Dispatched):
 
 @dataclass(eq=False)
 class LatencyCombined(Combined):
-    """What came back, in latency mode.
+    """What came back.
 
     Attributes:
         x: `[num_tokens, hidden]` bfloat16 (or `out`).

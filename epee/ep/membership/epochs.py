@@ -44,8 +44,9 @@ from ...view.process.detector import is_torn_down
 from ...view.protocol.messages import Member
 from ...view.protocol.outcome import Place
 from ..config import BufferConfig
-from ..control.inbox import Exchange, Header, Moved, Turned, inbox_layout
+from ..control.inbox import Exchange, Header, Moved, Turned
 from ..control.membership import Agreed, Parties
+from ..control.words import inbox_layout
 from .birth import Begun
 from .call_course import CallCourse
 from .group_view import Loss, failure

@@ -64,9 +64,10 @@ from ...memory.host import HostRegion
 from ...view.process.detector import DeathWatch, is_leaving
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
-from ..control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES, inbox_layout
+from ..control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.membership import Agreed
 from ..control.messages import reason_bytes
+from ..control.words import inbox_layout
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
@@ -132,7 +133,7 @@ class CudaPath(Memory):
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
-        self._core.set_hooks(self._interrupt, control.exchange.reason_of)
+        self._core.set_hooks(self._interrupt, lambda src, call: control.exchange.words.reason_of(src, call))
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{self.rank}")
         try:
             self._notifier.start(self._lane.processes)
@@ -362,7 +363,7 @@ class CudaPath(Memory):
             self.control.refuse(op, error, deadline)
         elif not self._platform.is_capturing():
             reason = reason_bytes(error)
-            self._core.refuse(_seconds_to(deadline), lambda call: self.control.exchange.post_reason(call, reason))
+            self._core.refuse(_seconds_to(deadline), lambda call: self.control.exchange.words.post_reason(call, reason))
 
     def check(self) -> None:
         """Raise what the kernels have reported since the last look."""

@@ -181,7 +181,9 @@ class LatencyConfig:
             raise InvalidArgument(f"hidden must be a multiple of 8 up to {MAX_HIDDEN}, got {self.hidden}")
         for name, most in (("num_topk", MAX_TOPK), ("max_tokens", MAX_TOKENS)):
             if not 1 <= getattr(self, name) <= most:
-                raise InvalidArgument(f"{name} must be 1 ... {most} in latency mode, got {getattr(self, name)}")
+                raise InvalidArgument(
+                    f"{name} must be 1 ... {most} for a LatencyBuffer on GPUs, got {getattr(self, name)}"
+                )
         if self.max_in_flight not in (1, 2, 4):
             raise InvalidArgument(f"max_in_flight must be 1, 2 or 4, got {self.max_in_flight}")
 
@@ -336,7 +338,7 @@ def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms
     if shared_bytes > limits.shared_bytes:
         raise InvalidArgument(
             f"{num_tokens} tokens with top-{config.num_topk} of hidden {config.hidden} need {shared_bytes} bytes of "
-            f"shared memory, there are {limits.shared_bytes}; use a smaller batch or the throughput mode"
+            f"shared memory, there are {limits.shared_bytes}; use a smaller batch, or Buffer"
         )
     return Launch(grid, 32 * warps, shared_bytes)
 

@@ -1,0 +1,176 @@
+"""The words of a rank's inbox: where they lie, how a row is stored there and read.
+
+    inbox of a rank:  rows  [2 parities][num_ranks][row_words]   written by the source rank, word 0 = tag, last
+                      data  [num_ranks][8]                       word 0: tag of the call whose payload has arrived
+                                                                 whole; word 1: tag of the last call whose payload will
+                                                                 not come; the owner's own line: `withdrawal.py`
+                      reasons [8][32]                            written by the owner: why it refused a GPU call,
+                                                                 whose number is word 0, stored last
+
+`inbox.py` says who writes when, and who reads it. A row is its tag, then the header (`header.py`), free bytes, counts.
+A crash leaves a row without its tag, which nobody reads.
+
+Everything in a row is a peer's word: it is copied out of shared memory here, and checked by whoever has the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from ...memory.host import BLOB_BYTES, HostRegion
+from ...memory.layout import Field, Layout
+from ...memory.signals import futex_wake
+from ..config import BufferConfig
+from ..throughput.placement import Ints
+from .header import HEADER, NUM_HEADER, REASON_BYTES, Header
+from .withdrawal import LINE_WORDS, EndWords
+
+_TEXT_AT = 1 + NUM_HEADER
+_COUNTS_AT = _TEXT_AT + REASON_BYTES // 8
+_NUM_REASONS = 8
+_REASON_WORDS = 1 + REASON_BYTES // 8
+assert BLOB_BYTES <= REASON_BYTES
+
+
+def inbox_layout(config: BufferConfig) -> Layout:
+    """Return the layout of a rank's inbox."""
+    row_words = _COUNTS_AT + config.num_ranks + config.num_experts
+    row_words += -row_words % LINE_WORDS
+    return Layout(
+        Field("rows", torch.int64, (2, config.num_ranks, row_words)),
+        Field("data", torch.int64, (config.num_ranks, LINE_WORDS)),
+        Field("reasons", torch.int64, (_NUM_REASONS, _REASON_WORDS)),
+    )
+
+
+class InboxWords:
+    """The inboxes of all members of an epoch, seen from one rank.
+
+    Args:
+        config: of the buffer.
+        rank: this rank.
+        inboxes: of the members, this rank's included; none before the first epoch.
+
+    Attributes:
+        own: the words of this rank's inbox.
+        own_address: of its first word.
+    """
+
+    def __init__(self, config: BufferConfig, rank: int, inboxes: Mapping[int, HostRegion]) -> None:
+        layout = inbox_layout(config)
+        self._num_ranks, self._rank = config.num_ranks, rank
+        self._row_words = layout["rows"].shape[2]
+        self._rows_at = layout.offset("rows") // 8
+        self._data_at = layout.offset("data") // 8
+        self._reasons_at = layout.offset("reasons") // 8
+        num_words = layout.nbytes // 8
+        self._words = {member: inbox.words(0, num_words) for member, inbox in inboxes.items()}
+        self._addresses = {member: inbox.address for member, inbox in inboxes.items()}
+        self.own, self.own_address = self._words.get(rank, memoryview(b"")), self._addresses.get(rank, 0)
+
+    def release(self) -> None:
+        """Let go of all views, so that their mappings can end."""
+        self._words.clear()
+        self.own = memoryview(b"")
+
+    def ends(self) -> EndWords:
+        """Return the words that say how calls end."""
+        return EndWords(self._rank, self._words, self.data_at, self.row_at)
+
+    # ---- rows
+
+    def row_at(self, parity: int, src: int) -> int:
+        """Return the index of the tag of a rank's row, in any inbox."""
+        return self._rows_at + (parity * self._num_ranks + src) * self._row_words
+
+    def pack(self, header: Header, text: bytes, counts: Ints | None) -> bytes:
+        """Return a row without its tag; zeros for counts that the receivers know."""
+        numbers = b"" if counts is None else counts.tobytes()
+        row = HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
+        return row.ljust(8 * (self._row_words - 1), b"\0")
+
+    def store(self, parity: int, mark: int, row: bytes, ranks: Iterable[int]) -> None:
+        """Write this rank's row into some inboxes, its tag last; storing it again changes nothing."""
+        start, data = self.row_at(parity, self._rank), memoryview(row).cast("Q")
+        end = start + self._row_words
+        for rank in ranks:
+            words = self._words[rank]
+            words[start + 1 : end] = data
+            words[start] = mark
+
+    def wake(self, parity: int, ranks: Iterable[int]) -> None:
+        """Wake who sleeps on the tag of this rank's row."""
+        start = self.row_at(parity, self._rank)
+        for rank in ranks:
+            futex_wake(self._addresses[rank] + 8 * start)
+
+    def tag_of(self, parity: int, src: int) -> int:
+        """Return the tag of a rank's row as its own inbox has it, where it is stored first."""
+        return self._words[src][self.row_at(parity, src)]
+
+    def copy_all(self, parity: int) -> bytes:
+        """Return all rows of this inbox."""
+        first = self.row_at(parity, 0)
+        return bytes(self.own[first : first + self._num_ranks * self._row_words])
+
+    def copy(self, parity: int, mark: int, src: int) -> bytes:
+        """Return a rank's row; from its writer's own inbox where it is not here."""
+        at = self.row_at(parity, src)
+        there = self.own if self.own[at] == mark else self._words[src]
+        return bytes(there[at : at + self._row_words])
+
+    def blank(self, header: Header) -> bytes:
+        """Return a row that says nothing but its header."""
+        return (bytes(8) + HEADER.pack(*header)).ljust(8 * self._row_words, b"\0")
+
+    def header_if_here(self, parity: int, mark: int, src: int) -> Header | None:
+        """Return the header of a rank's row, unchecked, if this inbox has the row with that tag."""
+        at = self.row_at(parity, src)
+        row = bytes(self.own[at : at + _TEXT_AT])
+        if int.from_bytes(row[:8], "little") != mark or self.own[at] != mark:
+            return None
+        return Header(*HEADER.unpack_from(row, 8))
+
+    def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
+        """Return what copies of all ranks' rows say, unchecked: headers, free bytes, `[num_ranks, ...]` counts."""
+        width, ranks = 8 * self._row_words, range(self._num_ranks)
+        headers = [HEADER.unpack_from(rows, src * width + 8) for src in ranks]
+        texts = [rows[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in ranks]
+        return headers, texts, np.frombuffer(rows, dtype=np.int64).reshape(self._num_ranks, -1)[:, _COUNTS_AT:]
+
+    def own_part(self, rows: bytes) -> bytes:
+        """Return this rank's row, without its tag, of copies of all ranks' rows."""
+        width = 8 * self._row_words
+        return rows[self._rank * width + 8 : (self._rank + 1) * width]
+
+    # ---- payload, reasons
+
+    def data_at(self, src: int) -> int:
+        """Return the index of a rank's line of `data`, in any inbox."""
+        return self._data_at + src * LINE_WORDS
+
+    def store_data(self, mark: int, rank: int, is_given_up: bool) -> None:
+        """Tell a rank that this one's payload lies there whole, or will not come."""
+        index = self.data_at(self._rank)
+        self._words[rank][index + is_given_up] = mark
+        futex_wake(self._addresses[rank] + 8 * index)  # readers of either word sleep on the first
+
+    def post_reason(self, call: int, reason: bytes) -> None:
+        """Say why this rank refuses GPU call number `call` (above 0); at most `REASON_BYTES` bytes."""
+        words = self.own
+        at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
+        words[at] = 0
+        words[at + 1 : at + _REASON_WORDS] = memoryview(reason.ljust(REASON_BYTES, b"\0")).cast("Q")
+        words[at] = call
+
+    def reason_of(self, src: int, call: int) -> str:
+        """Return why a rank refused GPU call number `call`; "" when it has not said, or has said more since."""
+        words = self._words[src]
+        at = self._reasons_at + call % _NUM_REASONS * _REASON_WORDS
+        if words[at] != call:
+            return ""
+        text = bytes(words[at + 1 : at + _REASON_WORDS])
+        return text.rstrip(b"\0").decode("utf-8", "replace") if words[at] == call else ""

@@ -4,8 +4,10 @@ Threads queue for the lock. A call from within a call (a signal handler, a callb
 any thread at any moment: it leaves a note that every wait looks at, so that a call in progress ends, and gives the
 memory back once no call is in progress; from within a call, that call does it on its way out.
 
-Interrupts (an exception from a signal handler) may come between any two steps. So the lock is taken and given back by
-`with` on the lock itself, and what `Turns.__enter__` does last is to store: it either has no effect or is undone.
+Interrupts (an exception from a signal handler) may come between any two steps, also when `__enter__` or `__exit__` has
+been entered and has done nothing yet. So who is in a call is known by the lock alone, which `with` takes and gives back
+by itself, and which knows its owner. What `__exit__` leaves undone is done later: a close that was asked for meanwhile
+by the next call or `close`; a GPU that was made the current one stays that.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Turns:
     def __init__(self) -> None:
         self.closing = Closing()
         self.is_closed = True  # until `open`
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.RLock()  # knows who holds it: no word of ours that an interrupt could leave behind
+        self._is_busy = False  # a hint for `close`: somebody may be waiting in a call
         self._pid = os.getpid()
         self._index: int | None = None
         self._gpu: AbstractContextManager[object] = nullcontext()  # gives the thread its own one back
@@ -67,7 +69,7 @@ class Turns:
         self._index, self._end_waits, self._give_back = index, end_waits, give_back
         self.is_closed = False
 
-    def queue(self) -> threading.Lock:
+    def queue(self) -> AbstractContextManager[object]:
         """Return the lock of calls, to be held by `with`.
 
         Raises:
@@ -76,20 +78,24 @@ class Turns:
         """
         if os.getpid() != self._pid:
             raise ForkError(f"this buffer was made by process {self._pid} before a fork; make a new one in the child")
-        if self._owner == threading.get_ident():
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks
             raise InvalidState("a call on this buffer is in progress in this thread (signal handler or callback?)")
         return self._lock
 
     def __enter__(self) -> None:
+        self._is_busy = True  # before the look at the note: who leaves it looks here behind it
         if self.is_closed or self.closing.asked:
+            self._is_busy = False
             self._close()
             raise InvalidState("the buffer is closed; make a new one")
         if self._index is not None:
             gpu = on_gpu(self._index)
-            gpu.__enter__()
-            self._gpu = gpu
-        me = threading.get_ident()
-        self._owner = me
+            try:
+                gpu.__enter__()
+                self._gpu = gpu
+            except BaseException:
+                gpu.__exit__(None, None, None)
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -98,7 +104,7 @@ class Turns:
             if self._index is not None:
                 self._gpu.__exit__(kind, error, traceback)
         finally:
-            self._owner = None
+            self._is_busy = False
             if self.closing.asked:
                 self._close()
 
@@ -107,9 +113,9 @@ class Turns:
         self.closing.asked = True
         if self._pid != os.getpid():
             return  # a forked child: the mappings are the parent's business
-        if self._owner == threading.get_ident():
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks
             return  # called from a signal handler inside a call: that call ends and closes on its way out
-        if self._owner is not None:
+        if self._is_busy:
             self._end_waits()
         with self._lock:
             self._close()

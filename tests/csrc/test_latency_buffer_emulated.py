@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import epee
 import epee.errors
 from epee.ep.gpu.platform import Platform
+from epee.errors import CommTimeoutError
 from epee.reference import latency as oracle
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
 from tests.ep import test_latency_buffer as cpu_tests
@@ -137,3 +139,36 @@ def _refused(rank: int, num_ranks: int) -> str:
 
 def test_bad_argument_of_one_rank_is_an_error_on_all() -> None:
     assert run_ranks(emulated, 2, _refused, timeout_s=100) == ["InvalidArgument", "MismatchError"]
+
+
+def _late(rank: int, num_ranks: int) -> list[str]:
+    """An MoE model of four layers, whose steps are made again after an error; rank 0 comes too late to one combine."""
+    store, said = dist.distributed_c10d._get_default_store(), []
+    with make(SHAPE, timeout=4.0) as buffer:
+        idx = torch.tensor([[0, SHAPE.num_experts - 1]])  # one expert on each rank; weights 1
+        layer = 1
+        for attempt in range(8):
+            if layer > 4:
+                break
+            try:
+                d = buffer.dispatch(torch.ones(1, SHAPE.hidden, dtype=torch.bfloat16), idx, torch.ones(1, 2))
+                if rank == 0 and attempt == 1:
+                    store.wait(["timed out"])
+                out = buffer.combine((d.x.float() * layer).bfloat16(), d.handle).x[0, 0].item()  # type: ignore[union-attr]
+                buffer.check()
+                said.append("right" if out == 2 * layer else f"layer {layer}: {out}")
+                layer += 1
+            except epee.EpeeError as error:
+                said.append(f"{type(error).__name__}: {error}")
+                store.set("timed out", "")
+                if not isinstance(error, CommTimeoutError):  # and the ranks agree on the layer to be made again
+                    assert buffer.sync(timeout=30).tolist() == [1, 1]
+                    layer = min(part[0] for part in buffer.all_gather_bytes(bytes([layer])))
+    return said
+
+
+def test_a_call_that_has_timed_out_here_and_not_there_gives_nobody_wrong_results() -> None:
+    late, other = run_ranks(emulated, 2, _late, timeout_s=200)
+    assert [text.split(":")[0] for text in late] == ["right", "right", "MismatchError", *["right"] * 3]
+    assert [text.split(":")[0] for text in other] == ["right", "CommTimeoutError", "InvalidState", *["right"] * 3]
+    assert "call buffer.sync() on all ranks" in other[2]

@@ -206,7 +206,7 @@ class CallEnd:
     def miss(self) -> None:
         """Close a call that others may have completed; its caller here has no result."""
         self._caller.gathered = self._caller.seq
-        if self.is_open and self._caller.is_pull:
+        if self.is_open and self._caller.is_pull and self._words.has_peers:
             self.lose("an error")
         self.close()
 

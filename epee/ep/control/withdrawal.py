@@ -58,6 +58,11 @@ class EndWords:
         self._peers = [(peer, end_at(peer)) for peer in sorted(words) if peer != rank]
         self._row_at = row_at
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether anybody else can have completed a call."""
+        return bool(self._peers)
+
     def withdrawn(self, mark: int) -> list[int]:
         """Return the peers that have given up the call with tag `mark`; a later one counts, too: they are through."""
         return [

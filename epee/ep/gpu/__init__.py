@@ -1,1 +1,1 @@
-"""What both modes of a buffer share on GPUs: platform, arguments, reports, share of the GPU."""
+"""What both kinds of buffers share on GPUs: platform, arguments, reports, share of the GPU."""

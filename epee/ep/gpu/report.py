@@ -172,3 +172,14 @@ def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> E
         )
     what = "a count" if code == BAD_COUNT else "a row number"
     return ProtocolError(f"{head}: rank {peer} sent {what} that cannot be right: {got}, limit {expected}")
+
+
+def given_up(where: str) -> str:
+    """Return why no call follows one that has timed out here, before the ranks have met in `sync`.
+
+    Its kernels may have ended well elsewhere, and nobody there can tell: later calls would pair with the wrong ones.
+    """
+    return (
+        f"{where}: this call has timed out on this rank and may have ended well on others, so the ranks may stand "
+        "before different calls; call buffer.sync() on all ranks and agree on the step to be made again"
+    )

@@ -152,7 +152,7 @@ class LatencyBuffer(SharedBuffer):
         *,
         topk_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        partial_dtype: torch.dtype = torch.bfloat16,
+        partial_dtype: torch.dtype | None = None,
         active_ranks: torch.Tensor | None = None,
         timeout: float | None = None,
         timeout_us: int | None = None,
@@ -169,7 +169,7 @@ class LatencyBuffer(SharedBuffer):
             handle: of the dispatch.
             topk_weights: `[num_tokens, num_topk]` of this rank's tokens, replaces those of the dispatch.
             out: `[num_tokens, hidden]` bfloat16, written instead of new memory.
-            partial_dtype: what each rank's sum is rounded to before it crosses, bfloat16 or float32.
+            partial_dtype: what each rank's sum is rounded to before it crosses, bfloat16 (None) or float32.
             active_ranks, timeout, timeout_us, return_hook, num_sms, async_op, previous_event: as in `dispatch`.
 
         Returns:
@@ -187,7 +187,8 @@ class LatencyBuffer(SharedBuffer):
                     waits = (active_ranks, timeout_us, timeout, return_hook)
                     options = check_options(self.config, *waits, async_op, self._timeout)
                     known = check_latency_handle(handle, self._id, self._exchange.epoch)
-                    call = check_latency_combine(self.config, y, known, topk_weights, partial_dtype, out)
+                    partial = partial_dtype or torch.bfloat16
+                    call = check_latency_combine(self.config, y, known, topk_weights, partial, out)
                     return self._hooked(self._rows.combine(call, options, lane, run))
 
     def combine_input(self, handle: LatencyHandle) -> torch.Tensor:

@@ -48,6 +48,7 @@ from ..control.membership import Agreed
 from ..control.words import inbox_layout
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform
+from ..gpu.report import given_up
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..paths import Making
@@ -117,6 +118,7 @@ class LatencyCudaPath(Memory):
         self._platform = platform
         self._lane = path_lane.lane_of(self._control)
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
+        self._given_up = ""  # why no call can be made before the next sync
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
@@ -180,7 +182,8 @@ class LatencyCudaPath(Memory):
 
     def is_told(self, error: Exception) -> bool:
         """Tell whether the peers know about `error`, or cannot be told."""
-        return isinstance(error, (PeerError, AbortedError, InvalidState)) or self._closing.asked
+        is_lost = isinstance(error, InvalidState) and bool(self._given_up)  # the peers may not know of it
+        return not is_lost and (isinstance(error, (PeerError, AbortedError, InvalidState)) or self._closing.asked)
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it. Nothing while a graph is recorded."""
@@ -301,6 +304,7 @@ class LatencyCudaPath(Memory):
         step = TAG_JUMP if agreed.is_fresh else TAG_STEP
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
         self._core.set_view(active, agreed.used + step)
+        self._given_up = ""
 
     def fill(self, region: HostRegion) -> None:
         """Lend this rank's memory on the GPU."""
@@ -339,6 +343,8 @@ class LatencyCudaPath(Memory):
         """Do `work` and look at what the kernels have reported; names a dead rank as the cause where it is."""
         is_strict = options is not None and options.active_ranks is None
         is_capturing = self._platform.is_capturing()
+        if options is not None and self._given_up:
+            raise InvalidState(self._given_up)
         if not is_capturing:
             self._lane.require_place(not is_strict)
         if is_strict and not is_capturing:
@@ -352,6 +358,9 @@ class LatencyCudaPath(Memory):
         except EpeeError as error:
             if isinstance(error, CommTimeoutError) and (dead := self._dead()):
                 raise self._death(op, dead) from error
+            if isinstance(error, CommTimeoutError):
+                where = context(op, rank=self.rank, seq=self._core.num_calls, epoch=self._control.exchange.epoch)
+                self._given_up = given_up(where)
             raise
         return result
 

@@ -359,7 +359,7 @@ def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig
 
 
 def _of_kind(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:
-    """Return the lines of buffers of the same mode and device; those of others are none of this one's business."""
+    """Return the lines of buffers of the same kind and device; those of others are none of this one's business."""
     kind = [CONFIG_NAMES.index(name) for name in ("kind of buffer", "device")]
     own = [config.words()[at] for at in kind]
     found = {}
@@ -374,7 +374,7 @@ def _fits(line: Line, rank: int, config: BufferConfig, own_rank: int) -> bool:
     """Return whether a running buffer is for this many ranks, and was made with these arguments.
 
     Raises:
-        MismatchError: throughput mode: it is for as many, but was made with other arguments.
+        MismatchError: `Buffer`: it is for as many, but was made with other arguments.
     """
     words, theirs = config.words(), line.config(len(CONFIG_NAMES))
     if theirs[0] != words[0]:

@@ -177,7 +177,8 @@ def victim(rank: int, num_ranks: int, folder: str, kind: str) -> Any:
     error = caught.value
     assert error.ranks == (num_ranks - 1,)
     assert error.op == ("recv" if kind == "recv" else "all_reduce")
-    assert error.epoch == (1 if kind == "recv" else 2)
+    # a recv that waits is told in its own epoch; one that comes when the view has changed, in the new one
+    assert error.epoch in ((1, 2) if kind == "recv" else (2,))
     assert "process has ended" in str(error)
     if kind != "published":
         assert x.unique().tolist() == [2.0]

@@ -165,6 +165,26 @@ def test_a_silent_peer_is_named_and_the_buffer_works_on(op: str) -> None:
             assert words in results[rank]["message"], results[rank]["message"]
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_call_that_fails_on_one_rank_alone_pairs_no_later_ones(num_ranks: int) -> None:
+    first, *others = run(num_ranks, gpu_buffer_cases.one_sided)
+    assert [text.split(":")[0] for text in first] == ["CommTimeoutError", *["MismatchError"] * 5, "well"]
+    for said in others:
+        assert said[0].startswith(("well", "CommTimeoutError"))
+        assert [text.split(":")[0] for text in said[1:]] == [*["MismatchError"] * 5, "well"]
+    for said in (first, others[-1]):
+        assert "an earlier call has failed" in said[1], said
+        assert "call buffer.sync() on all ranks" in said[2], said
+
+
+def test_steps_that_are_made_again_after_a_time_out_end_right() -> None:
+    for said in run(2, gpu_buffer_cases.same_layers):
+        kinds = [text.split(":")[0] for text in said]
+        assert kinds.count("right") == 4, said
+        assert "CommTimeoutError" in kinds, said
+        assert set(kinds) <= {"right", "CommTimeoutError", "MismatchError"}, said
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_order_agrees_with_the_oracle(num_ranks: int) -> None:
     test_combine_order.check_orders(test_combine_order.gpu_setup(num_ranks), emulated, timeout_s=200)

@@ -221,7 +221,13 @@ def silent_at_barrier(rank: int, num_ranks: int, platform: str) -> Any:
     if rank == 0:
         store.set("given up", "")
     buffer.barrier(10.0)
-    return error, _works(buffer, rank)
+    _wait_for_gpu(buffer)
+    differs = _error_of(buffer.check)
+    tags = [int.from_bytes(tag, "little") for tag in all_gather_bytes(buffer.tags().to_bytes(8, "little"))]
+    buffer.set_view([True] * num_ranks, max(tags) + 8, {})
+    all_gather_bytes(b"both have the view")
+    buffer.barrier(10.0)
+    return error, differs, _works(buffer, rank)
 
 
 def barrier_or(rank: int, num_ranks: int, platform: str, other: str) -> Any:
@@ -294,7 +300,8 @@ def check_silent_peer_is_named_and_both_ranks_work_afterwards(platform: str) -> 
     results = run_ranks(late_peer, 2, platform, timeout_s=200)
     for rank, (error, rows) in enumerate(results):
         assert error[0] == CommTimeoutError.__name__, error
-        assert f"rank {1 - rank} was silent too long" in error[1]
+        late = rank == 1 and "rank 0 gave the call up" in error[1]  # it has seen rank 0 in a later call already
+        assert late or f"rank {1 - rank} was silent too long" in error[1]
         assert rows > 0
 
 
@@ -349,12 +356,14 @@ def check_no_rank_passes_a_barrier_before_all_have_come(platform: str) -> None:
 
 
 def check_silent_peer_at_a_barrier_is_named_with_what_was_seen(platform: str) -> None:
-    """Who waits says for whom, and which call it has seen; who comes late has missed nobody."""
-    (error, rows), (late, rows_there) = run_ranks(silent_at_barrier, 2, platform, timeout_s=200)
+    """Who waits says for whom, and which call it has seen; who comes late has missed nobody, which both hear of."""
+    (error, differs, rows), (late, differs_there, rows_there) = run_ranks(silent_at_barrier, 2, platform, timeout_s=200)
     assert error[0] == CommTimeoutError.__name__
     for words in ("barrier (rank=0, peer=1, seq=2)", "rank 1 was silent too long", "expected call 2, got 1"):
         assert words in error[1], error[1]
     assert late == ("", "")
+    assert differs[0] == differs_there[0] == MismatchError.__name__
+    assert "an earlier call has failed on one of rank 0 and rank 1" in differs[1]
     assert rows > 0
     assert rows_there > 0
 

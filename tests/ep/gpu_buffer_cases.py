@@ -7,6 +7,8 @@ Every function runs on one rank, with `epee.Buffer` on the emulated GPU or a rea
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,6 +141,60 @@ def late_errors(rank: int, num_ranks: int) -> list[str]:
         d = buffer.dispatch(x, idx)
         same_bits(buffer.combine(d.x, d.handle).x, x * times_sent(idx, num_ranks) + 0.0, "afterwards")
     return seen
+
+
+def one_sided(rank: int, num_ranks: int) -> list[str]:
+    """A barrier that times out on rank 0 and ends well on the last rank: nothing is paired before they have synced."""
+    store, said = dist.distributed_c10d._get_default_store(), []
+
+    def tried(what: Callable[[], object]) -> None:
+        try:
+            what()
+            _synchronize(buffer)
+            buffer.check()
+            said.append("well")
+        except epee.EpeeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    with make(num_ranks) as buffer:
+        x, idx, weights = tokens(buffer, 6)
+        handle = buffer.dispatch(x, idx, weights).handle
+        rows = torch.zeros(handle.num_recv, HIDDEN, dtype=x.dtype, device=x.device)
+        if rank == num_ranks - 1:
+            store.wait(["timed out"])
+        tried(lambda: buffer.barrier(timeout=0.3 if rank == 0 else 20.0))
+        store.set("timed out", "")
+        tried(buffer.barrier)
+        tried(lambda: buffer.dispatch(x, idx, weights))
+        tried(lambda: buffer.dispatch(x, idx, weights, sync=False))
+        tried(lambda: buffer.dispatch(x, handle=handle))
+        tried(lambda: buffer.combine(rows, handle))
+        buffer.sync(timeout=20.0)
+        tried(lambda: buffer.dispatch(x, idx, weights))
+    return said
+
+
+def same_layers(rank: int, num_ranks: int) -> list[str]:
+    """A model of four layers whose steps are made again after an error, while rank 0 is late to one combine."""
+    said = []
+    with make(num_ranks, num_experts=2 * num_ranks, timeout=1.5) as buffer:
+        idx = torch.arange(0, 2 * num_ranks, 2)[:NUM_TOPK].expand(1, -1)  # one expert on each rank; weights 1
+        idx = torch.nn.functional.pad(idx, (0, NUM_TOPK - idx.shape[1]), value=-1).to(buffer.config.device)
+        x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=buffer.config.device)
+        want = float(times_sent(idx.cpu(), num_ranks)[0, 0])
+        for layer in range(1, 5):
+            for attempt in range(10):
+                try:
+                    d = buffer.dispatch(x, idx, layout="expert")
+                    if rank == 0 and layer == 2 and attempt == 0:
+                        time.sleep(3.0)
+                    out = buffer.combine(d.x * layer, d.handle).x[0, 0].item()
+                    buffer.check()
+                    said.append("right" if out == want * layer else f"layer {layer}: {out}")
+                    break
+                except epee.EpeeError as error:
+                    said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 def _synchronize(buffer: epee.Buffer) -> None:

@@ -9,8 +9,9 @@
 //                     each block), combine_ready, combine_failed (the peer gave this combine up; both for each of the
 //                     last calls, as a rank whose calls fail runs ahead of a slow reader), barrier, streams (progress
 //                     of a sender, expert layout only), staged (progress of a copy)
-//   written locally:  view and haunted (by the host), news, seq, failed (tag of the last call that failed), exchanged
-//                     (tag of the last call that all ranks were seen to join), reported, grid words, grants, scratch
+//   written locally:  view and haunted (by the host), news, seq, failed (tag of the last call that failed, and a sum
+//                     over all that have), exchanged (tag of the last call that all ranks were seen to join),
+//                     reported, grid words, grants, scratch
 //
 // View. Who takes part is read from memory, so that a graph replays into the view of its day: `view` holds a bit for
 // each active rank below and a number of the view above. The host writes it (`Machine.set_view`) while no call is in
@@ -30,6 +31,10 @@
 // A kernel of a failed call moves no payload, but advances `seq` like any other, so ranks stay in step. A peer that is
 // late may still be in the failed call and store into what this rank granted there. It has left it when it joins a
 // later call; until then (`is_haunted`) nothing may be put into such memory for others to read.
+//
+// A call may fail on one rank and end well on another, which goes on to its next step while the first makes this one
+// again. So ranks compare in every call which earlier calls of the view have failed (`losses_of`), and differ from then
+// on until the view changes: no two different calls are paired. Who failed alike goes on.
 #pragma once
 #include "report.cuh"
 #include "stall.cuh"
@@ -59,7 +64,7 @@ DEVICE u32 active_ranks(const Call& call) { return ranks_of(call, current_view(c
 DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
 
 /// The words in front of a rank's counts in a dispatch. A rank that combines instead sends `kRefusal` alone.
-enum HeaderWord : int { kHandleInUse = 0, kSignature, kGrant, kRefusal, kChannels, kBlocks, kNumHeaderWords };
+enum HeaderWord : int { kHandleInUse = 0, kSignature, kLosses, kGrant, kRefusal, kChannels, kBlocks, kNumHeaderWords };
 constexpr u64 kOtherCallCode = 2;     // as refusal: the rank makes another kind of call
 constexpr u64 kOtherCallSlot = 0x7E;  // the same in place of a combine's slot
 constexpr u64 kBadHandleCode = 4;     // as refusal of a combine: the dispatch had failed there
@@ -79,10 +84,10 @@ DEVICE u32 flaw_of(u64 view, const i32* recv_info) {
 }
 
 /// What all ranks of a combine must agree on, 16 bits: the host's facts, and above them the low bits of the number of
-/// the dispatch that made the handle. The kernels count that: a graph has a new one at every replay, and is the peer of
-/// ranks that make the same calls without it.
-DEVICE u64 combine_signature(u64 facts, const i32* recv_info) {
-  return (facts | static_cast<u64>(static_cast<u32>(recv_info[kRecvInfoCall])) << kCombineFactBits) & 0xFFFF;
+/// the dispatch that made the handle, plus those of `losses_of`. The kernels count that: a graph has a new one at every
+/// replay, and is the peer of ranks that make the same calls without it.
+DEVICE u64 combine_signature(u64 facts, u32 losses, const i32* recv_info) {
+  return (facts | static_cast<u64>(static_cast<u32>(recv_info[kRecvInfoCall]) + losses) << kCombineFactBits) & 0xFFFF;
 }
 
 /// Whether a rank that was left out of the view may still write into a slot of ours; `active` as of `active_ranks`.
@@ -118,6 +123,18 @@ DEVICE void tell_given_up(const Call& call, u64 tag, int peer) {
   st_release_sys(call_word(call, peer, kControlCombineFailedOffset, call.rank, tag), tag);
 }
 
+/// What all ranks must agree on in a call: which calls of the view have failed before, 0 for none. (When this one has
+/// failed here already, that is in it: then it fails on all.)
+DEVICE u32 losses_of(const Call& call) {
+  return static_cast<u32>(ld_relaxed_sys(local_words(call, kControlFailedOffset) + 1));
+}
+
+/// The word by which a rank tells a peer that it has come to barrier `tag`: 48 bits of the tag, 16 of `losses_of`.
+DEVICE u64 barrier_word(u64 tag, u32 losses) { return tag << 16 | (losses & 0xFFFF); }
+
+/// Whether a barrier's word is of call `tag` or a later one.
+DEVICE bool has_reached(u64 word, u64 tag) { return static_cast<i64>(word - (tag << 16)) >= 0; }
+
 /// Whether an earlier kernel or block of this call failed.
 DEVICE bool has_failed(const Call& call, u64 tag) {
   return ld_relaxed_sys(local_words(call, kControlFailedOffset)) == tag;
@@ -136,14 +153,28 @@ DEVICE bool is_haunted(const Call& call) {
   return failed != 0 && ld_relaxed_sys(local_words(call, kControlExchangedOffset)) <= failed;
 }
 
-/// Marks the call as failed without telling this rank's host, which knows already.
-DEVICE void mark_failed(const Call& call, u64 tag) { st_relaxed_sys(local_words(call, kControlFailedOffset), tag); }
+/// Marks a call as failed, and adds it to the sum that `losses_of` returns: squares, that other calls hardly sum up to,
+/// and odd ones, so that the low bits tell one call from none.
+DEVICE void mark_failed(u64* failed, u64 tag) {
+  if (atom_exch_relaxed_gpu(failed, tag) == tag) return;
+  const u32 odd = 2 * static_cast<u32>(tag) + 1;
+  atom_add_relaxed_gpu(reinterpret_cast<u32*>(failed + 1), odd * odd);
+}
 
-/// Marks the call as failed and tells the host; the first report of a call wins.
+/// Marks the call as failed without telling this rank's host, which knows already.
+DEVICE void mark_failed(const Call& call, u64 tag) { mark_failed(local_words(call, kControlFailedOffset), tag); }
+
+/// The same, and tells the host; the first report of a call wins. `control` is this rank's control block.
+DEVICE_COLD void report_loss(u8* control, u64* reports, u64 tag, u64 code_and_op, i64 peer, u64 expected, u64 got,
+                             u64 where) {
+  mark_failed(reinterpret_cast<u64*>(control + kControlFailedOffset), tag);
+  add_report(reinterpret_cast<u64*>(control + kControlReportedOffset), reports, tag, code_and_op, peer, expected, got,
+             where);
+}
 DEVICE void report_failure(const Call& call, u64 tag, const Failure& failure) {
-  write_report(local_words(call, kControlFailedOffset), local_words(call, kControlReportedOffset),
-               reinterpret_cast<u64*>(call.report), tag, static_cast<u64>(call.op) << 32 | failure.code, failure.peer,
-               failure.expected, failure.got, failure.where);
+  report_loss(control_at(call, call.rank, 0), reinterpret_cast<u64*>(call.report), tag,
+              static_cast<u64>(call.op) << 32 | failure.code, failure.peer, failure.expected, failure.got,
+              failure.where);
 }
 
 /// How many polls pass between two looks at the clock and the news. Hundreds of warps that looked every 64 polls cost

@@ -26,9 +26,8 @@ struct Failure {
 };
 
 /// Writes a report, unless the call has one already.
-DEVICE_COLD void write_report(u64* failed, u64* reported, u64* reports, u64 tag, u64 code_and_op, i64 peer,
-                              u64 expected, u64 got, u64 where) {
-  st_relaxed_sys(failed, tag);
+DEVICE void add_report(u64* reported, u64* reports, u64 tag, u64 code_and_op, i64 peer, u64 expected, u64 got,
+                       u64 where) {
   if (atom_exch_relaxed_gpu(reported, tag) == tag) return;
   u64* report = reports + (tag % kNumReports) * 8;
   st_relaxed_sys(report + 1, tag);
@@ -38,4 +37,11 @@ DEVICE_COLD void write_report(u64* failed, u64* reported, u64* reports, u64 tag,
   st_relaxed_sys(report + 5, got);
   st_relaxed_sys(report + 6, where);
   st_release_sys(report, code_and_op & 0xFFFFFFFF);
+}
+
+/// Marks a call as failed and writes a report.
+DEVICE_COLD void write_report(u64* failed, u64* reported, u64* reports, u64 tag, u64 code_and_op, i64 peer,
+                              u64 expected, u64 got, u64 where) {
+  st_relaxed_sys(failed, tag);
+  add_report(reported, reports, tag, code_and_op, peer, expected, got, where);
 }

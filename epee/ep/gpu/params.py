@@ -174,7 +174,7 @@ _CONTROL_FIELDS = (
     Field("news", _U64, (3,), 128),
     Field("haunted", _U64, (HAUNTED_WORDS,), 128),
     Field("seq", _U64, (1,), 128),
-    Field("failed", _U64, (1,), 128),
+    Field("failed", _U64, (2,), 128),
     Field("exchanged", _U64, (1,), 128),
     Field("reported", _U64, (1,), 128),
     Field("grid", _I32, (1,), 128),

@@ -19,7 +19,7 @@ from ...errors import (
 )
 from ...memory.signals import untag
 from .params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
-from .signature import describe_difference
+from .signature import WHERE_LOSSES, describe_difference
 
 TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW, PEER_GAVE_UP, PEER_DEAD = range(1, 11)
 # Why a rank's call was refused; the code travels, the words stay at home.
@@ -107,6 +107,12 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
     if code == REFUSED and got == GAVE_UP:
         facts = context(name, rank=rank, peer=src, seq=seq)
         return MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
+    if code == MISMATCH and where == WHERE_LOSSES:
+        return MismatchError(
+            f"{context(name, rank=rank, peer=src, seq=seq)}: an earlier call has failed on one of rank {rank} and rank "
+            f"{src} and ended well on the other, so they may stand before different calls; call buffer.sync() on all "
+            "ranks and agree on the step to be made again"
+        )
     if code == MISMATCH:
         ranks = sorted([(rank, expected), (src, got)])
         what, first, second = describe_difference(where, ranks[0][1], ranks[1][1])
@@ -145,13 +151,14 @@ def _describe(code: int, head: str, peer: int, facts: tuple[int, int, int]) -> E
         seen = f"expected call {untag(expected)[1]}, got {untag(got)[1]}"
         return CommTimeoutError(
             f"{head}: rank {peer} was silent too long while waiting for {waited} ({seen}); the buffer can be used "
-            "again: raise timeout= if the peer is only slow, or go on without it by buffer.sync() on all others",
+            "again where all ranks see this (else they get MismatchError until buffer.sync()): raise timeout= if the "
+            "peer is only slow, or go on without it by buffer.sync() on all others",
             [peer],
         )
     if code == PEER_GAVE_UP:
         return CommTimeoutError(
-            f"{head}: rank {peer} gave the call up before all its rows had been read; the buffer can be used again, "
-            "raise timeout= there if this rank is only slow",
+            f"{head}: rank {peer} gave the call up while this rank was waiting for {_WAITS.get(where, where)}; raise "
+            "timeout= there if this rank is only slow",
             [peer],
         )
     if code == ABORTED:

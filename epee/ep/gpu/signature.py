@@ -2,8 +2,8 @@
 
 The bits are fields, not a hash, so that a rank that meets other bits than its own can say in words what differs.
 A dispatch has two words of 32 bits (the first names the handle of a cached call), a combine has 16 bits. Which handle
-is in use the kernels add themselves, by the number of the dispatch that made it: they count calls, the host does not
-see those of graphs.
+is in use the kernels add themselves, by the number of the dispatch that made it, and which calls have failed: they
+count calls, the host does not see those of graphs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _COMBINE_FACTS = (
     ("order= (1 given, 0 not)", 1),
     ("the memory that expert-layout rows are pulled from (0 in the rank layout; record the graph again)", 3),
 )
-_COMBINE_FIELDS = (*_COMBINE_FACTS, (_CALL, 16 - COMBINE_FACT_BITS))
-WHERE_CALL, WHERE_FACTS = 0, 1  # which word differs, as kernels report it; any other value is a combine's
+_COMBINE_FIELDS = (*_COMBINE_FACTS, (f"{_CALL}, or which calls have failed before", 16 - COMBINE_FACT_BITS))
+WHERE_CALL, WHERE_FACTS, WHERE_LOSSES = range(3)  # which word differs, as kernels say; any other value: a combine's
 
 
 @lru_cache(maxsize=1024)

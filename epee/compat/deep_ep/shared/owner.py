@@ -17,7 +17,7 @@ from epee.compat.deep_ep.event import Event, EventOverlap, after, cuda_event_of
 from epee.compat.deep_ep.shared.rooms import Rooms
 from epee.ep.handle import Dispatched
 from epee.ep.streams import Lane, RunOptions
-from epee.errors import EvictedError, InvalidState, NoQuorumError, PeerError
+from epee.errors import EvictedError, InvalidState, MismatchError, NoQuorumError, PeerError
 
 _NO_SYNC = (
     "DeepEP's buffers have no sync: when recover_ranks has taken in who took the lost place, or on a new_group of who "
@@ -72,11 +72,11 @@ class Owner:
 
 @contextmanager
 def _told_what_to_do(is_gpu: bool) -> Iterator[None]:
-    """Say with a rank's loss, after which buffers on GPUs wait for a `sync`, what there is to do without one."""
+    """Say with a failure, after which buffers on GPUs wait for a `sync`, what there is to do without one."""
     try:
         yield
-    except PeerError as error:
-        if is_gpu and not isinstance(error, (EvictedError, NoQuorumError)):
+    except (PeerError, MismatchError) as error:
+        if is_gpu and "sync()" in str(error) and not isinstance(error, (EvictedError, NoQuorumError)):
             error.args = (f"{error}. {_NO_SYNC}", *error.args[1:])
         raise
 

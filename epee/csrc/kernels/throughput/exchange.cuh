@@ -21,7 +21,7 @@ DEVICE i32 handle_in_use(const LayoutParams& p) {
 
 /// Header and totals to every active rank; `refusal` is 0 or says why this rank cannot make the call. One block, all
 /// threads; no order among the stores is needed.
-DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* totals, int refusal) {
+DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, u32 losses, const i32* totals, int refusal) {
   perhaps_stall(tag, p.call.rank, 11);
   const u64 mark = tag << 32;
   const int num_totals = p.do_count ? p.num_experts + kNumRanks : 0;
@@ -41,9 +41,9 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, const i32* t
     if (which == kRefusal && !refusal && is_slot_haunted(p.call, active, p.grant))
       refusal = static_cast<int>(kHauntedCode);
     const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
-    const i32 values[kNumHeaderWords] = {handle_in_use(p), static_cast<i32>(p.signature),
-                                         p.grant,          has_bad_id ? kBadExpert : refusal,
-                                         p.num_channels,   p.num_blocks};
+    const i32 values[kNumHeaderWords] = {handle_in_use(p), static_cast<i32>(p.signature),     static_cast<i32>(losses),
+                                         p.grant,          has_bad_id ? kBadExpert : refusal, p.num_channels,
+                                         p.num_blocks};
     i32 value = 0;
 #pragma unroll
     for (int i = 0; i < kNumHeaderWords; ++i) value = which == i ? values[i] : value;
@@ -90,8 +90,10 @@ DEVICE bool is_refused(const LayoutParams& p, u64 tag, u32 active) {
 
 /// Checks word `which` of the headers of all active ranks. False, with a report, when one refuses, differs or cannot be
 /// right.
-DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, const PerRank& values) {
-  const u32 mine = static_cast<u32>(which == kHandleInUse ? handle_in_use(p) : static_cast<i32>(p.signature));
+DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, u32 losses, int which, const PerRank& values) {
+  const u32 mine = which == kHandleInUse ? static_cast<u32>(handle_in_use(p))
+                   : which == kLosses    ? losses
+                                         : static_cast<u32>(p.signature);
   const i32 limit = which == kGrant ? p.num_slots - 1 : which == kChannels ? kMaxChannels : kMaxBlocks;
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) {
@@ -101,7 +103,7 @@ DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, int which, 
     if (which == kRefusal) {
       failure = {kRefused, src, 0, static_cast<u64>(value), 0};
       is_good = value == 0;
-    } else if (which <= kSignature) {
+    } else if (which <= kLosses) {
       failure = {kMismatch, src, mine, static_cast<u32>(value), static_cast<u64>(which)};
       is_good = static_cast<u32>(value) == mine;
     }
@@ -126,13 +128,13 @@ DEVICE bool check_counts(const LayoutParams& p, u64 tag, const PerRank& values) 
 }
 
 /// Collects and checks a header word of all ranks, keeps what the payload kernel needs. One thread for each word.
-DEVICE bool receive_header(const LayoutParams& p, u64 tag, u32 active, int which) {
+DEVICE bool receive_header(const LayoutParams& p, u64 tag, u32 active, u32 losses, int which) {
   if (p.refused) {
     if (which == 0) mark_failed(p.call, tag);
     return false;
   }
   PerRank values;
-  if (!collect(p, tag, active, which, values) || !check_header(p, tag, active, which, values)) return false;
+  if (!collect(p, tag, active, which, values) || !check_header(p, tag, active, losses, which, values)) return false;
   i32* grants = reinterpret_cast<i32*>(control_at(p.call, p.call.rank, kControlGrantsOffset));
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) {
@@ -143,6 +145,18 @@ DEVICE bool receive_header(const LayoutParams& p, u64 tag, u32 active, int which
   return true;
 }
 
+/// Ranks that have left this call already: they have waited in vain for this one, or for a reason that all see. One
+/// thread, while others wait for the words of the call.
+DEVICE u32 ranks_gone(const LayoutParams& p, u64 tag, u32 active) {
+  u32 gone = 0;
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src) {
+    const u64* next = call_word(p.call, p.call.rank, kControlCombineReadyOffset, src, tag + 1);
+    gone |= static_cast<u32>(is_later(ld_relaxed_sys(next), tag)) << src;
+  }
+  return gone & active;
+}
+
 /// What the last block sums up, in shared memory; beside it `padded_rows`, a number for each expert of all ranks, and
 /// behind them as many without padding.
 struct Sums {
@@ -150,6 +164,7 @@ struct Sums {
   i32 num_expanded[kMaxRanks];  // its rows in the expert layout
   i32 tokens_from[kMaxRanks];   // for this rank
   u32 has_all;
+  u32 gone;  // ranks
 };
 
 /// Copies the checked counts of all ranks into the handle and sums up what each rank will receive.
@@ -263,14 +278,15 @@ DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_r
 
 /// Collects and checks what all ranks say, writes what the host and later kernels need. One block, all threads;
 /// `padded_rows` is shared memory for two numbers per expert.
-DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, i32* padded_rows) {
+DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, u32 losses, i32* padded_rows) {
   __shared__ Sums s;
   if (threadIdx.x < kMaxRanks) s.num_recv[threadIdx.x] = s.num_expanded[threadIdx.x] = 0;
   if (threadIdx.x == 0) s.has_all = 1;
   __syncthreads();
   // the last warp sees to the header while the others collect counts
   const int which = static_cast<int>(blockDim.x - 1 - threadIdx.x);
-  if (which < kNumHeaderWords && !receive_header(p, tag, active, which)) s.has_all = 0;
+  if (which < kNumHeaderWords && !receive_header(p, tag, active, losses, which)) s.has_all = 0;
+  if (which == kNumHeaderWords) s.gone = ranks_gone(p, tag, active);
   if (p.do_count && !p.refused && !receive_counts(p, tag, active, s, padded_rows)) s.has_all = 0;
   __syncthreads();
   if (p.do_count && p.ordinals) place_experts(p, padded_rows);
@@ -278,6 +294,10 @@ DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, i32* padded
     write_ends(p, s, padded_rows);  // meanwhile thread 0 tells the host
   if (threadIdx.x != 0) return;
   bool is_good = s.has_all;
+  if (is_good && s.gone) {  // no rows will come from them
+    report_failure(p.call, tag, {kPeerGaveUp, __ffs(static_cast<int>(s.gone)) - 1, 0, 0, 1});
+    is_good = s.has_all = 0;
+  }
   if (is_good) mark_exchanged(p.call, tag);
   if (is_good && p.do_count) is_good = check_capacity(p, tag, s);
   const i32 rows = is_good ? s.num_recv[p.call.rank] : 0;

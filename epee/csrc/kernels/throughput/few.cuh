@@ -73,13 +73,13 @@ DEVICE Traveller prepare(const LayoutParams& p, const FewShared& s, int token) {
 
 /// Reads and checks one word of all active ranks: header words, then the tokens that they send to each rank. One thread
 /// for each word. False, with a report, when the call fails.
-DEVICE bool learn_word(const FewParams& p, u64 tag, u32 active, FewShared& s, int idx) {
+DEVICE bool learn_word(const FewParams& p, u64 tag, u32 active, u32 losses, FewShared& s, int idx) {
   const int d = idx - kNumHeaderWords;  // negative for a header word
   PerRank values;
   if (!collect(p.layout, tag, active, d < 0 ? idx : kCountsHeaderWords + p.layout.num_experts + d, values))
     return false;
   if (d < 0) {
-    if (!check_header(p.layout, tag, active, idx, values)) return false;
+    if (!check_header(p.layout, tag, active, losses, idx, values)) return false;
 #pragma unroll
     for (int src = 0; src < kNumRanks; ++src)
       if (idx == kGrant) s.slot[src] = p.payload.slots[src] + static_cast<u64>(values[src]) * p.payload.slot_bytes;
@@ -98,9 +98,9 @@ DEVICE bool learn_word(const FewParams& p, u64 tag, u32 active, FewShared& s, in
 }
 
 /// Learns where rows go. One block, all threads.
-DEVICE bool learn_places(const FewParams& p, u64 tag, u32 active, FewShared& s) {
+DEVICE bool learn_places(const FewParams& p, u64 tag, u32 active, u32 losses, FewShared& s) {
   const int idx = static_cast<int>(threadIdx.x);
-  if (idx < kNumHeaderWords + kNumRanks && !learn_word(p, tag, active, s, idx)) s.is_good = 0;
+  if (idx < kNumHeaderWords + kNumRanks && !learn_word(p, tag, active, losses, s, idx)) s.is_good = 0;
   __syncthreads();
   return s.is_good;
 }
@@ -118,7 +118,7 @@ DEVICE void send_token(const FewParams& p, u64 tag, const Destination& to, int t
 }
 
 /// All threads of a block behind the coordinator's. True when its rows are at their places.
-DEVICE bool mover(const FewParams& p, u64 tag, u32 active, FewShared& s, u8* stages) {
+DEVICE bool mover(const FewParams& p, u64 tag, u32 active, u32 losses, FewShared& s, u8* stages) {
   const int num_movers = static_cast<int>(gridDim.x) - 1;
   const int index = static_cast<int>(blockIdx.x) - 1;
   const int step = num_movers * p.num_move_warps;
@@ -130,7 +130,7 @@ DEVICE bool mover(const FewParams& p, u64 tag, u32 active, FewShared& s, u8* sta
   find_ranks(p.layout, tag, active, s, nullptr);
   Traveller t = {-1, -1, 0.0f};
   if (token < num_tokens) t = prepare(p.layout, s, token);
-  const bool is_good = learn_places(p, tag, active, s);
+  const bool is_good = learn_places(p, tag, active, losses, s);
   allow_next_kernel();
   if (!is_good) {  // a block must not end while a load into its shared memory is under way
     if (token < num_tokens && lane_idx() == 0) wait_load(p.layout.call, tag, barrier, 0);
@@ -156,10 +156,10 @@ DEVICE bool mover(const FewParams& p, u64 tag, u32 active, FewShared& s, u8* sta
 }
 
 /// All threads of block 0.
-DEVICE bool coordinator(const FewParams& p, u64 tag, u32 active, FewShared& s, i32* counters) {
+DEVICE bool coordinator(const FewParams& p, u64 tag, u32 active, u32 losses, FewShared& s, i32* counters) {
   find_ranks(p.layout, tag, active, s, counters);
-  send_counts(p.layout, tag, active, counters, 0);
-  receive_rows(p.layout, tag, active, counters);
+  send_counts(p.layout, tag, active, losses, counters, 0);
+  receive_rows(p.layout, tag, active, losses, counters);
   allow_next_kernel();
   __syncthreads();
   return !has_failed(p.layout.call, tag);
@@ -179,8 +179,10 @@ __global__ void __launch_bounds__(512, 1) dispatch_throughput_few(const __grid_c
   const Call& call = p.layout.call;
   const u64 tag = current_tag(call);
   const u32 active = active_ranks(call);
-  const bool is_good =
-      is_coordinator ? coordinator(p, tag, active, s, counters) : mover(p, tag, active, s, dynamic_shared());
+  // Early, for its latency; by those alone who ask: one word that all warps of a GPU load costs half a microsecond.
+  const u32 losses = is_coordinator || warp_idx() == 0 ? losses_of(call) : 0;
+  const bool is_good = is_coordinator ? coordinator(p, tag, active, losses, s, counters)
+                                      : mover(p, tag, active, losses, s, dynamic_shared());
   announce_block(call, tag, kControlDispatchDoneOffset, is_good ? active : 0);
   if (!is_coordinator) return;
   const i32* grants = reinterpret_cast<const i32*>(control_at(call, call.rank, kControlGrantsOffset));

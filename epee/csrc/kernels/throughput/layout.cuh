@@ -101,12 +101,13 @@ __global__ void __launch_bounds__(512, 1) layout_throughput(const __grid_constan
   allow_next_kernel();  // the payload kernel's blocks set up their barriers while this one counts
   const u64 tag = current_tag(p.call);
   const u32 active = active_ranks(p.call);
+  const bool is_last = blockIdx.x == gridDim.x - 1;
+  const u32 losses = is_last ? losses_of(p.call) : 0;  // early, for its latency
   if (p.do_count) {
     count_entries(p, tag, active, tokens, mine, kept);
     scan_warps(counters, num_counters, num_warps);
     if (gridDim.x > 1) add_earlier_blocks(p, tag, counters, num_counters, num_warps);
   }
-  const bool is_last = blockIdx.x == gridDim.x - 1;
   // A cached call whose dispatch had failed here has no places; those of another view are not to be used.
   u32 flaw = 0;
   if (!p.do_count && !p.refused) flaw = flaw_of(current_view(p.call), reinterpret_cast<const i32*>(p.recv_info));
@@ -114,11 +115,11 @@ __global__ void __launch_bounds__(512, 1) layout_throughput(const __grid_constan
     const bool is_broken = gridDim.x > 1 && has_failed(p.call, tag);  // then the sums over blocks are not to be used
     const u64 own_code = flaw ? flaw : is_broken ? kBrokenGridCode : 0;
     const int refusal = own_code ? static_cast<int>(own_code) : p.refused;
-    send_counts(p, tag, active, counters + num_warps * num_counters, refusal);
+    send_counts(p, tag, active, losses, counters + num_warps * num_counters, refusal);
   }
   if (p.do_count) assign_places(p, active, tokens, mine, kept);
   if (flaw && threadIdx.x == 0) report_failure(p.call, tag, {kRefused, p.call.rank, 0, flaw, 0});
-  if (is_last && !flaw) receive_rows(p, tag, active, counters);
+  if (is_last && !flaw) receive_rows(p, tag, active, losses, counters);
 }
 
 }  // namespace epee

@@ -194,7 +194,7 @@ DEVICE bool wait_reader(const Call& call, u64 tag, int peer) {
   u64 got;
   const auto has_read = [&] {
     got = ld_acquire_sys(word);
-    return static_cast<i64>(got - tag) >= 0;  // it may have met others since
+    return has_reached(got, tag);  // it may have met others since
   };
   return bounded_wait<kPollsPerLook>(has_read, [&] {
     if (!has_given_up(call, tag, peer)) return must_stop(call, tag, start, peer, tag, got, 5);
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(32, 1) combine_throughput_order_end(const __gr
   const bool is_bad = has_failed(p.call, tag);
   bool has_met = false;
   if (is_peer && !is_bad) {
-    st_release_sys(control_words(p.call, peer, kControlBarrierOffset) + p.call.rank, tag);
+    st_release_sys(control_words(p.call, peer, kControlBarrierOffset) + p.call.rank, barrier_word(tag, 0));
     has_met = wait_reader(p.call, tag, peer);
     // it may have given up while our rows were being summed: it says so before its rows are overwritten
     if (has_met && has_given_up(p.call, tag, peer)) report_failure(p.call, tag, {kPeerGaveUp, peer, 0, 0, 3});

@@ -174,6 +174,18 @@ def one_sided(rank: int, num_ranks: int) -> list[str]:
     return said
 
 
+def check_one_sided(results: list[list[str]]) -> None:
+    """What `one_sided` must say."""
+    first, *others = results
+    assert [text.split(":")[0] for text in first] == ["CommTimeoutError", *["MismatchError"] * 5, "well"], first
+    for said in others:
+        assert said[0].startswith(("well", "CommTimeoutError")), said
+        assert [text.split(":")[0] for text in said[1:]] == [*["MismatchError"] * 5, "well"], said
+    for said in (first, others[-1]):
+        assert "an earlier call has failed" in said[1], said
+        assert "call buffer.sync() on all ranks" in said[2], said
+
+
 def same_layers(rank: int, num_ranks: int) -> list[str]:
     """A model of four layers whose steps are made again after an error, while rank 0 is late to one combine."""
     said = []
@@ -195,6 +207,15 @@ def same_layers(rank: int, num_ranks: int) -> list[str]:
                 except epee.EpeeError as error:
                     said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def check_same_layers(results: list[list[str]]) -> None:
+    """What `same_layers` must say."""
+    for said in results:
+        kinds = [text.split(":")[0] for text in said]
+        assert kinds.count("right") == 4, said
+        assert "CommTimeoutError" in kinds, said
+        assert set(kinds) <= {"right", "CommTimeoutError", "MismatchError"}, said
 
 
 def _synchronize(buffer: epee.Buffer) -> None:

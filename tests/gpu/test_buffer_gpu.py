@@ -106,6 +106,16 @@ def test_streams_graphs_capacity_and_refusals() -> None:
     assert [found["memory"] for found in results] == [(True, 2, 3)] * len(results)
 
 
+@pytest.mark.gpu(2)
+def test_a_call_that_fails_on_one_rank_alone_pairs_no_later_ones() -> None:
+    gpu_buffer_cases.check_one_sided(run_ranks(on_gpu, 2, gpu_buffer_cases.one_sided, timeout_s=60))
+
+
+@pytest.mark.gpu(2)
+def test_steps_that_are_made_again_after_a_time_out_end_right() -> None:
+    gpu_buffer_cases.check_same_layers(run_ranks(on_gpu, 2, gpu_buffer_cases.same_layers, timeout_s=60))
+
+
 def _side_stream(num_ranks: int) -> None:
     """A result that a slow side stream still reads when its tensor has died is not written over."""
     with make(num_ranks, num_slots=1, max_tokens_per_rank=512, max_recv_rows=None) as buffer:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .network import get_preferred_hca, set_device_filter, set_host_ip
 from .options import BackendOptions
 
-__all__ = ["BackendOptions", "create", "get_preferred_hca", "register", "set_device_filter", "set_host_ip"]
+__all__ = ["BackendOptions", "create", "register"]
 
 
 def register(name: str = "epee", creator: Any = None) -> None:

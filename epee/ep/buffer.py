@@ -25,7 +25,6 @@ from .paths import Making, Path
 from .streams import RunOptions
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath, throughput_config
-from .throughput.order import CombineOrder
 
 
 class Buffer(SharedBuffer):
@@ -192,7 +191,6 @@ class Buffer(SharedBuffer):
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor | None = None,
-        order: CombineOrder | None = None,
         timeout: float | None = None,
         num_sms: int | None = None,
         async_op: bool = False,
@@ -210,7 +208,6 @@ class Buffer(SharedBuffer):
             bias: one or two `[num_tokens, hidden]`, of y's dtype or float32, added before the rounding.
             out: `[num_tokens, hidden]` of y's dtype, written instead of new memory; may be a bias, must not share
                 memory with y.
-            order: of the additions; None for epee's own, which is the fastest.
             timeout: seconds to wait for a silent peer.
             num_sms, async_op, previous_event: as in `dispatch`.
 
@@ -229,7 +226,7 @@ class Buffer(SharedBuffer):
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
                     known = check_handle(handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
-                    call = check_combine(self.config, y, known, topk_weights, bias, out, order, members)
+                    call = check_combine(self.config, y, known, topk_weights, bias, out, members)
                     return self._rows.combine(call, deadline, lane, run)
 
     def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -348,7 +348,6 @@ def check_combine(
     topk_weights: object,
     bias: object,
     out: object,
-    order: object = None,
     members: Sequence[int] | None = None,
 ) -> CombineCall:
     """Check the arguments of a combine; `members` where a view leaves ranks out (CPU)."""
@@ -373,7 +372,7 @@ def check_combine(
         _check_whole("out", target, config)
         # out is written while biases are still to be read
         checked = tuple(item.clone() if overlap(target, item) else item for item in checked)
-    wanted = check_order(order, handle.layout)
+    wanted = check_order(handle.order, handle.layout)
     lanes = None
     if handle.layout == "rank" and wanted.by == "last_k":
         lanes = _check_lanes(config, handle, wanted, members)

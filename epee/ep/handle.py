@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from .event import DONE, Event
+from .throughput.order import CombineOrder
 from .throughput.placement import Placement, SendPlan, runs
 
+SomeHandle = TypeVar("SomeHandle", bound="Handle")
 # A payload is a tensor, or an FP8 pair (values, scales).
 Payload: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
@@ -65,6 +68,7 @@ class Handle(ABC):
         num_tokens: tokens of this rank.
         num_topk: columns of `topk_idx`.
         with_topk: whether routing came from `topk_idx`.
+        order: in which its combines add up; None for epee's own, which is the fastest.
     """
 
     buffer_id: int
@@ -75,6 +79,16 @@ class Handle(ABC):
     num_tokens: int
     num_topk: int
     with_topk: bool
+    order: CombineOrder | None = field(default=None, kw_only=True)
+
+    def in_order(self: SomeHandle, order: CombineOrder | None) -> SomeHandle:
+        """Return a handle of the same rows whose combines add up in another order, for another library's bits.
+
+        On GPUs all ranks give an order or none does (`MismatchError` else).
+        """
+        other = copy(self)  # with what has been worked out from the rows
+        other.order = order
+        return other
 
     @property
     @abstractmethod

@@ -74,7 +74,7 @@ def check_round(buffer: epee.Buffer, case: Case, members: Collection[int]) -> An
     bias = tuple(one.to(device) for one in biases[rank]) or None
     for order in (None, CombineOrder(bias_first=True)) if bias else (None,):
         y = expert_output(rows, rank, case).to(device)
-        c = buffer.combine(y, d.handle, bias=bias, order=order)
+        c = buffer.combine(y, d.handle.in_order(order), bias=bias)
         if order is None:
             expect_equal(c.x.cpu(), reference.combine(inputs, want, ys, bias=biases)[rank], "combine")
         assert c.got.tolist() == mask

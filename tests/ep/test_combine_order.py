@@ -73,7 +73,7 @@ def _run(rank: int, num_ranks: int, setup: Setup) -> list[dict[str, torch.Tensor
             found = {}
             for name, (by, bias_first, round_partials) in _orders_of(call).items():
                 order = CombineOrder(by, bias_first, round_partials, given.topk_idx)
-                found[name] = buffer.combine(y, handle, bias=bias, order=order).x.clone()
+                found[name] = buffer.combine(y, handle.in_order(order), bias=bias).x.clone()
             results.append(found)
     return results
 
@@ -177,9 +177,9 @@ def _refusals(rank: int, num_ranks: int) -> list[str]:
         ]
         for order in bad:
             with pytest.raises(epee.InvalidArgument) as caught:
-                buffer.combine(y, d.handle, order=order)
+                buffer.combine(y, d.handle.in_order(order))
             texts.append(str(caught.value))
-        assert torch.equal(buffer.combine(y, d.handle, order=CombineOrder("last_k", topk_idx=topk_idx)).x, x)
+        assert torch.equal(buffer.combine(y, d.handle.in_order(CombineOrder("last_k", topk_idx=topk_idx))).x, x)
     return texts
 
 

@@ -324,10 +324,9 @@ class Buffer(LowLatency, Owner, NotHere):
         with self._run(device_of(x), async_finish, previous_event) as run:
             got = known.room.core.combine(
                 rows,
-                known.handle,
+                known.handle if bias is None else known.handle.in_order(_ORDER),
                 topk_weights=weights,
                 bias=as_bias(bias),
-                order=None if bias is None else _ORDER,
                 num_sms=None if config is None else known.room.num_sms(config.num_sms),
             )
             return got.x, got.topk_weights, run.event((x, topk_weights, bias), (got.x, got.topk_weights))

@@ -299,7 +299,7 @@ class ElasticBuffer(Owner, NotHere):
                 weights = weights.masked_fill(local < 0, 0)
         sms = known.room.num_sms(num_sms)
         return known.room.core.combine(
-            rows, known.core, topk_weights=weights, bias=as_bias(bias), order=order, num_sms=sms
+            rows, known.core.in_order(order), topk_weights=weights, bias=as_bias(bias), num_sms=sms
         )
 
     def _check_handle(self, handle: object) -> EPHandle:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ...backend import BackendOptions, create, register
-from ...backend import network as _network
 from ...backend.options import MAX_RANKS
 from ...errors import InvalidArgument, PeerError
+from . import network as _network
 from .responses import ProposalStatus, ProposeViewUpdateResponse, SyncAfterFailureResponse, SyncStatus
 
 __all__ = [

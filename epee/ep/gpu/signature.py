@@ -32,7 +32,7 @@ _COMBINE_FACTS = (
     ("layout", 1),
     ("dtype", 3),
     (_WEIGHTS, 1),
-    ("order= (1 given, 0 not)", 1),
+    ("the order of the additions (1 another library's, 0 epee's)", 1),
     ("the memory that expert-layout rows are pulled from (0 in the rank layout; record the graph again)", 3),
 )
 _COMBINE_FIELDS = (*_COMBINE_FACTS, (f"{_CALL}, or which calls have failed before", 16 - COMBINE_FACT_BITS))

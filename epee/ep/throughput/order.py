@@ -1,4 +1,4 @@
-"""In which order a combine adds up.
+"""In which order a combine adds up: epee's own, and those of the libraries whose bits the drop-in layers must match.
 
 Sums of floating-point numbers depend on their order, so every order is spelled out here and has its oracle
 (`reference/`). All orders add in float32 (float64 for float64 rows) and round to the payload's dtype at the end. An

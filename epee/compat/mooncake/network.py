@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InvalidArgument
+from ...errors import InvalidArgument
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import epee.compat.deep_ep as deep_ep
-from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
+from epee.errors import CommTimeoutError, InvalidArgument, InvalidState, MismatchError, RankFailedError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import BF16, PLAIN, Shape, bits, expert_outputs, inputs, quantisation
 from tests.harness import DEAD, run_ranks
@@ -105,6 +106,31 @@ def _calls(rank: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_tuples_and_values(num_ranks: int) -> None:
     run_ranks(_calls, num_ranks)
+
+
+def _silent(rank: int, num_ranks: int) -> str:
+    """Rank 1 makes no call until rank 0 has given its own up."""
+    os.environ["EPEE_TIMEOUT_S"] = "0.3"
+    store = dist.distributed_c10d._get_default_store()
+    buffer = make()
+    mine = inputs(SHAPE, NUM_TOKENS[:num_ranks], 0)[rank]
+    call = mine.x, mine.topk_idx, SHAPE.max_tokens, SHAPE.num_experts
+    text = ""
+    buffer.low_latency_dispatch(*call)
+    if rank == 0:
+        with pytest.raises(CommTimeoutError) as caught:
+            buffer.low_latency_dispatch(*call)
+        text = str(caught.value)
+        store.set("said", "")
+    store.wait(["said"], timedelta(seconds=30))
+    buffer.destroy()
+    return text
+
+
+def test_an_error_says_what_there_is_to_do_in_deep_eps_terms() -> None:
+    text, _ = run_ranks(_silent, 2)
+    assert "rank 1" in text
+    assert "make the buffer with enable_shrink=True" in text
 
 
 def _both_kinds(rank: int, num_ranks: int) -> None:

@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import torch
 
 from epee.compat.deep_ep.event import EventOverlap
+from epee.compat.deep_ep.shared.advice import LOW_LATENCY, add_advice
 from epee.compat.padded import Hook, PaddedHandle, PaddedRooms, Ways, size_hint
 from epee.ep.handle import Payload
 from epee.ep.latency.types import LatencyCombined, LatencyDispatched, Quantisation
-from epee.errors import InvalidArgument, InvalidState, UnsupportedError
+from epee.errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
 
 _HOSTS = "nothing travels between hosts (RDMA) in epee yet; use dispatch and combine on the ranks of one host"
 
@@ -25,6 +26,19 @@ _HOSTS = "nothing travels between hosts (RDMA) in epee yet; use dispatch and com
 def unsupported(name: str, why: str) -> NoReturn:
     """Raise `UnsupportedError` for `name`."""
     raise UnsupportedError(f"{name} is not supported: {why}")
+
+
+class _Advised:
+    """Says with a failure what there is to do in DeepEP's terms. A class, as it stands around every call."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EpeeError):
+            add_advice(error, LOW_LATENCY)
+
+
+_ADVISED = _Advised()
 
 
 class LowLatency:
@@ -91,14 +105,15 @@ class LowLatency:
                 cumulative_local_expert_recv_stats.add_(got.num_tokens_per_expert)
             _add_cost(dispatch_wait_recv_cost_stats, got)
 
-        return self._padded.dispatch(
-            x,
-            topk_idx,
-            (num_max_dispatch_tokens_per_rank, num_experts),
-            Quantisation(use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0),
-            self._ways(x, async_finish, return_recv_hook),
-            count,
-        )
+        with _ADVISED:
+            return self._padded.dispatch(
+                x,
+                topk_idx,
+                (num_max_dispatch_tokens_per_rank, num_experts),
+                Quantisation(use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0),
+                self._ways(x, async_finish, return_recv_hook),
+                count,
+            )
 
     def low_latency_combine(
         self,
@@ -131,16 +146,17 @@ class LowLatency:
         """
         if use_logfmt and zero_copy:
             raise InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
-        return self._padded.combine(
-            x,
-            topk_idx,
-            topk_weights,
-            handle,
-            out,
-            self._ways(x, async_finish, return_recv_hook),
-            zero_copy,
-            lambda got: _add_cost(combine_wait_recv_cost_stats, got),
-        )
+        with _ADVISED:
+            return self._padded.combine(
+                x,
+                topk_idx,
+                topk_weights,
+                handle,
+                out,
+                self._ways(x, async_finish, return_recv_hook),
+                zero_copy,
+                lambda got: _add_cost(combine_wait_recv_cost_stats, got),
+            )
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a rank out of low-latency calls (`mask`), or count on it again. Local.

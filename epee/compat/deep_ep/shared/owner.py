@@ -14,15 +14,11 @@ from typing import Any
 import torch
 
 from epee.compat.deep_ep.event import Event, EventOverlap, after, cuda_event_of
+from epee.compat.deep_ep.shared.advice import NORMAL, add_advice
 from epee.compat.deep_ep.shared.rooms import Rooms
 from epee.ep.handle import Dispatched
 from epee.ep.streams import Lane, RunOptions
 from epee.errors import EvictedError, InvalidState, MismatchError, NoQuorumError, PeerError
-
-_NO_SYNC = (
-    "DeepEP's buffers have no sync: when recover_ranks has taken in who took the lost place, or on a new_group of who "
-    "is left, all ranks make a new one"
-)
 
 
 class Owner:
@@ -76,8 +72,8 @@ def _told_what_to_do(is_gpu: bool) -> Iterator[None]:
     try:
         yield
     except (PeerError, MismatchError) as error:
-        if is_gpu and "sync()" in str(error) and not isinstance(error, (EvictedError, NoQuorumError)):
-            error.args = (f"{error}. {_NO_SYNC}", *error.args[1:])
+        if is_gpu and not isinstance(error, (EvictedError, NoQuorumError)):
+            add_advice(error, NORMAL)
         raise
 
 

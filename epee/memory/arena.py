@@ -18,14 +18,13 @@ have passed every call but the last. So `take` never fails.
 A crash between two steps leaves nothing to repair: the pool is private to its process, and a peer's late store can
 only hit a slot that is still cooling.
 
-Releases come from weak-reference callbacks, at any moment and from any thread, so a callback only appends to a deque;
-the owner's thread drains it.
+Releases come from weak-reference callbacks, at any moment and from any thread, so a callback only notes the slot in a
+dict; the owner's thread drains it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -54,7 +53,7 @@ class SlotPool:
         self._taken: set[int] = set()
         self._cooling: dict[int, int] = {}  # slot -> call that all peers must have passed
         self._leased: dict[int, str] = {}  # slot -> "result" | "input"
-        self._released: deque[int] = deque()
+        self._released: dict[int, object] = {}  # slots whose tensors have died since the last look
 
     def take(self) -> int:
         """Take a free slot for the call in progress; the lowest one, so that few pages are ever touched."""
@@ -75,10 +74,13 @@ class SlotPool:
         return list(self._leased.values()).count(purpose) < self.num_slots
 
     def lease(self, slot: int, purpose: str) -> Callable[[object], None]:
-        """Lease a taken slot; returns the weak-reference callback that gives it back."""
+        """Lease a taken slot; returns the weak-reference callback that gives it back.
+
+        That is no Python function: an interrupt (Ctrl-C) in one would be printed, and the slot lost.
+        """
         self._leased[slot] = purpose
         self._taken.discard(slot)
-        return partial(_release, self._released, slot)
+        return partial(self._released.__setitem__, slot)
 
     def leased(self, purpose: str) -> list[int]:
         """Return the slots that tensors of the user hold for `purpose`."""
@@ -110,20 +112,16 @@ class SlotPool:
                 self._free.add(slot)
 
     def _drain(self) -> None:
-        while self._released:
-            slot = self._released.popleft()
-            del self._leased[slot]
+        for slot in list(self._released):  # an interrupt in between: it is done again
+            self._leased.pop(slot, None)
             if slot not in self._cooling:
                 self._free.add(slot)
+            del self._released[slot]
 
 
 def num_pool_slots(num_slots: int) -> int:
     """Return the slots of an arena: `num_slots` results, as many combine inputs, and the spare ones."""
     return 2 * num_slots + SPARE_SLOTS
-
-
-def _release(released: deque[int], slot: int, _: object) -> None:
-    released.append(slot)
 
 
 class Slots:

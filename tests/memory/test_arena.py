@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -129,4 +130,18 @@ def test_an_arena_of_another_size_is_refused() -> None:
     arena = Arena(SLOT, 1, "test")
     with pytest.raises(ProtocolError, match=r"maps \d+ bytes, its layout needs"):
         Slots.attach(arena.region.blob, SLOT, arena.total + 20)
+    arena.close()
+
+
+def test_a_lease_ends_without_a_python_function_that_an_interrupt_could_end() -> None:
+    arena = Arena(SLOT, 1, "test")
+    tensors = arena.lease(arena.pool.take(), [Field("payload", torch.int64, (8,))], "result")
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, arg: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        tensors.clear()
+    finally:
+        sys.setprofile(None)
+    assert arena.pool.leased("result") == []
+    assert called == []
     arena.close()

@@ -84,10 +84,13 @@ DEVICE u32 flaw_of(u64 view, const i32* recv_info) {
 }
 
 /// What all ranks of a combine must agree on, 16 bits: the host's facts, and above them the low bits of the number of
-/// the dispatch that made the handle, plus those of `losses_of`. The kernels count that: a graph has a new one at every
-/// replay, and is the peer of ranks that make the same calls without it.
+/// the dispatch that made the handle. The kernels count that: a graph has a new one at every replay, and is the peer of
+/// ranks that make the same calls without it. Two bits of `losses_of` are added where they hide no two handles that are
+/// less than 32 calls apart.
 DEVICE u64 combine_signature(u64 facts, u32 losses, const i32* recv_info) {
-  return (facts | static_cast<u64>(static_cast<u32>(recv_info[kRecvInfoCall]) + losses) << kCombineFactBits) & 0xFFFF;
+  return (facts | static_cast<u64>(static_cast<u32>(recv_info[kRecvInfoCall]) + ((losses & 3) << 5))
+                      << kCombineFactBits) &
+         0xFFFF;
 }
 
 /// Whether a rank that was left out of the view may still write into a slot of ours; `active` as of `active_ranks`.
@@ -134,6 +137,15 @@ DEVICE u64 barrier_word(u64 tag, u32 losses) { return tag << 16 | (losses & 0xFF
 
 /// Whether a barrier's word is of call `tag` or a later one.
 DEVICE bool has_reached(u64 word, u64 tag) { return static_cast<i64>(word - (tag << 16)) >= 0; }
+
+/// Whether a rank is in a later call. It tells of its calls in turn: then its word of this one has come, or never will.
+DEVICE bool has_passed(const Call& call, u64 tag, int rank) {
+  bool is_any = false;
+#pragma unroll 1
+  for (u64 i = 0; i < kRememberedCalls; ++i)
+    is_any |= is_later(ld_acquire_sys(call_word(call, call.rank, kControlCombineReadyOffset, rank, i)), tag);
+  return is_any;
+}
 
 /// Whether an earlier kernel or block of this call failed.
 DEVICE bool has_failed(const Call& call, u64 tag) {

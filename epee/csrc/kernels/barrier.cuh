@@ -4,7 +4,8 @@
 // and which calls have failed there before. A barrier is a call like any other and all ranks must make it. Who
 // dispatches or combines instead is told in the words that those wait for, and tells it in the word of refusals, which
 // a dispatch and a combine send anyway. A peer may have reached a later barrier already; then that word says whether it
-// has made this one.
+// has made this one. Then the word that it has sent to those who combine, which eight later calls leave alone, says
+// which calls had failed before this one.
 #pragma once
 #include "../common/call.cuh"
 
@@ -30,8 +31,17 @@ DEVICE bool wait_arrival(const Call& call, u64 tag, u64 mine, int peer) {
       [&] { return has_reached(got = ld_acquire_sys(word), tag); },
       [&] { return makes_other_call(call, tag, peer) || must_stop(call, tag, start, peer, tag, got >> 16, 6); });
   if (!is_here || got == mine) return is_here;
-  if (got >> 16 != mine >> 16) return !makes_other_call(call, tag, peer);
-  report_failure(call, tag, {kMismatch, peer, mine & 0xFFFF, got & 0xFFFF, kLosses});
+  u64 theirs = got & 0xFFFF;
+  if (got >> 16 != mine >> 16) {  // it is in a later call; its word of this one is remembered
+    const u64 word = ld_relaxed_sys(call_word(call, call.rank, kControlCombineReadyOffset, peer, tag));
+    if (word >> 32 != (tag & 0xFFFFFFFF) || (word & 0xFFFF) != (kRefusedSlot << 8 | kBarrierCode)) {
+      if (!makes_other_call(call, tag, peer)) report_failure(call, tag, {kRefused, peer, 0, kGaveUpCode, 6});
+      return false;
+    }
+    theirs = word >> 16 & 0xFFFF;
+    if (theirs == (mine & 0xFFFF)) return true;
+  }
+  report_failure(call, tag, {kMismatch, peer, mine & 0xFFFF, theirs, kLosses});
   return false;
 }
 
@@ -48,7 +58,7 @@ __global__ void __launch_bounds__(32, 1) barrier(const __grid_constant__ Barrier
     // behind the word that everybody waits for: these are for a peer that makes another call
     st_relaxed_sys(counts_row(p.call, peer, p.call.rank, tag) + kRefusal, tag << 32 | kBarrierCode);
     st_relaxed_sys(call_word(p.call, peer, kControlCombineReadyOffset, p.call.rank, tag),
-                   tag << 32 | kRefusedSlot << 8 | kBarrierCode);
+                   tag << 32 | (word & 0xFFFF) << 16 | kRefusedSlot << 8 | kBarrierCode);
     wait_arrival(p.call, tag, word, peer);
   }
   finish_call(p.call, tag);

@@ -19,7 +19,7 @@ from ...errors import (
 )
 from ...memory.signals import untag
 from .params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
-from .signature import WHERE_LOSSES, describe_difference
+from .signature import describe_difference, is_of_losses
 
 TIMEOUT, ABORTED, MISMATCH, REFUSED, OVERFLOW, BAD_COUNT, BAD_EXPERT, BAD_ROW, PEER_GAVE_UP, PEER_DEAD = range(1, 11)
 # Why a rank's call was refused; the code travels, the words stay at home.
@@ -107,11 +107,12 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
     if code == REFUSED and got == GAVE_UP:
         facts = context(name, rank=rank, peer=src, seq=seq)
         return MismatchError(f"{facts}: rank {src} gave up this call after an error of its own; see its message")
-    if code == MISMATCH and where == WHERE_LOSSES:
+    if code == MISMATCH and is_of_losses(where, expected, got):
+        or_else = "" if name != "combine" else " (or they combine by handles of dispatches 32 calls apart)"
         return MismatchError(
             f"{context(name, rank=rank, peer=src, seq=seq)}: an earlier call has failed on one of rank {rank} and rank "
-            f"{src} and ended well on the other, so they may stand before different calls; call buffer.sync() on all "
-            "ranks and agree on the step to be made again"
+            f"{src} and ended well on the other{or_else}, so they may stand before different calls; call buffer.sync() "
+            "on all ranks and agree on the step to be made again"
         )
     if code == MISMATCH:
         ranks = sorted([(rank, expected), (src, got)])

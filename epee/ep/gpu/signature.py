@@ -35,7 +35,8 @@ _COMBINE_FACTS = (
     ("the order of the additions (1 another library's, 0 epee's)", 1),
     ("the memory that expert-layout rows are pulled from (0 in the rank layout; record the graph again)", 3),
 )
-_COMBINE_FIELDS = (*_COMBINE_FACTS, (f"{_CALL}, or which calls have failed before", 16 - COMBINE_FACT_BITS))
+_LOSS_BITS = 2  # the highest, to which the kernels add which calls have failed before
+_COMBINE_FIELDS = (*_COMBINE_FACTS, (_CALL, 16 - COMBINE_FACT_BITS))
 WHERE_CALL, WHERE_FACTS, WHERE_LOSSES = range(3)  # which word differs, as kernels say; any other value: a combine's
 
 
@@ -79,6 +80,13 @@ def describe_difference(where: int, mine: int, other: int) -> tuple[str, str, st
             return name, _words(name, first), _words(name, second)
         mine, other = mine >> bits, other >> bits
     return "something", str(mine), str(other)
+
+
+def is_of_losses(where: int, mine: int, other: int) -> bool:
+    """Tell whether two words differ in which calls have failed before; of a combine, whether in nothing else."""
+    if where in (WHERE_CALL, WHERE_FACTS):
+        return False
+    return where == WHERE_LOSSES or (mine ^ other) & ((1 << 16 - _LOSS_BITS) - 1) == 0
 
 
 def _pack(fields: tuple[tuple[str, int], ...], facts: tuple[int, ...]) -> int:

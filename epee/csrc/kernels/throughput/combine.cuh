@@ -51,15 +51,6 @@ DEVICE u64 ready_word(u64 tag, u64 signature, u32 slot, u32 num_blocks) {
   return tag << 32 | (signature & 0xFFFF) << 16 | slot << 8 | num_blocks;
 }
 
-/// Whether a rank is in a later call. It tells of its calls in turn: then its word of this one has come, or never will.
-DEVICE bool has_passed(const Call& call, u64 tag, int rank) {
-  bool is_any = false;
-#pragma unroll 1
-  for (u64 i = 0; i < kRememberedCalls; ++i)
-    is_any |= is_later(ld_acquire_sys(call_word(call, call.rank, kControlCombineReadyOffset, rank, i)), tag);
-  return is_any;
-}
-
 /// Waits for a rank's ready word of this call. False, with a report, when it does not come.
 DEVICE bool wait_ready(const Call& call, u64 tag, int rank, u64& word) {
   const u64* from = call_word(call, call.rank, kControlCombineReadyOffset, rank, tag);

@@ -250,7 +250,7 @@ DEVICE i32 sum_up_to_lane(i32 value) {
 /// end, how many it has, and how many tokens have come from this and all lower ranks. Zeros in a call that fails, so
 /// that nobody goes by what never came. One warp.
 DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_rows) {
-  bool is_good = s.has_all;
+  bool is_good = s.has_all && !s.gone;
   for (int d = 0; d < kNumRanks; ++d) is_good = is_good && !has_overflow(p, s, d);
   const int num_local = p.num_local_experts;
   const i32* mine = padded_rows + p.call.rank * num_local;
@@ -294,12 +294,12 @@ DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, u32 losses,
     write_ends(p, s, padded_rows);  // meanwhile thread 0 tells the host
   if (threadIdx.x != 0) return;
   bool is_good = s.has_all;
+  if (is_good && !s.gone) mark_exchanged(p.call, tag);
+  if (is_good && p.do_count) is_good = check_capacity(p, tag, s);
   if (is_good && s.gone) {  // no rows will come from them
     report_failure(p.call, tag, {kPeerGaveUp, __ffs(static_cast<int>(s.gone)) - 1, 0, 0, 1});
-    is_good = s.has_all = 0;
+    is_good = false;
   }
-  if (is_good) mark_exchanged(p.call, tag);
-  if (is_good && p.do_count) is_good = check_capacity(p, tag, s);
   const i32 rows = is_good ? s.num_recv[p.call.rank] : 0;
   const i32 expanded = is_good ? s.num_expanded[p.call.rank] : 0;
   if (p.do_count) {

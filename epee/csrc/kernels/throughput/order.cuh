@@ -197,7 +197,7 @@ DEVICE bool wait_reader(const Call& call, u64 tag, int peer) {
     return has_reached(got, tag);  // it may have met others since
   };
   return bounded_wait<kPollsPerLook>(has_read, [&] {
-    if (!has_given_up(call, tag, peer)) return must_stop(call, tag, start, peer, tag, got, 5);
+    if (!has_given_up(call, tag, peer)) return must_stop(call, tag, start, peer, tag, got >> 16, 5);
     report_failure(call, tag, {kPeerGaveUp, peer, 0, 0, 3});
     return true;
   });

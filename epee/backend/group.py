@@ -38,7 +38,7 @@ from .membership.sizes import Mask
 from .options import BackendOptions
 from .outbox import Outboxes
 from .p2p.message import ANY, Message
-from .staging import Unsettled, run_staged
+from .staging import Staging
 from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import ViewCalls
 from .work import DONE, Work
@@ -71,7 +71,7 @@ def _collective(name: str) -> Callable[[_Method], _Method]:
                 if self._engine.seq == seq:  # numpy's or torch's own word about an argument, or no memory
                     self._engine.refuse(name, exc)
                 raise
-            return run_staged(self, name, call, args, kwargs)
+            return self._staging.run(name, functools.partial(call, self), args, kwargs)
 
         return call  # type: ignore[return-value]
 
@@ -115,7 +115,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         self._group_desc = ""
         self._engine.mask = _shared_mask(self.options, self._engine.members)
         weakref.finalize(self, self._engine.close)
-        self._staged = Unsettled()
+        self._staging = Staging(self._engine)
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
     # ---- what torch asks about a group
@@ -370,7 +370,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         try:
             carrier = carrier_of(tensor, "send: tensor")
         except NeedsStaging:
-            return run_staged(self, "send", ProcessGroup.send, (tensors, dst_rank, tag), {})
+            return self._staging.run("send", self.send, (tensors, dst_rank, tag), {})
         self.check_peer(dst_rank, "send")
         if tag:
             _check_tag(tag, "send")
@@ -396,7 +396,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         try:
             carrier = carrier_of(tensor, "recv: tensor")
         except NeedsStaging:
-            return run_staged(self, "recv", ProcessGroup._recv, (tensors, src_rank, tag), {})
+            return self._staging.run("recv", self._recv, (tensors, src_rank, tag), {})
         place = target(tensor, carrier, "recv: tensor")
         signature = _P2P_PREFIX[carrier.code] | tensor.numel() << 23
         message = Message(False, src_rank, tag, signature, place.array, place)

@@ -246,6 +246,10 @@ class Outboxes:
         self.payload_bytes = layout.nbytes
         self.staging_bytes = staging_bytes
         self.ring = StagingRing(layout.offset("staging"), 4 * staging_bytes)
+        self.forget_views()
+
+    def forget_views(self) -> None:
+        """Make the arrays of `views` anew when they are asked for: the regions are others."""
         self._views: dict[Any, list[np.ndarray[Any, Any]]] = {}
 
     def views(self, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:

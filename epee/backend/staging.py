@@ -16,7 +16,7 @@ Twins are filled before every call, so what a call leaves untouched (rows of los
 stays what it was. A twin's memory is not used again before the copies from and to it are done: torch's pinned allocator
 remembers the streams, and the caller's tensors are noted on our stream (`record_stream`).
 
-Calls on overlapping memory (`Unsettled`). Twins are memory of their own, so for GPUs the ranges of `overlap.py` are
+Calls on overlapping memory (`Staging`). Twins are memory of their own, so for GPUs the ranges (`ranges.py`) are
 compared here, before the twins are filled: a call whose tensors meet what an earlier call of the group still has to
 write waits on the host for the end of that one, and on its stream for the copy of the results. What a call reads has
 been read when it is issued (step 2), so nobody waits for readers.
@@ -31,18 +31,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..errors import AbortedError, CommTimeoutError, EpeeError, UnsupportedError, context
+from .engine.engine import Engine
 from .engine.entry import CLOSED
-from .engine.overlap import batch_mates, meet, not_run, spans_of
+from .engine.overlap import batch_mates
+from .ranges import meet, not_run, spans_of
 from .tensors import refuse_overlap, refuse_shared
 from .work import Work
-
-if TYPE_CHECKING:
-    from .group import ProcessGroup
 
 SPIN_S = 100e-6  # a GPU that is about done is met without sleeping
 NAP_S = 50e-6
@@ -192,9 +191,8 @@ class Staged:
             return [self._replace(item) for item in arg]
         return arg
 
-    def await_values(self, group: ProcessGroup, name: str) -> None:
+    def await_values(self, engine: Engine, name: str) -> None:
         """Let the host wait until the twins hold the caller's values."""
-        engine = group._engine
         started = time.monotonic()
         for mark in self.marks if self._is_read else ():
             while not _device.is_done(mark):
@@ -202,7 +200,7 @@ class Staged:
                 if engine.flags & CLOSED:
                     raise AbortedError(f"{name}: the process group was closed while the GPU was at work before it")
                 if elapsed > engine.timeout_s:
-                    facts = context(name, rank=group.rank(), seq=engine.seq, elapsed_s=elapsed)
+                    facts = context(name, rank=engine.box.rank, seq=engine.seq, elapsed_s=elapsed)
                     raise CommTimeoutError(
                         f"{facts}: this rank's GPU has not come to the call within the group's time-out"
                     )
@@ -236,9 +234,9 @@ class StagedWork(Work):
     """An asynchronous call on twins. Its results go back when it ends, also when nobody asks for them."""
 
     def __init__(self, work: Work, staged: Staged, outputs: Any) -> None:
-        super().__init__(work._engine, work._ops, outputs)
+        super().__init__(work.engine, work.ops, outputs)
         self._staged = staged
-        self._engine.listen(self._ops[-1], self._copy_back)
+        self.engine.listen(self.ops[-1], self._copy_back)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the call as `Work.wait`; the current streams then wait for the copy of its results."""
@@ -265,14 +263,14 @@ class StagedWork(Work):
                     result.marks = self._staged.copy_back()
             result.work = None
 
-        self._engine.listen(self._ops[-1], settle)
+        self.engine.listen(self.ops[-1], settle)
 
     def let_end(self, told: str, is_read: bool) -> None:
         """Wait for its end and make the current streams wait for its results, for a call on the same memory."""
         try:
-            self._engine.wait(self._ops[-1], None)
+            self.engine.wait(self.ops[-1], None)
         except EpeeError as exc:
-            if self._ops[-1].error is None:
+            if self.ops[-1].error is None:
                 raise  # it goes on: the wait for it was ended
             if is_read:
                 raise not_run(told, exc) from exc
@@ -282,12 +280,12 @@ class StagedWork(Work):
     def get_future(self) -> Any:
         """Return a future of the output tensors; whoever uses its value waits on its streams, not on the host."""
         if self._future is None:
-            if self._engine.in_background():
+            if self.engine.in_background():
                 with contextlib.suppress(EpeeError):  # the future raises it
                     self._drive(None)
             ended = self._staged.futures_device()
             self._future = ended.then(self._value)
-            self._engine.listen(self._ops[-1], lambda op: self._fulfil(ended))
+            self.engine.listen(self.ops[-1], lambda op: self._fulfil(ended))
         return self._future
 
     def _copy_back(self, op: Any) -> None:
@@ -326,13 +324,42 @@ class Result:
         return self.work is None and all(map(_device.is_done, self.marks))
 
 
-class Unsettled:
-    """Results of the staged calls of a group that are not known to have reached the caller's tensors."""
+class Staging:
+    """Runs the calls of one group on twins; knows which results may not have reached the caller's tensors yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._results: list[Result] = []
 
-    def add(self, staged: Staged, work: StagedWork | None) -> None:
+    def run(self, name: str, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a call (`method` of the group) on twins; the first of its arguments is what it writes.
+
+        Raises:
+            AbortedError, CommTimeoutError: the GPU did not come to the call.
+            InvalidArgument: what is written overlaps itself. Else as the call does.
+        """
+        engine = self._engine
+        roots = [opts.rootRank for opts in (*args, *kwargs.values()) if hasattr(opts, "rootRank")]
+        is_root = roots == [engine.box.rank]
+        is_written = {"send": False, "broadcast": not is_root, "reduce": is_root}.get(name, True)
+        try:
+            self._let_end(_tensors_of(args), context(name, rank=engine.box.rank), name != "recv")
+            staged = Staged(name, args, name != "recv", is_written)
+            staged.await_values(engine, name)
+        except Exception as exc:
+            if name not in ("send", "recv"):
+                engine.refuse(name, exc)
+            raise
+        work = method(*staged.args, **kwargs)
+        if isinstance(work, Work):
+            work = StagedWork(work, staged, args[0])
+            self._add(staged, work)
+            return work
+        staged.copy_now()
+        self._add(staged, None)
+        return work
+
+    def _add(self, staged: Staged, work: StagedWork | None) -> None:
         """Note what a call writes: `work` when it is asynchronous, else its copies are on the current streams."""
         if not staged.written:
             return
@@ -341,7 +368,7 @@ class Unsettled:
         if work is not None:
             work.settle_in(result)
 
-    def let_end(self, tensors: Any, told: str, is_read: bool) -> None:
+    def _let_end(self, tensors: Any, told: str, is_read: bool) -> None:
         """Wait until nobody will write to `tensors` any more; current streams wait for copies that are under way.
 
         Raises:
@@ -357,38 +384,8 @@ class Unsettled:
             work = result.work
             if work is None:
                 _device.join(result.marks)
-            elif not any(op in mates for op in work._ops):
+            elif not any(op in mates for op in work.ops):
                 work.let_end(told, is_read)
-
-
-def run_staged(
-    group: ProcessGroup, name: str, method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Run one call of `group` on twins; the first of its arguments is what it writes.
-
-    Raises:
-        AbortedError, CommTimeoutError: the GPU did not come to the call.
-        InvalidArgument: what is written overlaps itself. Else as the call does.
-    """
-    roots = [opts.rootRank for opts in (*args, *kwargs.values()) if hasattr(opts, "rootRank")]
-    is_root = roots == [group.rank()]
-    is_written = {"send": False, "broadcast": not is_root, "reduce": is_root}.get(name, True)
-    try:
-        group._staged.let_end(_tensors_of(args), context(name, rank=group.rank()), name != "recv")
-        staged = Staged(name, args, name != "recv", is_written)
-        staged.await_values(group, name)
-    except Exception as exc:
-        if name not in ("send", "recv"):
-            group._engine.refuse(name, exc)
-        raise
-    work = method(group, *staged.args, **kwargs)
-    if isinstance(work, Work):
-        work = StagedWork(work, staged, args[0])
-        group._staged.add(staged, work)
-        return work
-    staged.copy_now()
-    group._staged.add(staged, None)
-    return work
 
 
 def _tensors_of(arg: Any) -> list[torch.Tensor]:

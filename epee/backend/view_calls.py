@@ -34,6 +34,11 @@ class ViewCalls:
         return self._engine.members.epoch
 
     @property
+    def timeout_s(self) -> float:
+        """How long a call waits for silent ranks when it names no time-out, in seconds."""
+        return self._engine.timeout_s
+
+    @property
     def num_slots(self) -> int:
         """How many ranks the group counts in this rank's next call: the length of lists with one element per rank.
 

@@ -8,20 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..errors import EpeeError
+from .engine.operation import Driven
+from .outbox import Outboxes
 from .p2p.message import ANY, Message
 
-if TYPE_CHECKING:
-    from .engine.ending import Driven
-    from .engine.engine import Engine
-
 _WorkBase: Any = getattr(dist, "_Work", None) or dist.Work
+
+
+class EngineOfWork(Protocol):
+    """What is asked here of an engine."""
+
+    box: Outboxes
+
+    def wait(self, op: Driven, timeout_s: float | None) -> None:
+        """Drive until `op` is done; raise its error."""
+
+    def take_back(self, op: Driven, exc: BaseException) -> None:
+        """Give up a message out of whose blocking call `exc` comes."""
+
+    def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
+        """Call `listener(op)` when the call has ended."""
+
+    def in_background(self) -> bool:
+        """True on the background thread."""
 
 
 class Done(_WorkBase):  # type: ignore[misc]
@@ -61,19 +78,23 @@ class Work(_WorkBase):  # type: ignore[misc]
     """A call on its way (several for a coalesced call with several dtypes).
 
     After an error the tensors are as they were; the group can be used again unless the error says otherwise.
+
+    Attributes:
+        engine: drives them.
+        ops: the calls.
     """
 
-    def __init__(self, engine: Engine, ops: list[Driven], outputs: Any) -> None:
+    def __init__(self, engine: EngineOfWork, ops: list[Driven], outputs: Any) -> None:
         super().__init__()
-        self._engine = engine
-        self._ops = ops
+        self.engine = engine
+        self.ops = ops
         self._outputs = outputs
         self._future: Any = None
 
     @property
     def num_ranks(self) -> int:
         """Return the size of the group."""
-        return self._engine.box.group_size
+        return self.engine.box.group_size
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Drive the call to its end; may be called again, also after it raised.
@@ -92,29 +113,29 @@ class Work(_WorkBase):  # type: ignore[misc]
         """The body of `wait`, which is the only one to call it."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         try:
-            for op in self._ops:
+            for op in self.ops:
                 if not op.done or op.error is not None:
-                    self._engine.wait(op, seconds if seconds > 0 else None)
+                    self.engine.wait(op, seconds if seconds > 0 else None)
         except BaseException as exc:
             if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.distributed_c10d":
-                for op in self._ops:
+                for op in self.ops:
                     is_open = op.error is None and isinstance(op, Message)  # no quorum, say: not the message's own end
                     if is_open or not isinstance(exc, EpeeError):
-                        self._engine.take_back(op, exc)
+                        self.engine.take_back(op, exc)
             raise
         return True
 
     def is_completed(self) -> bool:
         """True when the call has ended, well or not."""
-        return all(op.done for op in self._ops)
+        return all(op.done for op in self.ops)
 
     def is_success(self) -> bool:
         """True when it has ended well."""
-        return all(op.done and op.error is None for op in self._ops)
+        return all(op.done and op.error is None for op in self.ops)
 
     def exception(self) -> BaseException | None:
         """Return what it ended with, if that was an error."""
-        return next((op.error for op in self._ops if op.error is not None), None)
+        return next((op.error for op in self.ops if op.error is not None), None)
 
     def synchronize(self) -> None:
         """Same as `wait()`: CPU tensors have no streams."""
@@ -126,7 +147,7 @@ class Work(_WorkBase):  # type: ignore[misc]
 
     def source_rank(self) -> int:
         """Return the group rank that a receive got its message from (-1 before that, and for other calls)."""
-        op = self._ops[0]
+        op = self.ops[0]
         return op.peer if isinstance(op, Message) and op.peer != ANY else -1
 
     _source_rank = source_rank
@@ -137,13 +158,13 @@ class Work(_WorkBase):  # type: ignore[misc]
         In a callback that runs on that thread (PowerSGD's waits for such a future) the call is driven to its end first.
         """
         if self._future is None:
-            if self._engine.in_background():
+            if self.engine.in_background():
                 with contextlib.suppress(EpeeError):  # the future raises it
                     self.wait()
             ended: Any = torch.futures.Future()
             self._future = ended.then(self._value)
-            last = self._ops[-1]
-            self._engine.listen(last, lambda op: ended.set_result(None))
+            last = self.ops[-1]
+            self.engine.listen(last, lambda op: ended.set_result(None))
         return self._future
 
     def _value(self, _: Any) -> Any:

@@ -77,13 +77,6 @@ class _Known:
     combine_buffer: torch.Tensor | None = None
 
 
-class _Done(EventHandle):
-    """The end of an epee call as an event of DeepEP's kind."""
-
-    def __init__(self, event: CoreEvent) -> None:
-        self._event = event.recorded()
-
-
 def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Return the bytes that a rank lends for calls of this size; address space on CPUs, and it bounds nothing."""
     config = BufferConfig(num_ranks, num_experts, hidden, _MOST_TOPK, max_tokens, torch.bfloat16, is_latency=True)
@@ -131,7 +124,14 @@ class PaddedRooms:
             raise InvalidArgument("x must be bfloat16 [num_tokens, hidden]")
         max_tokens, num_experts = sizes
         core = self._room(Shape(max_tokens, x.shape[1], num_experts, routing.shape[1], x.device), ways.active_ranks)
-        got = core.dispatch(x, routing, **how._asdict(), **_options(ways))
+        got = core.dispatch(
+            x,
+            routing,
+            use_fp8=how.use_fp8,
+            round_scale=how.round_scale,
+            use_ue8m0=how.use_ue8m0,
+            **_options(ways),
+        )
         handle = (got.handle.src_token, got.handle.layout_range, max_tokens, x.shape[1], num_experts)
         self._handles[handle[0]] = _Known(core, got.handle, routing.clone() if routing is topk_idx else routing)
         then = None if when_received is None else lambda: when_received(got)
@@ -277,7 +277,7 @@ def _options(ways: Ways) -> dict[str, Any]:
 
 
 def _event(event: CoreEvent, ways: Ways) -> EventOverlap:
-    return EventOverlap(_Done(event) if ways.async_finish else None)
+    return EventOverlap(EventHandle.of(event.recorded()) if ways.async_finish else None)
 
 
 def _check_same_routing(topk_idx: object, known: torch.Tensor) -> None:

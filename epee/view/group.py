@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import InvalidArgument
 from .protocol.messages import Member
@@ -33,7 +34,8 @@ def check_policy(fault_mode: str | None, on_stall: str | None, has_mask: bool = 
     return mode, on_stall or ("evict" if mode == "mask" else "error")
 
 
-class GroupInView(NamedTuple):
+@dataclass(frozen=True)
+class GroupInView:
     """A group's part in the view of its job: what a buffer on the group needs to know.
 
     Attributes:

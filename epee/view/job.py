@@ -21,6 +21,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import env
@@ -36,7 +37,8 @@ MAX_JOBS_TOLD = 8
 SETTINGS = Settings(policy="evict", admit="ask")  # whether anybody is accused is each group's own choice
 
 
-class Hello(NamedTuple):
+@dataclass(frozen=True)
+class Hello:
     """What a rank tells before a group has a job.
 
     Attributes:

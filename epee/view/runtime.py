@@ -54,7 +54,7 @@ CLOSE_S = 5.0
 
 def first_view(members: Sequence[Member]) -> Decision:
     """Return the view that founders start with: epoch 1, everybody in its first incarnation."""
-    return Decision(1, tuple(sorted(member._replace(incarnation=1) for member in members)))
+    return Decision(1, tuple(sorted(member.as_incarnation(1) for member in members)))
 
 
 class Runtime:

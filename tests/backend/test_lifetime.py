@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,7 @@ def other_host(rank: int, num_ranks: int, folder: str) -> str:
 
     real = birth._own_record
     if rank == 1:
-        birth._own_record = lambda *args: real(*args)._replace(host="node7", boot_id="another-boot")  # type: ignore[assignment]
+        birth._own_record = lambda *args: replace(real(*args), host="node7", boot_id="another-boot")  # type: ignore[assignment]
     with pytest.raises(UnsupportedError) as caught:
         cases.init(rank, num_ranks, folder)
     return str(caught.value)
@@ -334,10 +335,10 @@ def test_a_record_that_does_not_fit_is_a_protocol_error(field: str, value: objec
 
     region = HostRegion.create(4096, "test")
     mine = birth._own_record(2, 65536, region)
-    good = json.dumps(mine._asdict()).encode()
+    good = json.dumps(asdict(mine)).encode()
     assert birth._parse(good, 1, mine) == mine
     with pytest.raises(ProtocolError, match="rank 1"):
-        birth._parse(json.dumps({**mine._asdict(), field: value}).encode(), 1, mine)
+        birth._parse(json.dumps({**asdict(mine), field: value}).encode(), 1, mine)
     region.close()
 
 

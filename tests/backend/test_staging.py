@@ -382,6 +382,6 @@ def _forgets(rank: int, num_ranks: int) -> None:
     work.wait()
     dist.all_reduce(x)
     deadline = time.monotonic() + 20
-    while any(result.work is not None for result in group._staged._results) and time.monotonic() < deadline:
+    while any(result.work is not None for result in group._staging._results) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert all(result.work is None for result in group._staged._results)
+    assert all(result.work is None for result in group._staging._results)

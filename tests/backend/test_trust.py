@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,8 @@ def in_advance(rank: int, num_ranks: int, folder: str) -> str:
     def exchange(this: Attempt, mine: Any, *rest: Any) -> Any:
         if rank == 0:
             decoy = HostRegion.create(outbox_layout(64, mine.staging_bytes).nbytes, "decoy")
-            record = mine._replace(blob=decoy.blob.hex(), member=mine.member.replace("[0,", "[1,", 1))
-            this.store.set(this.key(1), prove(Token(bytes(32)), json.dumps(record._asdict()), b""))
+            record = replace(mine, blob=decoy.blob.hex(), member=mine.member.replace("[0,", "[1,", 1))
+            this.store.set(this.key(1), prove(Token(bytes(32)), json.dumps(asdict(record)), b""))
         else:
             stages.wait_for(folder, "refused")
         return real(this, mine, *rest)

@@ -21,6 +21,7 @@ import json
 import os
 import time
 import weakref
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -46,7 +47,8 @@ from .seat import Greeting, take_seat
 PROTOCOL = 2
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True)
+class Record:
     """What a rank tells about itself."""
 
     protocol: int
@@ -167,7 +169,7 @@ def _greet(this: Attempt, deadline: float) -> Greeting:
     """Hear from all ranks which jobs they are in; all come to the same choice for the group."""
     mine, directory = own_hello(this.rank, this.num_ranks)
     try:
-        told = [json.dumps(mine._asdict()).encode()] * this.num_ranks
+        told = [json.dumps(asdict(mine)).encode()] * this.num_ranks
         this.store.set(this.key(this.rank) + "/hello", told[this.rank])
         hellos = []
         for peer in range(this.num_ranks):
@@ -235,7 +237,7 @@ class Proof(NamedTuple):
 
 def _exchange(this: Attempt, mine: Record, proof: Proof, deadline: float) -> list[Record]:
     """Put this rank's record into the store and return everybody's, proved and checked."""
-    own = json.dumps(mine._asdict())
+    own = json.dumps(asdict(mine))
     this.store.set(this.key(this.rank), prove(proof.token, own, proof.purpose(this.rank)))
     records = []
     for peer in range(this.num_ranks):

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import MismatchError, ProtocolError
-from ..engine.operation import Operation
 from ..outbox import PREAMBLE, Outboxes
 from ..tensors import Array
-from .plan import Plan, Sink
+from .plan import Plan, Planned, Sink
 from .rounds import CHUNK_BYTES
 
 
@@ -66,7 +65,7 @@ class AllToAll(Plan):
                 place = start + rank * self._length
                 view[place : place + len(part)] = part
 
-    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
+    def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
         """Compare everybody's lists and derive the rounds and the places."""
         if self._agreed:
             return
@@ -107,7 +106,7 @@ class AllToAll(Plan):
         mine = self.preamble.tobytes()
         return all([words[first:last].tobytes() == mine for words in box.peer_words])  # noqa: C419 - half the time
 
-    def _check_place(self, box: Outboxes, op: Operation, rank: int, offset: int, nbytes: int) -> None:
+    def _check_place(self, box: Outboxes, op: Planned, rank: int, offset: int, nbytes: int) -> None:
         if nbytes and offset + nbytes > box.payload_bytes:
             raise ProtocolError(f"{op.describe(box)}: the block of rank {rank} passes the end of its outbox")
 
@@ -148,7 +147,7 @@ class AllToAll(Plan):
         self._segments = [segment.copy() for segment in self._segments]
         self._sinks = [Sink(sink.array.copy()) for sink in self._sinks]
 
-    def _tell(self, box: Outboxes, op: Operation, sent: list[list[int]], expected: list[tuple[int, ...]]) -> str:
+    def _tell(self, box: Outboxes, op: Planned, sent: list[list[int]], expected: list[tuple[int, ...]]) -> str:
         pairs = ((i, j) for i in range(box.num_ranks) for j in range(box.num_ranks) if sent[i][j] != expected[j][i])
         src_rank, dst_rank = next(pairs)
         return (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,8 +17,14 @@ from ..outbox import CELL_PAYLOAD_BYTES, Outboxes
 from ..tensors import Array
 from .signature import OP_CODE, REFUSED, pack
 
-if TYPE_CHECKING:
-    from ..engine.operation import Operation
+
+class Planned(Protocol):
+    """What a plan asks of the call that runs it."""
+
+    cell: int
+
+    def describe(self, box: Outboxes, **facts: object) -> str:
+        """Name the call and its place for a message."""
 
 
 class Sink:
@@ -71,7 +77,7 @@ class Plan:
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Read round `k` from `offsets[rank]` of each outbox (of the merged shares in two-phase calls)."""
 
-    def agree(self, box: Outboxes, offsets: list[int], op: Operation) -> None:
+    def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
         """Look at what the peers put beside their header; may set the number of rounds, raises `MismatchError`."""
 
     def commit(self) -> None:

@@ -14,24 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ...errors import AbortedError
 from ...memory.signals import futex_wake
 from ...view.process.detector import DeathWatch
+from ..membership.epochs import Survival
 from ..outbox import CELL_WORDS, LIFE, LIFE_ABORTED, LIFE_LEFT, NUM_CELLS, has_left
+from ..p2p.channel import Mailroom
 from ..p2p.message import Message
 from ..wake import publish_word
 from .entry import ABORTED, CLOSED, FORKED
-from .operation import Operation
+from .operation import Driven, Operation
+from .progress import Helper
 from .waiting import Waiting
-
-if TYPE_CHECKING:
-    from ..membership.epochs import Survival
-    from ..p2p.channel import Mailroom
-    from .progress import Helper
-
-Driven = Operation | Message
 
 
 class Ending(Waiting):

@@ -34,27 +34,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import AbortedError, InvalidArgument, InvalidState, PeerError
 from ...view.process.detector import DeathWatch
 from ..collectives.plan import NOTHING, Make, Plan, RefusedPlan, Tensors, refused
+from ..membership.epochs import Survival
 from ..membership.sizes import Mask
 from ..membership.unsettled import Unsettled
 from ..outbox import BELL, CONSUMED, CONSUMED_TOO, GAVE_UP, Outboxes, consumed_of, failed_by_view
 from ..p2p.channel import Mailroom
 from ..p2p.message import Absence, Message
+from ..ranges import Written
 from . import interrupts, overlap
 from . import stall as trouble
-from .ending import Driven
 from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED
 from .express import Express
-from .operation import NO_ROOM, Block, Operation
+from .operation import NO_ROOM, Block, Driven, Operation
 from .progress import Helper
 from .waiting import NAP_ROUNDS
-
-if TYPE_CHECKING:
-    from ..membership.epochs import Survival
 
 FROZEN_LOOK_S = 0.005
 
@@ -78,7 +76,7 @@ class Engine(Express):
         self.seq = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box, first_number)
-        self.written = overlap.Written()
+        self.written = Written()
         self.messages: list[Message] = []  # those that are open, and some that have ended since somebody looked
         self._helper = Helper(self)
         self.members = box

@@ -53,6 +53,7 @@ class Entry:
         self.flags = 0
         self._flags_lock = threading.Lock()
         self._lock: Any = threading.RLock()
+        self._has_lock: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]  # as `Condition` asks
         self._asleep: set[int] = set()  # threads inside a call that gave the lock back to sleep
         self._after: deque[Callable[[], None]] = deque()  # to be done without the lock by whoever gives it back
 
@@ -62,7 +63,7 @@ class Entry:
         While the lane is frozen only those come in who just wait (`while_frozen`); they keep to their own time-outs.
         """
         lock = self._lock
-        if self.flags or self._asleep or lock._is_owned():
+        if self.flags or self._asleep or self._has_lock():
             self._look_around()
         if not lock.acquire(False):
             self._queue_up()
@@ -98,6 +99,14 @@ class Entry:
             if not unless:
                 self.flags &= ~bit
 
+    def stop_calls(self, timeout_s: float) -> bool:
+        """Take the lock for a hook that must see the calls stand still, whatever `flags` say; False: not in time."""
+        return bool(self._lock.acquire(timeout=timeout_s))
+
+    def let_calls(self) -> None:
+        """Give back what `stop_calls` took."""
+        self._lock.release()
+
     def enter_if_free(self, patient: bool) -> bool:
         """Like `enter`, but only when no thread is inside a call (or, if `patient`, leaves within a moment)."""
         if self.flags & ENDED:
@@ -128,7 +137,7 @@ class Entry:
 
     def leave_wholly(self) -> None:
         """Like `leave`, however often an interrupt made this thread take the lock."""
-        while self._lock._is_owned():
+        while self._has_lock():
             self._lock.release()
         self._do_rest()
 
@@ -142,7 +151,7 @@ class Entry:
 
     def hold(self) -> None:
         """After an interrupt: own the lock, as the frames of the call expect."""
-        if not self._lock._is_owned():
+        if not self._has_lock():
             self._take_back()
         self._asleep.discard(threading.get_ident())
 
@@ -157,7 +166,7 @@ class Entry:
 
     def is_marked_inside(self) -> bool:
         """True when this thread owns the lock or sleeps inside a call, or when an interrupt left it looking so."""
-        return self._lock._is_owned() or threading.get_ident() in self._asleep
+        return self._has_lock() or threading.get_ident() in self._asleep
 
     def recover(self) -> None:
         """Take over what an interrupted call of this thread left, repair the books and give the lock back."""
@@ -217,7 +226,7 @@ class Entry:
         """
         interrupt: BaseException | None = None
         num_left = MIN_SLICES + math.ceil(self.timeout_s / SLICE_S)
-        while not self._lock._is_owned() and num_left > 0:
+        while not self._has_lock() and num_left > 0:
             try:
                 num_left -= not self._lock.acquire(timeout=SLICE_S)
             except BaseException as exc:  # noqa: BLE001 - raised below

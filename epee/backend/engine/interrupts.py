@@ -18,22 +18,17 @@ between which two lines the exception came:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...errors import InvalidState
 from ..collectives.plan import refused
+from ..engine_face import EngineFace
 from ..p2p.message import Message
 from .entry import ENDED
-from .operation import Operation
-
-if TYPE_CHECKING:
-    from .ending import Driven
-    from .engine import Engine
+from .operation import Driven, Operation
 
 MAX_INTERRUPTS = 100  # in a row, put off while the books are brought in order
 
 
-def broken_off(engine: Engine, exc: BaseException, op: Driven | None = None) -> None:
+def broken_off(engine: EngineFace, exc: BaseException, op: Driven | None = None) -> None:
     """Bring the books in order when `exc` comes out of a call; give `op` up unless its results are written.
 
     The call holds the lock or has just given it back; here it is taken if need be, and given back in the end. Further
@@ -53,7 +48,7 @@ def broken_off(engine: Engine, exc: BaseException, op: Driven | None = None) -> 
             continue
 
 
-def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
+def _give_up(engine: EngineFace, exc: BaseException, op: Driven | None) -> None:
     if engine.flags & ENDED:  # whoever closes the group ends what is open
         if op is not None:
             op.fail(exc)
@@ -66,14 +61,14 @@ def _give_up(engine: Engine, exc: BaseException, op: Driven | None) -> None:
     engine.retire_heads()
 
 
-def tell(engine: Engine, exc: BaseException, message: Message) -> None:
+def tell(engine: EngineFace, exc: BaseException, message: Message) -> None:
     """Note at `exc`, which comes out of the call of `message`, what the caller cannot see from it."""
     state = engine.mail.state_of(message)
     if state and hasattr(exc, "add_note"):  # Python 3.11 and later
         exc.add_note(f"epee: {message.describe(engine.box)}: {state}")
 
 
-def settle(engine: Engine, op: Driven | None = None) -> None:
+def settle(engine: EngineFace, op: Driven | None = None) -> None:
     """Finish what was half done: an entry of the mailroom, a number without a call, results half written.
 
     Args:

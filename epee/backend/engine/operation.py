@@ -53,8 +53,9 @@ from ..outbox import (
     seal,
     unsealed,
 )
+from ..p2p.message import Message
+from ..ranges import is_free
 from ..wake import publish_word
-from .overlap import is_free
 from .withdrawal import Withdrawal, is_withdrawn, withdrawn
 
 
@@ -500,3 +501,6 @@ class Operation:
 
 def _ranks(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+Driven = Operation | Message  # what an engine drives

@@ -30,33 +30,17 @@ own state is read and written here.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
 
-from ...errors import EpeeError
+from ..engine_face import EngineFace
 from ..p2p.message import ANY, Message
-from ..tensors import carrier_of, source, span
+from ..ranges import Edge, Spans, is_free, meet, spans_of
+from ..tensors import carrier_of, source
 from ..work import Work
+from .operation import Driven, Operation
 
-if TYPE_CHECKING:
-    from ..outbox import Outboxes
-    from .ending import Driven
-    from .engine import Engine
-    from .operation import Operation
-
-MIN_RANGES = 64
 _TORCH = "torch.distributed.distributed_c10d"
-Spans = tuple[tuple[int, int], ...]  # ranges of addresses, ascending and disjoint
 Touched = tuple[Spans, Spans]  # what a call writes and what it reads
-
-
-class Edge(NamedTuple):
-    """An earlier call that is in the way of a later one until `is_over(call)`."""
-
-    call: Driven
-    is_over: Callable[[Any], bool]
-    is_read: bool  # the later one reads what this one writes
 
 
 def _has_ended(call: Driven) -> bool:
@@ -74,55 +58,6 @@ def _is_posted(message: Message) -> bool:
 # ---- memory
 
 
-def spans_of(tensors: Any) -> Spans:
-    """Return the memory of a tensor, or of lists of tensors of any depth."""
-    if isinstance(tensors, (list, tuple)):  # asked first: torch's answer about what is no tensor takes a microsecond
-        if not tensors:
-            return ()
-        if len(tensors) == 1:
-            tensors = tensors[0]
-    if not isinstance(tensors, (list, tuple)) and tensors.is_contiguous():  # the usual case in one go
-        start, nbytes = tensors.data_ptr(), tensors.nbytes
-        return ((start, start + nbytes),) if nbytes else ()
-    found: list[tuple[int, int]] = []
-    _collect(tensors, found)
-    if len(found) < 2:
-        return tuple(found)
-    found.sort()
-    merged = [found[0]]
-    for start, end in found[1:]:
-        if start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return tuple(merged)
-
-
-def _collect(tensors: Any, found: list[tuple[int, int]]) -> None:
-    if isinstance(tensors, (list, tuple)):
-        for item in tensors:
-            _collect(item, found)
-        return
-    place = span(tensors)
-    if place[0] < place[1]:
-        found.append(place)
-
-
-def meet(first: Spans, second: Spans) -> bool:
-    """Return whether two lists of ranges have a byte in common."""
-    if not first or not second or first[-1][1] <= second[0][0] or second[-1][1] <= first[0][0]:
-        return False
-    i = j = 0
-    while i < len(first) and j < len(second):
-        if first[i][1] <= second[j][0]:
-            i += 1
-        elif second[j][1] <= first[i][0]:
-            j += 1
-        else:
-            return True
-    return False
-
-
 def touched(call: Driven) -> Touched:
     """Return what a call writes and what it reads; measured once, so that a tensor may get other memory afterwards."""
     found: Touched | None = call.touched
@@ -133,45 +68,15 @@ def touched(call: Driven) -> Touched:
     return found
 
 
-class Written:
-    """The ranges that open collectives write, sorted: tells at once that nobody writes somewhere, as nearly always."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, int]] = []  # start, end, number of the call
-        self._longest = 0
-        self._limit = MIN_RANGES
-
-    def add(self, spans: Spans, seq: int, num_retired: int) -> None:
-        """Note what call `seq` writes; forgets calls up to `num_retired` now and then."""
-        if len(self._ranges) > self._limit:
-            self._ranges = [entry for entry in self._ranges if entry[2] > num_retired]
-            self._limit = MIN_RANGES + 2 * len(self._ranges)
-            self._longest = max((end - start for start, end, _ in self._ranges), default=0)
-        for start, end in spans:
-            insort(self._ranges, (start, end, seq))
-            if end - start > self._longest:
-                self._longest = end - start
-
-    def may_meet(self, spans: Spans, num_retired: int) -> bool:
-        """Return whether a call after `num_retired` writes there."""
-        ranges = self._ranges
-        for start, end in spans:
-            first, last = bisect_left(ranges, (start - self._longest,)), bisect_left(ranges, (end,))
-            for entry in ranges[first:last]:
-                if entry[1] > start and entry[2] > num_retired:
-                    return True
-        return False
-
-
 # ---- what is in the way
 
 
-def glance(engine: Engine) -> tuple[int, list[Message]]:
+def glance(engine: EngineFace) -> tuple[int, list[Message]]:
     """Note how far the calls are, before the lock is taken, for `has_moved`."""
     return engine.num_retired, engine.messages
 
 
-def has_moved(engine: Engine, seen: tuple[int, list[Message]]) -> bool:
+def has_moved(engine: EngineFace, seen: tuple[int, list[Message]]) -> bool:
     """Return whether a call has ended since `seen`: what was planned in between may hold copies from before that."""
     retired, messages = seen
     if engine.num_retired != retired or engine.messages is not messages:
@@ -179,7 +84,7 @@ def has_moved(engine: Engine, seen: tuple[int, list[Message]]) -> bool:
     return bool(messages) and any(message.done for message in messages)
 
 
-def order(engine: Engine, op: Operation) -> None:
+def order(engine: EngineFace, op: Operation) -> None:
     """Note which open calls are in the way of a new collective."""
     writes, reads = touched(op)
     edges = []
@@ -200,7 +105,7 @@ def order(engine: Engine, op: Operation) -> None:
     op.before = edges
 
 
-def _is_near(engine: Engine, writes: Spans, reads: Spans, retired: int) -> bool:
+def _is_near(engine: EngineFace, writes: Spans, reads: Spans, retired: int) -> bool:
     """Return False when no collective of the queue writes there."""
     if not engine.queue:
         return False
@@ -210,7 +115,7 @@ def _is_near(engine: Engine, writes: Spans, reads: Spans, retired: int) -> bool:
     return index.may_meet(writes, retired) or (reads is not writes and index.may_meet(reads, retired))
 
 
-def order_message(engine: Engine, message: Message) -> None:
+def order_message(engine: EngineFace, message: Message) -> None:
     """Note which open calls are in the way of a new message."""
     if not engine.queue and not _open_messages(engine):
         if message.is_early:
@@ -247,7 +152,7 @@ def _read_again(message: Message) -> None:
         message.array = source(tensor, carrier_of(tensor, "send: tensor"))
 
 
-def _open_messages(engine: Engine) -> list[Message]:
+def _open_messages(engine: EngineFace) -> list[Message]:
     if engine.messages:
         engine.messages = [message for message in engine.messages if not message.done]
     return engine.messages
@@ -270,35 +175,13 @@ def batch_mates() -> Sequence[Driven]:
             return ()
         frame = frame.f_back
     lists = [value for value in frame.f_locals.values() if isinstance(value, list)]
-    return [op for works in lists for work in works if isinstance(work, Work) for op in work._ops]
+    return [op for works in lists for work in works if isinstance(work, Work) for op in work.ops]
 
 
 # ---- going on
 
 
-def is_free(call: Driven, box: Outboxes) -> bool:
-    """Return whether nothing is in the way of `call` any more.
-
-    Raises:
-        EpeeError: a call has failed whose results this one reads.
-    """
-    if not all(edge.is_over(edge.call) for edge in call.before):
-        return False
-    for edge in call.before:
-        if edge.is_read and edge.call.error is not None:
-            raise not_run(call.describe(box), edge.call.error)
-    return True
-
-
-def not_run(told: str, error: BaseException) -> EpeeError:
-    """Return the error of a call that needs the results of one that failed with `error`, of the same kind."""
-    kind = type(error) if isinstance(error, EpeeError) else EpeeError
-    lost = kind(f"{told}: not run: it reads what an earlier call was to write, which has failed; repeat both: {error}")
-    lost.__dict__.update(error.__dict__)  # its ranks, its number
-    return lost
-
-
-def foremost(engine: Engine, op: Driven) -> Driven:
+def foremost(engine: EngineFace, op: Driven) -> Driven:
     """Return the call to step for the sake of `op`: itself, the head of its queue, or what is in the way of that."""
     if engine.mail.held:
         release(engine)
@@ -313,7 +196,7 @@ def foremost(engine: Engine, op: Driven) -> Driven:
         op = edge.call
 
 
-def release(engine: Engine) -> None:
+def release(engine: EngineFace) -> None:
     """Post the messages that nothing is in the way of any more."""
     mail = engine.mail
     for message in list(mail.held):

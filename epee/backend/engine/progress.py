@@ -14,18 +14,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from ...errors import AbortedError, EpeeError, ResourceError
+from ..engine_face import EngineFace
 from ..outbox import BELL
 from ..p2p.message import Message
 from . import overlap
 from . import stall as trouble
-from .operation import Block
-
-if TYPE_CHECKING:
-    from .ending import Driven
-    from .engine import Engine
+from .operation import Block, Driven
 
 GRACE_S = 0.001
 DUE_S = 0.9 * GRACE_S
@@ -38,7 +34,7 @@ MAX_MISSES = 5  # looks in a row that found the lock taken, before one waits for
 class Helper:
     """Owns the thread. `kick` and the thread's own parking happen under the engine's lock."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineFace) -> None:
         self._engine = engine
         self._gate = threading.Lock()
         self._gate.acquire()

@@ -8,18 +8,13 @@ lock.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...errors import CommTimeoutError, PeerError, RankFailedError
 from ...view.protocol.withdrawal import GRACE_S
+from ..engine_face import EngineFace
 from ..outbox import GAVE_UP, Outboxes
 from ..p2p.message import ANY, STAYS_OPEN, Message
-from .operation import Block, Operation
+from .operation import Block, Driven, Operation
 from .withdrawal import withdrawn
-
-if TYPE_CHECKING:
-    from .ending import Driven
-    from .engine import Engine
 
 ENDED = "its process has ended"
 HAS_LEFT = "has left the group (destroyed or aborted it)"
@@ -35,7 +30,7 @@ _MEANING: dict[str, tuple[type[PeerError], str]] = {
 }
 
 
-def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
+def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
     """Look why nothing comes: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
     silent = [block.rank] if block is not None and block.rank >= 0 else []
@@ -82,13 +77,13 @@ def examine(engine: Engine, block: Block | None, head: Driven, op: Driven, until
     raise_if_overdue(engine, op, until, now)
 
 
-def _waits_for_the_lost(engine: Engine, head: Operation) -> bool:
+def _waits_for_the_lost(engine: EngineFace, head: Operation) -> bool:
     """Return whether an earlier call holds `head` up of which nobody can tell any more that a lost rank settled it."""
     held_by = engine.unsettled.behind(head.box)
     return bool(held_by) and not head.missing() and set(held_by) <= set(head.lost)
 
 
-def _end_late(engine: Engine, head: Message, silent: list[int], now: float) -> None:
+def _end_late(engine: EngineFace, head: Message, silent: list[int], now: float) -> None:
     """End a message whose time-out has passed, unless it turns out to be delivered."""
     is_undecided = engine.mail.take_back(head)
     if head.done or (is_undecided and now < head.deadline + GRACE_S):
@@ -119,7 +114,7 @@ def _is_withdrawn(head: Operation, silent: list[int]) -> bool:
     return head.withdrawal is not None or head.done
 
 
-def raise_if_overdue(engine: Engine, op: Driven, until: float | None, now: float) -> None:
+def raise_if_overdue(engine: EngineFace, op: Driven, until: float | None, now: float) -> None:
     """Raise `CommTimeoutError` when `wait()` has lasted until `until`; the call goes on."""
     if until is not None and now > until and not op.done:
         is_told = isinstance(op, Operation) and op.told is not None
@@ -140,14 +135,14 @@ def raise_if_open(head: Driven, op: Driven) -> None:
         head.withdrawal.raise_if_open(head, head.box)
 
 
-def behind(engine: Engine, block: Block | None) -> list[int]:
+def behind(engine: EngineFace, block: Block | None) -> list[int]:
     """Return all ranks that are behind on the word that a call waits for."""
     if block is None or block.rank < 0:
         return []
     return [rank for rank in engine.members.members if engine.box.words[rank][block.word] < block.value]
 
 
-def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) -> bool:
+def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float) -> bool:
     """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
     dead = engine.watch.dead()
     gone = engine.left()
@@ -189,7 +184,7 @@ def _lost_peer(engine: Engine, block: Block | None, head: Driven, now: float) ->
     return head.done
 
 
-def _unmet(engine: Engine, quitters: list[int], head: Operation, now: float) -> PeerError:
+def _unmet(engine: EngineFace, quitters: list[int], head: Operation, now: float) -> PeerError:
     """Return the error of a call that others have ended without putting anything into it."""
     assert engine.survival is not None
     lost = engine.survival.removed_in(head.box.epoch)

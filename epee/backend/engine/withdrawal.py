@@ -21,16 +21,14 @@ time-out. A crash between two stores leaves a rank that the next epoch has no mo
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from typing import Protocol
 
 from ...errors import CommTimeoutError
 from ...view.protocol.withdrawal import GRACE_S, End, Look, Stance, end_of, gave_up, names_of
 from ..collectives.signature import REFUSED
 from ..outbox import COMPLETES, GAVE_UP, SIGNATURE, Outboxes, consumed_of, failed_by_view, has_left
 from ..wake import publish_word
-
-if TYPE_CHECKING:
-    from .operation import Operation
 
 _MEANING = {
     End.FAILED: "the call is given up, on all ranks that began it; results are untouched; the group can be used: the "
@@ -43,12 +41,30 @@ _MEANING = {
 }
 
 
-def withdrawn(op: Operation, box: Outboxes) -> list[int]:
+class Withdrawable(Protocol):
+    """What is asked here of a collective call."""
+
+    seq: int
+    tag: int
+    cell: int
+    started: float
+    deadline: float
+    completing: bool
+    lost: Collection[int]
+
+    def fail(self, error: BaseException) -> None:
+        """End it with `error`."""
+
+    def describe(self, box: Outboxes, **facts: object) -> str:
+        """Name the call and its place for a message."""
+
+
+def withdrawn(op: Withdrawable, box: Outboxes) -> list[int]:
     """Return the positions of the peers that have withdrawn the call."""
     return [peer for peer in box.peers if is_withdrawn(op, box.words[peer])]
 
 
-def is_withdrawn(op: Operation, words: memoryview) -> bool:
+def is_withdrawn(op: Withdrawable, words: memoryview) -> bool:
     """Return whether the rank of these words has withdrawn the call.
 
     The header is loaded twice: between the first load and that of GAVE_UP the rank may have begun the call and found an
@@ -67,7 +83,7 @@ class Withdrawal:
         undecided: the ranks that may still complete the call, as far as the last look tells.
     """
 
-    def __init__(self, op: Operation, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
+    def __init__(self, op: Withdrawable, box: Outboxes, silent: list[int], cause: BaseException | None = None) -> None:
         self.silent = silent
         self.cause = cause
         self.undecided: list[int] = []
@@ -77,7 +93,7 @@ class Withdrawal:
         box.own[op.cell + GAVE_UP] = op.tag
         publish_word(box, op.cell, 0)
 
-    def is_over(self, op: Operation, box: Outboxes) -> bool:
+    def is_over(self, op: Withdrawable, box: Outboxes) -> bool:
         """See how the call ends. True when it does so here: it has failed, or `op.completing` says that it must be."""
         look = end_of({box.members[peer]: _stance_of(box.words[peer], op) for peer in box.peers}, op.lost)
         if look.end is End.COMPLETES:
@@ -89,14 +105,14 @@ class Withdrawal:
         op.fail(self.cause if self.cause and look.end is End.FAILED else self._error(op, box, look))
         return True
 
-    def raise_if_open(self, op: Operation, box: Outboxes) -> None:
+    def raise_if_open(self, op: Withdrawable, box: Outboxes) -> None:
         """Raise `CommTimeoutError` when others could have decided by now and have not; the call stays open."""
         now = time.monotonic()
         if self.undecided and now > self._until:
             self._until = now + self._grace_s  # for the next wait
             raise self._error(op, box, Look(End.OPEN, tuple(self.undecided)))
 
-    def _error(self, op: Operation, box: Outboxes, look: Look) -> CommTimeoutError:
+    def _error(self, op: Withdrawable, box: Outboxes, look: Look) -> CommTimeoutError:
         others = [box.members[peer] for peer in withdrawn(op, box)]
         told = [f"rank(s) {names_of(self.silent)} silent"] if self.silent else []
         told = told + gave_up(others) or ["interrupted"]
@@ -105,7 +121,7 @@ class Withdrawal:
         return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others)
 
 
-def _stance_of(words: memoryview, op: Operation) -> Stance:
+def _stance_of(words: memoryview, op: Withdrawable) -> Stance:
     """Return what becomes of the call at a peer. Each word is loaded before those that were stored before it.
 
     A part that was taken back is told from one that never came by GAVE_UP. Who ended the call with another error, or

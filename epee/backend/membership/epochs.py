@@ -28,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import (
     CommTimeoutError,
@@ -52,13 +52,10 @@ from ..options import MAX_RANKS
 from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_BORN, Outboxes, consumed_of
 from ..p2p.channel import first_number
 from ..p2p.message import Absence, Message
-from .intake import Intake
+from .intake import EngineOfLane, Intake
 from .members import narrow
 from .sizes import Sizes
 from .unsettled import Past, past_of
-
-if TYPE_CHECKING:
-    from ..engine.engine import Engine
 
 logger = logging.getLogger("epee")
 
@@ -91,7 +88,7 @@ class Survival(Intake):
         self._slots = seat.slots  # of the ranks that this process was told of
         self._slot_of = list(range(MAX_RANKS)) if seat.is_home else seat.slots  # who is beyond may come
         self._rank_of = {slot: rank for rank, slot in enumerate(self._slot_of)}
-        self._engine: Engine | None = None
+        self._engine: EngineOfLane | None = None
         self._decisions: deque[Decision] = deque()
         self._removed: dict[int, tuple[int, str]] = {}  # rank -> (epoch that began without it, cause)
         self._is_adopted = False
@@ -140,7 +137,7 @@ class Survival(Intake):
             missed = [later for later in self.runtime.since(decision.epoch) if later.epoch < newest]
             self._decisions.extendleft(reversed(missed))
 
-    def attach(self, engine: Engine, joined: bool = False) -> None:
+    def attach(self, engine: EngineOfLane, joined: bool = False) -> None:
         """Give the lane its engine. With `joined`, its number of the last call is set to where this rank comes in."""
         epoch = self._known.epoch
         self._full = engine.box
@@ -201,7 +198,7 @@ class Survival(Intake):
             engine = self._engine
         if engine is None:
             return LaneState(self.lane, 0, self._claimed_unborn())
-        while not engine._lock.acquire(timeout=LOCK_SLICE_S):
+        while not engine.stop_calls(LOCK_SLICE_S):
             if engine.flags & ENDED:
                 return LaneState(self.lane, engine.seq, engine.seq)
         try:
@@ -212,7 +209,7 @@ class Survival(Intake):
             completed = head.seq if is_written and head is not None else engine.num_retired
             return LaneState(self.lane, completed, self._claimed(engine.seq))
         finally:
-            engine._lock.release()
+            engine.let_calls()
 
     def _claimed(self, issued: int) -> int:
         """Return what to tell as the last call issued, where `issued` is the truth. The engine's lock is held.
@@ -259,7 +256,7 @@ class Survival(Intake):
     # ---- in the engine
 
     @property
-    def _owner(self) -> Engine:
+    def _owner(self) -> EngineOfLane:
         assert self._engine is not None, "attach comes first"
         return self._engine
 
@@ -331,7 +328,8 @@ class Survival(Intake):
 
     def _ours(self, decision: Decision) -> Decision:
         """Return `decision` without processes that have taken a slot but have no part in this lane."""
-        return decision._replace(members=tuple(member for member in decision.members if self._has_part(member)))
+        members = tuple(member for member in decision.members if self._has_part(member))
+        return Decision(decision.epoch, members, *decision[2:])
 
     def _has_part(self, member: Member) -> bool:
         is_known = self._incarnations.get(member.slot, member.incarnation) == member.incarnation

@@ -15,27 +15,72 @@ is this process's own. A newcomer that dies on the way is lost like any other.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, Protocol
 
-from ...errors import CommTimeoutError, InvalidState, RankFailedError, ResourceError
+from ...errors import CommTimeoutError, InvalidState, PeerError, RankFailedError, ResourceError
+from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import Decision, Member
-from ...view.protocol.outcome import first_seq
+from ...view.protocol.outcome import Course, first_seq
+from ...view.runtime import Runtime
 from ..bootstrap.home import Part, outbox_of
 from ..engine.entry import ENDED
+from ..engine.operation import Operation
 from ..outbox import Outboxes
-from ..p2p.channel import first_number
+from ..p2p.channel import Mailroom, first_number
+from ..p2p.message import Absence, Message
 from .members import attach_outbox, make_blank, narrow, replace
-
-if TYPE_CHECKING:
-    from ...view.protocol.outcome import Course
-    from ...view.runtime import Runtime
-    from ..engine.engine import Engine
-    from .sizes import Sizes
+from .sizes import Mask, Sizes
+from .unsettled import Unsettled
 
 ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
 ASK_PAUSE_S = 0.02
 UNSEEN_DEATH_S = 3.0  # a process of some GB takes that long to end on a busy machine
+
+
+class EngineOfLane(Protocol):
+    """What a lane asks of its engine, here and in `epochs.py`."""
+
+    flags: int
+    seq: int
+    box: Outboxes
+    members: Outboxes
+    queue: deque[Operation]
+    survival: Any  # the lane
+    unsettled: Unsettled
+    untold: PeerError | None
+    mask: Mask
+    mail: Mailroom
+    watch: DeathWatch
+
+    @property
+    def num_retired(self) -> int:
+        """Calls up to this number have ended on this rank."""
+
+    def look(self, step: Callable[[], None]) -> None:
+        """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
+
+    def retire(self, op: Message) -> None:
+        """Have the listeners of an ended call told."""
+
+    def count_ranks(self, num_ranks: int) -> None:
+        """Suit the patience to the number of ranks."""
+
+    def raise_flag(self, bit: int) -> None:
+        """Set a bit of `flags`, from any thread."""
+
+    def lower_flag(self, bit: int, unless: Sized = ()) -> None:
+        """Clear a bit of `flags`, from any thread; not where something is in `unless`, which was put there before."""
+
+    def stop_calls(self, timeout_s: float) -> bool:
+        """Take the lock, whatever `flags` say; False: not in time."""
+
+    def let_calls(self) -> None:
+        """Give back what `stop_calls` took."""
+
+    def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
+        """End the messages of a rank without which a view has begun."""
 
 
 class Intake:
@@ -66,7 +111,7 @@ class Intake:
         self._first_call: dict[int, int] = {}  # rank -> call with which the process that last took it begins
 
     @property
-    def _owner(self) -> Engine:
+    def _owner(self) -> EngineOfLane:
         raise NotImplementedError
 
     def take_news(self) -> None:

@@ -67,7 +67,7 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | 
     new.peers = tuple(position for position in range(new.num_ranks) if position != new.rank)
     new.peer_words = [new.words[position] for position in new.peers]
     new.cells_free_until = 0  # found out at the first call
-    new._views = {}
+    new.forget_views()
     return new
 
 
@@ -130,7 +130,7 @@ def replace(box: Outboxes, rank: int, region: HostRegion) -> None:
     box.members = tuple(range(box.num_ranks))
     box.peers = tuple(peer for peer in box.members if peer != box.rank)
     box.peer_words = [box.words[peer] for peer in box.peers]
-    box._views = {}
+    box.forget_views()
 
 
 def _put(box: Outboxes, rank: int, region: HostRegion) -> None:

@@ -24,6 +24,13 @@ class EventHandle:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream())
 
+    @classmethod
+    def of(cls, recorded: torch.cuda.Event | None) -> EventHandle:
+        """Return a handle of an event that is recorded already; None when there is nothing to wait for."""
+        made = cls.__new__(cls)
+        made._event = recorded
+        return made
+
     @property
     def recorded(self) -> torch.cuda.Event | None:
         """The CUDA event, None when there is nothing to wait for."""

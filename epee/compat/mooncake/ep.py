@@ -219,9 +219,9 @@ def _needs_rdma(name: str) -> NoReturn:
 
 def _group_timeout_s(group: Any) -> float:
     """Return the seconds after which calls of a group end by themselves."""
-    engine = getattr(group, "_engine", None)
-    if engine is not None:
-        return float(engine.timeout_s)
+    timeout_s = getattr(group, "timeout_s", None)  # a group of the backend "epee"
+    if timeout_s is not None:
+        return float(timeout_s)
     kinds = {torch.device(kind).type for kind in getattr(group, "_device_types", [])}
     backend = group._get_backend(torch.device("cpu" if not kinds or "cpu" in kinds else "cuda"))
     return float(backend.options._timeout.total_seconds())

@@ -239,7 +239,7 @@ def get_failed_ranks_hint(work: Any) -> torch.Tensor:
     """
     get_local_success(work)
     failed = getattr(work.exception(), "ranks", ())
-    engine = work._engine
+    engine = work.engine
     hint = torch.zeros(max(engine.mask.limit, engine.members.group_size), dtype=torch.int32, device="cpu")
     hint[list(failed)] = 1
     return hint

@@ -58,19 +58,24 @@ class Header(NamedTuple):
     rank: int
     reserved: int = 0
 
+    def of_absent(self, rank: int) -> Header:
+        """Return the header of a row in this call's place whose rank has no part in it."""
+        return self._replace(num_tokens=0, slot=0, refused=0, rank=rank)
+
 
 NUM_AGREED = 9
-NUM_HEADER = len(Header._fields)
+HEADER_NAMES = tuple(Header.__annotations__)
+NUM_HEADER = len(HEADER_NAMES)
 HEADER = struct.Struct(f"{NUM_HEADER}Q")
 Limits: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def parse_header(words: tuple[int, ...], src: int, limits: Limits) -> Header:
     """Return the checked header of rank `src`; `ProtocolError` if it cannot be right."""
-    header = Header._make(words)
+    header = tuple.__new__(Header, words)  # half the time of `Header(*words)`; `HEADER` has counted them
     lows, highs = limits
     if not (all(map(le, lows, words)) and all(map(le, words, highs))):
-        for name, value, low, high in zip(Header._fields, words, lows, highs, strict=True):
+        for name, value, low, high in zip(HEADER_NAMES, words, lows, highs, strict=True):
             if not low <= value <= high:
                 told = f"{name} must be {low} ... {high}, got {value}"
                 raise ProtocolError(f"row of rank {src}: {told}; memory is corrupt")
@@ -130,7 +135,7 @@ def check_agreed(
     for src in parties:
         if headers[src][:NUM_AGREED] == first[:NUM_AGREED]:
             continue
-        fields = zip(Header._fields, first, headers[src], strict=True)
+        fields = zip(HEADER_NAMES, first, headers[src], strict=True)
         name, mine, other = next(field for field in fields if field[1] != field[2])
         raise MismatchError(
             f"{context(OP_NAMES[first.op], seq=seq, epoch=epoch)}: ranks disagree about {LABELS.get(name, name)}: "

@@ -321,9 +321,8 @@ class Exchange:
         A row that did not come here lies in its writer's own inbox. Who has no part gets a row that says nothing.
         """
         parity, mark = self.seq & 1, tag(self.epoch, self.seq)
-        empty = self.header._replace(num_tokens=0, slot=0, refused=0)
         return b"".join(
-            self.words.copy(parity, mark, src) if src in parties else self.words.blank(empty._replace(rank=src))
+            self.words.copy(parity, mark, src) if src in parties else self.words.blank(self.header.of_absent(src))
             for src in range(self.config.num_ranks)
         )
 

@@ -13,6 +13,7 @@ from ..checks import check_mask, check_rows, check_tensor, check_timeout, overla
 from ..config import CPU, BufferConfig
 from ..throughput.placement import check_topk_idx
 from .types import (
+    QUANTISATION_NAMES,
     SCALE_BLOCK,
     LatencyCombineCall,
     LatencyDispatchCall,
@@ -50,7 +51,7 @@ def check_options(
 def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: object, use_ue8m0: object) -> Quantisation:
     """Check how rows are sent."""
     how = Quantisation(use_fp8, round_scale, use_ue8m0)  # type: ignore[arg-type]  # looked at next
-    for name, value in zip(how._fields, how, strict=True):
+    for name, value in zip(QUANTISATION_NAMES, how, strict=True):
         if not isinstance(value, bool):
             raise InvalidArgument(f"{name} must be True or False, got {value!r}")
     if how.round_scale and not how.use_fp8:

@@ -46,6 +46,9 @@ class Quantisation(NamedTuple):
     use_ue8m0: bool = False
 
 
+QUANTISATION_NAMES = tuple(Quantisation.__annotations__)
+
+
 class LatencyDispatchCall(NamedTuple):
     """A checked dispatch.
 

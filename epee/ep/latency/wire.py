@@ -88,7 +88,8 @@ class Head(NamedTuple):
 
 
 NUM_AGREED = 4
-_HEAD = struct.Struct(f"{len(Head._fields)}Q{REASON_BYTES}s")
+HEAD_NAMES = tuple(Head.__annotations__)
+_HEAD = struct.Struct(f"{len(HEAD_NAMES)}Q{REASON_BYTES}s")
 _HEAD_WORDS = 1 + _HEAD.size // 8
 _LIMITS = ((1, 2), (0, 5), (0, 1 << SEQ_BITS), (0, 1), (0, 1))
 
@@ -429,7 +430,7 @@ class Wire:
         *fields, reason = _HEAD.unpack(bytes(own.words[index + 1 : index + _HEAD_WORDS]))
         head = Head(*fields)
         limits = (*_LIMITS, (0, self.config.max_tokens_per_rank), (0, 1))
-        for name, value, (low, high) in zip(Head._fields, head, limits, strict=True):
+        for name, value, (low, high) in zip(HEAD_NAMES, head, limits, strict=True):
             if not low <= value <= high:
                 raise ProtocolError(f"rank {src}: {name} must be {low} ... {high}, got {value}; memory is corrupt")
         return head, reason.rstrip(b"\0").decode("utf-8", "replace")

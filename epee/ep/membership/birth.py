@@ -38,6 +38,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -154,7 +155,7 @@ def begin(
     if not config.takes_replacements:
         if seat.is_joiner:
             _refuse_to_join(group, seat, config)
-        seat = seat._replace(takes_part=lambda _: False)
+        seat = replace(seat, takes_part=lambda _: False)
     elif seat.is_joiner:
         begun = _join(group, seat, config, timeout_s)
         if begun is not None:

@@ -100,7 +100,7 @@ class CallCourse:
         self._strangers.update(member[:2] for member in decision.members if not self._is_ours(member))
         members = tuple(member for member in decision.members if member[:2] not in self._strangers)
         removed = tuple(removal for removal in decision.removed if removal[:2] not in self._strangers)
-        return decision._replace(members=members, removed=removed)
+        return Decision(decision.epoch, members, removed, *decision[3:])
 
     # ---- on the agent thread
 

@@ -452,7 +452,7 @@ class CpuPath:
         missing = [rank for rank in self.exchange.members if rank not in rows.parties or rank not in slots]
         if missing:
             handle = without_destinations(handle, missing)
-            call = call._replace(handle=handle)
+            call = CombineCall(call.y, handle, *call[2:])
         dtype = call.y.dtype
         out = call.out if call.out is not None else torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu")
         granted = [header.slot for header in rows.headers]

@@ -16,7 +16,7 @@ import torch
 
 from ..config import BufferConfig, round_up
 from ..handle import HostHandle, Routing
-from .placement import Placement, Segment
+from .placement import Placement, Segment, SendPlan
 
 
 def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostHandle, torch.Tensor]:
@@ -33,9 +33,7 @@ def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostH
     num_received = [0 if rank in missing else count for rank, count in enumerate(old.num_received)]
     if old.recv_rows is None:
         per_expert = _count_local(handle, kept)
-        placement = old._replace(
-            num_received=num_received, num_recv=sum(num_received), num_tokens_per_expert=per_expert
-        )
+        placement = Placement(*old[:2], num_received, sum(num_received), per_expert, *old[5:])
         source = kept.nonzero()[:, 0]
     else:
         placement, source = _by_expert(handle, kept, num_received)
@@ -77,13 +75,7 @@ def _by_expert(handle: HostHandle, kept: torch.Tensor, num_received: list[int]) 
     source[placed] = rows
     filled = (starts[:-1] + counts).tolist()
     padding = [(first, end) for first, end in zip(filled, starts[1:].tolist(), strict=True) if first < end]
-    placement = old._replace(
-        num_received=num_received,
-        num_recv=sum(padded),
-        num_tokens_per_expert=padded,
-        recv_rows=placed,
-        padding=padding,
-    )
+    placement = Placement(*old[:2], num_received, sum(padded), padded, placed, padding)
     return placement, source
 
 
@@ -103,10 +95,8 @@ def without_destinations(handle: HostHandle, missing: Collection[int]) -> HostHa
             lost[segment.first : segment.first + segment.num_rows] = True
     kept = ~lost
     slots = None if plan.slots is None else plan.slots[kept]
-    placement = old._replace(
-        segments=_moved_up(old.segments, missing), meta_segments=_moved_up(old.meta_segments, missing)
-    )
-    return replace(handle, plan=plan._replace(tokens=plan.tokens[kept], slots=slots), placement=placement)
+    placement = Placement(_moved_up(old.segments, missing), _moved_up(old.meta_segments, missing), *old[2:])
+    return replace(handle, plan=SendPlan(plan.tokens[kept], slots, plan.counts), placement=placement)
 
 
 def _moved_up(segments: list[Segment], missing: Collection[int]) -> list[Segment]:
@@ -114,7 +104,7 @@ def _moved_up(segments: list[Segment], missing: Collection[int]) -> list[Segment
     moved, first = [], 0
     for segment in segments:
         if segment.dst_rank not in missing:
-            moved.append(segment._replace(first=first))
+            moved.append(Segment(segment.dst_rank, first, segment.num_rows, segment.dst_row))
             first += segment.num_rows
     return moved
 

@@ -183,7 +183,7 @@ class Agent(Proposer):
 
     def _told(self, lanes: tuple[LaneState, ...]) -> tuple[LaneState, ...]:
         """Return what to promise of the lanes: who joined has completed nothing of what came before it."""
-        return tuple(s if s.completed >= self._first_seq(s.lane) else s._replace(completed=0) for s in lanes)
+        return tuple(s if s.completed >= self._first_seq(s.lane) else LaneState(s.lane, 0, *s[2:]) for s in lanes)
 
     def _first_seq(self, lane: int) -> int:
         came = self._came_back.get(lane, self._joined)
@@ -417,7 +417,7 @@ class Agent(Proposer):
             self._refuse(member, "this process was a member before" if nonce in self._past else "no such slot")
             return
         admitted = self.settings.admit == "auto" or sender != nonce
-        is_new = self.joins.note(member._replace(incarnation=0), self._t, admitted)
+        is_new = self.joins.note(member.as_incarnation(0), self._t, admitted)
         if is_new:
             self._out.append(Waiting(member))
         if admitted and sender == nonce:

@@ -61,7 +61,7 @@ def compose(
     stalled = any(removal.cause == STALLED for removal in removed) or any(p.since == -current.epoch - 1 for p in parts)
     for joiner in joiners:
         if joiner.slot not in staying:
-            staying[joiner.slot] = joiner._replace(incarnation=current.epoch + 1)
+            staying[joiner.slot] = joiner.as_incarnation(current.epoch + 1)
     return Decision(
         current.epoch + 1,
         tuple(staying[slot] for slot in sorted(staying)),
@@ -129,7 +129,8 @@ def without(want: Want, silent: Container[int], gone: Container[int], current: D
     now = parts_of(current, want.lane)
     if sum(slot in now and slot not in gone for slot in members) < want.least:
         return None
-    return want._replace(members=members, out=tuple(sorted({*want.out, *want.members} - {*members})))
+    out = tuple(sorted({*want.out, *want.members} - {*members}))
+    return Want(want.lane, members, out, want.least, want.seq)
 
 
 def _cuts(told: Iterable[LaneState]) -> tuple[Cut, ...]:

@@ -41,6 +41,10 @@ class Member(NamedTuple):
     nonce: bytes
     endpoint: bytes
 
+    def as_incarnation(self, incarnation: int) -> Member:
+        """Return the same process with another incarnation: it is known only when a decision has taken it in."""
+        return Member(self.slot, incarnation, self.nonce, self.endpoint)
+
 
 class Removal(NamedTuple):
     """A member of the previous epoch that is not in this one; `cause` is DEAD, STALLED or LEFT."""

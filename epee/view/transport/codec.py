@@ -172,18 +172,19 @@ class Record(Codec):
     """A named tuple: its fields in order; `rule` returns what is wrong with them together, or nothing."""
 
     def __init__(self, kind: Any, *fields: Codec, rule: Callable[[Any], str] | None = None) -> None:
-        assert len(fields) == len(kind._fields)
+        self.names = tuple(kind.__annotations__)
+        assert len(fields) == len(self.names)
         self.kind, self.fields, self.rule = kind, fields, rule
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
         if type(value) is not self.kind:
             raise Wrong(f"{name} must be a {self.kind.__name__}, got {type(value).__name__}")
-        for codec, field, item in zip(self.fields, self.kind._fields, value, strict=True):
+        for codec, field, item in zip(self.fields, self.names, value, strict=True):
             codec.put(out, item, f"{name}.{field}")
         self._check(value, name)
 
     def take(self, frame: Cursor, name: str) -> Any:
-        named = zip(self.fields, self.kind._fields, strict=True)
+        named = zip(self.fields, self.names, strict=True)
         value = self.kind(*[codec.take(frame, f"{name}.{field}") for codec, field in named])
         self._check(value, name)
         return value

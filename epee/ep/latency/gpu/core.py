@@ -204,7 +204,7 @@ class LatencyCore:
         else:
             launch = dispatch_launch(self.config, 0, BOTH_HALVES, 1, limits)
             a.sent_to = self._own.address + self.config.region_layout.offset("scratch")
-        self._launch(kernel, launch._replace(grid=1))
+        self._launch(kernel, Launch(1, launch.block, launch.shared_bytes))
         a.refused = 0
 
     def _launch_dispatch(self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, turn: Turn) -> None:

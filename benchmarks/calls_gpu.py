@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee.compat.deep_ep as deep_ep
-from epee.ep.throughput.shapes import Shape
+from epee.ep.throughput.shapes import LaunchShape
 
 TIMEOUT_S = 20
 BLOCKS = 5
@@ -81,7 +81,7 @@ def time_barrier(num_ranks: int, num_calls: int) -> dict[str, Any]:
     assert buffer.runtime is not None
     (room,) = buffer.runtime._rooms.values()
     core: Any = room.core._path._core  # type: ignore[union-attr]
-    machine, one_warp = core._machine, Shape(1, 32, 0, 0, 0)
+    machine, one_warp = core._machine, LaunchShape(1, 32, 0, 0, 0)
     stream = machine.platform.stream()
     kernel = machine.kernel("barrier", float(TIMEOUT_S))
 

@@ -1,4 +1,4 @@
-"""Throughput mode on the GPUs of one host: check the results, then time them.
+"""`Buffer` on the GPUs of one host: check the results, then time them.
 
     python benchmarks/ep_gpu.py --num-ranks 4 --json bench-out/ep_gpu.json
 
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import epee
 from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.throughput.gpu.core import Throughput
-from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.ep.throughput.shapes import ThroughputConfig
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 256, 8, 7168
@@ -243,7 +243,9 @@ class Bench:
         return tuple(mine.tolist())  # type: ignore[return-value]
 
 
-def dispatch_call(buffer: Throughput, data: Inputs, options: DispatchOptions, fp8: bool) -> Callable[[], Received]:
+def dispatch_call(
+    buffer: Throughput, data: Inputs, options: DispatchOptions, fp8: bool
+) -> Callable[[], DispatchResult]:
     """A fresh dispatch without CPU sync."""
     rank = data.rank
     x, scales = fp8_pair(data.x[rank]) if fp8 else (data.x[rank], None)

@@ -1,4 +1,4 @@
-"""Latency mode on the GPUs of one host: check the results, then time them. One call does all.
+"""`LatencyBuffer` on the GPUs of one host: check the results, then time them. One call does all.
 
     python benchmarks/latency_gpu.py --json bench-out/latency_gpu.json
 

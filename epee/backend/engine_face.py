@@ -12,7 +12,7 @@ from ..view.process.detector import DeathWatch
 from .engine.operation import Block, Driven, Operation
 from .membership.epochs import Survival
 from .membership.sizes import Mask
-from .membership.unsettled import Unsettled
+from .membership.unsettled import UnsettledCalls
 from .outbox import Outboxes
 from .p2p.channel import Mailroom
 from .p2p.message import Message
@@ -33,7 +33,7 @@ class EngineFace(Protocol):
     mask: Mask
     watch: DeathWatch
     survival: Survival | None
-    unsettled: Unsettled
+    unsettled: UnsettledCalls
 
     @property
     def num_retired(self) -> int:

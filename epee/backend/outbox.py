@@ -16,8 +16,8 @@ Order: a writer stores the payload, then the header's words, then the tag (x86-6
 sleeps. A crash before the tag leaves an old tag, so half a contribution is never read. A cell or slot is written again
 only when every reader has said, in its own outbox, that it is through with it.
 
-An outbox says whose it is (`Owner`), written once before its blob is told to anybody, so that a blob that was told for
-another rank, group or incarnation is found out when it is mapped.
+An outbox says whose it is (`OutboxOwner`), written once before its blob is told to anybody, so that a blob that was
+told for another rank, group or incarnation is found out when it is mapped.
 
 Memory is lazy: the file is sparse, only pages that were used exist. The first group of a job may grow, so its outboxes
 have room for lanes to 64 ranks from the beginning (ADR 42): 1.1 GiB of addresses each, some pages of it touched.
@@ -49,7 +49,7 @@ PREAMBLE = 8  # first word of the payload, where some calls put lists that must 
 # words of the state field, one cache line apart. CONSUMED has a copy beside it and readers take the smaller one, so a
 # damaged word never frees what somebody still reads; the values of LIFE are four bits apart.
 # CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
-# OWNER: whose outbox this is, packed (`Owner`).
+# OWNER: whose outbox this is, packed (`OutboxOwner`).
 # BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders ring it (`wake.py`).
 CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER = 0, 8, 16, 24, 32, 40
 CONSUMED_TOO = CONSUMED + 1
@@ -91,8 +91,8 @@ def outbox_layout(capacity: int, staging_bytes: int) -> Layout:
     )
 
 
-class Owner(NamedTuple):
-    """Whose an outbox is.
+class OutboxOwner(NamedTuple):
+    """The process and the group to which an outbox belongs.
 
     Attributes:
         nonce: of the process; it stands for its job and its incarnation.
@@ -118,7 +118,7 @@ class Owner(NamedTuple):
 _OWNER = struct.Struct("<16sQQ")
 
 
-def open_outbox(blob: bytes, owner: Owner) -> HostRegion:
+def open_outbox(blob: bytes, owner: OutboxOwner) -> HostRegion:
     """Map a peer's outbox for reading.
 
     Raises:

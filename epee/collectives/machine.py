@@ -5,7 +5,7 @@ and the words of the host, decides by size which kernel does a call, and launche
 call returns when its kernel is queued; what kernels report is raised by `check`. All ranks make the same calls with the
 same sizes in the same order, on one stream at a time. In a graph nothing but launches is recorded.
 
-The platform is `ep.throughput_platform.CudaPlatform`, or the tests' emulation.
+The platform is `ep.gpu.platform.CudaPlatform`, or the tests' emulation.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _WAITS = {1: "its last call", 2: "packets", 3: "a chunk", 4: "a credit", 5: "the
 _MOVED: Kind = (None, "sum")
 
 
-class Platform(Protocol):
-    """What is used of the machine below."""
+class CollectivePlatform(Protocol):
+    """The part of a machine (`ep.gpu.platform.Platform`) that collectives use."""
 
     device: torch.device
 
@@ -94,7 +94,7 @@ class Collectives:
 
     def __init__(
         self,
-        platform: Platform,
+        platform: CollectivePlatform,
         config: CollectiveConfig,
         all_gather: AllGather,
         kinds: Sequence[tuple[torch.dtype, str]] = ((torch.bfloat16, "sum"),),

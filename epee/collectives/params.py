@@ -202,7 +202,7 @@ def kernel_head(
         dtype: of a reduction, or None for bytes that are only moved.
         reduction: one of `REDUCTIONS`.
         pipeline: threads of a pipeline's block, and its blocks on a multiprocessor.
-        stall_one_in: as in `ep.throughput_params.kernel_head`.
+        stall_one_in: as in `ep.gpu.params.kernel_head`.
     """
     if dtype not in ELEMENTS or reduction not in REDUCTIONS:
         raise InvalidArgument(f"reductions are {', '.join(REDUCTIONS)} of {ELEMENTS}, got {reduction} of {dtype}")

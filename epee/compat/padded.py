@@ -33,8 +33,8 @@ PaddedHandle: TypeAlias = "tuple[torch.Tensor, torch.Tensor, int, int, int]"
 Hook: TypeAlias = "Callable[[], None] | None"
 
 
-class Shape(NamedTuple):
-    """What a room is made for.
+class RoomShape(NamedTuple):
+    """The sizes that a room is made for.
 
     Attributes:
         max_tokens: most tokens of a rank.
@@ -68,8 +68,8 @@ class Ways(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Known:
-    """What stands behind a handle's tuple."""
+class _KnownPaddedHandle:
+    """The buffer, the handle and the routing behind a handle's tuple."""
 
     core: Core
     handle: LatencyHandle
@@ -95,8 +95,8 @@ class PaddedRooms:
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         self._group = group
         self._timeout = timeout
-        self._rooms: dict[Shape, Core] = {}
-        self._apart: set[Shape] = set()  # rooms whose ranks meet before their next call
+        self._rooms: dict[RoomShape, Core] = {}
+        self._apart: set[RoomShape] = set()  # rooms whose ranks meet before their next call
         self._handles: Any = WeakTensorKeyDictionary()
         self._is_closed = False
 
@@ -123,7 +123,7 @@ class PaddedRooms:
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
             raise InvalidArgument("x must be bfloat16 [num_tokens, hidden]")
         max_tokens, num_experts = sizes
-        core = self._room(Shape(max_tokens, x.shape[1], num_experts, routing.shape[1], x.device), ways.active_ranks)
+        core = self._room(RoomShape(max_tokens, x.shape[1], num_experts, routing.shape[1], x.device), ways.active_ranks)
         got = core.dispatch(
             x,
             routing,
@@ -133,7 +133,9 @@ class PaddedRooms:
             **_options(ways),
         )
         handle = (got.handle.src_token, got.handle.layout_range, max_tokens, x.shape[1], num_experts)
-        self._handles[handle[0]] = _Known(core, got.handle, routing.clone() if routing is topk_idx else routing)
+        self._handles[handle[0]] = _KnownPaddedHandle(
+            core, got.handle, routing.clone() if routing is topk_idx else routing
+        )
         then = None if when_received is None else lambda: when_received(got)
         hook = self._after(got, ways, then)
         return got.x, got.num_tokens_per_expert, handle, _event(got.event, ways), hook
@@ -203,7 +205,7 @@ class PaddedRooms:
         self._is_closed = True
         self.forget()
 
-    def _room(self, shape: Shape, active_ranks: torch.Tensor | None) -> Core:
+    def _room(self, shape: RoomShape, active_ranks: torch.Tensor | None) -> Core:
         if self._is_closed:
             raise InvalidState("the buffer is destroyed; make a new one")
         core = self._rooms.get(shape)
@@ -226,7 +228,7 @@ class PaddedRooms:
                 active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
         return core
 
-    def _known(self, handle: object) -> _Known:
+    def _known(self, handle: object) -> _KnownPaddedHandle:
         key = handle[0] if isinstance(handle, (tuple, list)) and handle else None
         known = self._handles.get(key) if isinstance(key, torch.Tensor) else None
         if known is None:
@@ -234,9 +236,9 @@ class PaddedRooms:
                 "handle must be what a dispatch of this buffer returned (the same tensors, not copies), got "
                 f"{type(handle).__name__}; dispatch again"
             )
-        return cast(_Known, known)
+        return cast(_KnownPaddedHandle, known)
 
-    def _rows(self, x: torch.Tensor, known: _Known, zero_copy: bool) -> torch.Tensor:
+    def _rows(self, x: torch.Tensor, known: _KnownPaddedHandle, zero_copy: bool) -> torch.Tensor:
         if not zero_copy:
             return x
         if known.combine_buffer is None:

@@ -20,7 +20,7 @@ NUM_BYTES = 256
 MoE = MoELayer | DenseMoELayer
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a Mixture-of-Experts layer, each with a norm before and the input added after."""
 
     def __init__(self, settings: Settings, moe: MoE) -> None:
@@ -52,7 +52,7 @@ class Transformer(nn.Module):
             self.embedding = nn.Embedding(NUM_BYTES, settings.hidden, device="cpu", dtype=torch.float32)
             self.previous = nn.Embedding(NUM_BYTES, settings.hidden, device="cpu", dtype=torch.float32)
             layers = (_make_moe(settings, buffer, layer) for layer in range(settings.num_layers))
-            self.blocks = nn.ModuleList(Block(settings, moe) for moe in layers)
+            self.blocks = nn.ModuleList(TransformerBlock(settings, moe) for moe in layers)
             self.norm = nn.RMSNorm(settings.hidden, device="cpu", dtype=torch.float32)
             self.head = nn.Linear(settings.hidden, NUM_BYTES, bias=False, device="cpu", dtype=torch.float32)
 
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
 
     def layers(self) -> list[MoE]:
         """Return the Mixture-of-Experts layers, first to last."""
-        return [cast(Block, block).moe for block in self.blocks]
+        return [cast(TransformerBlock, block).moe for block in self.blocks]
 
 
 def _make_moe(settings: Settings, buffer: Buffer | None, layer: int) -> MoE:

@@ -1,6 +1,6 @@
-"""What stands around a collective call of a buffer: its time-out, a new view, errors that the peers must hear of.
+"""The frame of a buffer's collective call: its time-out, a new view, errors that the peers must hear of.
 
-    attempt = Attempt(exchange, path, op, timeout, default_s)
+    attempt = CallAttempt(exchange, path, op, timeout, default_s)
     while True:
         with attempt as deadline:
             return ...  # check the arguments, make the call
@@ -26,8 +26,8 @@ from .paths import Path
 _log = logging.getLogger(__name__)
 
 
-class Attempt:
-    """See above.
+class CallAttempt:
+    """A call of a buffer, made again where a new view asks for it; see above.
 
     Args:
         exchange: of the buffer.

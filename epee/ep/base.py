@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import env
 from ..errors import EpeeError, InvalidArgument
-from .attempt import Attempt, refuse
+from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
 from .config import BufferConfig
 from .control.bootstrap import bear, size_of
@@ -133,9 +133,9 @@ class SharedBuffer:
     ) -> None:
         self.close()
 
-    def _attempt(self, op: int, timeout: float | None) -> Attempt:
+    def _attempt(self, op: int, timeout: float | None) -> CallAttempt:
         """Return what stands around a collective call."""
-        return Attempt(self._exchange, self._path, op, timeout, self._timeout)
+        return CallAttempt(self._exchange, self._path, op, timeout, self._timeout)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Let all ranks meet. Collective.

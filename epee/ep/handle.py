@@ -31,8 +31,8 @@ class Pull(NamedTuple):
     runs: list[tuple[int, torch.Tensor, torch.Tensor]]
 
 
-class Routing(NamedTuple):
-    """Where a dispatch wanted its tokens to go: kept where some of it may be lost, to say how much was.
+class DispatchRouting(NamedTuple):
+    """The destinations that a dispatch asked for: kept where some of it may be lost, to say how much was.
 
     Attributes:
         topk_idx: `[num_tokens, num_topk]` int64, or None.
@@ -151,7 +151,7 @@ class HostHandle(Handle):
     recv_weights: torch.Tensor | None = None
     recv_src_token: torch.Tensor | None = None
     recv_src_k: torch.Tensor | None = None
-    routing: Routing | None = None
+    routing: DispatchRouting | None = None
 
     @property
     def num_recv(self) -> int:

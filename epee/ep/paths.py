@@ -20,7 +20,7 @@ from .control.words import inbox_layout
 from .gpu.platform import CudaPlatform, Platform
 from .latency.wire import region_layout
 from .membership.birth import Begun, begin
-from .membership.epochs import Survivor
+from .membership.epochs import EpochLane
 from .membership.lane import BufferLane, retire
 from .membership.memory import MAX_BLOB_BYTES
 from .membership.synced import SyncedLane
@@ -120,14 +120,14 @@ def begin_lane(
     """Give `exchange` its membership; collective, and raises, as `birth.begin`. `watch` is that of the calls."""
     config, rank = exchange.config, exchange.rank
 
-    def enter(begun: Begun) -> Survivor | SyncedLane:
-        lane: Survivor | SyncedLane
+    def enter(begun: Begun) -> EpochLane | SyncedLane:
+        lane: EpochLane | SyncedLane
         if config.is_synced:
             beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes
             nbytes = inbox_layout(config).nbytes + beside
             lane = SyncedLane(config, rank, begun, exchange, timeout_s, interrupt, watch, nbytes)
         else:
-            lane = Survivor(config, rank, begun, exchange, timeout_s, interrupt)
+            lane = EpochLane(config, rank, begun, exchange, timeout_s, interrupt)
         exchange.membership = lane
         return lane
 

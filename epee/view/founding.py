@@ -52,14 +52,14 @@ class Presence(NamedTuple):
     namespace: str
 
 
-class Place(NamedTuple):
+class GroupSeat(NamedTuple):
     """A seat in a job, and the incarnation of each rank's process there."""
 
     seat: Seat
     incarnations: Sequence[int]
 
 
-def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Place:
+def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> GroupSeat:
     """Return this rank's seat in the youngest job that all ranks share, or in a new one. Collective.
 
     The job is held for the caller: `seat.job.release()` gives it up.
@@ -80,11 +80,11 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Plac
         _check_namespaces(told)
         path = next((path for path in reversed(told[0].jobs) if _is_shared(path, told)), "")
         if not path:
-            return Place(_found(rank, gather, told[0].lane), [1] * num_ranks)
+            return GroupSeat(_found(rank, gather, told[0].lane), [1] * num_ranks)
         job = next(job for job in held if job.path == path)
         held.remove(job)
         slots = [each.jobs[path].slot for each in told]
-        return Place(Seat(job, slots, told[0].lane, False, False), [each.jobs[path].incarnation for each in told])
+        return GroupSeat(Seat(job, slots, told[0].lane, False, False), [each.jobs[path].incarnation for each in told])
     finally:
         for job in held:
             job.release()

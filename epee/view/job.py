@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 from .. import env
 from ..errors import EpeeError, ProtocolError, shortage
 from .process.endpoint import parse_endpoint
-from .protocol.events import Settings
+from .protocol.events import AgentSettings
 from .protocol.messages import Member
 from .runtime import Runtime
 from .transport.directory import JobDirectory
 from .transport.wire import LANE_LIMIT, MAX_MEMBERS, NONCE_BYTES
 
 MAX_JOBS_TOLD = 8
-SETTINGS = Settings(policy="evict", admit="ask")  # whether anybody is accused is each group's own choice
+SETTINGS = AgentSettings(policy="evict", admit="ask")  # whether anybody is accused is each group's own choice
 
 
 @dataclass(frozen=True)

@@ -48,16 +48,16 @@ from .protocol.events import (
     Freeze,
     Frozen,
     JoinAsked,
+    JoinPending,
     LeaveAsked,
     Left,
+    MessageReceived,
     NoQuorum,
     ReadBoard,
-    Received,
     Refused,
     Send,
     Thaw,
     Tick,
-    Waiting,
     WriteBoard,
 )
 from .protocol.messages import DEAD, Accept, Commit, Decision, Join, LaneState, Member, Message, Report
@@ -156,7 +156,7 @@ class Loop:
             Decide: lambda effect: self._decide(effect.decision),
             Evicted: self._evicted,
             NoQuorum: self._no_quorum,
-            Waiting: self._note_waiting,
+            JoinPending: self._note_waiting,
             Refused: self._refuse,
         }
 
@@ -321,7 +321,7 @@ class Loop:
                     self.look_at(cause.slot)
         for member in members:
             self._meet(member)
-        self.step(Received(sender, message))
+        self.step(MessageReceived(sender, message))
 
     def _meet(self, member: Member, pid: int = 0) -> bool:
         """Watch a process from now on; False if its endpoint is no good."""
@@ -430,7 +430,7 @@ class Loop:
         for hooks in list(self._lanes.values()):
             hooks.trouble(error)
 
-    def _note_waiting(self, effect: Waiting) -> None:
+    def _note_waiting(self, effect: JoinPending) -> None:
         self._set_waiting(effect.member.nonce, effect.member.slot)
 
     def _set_waiting(self, nonce: bytes, slot: int | None) -> None:

@@ -42,7 +42,7 @@ from .process import beat
 from .process.board import Board, LaneRow
 from .process.endpoint import Endpoint, pack_endpoint
 from .protocol.agent import Agent
-from .protocol.events import Accused, Admit, Settings, Wanted
+from .protocol.events import Accused, Admit, AgentSettings, Wanted
 from .protocol.messages import FOREVER, SLOT_TAKEN, Decision, LaneState, Member, Want
 from .transport.directory import JobDirectory
 from .transport.switchboard import BACKLOG
@@ -64,7 +64,7 @@ class Runtime:
         settings: how patient it is; the same for all members.
     """
 
-    def __init__(self, job: JobDirectory, slot: int, settings: Settings | None = None, extra: bytes = b"") -> None:
+    def __init__(self, job: JobDirectory, slot: int, settings: AgentSettings | None = None, extra: bytes = b"") -> None:
         """Make board, heartbeat, socket and identity; nothing runs yet, so nobody who connects is answered.
 
         Args:
@@ -78,7 +78,7 @@ class Runtime:
         """
         if not 0 <= slot < MAX_MEMBERS:
             raise InvalidArgument(f"slot must lie in 0 ... {MAX_MEMBERS - 1}, got {slot}; jobs have 64 ranks at most")
-        self.settings = _checked(settings or Settings())
+        self.settings = _checked(settings or AgentSettings())
         self._pid = os.getpid()
         self._job = job
         self._beat = beat.acquire()
@@ -307,7 +307,7 @@ class Runtime:
         return self._running().shared.waiting
 
     def admit(self, slots: Sequence[int]) -> None:
-        """Take in who waits for these slots (with `Settings.admit="ask"`). Any one member suffices."""
+        """Take in who waits for these slots (with `AgentSettings.admit="ask"`). Any one member suffices."""
         self._post_event(Admit(tuple(slots)))
 
     def health(self, slot: int) -> str:
@@ -415,7 +415,7 @@ class Runtime:
         self._board.close()
 
 
-def _checked(settings: Settings) -> Settings:
+def _checked(settings: AgentSettings) -> AgentSettings:
     if settings.policy not in ("evict", "error", "wait") or settings.admit not in ("auto", "ask"):
         raise InvalidArgument(
             f"policy must be evict, error or wait and admit auto or ask, got {settings.policy!r} and {settings.admit!r}"

@@ -22,7 +22,7 @@ from epee.backend.bootstrap.home import pack_extra
 from epee.backend.engine.engine import Engine
 from epee.backend.engine.entry import CHANGING, NEWS
 from epee.backend.membership.epochs import Survival
-from epee.backend.outbox import Outboxes, Owner, outbox_layout
+from epee.backend.outbox import Outboxes, OutboxOwner, outbox_layout
 from epee.backend.p2p.message import Message
 from epee.errors import RankFailedError, ResourceError
 from epee.memory.host import BLOB_BYTES, HostRegion, process_start_time
@@ -49,7 +49,7 @@ class Process:
         blob, extra = bytes(BLOB_BYTES), pack_extra(LANE, num_ranks, self.region.blob)
         endpoint = Endpoint(os.getpid(), process_start_time(os.getpid()), 0, blob, blob, extra)
         self.member = Member(slot, incarnation, bytes([slot, incarnation]) * 8, pack_endpoint(endpoint))
-        Owner(self.member.nonce, LANE, slot).sign(self.region)
+        OutboxOwner(self.member.nonce, LANE, slot).sign(self.region)
 
 
 class Case:

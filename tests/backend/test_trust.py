@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from epee.backend.bootstrap import birth, joining
-from epee.backend.bootstrap.attempt import Attempt
+from epee.backend.bootstrap.attempt import BootstrapAttempt
 from epee.backend.bootstrap.home import FOLDER_KEY
 from epee.backend.bootstrap.proof import prove, proved, transcript
-from epee.backend.outbox import Owner, open_outbox, outbox_layout
+from epee.backend.outbox import OutboxOwner, open_outbox, outbox_layout
 from epee.errors import AuthError, PeerError, ProtocolError, RankFailedError, ResourceError
 from epee.memory.host import HostRegion
 from epee.view.job import parse_member
@@ -87,14 +87,14 @@ def test_a_member_with_an_endpoint_that_cannot_be_is_refused_at_birth() -> None:
 @pytest.fixture
 def outbox() -> Iterator[HostRegion]:
     region = HostRegion.create(outbox_layout(2, 4096).nbytes, "outbox1", only_owner_writes=True)
-    Owner(NONCE, 77, 1).sign(region)
+    OutboxOwner(NONCE, 77, 1).sign(region)
     yield region
     region.close()
 
 
 def test_an_outbox_says_whose_it_is(outbox: HostRegion) -> None:
-    open_outbox(outbox.blob, Owner(NONCE, 77, 1)).close()
-    for other in (Owner(NONCE, 77, 2), Owner(NONCE, 78, 1), Owner(bytes(16), 77, 1)):
+    open_outbox(outbox.blob, OutboxOwner(NONCE, 77, 1)).close()
+    for other in (OutboxOwner(NONCE, 77, 2), OutboxOwner(NONCE, 78, 1), OutboxOwner(bytes(16), 77, 1)):
         with pytest.raises(ProtocolError, match=f"slot {other.slot}'s outbox, and is another's"):
             open_outbox(outbox.blob, other)
 
@@ -102,7 +102,7 @@ def test_an_outbox_says_whose_it_is(outbox: HostRegion) -> None:
 def test_memory_that_is_too_small_is_no_outbox() -> None:
     region = HostRegion.create(1, "small")
     with pytest.raises(ProtocolError, match="is another's"):
-        open_outbox(region.blob, Owner(NONCE, 0, 0))
+        open_outbox(region.blob, OutboxOwner(NONCE, 0, 0))
     region.close()
 
 
@@ -140,7 +140,7 @@ def in_advance(rank: int, num_ranks: int, folder: str) -> str:
     """Before rank 1 puts its record there somebody puts another one under its key, which can be guessed."""
     real = birth._exchange
 
-    def exchange(this: Attempt, mine: Any, *rest: Any) -> Any:
+    def exchange(this: BootstrapAttempt, mine: Any, *rest: Any) -> Any:
         if rank == 0:
             decoy = HostRegion.create(outbox_layout(64, mine.staging_bytes).nbytes, "decoy")
             record = replace(mine, blob=decoy.blob.hex(), member=mine.member.replace("[0,", "[1,", 1))
@@ -170,7 +170,7 @@ def changed_greeting(rank: int, num_ranks: int, folder: str) -> str:
     """Rank 0 reads another greeting of rank 1 than rank 1 has written."""
     real = birth._read
 
-    def read(this: Attempt, peer: int, what: str, deadline: float) -> bytes:
+    def read(this: BootstrapAttempt, peer: int, what: str, deadline: float) -> bytes:
         raw = real(this, peer, what, deadline)
         if rank == 0 and peer == 1 and what == "/hello":
             return json.dumps({**json.loads(raw), "nonce": "0" * 32}).encode()

@@ -1,4 +1,4 @@
-"""A machine without a GPU for throughput mode: the kernels' own sources, built by g++, run in the calling process.
+"""A machine without a GPU for the throughput kernels: their own sources, built by g++, run in the calling process.
 
 A launch returns when the kernel has ended, so ranks must be processes (or the first would wait for ever). Regions are
 memfds. Libraries are built once for all processes (`tests.csrc.made`).

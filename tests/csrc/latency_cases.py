@@ -1,4 +1,4 @@
-"""Rounds of the latency mode's GPU core on any platform (emulation or GPUs), compared with `epee.reference.latency`.
+"""Rounds of `LatencyBuffer`'s GPU core on any platform (emulation or GPUs), compared with `epee.reference.latency`.
 
 A `Plan` is one buffer and several rounds over it; a round is a dispatch and a combine. Every rank makes the inputs of
 all ranks from the seed, so each compares its own results bit for bit and no result has to travel.

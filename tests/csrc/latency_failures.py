@@ -1,4 +1,4 @@
-"""What the latency mode does when something is wrong, on any platform: whole sources or none, the right error, no trap,
+"""Failures of the latency kernels, on any platform: whole sources or none, the right error, no trap,
 and a buffer that works on."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`epee.Buffer` in throughput mode on GPUs when ranks die, are late or come back, run on any platform.
+"""`epee.Buffer` on GPUs when ranks die, are late or come back, run on any platform.
 
 Every function runs on one rank, with `epee.Buffer` on the emulated GPU or a real one.
 """

@@ -1,4 +1,4 @@
-"""Failures of the latency mode with the kernels on the CPU."""
+"""Failures of the latency kernels, run on the CPU."""
 
 from __future__ import annotations
 

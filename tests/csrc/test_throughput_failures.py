@@ -1,4 +1,4 @@
-"""Failures of throughput mode with the kernels on the CPU."""
+"""Failures of the throughput kernels, run on the CPU."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from epee.ep.throughput.gpu.core import Throughput
-from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.ep.throughput.order import CombineOrder
 from epee.errors import EpeeError
 from tests.csrc.emulated import all_gather_bytes, has_compiler
@@ -37,7 +37,7 @@ def _error_of(buffer: Throughput, call: Callable[[], object]) -> str:
     return ""
 
 
-def _send(buffer: Throughput, rank: int, case: Case = CASE, shift: float = 0.0, sync: bool = True) -> Received:
+def _send(buffer: Throughput, rank: int, case: Case = CASE, shift: float = 0.0, sync: bool = True) -> DispatchResult:
     given = inputs_of(case, rank)
     assert isinstance(given.x, torch.Tensor)
     options = DispatchOptions(timeout_s=LONG_S, sync=sync)

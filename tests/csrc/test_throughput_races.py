@@ -1,5 +1,5 @@
-"""Races between ranks and blocks of throughput mode that a slow thread loses, each made certain by standing still at
-the place that matters (`EmulatedPlatform.pause`). The kernels are the GPU's own, built by g++."""
+"""Races between ranks and blocks of the throughput kernels that a slow thread loses, each made certain by standing
+still at the place that matters (`EmulatedPlatform.pause`). The kernels are the GPU's own, built by g++."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from epee import reference
 from epee.ep.throughput.gpu.core import Throughput
-from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.ep.throughput.order import CombineOrder
 from epee.errors import EpeeError
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes, has_compiler
@@ -45,7 +45,7 @@ def _pause(buffer: Throughput, **pauses: dict[int, float]) -> None:
             platform.pause(file, place, seconds)
 
 
-def _send(buffer: Throughput, rank: int, options: DispatchOptions = SEND, case: Case = CASE) -> Received:
+def _send(buffer: Throughput, rank: int, options: DispatchOptions = SEND, case: Case = CASE) -> DispatchResult:
     given = inputs_of(case, rank)
     assert isinstance(given.x, torch.Tensor)
     return buffer.dispatch(given.x, None, given.topk_idx, given.topk_weights, None, options)
@@ -60,7 +60,7 @@ def _error_of(call: Any) -> str:
 
 
 def _combine_error(
-    buffer: Throughput, d: Received, weights: torch.Tensor | None = None, options: CombineOptions = BACK
+    buffer: Throughput, d: DispatchResult, weights: torch.Tensor | None = None, options: CombineOptions = BACK
 ) -> str:
     def call() -> None:
         buffer.combine(d.x, d.handle, weights, (), None, options)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from epee.ep.throughput.gpu.slots import FIRST_GHOST, SlotPool
+from epee.ep.throughput.gpu.slots import FIRST_GHOST, ReceiveSlotPool
 from epee.errors import ResourceError
 from tests.csrc.emulated import EmulatedPlatform
 
 STREAM = 0
 
 
-def make_pool(num_slots: int) -> tuple[SlotPool, list[int]]:
+def make_pool(num_slots: int) -> tuple[ReceiveSlotPool, list[int]]:
     exchanged = [0]
-    return SlotPool(EmulatedPlatform(), num_slots, exchanged), exchanged
+    return ReceiveSlotPool(EmulatedPlatform(), num_slots, exchanged), exchanged
 
 
 def test_granted_slot_is_not_filled_before_a_later_call_was_joined() -> None:

@@ -1,4 +1,4 @@
-"""Masks, deaths and late ranks of throughput mode with the kernels on the CPU."""
+"""Masks, deaths and late ranks of the throughput kernels, run on the CPU."""
 
 from __future__ import annotations
 

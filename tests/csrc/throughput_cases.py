@@ -1,4 +1,4 @@
-"""Cases of throughput mode, run on any platform (emulation or GPUs) and compared with `epee.reference` bit for bit.
+"""Cases of the throughput kernels, run on any platform (emulation or GPUs), compared with `epee.reference` bit for bit.
 
 A `Case` is a few numbers. Every rank makes its own inputs from the seed, runs fresh and cached dispatches and two
 combines on poisoned memory, and sends everything it got to the parent, which knows all ranks' inputs.

@@ -1,4 +1,4 @@
-"""What throughput mode does when something is wrong, on any platform: the right error on every rank, and a buffer that
+"""Failures of the throughput kernels, on any platform: the right error on every rank, and a buffer that
 works on."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from epee import reference
 from epee.ep.throughput.gpu.core import Throughput
-from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
 from tests.csrc.emulated import all_gather_bytes
 from tests.csrc.throughput_cases import Case, device_of, ends_of, expect_equal, expert_output, inputs_of, make_buffer
@@ -28,7 +28,7 @@ def open_buffer(rank: int, platform: str, **sizes: int) -> Throughput:
     return make_buffer(CASE, rank, platform, **sizes)
 
 
-def _send(buffer: Throughput, rank: int, options: DispatchOptions = OPTIONS, **changes: Any) -> Received:
+def _send(buffer: Throughput, rank: int, options: DispatchOptions = OPTIONS, **changes: Any) -> DispatchResult:
     given = inputs_of(CASE, rank)
     device = buffer._machine.platform.device
     arguments: dict[str, Any] = {"x": given.x, "route": given.topk_idx, "topk_weights": given.topk_weights} | changes
@@ -128,7 +128,7 @@ def late_peer(rank: int, num_ranks: int, platform: str) -> Any:
     return error, _works(buffer, rank)
 
 
-def _fail_late(buffer: Throughput, rank: int) -> tuple[Received, tuple[str, str]]:
+def _fail_late(buffer: Throughput, rank: int) -> tuple[DispatchResult, tuple[str, str]]:
     """A dispatch without CPU sync that rank 1 enters when rank 0 has given it up; returns what rank 0 raised then."""
     _await_time_out(rank)
     given = inputs_of(CASE, rank)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.control.membership import Agreed
-from epee.ep.gpu.platform import Region
+from epee.ep.gpu.platform import LentRegion
 from epee.ep.membership.registry import Line
 from epee.ep.throughput import gpu_path
 from epee.ep.throughput.gpu.types import DispatchOptions
@@ -270,11 +270,11 @@ def replay_shut(buffer: epee.Buffer, case: Case) -> None:
 
 def refuse_to_map(machine: Any, rank: int, which: int, times: int = 1) -> None:
     """Let the first attempts to map a region of a rank fail: 0 is the control block, 1 are the slots."""
-    region: Region = (machine._control, machine.slots)[which][rank]
+    region: LentRegion = (machine._control, machine.slots)[which][rank]
     kind = type(region)
     works, left = kind.replace, [None] * times
 
-    def fails(self: Region, blob: bytes) -> None:
+    def fails(self: LentRegion, blob: bytes) -> None:
         if self is region and left:
             left.pop()
             raise ResourceError("no descriptors")

@@ -1,4 +1,4 @@
-"""Throughput mode when ranks are left out, die, stand still or come back, on any platform: the right error, no trap,
+"""Throughput kernels when ranks are left out, die, stand still or come back, on any platform: the right error, no trap,
 the reference's bits on the new mask, and nothing of an old view taken for new."""
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from epee import reference
-from epee.ep.gpu.platform import Region
+from epee.ep.gpu.platform import LentRegion
 from epee.ep.throughput.gpu import dispatch as throughput_dispatch
 from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.slots import Taken
-from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, Received, ThroughputHandle
+from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult, ThroughputHandle
 from epee.ep.throughput.order import CombineOrder
 from epee.ep.throughput.shapes import FEW_TOKENS
 from epee.errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, StaleHandleError
@@ -129,7 +129,7 @@ def gather_int(value: int) -> list[int]:
     return [int.from_bytes(raw, "little") for raw in all_gather_bytes(value.to_bytes(8, "little"))]
 
 
-def whole(region: Region) -> torch.Tensor:
+def whole(region: LentRegion) -> torch.Tensor:
     """The bytes of a region."""
     return region.lease(0, region.nbytes, None)
 
@@ -205,7 +205,7 @@ def ordered(rank: int, num_ranks: int, platform: str, layout: str, members: tupl
     all_gather_bytes(b"over")
 
 
-def send(core: Throughput, case: Case, rank: int, options: DispatchOptions) -> Received:
+def send(core: Throughput, case: Case, rank: int, options: DispatchOptions) -> DispatchResult:
     """Dispatch this rank's tokens of a case."""
     given = inputs_of(case, rank)
     device = core._machine.platform.device

@@ -1,4 +1,4 @@
-"""Cases for the tests of latency mode: inputs from a few numbers, equal on every rank, compared with the oracle there.
+"""Cases for `LatencyBuffer`'s tests: inputs from a few numbers, equal on every rank, compared with the oracle there.
 
 Every rank can make the inputs and expert outputs of all ranks, so it works out what it must get by itself. Memory is
 poisoned: a row that nobody wrote, or that is left of an earlier call, shows as NaN.
@@ -92,12 +92,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dispatch(buffer: epee.LatencyBuffer, given: Sent, **options: Any) -> LatencyDispatched:
-    """Dispatch in latency mode."""
+    """Dispatch through a `LatencyBuffer`."""
     return cast(LatencyDispatched, buffer.dispatch(given.x, given.topk_idx, given.topk_weights, **options))
 
 
 def combine(buffer: epee.LatencyBuffer, y: torch.Tensor, got: LatencyDispatched, **options: Any) -> LatencyCombined:
-    """Combine in latency mode."""
+    """Combine through a `LatencyBuffer`."""
     return cast(LatencyCombined, buffer.combine(y, got.handle, **options))
 
 

@@ -52,7 +52,7 @@ class _Rank:
         self.outcomes: dict[int, Any] = {}
 
     def is_whole(self, slot: int, epoch: int, seq: int) -> bool:
-        """As `Survivor._is_whole`."""
+        """As `EpochLane._is_whole`."""
         return epoch == self.epoch and slot in self.peers and seq in self.peers[slot].rows.get(epoch, ())
 
     def step(self) -> bool:

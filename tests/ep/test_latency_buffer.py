@@ -1,4 +1,4 @@
-"""Latency mode on CPU tensors gives what the oracle gives, bit for bit."""
+"""`LatencyBuffer` on CPU tensors gives what the oracle gives, bit for bit."""
 
 from __future__ import annotations
 

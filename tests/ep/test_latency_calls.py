@@ -1,4 +1,4 @@
-"""Latency mode: hooks, calls in flight, bad arguments, ranks that disagree, errors without a mask, corrupt memory."""
+"""`LatencyBuffer`: hooks, open calls, bad arguments, ranks that disagree, errors without a mask, corrupt memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep.latency.wire import Head
+from epee.ep.latency.wire import SectionHeader
 from epee.errors import AbortedError, ForkError, InvalidState, ProtocolError, StaleHandleError
 from epee.reference import latency as oracle
 from tests.ep.latency_cases import (
@@ -312,7 +312,7 @@ def _corrupt(rank: int, num_ranks: int) -> None:
         given = inputs(SHAPE, (6, 6), 3, "everywhere")[rank]
         post, write_meta = wire.post, wire.write_meta
 
-        def bad_head(dst: int, seq: int, head: Head, reason: bytes = b"") -> None:
+        def bad_head(dst: int, seq: int, head: SectionHeader, reason: bytes = b"") -> None:
             post(dst, seq, head._replace(num_rows=1 << 20) if dst != rank else head, reason)
 
         def bad_meta(dst: int, seq: int, tokens: Any, ids: Any, weights: Any) -> None:

@@ -1,4 +1,4 @@
-"""Latency mode when a rank stays away, exits, is killed or stopped, at any step; and who takes part afterwards.
+"""`LatencyBuffer` when a rank stays away, exits, is killed or stopped, at any step; and who takes part afterwards.
 
 Four ranks, one of them the victim. It acts at a given step of its second round. The survivors go on with their masks
 and compare everything with the oracle, told what each call reports in `got`: whatever the victim had sent before, a

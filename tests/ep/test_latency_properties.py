@@ -1,4 +1,4 @@
-"""The arithmetic of latency mode against the oracle, for any shape, routing and mask: no processes, all ranks here."""
+"""`LatencyBuffer`'s arithmetic against the oracle, for any shape, routing and mask: no processes, all ranks here."""
 
 from __future__ import annotations
 

@@ -446,7 +446,7 @@ def test_words_that_the_dead_wrote_of_later_calls_are_not_believed() -> None:
 
 
 def several(slot: int, num_processes: int, folder: str) -> Any:
-    """Two latency buffers and one of throughput mode on a group; the newcomer makes them in another order."""
+    """Two `LatencyBuffer`s and a `Buffer` on a group; the newcomer makes them in another order."""
     rank = 1 if slot == 3 else slot
     if slot == 3:
         stages.wait_for(folder, "lost")

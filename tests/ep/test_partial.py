@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epee.ep.config import BufferConfig
-from epee.ep.handle import HostHandle, Routing
+from epee.ep.handle import DispatchRouting, HostHandle
 from epee.ep.throughput.partial import lost_weight, pack_rows, without_destinations, without_sources
 from epee.ep.throughput.placement import Counts, SendPlan, place, plan_by_expert, plan_by_rank
 
@@ -106,8 +106,8 @@ def test_a_combine_without_some_ranks_reads_the_others_rows_only(seed: int, layo
 def test_lost_weight_counts_what_was_asked_of_the_missing() -> None:
     idx = torch.tensor([[0, 2, -1], [6, 6, 1], [-1, -1, -1]])
     weights = torch.tensor([[1.0, 2.0, float("nan")], [4.0, 8.0, float("nan")], [1.0, 1.0, 1.0]])
-    assert lost_weight(Routing(idx, weights, None), (1, 3), CONFIG).tolist() == [2.0, 12.0, 0.0]
-    assert lost_weight(Routing(idx, None, None), (1, 3), CONFIG).tolist() == [1.0, 2.0, 0.0]
-    assert lost_weight(Routing(idx, weights, None), (), CONFIG).tolist() == [0.0, 0.0, 0.0]
+    assert lost_weight(DispatchRouting(idx, weights, None), (1, 3), CONFIG).tolist() == [2.0, 12.0, 0.0]
+    assert lost_weight(DispatchRouting(idx, None, None), (1, 3), CONFIG).tolist() == [1.0, 2.0, 0.0]
+    assert lost_weight(DispatchRouting(idx, weights, None), (), CONFIG).tolist() == [0.0, 0.0, 0.0]
     mask = torch.tensor([[True, True, False, True], [False, False, True, False]])
-    assert lost_weight(Routing(None, None, mask), (1, 3), CONFIG).tolist() == [2.0, 0.0]
+    assert lost_weight(DispatchRouting(None, None, mask), (1, 3), CONFIG).tolist() == [2.0, 0.0]

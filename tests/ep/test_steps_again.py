@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.control import words
-from epee.ep.membership.epochs import Survivor
+from epee.ep.membership.epochs import EpochLane
 from epee.errors import AbortedError, CommTimeoutError, EpeeError, InvalidState, MismatchError, NoQuorumError
 from epee.memory import signals
 from tests.harness import run_mortal, run_ranks
@@ -86,7 +86,7 @@ def _dispatch(buffer: epee.Buffer) -> Step:
 
 
 def _latency(buffer: epee.Buffer, use_hook: bool = False) -> Step:
-    """A whole layer in latency mode."""
+    """A whole layer through a `LatencyBuffer`."""
 
     def step(k: int, pause: Callable[[], None]) -> float:
         d: Any = buffer.dispatch(torch.ones(1, HIDDEN).bfloat16(), _tokens(buffer.num_ranks), return_hook=use_hook)
@@ -354,7 +354,7 @@ def _no_quorum(rank: int, num_ranks: int) -> str:
     d = buffer.dispatch(torch.ones(1, HIDDEN), _tokens(num_ranks), torch.ones(1, 2))
     assert isinstance(d.x, torch.Tensor)
     exchange, lane = buffer._exchange, buffer._exchange.membership
-    assert isinstance(lane, Survivor)
+    assert isinstance(lane, EpochLane)
     if rank == 0:
         go_on = exchange.end.go_on
 

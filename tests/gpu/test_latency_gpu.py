@@ -1,4 +1,4 @@
-"""Latency mode on real GPUs: the same bits as the reference, rounds at random, graphs, masks, failures, deaths.
+"""`LatencyBuffer` on real GPUs: the same bits as the reference, rounds at random, graphs, masks, failures, deaths.
 
 Ranks share a GPU where there are fewer GPUs than ranks: their processes take turns there, some milliseconds each.
 """

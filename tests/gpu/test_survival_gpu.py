@@ -1,4 +1,4 @@
-"""Throughput mode on real GPUs goes on without ranks that die or are late; graphs replay into the view of their day."""
+"""`Buffer` on real GPUs goes on without ranks that die or are late; graphs replay into the view of their day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures of throughput mode on real GPUs: errors, time-outs, a healthy context afterwards."""
+"""Failures of `Buffer` on real GPUs: errors, time-outs, a healthy context afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput mode on real GPUs: the same bits as the reference, rounds at random, graphs, two buffers, two streams."""
+"""`Buffer` on real GPUs: the same bits as the reference, rounds at random, graphs, two buffers, two streams."""
 
 from __future__ import annotations
 

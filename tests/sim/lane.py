@@ -39,7 +39,7 @@ from typing import NamedTuple
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.decision import parts_of
 from epee.view.protocol.messages import DEAD, LEFT, Decision, LaneState
-from epee.view.protocol.outcome import Course, Place, is_whole, loss_of
+from epee.view.protocol.outcome import CallState, Course, is_whole, loss_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
 from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, OK, TIMEOUT, Record
@@ -203,7 +203,7 @@ class Call:
         self.is_completing = self.is_decided = self.is_told = False
         self.seq = seq
         self.kind = kind
-        self.place = Place(0, False)
+        self.place = CallState(0, False)
         self.steps: Iterator[int] | None = None
         self.is_published = False
         self.need = (TAG, 0)
@@ -402,7 +402,7 @@ class Engine:
             if slot == dead and self.incarnations[epoch, slot] == incarnation:
                 mirror.lag = -1e9
 
-    def _place(self, call: Call) -> Place:
+    def _place(self, call: Call) -> CallState:
         return self.course.place(call.seq, self.whole, call.place.epoch or None)
 
     def parties(self, call: Call) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from epee.view.protocol.agent import Agent
 from epee.view.protocol.events import (
+    AgentSettings,
     BoardRead,
     Decide,
     Died,
@@ -21,10 +22,9 @@ from epee.view.protocol.events import (
     Evicted,
     Freeze,
     Frozen,
+    MessageReceived,
     ReadBoard,
-    Received,
     Send,
-    Settings,
     Tick,
     WriteBoard,
 )
@@ -41,7 +41,7 @@ from epee.view.protocol.messages import (
 )
 from tests.view.agents import first
 
-SETTINGS = Settings(policy="error", answer_s=1.0, patience_s=1.0, no_quorum_s=1e9)
+SETTINGS = AgentSettings(policy="error", answer_s=1.0, patience_s=1.0, no_quorum_s=1e9)
 KEPT = (Prepare, Promise, Accept, Accepted, Commit, Nack)  # reports and questions change no promise
 
 
@@ -102,7 +102,7 @@ class State:
         """Return every state that one step leads to."""
         found = []
         for sender, to, message in self.wire:
-            event = Received(self.members[sender].nonce, message)
+            event = MessageReceived(self.members[sender].nonce, message)
             found.append(self._after(to, event))
             if len(self.dead) < max_deaths:
                 found += [self._after(to, event, effects) for effects in range(4)]

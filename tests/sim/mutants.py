@@ -12,9 +12,9 @@ from typing import Any
 from epee.memory.signals import SEQ_BITS
 from epee.view.protocol.agent import Agent
 from epee.view.protocol.coordinator import Campaign, Facts
-from epee.view.protocol.events import BoardRead, Effect, Event, Received, Send, Wanted
+from epee.view.protocol.events import BoardRead, Effect, Event, MessageReceived, Send, Wanted
 from epee.view.protocol.messages import FOREVER, Accept, Accepted, Decision, LaneState, Nack, Prepare, Promise
-from epee.view.protocol.outcome import Course, Turn, Whole
+from epee.view.protocol.outcome import Course, EpochChange, Whole
 from epee.view.protocol.quorum import has_quorum
 
 from .history import TIMEOUT
@@ -93,11 +93,11 @@ class AckBeforeWrite(Agent):
 class NoEpochCheck(Agent):
     """Takes messages about any epoch for messages about its own."""
 
-    def _received(self, event: Received) -> None:
+    def _received(self, event: MessageReceived) -> None:
         message = event.message
         if isinstance(message, Prepare | Promise | Nack | Accept | Accepted) and self.epoch:
             message = message._replace(epoch=self.epoch)
-        super()._received(Received(event.sender, message))
+        super()._received(MessageReceived(event.sender, message))
 
 
 class LateBoardsWitness(Agent):
@@ -201,7 +201,7 @@ class BackCompleted(Agent):
 
 
 class _ByWords(Course):
-    def _goes_on(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> bool:
+    def _goes_on(self, seq: int, epoch: int, turn: EpochChange, whole: Whole) -> bool:
         members = self._members.get(epoch, {})
         involved = [slot for slot, incarnation, _ in turn.removed if members.get(slot, (0, 0))[0] == incarnation]
         return super()._goes_on(seq, epoch, turn, whole) or all(whole(slot, epoch, seq) for slot in involved)
@@ -214,7 +214,7 @@ class CutIgnored(Engine):
 
 
 class _Intersection(Course):
-    def _goes_on(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> bool:
+    def _goes_on(self, seq: int, epoch: int, turn: EpochChange, whole: Whole) -> bool:
         return not turn.removed and super()._goes_on(seq, epoch, turn, whole)
 
 
@@ -263,7 +263,7 @@ class NothingClaimed(Engine):
 
 
 class _OutIsDead(Course):
-    def turn_of(self, decision: Decision) -> Turn | None:
+    def turn_of(self, decision: Decision) -> EpochChange | None:
         turn = super().turn_of(decision)
         if turn is not None:
             there = {member.slot for member in decision.members}

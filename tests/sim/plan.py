@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from epee.view.protocol.events import Settings
+from epee.view.protocol.events import AgentSettings
 
 CRASH, CRASH_IN_STEP, STOP, HOLD, RESTART, JOIN, PART, JUMP, LEAVE, INTERRUPT, OUT, BACK = range(12)
 FAULT_MIX = (CRASH, CRASH, CRASH_IN_STEP, CRASH_IN_STEP, STOP, STOP, HOLD, RESTART, JOIN, PART, JUMP, LEAVE)
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     num_calls: int
     window: int
     raises: bool
-    settings: Settings
+    settings: AgentSettings
     op_timeout_s: float
     think_s: float
     max_delay_s: float
@@ -81,7 +81,7 @@ def make_plan(seed: int) -> Plan:
     num_members = rng.choice((2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 8))
     policy = rng.choice(("evict", "evict", "evict", "error", "wait"))
     bad_net = rng.random() < 0.3
-    settings = Settings(policy, answer_s=0.02, patience_s=0.15, no_quorum_s=1.5)
+    settings = AgentSettings(policy, answer_s=0.02, patience_s=0.15, no_quorum_s=1.5)
     num_calls = rng.randint(5, 9)
     think_s = rng.choice((0.0005, 0.002, 0.01, 0.03))
     span = num_calls * (think_s + 0.006)

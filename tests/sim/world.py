@@ -27,14 +27,14 @@ from epee.view.protocol.events import (
     Evicted,
     Freeze,
     Frozen,
+    JoinPending,
+    MessageReceived,
     NoQuorum,
     ReadBoard,
-    Received,
     Refused,
     Send,
     Thaw,
     Tick,
-    Waiting,
     WriteBoard,
 )
 from epee.view.protocol.messages import STALLED, BoardState, Commit, Decision, Member, Message, Want
@@ -243,7 +243,7 @@ class World:
         if self.plan.slow_share and self.random() < self.plan.slow_share:
             delay += self.random() * 0.06
         if to in self.processes:
-            self.at(self.now + delay, self.agent, self.processes[to], Received(sender, message))
+            self.at(self.now + delay, self.agent, self.processes[to], MessageReceived(sender, message))
 
     def _write_board(self, process: Process, effect: WriteBoard) -> None:
         process.board = effect.state
@@ -391,7 +391,7 @@ class World:
         Evicted: _evicted,
         NoQuorum: _no_quorum,
         Refused: _refused,
-        Waiting: _ignored,
+        JoinPending: _ignored,
     }
 
     # ---- engines and programs

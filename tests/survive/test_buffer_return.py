@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import epee
 from epee import nn
-from epee.ep.membership.epochs import Survivor
+from epee.ep.membership.epochs import EpochLane
 from epee.errors import CommTimeoutError, EvictedError, MismatchError, RankFailedError, StaleHandleError
 from tests.harness import DEAD, run_mortal
 
@@ -54,7 +54,7 @@ def stop_once() -> Callable[[], None]:
 def live_memory(buffer: epee.Buffer) -> str:
     """Return a digest of all memory of this rank that peers may write to now."""
     survivor, path = buffer._exchange.membership, buffer._path
-    assert isinstance(survivor, Survivor)
+    assert isinstance(survivor, EpochLane)
     assert survivor._inboxes.own is not None
     regions = [survivor._inboxes.own, *(arena.region for arena in path._arenas.values())]  # type: ignore[union-attr]
     digest = hashlib.sha256()
@@ -69,7 +69,7 @@ def live_memory(buffer: epee.Buffer) -> str:
 def hear_late(buffer: epee.Buffer) -> None:
     """Let the calls of this process ask for news only half a second after they first want to, as on a busy machine."""
     survivor = buffer._exchange.membership
-    assert isinstance(survivor, Survivor)
+    assert isinstance(survivor, EpochLane)
     roster, check, asked = survivor.roster, survivor.roster.check, list[float]()
 
     def late() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from epee.view.protocol.agent import Agent
 from epee.view.protocol.events import (
+    AgentSettings,
     BoardRead,
     Decide,
     Died,
@@ -12,12 +13,11 @@ from epee.view.protocol.events import (
     Evicted,
     Freeze,
     Frozen,
+    MessageReceived,
     NoQuorum,
     ReadBoard,
-    Received,
     Refused,
     Send,
-    Settings,
     Tick,
     WriteBoard,
 )
@@ -35,9 +35,9 @@ def first(num_members: int) -> Decision:
 class Group:
     """Agents by nonce. `post` takes a step; `run` delivers until nothing moves; `late` lets time pass."""
 
-    def __init__(self, num_members: int, settings: Settings | None = None) -> None:
+    def __init__(self, num_members: int, settings: AgentSettings | None = None) -> None:
         self.now = 100.0
-        self.settings = settings or Settings(policy="evict")
+        self.settings = settings or AgentSettings(policy="evict")
         self.agents: dict[bytes, Agent] = {}
         self.boards: dict[bytes, BoardState] = {}
         self.lanes: dict[bytes, tuple[LaneState, ...]] = {}
@@ -79,7 +79,7 @@ class Group:
         while self.wire:
             sender, to, message = self.wire.pop(0)
             if to.nonce in self.agents and to.nonce not in self.dead | self.stopped:
-                self.post(to, Received(sender, message))
+                self.post(to, MessageReceived(sender, message))
 
     def kill(self, *victims: Member) -> None:
         self.dead |= {victim.nonce for victim in victims}

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from epee.view.protocol.events import Settings
+from epee.view.protocol.events import AgentSettings
 from epee.view.protocol.messages import Decision, LaneState, Member
 from epee.view.runtime import Runtime
 from epee.view.transport.directory import JobDirectory
 from tests.harness import server
 
-PATIENT = Settings(policy="error")
-EVICT = Settings(policy="evict", answer_s=0.1, patience_s=0.6)
+PATIENT = AgentSettings(policy="error")
+EVICT = AgentSettings(policy="evict", answer_s=0.1, patience_s=0.6)
 LANE = 7
 
 
@@ -50,7 +50,7 @@ class Lane:
 class Process:
     """What runs in a child."""
 
-    def __init__(self, slot: int, folder: str, settings: Settings) -> None:
+    def __init__(self, slot: int, folder: str, settings: AgentSettings) -> None:
         os.environ["EPEE_RUNTIME_DIR"] = folder
         self.slot, self.settings = slot, settings
         self.runtime: Runtime | None = None
@@ -127,7 +127,7 @@ class Process:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def _main(connection: Any, slot: int, folder: str, settings: Settings) -> None:
+def _main(connection: Any, slot: int, folder: str, settings: AgentSettings) -> None:
     process = Process(slot, folder, settings)
     while True:
         try:
@@ -153,7 +153,7 @@ class Refusal(AssertionError):
 class Rank:
     """The test's hold on a child. `tell` and `answer` may be apart, so that several children work at once."""
 
-    def __init__(self, slot: int, folder: str, settings: Settings) -> None:
+    def __init__(self, slot: int, folder: str, settings: AgentSettings) -> None:
         self.slot = slot
         self.process, self._connection = server.fork(_main, slot, folder, settings)
         self.pid = self.process.pid or 0
@@ -198,7 +198,7 @@ class Rank:
 class Group:
     """The ranks of one job."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
+    def __init__(self, folder: Path, settings: AgentSettings) -> None:
         self.folder, self.settings = str(folder), settings
         self.ranks: list[Rank] = []
         self.path = ""
@@ -229,7 +229,7 @@ class Group:
 
 
 @contextlib.contextmanager
-def group(folder: Path, settings: Settings = PATIENT) -> Iterator[Group]:
+def group(folder: Path, settings: AgentSettings = PATIENT) -> Iterator[Group]:
     """Yield a group and end all its processes afterwards."""
     job = Group(folder, settings)
     try:

@@ -10,6 +10,7 @@ from epee.view.protocol.agent import Agent
 from epee.view.protocol.events import (
     Accused,
     Admit,
+    AgentSettings,
     BoardRead,
     Decide,
     Died,
@@ -17,15 +18,14 @@ from epee.view.protocol.events import (
     Freeze,
     Frozen,
     JoinAsked,
+    JoinPending,
     LeaveAsked,
+    MessageReceived,
     NoQuorum,
-    Received,
     Refused,
     Send,
-    Settings,
     Thaw,
     Tick,
-    Waiting,
     WriteBoard,
 )
 from epee.view.protocol.messages import (
@@ -52,11 +52,11 @@ from epee.view.protocol.messages import (
 )
 from tests.view.agents import Group, first, member
 
-EVICT = Settings(policy="evict")
+EVICT = AgentSettings(policy="evict")
 NOW = 1 << 40  # an epoch: the engine has taken over all decisions
 
 
-def alone(slot: int, num_members: int = 3, settings: Settings = EVICT) -> Agent:
+def alone(slot: int, num_members: int = 3, settings: AgentSettings = EVICT) -> Agent:
     agent = Agent(member(slot), settings, first(num_members))
     effects = agent.step(Tick(), 1.0)
     assert effects == [WriteBoard(BoardState(first(num_members), NO_BALLOT, NO_BALLOT, None))]
@@ -78,7 +78,7 @@ def test_a_quiet_group_does_nothing() -> None:
 def test_an_agent_writes_its_board_before_it_promises_and_freezes_before_that() -> None:
     agent = alone(1)
     ballot = Ballot(1, 0)
-    assert agent.step(Received(member(0).nonce, Prepare(ballot, 1)), 1.0) == [Freeze(1)]
+    assert agent.step(MessageReceived(member(0).nonce, Prepare(ballot, 1)), 1.0) == [Freeze(1)]
     lanes = (LaneState(7, 3, 4),)
     board, promise = agent.step(Frozen(1, lanes), 1.0)
     assert board == WriteBoard(BoardState(first(3), ballot, NO_BALLOT, None))
@@ -87,11 +87,11 @@ def test_an_agent_writes_its_board_before_it_promises_and_freezes_before_that() 
 
 def test_a_promise_is_refused_to_lower_ballots_and_repeated_for_the_same() -> None:
     agent = alone(1)
-    agent.step(Received(member(2).nonce, Prepare(Ballot(5, 2), 1)), 1.0)
+    agent.step(MessageReceived(member(2).nonce, Prepare(Ballot(5, 2), 1)), 1.0)
     agent.step(Frozen(1, ()), 1.0)
-    effects = agent.step(Received(member(0).nonce, Prepare(Ballot(4, 0), 1)), 1.0)
+    effects = agent.step(MessageReceived(member(0).nonce, Prepare(Ballot(4, 0), 1)), 1.0)
     assert sent(effects, Nack) == [Nack(Ballot(4, 0), 1, Ballot(5, 2))]
-    again = agent.step(Received(member(2).nonce, Prepare(Ballot(5, 2), 1)), 1.0)
+    again = agent.step(MessageReceived(member(2).nonce, Prepare(Ballot(5, 2), 1)), 1.0)
     assert len(sent(again, Promise)) == 1
     assert not any(isinstance(effect, WriteBoard | Freeze) for effect in again)
 
@@ -99,10 +99,10 @@ def test_a_promise_is_refused_to_lower_ballots_and_repeated_for_the_same() -> No
 def test_an_acceptance_is_on_the_board_before_it_is_told_and_in_later_promises() -> None:
     agent = alone(1)
     decision = Decision(2, (member(0), member(1)), (Removal(2, 1, DEAD),))
-    board, answer = agent.step(Received(member(0).nonce, Accept(Ballot(1, 0), 1, decision)), 1.0)
+    board, answer = agent.step(MessageReceived(member(0).nonce, Accept(Ballot(1, 0), 1, decision)), 1.0)
     assert board == WriteBoard(BoardState(first(3), Ballot(1, 0), Ballot(1, 0), decision))
     assert answer == Send(member(0), Accepted(Ballot(1, 0), 1))
-    agent.step(Received(member(2).nonce, Prepare(Ballot(2, 2), 1)), 1.0)
+    agent.step(MessageReceived(member(2).nonce, Prepare(Ballot(2, 2), 1)), 1.0)
     (promise,) = sent(agent.step(Frozen(1, ()), 1.0), Promise)
     assert (promise.accepted_ballot, promise.accepted) == (Ballot(1, 0), decision)
 
@@ -122,7 +122,7 @@ def test_an_acceptance_is_on_the_board_before_it_is_told_and_in_later_promises()
 )
 def test_a_message_that_cannot_be_right_changes_nothing(message: object) -> None:
     agent = alone(1)
-    assert agent.step(Received(member(0).nonce, message), 1.0) == []
+    assert agent.step(MessageReceived(member(0).nonce, message), 1.0) == []
     assert (agent.promised, agent.accepted, agent.epoch) == (NO_BALLOT, None, 1)
 
 
@@ -131,7 +131,7 @@ def test_strangers_are_not_heard() -> None:
     stranger = member(0, tag=9).nonce
     lie = Decision(2, (member(1),), (Removal(0, 1, DEAD), Removal(2, 1, DEAD)))
     for message in (Prepare(Ballot(3, 0), 1), Accept(Ballot(3, 0), 1, lie), Commit((lie,)), Join(member(2, 0, 8))):
-        assert agent.step(Received(stranger, message), 1.0) == []
+        assert agent.step(MessageReceived(stranger, message), 1.0) == []
     assert agent.epoch == 1
 
 
@@ -171,7 +171,7 @@ def test_a_coordinator_that_dies_between_phases_hands_its_proposal_over_by_its_b
     while not isinstance(group.wire[0][2], Accept):
         sender, to, message = group.wire.pop(0)
         if to.nonce not in group.dead:
-            group.post(to, Received(sender, message))
+            group.post(to, MessageReceived(sender, message))
     group.wire.clear()
     proposed = group.boards[member(0).nonce].accepted
     assert proposed is not None
@@ -238,7 +238,7 @@ def test_an_accusation_from_before_a_decision_that_was_not_taken_over_does_not_c
 
 @pytest.mark.parametrize("policy", ["error", "wait"])
 def test_accusations_change_nothing_unless_the_policy_is_to_evict(policy: str) -> None:
-    group = Group(3, Settings(policy=policy))
+    group = Group(3, AgentSettings(policy=policy))
     group.post(member(0), Accused(2, 1, 7, 1, NOW))
     group.post(member(1), Report(1, ()) and Accused(2, 1, 7, 1, NOW))
     group.late(2.0)
@@ -332,7 +332,7 @@ def test_the_slot_of_a_live_member_is_taken() -> None:
 
 
 def test_a_silent_occupant_is_replaced_in_the_same_change() -> None:
-    group = Group(3, Settings(policy="error"))
+    group = Group(3, AgentSettings(policy="error"))
     group.stopped.add(member(2).nonce)
     joiner = member(2, 0, 5)
     group.add(joiner)
@@ -344,7 +344,7 @@ def test_a_silent_occupant_is_replaced_in_the_same_change() -> None:
 
 
 def test_a_joiner_waits_for_a_user_where_that_is_the_setting() -> None:
-    group = Group(2, Settings(admit="ask"))
+    group = Group(2, AgentSettings(admit="ask"))
     joiner = member(2, 0, 5)
     group.add(joiner)
     group.post(joiner, JoinAsked((member(0), member(1))))
@@ -356,10 +356,10 @@ def test_a_joiner_waits_for_a_user_where_that_is_the_setting() -> None:
 
 
 def test_a_waiting_joiner_is_told_of_once() -> None:
-    agent = alone(1, settings=Settings(admit="ask"))
+    agent = alone(1, settings=AgentSettings(admit="ask"))
     joiner = member(3, 0, 5)
-    assert agent.step(Received(joiner.nonce, Join(joiner)), 1.0) == [Waiting(joiner)]
-    assert agent.step(Received(joiner.nonce, Join(joiner)), 1.1) == []
+    assert agent.step(MessageReceived(joiner.nonce, Join(joiner)), 1.0) == [JoinPending(joiner)]
+    assert agent.step(MessageReceived(joiner.nonce, Join(joiner)), 1.1) == []
 
 
 def test_who_leaves_is_no_longer_asked() -> None:
@@ -377,7 +377,7 @@ def test_decisions_come_in_order_and_once_whatever_is_repeated() -> None:
     third = Decision(3, (member(2),), (Removal(0, 1, DEAD),))
     told = []
     for decisions in ((third,), (second, third), (second,), (third,)):
-        effects = agent.step(Received(member(0).nonce, Commit(decisions)), 1.0)
+        effects = agent.step(MessageReceived(member(0).nonce, Commit(decisions)), 1.0)
         told += [effect.decision for effect in effects if isinstance(effect, Decide)]
     assert told == [second, third]
     assert all(earlier.epoch + 1 == later.epoch for earlier, later in pairwise(told))
@@ -385,20 +385,20 @@ def test_decisions_come_in_order_and_once_whatever_is_repeated() -> None:
 
 def test_a_decision_thaws_what_was_frozen_and_nothing_else() -> None:
     agent = alone(2)
-    agent.step(Received(member(0).nonce, Prepare(Ballot(1, 0), 1)), 1.0)
+    agent.step(MessageReceived(member(0).nonce, Prepare(Ballot(1, 0), 1)), 1.0)
     agent.step(Frozen(1, ()), 1.0)
     second = Decision(2, (member(0), member(2)), (Removal(1, 1, DEAD),))
-    effects = agent.step(Received(member(0).nonce, Commit((second,))), 1.0)
+    effects = agent.step(MessageReceived(member(0).nonce, Commit((second,))), 1.0)
     assert [type(effect) for effect in effects] == [WriteBoard, Decide, Thaw]
     third = second._replace(epoch=3, removed=())
-    effects = agent.step(Received(member(0).nonce, Commit((third,))), 1.0)
+    effects = agent.step(MessageReceived(member(0).nonce, Commit((third,))), 1.0)
     assert [type(effect) for effect in effects] == [WriteBoard, Decide]
 
 
 def test_lanes_that_froze_too_late_are_not_promised() -> None:
     agent = alone(2)
-    agent.step(Received(member(0).nonce, Prepare(Ballot(1, 0), 1)), 1.0)
-    agent.step(Received(member(0).nonce, Commit((first(3)._replace(epoch=2),))), 1.0)
+    agent.step(MessageReceived(member(0).nonce, Prepare(Ballot(1, 0), 1)), 1.0)
+    agent.step(MessageReceived(member(0).nonce, Commit((first(3)._replace(epoch=2),))), 1.0)
     assert agent.step(Frozen(1, ()), 1.0) == []
     assert agent.promised == NO_BALLOT
 
@@ -406,10 +406,10 @@ def test_lanes_that_froze_too_late_are_not_promised() -> None:
 def test_an_asker_that_lags_gets_what_it_lacks() -> None:
     agent = alone(1)
     second = first(3)._replace(epoch=2)
-    agent.step(Received(member(0).nonce, Commit((second,))), 1.0)
+    agent.step(MessageReceived(member(0).nonce, Commit((second,))), 1.0)
     for message in (Ask(1), Prepare(Ballot(1, 0), 1), Report(1, ())):
-        assert sent(agent.step(Received(member(0).nonce, message), 1.0), Commit) == [Commit((second,))]
-    ahead = agent.step(Received(member(0).nonce, Prepare(Ballot(1, 0), 5)), 1.0)
+        assert sent(agent.step(MessageReceived(member(0).nonce, message), 1.0), Commit) == [Commit((second,))]
+    ahead = agent.step(MessageReceived(member(0).nonce, Prepare(Ballot(1, 0), 5)), 1.0)
     assert ahead == [Send(member(0), Ask(2))]
 
 
@@ -466,8 +466,8 @@ def joining() -> tuple[Agent, Decision, Decision]:
 
 def test_a_joiner_begins_with_the_decision_that_took_it_in() -> None:
     agent, second, third = joining()
-    assert agent.step(Received(member(0).nonce, Commit((third,))), 1.0) == [Send(member(0), Ask(1))]
-    effects = agent.step(Received(member(0).nonce, Commit((second, third))), 1.0)
+    assert agent.step(MessageReceived(member(0).nonce, Commit((third,))), 1.0) == [Send(member(0), Ask(1))]
+    effects = agent.step(MessageReceived(member(0).nonce, Commit((second, third))), 1.0)
     assert [effect.decision for effect in effects if isinstance(effect, Decide)] == [second, third]
     assert agent.me.incarnation == 2
 
@@ -481,10 +481,10 @@ def test_a_joiner_finds_itself_on_the_board_of_a_contact_that_died() -> None:
 
 def test_a_joiner_that_was_refused_by_who_is_on_its_way_out_may_still_come_in() -> None:
     agent, second, _ = joining()
-    assert agent.step(Received(member(1).nonce, JoinRefused(3, agent.me.nonce, "slot taken")), 1.0) == []
-    assert Decide(second) in agent.step(Received(member(0).nonce, Commit((second,))), 1.1)
+    assert agent.step(MessageReceived(member(1).nonce, JoinRefused(3, agent.me.nonce, "slot taken")), 1.0) == []
+    assert Decide(second) in agent.step(MessageReceived(member(0).nonce, Commit((second,))), 1.1)
     other, _, _ = joining()
-    other.step(Received(member(1).nonce, JoinRefused(3, other.me.nonce, "slot taken")), 1.0)
+    other.step(MessageReceived(member(1).nonce, JoinRefused(3, other.me.nonce, "slot taken")), 1.0)
     assert other.step(Tick(), 1.0 + EVICT.answer_s) == []
     told = [effect for tick in range(9) for effect in other.step(Tick(), 1.1 + tick / 10)]
     assert told == [Refused("slot taken")]
@@ -493,8 +493,8 @@ def test_a_joiner_that_was_refused_by_who_is_on_its_way_out_may_still_come_in() 
 
 def test_a_joiner_promises_no_calls_that_came_before_it() -> None:
     agent, second, _ = joining()
-    agent.step(Received(member(0).nonce, Commit((second,))), 1.0)
-    agent.step(Received(member(0).nonce, Prepare(Ballot(1, 0), 2)), 1.0)
+    agent.step(MessageReceived(member(0).nonce, Commit((second,))), 1.0)
+    agent.step(MessageReceived(member(0).nonce, Prepare(Ballot(1, 0), 2)), 1.0)
     (promise,) = sent(agent.step(Frozen(2, (LaneState(7, 5, 6), LaneState(9, 2, 2))), 1.0), Promise)
     assert promise.lanes == (LaneState(7, 0, 6), LaneState(9, 2, 2))
 

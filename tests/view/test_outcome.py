@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epee.view.protocol.messages import DEAD, STALLED, Cut, Decision, Member, Removal, Start
-from epee.view.protocol.outcome import Course, Place, is_whole
+from epee.view.protocol.outcome import CallState, Course, is_whole
 from tests.view.agents import member
 
 LANE = 7
@@ -54,7 +54,7 @@ def test_what_the_dead_left_whole_goes_on_and_the_rest_runs_again() -> None:
 def test_in_mode_raise_what_was_issued_fails_and_what_comes_later_runs() -> None:
     one = course(True, after(FIRST, {3: DEAD}, issued=6))
     assert places(one, 4, range(3, 9)) == [(1, False), (1, False), (2, True), (2, True), (2, False), (2, False)]
-    assert one.place(5, whole_up_to(4)) == Place(2, True, (3,))
+    assert one.place(5, whole_up_to(4)) == CallState(2, True, (3,))
 
 
 def test_a_failure_that_nobody_was_calling_in_fails_the_next_call() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epee.view.protocol.decision import compose, is_null, parts_of, without
-from epee.view.protocol.events import Frozen, Received, Settings, Wanted
+from epee.view.protocol.events import AgentSettings, Frozen, MessageReceived, Wanted
 from epee.view.protocol.messages import (
     DEAD,
     MAX_PARTS,
@@ -148,7 +148,7 @@ def test_a_newcomer_knows_whether_the_lane_has_lost_somebody_by_the_same_decisio
 
 
 def group_of(num_members: int, policy: str = "error") -> Group:
-    group = Group(num_members, Settings(policy=policy))
+    group = Group(num_members, AgentSettings(policy=policy))
     for slot in range(num_members):
         group.lanes[member(slot).nonce] = (LaneState(LANE, 3, 4),)
     return group
@@ -246,8 +246,8 @@ def test_a_coordinator_is_told_what_is_wanted() -> None:
 def test_who_is_back_promises_no_calls_that_it_missed() -> None:
     agent = alone(2)
     third = compose(put_out(), told((8, 9), (8, 8), (4, 4)), {}, wants=(BACK,))
-    agent.step(Received(member(0).nonce, Commit((put_out(), third))), 1.0)
-    agent.step(Received(member(0).nonce, Prepare(Ballot(1, 0), 3)), 1.0)
+    agent.step(MessageReceived(member(0).nonce, Commit((put_out(), third))), 1.0)
+    agent.step(MessageReceived(member(0).nonce, Prepare(Ballot(1, 0), 3)), 1.0)
     (promise,) = sent(agent.step(Frozen(3, told((9, 9))[0]), 1.0), Promise)
     assert promise.lanes == (LaneState(LANE, 0, 9), LaneState(OTHER, 1, 1))
 

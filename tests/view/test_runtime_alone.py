@@ -24,7 +24,7 @@ from epee.memory.host import process_start_time
 from epee.view.process.board import BoardView
 from epee.view.process.endpoint import pack_endpoint, parse_endpoint
 from epee.view.process.peers import Peers
-from epee.view.protocol.events import Freeze, Settings, Thaw
+from epee.view.protocol.events import AgentSettings, Freeze, Thaw
 from epee.view.protocol.messages import (
     Accept,
     Ask,
@@ -128,7 +128,12 @@ def test_what_breaks_a_rule_is_refused() -> None:
     for slot in (-1, 64):
         with pytest.raises(InvalidArgument, match=r"slot must lie in 0 \.\.\. 63"):
             Runtime(job, slot)
-    for settings in (Settings(policy="x"), Settings(answer_s=0), Settings(patience_s=float("nan")), Settings(admit="")):
+    for settings in (
+        AgentSettings(policy="x"),
+        AgentSettings(answer_s=0),
+        AgentSettings(patience_s=float("nan")),
+        AgentSettings(admit=""),
+    ):
         with pytest.raises(InvalidArgument):
             Runtime(job, 0, settings)
     with pytest.raises(InvalidArgument, match="extra"):

@@ -42,8 +42,8 @@ REASON_WAIT_S = 2.0  # a store may be slower than shared memory
 _REFUSALS = (InvalidArgument.__name__, UnsupportedError.__name__)
 
 
-class Attempt:
-    """Where the records of this attempt lie, and what to do when it fails.
+class BootstrapAttempt:
+    """One rank's attempt to make a group: the place of its records, and its failure.
 
     Attributes:
         number: how often this rank was born in this store; the same on all ranks of one birth.
@@ -133,9 +133,9 @@ def _of_a_peer(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def attempt(store: Any, rank: int, num_ranks: int) -> Iterator[Attempt]:
+def attempt(store: Any, rank: int, num_ranks: int) -> Iterator[BootstrapAttempt]:
     """Tell the peers about whatever goes wrong inside: the check of the options, and `create_engine`."""
-    this = Attempt(store, rank, num_ranks)
+    this = BootstrapAttempt(store, rank, num_ranks)
     try:
         yield this
     except BaseException as exc:

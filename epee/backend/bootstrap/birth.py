@@ -37,9 +37,9 @@ from ...view.transport.wire import NONCE_BYTES
 from ..engine.engine import Engine
 from ..membership.epochs import Survival
 from ..options import MODES
-from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, Outboxes, Owner, open_outbox, outbox_layout
+from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, Outboxes, OutboxOwner, open_outbox, outbox_layout
 from ..wake import publish_word
-from .attempt import Attempt, died, failure, read_fields
+from .attempt import BootstrapAttempt, died, failure, read_fields
 from .home import FOLDER_KEY, Home, pack_home
 from .proof import prove, proved, transcript
 from .seat import Greeting, take_seat
@@ -48,8 +48,8 @@ PROTOCOL = 2
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a rank tells about itself."""
+class RankRecord:
+    """A rank's facts about itself, for the others."""
 
     protocol: int
     num_ranks: int
@@ -66,10 +66,10 @@ class Record:
     epoch: int  # that this rank knows, in a job that runs already
 
 
-_KINDS = get_type_hints(Record)  # some 0.2 ms each time
+_KINDS = get_type_hints(RankRecord)  # some 0.2 ms each time
 
 
-def create_engine(this: Attempt, timeout_s: float, staging_bytes: int, mode: str = MODES[0]) -> Engine:
+def create_engine(this: BootstrapAttempt, timeout_s: float, staging_bytes: int, mode: str = MODES[0]) -> Engine:
     """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
 
     Raises:
@@ -152,11 +152,11 @@ def keep(engine: Engine) -> None:
     _engines.add(engine)
 
 
-def _owner(seat: Seat, rank: int, nonce: bytes) -> Owner:
-    return Owner(nonce, seat.lane, seat.slots[rank])
+def _owner(seat: Seat, rank: int, nonce: bytes) -> OutboxOwner:
+    return OutboxOwner(nonce, seat.lane, seat.slots[rank])
 
 
-def _attach(peer: int, record: Record, owner: Owner) -> HostRegion:
+def _attach(peer: int, record: RankRecord, owner: OutboxOwner) -> HostRegion:
     """Map a peer's outbox."""
     region = open_outbox(bytes.fromhex(record.blob), owner)
     if region.owner_pid != record.pid:
@@ -165,7 +165,7 @@ def _attach(peer: int, record: Record, owner: Owner) -> HostRegion:
     return region
 
 
-def _greet(this: Attempt, deadline: float) -> Greeting:
+def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:
     """Hear from all ranks which jobs they are in; all come to the same choice for the group."""
     mine, directory = own_hello(this.rank, this.num_ranks)
     try:
@@ -200,14 +200,14 @@ def _own_record(
     mode: str = MODES[0],
     seat: Seat | None = None,
     survival: Survival | None = None,
-) -> Record:
+) -> RankRecord:
     pid = os.getpid()
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError as exc:
         raise shortage("cannot see which machine this is", exc) from exc
-    return Record(
+    return RankRecord(
         PROTOCOL,
         num_ranks,
         staging_bytes,
@@ -235,7 +235,7 @@ class Proof(NamedTuple):
         return self.told + rank.to_bytes(4, "little")
 
 
-def _exchange(this: Attempt, mine: Record, proof: Proof, deadline: float) -> list[Record]:
+def _exchange(this: BootstrapAttempt, mine: RankRecord, proof: Proof, deadline: float) -> list[RankRecord]:
     """Put this rank's record into the store and return everybody's, proved and checked."""
     own = json.dumps(asdict(mine))
     this.store.set(this.key(this.rank), prove(proof.token, own, proof.purpose(this.rank)))
@@ -252,7 +252,7 @@ def _exchange(this: Attempt, mine: Record, proof: Proof, deadline: float) -> lis
     return records
 
 
-def _read(this: Attempt, peer: int, what: str, deadline: float) -> bytes:
+def _read(this: BootstrapAttempt, peer: int, what: str, deadline: float) -> bytes:
     """Return a record of `peer`; raise what it tells instead if it has failed."""
     try:
         this.store.wait([this.key(peer) + what], _left(deadline))
@@ -275,11 +275,11 @@ def _left(deadline: float) -> Any:
     return timedelta(seconds=max(0.1, deadline - time.monotonic()))
 
 
-def _parse(raw: bytes, peer: int, mine: Record) -> Record:
-    """Turn a peer's record into a checked `Record`."""
+def _parse(raw: bytes, peer: int, mine: RankRecord) -> RankRecord:
+    """Turn a peer's record into a checked `RankRecord`."""
     fields = read_fields(raw, peer)
     try:
-        record = Record(**fields)
+        record = RankRecord(**fields)
         for name, kind in _KINDS.items():
             if type(fields[name]) is not kind:
                 raise TypeError(f"{name} is {fields[name]!r}")
@@ -303,7 +303,7 @@ def _parse(raw: bytes, peer: int, mine: Record) -> Record:
     return record
 
 
-def _check_host(records: list[Record]) -> None:
+def _check_host(records: list[RankRecord]) -> None:
     """Refuse groups whose ranks cannot share memory; every rank sees the same records and says the same."""
     first = records[0]
     for rank, record in enumerate(records):
@@ -319,7 +319,7 @@ def _check_host(records: list[Record]) -> None:
             )
 
 
-def _await_all(this: Attempt, box: Outboxes, watch: DeathWatch, deadline: float) -> None:
+def _await_all(this: BootstrapAttempt, box: Outboxes, watch: DeathWatch, deadline: float) -> None:
     """Say that this rank has mapped all outboxes; wait until all have."""
     publish_word(box, LIFE, LIFE_READY)
     pause = 0.0001
@@ -336,7 +336,7 @@ def _await_all(this: Attempt, box: Outboxes, watch: DeathWatch, deadline: float)
     _raise_if_failed(this, box, watch)
 
 
-def _raise_if_failed(this: Attempt, box: Outboxes, watch: DeathWatch) -> None:
+def _raise_if_failed(this: BootstrapAttempt, box: Outboxes, watch: DeathWatch) -> None:
     for peer in box.peers:
         if box.words[peer][LIFE] == LIFE_FAILED:
             raise this.failure_of(peer, watch)

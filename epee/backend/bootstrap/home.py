@@ -3,7 +3,8 @@
 The first group of a job is its *home*: who joins the job joins that group. Rank 0 of the founders leaves a note in
 the job's folder (`Home`: id of the lane, sizes, mode) and the folder's path in the store. Each process tells the blob
 of its outbox, for which lane it is, and how many ranks it was told that the group has, in its `Member.endpoint`
-(`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it (`Part`).
+(`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it
+(`OutboxEndpoint`).
 
 Both are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
 """
@@ -18,7 +19,7 @@ from ...memory.host import BLOB_BYTES
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import Member
 from ..options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
-from ..outbox import Owner
+from ..outbox import OutboxOwner
 
 VERSION = 2
 FOLDER_KEY = "epee/job"
@@ -35,8 +36,8 @@ class Home(NamedTuple):
     mode: str
 
 
-class Part(NamedTuple):
-    """A process's part in a lane.
+class OutboxEndpoint(NamedTuple):
+    """A process's outbox in a lane, as its endpoint tells it.
 
     Attributes:
         blob: of its outbox.
@@ -49,7 +50,7 @@ class Part(NamedTuple):
     pid: int
     start_time: int
     num_ranks: int
-    owner: Owner
+    owner: OutboxOwner
 
 
 def pack_home(home: Home) -> bytes:
@@ -76,11 +77,11 @@ def parse_home(raw: bytes) -> Home:
 
 
 def pack_extra(lane: int, num_ranks: int, blob: bytes) -> bytes:
-    """Return what a process tells in its endpoint: the outbox with `blob` is its part of `lane`, see `Part`."""
+    """Return what a process tells in its endpoint: the outbox with `blob` is its own in `lane` (`OutboxEndpoint`)."""
     return _EXTRA.pack(lane, num_ranks, blob)
 
 
-def outbox_of(member: Member, lane: int) -> Part | None:
+def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
     """Return a member's part in `lane`, None when it has none or tells what cannot be."""
     try:
         endpoint = parse_endpoint(member.endpoint)
@@ -91,7 +92,9 @@ def outbox_of(member: Member, lane: int) -> Part | None:
     told, num_ranks, blob = _EXTRA.unpack(endpoint.extra)
     if told != lane or not member.slot < num_ranks <= MAX_RANKS:
         return None
-    return Part(blob, endpoint.pid, endpoint.start_time, num_ranks, Owner(member.nonce, lane, member.slot))
+    return OutboxEndpoint(
+        blob, endpoint.pid, endpoint.start_time, num_ranks, OutboxOwner(member.nonce, lane, member.slot)
+    )
 
 
 def takes_part(lane: int, member: Member) -> bool:

@@ -25,7 +25,7 @@ from ..engine.engine import Engine
 from ..membership.epochs import Survival
 from ..membership.members import attach_outbox, make_blank
 from ..options import MAX_RANKS
-from ..outbox import LIFE, LIFE_READY, Outboxes, Owner, outbox_layout
+from ..outbox import LIFE, LIFE_READY, Outboxes, OutboxOwner, outbox_layout
 from ..p2p.channel import first_number
 from ..wake import publish_word
 from .attempt import read_fields
@@ -91,7 +91,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
         region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         undo.callback(region.close)
         job = Job(directory, rank, pack_extra(home.lane, num_ranks, region.blob))
-        Owner(job.runtime.member.nonce, home.lane, rank).sign(region)
+        OutboxOwner(job.runtime.member.nonce, home.lane, rank).sign(region)
         leave = job.release
         undo.callback(lambda: leave())
         decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True)

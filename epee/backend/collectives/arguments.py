@@ -31,7 +31,7 @@ from ..tensors import (
 )
 from .alltoall import AllToAll
 from .copying import Barrier, Scatter, Spread
-from .packing import FinishAfter, GatheredPart, Packed, pack, shapes_word
+from .packing import FinishAfter, GatheredPart, PackedTensors, pack, shapes_word
 from .plan import Plan
 from .reduce import Reducer, check
 from .reducing import AllReduce, ReduceScatter
@@ -143,7 +143,7 @@ def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int
     carrier = carrier_of(tensors[0], f"{name}: tensors[0]")
     reducer = _reducer(op, tensors[0].dtype, name)
     refuse_shared(tensors, f"{name}: tensors")
-    packed = Packed(tensors, carrier, f"{name}: tensors", fill=True)
+    packed = PackedTensors(tensors, carrier, f"{name}: tensors", fill=True)
     plan = AllReduce(name, _signature(name, tensors[0].dtype, len(packed.array), op), packed, reducer, box)
     plan.detail = shapes_word([tensor.numel() for tensor in tensors])
     return plan
@@ -302,7 +302,7 @@ def reduce_scatter_coalesced(
     for position, rank in enumerate(box.members):
         pieces = [flat[rank * n : (rank + 1) * n] for flat, n in zip(flats, counts, strict=True)]
         pack(pieces, segments[position])
-    sink = Packed(outputs, carrier, f"{name}: outputs", fill=False)
+    sink = PackedTensors(outputs, carrier, f"{name}: outputs", fill=False)
     signature = _signature(name, inputs[0].dtype, len(sink.array), op)
     plan = ReduceScatter(name, signature, list(segments), sink, reducer, box)
     plan.detail = shapes_word(counts)

@@ -20,7 +20,7 @@ def shapes_word(counts: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(counts, np.int64).tobytes()) | len(counts) << 32
 
 
-class Packed:
+class PackedTensors:
     """A private array for the concatenation of `tensors`, unpacked into them by `finish`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], carrier: Carrier, name: str, fill: bool) -> None:

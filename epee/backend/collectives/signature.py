@@ -65,7 +65,7 @@ NO_REDUCE = 9
 MAX_COUNT = (1 << 41) - 1
 
 
-class Call(NamedTuple):
+class Signature(NamedTuple):
     """A signature in words."""
 
     op: str
@@ -96,10 +96,10 @@ def pack(op: int, dtype: int = 0, reduce_op: int = NO_REDUCE, root: int = -1, co
     return op | dtype << 6 | reduce_op << 12 | (root + 1) << 16 | count << 23
 
 
-def unpack(word: int) -> Call:
+def unpack(word: int) -> Signature:
     """Return the call that `word` stands for; codes that no version of ours writes are shown as numbers."""
     op, dtype, reduce_op = word & 63, word >> 6 & 63, word >> 12 & 15
-    return Call(
+    return Signature(
         OPS[op] if op < len(OPS) else f"operation {op}",
         DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else f"dtype {dtype}",
         REDUCE_OPS[reduce_op] if reduce_op < len(REDUCE_OPS) else f"reduce op {reduce_op}",

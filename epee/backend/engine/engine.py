@@ -41,7 +41,7 @@ from ...view.process.detector import DeathWatch
 from ..collectives.plan import NOTHING, Make, Plan, RefusedPlan, Tensors, refused
 from ..membership.epochs import Survival
 from ..membership.sizes import Mask
-from ..membership.unsettled import Unsettled
+from ..membership.unsettled import UnsettledCalls
 from ..outbox import BELL, CONSUMED, CONSUMED_TOO, GAVE_UP, Outboxes, consumed_of, failed_by_view
 from ..p2p.channel import Mailroom
 from ..p2p.message import Absence, Message
@@ -82,7 +82,7 @@ class Engine(Express):
         self.members = box
         self.survival: Survival | None = None
         self.unclaimed: list[Operation] = []
-        self.unsettled = Unsettled()
+        self.unsettled = UnsettledCalls()
         self.untold: PeerError | None = None
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
 

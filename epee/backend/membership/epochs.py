@@ -44,7 +44,7 @@ from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import Seat
 from ...view.protocol.messages import DEAD, FOREVER, LEFT, STALLED, Decision, LaneState, Member
-from ...view.protocol.outcome import Course, Place
+from ...view.protocol.outcome import CallState, Course
 from ..bootstrap.home import takes_part
 from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from ..engine.operation import Operation
@@ -382,7 +382,7 @@ class Survival(Intake):
             raise error
         owner.untold = error
 
-    def _place(self, past: Past) -> Place:
+    def _place(self, past: Past) -> CallState:
         ran_in = max(past.box.epoch, self._course.base)  # it may have been issued before a change long over
         if ran_in <= max(self._joined_in, self._shown_epoch):
             ran_in = 0  # it was planned in a change that no call has been asked about: ask from before that
@@ -425,20 +425,20 @@ class Survival(Intake):
             op.by_view = True
         self._mark_lost(op)
 
-    def _failure(self, op: Operation, place: Place) -> PeerError:
+    def _failure(self, op: Operation, place: CallState) -> PeerError:
         elapsed = time.monotonic() - op.started if op.started else 0.0
         told = op.describe(self._full, peer=_names(self._lost_ranks(place)), elapsed=elapsed)
         return self._loss(place, f"{told}: {{}}; results are untouched", op.name, op.seq)
 
-    def _lost_by(self, past: Past, place: Place) -> PeerError:
+    def _lost_by(self, past: Past, place: CallState) -> PeerError:
         ranks = self._lost_ranks(place)
         told = context(LOSS, rank=self._full.rank, peer=_names(ranks), epoch=place.epoch)
         return self._loss(place, f"{told}: {{}}; call {past.seq} had failed here before; nothing was called", LOSS, 0)
 
-    def _lost_ranks(self, place: Place) -> list[int]:
+    def _lost_ranks(self, place: CallState) -> list[int]:
         return [self._rank_of[slot] for slot in place.lost if slot in self._rank_of]
 
-    def _loss(self, place: Place, told: str, name: str, seq: int) -> PeerError:
+    def _loss(self, place: CallState, told: str, name: str, seq: int) -> PeerError:
         ranks = self._lost_ranks(place)
         kind, cause = kind_of_loss(self._removed[rank][1] for rank in ranks)
         text = f"{told.format(cause)}; the next call runs in epoch {place.epoch} without them"

@@ -24,7 +24,7 @@ from ...view.process.detector import DeathWatch
 from ...view.protocol.messages import Decision, Member
 from ...view.protocol.outcome import Course, first_seq
 from ...view.runtime import Runtime
-from ..bootstrap.home import Part, outbox_of
+from ..bootstrap.home import OutboxEndpoint, outbox_of
 from ..engine.entry import ENDED
 from ..engine.operation import Operation
 from ..outbox import Outboxes
@@ -32,7 +32,7 @@ from ..p2p.channel import Mailroom, first_number
 from ..p2p.message import Absence, Message
 from .members import attach_outbox, make_blank, narrow, replace
 from .sizes import Mask, Sizes
-from .unsettled import Unsettled
+from .unsettled import UnsettledCalls
 
 ADMIT_PAUSE_S = 0.2  # a process that asks later is admitted by the next round
 ASK_PAUSE_S = 0.02
@@ -48,7 +48,7 @@ class EngineOfLane(Protocol):
     members: Outboxes
     queue: deque[Operation]
     survival: Any  # the lane
-    unsettled: Unsettled
+    unsettled: UnsettledCalls
     untold: PeerError | None
     mask: Mask
     mail: Mailroom
@@ -247,13 +247,13 @@ class Intake:
                 self._sizes.grow(start, part.num_ranks)
             self._incarnations[member.slot] = member.incarnation
 
-    def _part_of_newcomer(self, member: Member) -> Part | None:
+    def _part_of_newcomer(self, member: Member) -> OutboxEndpoint | None:
         """Return the part of a process that has taken a rank of this group and is not known here yet; else None."""
         if member.slot not in self._rank_of or self._incarnations.get(member.slot) == member.incarnation:
             return None
         return outbox_of(member, self.lane)  # None: it came to the job without a part in this group
 
-    def _adopt(self, rank: int, part: Part, epoch: int) -> None:
+    def _adopt(self, rank: int, part: OutboxEndpoint, epoch: int) -> None:
         """Read the outbox of a process that has taken `rank`: what may fail first."""
         engine, nbytes = self._owner, self._full.payload_bytes
         try:

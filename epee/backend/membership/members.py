@@ -18,7 +18,7 @@ from ...errors import AuthError, InvalidState, ProtocolError, RankFailedError, R
 from ...memory.host import HostRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
-from ..bootstrap.home import Part
+from ..bootstrap.home import OutboxEndpoint
 from ..outbox import Outboxes, open_outbox
 
 logger = logging.getLogger("epee")
@@ -71,7 +71,7 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | 
     return new
 
 
-def attach_outbox(part: Part, nbytes: int) -> HostRegion | None:
+def attach_outbox(part: OutboxEndpoint, nbytes: int) -> HostRegion | None:
     """Map the outbox of a process; None when it is gone for good: its owner is dying or dead, or has closed it.
 
     A blank one in its place says the same as the real one to those who have mapped it: nobody puts anything into a call

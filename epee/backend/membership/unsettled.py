@@ -92,7 +92,7 @@ def past_of(op: Operation) -> Past:
     return Past(op.seq, op.cell, op.box, op.plan.rounds * is_known, is_known and op.plan.merge_bytes > 0)
 
 
-class Unsettled:
+class UnsettledCalls:
     """The calls of one rank that ended without a result since the last one that has one, in order."""
 
     def __init__(self) -> None:

@@ -158,7 +158,7 @@ class Books:
             self.entry = None
 
 
-class Incoming:
+class IncomingMessage:
     """A message on its way in: bound to a receive, or waiting for one in private memory."""
 
     __slots__ = (
@@ -223,5 +223,5 @@ class RecvLane:
         self.next_slot = first
         self.woken = first - 1  # slots freed when the sender was last woken
         self.declined = 0  # the message that was last found to be taken back after its claim
-        self.current: Incoming | None = None
-        self.unexpected: list[Incoming] = []
+        self.current: IncomingMessage | None = None
+        self.unexpected: list[IncomingMessage] = []

@@ -46,7 +46,7 @@ from .message import (
     MATCHED,
     REFUSED,
     Books,
-    Incoming,
+    IncomingMessage,
     Message,
     RecvLane,
     mismatch,
@@ -56,7 +56,7 @@ _HEADER = struct.Struct("=6Q")
 _ITEM_BYTES = {carrier.code: carrier.dtype.itemsize for carrier in CARRIERS.values()}
 
 
-class Head(NamedTuple):
+class FragmentHeader(NamedTuple):
     """The header of a fragment, in the order of its words in the lane."""
 
     number: int
@@ -135,7 +135,7 @@ class Receiver(Books):
         known = [incoming.number for incoming in lane.unexpected] if lane is not None else []
         if lane is None or message.number < lane.first or message.number in known:
             return
-        incoming = Incoming(message.number, message.user_tag, message.signature, message.nbytes)
+        incoming = IncomingMessage(message.number, message.user_tag, message.signature, message.nbytes)
         incoming.buffer = message.data.copy()
         incoming.bytes_seen = message.nbytes
         incoming.is_decided = incoming.is_answered = True
@@ -186,9 +186,9 @@ class Receiver(Books):
             if lane.current is None:
                 if self._take_whole(peer, lane, *head):
                     continue
-                if not self._begin(peer, lane, Head(*head)):
+                if not self._begin(peer, lane, FragmentHeader(*head)):
                     return index
-            self._fragment(peer, lane, Head(*head))
+            self._fragment(peer, lane, FragmentHeader(*head))
 
     def _take_whole(
         self, peer: int, lane: RecvLane, number: int, user_tag: int, signature: int, total: int, nbytes: int, kind: int
@@ -227,7 +227,7 @@ class Receiver(Books):
         lane.next_slot = slot_number + (1 if total <= LANE_SLOT_BYTES else -(-total // LANE_SLOT_BYTES))
         self._free(peer, lane)
 
-    def _begin(self, peer: int, lane: RecvLane, head: Head) -> bool:
+    def _begin(self, peer: int, lane: RecvLane, head: FragmentHeader) -> bool:
         """Start a message: bind it to the oldest receive that wants it, else to private memory.
 
         False, and nothing read, when no receive of this source is posted: the message stays in its lane.
@@ -239,7 +239,7 @@ class Receiver(Books):
             raise ProtocolError(
                 f"rank {peer} sent message {head.number} where {lane.next_message} follows; is its memory damaged?"
             )
-        incoming = Incoming(head.number, head.user_tag, head.signature, head.total)
+        incoming = IncomingMessage(head.number, head.user_tag, head.signature, head.total)
         incoming.discard = incoming.is_taken_back = self._is_taken_back(peer, head.number)
         message = next((m for m in candidates if m.user_tag == head.user_tag), None)
         fits = message is not None and message.signature == head.signature and message.nbytes == head.total
@@ -250,7 +250,7 @@ class Receiver(Books):
         self.book(self._begun, (peer, lane, message, incoming))
         return True
 
-    def _begun(self, peer: int, lane: RecvLane, message: Message | None, incoming: Incoming) -> None:
+    def _begun(self, peer: int, lane: RecvLane, message: Message | None, incoming: IncomingMessage) -> None:
         if incoming.is_taken_back:
             self._decline(peer, incoming.number)
         elif message is not None:
@@ -260,7 +260,7 @@ class Receiver(Books):
         lane.next_message = incoming.number + 1
         lane.current = incoming
 
-    def _bind(self, peer: int, lane: RecvLane, message: Message, incoming: Incoming) -> None:
+    def _bind(self, peer: int, lane: RecvLane, message: Message, incoming: IncomingMessage) -> None:
         """Give `incoming` to `message`, or refuse it at once when they differ."""
         if message.signature == incoming.signature and message.nbytes == incoming.total:
             message.peer, message.number = peer, incoming.number
@@ -276,7 +276,7 @@ class Receiver(Books):
         message.fail(mismatch(message, self._box, peer, message.signature, incoming.signature))
         self._answer(peer, message, 0 if incoming.is_answered else incoming.number, REFUSED)
 
-    def _fragment(self, peer: int, lane: RecvLane, head: Head) -> None:
+    def _fragment(self, peer: int, lane: RecvLane, head: FragmentHeader) -> None:
         incoming = lane.current
         assert incoming is not None, "`_begin` has set it"
         slot = (lane.next_slot - 1) % NUM_LANE_SLOTS
@@ -303,7 +303,7 @@ class Receiver(Books):
         self,
         peer: int,
         lane: RecvLane,
-        incoming: Incoming,
+        incoming: IncomingMessage,
         next_slot: int,
         bytes_seen: int,
         place: tuple[int, int],
@@ -321,7 +321,7 @@ class Receiver(Books):
         elif place not in incoming.fragments:
             incoming.fragments.append(place)
 
-    def _delivered(self, peer: int, lane: RecvLane, incoming: Incoming) -> None:
+    def _delivered(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
         """The lane's current message is complete: commit it to its receive, if it has one; its slots are free then."""
         message = incoming.message
         is_open = message is not None and not message.done
@@ -348,12 +348,12 @@ class Receiver(Books):
                 self.book(self._dropped, (peer, lane, incoming))
         return False
 
-    def _dropped(self, peer: int, lane: RecvLane, incoming: Incoming) -> None:
+    def _dropped(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
         self._decline(peer, incoming.number)
         if incoming in lane.unexpected:
             lane.unexpected.remove(incoming)
 
-    def _adopted(self, peer: int, lane: RecvLane, message: Message, incoming: Incoming) -> None:
+    def _adopted(self, peer: int, lane: RecvLane, message: Message, incoming: IncomingMessage) -> None:
         """Give a new receive a message that waits in private memory, completely arrived or not."""
         self._bind(peer, lane, message, incoming)
         if message.error is not None and incoming.is_answered:
@@ -387,7 +387,7 @@ class Receiver(Books):
 
     # ---- results
 
-    def _commit(self, peer: int, lane: RecvLane, message: Message, incoming: Incoming) -> bool:
+    def _commit(self, peer: int, lane: RecvLane, message: Message, incoming: IncomingMessage) -> bool:
         """Write the results of a receive; False, and nothing written, when the sender has taken its message back."""
         if not incoming.is_decided and not self._claim(peer, lane, incoming.number):
             return False
@@ -400,7 +400,7 @@ class Receiver(Books):
         self._answer(peer, message, 0 if incoming.is_answered else incoming.number, MATCHED)
         return True
 
-    def _gather(self, peer: int, incoming: Incoming, out: Array) -> None:
+    def _gather(self, peer: int, incoming: IncomingMessage, out: Array) -> None:
         """Copy the fragments that lie in the lane, one behind the other."""
         data = self._box.views(BYTE)[peer]
         done = 0
@@ -434,7 +434,7 @@ class Receiver(Books):
         else:
             box.own[box.verdict_base[peer]] = freed
 
-    def _to_private(self, peer: int, lane: RecvLane, incoming: Incoming) -> None:
+    def _to_private(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
         """Move what has arrived of a message out of the lane: its receive was given up."""
         if incoming.buffer is None:
             buffer = np.empty(incoming.total, BYTE)
@@ -444,7 +444,7 @@ class Receiver(Books):
             self._free(peer, lane)
 
 
-def _check_total(peer: int, head: Head) -> None:
+def _check_total(peer: int, head: FragmentHeader) -> None:
     """A message without a receive goes to private memory of the size that its header claims: look whether it can be."""
     call = unpack(head.signature)
     item_bytes = _ITEM_BYTES.get(head.signature >> 6 & 63, 0)

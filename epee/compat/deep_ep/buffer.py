@@ -19,7 +19,7 @@ from epee.compat.deep_ep import agreement
 from epee.compat.deep_ep.agreement import Wish
 from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
-from epee.compat.deep_ep.low_latency import LowLatency, NotHere, unsupported
+from epee.compat.deep_ep.low_latency import LowLatency, UnsupportedBufferMethods, unsupported
 from epee.compat.deep_ep.shared.layout import (
     channel_prefix_matrix,
     dispatch_layout,
@@ -28,7 +28,7 @@ from epee.compat.deep_ep.shared.layout import (
     recv_channel_prefix_matrix_on_device,
     send_head,
 )
-from epee.compat.deep_ep.shared.owner import Owner
+from epee.compat.deep_ep.shared.owner import RoomOwner
 from epee.compat.deep_ep.shared.rooms import Need, Room, Rooms
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
@@ -56,8 +56,8 @@ Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
-    """What stands behind a handle's tuple: the epee handle, the room that made it, the rows its results have."""
+class _KnownV1Handle:
+    """The facts behind a handle's tuple: the epee handle, the room that made it, the rows its results have."""
 
     room: Room
     handle: Handle
@@ -69,7 +69,7 @@ def _blind(need: Need, num_worst_tokens: int) -> Need:
     return replace(need, num_tokens=min(num_worst_tokens, _MOST_BLIND_TOKENS), num_rows=num_worst_tokens)
 
 
-class Buffer(LowLatency, Owner, NotHere):
+class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
     """DeepEP V1's buffer, normal and low-latency calls, on the ranks of one host.
 
     Args:
@@ -281,7 +281,7 @@ class Buffer(LowLatency, Owner, NotHere):
         )
         num_rows = num_worst_tokens or got.handle.num_recv
         handle = self._tuple(got.handle, wishes, is_token_in_rank, num_rows, config)
-        self._handles[handle[0]] = _Known(room, got.handle, num_rows)
+        self._handles[handle[0]] = _KnownV1Handle(room, got.handle, num_rows)
         recv_idx, recv_weights = got.topk_idx, got.topk_weights
         if recv_idx is not None and topk_idx is not None:
             recv_idx = filled_up(recv_idx, num_rows, -1).to(topk_idx.dtype)
@@ -331,7 +331,7 @@ class Buffer(LowLatency, Owner, NotHere):
             )
             return got.x, got.topk_weights, run.event((x, topk_weights, bias), (got.x, got.topk_weights))
 
-    def _known(self, handle: object) -> _Known:
+    def _known(self, handle: object) -> _KnownV1Handle:
         """Return what stands behind a handle; a refusal reaches the peers through the newest room."""
         rooms = self._rooms()
         key = handle[0] if isinstance(handle, (tuple, list)) and handle else None

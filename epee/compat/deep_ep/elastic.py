@@ -19,8 +19,8 @@ from epee.compat.deep_ep import sizing
 from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_domain_size
 from epee.compat.deep_ep.ep_handle import EPHandle
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, is_capturing
-from epee.compat.deep_ep.experimental import NotHere
-from epee.compat.deep_ep.shared.owner import Owner
+from epee.compat.deep_ep.experimental import UnsupportedElasticMethods
+from epee.compat.deep_ep.shared.owner import RoomOwner
 from epee.compat.deep_ep.shared.rooms import Need, Rooms
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
@@ -57,7 +57,7 @@ class _Options:
     do_expand: bool
 
 
-class ElasticBuffer(Owner, NotHere):
+class ElasticBuffer(RoomOwner, UnsupportedElasticMethods):
     """DeepEP V2's buffer on the ranks of one host.
 
     Args:

@@ -18,7 +18,7 @@ _PIPELINE = "epee's buffers do not pass tensors between pipeline stages; use tor
 _SESSION = "epee's buffers do not gather tensors; use torch.distributed.all_gather"
 
 
-class NotHere:
+class UnsupportedElasticMethods:
     """Methods of DeepEP's `ElasticBuffer` that raise `UnsupportedError`."""
 
     @staticmethod

@@ -222,7 +222,7 @@ def _add_cost(stats: torch.Tensor | None, got: LatencyDispatched | LatencyCombin
         stats.add_(got.wait_us)
 
 
-class NotHere:
+class UnsupportedBufferMethods:
     """Methods of DeepEP's `Buffer` that raise `UnsupportedError`."""
 
     def internode_dispatch(

@@ -117,8 +117,8 @@ def pack(config: BufferConfig, host: bytes, blob: bytes, refusal: EpeeError | No
     return _RECORD.pack(PROTOCOL_VERSION, status, *words, host, blob, text.encode()[:TEXT_BYTES])
 
 
-class Record:
-    """What a rank tells of itself, parsed."""
+class BufferRecord:
+    """A rank's facts about itself and its buffer, parsed."""
 
     def __init__(self, data: bytes) -> None:
         if len(data) != _RECORD.size:
@@ -129,7 +129,7 @@ class Record:
         self.text = text.rstrip(b"\0").decode("utf-8", "replace")
 
 
-def judge(records: Mapping[int, Record]) -> None:
+def judge(records: Mapping[int, BufferRecord]) -> None:
     """Raise unless all ranks can make a buffer together; the same on all of them."""
     lead = min(records)
     first = records[lead]

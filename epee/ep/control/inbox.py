@@ -52,8 +52,8 @@ from .words import InboxWords
 RETRY_S = 0.1  # between two complaints about a rank that is silent beyond the time-out
 
 
-class Rows(NamedTuple):
-    """What one exchange brought, copied and checked. Of a rank without a part in the call: zeros.
+class ExchangedRows(NamedTuple):
+    """The rows that one exchange brought, copied and checked. Of a rank without a part in the call: zeros.
 
     Attributes:
         headers: one per rank.
@@ -133,7 +133,7 @@ class Exchange:
         self.end.begin(self.words.ends())
         self.epoch = epoch
 
-    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> Rows:
+    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
         """Make the next call: `publish` this rank's row and `gather` all. Whoever has made use of it closes `end`.
 
         Raises:
@@ -229,7 +229,7 @@ class Exchange:
         fence()  # before the look for those who have given the call up
         self._stored = seq
 
-    def gather(self, deadline: float) -> Rows:
+    def gather(self, deadline: float) -> ExchangedRows:
         """Wait for all rows of the current call; return them once they are complete, checked and agreed on.
 
         Raises:
@@ -250,14 +250,14 @@ class Exchange:
             self.end.close()  # all see the same rows, so nobody has a result
             raise
 
-    def _checked(self, copy: bytes, parties: tuple[int, ...]) -> Rows:
+    def _checked(self, copy: bytes, parties: tuple[int, ...]) -> ExchangedRows:
         """Return what a copy of all rows says, checked and agreed on."""
         if self.words.own_part(copy) != self._row[1]:
             raise ProtocolError(f"{context(self._op, seq=self.seq)}: this rank's own row was changed by somebody else")
         raw, texts, counts = self.words.split(copy)
         headers = [parse_header(words, src, self._limits) for src, words in enumerate(raw)]
         check_agreed(headers, texts, parties, self.seq, self.epoch)
-        return Rows(headers, counts[:, : self.config.num_ranks + self.config.num_experts], texts, parties)
+        return ExchangedRows(headers, counts[:, : self.config.num_ranks + self.config.num_experts], texts, parties)
 
     def _await_parties(self, deadline: float) -> bool:
         """Wait until this rank may go on with the call; return whether all rows have come here.

@@ -1,7 +1,7 @@
 """Who takes part in a buffer's calls: what the calls ask, and the answers where nobody can come or go.
 
-Where ranks die, are voted out and come back, `membership/epochs.py` has the answers for throughput mode on CPUs, and
-`membership/synced.py` for latency mode and GPUs.
+Where ranks die, are voted out and come back, `membership/epochs.py` has the answers for a `Buffer` on CPUs, and
+`membership/synced.py` for a `LatencyBuffer` and for GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory that each rank lends to all others, and how the memory of a process takes the place of another's.
 
 Kernels get addresses as arguments, and graphs have recorded them. So a rank's memory has one address here for the
-buffer's life: what a newcomer lends is mapped where the memory of the process before it was (`Region.replace`). A rank
+buffer's life: what a newcomer lends is mapped where the process before it had its own (`LentRegion.replace`). A rank
 that lends nothing yet has a stand-in there, this rank's own memory mapped once more; no kernel uses it, because the
 view leaves that rank out. Where the machine cannot map memory at a given address (`Platform.keeps_addresses`) such a
 rank stands at address 0, which kernels refuse, and nobody is replaced.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ...errors import InvalidArgument, InvalidState
-from .platform import Platform, Region
+from .platform import LentRegion, Platform
 
 AllGather = Callable[[bytes], Sequence[bytes]]
 DIGEST_BYTES = 32
@@ -43,13 +43,13 @@ class _Nowhere:
         """Nothing to close."""
 
 
-NOWHERE: Region = _Nowhere()
+NOWHERE: LentRegion = _Nowhere()
 
 
 class Lent(NamedTuple):
     """A region of each rank; `members` have lent theirs together, and have the same `digest` of that."""
 
-    regions: list[Region]
+    regions: list[LentRegion]
     members: frozenset[int]
     digest: bytes
 
@@ -69,9 +69,9 @@ class Lending:
         self.nbytes = 0
         self._platform = platform
         self._rank = rank
-        self._regions: list[Region] = []
+        self._regions: list[LentRegion] = []
 
-    def meet(self, known: list[Region] | None, nbytes: int, all_gather: AllGather) -> Lent:
+    def meet(self, known: list[LentRegion] | None, nbytes: int, all_gather: AllGather) -> Lent:
         """Lend a region to all members and map theirs, where `known` are or else at new addresses. Collective.
 
         Args:
@@ -94,18 +94,18 @@ class Lending:
         all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
         return Lent(regions, frozenset(rank for rank, blob in enumerate(blobs) if blob), digest_of(blobs))
 
-    def put(self, regions: list[Region], rank: int, blob: bytes) -> None:
+    def put(self, regions: list[LentRegion], rank: int, blob: bytes) -> None:
         """Let a rank's address show what `blob` lends; nothing to do where it does.
 
         Raises:
             ResourceError: it cannot be mapped; what was there is there, and another attempt may succeed.
-            Else as `Region.replace`.
+            Else as `LentRegion.replace`.
         """
         if regions[rank].blob != blob and rank != self._rank:
             self._platform.synchronize()  # the kernels' last loads and stores
             regions[rank].replace(blob)
 
-    def _map(self, rank: int, blob: bytes, own: Region) -> Region:
+    def _map(self, rank: int, blob: bytes, own: LentRegion) -> LentRegion:
         if not blob:
             return self._platform.attach(own.blob) if self._platform.keeps_addresses else NOWHERE
         region = self._platform.attach(blob)

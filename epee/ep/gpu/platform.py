@@ -1,4 +1,4 @@
-"""What throughput mode asks of the machine: memory to lend, kernels to launch, streams. One class for GPUs.
+"""The machine below a buffer on GPUs: memory to lend, kernels to launch, streams. One class for GPUs.
 
 The tests have a second implementation in which the same kernels, built by g++, run in the calling process; that is why
 this interface exists and is narrow. Nothing here knows what a dispatch is.
@@ -22,7 +22,7 @@ from ..throughput.shapes import Limits
 _STATIC_SHARED_BYTES = 8 << 10  # more than any kernel's own variables
 
 
-class Region(Protocol):
+class LentRegion(Protocol):
     """Memory that ranks lend to each other."""
 
     address: int
@@ -66,12 +66,12 @@ class Platform(Protocol):
 
     @property
     def keeps_addresses(self) -> bool:
-        """Whether the memory of another process can be mapped where a peer's was (`Region.replace`)."""
+        """Whether the memory of another process can be mapped where a peer's was (`LentRegion.replace`)."""
 
-    def create(self, nbytes: int) -> Region:
+    def create(self, nbytes: int) -> LentRegion:
         """Allocate memory, all zero."""
 
-    def attach(self, blob: bytes) -> Region:
+    def attach(self, blob: bytes) -> LentRegion:
         """Map a peer's memory."""
 
     def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> Mapping[str, Launcher]:

@@ -1,4 +1,4 @@
-"""Arguments of latency mode in, checked calls out; nothing has been sent yet when a rule here is broken.
+"""Arguments of a `LatencyBuffer` in, checked calls out; nothing has been sent yet when a rule here is broken.
 
 Shapes, dtypes and devices cost no pass over the data; expert ids are looked at once on the CPU (GPU kernels look
 themselves).

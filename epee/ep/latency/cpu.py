@@ -1,4 +1,4 @@
-"""Latency mode for CPU tensors: padded output per expert, a send and a receive half, lost ranks left out.
+"""`LatencyBuffer` for CPU tensors: padded output per expert, a send and a receive half, lost ranks left out.
 
 Dispatch, send half: a row goes once to each rank that has one of its experts, quantised once if FP8 is wanted, with its
 expert ids and weights, into this rank's section there (`wire.py` has the memory and its order). Receive half:
@@ -50,8 +50,8 @@ from .flight import Flight, Flights, NoFreeSlot
 from .rows import (
     FP8,
     Floats,
-    Rows,
     Source,
+    WireRows,
     as_sent,
     expand,
     lost_weight,
@@ -69,7 +69,7 @@ from .types import (
     LatencyOptions,
     Quantisation,
 )
-from .wire import LATENCY_COMBINE, LATENCY_DISPATCH, Head, Region, Wire, region_layout
+from .wire import LATENCY_COMBINE, LATENCY_DISPATCH, RegionFields, SectionHeader, Wire, region_layout
 
 _KIND_OF_PARTIAL = {torch.bfloat16: 4, torch.float32: 5}
 
@@ -117,7 +117,7 @@ class LatencyCpuPath(Memory):
         self._lane = path_lane.lane_of(control)
         self._layout = region_layout(config)
         self._blank = HostRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
-        blank = Region(self._blank, self._layout)
+        blank = RegionFields(self._blank, self._layout)
         lane = self._lane
         self.wire = Wire(config, rank, blank, lane.gone, closing.check, lane.show, lambda: exchange.epoch, poison)
         self._flights = Flights(self.wire, lambda: exchange.epoch, watch.dead, lane.why_gone, lane.hide)
@@ -134,7 +134,7 @@ class LatencyCpuPath(Memory):
     def move(self, regions: Mapping[int, HostRegion]) -> None:
         """Let calls use the memory of another epoch."""
         base = inbox_layout(self.config).nbytes
-        self.wire.begin_epoch({rank: Region(region, self._layout, base) for rank, region in regions.items()})
+        self.wire.begin_epoch({rank: RegionFields(region, self._layout, base) for rank, region in regions.items()})
         self._flights.restart()
 
     # -- what every path has
@@ -159,7 +159,7 @@ class LatencyCpuPath(Memory):
             return
         self._flights.require_slot()
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
-        self._flights.give_up(self._flights.begin(Head(op, 0, 0, 0), options), error)
+        self._flights.give_up(self._flights.begin(SectionHeader(op, 0, 0, 0), options), error)
 
     def check(self) -> None:
         """Nothing fails behind the host's back here."""
@@ -189,7 +189,7 @@ class LatencyCpuPath(Memory):
         got = self._empty_result(call.quantisation, handle)
         how = call.quantisation
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
-        flight = self._flights.begin(Head(LATENCY_DISPATCH, int(kind), 0, 0), options)
+        flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0), options)
         handle.seq = flight.seq
         self._flights.guarded(flight, lambda: self._send_tokens(flight, call, handle))
         return self._flights.finish(flight, got, lambda: self._receive_tokens(flight, call.quantisation, got, handle))
@@ -303,7 +303,9 @@ class LatencyCpuPath(Memory):
         result = LatencyCombined(x=out, topk_weights=None, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, got.numpy())
         kind = _KIND_OF_PARTIAL[call.partial_dtype]
-        flight = self._flights.begin(Head(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None), options)
+        flight = self._flights.begin(
+            SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None), options
+        )
         self._flights.guarded(flight, lambda: self._send_partials(flight, call, handle))
         return self._flights.finish(
             flight, result, lambda: self._receive_partials(flight, call.partial_dtype, result, handle)
@@ -332,7 +334,7 @@ class LatencyCpuPath(Memory):
                     continue
                 factors = self.wire.read_weights(src, flight.seq, len(source.tokens))
             partial = partial_sums(source, factors, y).to(call.partial_dtype)
-            self.wire.write_rows(src, flight.seq, Rows(partial, None), None)
+            self.wire.write_rows(src, flight.seq, WireRows(partial, None), None)
             self.wire.post(src, flight.seq, flight.head._replace(num_rows=len(partial), had=1))
 
     def _receive_partials(

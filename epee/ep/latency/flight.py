@@ -1,4 +1,4 @@
-"""The steps of every call in latency mode: begin, wait for room, wait for the peers' halves, mark who did not come.
+"""The steps of every `LatencyBuffer` call: begin, wait for room, wait for the peers' halves, mark who did not come.
 
 A `Flight` is one call between its first step and its last; `Flights` takes it through them over a `Wire`. Whatever ends
 a flight, its slot is freed: a call that failed leaves nothing behind that could hold up or mix with a later one.
@@ -37,7 +37,7 @@ from ..control.membership import FixedMembership, Membership
 from ..control.messages import reason_bytes
 from .checks import check_hook
 from .types import LatencyCombined, LatencyDispatched, LatencyOptions
-from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, Head, Patience, Wire
+from .wire import LATENCY_COMBINE, NUM_AGREED, OP_NAMES, Patience, SectionHeader, Wire
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result", LatencyDispatched, LatencyCombined)
@@ -84,7 +84,7 @@ class Flight:
     absent: Collection[int] = ()
     membership: Membership = FixedMembership(0)  # an epoch does not end by itself: `sync` does it, between calls
 
-    def __init__(self, seq: int, head: Head, options: LatencyOptions, wire: Wire, epoch: int) -> None:
+    def __init__(self, seq: int, head: SectionHeader, options: LatencyOptions, wire: Wire, epoch: int) -> None:
         self.seq = seq
         self.op = OP_NAMES[head.op]
         self.rank = wire.rank
@@ -198,7 +198,7 @@ class Flights:
         self._unknown.clear()
         self._lost = ""
 
-    def begin(self, head: Head, options: LatencyOptions) -> Flight:
+    def begin(self, head: SectionHeader, options: LatencyOptions) -> Flight:
         """Start the next call."""
         flight = Flight(self.wire.seq + 1, head, options, self.wire, self._epoch())
         self.wire.op = flight.op
@@ -248,7 +248,7 @@ class Flights:
         else:
             flight.lost[peer] = "silent"
 
-    def heads(self, flight: Flight) -> dict[int, Head]:
+    def heads(self, flight: Flight) -> dict[int, SectionHeader]:
         """Wait for everybody who counts; return the headers of those who came, ranks ascending."""
         heads = self._heads(flight)
         if not flight.is_alike:
@@ -262,7 +262,7 @@ class Flights:
         flight.gathered = flight.seq
         return heads
 
-    def _heads(self, flight: Flight) -> dict[int, Head]:
+    def _heads(self, flight: Flight) -> dict[int, SectionHeader]:
         heads = {}
         for src in flight.peers():
             before = time.monotonic_ns()
@@ -272,7 +272,7 @@ class Flights:
                 heads[src] = self._head(flight, src)
         return heads
 
-    def _head(self, flight: Flight, src: int) -> Head:
+    def _head(self, flight: Flight, src: int) -> SectionHeader:
         head, reason = self.wire.head_of(src, flight.seq)
         self.agree(flight, src, head, reason)
         return head
@@ -284,7 +284,9 @@ class Flights:
         end.open(flight.seq)
         return end
 
-    def _follow(self, flight: Flight, heads: dict[int, Head], error: EpeeError | None) -> dict[int, Head]:
+    def _follow(
+        self, flight: Flight, heads: dict[int, SectionHeader], error: EpeeError | None
+    ) -> dict[int, SectionHeader]:
         """Wait for the halves that this rank lacks: a peer has all of its own, so these are on their way, too."""
         patience = Patience(time.monotonic() + GRACE_S, 0.0)
         for src in sorted(flight.lost):
@@ -311,12 +313,12 @@ class Flights:
             if not end.is_open:
                 self._unknown.remove(end)
 
-    def agree(self, flight: Flight, src: int, head: Head, reason: str) -> None:
+    def agree(self, flight: Flight, src: int, head: SectionHeader, reason: str) -> None:
         """Raise `MismatchError` unless a peer makes the same call."""
         where = context(OP_NAMES[flight.head.op], rank=self.wire.rank, peer=src, seq=flight.seq)
         if head.refused:
             raise MismatchError(f"{where}: rank {src} refused its call: {reason}")
-        for name, mine, theirs in zip(Head._fields[:NUM_AGREED], flight.head, head, strict=False):
+        for name, mine, theirs in zip(SectionHeader._fields[:NUM_AGREED], flight.head, head, strict=False):
             if mine != theirs:
                 raise MismatchError(
                     f"{where}: ranks disagree about {_LABELS[name]}: this rank has {_shown(name, mine)}, rank {src} "

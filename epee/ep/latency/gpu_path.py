@@ -1,4 +1,4 @@
-"""Latency mode for CUDA tensors: a `LatencyBuffer`'s calls handed to the GPU core.
+"""`LatencyBuffer` for CUDA tensors: its calls handed to the GPU core.
 
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to
 attach memory at construction and to agree on who takes part (`sync`), in which processes that took the places of lost

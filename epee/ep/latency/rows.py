@@ -1,4 +1,4 @@
-"""The arithmetic of latency mode on the CPU: quantise rows, place received rows with their experts, sum them back.
+"""The arithmetic of `LatencyBuffer` on the CPU: quantise rows, place received rows with their experts, sum them back.
 
 Pure functions of tensors; `epee/reference/latency.py` says in words what each of them must give, bit for bit.
 """
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 
-class Rows(NamedTuple):
+class WireRows(NamedTuple):
     """Rows as they cross: bytes, and scales as 4-byte words when they are FP8.
 
     Attributes:
@@ -65,10 +65,10 @@ class Placed(NamedTuple):
     src_token: npt.NDArray[np.int32]
 
 
-def as_sent(x: torch.Tensor, how: Quantisation) -> Rows:
+def as_sent(x: torch.Tensor, how: Quantisation) -> WireRows:
     """Return the rows as they cross, each quantised once."""
     if not how.use_fp8:
-        return Rows(x, None)
+        return WireRows(x, None)
     num_tokens, hidden = x.shape
     wide = x.to(torch.float32, memory_format=torch.contiguous_format).view(
         num_tokens, hidden // SCALE_BLOCK, SCALE_BLOCK
@@ -84,8 +84,8 @@ def as_sent(x: torch.Tensor, how: Quantisation) -> Rows:
     eights = wide.mul_(factor.unsqueeze(2)).view(num_tokens, hidden).to(FP8)
     if how.use_ue8m0:
         bytes_ = scales.view(torch.int32).bitwise_right_shift(23).to(torch.uint8).contiguous()
-        return Rows(eights, bytes_.view(torch.int32))
-    return Rows(eights, scales)
+        return WireRows(eights, bytes_.view(torch.int32))
+    return WireRows(eights, scales)
 
 
 def num_scales(hidden: int, how: Quantisation) -> int:
@@ -132,7 +132,7 @@ def place_rows(sources: list[tuple[Ints, Ints, Floats] | None], num_local: int, 
     return Placed(placed, counts.sum(1).astype(np.int32), ranges, src_token)
 
 
-def expand(source: Source, rows: Rows, x: torch.Tensor, scales: torch.Tensor | None) -> None:
+def expand(source: Source, rows: WireRows, x: torch.Tensor, scales: torch.Tensor | None) -> None:
     """Copy a source's rows to their places.
 
     Args:

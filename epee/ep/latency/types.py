@@ -1,4 +1,4 @@
-"""What latency mode takes and returns, on CPUs and GPUs alike: checked calls, handles, results.
+"""Arguments and results of `LatencyBuffer`, on CPUs and GPUs alike: checked calls, handles, results.
 
 Metadata only; no memory of peers is named here.
 """

@@ -1,4 +1,4 @@
-"""The shared memory of latency mode: who writes what where, and what orders it.
+"""The shared memory of `LatencyBuffer`: who writes what where, and what orders it.
 
 Each rank lends one region. Calls are numbered; call n uses slot `n % num_slots` of every region. In a slot every source
 has a **section** of its own that no other rank writes:
@@ -56,7 +56,7 @@ from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, fence, fut
 from ..config import BufferConfig
 from ..control.withdrawal import LINE_WORDS, EndWords
 from ..throughput.placement import Ints
-from .rows import Floats, Rows
+from .rows import Floats, WireRows
 
 OP_NAMES = ("none", "dispatch", "combine")
 LATENCY_DISPATCH, LATENCY_COMBINE = 1, 2
@@ -64,8 +64,8 @@ REASON_BYTES = 240
 _LINE = 8  # words: one cache line per writer
 
 
-class Head(NamedTuple):
-    """What a source says of its half of a call. The first four must be equal on all ranks.
+class SectionHeader(NamedTuple):
+    """The words before a section: what a source says of its half of a call. The first four must be equal on all ranks.
 
     Attributes:
         op: `LATENCY_DISPATCH` or `LATENCY_COMBINE`.
@@ -88,7 +88,7 @@ class Head(NamedTuple):
 
 
 NUM_AGREED = 4
-HEAD_NAMES = tuple(Head.__annotations__)
+HEAD_NAMES = tuple(SectionHeader.__annotations__)
 _HEAD = struct.Struct(f"{len(HEAD_NAMES)}Q{REASON_BYTES}s")
 _HEAD_WORDS = 1 + _HEAD.size // 8
 _LIMITS = ((1, 2), (0, 5), (0, 1 << SEQ_BITS), (0, 1), (0, 1))
@@ -125,7 +125,7 @@ class Patience(NamedTuple):
     timeout_s: float
 
 
-class Region:
+class RegionFields:
     """Views of the fields of one rank's region.
 
     Args:
@@ -193,7 +193,7 @@ class Wire:
         self,
         config: BufferConfig,
         rank: int,
-        blank: Region,
+        blank: RegionFields,
         ended: Callable[[], Collection[int]],
         interrupt: Callable[[], None],
         show: Callable[[str, int, list[int]], None],
@@ -214,7 +214,7 @@ class Wire:
         self._open: set[int] = set()  # slots whose receive half is still to come
         self._cut: set[int] = set()  # peers that were told that they are counted out
 
-    def begin_epoch(self, regions: Mapping[int, Region]) -> None:
+    def begin_epoch(self, regions: Mapping[int, RegionFields]) -> None:
         """Go on in other memory, from call 1; who is not in `regions` is not there. No call is under way."""
         old = self.regions
         self.regions = [regions.get(rank, self._blank) for rank in range(self.config.num_ranks)]
@@ -339,7 +339,7 @@ class Wire:
         return own.words[own.at("early", self.slot(seq), src)] == tag(self._epoch(), seq)
 
     def _wait(
-        self, region: Region, index: int, is_there: Callable[[int], bool], peer: int, seq: int, patience: Patience
+        self, region: RegionFields, index: int, is_there: Callable[[int], bool], peer: int, seq: int, patience: Patience
     ) -> bool:
         words = region.words
         for _ in range(SPIN_LOADS):
@@ -356,7 +356,7 @@ class Wire:
             self._say_waiting(seq, time.monotonic())
 
     def _sleep(
-        self, region: Region, index: int, is_there: Callable[[int], bool], peer: int, seq: int, patience: Patience
+        self, region: RegionFields, index: int, is_there: Callable[[int], bool], peer: int, seq: int, patience: Patience
     ) -> bool:
         words = region.words
         until = patience.deadline
@@ -398,7 +398,7 @@ class Wire:
 
     # -- what is written and read
 
-    def post(self, dst: int, seq: int, head: Head, reason: bytes = b"") -> None:
+    def post(self, dst: int, seq: int, head: SectionHeader, reason: bytes = b"") -> None:
         """Store a header and, last, the tag: everything else of the section has been written."""
         region = self.regions[dst]
         index = region.at("head", self.slot(seq), self.rank)
@@ -419,7 +419,7 @@ class Wire:
         region = self.regions[dst]
         return region.words[region.at("head", self.slot(seq), self.rank)] == tag(self._epoch(), seq)
 
-    def head_of(self, src: int, seq: int) -> tuple[Head, str]:
+    def head_of(self, src: int, seq: int) -> tuple[SectionHeader, str]:
         """Return the header of a half that has come, checked, and the reason of a refusal.
 
         Raises:
@@ -428,14 +428,14 @@ class Wire:
         own = self.regions[self.rank]
         index = own.at("head", self.slot(seq), src)
         *fields, reason = _HEAD.unpack(bytes(own.words[index + 1 : index + _HEAD_WORDS]))
-        head = Head(*fields)
+        head = SectionHeader(*fields)
         limits = (*_LIMITS, (0, self.config.max_tokens_per_rank), (0, 1))
         for name, value, (low, high) in zip(HEAD_NAMES, head, limits, strict=True):
             if not low <= value <= high:
                 raise ProtocolError(f"rank {src}: {name} must be {low} ... {high}, got {value}; memory is corrupt")
         return head, reason.rstrip(b"\0").decode("utf-8", "replace")
 
-    def write_rows(self, dst: int, seq: int, rows: Rows, index: torch.Tensor | None) -> None:
+    def write_rows(self, dst: int, seq: int, rows: WireRows, index: torch.Tensor | None) -> None:
         """Write rows (those of `index`, or all) into the section at `dst`."""
         region, slot = self.regions[dst], self.slot(seq)
         count = len(rows.data) if index is None else len(index)
@@ -451,13 +451,13 @@ class Wire:
 
     def read_rows(
         self, src: int, seq: int, num_rows: int, dtype: torch.dtype, scales: tuple[int, torch.dtype] | None = None
-    ) -> Rows:
+    ) -> WireRows:
         """Return views of the rows (and scales: their number and dtype) that `src` wrote here."""
         region, slot = self.regions[self.rank], self.slot(seq)
         data = region.rows(slot, src, num_rows, self.config.hidden, dtype)
         if scales is None:
-            return Rows(data, None)
-        return Rows(data, region.rows(slot, src, num_rows, *scales, first=self._scales_at()))
+            return WireRows(data, None)
+        return WireRows(data, region.rows(slot, src, num_rows, *scales, first=self._scales_at()))
 
     def _scales_at(self) -> int:
         return self.config.max_tokens_per_rank * self.config.hidden

@@ -46,13 +46,13 @@ import torch.distributed as dist
 
 from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, UnsupportedError
 from ...memory.claim import has_ended
-from ...view.founding import Place, find_place
+from ...view.founding import GroupSeat, find_place
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving, is_torn_down
 from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import DEAD
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
-from ..control.bootstrap import TEXT_BYTES, Record, all_gather_bytes, gather_present, host_id, judge, pack
+from ..control.bootstrap import TEXT_BYTES, BufferRecord, all_gather_bytes, gather_present, host_id, judge, pack
 from .group_view import Roster, process_of, seat_at
 from .registry import NUMBER, Line, Registry, find
 
@@ -115,7 +115,7 @@ class Begun:
 
 
 class Entrant(Protocol):
-    """A buffer on its way into its first epoch (`epochs.Survivor`)."""
+    """A buffer on its way into its first epoch (`epochs.EpochLane`)."""
 
     def offer(self) -> None:
         """Lend what the others need for it; local."""
@@ -185,14 +185,14 @@ def _known_registry(group: dist.ProcessGroup) -> Registry | None:
     return _registries.get(group) if found is None else found()
 
 
-def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> Place:
+def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> GroupSeat:
     """Compare what the ranks of another backend's group were given, and find their places in a job."""
     host, refusal = bytes(16), None
     try:
         host = host_id()
     except EpeeError as exc:
         refusal = exc
-    records = [Record(data) for data in all_gather_bytes(group, pack(config, host, b"", refusal))]
+    records = [BufferRecord(data) for data in all_gather_bytes(group, pack(config, host, b"", refusal))]
     if refusal is not None:
         raise refusal
     judge(dict(enumerate(records)))
@@ -215,7 +215,7 @@ def _make(
     except EpeeError as exc:
         refusal = exc
     parts = gather_present(group, pack(config, host, extra, refusal))
-    records = {rank: Record(data) for rank, data in parts.items()}
+    records = {rank: BufferRecord(data) for rank, data in parts.items()}
     if refusal is not None:
         raise refusal
     judge(records)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from ...errors import InvalidState
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import Decision, LaneState, Member
-from ...view.protocol.outcome import Course, Place, Whole, first_seq
+from ...view.protocol.outcome import CallState, Course, Whole, first_seq
 
 
 class CallCourse:
@@ -137,7 +137,7 @@ class CallCourse:
         """Return whether some later call may not run in `epoch`, in which the last one did."""
         return bool(self._course.turns) or self._course.base > epoch
 
-    def place(self, seq: int, whole: Whole, epoch: int) -> tuple[Place, int]:
+    def place(self, seq: int, whole: Whole, epoch: int) -> tuple[CallState, int]:
         """Return where a call stands, and the version that says so; `epoch` is the one that the buffer is in."""
         with self._lock:
             place = self._course.place(seq, whole, epoch or None)

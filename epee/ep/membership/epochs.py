@@ -1,4 +1,4 @@
-"""How a CPU buffer of throughput mode goes on when ranks of its group die, are voted out or put out, or come back.
+"""Survival of a `Buffer` on CPUs: it goes on when ranks of its group die, are voted out or put out, or come back.
 
 A buffer is in one **epoch** at a time: that of a view that concerned its ranks. Each epoch has inboxes and arenas of
 its own, made by its members for its members; calls are counted through all of them. What a zombie may still write lies
@@ -42,7 +42,7 @@ from ...memory.claim import has_ended
 from ...memory.signals import futex_sleep, tag
 from ...view.process.detector import is_torn_down
 from ...view.protocol.messages import Member
-from ...view.protocol.outcome import Place
+from ...view.protocol.outcome import CallState
 from ..config import BufferConfig
 from ..control.inbox import Exchange, Header, Moved, Turned
 from ..control.membership import Agreed, Parties
@@ -50,7 +50,7 @@ from ..control.words import inbox_layout
 from .birth import Begun
 from .call_course import CallCourse
 from .group_view import Loss, failure
-from .inboxes import Met, Peer, Wait
+from .inboxes import EpochMember, Met, Wait
 from .lane import BufferLane, silent
 from .registry import FRESH_NS, READY, at_fault
 
@@ -61,8 +61,8 @@ THAW_S = 0.002  # between two looks around during an agreement
 _LOOK_S = 0.001
 
 
-class Survivor(BufferLane):
-    """The part of a throughput buffer that knows of views."""
+class EpochLane(BufferLane):
+    """The lane of a `Buffer` on CPUs: its calls move from epoch to epoch as ranks are lost and come back."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Survivor(BufferLane):
         super().__init__(config, rank, begun, exchange, timeout_s, interrupt, inbox_layout(config).nbytes)
         assert begun.roster.calls is not None
         self._calls: CallCourse = begun.roster.calls
-        self._peers: dict[int, Peer] = {}  # of the epoch; this rank's own line included
+        self._peers: dict[int, EpochMember] = {}  # of the epoch; this rank's own line included
         self._next = self._calls.first_seq  # number of the next call where it is not the one after the last; else 0
         self._asked = 0  # the last call that the course was asked about
         self._seen = -1  # its version then
@@ -185,7 +185,7 @@ class Survivor(BufferLane):
             raise Moved
         raise self._failure(place.epoch, op, seq, time.monotonic() - self._exchange.began)
 
-    def _place(self, seq: int, patience: float = 0.0) -> Place:
+    def _place(self, seq: int, patience: float = 0.0) -> CallState:
         """Return where a call stands, as soon as no agreement is under way.
 
         Until `patience` a lack of quorum is no error: others may have ended the call.
@@ -215,7 +215,7 @@ class Survivor(BufferLane):
         rank = self.roster.seat.slots.index(slot)
         return epoch == self._exchange.epoch and rank in self._peers and self._exchange.has_row_of(rank, seq)
 
-    def _parties(self, place: Place) -> Parties:
+    def _parties(self, place: CallState) -> Parties:
         """Return who has a part in a call of the buffer's epoch."""
         without = {self.roster.seat.slots.index(slot) for slot in place.without}
         gone = frozenset(rank for rank in self._exchange.members if self.is_gone(rank))

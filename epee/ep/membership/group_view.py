@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ...errors import EvictedError, InvalidState, NoQuorumError, PeerError, context
 from ...view.awaited import Awaited, kind_of_loss
-from ...view.founding import Place
+from ...view.founding import GroupSeat
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving
 from ...view.process.endpoint import parse_endpoint
@@ -45,7 +45,7 @@ def seat_of(group: Any, num_ranks: int) -> GroupInView | None:
     return None if in_view is None else in_view(num_ranks)
 
 
-def seat_at(place: Place, fault_mode: str, on_stall: str) -> GroupInView:
+def seat_at(place: GroupSeat, fault_mode: str, on_stall: str) -> GroupInView:
     """Return the seat of a buffer on a group of another backend, whose ranks have found `place`; nobody joins there."""
     seat = place.seat
     return GroupInView(

@@ -39,7 +39,7 @@ class Absent(Exception):
     """A member is not waited for any more; raised by a `Look`, for `Inboxes.meet_those`."""
 
 
-class Peer(NamedTuple):
+class EpochMember(NamedTuple):
     """A process that has a rank in an epoch; `process` is its number and start time."""
 
     incarnation: int
@@ -50,7 +50,7 @@ class Peer(NamedTuple):
 class Met(NamedTuple):
     """What an epoch is entered with: its processes and their inboxes by rank, this rank's included."""
 
-    peers: dict[int, Peer]
+    peers: dict[int, EpochMember]
     regions: dict[int, HostRegion]
 
 
@@ -160,7 +160,7 @@ class Inboxes:
                 return False
             met.regions[rank] = region
         assert line is not None
-        met.peers[rank] = Peer(member.incarnation, line, process_of(member))
+        met.peers[rank] = EpochMember(member.incarnation, line, process_of(member))
         return True
 
     def give_back(self, met: Met) -> None:

@@ -1,6 +1,6 @@
 """A buffer as a lane of a view: its place there, its memory, its `sync`, its end. What all modes have.
 
-`epochs.py` has what a change of the view means to calls of throughput mode on CPUs, `synced.py` to all others.
+`epochs.py` has what a change of the view means to calls of a `Buffer` on CPUs, `synced.py` to all others.
 
 Who calls: the thread of a call; `close` also whoever drops the buffer, at any moment: so it waits for nobody, and what
 it cannot do there is done by `retire`, between two calls of any buffer. A crash leaves memory that the system frees.

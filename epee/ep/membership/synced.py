@@ -1,7 +1,7 @@
 """Who takes part in a latency buffer, or in one of GPUs: epochs that begin with `sync` alone.
 
 A latency call ends by itself on each rank: who does not come is a finding, in its mask. Calls that kernels meet cannot
-be stopped or withdrawn: one of throughput mode that meets a death is lost. So no call has to stop for a new view. An
+be stopped or withdrawn: one of a `Buffer` that meets a death is lost. So no call has to stop for a new view. An
 **epoch** begins when the buffer is made, and with each `sync` (`sync.py`), which ends with a decision of the job. Each
 has an inbox of its own (`control/inbox.py`), made by its members for its members, with what the path lends behind it;
 handles of earlier ones are stale. What else that means is the path's (`Memory`):
@@ -18,8 +18,8 @@ handles of earlier ones are stale. What else that means is the path's (`Memory`)
 **Entering.** The number of the first epoch is what the ranks have told each other when they made the buffer; that of
 another one is the number of the decision. Who has it makes its own memory ready (`prepare`), lends it and maps what
 the others lend (`inboxes.py`): so nobody's call reaches one that is not ready. Who has died since, or shows nothing
-until the time-out (it was taken out of its `sync` by an error, or has no memory), is not in this rank's memory: in
-latency mode it is lost in all calls until the next `sync`, in throughput mode, which needs all, that wait is an error,
+until the time-out (it was taken out of its `sync` by an error, or has no memory), is not in this rank's memory: in a
+`LatencyBuffer` it is lost in all calls until the next `sync`; in a `Buffer`, which needs all, that wait is an error,
 and begins again with the next call; so it does where a newcomer's memory cannot be mapped. So nothing that follows a
 decision can make the ranks disagree about it. A rank that was taken out of its `sync` and is in the decision all the
 same enters with its next call.
@@ -380,7 +380,7 @@ class SyncedLane(BufferLane):
         if self.has_turned:
             try:
                 self.enter(agreed, deadline)
-            except CommTimeoutError:  # throughput mode: the next sync agrees anew, without who does not enter
+            except CommTimeoutError:  # a `Buffer`: the next sync agrees anew, without who does not enter
                 self.note_agreed(agreed)
                 raise
         return agreed

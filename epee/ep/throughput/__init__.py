@@ -1,1 +1,1 @@
-"""Throughput mode: rows in their final place on CPUs, slots that peers fill on GPUs."""
+"""The two paths of `Buffer`: rows in their final place on CPUs, slots that peers fill on GPUs."""

@@ -44,10 +44,10 @@ from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..config import LAYOUTS, BufferConfig
 from ..control.announce import combine_header, dispatch_header
-from ..control.inbox import OP_GATHER, Moved, Rows
+from ..control.inbox import OP_GATHER, ExchangedRows, Moved
 from ..control.messages import refused_alike
 from ..event import DONE
-from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, Routing, mask_of
+from ..handle import Combined, Dispatched, DispatchRouting, Handle, HostHandle, Payload, mask_of
 from ..paths import Making
 from ..streams import Lane, RunOptions
 from .order import RANKS_THEN_BIAS
@@ -249,7 +249,7 @@ class CpuPath:
         else:
             arena.pool.give_back(slot)
 
-    def _attach(self, layout: str, rows: Rows, deadline: float) -> dict[int, Slots]:
+    def _attach(self, layout: str, rows: ExchangedRows, deadline: float) -> dict[int, Slots]:
         """Return the slots of all with a part in the call; one that has died before it was mapped has none.
 
         What is new is mapped: a peer's first arena, or one that it has made larger.
@@ -267,7 +267,7 @@ class CpuPath:
                         raise
         return peers
 
-    def _attach_one(self, layout: str, src: int, rows: Rows) -> None:
+    def _attach_one(self, layout: str, src: int, rows: ExchangedRows) -> None:
         peers, blobs = self._peers[layout], self._blobs[layout]
         text, header = rows.texts[src], rows.headers[src]
         alignment = max(1, header.arena_alignment)
@@ -286,7 +286,7 @@ class CpuPath:
 
     # -- dispatch
 
-    def _new_handle(self, call: DispatchCall, rows: Rows) -> HostHandle:
+    def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> HostHandle:
         assert call.plan is not None
         counts = self._check_counts(rows, call.layout, call.expert_alignment)
         return HostHandle(
@@ -303,15 +303,15 @@ class CpuPath:
             routing=self._routing(call),
         )
 
-    def _routing(self, call: DispatchCall) -> Routing | None:
+    def _routing(self, call: DispatchCall) -> DispatchRouting | None:
         """Return a copy of the routing where some of it may be lost: in a reduced view, or where a loss is no error."""
         if self.exchange.membership.raises and self.exchange.reduced_members is None:
             return None
-        return Routing(
+        return DispatchRouting(
             *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
         )
 
-    def _check_counts(self, rows: Rows, layout: str, alignment: int) -> Counts:
+    def _check_counts(self, rows: ExchangedRows, layout: str, alignment: int) -> Counts:
         """Raise unless the counts are possible and everybody has room; the same verdict on every rank."""
         num_ranks = self.config.num_ranks
         per_rank, per_expert = rows.counts[:, :num_ranks], rows.counts[:, num_ranks:]
@@ -335,7 +335,7 @@ class CpuPath:
             )
         return counts
 
-    def _send(self, call: DispatchCall, handle: HostHandle, rows: Rows, slots: dict[int, Slots]) -> None:
+    def _send(self, call: DispatchCall, handle: HostHandle, rows: ExchangedRows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""
         by_rank: dict[int, list[Segment]] = {}
         for segment in handle.placement.segments:
@@ -447,7 +447,7 @@ class CpuPath:
         first = sum(handle.num_received[: self.rank])
         return (0, first), (first + handle.num_received[self.rank], handle.num_recv)
 
-    def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: Rows) -> Combined:
+    def _pull(self, call: CombineCall, slots: dict[int, Slots], rows: ExchangedRows) -> Combined:
         handle, hidden = _own(call.handle), self.config.hidden
         missing = [rank for rank in self.exchange.members if rank not in rows.parties or rank not in slots]
         if missing:

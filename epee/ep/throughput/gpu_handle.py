@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from ..gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
-from ..handle import Handle, Routing
+from ..handle import DispatchRouting, Handle
 from .gpu.kept import KeptRows
 from .gpu.types import ThroughputHandle
 
@@ -40,7 +40,7 @@ class CudaHandle(Handle):
     row_src_token: torch.Tensor | None
     row_src_k: torch.Tensor | None
     kept: KeptRows | None
-    routing: Routing | None = None
+    routing: DispatchRouting | None = None
 
     @property
     def num_recv(self) -> int:

@@ -1,4 +1,4 @@
-"""Dispatch and combine for CUDA tensors: a `Buffer`'s calls handed to throughput mode.
+"""Dispatch and combine for CUDA tensors: a `Buffer`'s calls handed to the GPU core.
 
 Data path: `throughput/gpu/core.py` and its kernels move the rows, from GPU to GPU. The host side
 (`control/messages.py`) serves to attach memory at construction, `all_gather_bytes`, and the reasons of refusals; no
@@ -71,14 +71,14 @@ from ..control.words import inbox_layout
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
-from ..handle import Combined, Dispatched, Handle, Payload, Routing
+from ..handle import Combined, Dispatched, DispatchRouting, Handle, Payload
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..paths import Making
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
 from .gpu.slots import FIRST_GHOST
-from .gpu.types import CombineOptions, DispatchOptions, Received
+from .gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from .gpu_handle import CudaHandle
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
@@ -90,7 +90,7 @@ _LEAST_TIMEOUT_S = 1e-3
 
 
 def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
-    """Return what throughput mode is made for."""
+    """Return the sizes for which the throughput kernels are made."""
     return ThroughputConfig(
         rank=rank,
         num_ranks=config.num_ranks,
@@ -451,7 +451,7 @@ class CudaPath(Memory):
             "process ended",
         )
 
-    def _handle(self, call: DispatchCall, got: Received, known: CudaHandle | None) -> CudaHandle:
+    def _handle(self, call: DispatchCall, got: DispatchResult, known: CudaHandle | None) -> CudaHandle:
         if known is not None:
             return known if got.handle is known.core else replace(known, core=got.handle)
         return CudaHandle(
@@ -475,11 +475,11 @@ class CudaPath(Memory):
             routing=self._routing(call),
         )
 
-    def _routing(self, call: DispatchCall) -> Routing | None:
+    def _routing(self, call: DispatchCall) -> DispatchRouting | None:
         """Return a copy of the routing where the view leaves ranks out, for `lost_weight`."""
         if self.control.exchange.reduced_members is None:
             return None
-        return Routing(
+        return DispatchRouting(
             *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
         )
 
@@ -490,7 +490,7 @@ def _own(handle: Handle) -> CudaHandle:
     return handle
 
 
-def _payload(got: Received, scale_dtype: torch.dtype | None) -> Payload:
+def _payload(got: DispatchResult, scale_dtype: torch.dtype | None) -> Payload:
     if got.scales is None:
         return got.x
     assert scale_dtype is not None

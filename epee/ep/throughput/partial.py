@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from ..config import BufferConfig, round_up
-from ..handle import HostHandle, Routing
+from ..handle import DispatchRouting, HostHandle
 from .placement import Placement, Segment, SendPlan
 
 
@@ -109,7 +109,7 @@ def _moved_up(segments: list[Segment], missing: Collection[int]) -> list[Segment
     return moved
 
 
-def lost_weight(routing: Routing, missing: Collection[int], config: BufferConfig) -> torch.Tensor:
+def lost_weight(routing: DispatchRouting, missing: Collection[int], config: BufferConfig) -> torch.Tensor:
     """Return `[num_tokens]` float32: the sum of each token's weights whose rank is missing.
 
     Without weights an expert counts 1; where ranks were chosen, and no experts, a rank counts 1.

@@ -1,4 +1,4 @@
-"""Sizes of throughput mode: slots, launch shapes, and what a dispatch remembers.
+"""Sizes of the throughput kernels: slots, launch shapes, and what a dispatch remembers.
 
 Everything here is arithmetic on shapes; no memory is touched and no kernel is known.
 """
@@ -136,12 +136,12 @@ class Limits:
     num_sms: int
     shared_bytes: int
     max_warps: int = 16
-    stall_one_in: int = 0  # stress tests: see `throughput_params.kernel_head`
+    stall_one_in: int = 0  # stress tests: see `gpu/params.kernel_head`
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How a kernel is launched."""
+class LaunchShape:
+    """Sizes of a launch: blocks, threads of a block, shared memory and the chunks in it."""
 
     grid: int
     block: int
@@ -165,7 +165,7 @@ def chunk_of(row_bytes: int, limit: int) -> int:
 @lru_cache(maxsize=1024)
 def layout_shape(
     num_tokens: int, num_counters: int, lanes_per_token: int, num_sms: int, limits: Limits
-) -> tuple[Shape, int]:
+) -> tuple[LaunchShape, int]:
     """Return the launch of the counting kernel, a block for each 128 tokens and 32 at most, and the words of shared
     memory in which a warp keeps the experts of its tokens.
 
@@ -180,7 +180,7 @@ def layout_shape(
         kept = align_up(tokens_per_warp * lanes_per_token, 32)
         shared_bytes = 4 * (columns * (warps + 1) + kept * warps)
         if shared_bytes <= limits.shared_bytes:
-            return Shape(grid, 32 * warps, shared_bytes, 0, 0), kept
+            return LaunchShape(grid, 32 * warps, shared_bytes, 0, 0), kept
         if warps == 1:
             raise InvalidArgument(f"{num_tokens} tokens in one call are too many; send them in several calls")
         warps //= 2
@@ -189,7 +189,7 @@ def layout_shape(
 @lru_cache(maxsize=1024)
 def few_shape(
     num_tokens: int, row_bytes: int, num_counters: int, num_sms: int, limits: Limits
-) -> tuple[Shape, int] | None:
+) -> tuple[LaunchShape, int] | None:
     """Return the launch of the one-kernel dispatch and its moving warps per block; None when that cannot be."""
     stage = align_up(row_bytes, 128)
     movers = min(num_sms - 1, max(1, num_tokens))
@@ -197,25 +197,25 @@ def few_shape(
         return None
     warps = min(MAX_FEW_WARPS, limits.max_warps, limits.shared_bytes // stage, max(1, _ceil_div(num_tokens, movers)))
     shared_bytes = max(warps * stage, 8 * (num_counters + 1))  # two numbers per expert in the end
-    return Shape(movers + 1, 32 * limits.max_warps, shared_bytes, stage, 1), warps
+    return LaunchShape(movers + 1, 32 * limits.max_warps, shared_bytes, stage, 1), warps
 
 
 @lru_cache(maxsize=256)
-def dispatch_shape(row_bytes: int, num_sms: int, limits: Limits, num_stages: int) -> Shape:
+def dispatch_shape(row_bytes: int, num_sms: int, limits: Limits, num_stages: int) -> LaunchShape:
     """Return the launch of the payload kernel: as many warps as have `num_stages` stages of shared memory."""
     chunk = chunk_of(row_bytes, min(MAX_CHUNK_BYTES, limits.shared_bytes // (2 * num_stages)))
     warps = min(limits.max_warps, limits.shared_bytes // (num_stages * chunk))
-    return Shape(num_sms, 32 * warps, warps * num_stages * chunk, chunk, num_stages)
+    return LaunchShape(num_sms, 32 * warps, warps * num_stages * chunk, chunk, num_stages)
 
 
 @lru_cache(maxsize=256)
-def combine_shape(row_bytes: int, num_entries: int, num_sms: int, limits: Limits, has_weights: bool) -> Shape:
+def combine_shape(row_bytes: int, num_entries: int, num_sms: int, limits: Limits, has_weights: bool) -> LaunchShape:
     """Return the launch of the combine kernel: at least three stages of `num_entries` rows side by side."""
     limit = max(BULK_BYTES, limits.shared_bytes // (3 * num_entries) // BULK_BYTES * BULK_BYTES)
     chunk = chunk_of(row_bytes, limit)
     stages = min(8, limits.shared_bytes // (num_entries * chunk))
     threads = 32 * (limits.max_warps + 1 + 2 * has_weights)
-    return Shape(num_sms, threads, stages * num_entries * chunk, chunk, stages)
+    return LaunchShape(num_sms, threads, stages * num_entries * chunk, chunk, stages)
 
 
 def num_expander_blocks(num_ranks: int, num_channels: int, num_warps: int, available: int) -> int:
@@ -232,7 +232,7 @@ def num_expander_blocks(num_ranks: int, num_channels: int, num_warps: int, avail
 
 @dataclass(frozen=True)
 class HandleSpace:
-    """Where the parts of a handle lie in its one int32 tensor (element offsets)."""
+    """Element offsets of the parts of a handle in its one int32 tensor."""
 
     send_prefix: int
     expert_of: int

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...errors import InvalidArgument, ProtocolError
 from ...memory.host import BLOB_BYTES
-from ..transport.codec import Bytes, Cursor, Number, Record, Wrong
+from ..transport.codec import Bytes, Cursor, Number, TupleCodec, Wrong
 from ..transport.wire import MAX_ENDPOINT_BYTES
 
 MAX_EXTRA_BYTES = 640
@@ -38,7 +38,7 @@ class Endpoint(NamedTuple):
     extra: bytes
 
 
-_CODEC = Record(
+_CODEC = TupleCodec(
     Endpoint,
     Number(1, (1 << 31) - 1),
     Number(0, (1 << 62)),

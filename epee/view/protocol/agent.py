@@ -23,6 +23,7 @@ from .decision import BLANK, cause_of, is_null
 from .events import (
     Accused,
     Admit,
+    AgentSettings,
     BoardRead,
     Decide,
     Died,
@@ -32,15 +33,14 @@ from .events import (
     Freeze,
     Frozen,
     JoinAsked,
+    JoinPending,
     LeaveAsked,
     Left,
+    MessageReceived,
     ReadBoard,
-    Received,
     Send,
-    Settings,
     Thaw,
     Tick,
-    Waiting,
     Wanted,
     WriteBoard,
 )
@@ -90,7 +90,7 @@ class Agent(Proposer):
         ended: True when the agent does nothing any more (evicted, refused, left).
     """
 
-    def __init__(self, me: Member, settings: Settings, first: Decision | None = None) -> None:
+    def __init__(self, me: Member, settings: AgentSettings, first: Decision | None = None) -> None:
         super().__init__(me, settings)
         self.history: deque[Decision] = deque()
         self._past: dict[bytes, Member] = {}
@@ -98,7 +98,7 @@ class Agent(Proposer):
         self._joined: Decision | None = None
         self._came_back: dict[int, Decision] = {}  # per lane, where that was later than this process joined
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Received: self._received,
+            MessageReceived: self._received,
             Died: lambda event: self._proof(event.nonce, DEAD),
             Left: lambda event: self._proof(event.nonce, LEFT),
             BoardRead: self._board_read,
@@ -139,7 +139,7 @@ class Agent(Proposer):
 
     # ---- what others say
 
-    def _received(self, event: Received) -> None:
+    def _received(self, event: MessageReceived) -> None:
         if event.sender == self.me.nonce:
             return
         if self.joins.requests:
@@ -419,7 +419,7 @@ class Agent(Proposer):
         admitted = self.settings.admit == "auto" or sender != nonce
         is_new = self.joins.note(member.as_incarnation(0), self._t, admitted)
         if is_new:
-            self._out.append(Waiting(member))
+            self._out.append(JoinPending(member))
         if admitted and sender == nonce:
             self._pass_on(message)
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from .messages import BoardState, Decision, LaneState, Member, Message, Want
 
 
-class Settings(NamedTuple):
-    """How patient an agent is; the same for all members.
+class AgentSettings(NamedTuple):
+    """The patience of an agent; the same for all members.
 
     Attributes:
         policy: what an accusation does: "evict" removes the accused, "error" and "wait" leave the view alone.
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
 # ---- events
 
 
-class Received(NamedTuple):
+class MessageReceived(NamedTuple):
     """A message of an authenticated process; `sender` is its nonce."""
 
     sender: bytes
@@ -123,7 +123,7 @@ class Tick(NamedTuple):
     """Time has passed; due at `Agent.next_tick`, harmless at any time."""
 
 
-Event = Received | Died | Left | BoardRead | Accused | Wanted | Frozen | JoinAsked | Admit | LeaveAsked | Tick
+Event = MessageReceived | Died | Left | BoardRead | Accused | Wanted | Frozen | JoinAsked | Admit | LeaveAsked | Tick
 
 
 # ---- effects
@@ -177,7 +177,7 @@ class NoQuorum(NamedTuple):
     epoch: int
 
 
-class Waiting(NamedTuple):
+class JoinPending(NamedTuple):
     """A process asks to join (told once): `Admit` of its slot would take it in."""
 
     member: Member
@@ -189,4 +189,4 @@ class Refused(NamedTuple):
     reason: str
 
 
-Effect = Send | WriteBoard | ReadBoard | Freeze | Thaw | Decide | Evicted | NoQuorum | Waiting | Refused
+Effect = Send | WriteBoard | ReadBoard | Freeze | Thaw | Decide | Evicted | NoQuorum | JoinPending | Refused

@@ -39,8 +39,8 @@ from .messages import FOREVER, PUT_OUT, STALLED, Decision, Removal, Start
 Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a slot all there?
 
 
-class Place(NamedTuple):
-    """Where a call stands. `failed`: it ended at the decision of `epoch`; else it runs in `epoch`.
+class CallState(NamedTuple):
+    """The state of a call. `failed`: it ended at the decision of `epoch`; else it runs in `epoch`.
 
     `via` are the epochs to which it moves, in order. Whoever hears of several decisions at once goes through all of
     them, because a call may find its end on the way (its root is lost, say), and then it ends there for everybody.
@@ -54,7 +54,7 @@ class Place(NamedTuple):
     without: tuple[int, ...] = ()
 
 
-class Turn:
+class EpochChange:
     """A decision that concerns the lane.
 
     Attributes:
@@ -113,7 +113,7 @@ class Course:
         self.raises = raises
         self.slots = slots
         self.base = view.epoch
-        self.turns: list[Turn] = []
+        self.turns: list[EpochChange] = []
         self._latest = view.epoch
         self._last = 0
         self.first_seq = first_seq(view, lane) if joined else 1
@@ -125,7 +125,7 @@ class Course:
             }
         }
         if joined:
-            turn = Turn(view, lane, self._gone_at(view), [self.first_seq], 0)
+            turn = EpochChange(view, lane, self._gone_at(view), [self.first_seq], 0)
             turn.hit = self.first_seq
             self.note(turn)
             self.base = view.epoch - 1
@@ -140,7 +140,7 @@ class Course:
             self.note(turn)
         return turn is not None
 
-    def turn_of(self, decision: Decision) -> Turn | None:
+    def turn_of(self, decision: Decision) -> EpochChange | None:
         """Return what the next decision means for the lane, for `note`; None when it does not concern it.
 
         `contributors` and `starts` can be asked about its epoch from now on; `place` knows of it only after `note`.
@@ -160,7 +160,7 @@ class Course:
         gone = [(slot, since) for slot, (since, _) in sorted(before.items()) if after.get(slot, (0, 0))[0] != since]
         removed = tuple(Removal(slot, since, loss_of(decision, slot)) for slot, since in gone)
         joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
-        turn = Turn(decision, self.lane, removed, [start for _, start in after.values()], self._last)
+        turn = EpochChange(decision, self.lane, removed, [start for _, start in after.values()], self._last)
         if joins:
             turn.cap = turn.limit or 0  # everybody was asked: where nobody told of the lane, nobody had issued anything
             for earlier in self.turns:
@@ -176,7 +176,7 @@ class Course:
         gone += [Removal(slot, 0, PUT_OUT) for (slot, _), when in since.items() if when == -view.epoch]
         return tuple(sorted(r for r in gone if self._ours(r.slot)))
 
-    def note(self, turn: Turn) -> None:
+    def note(self, turn: EpochChange) -> None:
         """Let calls fall behind a turn from now on."""
         if not self.turns or self.turns[-1] is not turn:
             self.turns.append(turn)
@@ -184,7 +184,7 @@ class Course:
             self._last = turn.last
         self._latest = turn.epoch
 
-    def place(self, seq: int, whole: Whole, epoch: int | None = None) -> Place:
+    def place(self, seq: int, whole: Whole, epoch: int | None = None) -> CallState:
         """Return where call `seq` stands. Ask in order of seq; again after `add`, with the `epoch` it ran in so far."""
         epoch = self.base if epoch is None else max(epoch, self.base)
         via: tuple[int, ...] = ()
@@ -196,21 +196,21 @@ class Course:
                 turn.hit = seq
             if turn.hit is not None and seq >= turn.hit:
                 if self.raises and turn.fails(seq):
-                    return Place(turn.epoch, True, tuple(slot for slot, _, _ in turn.removed), via)
+                    return CallState(turn.epoch, True, tuple(slot for slot, _, _ in turn.removed), via)
                 if seq == turn.hit == turn.among:
                     without += self._missing(seq, epoch, turn, whole)
                     continue
                 epoch = turn.epoch
                 via, without = (*via, epoch), ()
-        return Place(epoch, False, (), via, without)
+        return CallState(epoch, False, (), via, without)
 
-    def _goes_on(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> bool:
+    def _goes_on(self, seq: int, epoch: int, turn: EpochChange, whole: Whole) -> bool:
         """Return whether a call that runs in `epoch` needs nothing more from those whom `turn` removed."""
         if turn.cap is not None and seq > turn.cap:
             return False
         return not self._missing(seq, epoch, turn, whole)
 
-    def _missing(self, seq: int, epoch: int, turn: Turn, whole: Whole) -> tuple[int, ...]:
+    def _missing(self, seq: int, epoch: int, turn: EpochChange, whole: Whole) -> tuple[int, ...]:
         """Return those whom `turn` removed that have not contributed to a call which runs in `epoch`."""
         members, missing = self._members.get(epoch, {}), []
         for slot, incarnation, cut in turn.removed:
@@ -273,7 +273,7 @@ class Course:
         kept = {self.base, self._latest, *(turn.epoch for turn in self.turns)}
         self._members = {epoch: members for epoch, members in self._members.items() if epoch in kept}
 
-    def _is_passed(self, turn: Turn, seq: int) -> bool:
+    def _is_passed(self, turn: EpochChange, seq: int) -> bool:
         """Return whether `seq` and all calls after it just move on to the epoch of `turn`."""
         if turn.hit is None or (self.raises and turn.fails(seq)):
             return False

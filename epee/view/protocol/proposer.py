@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .coordinator import Campaign, Facts
 from .decision import BLANK
-from .events import Accused, Effect, NoQuorum, Refused, Send, Settings, Wanted
+from .events import Accused, AgentSettings, Effect, NoQuorum, Refused, Send, Wanted
 from .joins import Joins
 from .messages import (
     NO_BALLOT,
@@ -45,7 +45,7 @@ class Proposer:
 
     campaign_type = Campaign  # the simulator's mutants put another one here
 
-    def __init__(self, me: Member, settings: Settings) -> None:
+    def __init__(self, me: Member, settings: AgentSettings) -> None:
         self.me = me
         self.settings = settings
         self.ended = False

@@ -168,8 +168,8 @@ class Maybe(Codec):
         return self.item.take(frame, name) if self.there.take(frame, f"presence of {name}") else None
 
 
-class Record(Codec):
-    """A named tuple: its fields in order; `rule` returns what is wrong with them together, or nothing."""
+class TupleCodec(Codec):
+    """The codec of a named tuple: its fields in order; `rule` returns what is wrong with them together, or nothing."""
 
     def __init__(self, kind: Any, *fields: Codec, rule: Callable[[Any], str] | None = None) -> None:
         self.names = tuple(kind.__annotations__)

@@ -45,7 +45,7 @@ from ..protocol.messages import (
     Start,
     Want,
 )
-from .codec import Bytes, Choice, Cursor, Flag, Many, Maybe, Number, Record, Text, Wrong
+from .codec import Bytes, Choice, Cursor, Flag, Many, Maybe, Number, Text, TupleCodec, Wrong
 
 MAX_MEMBERS = 64  # of a job; slots are below it
 MAX_LANES = 1024  # in which one process takes part
@@ -109,16 +109,16 @@ _INCARNATION = Number(0, INCARNATION_LIMIT)
 _LANE = Number(0, LANE_LIMIT)
 _SEQ = Number(0, FOREVER)
 _NONCE = Bytes(NONCE_BYTES, NONCE_BYTES)
-_BALLOT = Record(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1))
-_MEMBER = Record(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES))
-_REMOVAL = Record(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT))
-_CUT = Record(Cut, _LANE, _SEQ)
-_START = Record(Start, _LANE, _SEQ, Flag())
-_PART = Record(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT))
+_BALLOT = TupleCodec(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1))
+_MEMBER = TupleCodec(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES))
+_REMOVAL = TupleCodec(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT))
+_CUT = TupleCodec(Cut, _LANE, _SEQ)
+_START = TupleCodec(Start, _LANE, _SEQ, Flag())
+_PART = TupleCodec(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT))
 _SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
-_WANT = Record(Want, _LANE, _SLOTS, _SLOTS, Number(0, MAX_MEMBERS), Number(0, FOREVER - 1), rule=_rule_of_want)
-_LANE_STATE = Record(LaneState, _LANE, _SEQ, _SEQ, Flag(), rule=_rule_of_lane)
-_DECISION = Record(
+_WANT = TupleCodec(Want, _LANE, _SLOTS, _SLOTS, Number(0, MAX_MEMBERS), Number(0, FOREVER - 1), rule=_rule_of_want)
+_LANE_STATE = TupleCodec(LaneState, _LANE, _SEQ, _SEQ, Flag(), rule=_rule_of_lane)
+_DECISION = TupleCodec(
     Decision,
     _EPOCH,
     Many(_MEMBER, MAX_MEMBERS, key=lambda member: member.slot),
@@ -130,28 +130,28 @@ _DECISION = Record(
     rule=_rule_of_decision,
 )
 _LANES = Many(_LANE_STATE, MAX_LANES, key=lambda state: state.lane)
-_STATE = Record(BoardState, _DECISION, _BALLOT, _BALLOT, Maybe(_DECISION), rule=_rule_of_accepted)
+_STATE = TupleCodec(BoardState, _DECISION, _BALLOT, _BALLOT, Maybe(_DECISION), rule=_rule_of_accepted)
 
 
 class _Type(NamedTuple):
     number: int
-    codec: Record
+    codec: TupleCodec
 
 
 _TYPES: dict[type, _Type] = {
     record.kind: _Type(number, record)
     for number, record in enumerate(
         (
-            Record(Prepare, _BALLOT, _EPOCH),
-            Record(Promise, _BALLOT, _EPOCH, _BALLOT, Maybe(_DECISION), _LANES, rule=_rule_of_accepted),
-            Record(Nack, _BALLOT, _EPOCH, _BALLOT),
-            Record(Accept, _BALLOT, _EPOCH, _DECISION, rule=_rule_of_accept),
-            Record(Accepted, _BALLOT, _EPOCH),
-            Record(Commit, Many(_DECISION, MAX_DECISIONS, key=lambda decision: decision.epoch)),
-            Record(Report, _EPOCH, Many(_REMOVAL, MAX_MEMBERS), Many(_WANT, MAX_LANES, key=lambda want: want.lane)),
-            Record(Join, _MEMBER),
-            Record(JoinRefused, _SLOT, _NONCE, Text(MAX_REASON_BYTES)),
-            Record(Ask, _EPOCH),
+            TupleCodec(Prepare, _BALLOT, _EPOCH),
+            TupleCodec(Promise, _BALLOT, _EPOCH, _BALLOT, Maybe(_DECISION), _LANES, rule=_rule_of_accepted),
+            TupleCodec(Nack, _BALLOT, _EPOCH, _BALLOT),
+            TupleCodec(Accept, _BALLOT, _EPOCH, _DECISION, rule=_rule_of_accept),
+            TupleCodec(Accepted, _BALLOT, _EPOCH),
+            TupleCodec(Commit, Many(_DECISION, MAX_DECISIONS, key=lambda decision: decision.epoch)),
+            TupleCodec(Report, _EPOCH, Many(_REMOVAL, MAX_MEMBERS), Many(_WANT, MAX_LANES, key=lambda want: want.lane)),
+            TupleCodec(Join, _MEMBER),
+            TupleCodec(JoinRefused, _SLOT, _NONCE, Text(MAX_REASON_BYTES)),
+            TupleCodec(Ask, _EPOCH),
         ),
         start=1,
     )
@@ -195,7 +195,7 @@ def decode_state(data: bytes) -> BoardState:
     return state
 
 
-def _written(codec: Record, value: Any, head: bytes, limit: int) -> bytes:
+def _written(codec: TupleCodec, value: Any, head: bytes, limit: int) -> bytes:
     out = bytearray(head)
     try:
         codec.put(out, value, codec.kind.__name__)
@@ -206,7 +206,7 @@ def _written(codec: Record, value: Any, head: bytes, limit: int) -> bytes:
     return bytes(out)
 
 
-def _read(codec: Record, data: bytes, start: int, limit: int) -> Any:
+def _read(codec: TupleCodec, data: bytes, start: int, limit: int) -> Any:
     name = codec.kind.__name__
     try:
         if len(data) > limit:

@@ -21,7 +21,7 @@ from epee.ep.streams import Lane, RunOptions
 from epee.errors import EvictedError, InvalidState, MismatchError, NoQuorumError, PeerError
 
 
-class Owner:
+class RoomOwner:
     """Base of `Buffer` and `ElasticBuffer`.
 
     Attributes:

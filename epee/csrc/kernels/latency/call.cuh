@@ -1,4 +1,4 @@
-// What dispatch and combine of the latency mode share: the lent region, tags, slots, bounded waits, the end of a call.
+// Shared by the latency kernels of dispatch and combine: lent region, tags, slots, bounded waits, the end of a call.
 //
 // Region of a rank (offsets from the Python `Layout`; two `LatencyPlaces` say where dispatch and combine have theirs).
 // Peers write into it; each place has one writer, named by its index, and belongs to one of `num_slots` slots, tag

@@ -1,4 +1,4 @@
-// Combine of the latency mode: the experts of one rank are weighed and summed there, one row for each token crosses
+// Combine for `LatencyBuffer`: the experts of one rank are weighed and summed there, one row for each token crosses
 // back, and the token's rank sums what it gets. A row of expert output is read where it lies, so nothing is copied.
 //
 //   announcer    block 0, send half: a word to every rank that says whether this rank has its tokens. When the weights

@@ -1,4 +1,4 @@
-// Dispatch of the latency mode: each token crosses once to each rank that has experts of it, quantised on the way if
+// Dispatch for `LatencyBuffer`: each token crosses once to each rank that has experts of it, quantised on the way if
 // so wished, and is expanded there into `x [local experts, ranks * max_tokens, hidden]`, packed per expert in (source,
 // token) order. No host waits; what is counted stays on the device.
 //

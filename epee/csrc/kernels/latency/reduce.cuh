@@ -1,4 +1,4 @@
-// Send half of the latency mode's combine: what a block must know of the call and of the handle, and the sums of the
+// Send half of `LatencyBuffer`'s combine: what a block must know of the call and of the handle, and the sums of the
 // experts' rows of one rank, which go back to the tokens' ranks. combine.cuh says how it all fits together.
 #pragma once
 #include "../../common/lanes.cuh"

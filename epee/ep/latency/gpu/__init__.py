@@ -1,1 +1,1 @@
-"""The host side of latency mode on GPUs."""
+"""The host side of `LatencyBuffer` on GPUs."""

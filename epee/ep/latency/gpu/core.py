@@ -1,4 +1,4 @@
-"""Latency mode on the GPUs of one host: the host side of its dispatch and combine.
+"""`LatencyBuffer` on the GPUs of one host: the host side of its dispatch and combine.
 
 Data path: `csrc/kernels/latency/dispatch.cuh` and `latency/combine.cuh` move everything, from GPU to GPU; a call is one
 launch, or two when the caller wants its send half and its receive half apart (`return_hook`). The host waits for
@@ -27,9 +27,9 @@ import torch
 from ....errors import InvalidArgument, InvalidState
 from ...gpu.lent import AllGather
 from ...gpu.params import MAX_RANKS, NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
-from ...gpu.platform import Launcher, Platform, Region
+from ...gpu.platform import Launcher, LentRegion, Platform
 from ...gpu.share import Share
-from .half import OPS, Half, Turn
+from .half import OPS, Half, HalfLaunch
 from .params import (
     BOTH_HALVES,
     KERNELS,
@@ -91,9 +91,9 @@ class LatencyCore:
         self._abort = platform.host_words(NEWS_WORDS)
         self._lost = platform.host_words(1)
         self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
-        self._own: Region = platform.create(config.region_layout.nbytes)
+        self._own: LentRegion = platform.create(config.region_layout.nbytes)
         self.nbytes = self._own.nbytes
-        self._peers: list[Region | None] = self._attach(all_gather)
+        self._peers: list[LentRegion | None] = self._attach(all_gather)
         self._write_peers()
         self._agreed: tuple[list[bool], int] = [True] * config.num_ranks, 0  # who takes part, the last call's number
         self._is_open = True  # whether calls reach the others in that view
@@ -192,7 +192,7 @@ class LatencyCore:
         self._begin(op, do_check=False)
         self._run(op, partial(self._launch_refusal, op), False)
 
-    def _launch_refusal(self, op: int, turn: Turn) -> None:
+    def _launch_refusal(self, op: int, turn: HalfLaunch) -> None:
         kernel = self._kernels["dispatch_latency_bf16" if op == OP_DISPATCH else "combine_latency_bf16"]
         a = kernel.args
         self._set_call(a, CoreOptions(), None, turn, 0)
@@ -207,7 +207,9 @@ class LatencyCore:
         self._launch(kernel, Launch(1, launch.block, launch.shared_bytes))
         a.refused = 0
 
-    def _launch_dispatch(self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, turn: Turn) -> None:
+    def _launch_dispatch(
+        self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, turn: HalfLaunch
+    ) -> None:
         x, topk_idx, topk_weights, out, scales, active_ranks, stats = tensors
         config = self.config
         kernel = self._kernels["dispatch_latency_fp8" if options.use_fp8 else "dispatch_latency_bf16"]
@@ -227,7 +229,7 @@ class LatencyCore:
         self._launch(kernel, dispatch_launch(config, handle.num_tokens, turn.halves, max_sms, self.platform.limits))
 
     def _launch_combine(
-        self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, is_wide: bool, turn: Turn
+        self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, is_wide: bool, turn: HalfLaunch
     ) -> None:
         y, topk_weights, out, got, waits, active_ranks = tensors
         kernel = self._kernels["combine_latency_f32" if is_wide else "combine_latency_bf16"]
@@ -266,13 +268,13 @@ class LatencyCore:
             self.platform.wait(self.platform.mark(self._last_stream))
         self._last_stream = stream
 
-    def _run(self, op: int, launch: Callable[[Turn], None], is_split: bool) -> Callable[[], None] | None:
+    def _run(self, op: int, launch: Callable[[HalfLaunch], None], is_split: bool) -> Callable[[], None] | None:
         """Launch a call, or its send half; then what is returned receives."""
         half = Half(op, self._open[op], self._join, launch)
         if not self.platform.is_capturing():
             self.num_calls += 1
         if is_split:
-            launch(Turn(SEND_HALF, 0, 0))
+            launch(HalfLaunch(SEND_HALF, 0, 0))
             self._open[op].append(half)
             return half
         self._open[op].append(half)
@@ -305,7 +307,7 @@ class LatencyCore:
         kernel(launch.grid, launch.block, launch.shared_bytes, stream, mode)
 
     def _set_call(
-        self, a: Any, options: CoreOptions, active_ranks: torch.Tensor | None, turn: Turn, waits: int
+        self, a: Any, options: CoreOptions, active_ranks: torch.Tensor | None, turn: HalfLaunch, waits: int
     ) -> None:
         mask = self.active_ranks if active_ranks is None else active_ranks
         a.call.mask, a.call.waits = mask.data_ptr(), waits
@@ -383,7 +385,7 @@ class LatencyCore:
         """What a replaced peer needs to attach this rank's region."""
         return self._own.blob
 
-    def attach_peer(self, blob: bytes) -> Region:
+    def attach_peer(self, blob: bytes) -> LentRegion:
         """Map the region of a process that takes a rank's place; no call uses it before `replace_peer`.
 
         Raises:
@@ -396,7 +398,7 @@ class LatencyCore:
             raise InvalidArgument(f"a peer lends {size} bytes, this rank {self.nbytes}; use equal sizes")
         return region
 
-    def replace_peer(self, rank: int, region: Region) -> None:
+    def replace_peer(self, rank: int, region: LentRegion) -> None:
         """Let kernels use another region for a rank, and unmap the one before; no call may be in flight."""
         old = self._peers[rank]
         if old is region:
@@ -470,10 +472,10 @@ class LatencyCore:
                 region.close()
         self._own.close()
 
-    def _attach(self, all_gather: AllGather) -> list[Region | None]:
+    def _attach(self, all_gather: AllGather) -> list[LentRegion | None]:
         rank = self.config.rank
         blobs = all_gather(self._own.blob)
-        regions: list[Region | None] = [
+        regions: list[LentRegion | None] = [
             self._own if peer == rank else self.platform.attach(blob) if blob else None
             for peer, blob in enumerate(blobs)
         ]

@@ -1,4 +1,4 @@
-"""The receive half of a call of the latency mode on GPUs: its hook, and its place among the calls that are open.
+"""The receive half of a `LatencyBuffer` call on GPUs: its hook, and its place among the calls that are open.
 
 Protocol: a call's send half takes the next tag; its receive half may be launched later, in any order with those of
 other calls of its kind. Each launch tells the kernel how many calls sent before are still open, and by how many the
@@ -18,8 +18,8 @@ from .params import OP_COMBINE, OP_DISPATCH, RECEIVE_HALF
 OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
 
 
-class Turn(NamedTuple):
-    """Which halves a launch does, and its place: calls sent before it and not received, calls received with it."""
+class HalfLaunch(NamedTuple):
+    """The halves that a launch does, and its place: calls sent before it and not received, calls received with it."""
 
     halves: int
     ahead: int
@@ -39,7 +39,9 @@ class Half:
         is_done: whether it has run.
     """
 
-    def __init__(self, op: int, calls: deque[Half], join: Callable[[], None], launch: Callable[[Turn], None]) -> None:
+    def __init__(
+        self, op: int, calls: deque[Half], join: Callable[[], None], launch: Callable[[HalfLaunch], None]
+    ) -> None:
         self._op, self._calls, self._join, self._launch = op, calls, join, launch
         self.is_done = False
 
@@ -65,7 +67,7 @@ class Half:
             advance = 1 + sum(
                 1 for _ in itertools.takewhile(lambda other: other.is_done, itertools.islice(calls, 1, None))
             )
-        self._launch(Turn(halves, ahead, advance))
+        self._launch(HalfLaunch(halves, ahead, advance))
         self.is_done = True
         for _ in range(advance):
             calls.popleft()

@@ -127,7 +127,7 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
 
 @functools.cache
 def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
-    """Return the generated C++ in front of every latency kernel; `stall_one_in` as in `throughput_params`."""
+    """Return the generated C++ in front of every latency kernel; `stall_one_in` as in `ep.gpu.params`."""
     constants = {
         "kNumRanks": num_ranks,
         "kMaxRanks": MAX_RANKS,
@@ -270,8 +270,8 @@ class LatencyConfig:
 
 
 @dataclass(frozen=True)
-class HandleSpace:
-    """Where the parts of a dispatch's small results lie in its one int32 tensor (element offsets)."""
+class LatencyHandleSpace:
+    """Element offsets of the parts of a dispatch's small results in its one int32 tensor."""
 
     ranges: int  # int64
     waits: int  # int64
@@ -288,7 +288,7 @@ class HandleSpace:
 
 
 @functools.cache
-def handle_space(config: LatencyConfig, num_tokens: int) -> HandleSpace:
+def handle_space(config: LatencyConfig, num_tokens: int) -> LatencyHandleSpace:
     """Lay out the small results of a dispatch of `num_tokens` tokens."""
     choices = config.num_ranks * config.max_tokens * config.num_topk
     sizes = (
@@ -307,11 +307,11 @@ def handle_space(config: LatencyConfig, num_tokens: int) -> HandleSpace:
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + align_up(size, 4))
-    return HandleSpace(*offsets)
+    return LatencyHandleSpace(*offsets)
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched."""
+    """Sizes of a launch: blocks, threads of a block, bytes of shared memory."""
 
     grid: int
     block: int

@@ -1,4 +1,4 @@
-"""What the GPU core of the latency mode takes and returns: options, handles over device memory, results."""
+"""Arguments and results of `LatencyBuffer`'s GPU core: options, handles over device memory, results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .params import SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0, HandleSpace, LatencyConfig, handle_space
+from .params import SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0, LatencyConfig, LatencyHandleSpace, handle_space
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CoreHandle:
     def __init__(self, config: LatencyConfig, num_tokens: int, words: torch.Tensor) -> None:
         self.num_tokens = num_tokens
         self.words = words
-        self.space: HandleSpace = handle_space(config, num_tokens)
+        self.space: LatencyHandleSpace = handle_space(config, num_tokens)
         self._config = config
 
     def address(self, part: str) -> int:

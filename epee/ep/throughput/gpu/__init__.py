@@ -1,1 +1,1 @@
-"""The host side of throughput mode on GPUs: lent memory, launches, what they bring."""
+"""The host side of `Buffer` on GPUs: lent memory, launches, what they bring."""

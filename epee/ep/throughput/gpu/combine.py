@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....memory.layout import Layout
-from ...gpu.platform import Region
+from ...gpu.platform import LentRegion
 from ...gpu.signature import combine_signature
 from ..shapes import BULK_BYTES, FEW_TOKENS, PAYLOADS, combine_shape
 from .machine import DEFAULT_SMS, Machine
@@ -19,18 +19,18 @@ FEW_SMS = 16  # for few tokens by default: more ask for everything at once and a
 MAX_COPY_WARPS = 8  # they share the 16 barriers of a combining block
 
 
-class Place(NamedTuple):
-    """Where the rows are that peers pull: the regions, this rank's slot in its region, whether the kernel must copy the
+class CombineSource(NamedTuple):
+    """The rows that peers pull: the regions, this rank's slot in its region, whether the kernel must copy the
     rows there while the peers are pulling, and the number of the `ExpertPlace`, if it is one."""
 
-    regions: list[Region]
+    regions: list[LentRegion]
     slot: int
     slot_bytes: int
     is_copied: bool
     number: int = 0
 
 
-def place_rows(machine: Machine, y: torch.Tensor, handle: ThroughputHandle) -> Place:
+def place_rows(machine: Machine, y: torch.Tensor, handle: ThroughputHandle) -> CombineSource:
     """Find `y` in the lent memory, or decide how it gets there."""
     rank = machine.config.rank
     if handle.is_expert:
@@ -39,14 +39,14 @@ def place_rows(machine: Machine, y: torch.Tensor, handle: ThroughputHandle) -> P
         if y.numel() and not is_there:
             lent = place.regions[rank].lease(place.slot_bytes, y.numel() * y.element_size(), None)
             lent.view(y.dtype).view(y.shape).copy_(y)
-        return Place(place.regions, 0 if is_there else 1, place.slot_bytes, False, place.number)
+        return CombineSource(place.regions, 0 if is_there else 1, place.slot_bytes, False, place.number)
     slot_bytes = machine.config.slot_bytes
     offset = y.data_ptr() - machine.slots[rank].address
     slot, rest = divmod(offset, slot_bytes)
     is_lent = rest == 0 and 0 <= slot <= machine.config.num_slots  # a result is never in the landing slot
     if y.numel() and is_lent and slot not in machine.pool.haunted:
-        return Place(machine.slots, slot, slot_bytes, False)
-    return Place(machine.slots, machine.landing, slot_bytes, y.numel() > 0)
+        return CombineSource(machine.slots, slot, slot_bytes, False)
+    return CombineSource(machine.slots, machine.landing, slot_bytes, y.numel() > 0)
 
 
 def launch_combine(
@@ -104,7 +104,7 @@ def launch_refusal(machine: Machine, timeout_s: float, stream: int) -> None:
 
 
 def _send_weights(
-    machine: Machine, place: Place, handle: ThroughputHandle, topk_weights: torch.Tensor | None
+    machine: Machine, place: CombineSource, handle: ThroughputHandle, topk_weights: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Put the weights beside the rows; return where those of this rank's tokens will go."""
     if topk_weights is None:
@@ -125,7 +125,7 @@ def _layout_of(machine: Machine, handle: ThroughputHandle) -> Layout:
     return machine.config.slot_layout
 
 
-def _set_place(machine: Machine, args: Any, place: Place, handle: ThroughputHandle) -> None:
+def _set_place(machine: Machine, args: Any, place: CombineSource, handle: ThroughputHandle) -> None:
     config = machine.config
     layout = _layout_of(machine, handle)
     for rank, region in enumerate(place.regions):

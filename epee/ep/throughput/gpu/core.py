@@ -1,4 +1,4 @@
-"""Throughput mode on the GPUs of one host: the host side of dispatch and combine.
+"""`Buffer` on the GPUs of one host: the host side of dispatch and combine.
 
 A `Throughput` is a rank's end of a GPU buffer. A dispatch is two kernels (`dispatch.py`): one counts,
 exchanges counts and grants, and finds all places; the other moves the rows to where they stay. Few tokens need one
@@ -25,10 +25,10 @@ from ...gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ...gpu.platform import Platform
 from ...gpu.report import REFUSED_INVALID_ARGUMENT, ReasonOf
 from ...gpu.signature import dispatch_signature
-from ..shapes import HandleSpace, Shape, ThroughputConfig, handle_space
+from ..shapes import HandleSpace, LaunchShape, ThroughputConfig, handle_space
 from .combine import launch_combine, launch_refusal
 from .dispatch import (
-    Exchange,
+    Announcement,
     Payload,
     allocate_expanded,
     cut_expanded,
@@ -40,9 +40,9 @@ from .dispatch import (
 )
 from .machine import Machine
 from .order import launch_order
-from .types import CombineOptions, DispatchOptions, Received, ThroughputHandle
+from .types import CombineOptions, DispatchOptions, DispatchResult, ThroughputHandle
 
-_ONE_WARP = Shape(1, 32, 0, 0, 0)
+_ONE_WARP = LaunchShape(1, 32, 0, 0, 0)
 
 
 class Throughput:
@@ -79,7 +79,7 @@ class Throughput:
         topk_weights: torch.Tensor | None,
         handle: ThroughputHandle | None,
         options: DispatchOptions,
-    ) -> Received:
+    ) -> DispatchResult:
         """Send rows; the caller has checked the arguments, see `Buffer.dispatch` for their meaning.
 
         Args:
@@ -114,12 +114,12 @@ class Throughput:
                 handle.layout, handle.expert_alignment, x.dtype, payload.num_scales,
                 None if scales is None else scales.dtype, handle.has_topk, topk_weights is not None,
             )  # fmt: skip
-            exchange = Exchange(slot, word, mailbox)
+            announcement = Announcement(slot, word, mailbox)
             weights = topk_weights if is_fresh else None
             if launch.few_warps and route is not None:
-                launch_few(machine, payload, handle, route, exchange, launch, stream, options)
+                launch_few(machine, payload, handle, route, announcement, launch, stream, options)
             else:
-                launch_layout(machine, handle, route, weights, exchange, launch, stream, options.timeout_s)
+                launch_layout(machine, handle, route, weights, announcement, launch, stream, options.timeout_s)
                 launch_payload(machine, payload, handle, launch, stream, options, expanded)
             if mailbox is not None:
                 self._wait_counts(handle, mailbox, options.timeout_s)
@@ -211,8 +211,10 @@ class Throughput:
         nothing = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=machine.platform.device)
         payload = Payload.of(nothing, None, None)
         launch = plan_launch(machine, payload.row_bytes, False, None)
-        exchange = Exchange(0, 0, None, REFUSED_INVALID_ARGUMENT)  # nobody stores into the slot of a refused call
-        launch_layout(machine, handle, None, None, exchange, launch, stream, timeout_s)
+        announcement = Announcement(
+            0, 0, None, REFUSED_INVALID_ARGUMENT
+        )  # nobody stores into the slot of a refused call
+        launch_layout(machine, handle, None, None, announcement, launch, stream, timeout_s)
         launch_refusal(machine, timeout_s, stream)  # ends the call, for peers that combine as for those that dispatch
 
     def set_hooks(self, interrupt: Callable[[], None], reason_of: ReasonOf) -> None:

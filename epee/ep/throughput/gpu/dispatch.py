@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...gpu.params import FEW_KERNEL
-from ..shapes import FEW_TOKENS, Shape, dispatch_shape, few_shape, layout_shape, num_expander_blocks
+from ..shapes import FEW_TOKENS, LaunchShape, dispatch_shape, few_shape, layout_shape, num_expander_blocks
 from .machine import Machine
 from .slots import Taken
-from .types import DispatchOptions, Received, ThroughputHandle
+from .types import DispatchOptions, DispatchResult, ThroughputHandle
 
 SMALL_TOKENS = 1024
 FEW_SMS = 65  # for few tokens by default: none of them is busy for long, and more gain nothing
@@ -41,20 +41,20 @@ class Payload(NamedTuple):
         return cls(x, scales, topk_weights, x.shape[1] * x.element_size(), num_scales)
 
 
-class Launch(NamedTuple):
-    """How the payload kernel is launched: its shape, the blocks that send, and their channels (expert layout).
+class DispatchLaunch(NamedTuple):
+    """The launch of the payload kernel: its shape, the blocks that send, and their channels (expert layout).
 
     `few_warps` moving warps in each block when one kernel does the whole dispatch, else 0.
     """
 
-    shape: Shape
+    shape: LaunchShape
     num_senders: int
     num_channels: int
     few_warps: int = 0
 
 
-class Exchange(NamedTuple):
-    """What this rank says in the exchange: the slot it grants, what the call is, a mailbox or None, a refusal or 0."""
+class Announcement(NamedTuple):
+    """This rank's part of the exchange: the slot it grants, what the call is, a mailbox or None, a refusal or 0."""
 
     slot: int
     signature: int
@@ -64,7 +64,7 @@ class Exchange(NamedTuple):
 
 def plan_launch(
     machine: Machine, row_bytes: int, is_expert: bool, num_sms: int | None, few_tokens: int | None = None
-) -> Launch:
+) -> DispatchLaunch:
     """Return how to launch the payload kernel; in the expert layout it takes every multiprocessor.
 
     Args:
@@ -75,7 +75,7 @@ def plan_launch(
         few_tokens: how many tokens a fresh rank-layout dispatch sends, which one kernel does alone if they are few.
     """
     key = (row_bytes, is_expert, num_sms, few_tokens, machine.max_sms, FEW_TOKENS)
-    launch: Launch | None = machine.plans.get(key)
+    launch: DispatchLaunch | None = machine.plans.get(key)
     if launch is None:
         launch = machine.plans[key] = _plan(machine, row_bytes, is_expert, num_sms, few_tokens)
     return launch
@@ -83,23 +83,23 @@ def plan_launch(
 
 def _plan(
     machine: Machine, row_bytes: int, is_expert: bool, num_sms: int | None, few_tokens: int | None = None
-) -> Launch:
+) -> DispatchLaunch:
     limits = machine.platform.limits
     if few_tokens is not None and few_tokens <= FEW_TOKENS:
         most = min(FEW_SMS, machine.max_sms // 2)  # so that the next kernel fits beside it
         few = few_shape(few_tokens, row_bytes, machine.config.num_counters, machine.num_sms(num_sms, most), limits)
         if few is not None:
-            return Launch(few[0], 0, 0, few[1])
+            return DispatchLaunch(few[0], 0, 0, few[1])
     senders = machine.num_sms(num_sms)
     if not is_expert:
         num_stages = 4 if row_bytes < FOUR_STAGES_BELOW_BYTES else 2
-        return Launch(dispatch_shape(row_bytes, senders, limits, num_stages), senders, 0)
+        return DispatchLaunch(dispatch_shape(row_bytes, senders, limits, num_stages), senders, 0)
     one = dispatch_shape(row_bytes, senders, limits, 1)
     warps = one.block // 64 * 2
     num_channels = senders * warps // 2
     num_expander_blocks(machine.config.num_ranks, num_channels, warps, machine.max_sms - senders)
-    shape = Shape(machine.max_sms, 32 * warps, warps * one.chunk_bytes, one.chunk_bytes, 2)
-    return Launch(shape, senders, num_channels)
+    shape = LaunchShape(machine.max_sms, 32 * warps, warps * one.chunk_bytes, one.chunk_bytes, 2)
+    return DispatchLaunch(shape, senders, num_channels)
 
 
 def launch_layout(
@@ -107,8 +107,8 @@ def launch_layout(
     handle: ThroughputHandle,
     route: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
-    exchange: Exchange,
-    launch: Launch,
+    announcement: Announcement,
+    launch: DispatchLaunch,
     stream: int,
     timeout_s: float,
 ) -> None:
@@ -116,9 +116,9 @@ def launch_layout(
     config = machine.config
     kernel = machine.kernel("layout_throughput", timeout_s)
     a = kernel.args
-    set_layout(machine, a, handle, route, topk_weights, exchange, launch)
+    set_layout(machine, a, handle, route, topk_weights, announcement, launch)
     if route is None:
-        shape = Shape(1, 32, 8 * (config.num_counters + 1), 0, 0)
+        shape = LaunchShape(1, 32, 8 * (config.num_counters + 1), 0, 0)
     else:
         shape, a.kept_per_warp = layout_shape(
             handle.num_tokens, config.num_counters, config.lanes_per_token, machine.max_sms, machine.platform.limits
@@ -133,8 +133,8 @@ def set_layout(
     handle: ThroughputHandle,
     route: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
-    exchange: Exchange,
-    launch: Launch,
+    announcement: Announcement,
+    launch: DispatchLaunch,
 ) -> None:
     """Set the `LayoutParams` of a call."""
     machine.set_handle(a, handle)
@@ -144,8 +144,8 @@ def set_layout(
     a.topk_weights = 0 if topk_weights is None else topk_weights.data_ptr()
     if topk_weights is None:
         a.weights_of = 0
-    a.mailbox = 0 if exchange.mailbox is None else machine.mailbox_address(exchange.mailbox)
-    a.signature, a.grant, a.refused = exchange.signature, exchange.slot, exchange.refused
+    a.mailbox = 0 if announcement.mailbox is None else machine.mailbox_address(announcement.mailbox)
+    a.signature, a.grant, a.refused = announcement.signature, announcement.slot, announcement.refused
     a.num_tokens, a.expert_alignment = handle.num_tokens, handle.expert_alignment
     a.max_expanded_rows = machine.config.expanded_rows(handle.expert_alignment) if handle.is_expert else 0
     a.num_channels, a.num_blocks, a.do_count = launch.num_channels, launch.shape.grid, int(route is not None)
@@ -156,15 +156,15 @@ def launch_few(
     payload: Payload,
     handle: ThroughputHandle,
     route: torch.Tensor,
-    exchange: Exchange,
-    launch: Launch,
+    announcement: Announcement,
+    launch: DispatchLaunch,
     stream: int,
     options: DispatchOptions,
 ) -> None:
     """Launch the one kernel that dispatches few tokens."""
     kernel = machine.kernel(FEW_KERNEL, options.timeout_s)
     a = kernel.args
-    set_layout(machine, a.layout, handle, route, payload.topk_weights, exchange, launch)
+    set_layout(machine, a.layout, handle, route, payload.topk_weights, announcement, launch)
     set_payload(machine, a.payload, payload, handle, launch, options)
     a.num_move_warps = launch.few_warps
     machine.announce()
@@ -175,10 +175,10 @@ def launch_payload(
     machine: Machine,
     payload: Payload,
     handle: ThroughputHandle,
-    launch: Launch,
+    launch: DispatchLaunch,
     stream: int,
     options: DispatchOptions,
-    expanded: Received | None,
+    expanded: DispatchResult | None,
 ) -> None:
     """Launch the movement of rows, in the expert layout into `expanded`."""
     shape = launch.shape
@@ -197,7 +197,12 @@ def launch_payload(
 
 
 def set_payload(
-    machine: Machine, a: Any, payload: Payload, handle: ThroughputHandle, launch: Launch, options: DispatchOptions
+    machine: Machine,
+    a: Any,
+    payload: Payload,
+    handle: ThroughputHandle,
+    launch: DispatchLaunch,
+    options: DispatchOptions,
 ) -> None:
     """Set the `DispatchParams` of a call, but for where an expert-layout result goes."""
     machine.set_handle(a, handle)
@@ -222,13 +227,13 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def allocate_expanded(machine: Machine, payload: Payload, handle: ThroughputHandle, stream: int) -> Received:
+def allocate_expanded(machine: Machine, payload: Payload, handle: ThroughputHandle, stream: int) -> DispatchResult:
     """Return room for an expert-layout result in full capacity."""
     rows, device = machine.config.expanded_rows(handle.expert_alignment), machine.platform.device
     x, num_scales = payload.x, payload.num_scales
     weights = torch.empty(rows, dtype=torch.float32, device=device)
     sources = torch.empty(3, rows, dtype=torch.int64, device=device)
-    full = Received(
+    full = DispatchResult(
         x=torch.empty(rows, x.shape[1], dtype=x.dtype, device=device),
         scales=torch.empty(rows, num_scales, dtype=torch.int32, device=device) if num_scales else None,
         topk_idx=None,
@@ -246,7 +251,7 @@ def allocate_expanded(machine: Machine, payload: Payload, handle: ThroughputHand
     return full
 
 
-def cut_expanded(full: Received, handle: ThroughputHandle) -> Received:
+def cut_expanded(full: DispatchResult, handle: ThroughputHandle) -> DispatchResult:
     """Cut an expert-layout result to its size, when that is known."""
     rows = handle.num_recv
     if rows is None:
@@ -255,7 +260,7 @@ def cut_expanded(full: Received, handle: ThroughputHandle) -> Received:
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[:rows]
 
-    return Received(
+    return DispatchResult(
         x=full.x[:rows],
         scales=cut(full.scales),
         topk_idx=None,
@@ -270,7 +275,7 @@ def cut_expanded(full: Received, handle: ThroughputHandle) -> Received:
 
 def view_slot(
     machine: Machine, payload: Payload, handle: ThroughputHandle, taken: Taken | None, is_fresh: bool, stream: int
-) -> Received:
+) -> DispatchResult:
     """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot."""
     config, offsets = machine.config, machine.offsets
     rows = config.max_recv_rows if handle.num_recv is None else handle.num_recv
@@ -281,7 +286,7 @@ def view_slot(
         return alias if taken is not None else alias.clone()
 
     num_topk, num_scales = config.num_topk, payload.num_scales
-    got = Received(
+    got = DispatchResult(
         x=field("x", payload.x.dtype, config.hidden),
         scales=field("scales", torch.int32, num_scales) if num_scales else None,
         topk_idx=field("topk_idx", torch.int64, num_topk) if handle.has_topk else None,

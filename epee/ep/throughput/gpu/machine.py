@@ -1,6 +1,6 @@
 """What a rank's end of a GPU buffer is made of: kernels, lent memory, reports, and the order of calls.
 
-Memory map of a rank: a control block (`throughput_params.CONTROL_LAYOUT`), a receive region of `num_slots + 1` slots
+Memory map of a rank: a control block (`gpu/params.CONTROL_LAYOUT`), a receive region of `num_slots + 1` slots
 (the last is the landing place for results that are copied out and for rows that combine copies in), and, once the
 expert layout has been combined, a region for its rows. All of it is lent to all ranks (`gpu/lent.py`); who writes what
 is said at the kernels.
@@ -36,13 +36,13 @@ from ...gpu.params import (
     LayoutParams,
     kernel_head,
 )
-from ...gpu.platform import Launcher, Platform, Region
+from ...gpu.platform import Launcher, LentRegion, Platform
 from ...gpu.report import ReasonOf, blame, is_echo, take_report
 from ...gpu.share import Share
-from ..shapes import Shape, ThroughputConfig
+from ..shapes import LaunchShape, ThroughputConfig
 from .kept import KeptRows
 from .place import ExpertPlace, Places
-from .slots import SlotPool, Taken
+from .slots import ReceiveSlotPool, Taken
 from .types import ThroughputHandle
 from .view import ViewWords
 from .views import SlotViews
@@ -112,7 +112,7 @@ class Machine:
         self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
         self._next_mailbox = 0
         self._exchanged = platform.host_words(1)
-        self.pool = SlotPool(platform, config.num_slots, self._exchanged.words)
+        self.pool = ReceiveSlotPool(platform, config.num_slots, self._exchanged.words)
         self._last_stream: int | None = None
         self._share_of_gpu = Share(platform.device, platform.limits.num_sms)
         self.max_sms, self._is_alone = platform.limits.num_sms, True
@@ -150,7 +150,7 @@ class Machine:
         call.ordinal = 0 if self.is_capturing else self.num_calls + 1
         return self._kernels[name]
 
-    def launch(self, kernel: Launcher, grid: int, shape: Shape, stream: int, mode: str = "plain") -> None:
+    def launch(self, kernel: Launcher, grid: int, shape: LaunchShape, stream: int, mode: str = "plain") -> None:
         """Launch a kernel of a call that `begin` has started."""
         share, at_once = self._share_of_gpu, grid
         if mode == "early":
@@ -393,13 +393,13 @@ class Machine:
 
     @property
     def landing(self) -> int:
-        """The landing slot, for rows that a combine copies in; raises as `SlotPool.landing`."""
+        """The landing slot, for rows that a combine copies in; raises as `ReceiveSlotPool.landing`."""
         if self.pool.haunted:
             self._reclaim()
         return self.pool.landing
 
     def grant_landing(self) -> int:
-        """Return the landing slot for a call that grants it to the peers; raises as `SlotPool.landing`."""
+        """Return the landing slot for a call that grants it to the peers; raises as `ReceiveSlotPool.landing`."""
         if self.pool.haunted:
             self._reclaim()
         return self.pool.grant_landing(self.num_calls + 1, self.is_capturing)
@@ -422,7 +422,7 @@ class Machine:
             )
         return Taken(self.pool, slot, [stream], True)
 
-    def poison(self, region: Region, offset: int, nbytes: int) -> None:
+    def poison(self, region: LentRegion, offset: int, nbytes: int) -> None:
         """Where it is asked for, fill memory with 0xFF, so that rows nobody wrote show as NaN."""
         if self.is_poisoned and nbytes:
             region.lease(offset, nbytes, None).fill_(0xFF)

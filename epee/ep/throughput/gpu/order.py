@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..order import ORDERS, CombineOrder
-from ..shapes import PAYLOADS, Shape
+from ..shapes import PAYLOADS, LaunchShape
 from .machine import Machine
 from .place import ExpertPlace
 from .types import ThroughputHandle
@@ -48,5 +48,5 @@ def launch_order(
     a.bias_first, a.round_partials = int(order.bias_first), int(order.round_partials)
     a.is_expert = int(handle.is_expert)
     if handle.num_tokens:
-        machine.launch(kernel, min(handle.num_tokens, 8 * machine.max_sms), Shape(1, _THREADS, 0, 0, 0), stream)
-    machine.launch(machine.kernel("combine_throughput_order_end", timeout_s), 1, Shape(1, 32, 0, 0, 0), stream)
+        machine.launch(kernel, min(handle.num_tokens, 8 * machine.max_sms), LaunchShape(1, _THREADS, 0, 0, 0), stream)
+    machine.launch(machine.kernel("combine_throughput_order_end", timeout_s), 1, LaunchShape(1, 32, 0, 0, 0), stream)

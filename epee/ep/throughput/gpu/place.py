@@ -22,7 +22,7 @@ from ....errors import ProtocolError
 from ....memory.layout import align_up
 from ...config import MAX_EXPERT_ALIGNMENT
 from ...gpu.lent import DIGEST_BYTES, AllGather, Lending
-from ...gpu.platform import Region
+from ...gpu.platform import LentRegion
 from ..shapes import ThroughputConfig
 
 _TOLD = struct.Struct(f"<{DIGEST_BYTES}s{DIGEST_BYTES}sQQQ")
@@ -44,7 +44,7 @@ class ExpertPlace:
         is_leased: whether a tensor of the user's lies in the first slot; for ever once a graph owns it.
     """
 
-    regions: list[Region]
+    regions: list[LentRegion]
     expert_alignment: int
     slot_bytes: int
     origin: bytes

@@ -30,7 +30,7 @@ _NOTHING: frozenset[int] = frozenset()
 FIRST_GHOST = 1 << 10  # no rank has such a number
 
 
-class SlotPool:
+class ReceiveSlotPool:
     """Hands out slot numbers; thread-safe, as tensors die in any thread.
 
     Attributes:
@@ -179,7 +179,7 @@ class SlotPool:
 class Taken:
     """A slot and the streams that may read it; gives the slot back when its tensor dies. A graph keeps its slot."""
 
-    pool: SlotPool
+    pool: ReceiveSlotPool
     slot: int
     streams: list[int]
     is_graphs: bool

@@ -1,4 +1,4 @@
-"""What goes into and comes out of throughput mode: handles, results, options. No behaviour."""
+"""Arguments and results of `Buffer`'s GPU core: handles, results, options. No behaviour."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ThroughputHandle:
 
     @property
     def addresses(self) -> bytes:
-        """Where the kernels find its parts: `throughput_params._HANDLE_NAMES`, 0 for what it does not have."""
+        """Addresses of its parts for the kernels: `gpu/params._HANDLE_NAMES`, 0 for what it does not have."""
         if not self._addresses:
             self._addresses = self._find_parts()
         return self._addresses
@@ -72,7 +72,7 @@ class ThroughputHandle:
 
     @property
     def recv_info(self) -> torch.Tensor:
-        """int32 device words; see `throughput_params.RECV_INFO_*`."""
+        """int32 device words; see `RECV_INFO_*` in `gpu/params.py`."""
         return self.words[self.space.recv_info :]
 
     def part(self, name: str, length: int) -> torch.Tensor:
@@ -82,8 +82,8 @@ class ThroughputHandle:
 
 
 @dataclass(eq=False, slots=True)
-class Received:
-    """What a dispatch returns to the `Buffer`. Without CPU sync the tensors have full capacity.
+class DispatchResult:
+    """The result of a dispatch, for the `Buffer`. Without CPU sync the tensors have full capacity.
 
     Attributes:
         x: `[num_recv, hidden]`.

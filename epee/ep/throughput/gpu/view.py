@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from ...gpu.params import CONTROL_LAYOUT, HAUNTED_WORDS, SOME_HAUNTED
-from ...gpu.platform import Region
+from ...gpu.platform import LentRegion
 
 
 class ViewWords:
@@ -24,7 +24,7 @@ class ViewWords:
         control: this rank's control block.
     """
 
-    def __init__(self, control: Region) -> None:
+    def __init__(self, control: LentRegion) -> None:
         self._control = control
         self._mask = self._number = 0
         self.haunted: frozenset[int] = frozenset()  # as the kernels know them

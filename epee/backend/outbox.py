@@ -20,7 +20,7 @@ An outbox says whose it is (`OutboxOwner`), written once before its blob is told
 told for another rank, group or incarnation is found out when it is mapped.
 
 Memory is lazy: the file is sparse, only pages that were used exist. The first group of a job may grow, so its outboxes
-have room for lanes to 64 ranks from the beginning (ADR 42): 1.1 GiB of addresses each, some pages of it touched.
+have room for lanes to 64 ranks from the beginning (decision 42): 1.1 GiB of addresses each, some pages of it touched.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Data path: `Runtime(job, slot)` makes the process's board, heartbeat and socket; its `member` is told to the others by
 any means (the store, once). `start(members)` begins with the first view, `join()` asks those in the job's folder to be
-taken in. From then on the view changes by agreement only (docs/adr/0040-one-view.md): engines register their lanes, say
+taken in. From then on the view changes by agreement only (`protocol/PROTOCOL.md`): engines register their lanes, say
 whom they wait for in vain, and learn decisions.
 
 Who calls: any thread. Reads (`view`, `error`) take no lock and cost an attribute. Everything else is a wish that the

@@ -250,7 +250,8 @@ def _grow(rng: Random, num_members: int, span: float) -> tuple[Fault, ...]:
 def _minority_wakes_up(rng: Random, num_members: int, span: float) -> tuple[Fault, ...]:
     """Some are stopped and cut off; when they are voted out, most voters die and the lowest is stopped; they wake up.
 
-    This is the example of docs/adr/0040-one-view.md: who counts deaths without reading boards decides a second time.
+    This is the example of epee/view/protocol/PROTOCOL.md: who counts deaths without reading boards
+    decides a second time.
     """
     start = rng.random() * span
     num_out = (num_members - 1) // 2

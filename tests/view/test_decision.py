@@ -47,7 +47,7 @@ def test_two_quorums_that_count_the_same_deaths_meet(num_members: int) -> None:
 
 @pytest.mark.parametrize("num_members", range(1, 6))
 def test_quorums_with_different_deaths_meet_or_one_sees_the_others_board(num_members: int) -> None:
-    """The proof of ADR 40: acceptances A1 with deaths D1, promises M2 with deaths D2; D1 took no part in M2."""
+    """The proof of decision 40: acceptances A1 with deaths D1, promises M2 with deaths D2; D1 took no part in M2."""
     slots = range(num_members)
     for d1 in subsets(slots):
         for a1 in (acks for acks in subsets(slots) if not acks & d1 and has_quorum(slots, d1, acks)):

@@ -1,4 +1,4 @@
-"""How a group goes on when the view changes: the group's end of the control plane (`view/`, docs/adr/0040).
+"""How a group goes on when the view changes: the group's end of the control plane (`view/protocol/PROTOCOL.md`).
 
 Data path: the agent thread calls the hooks here (`freeze`, `thaw`, `decided`, `trouble`). They set a bit in the
 engine's `flags`, which every call looks at anyway, and leave the rest to whoever drives the group: `heed` takes the
@@ -293,7 +293,7 @@ class Survival(Intake):
 
         A decision stays the first in the queue, and NEWS raised, until all of it has been done. An interrupt or a
         shortage may end this at any line: the next call begins with the same decision again, and every step of it
-        may run twice (ADR 17).
+        may run twice (decision 17).
 
         Raises:
             ResourceError: no memory or descriptor is left for a newcomer's outbox.

@@ -2,7 +2,7 @@
 
 A rank that was never there is the same as a lost one: both wait for a process that asks for the slot. Members admit it
 (`recover`), the view that has it says with which call it begins, and everybody reads its outbox from then on. Those who
-are there map nothing else anew: outboxes have room for all ranks that may ever come (ADR 42).
+are there map nothing else anew: outboxes have room for all ranks that may ever come (decision 42).
 
 What follows from a decision belongs to calls: who takes part in call s, and how many ranks the group counts in it. It
 shows with the newcomers' first call, on all ranks after the same call, whenever they heard of the decision. Ranks that

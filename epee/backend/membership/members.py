@@ -4,7 +4,7 @@ Collectives (`collectives/`) know positions among the members, not ranks: shares
 in ascending order of rank. At birth both are the same. When a view leaves ranks out, `narrow` makes outboxes of the
 rest over the same memory; `collectives/arguments.py` picks the members' tensors out of the user's lists (one per rank
 that the group counts, lost ones included) and what belongs to lost ranks is not touched. When a view takes in a rank
-that has never been here, `replace` makes the full outboxes longer; those who are there map nothing anew (ADR 42).
+that has never been here, `replace` makes the full outboxes longer; those who are there map nothing anew (decision 42).
 
 Who writes, who reads: nothing here is shared with other processes; narrowing means not reading some of them any more.
 """

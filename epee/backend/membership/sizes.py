@@ -2,7 +2,8 @@
 
 The size of a group is the length of the user's lists with one element per rank, lost ranks included. It belongs to
 calls, not to moments: a newcomer beyond the end raises it from its first call on, and a rank that shrinks the group
-does so from its next call on. So it is the same for one call on all ranks, whenever they hear of a change (ADR 42).
+does so from its next call on. So it is the same for one call on all ranks, whenever they hear of a change
+(decision 42).
 
 Nothing here is shared with other processes. The user's tensor `active_ranks`, if there is one, is written here only,
 and never read: the words in here are what counts. One element is written for each change, by the thread that takes the

@@ -3,8 +3,8 @@
 Data path. A rank that is in `sync` shows in its line of the registry for which epoch of the lane it has come, whom it
 counts on, the last number that its calls have used, and whether its time is over (`COUNTED`, `USED`, then `SYNC`).
 Every member looks at all lines. When those who have come may go on, the lowest of them asks the agents for an epoch
-with these members, whose calls begin above the highest number (`Want`, ADR 52); the others ask one after the other if
-that takes long, for the lowest may have stopped. **The decision is the agreement**: every sync ends with one, be it
+with these members, whose calls begin above the highest number (`Want`, decision 52); the others ask one after the other
+if that takes long, for the lowest may have stopped. **The decision is the agreement**: every sync ends with one, be it
 that nobody goes or comes; all learn the same from it, and nothing follows that could fail. The next call enters the
 epoch.
 

@@ -4,7 +4,7 @@ Data path: POSIX `timer_create` with SIGEV_THREAD lets the C library call a func
 tick. The function is `sem_post`, its argument a process-shared semaphore in a memfd region: so a number grows in memory
 that others have mapped, however long Python code or a C call holds the GIL, and stops growing when the process is
 stopped, frozen or starved. No native code of ours, no helper process, no signal handler
-(docs/adr/0041-heartbeat.md says what was weighed).
+(decision 41 in docs/decisions.md says what was weighed).
 
 Who writes: the C library, in the process whose beat it is. Who reads: anyone who attached the blob; a value means
 nothing by itself, only whether it has changed since the last look. It proves life, never death: that needs a pidfd.

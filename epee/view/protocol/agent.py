@@ -1,7 +1,7 @@
 """The agent of one process: the machine that knows the view and agrees with others on the next one.
 
 `step(event, now)` returns the effects to carry out, in order. There is no thread, socket, clock or random number in
-here; the runtime and the simulator drive the same code. The protocol is `docs/adr/0040-one-view.md`, proved there.
+here; the runtime and the simulator drive the same code. The protocol is `PROTOCOL.md`, proved there.
 This module is the part that answers: it promises, accepts, learns decisions. `proposer.py` is the part that acts.
 
 Who writes, who reads: an agent writes its own board only, before the answer that rests on it. After its death others

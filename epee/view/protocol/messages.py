@@ -1,6 +1,6 @@
 """What agents tell each other, and what they agree on. Plain values: no behaviour, no clocks, no sockets.
 
-The protocol is that of `docs/adr/0040-one-view.md`; its words are used here. `agent.py` is the machine that consumes
+The protocol is that of `PROTOCOL.md`; its words are used here. `agent.py` is the machine that consumes
 and produces these values, `wire.py` turns them into checked bytes and back.
 """
 

@@ -1,4 +1,4 @@
-"""Who may decide: the counting rules of `docs/adr/0040-one-view.md`. Pure functions over slots.
+"""Who may decide: the counting rules of `PROTOCOL.md`. Pure functions over slots.
 
 Members that are dead count neither for nor against, but only those whose boards were read after their death
 (`witnessed`): the board says whether the dead had promised or accepted anything, so the reader knows as much as if it

@@ -56,6 +56,9 @@ def attempts(rank: int, num_ranks: int, port: int) -> tuple[list[str], list[tupl
         store.set(f"done{num_free}/{rank}", "1")
         store.wait([f"done{num_free}/{other}" for other in range(num_ranks)])
         seen.append(resources())
+    store.set(f"left/{rank}", "1")
+    if rank == 0:  # the store ends with this process
+        store.wait([f"left/{other}" for other in range(num_ranks)])
     return told, seen
 
 

@@ -498,7 +498,15 @@ class Survival(Intake):
             self._owner.lower_flag(CHANGING)
 
     def insist(self, op: Operation, ranks: Sequence[int], now: float) -> bool:
-        """At the time-out of a call: do what the policy is with those who are behind; True while that may help."""
+        """At the time-out of a call: do what the policy is with those who are behind; True while that may help.
+
+        A decision may have been taken over since the call was looked at, and those who were behind in the epoch before
+        would be accused in the new one, in which their time has just begun. So the call is judged by it first.
+        """
+        box = op.box
+        self.heed(op)
+        if op.box is not box or op.done:
+            return True
         slots = {rank: self._slot_of[rank] for rank in ranks}
         told = partial(op.describe, self._full, elapsed=now - op.started)
         return self._awaited.insist(slots, told, op.seq, self._epoch, op.deadline, op.deadline - op.started)

@@ -89,6 +89,22 @@ def test_a_combine_behind_a_loss_says_so() -> None:
         assert "call buffer.sync() on all ranks" in error
 
 
+def _late_first_block(rank: int, num_ranks: int) -> str:
+    buffer: Any = make_buffer(CASE, rank, "emulated")
+    d = _send(buffer, rank)
+    _one_sided_barrier(buffer, rank)
+    if rank == 1:
+        buffer._machine.platform.pause("combine", 14, 0.5)  # its other blocks have seen the difference by then
+    options = CombineOptions(timeout_s=LONG_S)
+    return _error_of(buffer, lambda: buffer.combine(d.x, d.handle, None, (), None, options))
+
+
+def test_a_combine_that_another_block_has_failed_already_does_not_look_like_the_peers_loss() -> None:
+    for error in run_ranks(_late_first_block, 2, timeout_s=200):
+        assert error.startswith("MismatchError"), error
+        assert "an earlier call has failed on one of rank" in error
+
+
 def _refusals(rank: int, num_ranks: int) -> list[str]:
     """Rank 0 refuses two calls and is in the third, a barrier, when rank 1 comes to the first."""
     buffer = make_buffer(CASE, rank, "emulated")

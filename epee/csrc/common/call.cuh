@@ -85,8 +85,8 @@ DEVICE u32 flaw_of(u64 view, const i32* recv_info) {
 
 /// What all ranks of a combine must agree on, 16 bits: the host's facts, and above them the low bits of the number of
 /// the dispatch that made the handle. The kernels count that: a graph has a new one at every replay, and is the peer of
-/// ranks that make the same calls without it. Two bits of `losses_of` are added where they hide no two handles that are
-/// less than 32 calls apart.
+/// ranks that make the same calls without it. Two bits of `losses_before` are added where they hide no two handles that
+/// are less than 32 calls apart.
 DEVICE u64 combine_signature(u64 facts, u32 losses, const i32* recv_info) {
   return (facts | static_cast<u64>(static_cast<u32>(recv_info[kRecvInfoCall]) + ((losses & 3) << 5))
                       << kCombineFactBits) &
@@ -126,10 +126,24 @@ DEVICE void tell_given_up(const Call& call, u64 tag, int peer) {
   st_release_sys(call_word(call, peer, kControlCombineFailedOffset, call.rank, tag), tag);
 }
 
-/// What all ranks must agree on in a call: which calls of the view have failed before, 0 for none. (When this one has
-/// failed here already, that is in it: then it fails on all.)
+/// What a call adds to the sum of those that have failed: squares, that other calls hardly sum up to, and odd ones, so
+/// that the low bits tell one call from none.
+DEVICE u32 loss_of(u64 tag) {
+  const u32 odd = 2 * static_cast<u32>(tag) + 1;
+  return odd * odd;
+}
+
+/// What all ranks must agree on in a call: which calls of the view have failed before, 0 for none. When this one has
+/// failed here already, that is in it: then it fails on all.
 DEVICE u32 losses_of(const Call& call) {
-  return static_cast<u32>(ld_relaxed_sys(local_words(call, kControlFailedOffset) + 1));
+  return static_cast<u32>(ld_relaxed_sys(local_words(call, kControlFailedOffset) + 1) >> 32);
+}
+
+/// The same without this call. Two bits of the sum only count: with this call in it, failed in another block already, a
+/// rank that has lost one call less would look like one that has lost as many.
+DEVICE u32 losses_before(const Call& call, u64 tag) {
+  const u64 losses = ld_relaxed_sys(local_words(call, kControlFailedOffset) + 1);
+  return static_cast<u32>(losses >> 32) - (static_cast<u32>(losses) == static_cast<u32>(tag) ? loss_of(tag) : 0);
 }
 
 /// The word by which a rank tells a peer that it has come to barrier `tag`: 48 bits of the tag, 16 of `losses_of`.
@@ -165,12 +179,12 @@ DEVICE bool is_haunted(const Call& call) {
   return failed != 0 && ld_relaxed_sys(local_words(call, kControlExchangedOffset)) <= failed;
 }
 
-/// Marks a call as failed, and adds it to the sum that `losses_of` returns: squares, that other calls hardly sum up to,
-/// and odd ones, so that the low bits tell one call from none.
+/// Marks a call as failed, and adds it to the sum that `losses_of` returns; below the sum stands the low half of the
+/// call's tag. The first thread alone writes it: calls fail one after the other.
 DEVICE void mark_failed(u64* failed, u64 tag) {
   if (atom_exch_relaxed_gpu(failed, tag) == tag) return;
-  const u32 odd = 2 * static_cast<u32>(tag) + 1;
-  atom_add_relaxed_gpu(reinterpret_cast<u32*>(failed + 1), odd * odd);
+  const u64 losses = ld_relaxed_sys(failed + 1) >> 32;
+  st_relaxed_sys(failed + 1, losses + loss_of(tag) << 32 | static_cast<u32>(tag));
 }
 
 /// Marks the call as failed without telling this rank's host, which knows already.

@@ -456,7 +456,8 @@ DEVICE void combine(const CombineParams& p) {
   const i32* recv_info = reinterpret_cast<const i32*>(p.recv_info);
   u32 refusal = p.refused ? static_cast<u32>(p.refused) : flaw_of(view, recv_info);
   u64 signature = 0;  // a refusal has no handle; the first warp alone joins the call
-  if (warp_idx() == 0 && !p.refused) signature = combine_signature(p.signature, losses_of(p.call), recv_info);
+  if (blockIdx.x == 0) perhaps_stall(tag, p.call.rank, 14);
+  if (warp_idx() == 0 && !p.refused) signature = combine_signature(p.signature, losses_before(p.call, tag), recv_info);
   if (!kExpert && !refusal && is_slot_haunted(p.call, active, p.slot)) refusal = static_cast<u32>(kHauntedCode);
   if (threadIdx.x == 0) s.active = active;
   if (blockIdx.x == 0) send_ready(p, tag, active, signature, refusal);

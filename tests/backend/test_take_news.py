@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import pytest
 
 import epee.backend
 from epee.backend.bootstrap.home import pack_extra
+from epee.backend.collectives.arguments import barrier
 from epee.backend.engine.engine import Engine
 from epee.backend.engine.entry import CHANGING, NEWS
 from epee.backend.membership.epochs import Survival
@@ -55,7 +57,7 @@ class Process:
 class Case:
     """Rank 0 of a group of two, and three decisions that it has not taken over yet."""
 
-    def __init__(self, processes: list[Process], mode: str) -> None:
+    def __init__(self, processes: list[Process], mode: str, is_told: bool = True) -> None:
         zero, one, again, beyond = (process.member for process in processes)
         self.decisions = (
             Decision(2, (zero,), (Removal(1, 1, DEAD),), (), (Start(LANE, 1),)),
@@ -74,7 +76,7 @@ class Case:
         regions = [processes[0].region, HostRegion.attach(processes[1].region.blob)]
         self.engine = Engine(Outboxes(0, regions, STAGING, 1, CAPACITY), DeathWatch(), 5.0)
         self.survival.attach(self.engine)
-        for decision in self.decisions:
+        for decision in self.decisions if is_told else ():
             self.survival.decided(decision)
 
     def result(self) -> dict[str, Any]:
@@ -172,6 +174,27 @@ def test_an_interrupt_before_any_line_loses_no_decision(processes: list[Process]
         case.close()
         at += STRIDE
     assert at > 150, "hardly a line was tried"
+
+
+def test_a_call_that_news_will_move_accuses_nobody(processes: list[Process]) -> None:
+    """A look at a call whose time is over comes between the news and the call's move to the new epoch."""
+    case = Case(processes, "mask/evict", is_told=False)
+    accused: list[tuple[int, ...]] = []
+    case.survival.runtime.accuse = lambda *what: accused.append(what)  # type: ignore[method-assign]
+    case.survival.runtime.settings = SimpleNamespace(no_quorum_s=60.0)  # type: ignore[assignment]
+    op = case.engine.start(barrier)
+    op.started = time.monotonic() - 2.0
+    op.deadline = op.started + 1.0
+    assert case.survival.insist(op, [1], time.monotonic())
+    assert accused == [(1, LANE, 1, 1)], "behind in the epoch that the call runs in"
+    case.survival._awaited._accused_at = 0.0
+    for decision in case.decisions:
+        case.survival.decided(decision)
+    case.survival.take_news()
+    assert case.survival.insist(op, [1], time.monotonic()), "its time begins anew"
+    assert len(accused) == 1, "the process that has the rank now was never waited for"
+    assert op.box.epoch > 1
+    case.close()
 
 
 def test_a_shortage_is_an_error_and_the_next_call_takes_the_decision_over(processes: list[Process]) -> None:

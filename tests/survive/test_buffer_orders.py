@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from epee.ep.membership import epochs
 from epee.errors import EpeeError, EvictedError, ResourceError
 from tests.harness import DEAD, run_mortal
 
@@ -88,6 +89,33 @@ def test_two_losses_behind_a_call_that_was_given_up(mode: str) -> None:
     first, second, *_ = run_mortal(two_losses, 4, mode, dead={2, 3})
     assert first[0] == second[0] == "CommTimeoutError"
     assert first[-1] == second[-1] == OK, (first, second)
+
+
+def late_in_two_epochs(rank: int, num_ranks: int, folder: str) -> Any:
+    """At 0's time-out 1 and 2 are behind; before 0 accuses them, 2 dies and is out of the view. 1 comes a bit later."""
+    buffer = begin(rank, num_ranks, folder, "mask", 2.0, "evict")
+    if rank:
+        stages.wait_for(folder, "late")
+        if rank == 2:
+            die()
+        await_epoch(buffer, 2)
+        time.sleep(0.7)  # behind in the new epoch, where its time has just begun
+    else:
+        at_fault = epochs.at_fault
+
+        def when_late(*args: Any) -> list[int]:
+            found = at_fault(*args)
+            stages.reach(folder, "late")
+            await_epoch(buffer, 2)
+            return found
+
+        epochs.at_fault, epochs.HEAR_S = when_late, 0.0
+    return dispatch(buffer)
+
+
+def test_who_is_behind_in_an_epoch_that_is_over_is_not_accused_in_the_next() -> None:
+    first, second, _ = run_mortal(late_in_two_epochs, 3, dead={2})
+    assert first == second == OK
 
 
 def evicted(rank: int, num_ranks: int, folder: str) -> Any:

@@ -85,6 +85,7 @@ class EpochLane(BufferLane):
         self._refusal: tuple[int, Header, bytes] | None = None  # of a call, to be announced in the next epoch
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_coming_in = False
+        self._looked_in = 0  # the newest epoch of the job at the last look around in a wait
 
     def close(self) -> None:
         """As `BufferLane.close`."""
@@ -122,6 +123,7 @@ class EpochLane(BufferLane):
             Turned: the view has changed; where a payload is waited for: that rank is gone.
             EvictedError, NoQuorumError: this process cannot go on.
         """
+        self._looked_in = self.roster.heard  # before the look
         self._check()
         if self.is_gone(src) if is_data else self._seen != self._calls.version:
             raise Turned
@@ -145,6 +147,9 @@ class EpochLane(BufferLane):
 
         Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused. What a rank
         showed that was stopped in a wait runs out; until then it may look as if all waited for each other.
+
+        Who is accused is behind in the epoch in which the accusation counts: that of the last look. Else who was behind
+        would be accused by news that came since, in a view in which its time has just begun.
         """
         if self._is_coming_in:
             return False
@@ -153,7 +158,7 @@ class EpochLane(BufferLane):
         found = at_fault(self._rank, ranks, lines)
         if evicts and (late_s < HEAR_S or (not found and late_s < HEAR_S + FRESH_NS / 1e9)):
             return True
-        return self.roster.insist(found or ranks, what, seq, deadline)
+        return self.roster.insist(found or ranks, what, seq, deadline, self._looked_in)
 
     def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
         """Make call `seq`; False when the view changes, and it must not be."""
@@ -224,6 +229,7 @@ class EpochLane(BufferLane):
     def _look(self, rank: int, what: str, seq: int, started: float, deadline: float) -> None:
         """Between two looks at what a rank does: see whether to go on waiting."""
         self._interrupt()
+        self._looked_in = self.roster.heard
         self._check()
         self.show(self._op, seq or self._exchange.seq + 1, [rank])
         now = time.monotonic()

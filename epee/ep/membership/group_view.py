@@ -200,10 +200,10 @@ class Roster:
                 new = new._replace(agreed=new.agreed._replace(is_fresh=is_fresh))
             new = new._replace(agreed=max(new.agreed, old.agreed))
             self._note_causes(old, new, decision)
+            if self.calls is not None:
+                self.calls.add(decision)  # first: who reads that it has been heard finds what it means for calls
             self.state = decision.epoch, new
             self.newest = new.epoch
-            if self.calls is not None:
-                self.calls.add(decision)
 
     def _view_of(self, decision: Decision) -> View:
         """Return what a decision says by itself; its epoch is the first in which it can have been so."""
@@ -327,10 +327,13 @@ class Roster:
             found = [Loss(rank, *what) for (rank, _), what in self._causes.items() if what[0] > after]
         return sorted(found)
 
-    def insist(self, ranks: Sequence[int], what: str, seq: int, deadline: float) -> bool:
-        """At a time-out: do what the group's policy is with silent ranks; True while waiting on may still help."""
+    def insist(self, ranks: Sequence[int], what: str, seq: int, deadline: float, heard: int) -> bool:
+        """At a time-out: do what the group's policy is with ranks that are silent in the view of epoch `heard`.
+
+        True while waiting on may still help.
+        """
         slots = {rank: self.seat.slots[rank] for rank in ranks}
-        return self._awaited.insist(slots, lambda: what, seq, self.heard, deadline)
+        return self._awaited.insist(slots, lambda: what, seq, heard, deadline)
 
 
 def failure(losses: list[Loss], op: str, rank: int, seq: int, epoch: int, elapsed: float) -> PeerError:

@@ -1,6 +1,7 @@
 """The engine of a group as those modules see it that it calls itself, and that therefore cannot import it.
 
-`overlap`, `stall`, `progress` and `interrupts` in `engine/` each do one part of the engine's work on its state.
+Each of them (`express`, `overlap`, `stall`, `progress`, `interrupts`, `unclaimed`, `ending` in `engine/`) does one part
+of the engine's work on its state.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from collections import deque
 from typing import Protocol
 
 from ..view.process.detector import DeathWatch
+from .engine.entry import Entry
 from .engine.operation import Block, Driven, Operation
+from .engine.waiting import Waiting
 from .membership.epochs import Survival
 from .membership.sizes import Mask
 from .membership.unsettled import UnsettledCalls
@@ -19,12 +22,26 @@ from .p2p.message import Message
 from .ranges import Written
 
 
+class Background(Protocol):
+    """The background thread of a group (`engine/progress.py`)."""
+
+    def is_current(self) -> bool:
+        """True on the thread itself."""
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+
+
 class EngineFace(Protocol):
-    """What those modules use; `engine.Engine` and its bases say what each of it is."""
+    """What those modules use; `engine.Engine` says what each of it is."""
 
     box: Outboxes
-    members: Outboxes
     flags: int
+    timeout_s: float
+    entry: Entry
+    waits: Waiting
+    members: Outboxes
+    contributors: tuple[int, ...]
     seq: int
     queue: deque[Operation]
     messages: list[Message]
@@ -33,41 +50,28 @@ class EngineFace(Protocol):
     mask: Mask
     watch: DeathWatch
     survival: Survival | None
+    unclaimed: list[Operation]
     unsettled: UnsettledCalls
+
+    @property
+    def helper(self) -> Background:
+        """The thread for calls that nobody waits for."""
 
     @property
     def num_retired(self) -> int:
         """Calls up to this number have ended on this rank."""
 
-    def enter_if_free(self, patient: bool) -> bool:
-        """Take the lock when no thread is inside a call (or, if `patient`, leaves within a moment)."""
-
-    def leave(self) -> None:
-        """Give the lock back."""
-
-    def leave_wholly(self) -> None:
-        """Give the lock back, however often an interrupt made this thread take it."""
-
-    def hold(self) -> None:
-        """Own the lock after an interrupt, as the frames of the call expect."""
-
-    def widen(self) -> None:
-        """Give this thread back the core that it may have left for a moment."""
-
-    def sleep_on(self, block: Block) -> None:
-        """Sleep on a word with the lock given back."""
+    def raise_flag(self, bit: int) -> None:
+        """Set a bit of `flags`, from any thread."""
 
     def advance(self, op: Driven) -> Block | None:
         """Move `op` one step; None when something ended."""
 
-    def disown(self, op: Operation, exc: BaseException) -> None:
-        """End a call whose caller gets `exc` instead, or leave it unclaimed."""
+    def drive(self, op: Driven, until: float | None = None) -> None:
+        """Step `op` and what is before it until it is done."""
 
     def retire(self, op: Driven) -> None:
         """Have the listeners of an ended call told."""
 
     def retire_heads(self) -> None:
         """Take finished calls off the queue."""
-
-    def left(self) -> list[int]:
-        """Return the peers that have left the group."""

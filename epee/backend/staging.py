@@ -280,7 +280,7 @@ class StagedWork(Work):
     def get_future(self) -> Any:
         """Return a future of the output tensors; whoever uses its value waits on its streams, not on the host."""
         if self._future is None:
-            if self.engine.in_background():
+            if self.engine.helper.is_current():
                 with contextlib.suppress(EpeeError):  # the future raises it
                     self._drive(None)
             ended = self._staged.futures_device()

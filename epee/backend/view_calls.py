@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidArgument, InvalidState, RankFailedError
 from ..view.group import GroupInView
+from .engine.ending import leavers
 from .engine.engine import Engine
 from .engine.entry import ENDED
 from .membership.epochs import Survival
@@ -193,7 +194,7 @@ class ViewCalls:
         engine = self._engine
         if engine.flags & ENDED:
             raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
-        for peer in engine.left():
+        for peer in leavers(engine.box):
             engine.mask[peer] = 0
         return torch.tensor(engine.mask.first(self.num_slots), dtype=torch.int32, device="cpu")
 

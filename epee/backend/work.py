@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..errors import EpeeError
 from .engine.operation import Driven
+from .engine_face import Background
 from .outbox import Outboxes
 from .p2p.message import ANY, Message
 
@@ -28,6 +29,10 @@ class EngineOfWork(Protocol):
 
     box: Outboxes
 
+    @property
+    def helper(self) -> Background:
+        """The thread for calls that nobody waits for."""
+
     def wait(self, op: Driven, timeout_s: float | None) -> None:
         """Drive until `op` is done; raise its error."""
 
@@ -36,9 +41,6 @@ class EngineOfWork(Protocol):
 
     def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
         """Call `listener(op)` when the call has ended."""
-
-    def in_background(self) -> bool:
-        """True on the background thread."""
 
 
 class Done(_WorkBase):  # type: ignore[misc]
@@ -158,7 +160,7 @@ class Work(_WorkBase):  # type: ignore[misc]
         In a callback that runs on that thread (PowerSGD's waits for such a future) the call is driven to its end first.
         """
         if self._future is None:
-            if self.engine.in_background():
+            if self.engine.helper.is_current():
                 with contextlib.suppress(EpeeError):  # the future raises it
                     self.wait()
             ended: Any = torch.futures.Future()

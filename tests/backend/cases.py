@@ -48,7 +48,7 @@ def when_asleep(engine: Any, act: Callable[[], Any], thread: int | None = None) 
 
     def watch() -> None:
         deadline = time.monotonic() + 30
-        while sleeper not in engine._asleep:
+        while sleeper not in engine.entry.asleep:
             if time.monotonic() > deadline:
                 return  # the test misses what `act` does
             time.sleep(0.001)

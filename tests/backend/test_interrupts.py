@@ -128,8 +128,8 @@ def at_every_line(rank: int, num_ranks: int, folder: str, kind: str, count: int,
             assert _sane(x, 2.0, kind, "peer") or True
         more = in_step(at, more)
         at += stride
-    assert not engine._lock._is_owned()
-    assert not engine._asleep
+    assert not engine.entry._lock._is_owned()
+    assert not engine.entry.asleep
     dist.destroy_process_group()
     return at
 
@@ -380,7 +380,7 @@ def stale_lock(rank: int, num_ranks: int, folder: str) -> str:
     """Another thread does not wait for ever for a lock that an interrupt left; the next call of its owner mends it."""
     cases.init(rank, num_ranks, folder, op_timeout=1.0)
     engine = dist.group.WORLD._engine
-    engine.enter()  # as if interrupted right behind this line
+    engine.entry.enter()  # as if interrupted right behind this line
     told = []
 
     def other() -> None:
@@ -393,7 +393,7 @@ def stale_lock(rank: int, num_ranks: int, folder: str) -> str:
     thread.start()
     thread.join(20)
     dist.barrier()
-    assert not engine._lock._is_owned()
+    assert not engine.entry._lock._is_owned()
     thread = threading.Thread(target=dist.barrier)
     thread.start()
     thread.join(20)
@@ -457,7 +457,7 @@ def aborted_before_commit(rank: int, num_ranks: int, folder: str) -> None:
     x = torch.ones(3)
     if rank == 0:
         box = group._engine.box
-        loads = group._engine._num_loads
+        loads = group._engine.waits.num_loads
 
         class Loads:  # the fast path asks for it when the peer's header is not there yet
             def __index__(self) -> int:
@@ -467,7 +467,7 @@ def aborted_before_commit(rank: int, num_ranks: int, folder: str) -> None:
                 group.abort()
                 return loads
 
-        group._engine._num_loads = Loads()
+        group._engine.waits.num_loads = Loads()
         with pytest.raises(AbortedError):
             dist.all_reduce(x, group=group)
         assert x.tolist() == [1.0] * 3

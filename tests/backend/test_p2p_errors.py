@@ -311,7 +311,7 @@ def sends_to_one_that_leaves(rank: int, num_ranks: int, folder: str) -> float:
     x = torch.full((1,), float(7 - rank))
     if rank == 0:
         engine: Any = dist.group.WORLD._engine  # type: ignore[union-attr]
-        engine._helper.kick = lambda *_, **__: None
+        engine.helper.kick = lambda *_, **__: None
         work = dist.isend(x, 1)
         until = time.monotonic() + 20.0
         while not engine.flags & NEWS:

@@ -163,7 +163,7 @@ def test_an_interrupt_before_any_line_loses_no_decision(processes: list[Process]
         case, interrupt = Case(processes, mode), Interrupt(at)
         was_interrupted = interrupt.run(case.engine)
         if was_interrupted:
-            assert not case.engine._lock._is_owned(), interrupt.where
+            assert not case.engine.entry._lock._is_owned(), interrupt.where
             claimed = case.survival.freeze()  # an agreement may begin at once; it says the same as before
             case.survival.thaw()
             assert claimed.issued == (1 if mode.startswith("raise") else 0), interrupt.where

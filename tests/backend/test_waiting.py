@@ -10,14 +10,16 @@ from typing import Any, cast
 import pytest
 
 from epee.backend.engine import interrupts, waiting
-from epee.backend.engine.entry import ENDED
+from epee.backend.engine.entry import ENDED, Entry, Guarded
 from epee.backend.engine.waiting import MOVE_PAUSE_S, Waiting
 from epee.backend.outbox import CORE, STATE_WORDS
 
 
 def made(rank: int) -> tuple[Waiting, list[list[int]]]:
     words = [[0] * STATE_WORDS for _ in range(2)]
-    return Waiting(cast(Any, SimpleNamespace(rank=rank, num_ranks=2, words=words, own=words[rank]))), words
+    box = SimpleNamespace(rank=rank, num_ranks=2, words=words, own=words[rank])
+    guarded = cast(Guarded, SimpleNamespace(box=box, flags=0, timeout_s=0.0))
+    return Waiting(guarded, Entry(guarded)), words
 
 
 def tries(rank: int, monkeypatch: pytest.MonkeyPatch, num_cores_apart: int) -> tuple[bool, Waiting]:
@@ -40,13 +42,12 @@ def test_the_higher_rank_leaves_a_shared_core_and_keeps_its_affinity(monkeypatch
 
 def test_a_waiter_takes_the_lock_back_however_late_it_comes_to_it() -> None:
     """The process may have been stopped for longer than the group's time-out between two lines."""
-    wait, _ = made(0)
-    wait.timeout_s = 0.0
-    wait._lock.acquire()
-    wait._let_go()
-    wait._take_back()
-    assert wait._lock._is_owned()
-    wait.leave()
+    entry = made(0)[0]._entry
+    assert entry.stop_calls(1.0)
+    entry.let_go()
+    entry.take_back()
+    assert entry._lock._is_owned()
+    entry.leave()
 
 
 def test_nobody_moves_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def cores() -> Iterator[set[int]]:
 
 def broken_off(wait: Waiting) -> None:
     """What `interrupts.broken_off` does to a wait; the rest of it has no part here."""
-    owner: Any = SimpleNamespace(hold=lambda: None, leave_wholly=lambda: None, widen=wait.widen, flags=ENDED)
+    owner: Any = SimpleNamespace(entry=wait._entry, waits=wait, flags=ENDED)
     interrupts.broken_off(owner, Interrupt())
 
 

@@ -11,18 +11,17 @@ One call, one verdict. Whatever comes out of a call passes `interrupts.py`: an e
 may raise between any two lines, a lack of quorum, a shortage. It brings the books in order before the lock is given
 back: a call whose results were being written is finished, another one of the caller's own is withdrawn
 (`withdrawal.py`), so that it ends alike on all ranks. A call that has completed all the same, or whose end is not known
-yet, is *unclaimed*: its results go to private copies, and the next call is taken for its repetition if it is of the
-same kind; it continues the number and gets them (`claim`). So the ranks stay in step, and a tensor is as before or
-complete. A wait for a request that the caller holds leaves the request open. Should even that be broken off, the next
-call repairs the same (`Entry.recover`). A handler that closes the group leaves the rest of the closing to the call that
-it interrupted, which raises `AbortedError`.
+yet, is left for its repetition (`unclaimed.py`). So the ranks stay in step, and a tensor is as before or complete. A
+wait for a request that the caller holds leaves the request open. Should even that be broken off, the next call repairs
+the same (`Entry.recover`). A handler that closes the group leaves the rest of the closing to the call that it
+interrupted, which raises `AbortedError`.
 
 Seams for failure handling, and what they promise:
 
 - `flags` is zero while all is well. A bit set in it, from any thread or handler, is seen by every call before it takes
-  the lock, by every wait within one sleep (5 ms) and by a call before it writes results; it then passes `_anomaly`
-  (entering) or `_wait_ended` (inside). Nothing else on the fast path looks at the health of the group.
-- `_anomaly` runs without the lock and must raise. `_wait_ended` runs with it, once per call, and must raise.
+  the lock, by every wait within one sleep (5 ms) and by a call before it writes results; it then passes
+  `await_flags` (entering) or `_wait_ended` (inside). Nothing else on the fast path looks at the health of the group.
+- `await_flags` runs without the lock, `_wait_ended` with it; both raise where the call cannot go on.
 - `trouble.examine` runs with the lock, in whichever thread waits, after each sleep that brought nothing. It may `fail`
   any call of the queue and retires what it ended; it must not block.
 - A call ends once: `fail` after `done` has no effect. Calls retire in order, each with a header of its number in the
@@ -31,14 +30,16 @@ Seams for failure handling, and what they promise:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from functools import partial
 from typing import Any
 
 from ...errors import AbortedError, InvalidArgument, InvalidState, PeerError
 from ...view.process.detector import DeathWatch
-from ..collectives.plan import NOTHING, Make, Plan, RefusedPlan, Tensors, refused
+from ..collectives.plan import NOTHING, Make, RefusedPlan, Tensors, refused
 from ..membership.epochs import Survival
 from ..membership.sizes import Mask
 from ..membership.unsettled import UnsettledCalls
@@ -46,22 +47,27 @@ from ..outbox import BELL, CONSUMED, CONSUMED_TOO, GAVE_UP, Outboxes, consumed_o
 from ..p2p.channel import Mailroom
 from ..p2p.message import Absence, Message
 from ..ranges import Written
-from . import interrupts, overlap
+from . import ending, interrupts, overlap, unclaimed
 from . import stall as trouble
-from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED
-from .express import Express
+from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
+from .express import run_short
 from .operation import NO_ROOM, Block, Driven, Operation
 from .progress import Helper
-from .waiting import NAP_ROUNDS
+from .waiting import NAP_ROUNDS, Waiting
 
 FROZEN_LOOK_S = 0.005
 
 
-class Engine(Express):
+class Engine:
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
+    Its parts: `entry` has the lock, `waits` the ways to wait, `mail` the messages, `helper` the background thread.
+    What runs on its state stands in modules of functions (`express`, `overlap`, `stall`, `interrupts`, `unclaimed`,
+    `ending`).
+
     Attributes:
-        timeout_s: how long a call waits when it names no time-out.
+        timeout_s: how long a call waits when it names no time-out, for the lock as well.
+        flags: 0, or why no call can run (ENDED) or what must be looked at first. Tested by every call.
         members: the outboxes of those who take part in the next call, which is planned with them; `box` has all ranks.
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
         unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
@@ -70,16 +76,21 @@ class Engine(Express):
     """
 
     def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float, first_number: int = 1) -> None:
-        super().__init__(box)
+        self.box = box
         self.watch = watch
         self.timeout_s = timeout_s
+        self.flags = 0
+        self._flags_lock = threading.Lock()
+        self.entry = Entry(self)
+        self.waits = Waiting(self, self.entry)
         self.seq = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box, first_number)
         self.written = Written()
         self.messages: list[Message] = []  # those that are open, and some that have ended since somebody looked
-        self._helper = Helper(self)
+        self.helper = Helper(self)
         self.members = box
+        self.contributors: tuple[int, ...] = ()
         self.survival: Survival | None = None
         self.unclaimed: list[Operation] = []
         self.unsettled = UnsettledCalls()
@@ -104,12 +115,12 @@ class Engine(Express):
         seen = overlap.glance(self) if self.queue or self.messages else None
         box = self.members
         plan = make(box)
-        self.enter()
+        self.entry.enter()
         op = None
         try:
             if self.untold is not None or (self.unsettled.calls and self.flags & CHANGING):
                 self._tell()
-            op = self.claim(make) if self.unclaimed else None
+            op = unclaimed.claim(self, make) if self.unclaimed else None
             if op is None:
                 if box is not self.members or (seen and overlap.has_moved(self, seen)):  # planned too early
                     box = self.members
@@ -120,11 +131,11 @@ class Engine(Express):
                 op.tensors = tensors
                 if self.queue or self.messages:
                     overlap.order(self, op)
-                if self.queue or self.flags or op.before or self.unsettled.calls or not self._express(op):
+                if self.queue or self.flags or op.before or self.unsettled.calls or not run_short(self, op):
                     self.queue.append(op)
                     self._publish_waiting()
                     self.drive(op)
-            self.leave()
+            self.entry.leave()
             if op.error is None:
                 return op
         except BaseException as exc:
@@ -142,12 +153,12 @@ class Engine(Express):
         seen = overlap.glance(self) if self.queue or self.messages else None
         box = self.members
         plan = make(box)
-        self.enter()
+        self.entry.enter()
         op = None
         try:
             if may_claim and (self.untold is not None or (self.unsettled.calls and self.flags & CHANGING)):
                 self._tell()
-            op = self.claim(make) if self.unclaimed and may_claim else None
+            op = unclaimed.claim(self, make) if self.unclaimed and may_claim else None
             if op is None:
                 if box is not self.members or (seen and overlap.has_moved(self, seen)):
                     box = self.members
@@ -160,8 +171,8 @@ class Engine(Express):
                 self.seq = op.seq
                 self.queue.append(op)
                 self._publish_waiting()
-                self._helper.kick()
-            self.leave()
+                self.helper.kick()
+            self.entry.leave()
             return op
         except BaseException as exc:
             interrupts.broken_off(self, exc, op)
@@ -171,54 +182,12 @@ class Engine(Express):
         if self.survival is not None:
             self.survival.raise_untold()
 
-    def claim(self, make: Make) -> Operation | None:
-        """Return the unclaimed call that `make` repeats, its results in the places of the repetition; None: a new call.
-
-        The end of that call must be known first. A call of another kind repeats none of them: its caller goes on
-        without their results, as the other ranks do that have them.
-
-        Raises:
-            CommTimeoutError: the end is still open; nothing was issued, the call may be repeated.
-        """
-        for op in self.unclaimed[:]:
-            plan = self._repetition(op, make)
-            if plan is None:
-                continue
-            if not op.done:
-                self.drive(op, time.monotonic() + self.timeout_s)
-            if op.error is None:
-                plan.deliver(op.plan.sinks())
-                self.contributors = op.box.members
-                del self.unclaimed[: self.unclaimed.index(op) + 1]
-                return op
-            self.unclaimed.remove(op)
-        self.unclaimed.clear()
-        return None
-
-    @staticmethod
-    def _repetition(op: Operation, make: Make) -> Plan | None:
-        """Return the plan of an unclaimed call for the places of the call that `make` plans, if it repeats it."""
-        try:
-            plan = make(op.box)
-        except InvalidArgument:  # it does not fit that call's members
-            return None
-        return plan if plan.is_like(op.plan) else None
-
-    def disown(self, op: Operation, exc: BaseException) -> None:
-        """End a call whose caller gets `exc` instead, or leave it unclaimed. The lock is held."""
-        try:
-            op.disown(exc)
-        except MemoryError:  # for the private copies: its results cannot be kept
-            op.fail(exc)
-        if op.told is not None and op not in self.unclaimed:
-            self.unclaimed.append(op)
-
     def look(self, step: Callable[[], None]) -> None:
         """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
-        self.enter()
+        self.entry.enter()
         try:
             step()
-            self.leave()
+            self.entry.leave()
         except BaseException as exc:
             interrupts.broken_off(self, exc)
             raise
@@ -250,7 +219,7 @@ class Engine(Express):
 
     def post(self, message: Message) -> None:
         """Issue a send or a receive; it moves as far as it can at once."""
-        self.enter()
+        self.entry.enter()
         try:
             if self.mail.out:
                 error = self.mail.absence(message)
@@ -266,8 +235,8 @@ class Engine(Express):
                 self.messages.append(message)
                 message.started = time.monotonic()
                 message.deadline = message.started + self.timeout_s
-                self._helper.kick()
-            self.leave()
+                self.helper.kick()
+            self.entry.leave()
         except BaseException as exc:  # it goes to the caller: the message must not stay posted and take a later one
             interrupts.broken_off(self, exc, message)
             interrupts.tell(self, exc, message)
@@ -275,7 +244,7 @@ class Engine(Express):
 
     def take_back(self, op: Driven, exc: BaseException) -> None:
         """Give up a message out of whose blocking call `exc` comes: nobody can wait for it again."""
-        if self.flags & ENDED or self.num_calls_below() > 1:
+        if self.flags & ENDED or self.entry.num_calls_below() > 1:
             return
         interrupts.broken_off(self, AbortedError("the blocking call of this message was interrupted"), op)
         if isinstance(op, Message):
@@ -300,7 +269,7 @@ class Engine(Express):
         """
         if not op.done:
             try:
-                self.enter(while_frozen=True)
+                self.entry.enter(while_frozen=True)
             except (AbortedError, InvalidState):
                 if op.error is not None:  # an abort has ended the call in the meantime
                     raise op.error from None
@@ -308,7 +277,7 @@ class Engine(Express):
             try:
                 until = time.monotonic() + timeout_s if timeout_s is not None else None
                 self.drive(op, until)
-                self.leave()
+                self.entry.leave()
             except BaseException as exc:
                 interrupts.broken_off(self, exc)
                 raise
@@ -341,7 +310,7 @@ class Engine(Express):
         finally:
             op.num_waiters -= 1
             if self.queue or not op.done:  # nobody waits for these now
-                self._helper.go_on(soon=bool(self.queue and self.queue[0].on_done))
+                self.helper.go_on(soon=bool(self.queue and self.queue[0].on_done))
 
     def advance(self, op: Driven) -> Block | None:
         """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
@@ -413,7 +382,8 @@ class Engine(Express):
         plan = op.plan if isinstance(op.plan, RefusedPlan) else refused(op.plan.name, InvalidArgument(told))
         return Operation(plan, op.seq, op.box, 0.0).publish(op.box)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Bring the books in order after an interrupt; the lock is held."""
         interrupts.settle(self)
         self.retire_heads()
 
@@ -423,18 +393,18 @@ class Engine(Express):
             head.start_clock()
             head.patience = min(head.patience + 1, NAP_ROUNDS)
             if block.word == BELL and head.patience == NAP_ROUNDS:
-                self.sleep_on(block)
+                self.waits.sleep_on(block)
             else:
-                self._nap(head.patience)
+                self.waits.nap(head.patience)
             if self.flags & ~CHANGING:
                 self._wait_ended(op)
             if head.patience == NAP_ROUNDS:
                 trouble.examine(self, None, head, op, until)
             return
-        if head.patience == 0 and (self._spin(block) or self._yield_until(block, head.start_clock())):
+        if head.patience == 0 and (self.waits.spin(block) or self.waits.yield_until(block, head.start_clock())):
             return
         head.patience = 1
-        self.sleep_on(block)
+        self.waits.sleep_on(block)
         if self.flags & ~CHANGING:
             self._wait_ended(op)
         if self.box.words[block.rank][block.word] < block.value:
@@ -447,7 +417,7 @@ class Engine(Express):
         if op.error is not None:
             raise op.error
         if self.flags & FORKED:
-            self._anomaly()
+            self.entry.raise_ended()
         if self.flags & ENDED:
             raise AbortedError("the call was ended: another thread destroyed or aborted the process group")
         survival = self.survival
@@ -457,13 +427,27 @@ class Engine(Express):
         if self.flags & TROUBLED:
             survival.raise_trouble()
         if self.flags & FROZEN:
-            self._let_go()
+            self.entry.let_go()
             try:
                 survival.await_thaw(FROZEN_LOOK_S)
             finally:
-                self._take_back()
+                self.entry.take_back()
 
-    def _may_go_on(self, while_frozen: bool = False) -> bool:
+    # ---- flags
+
+    def raise_flag(self, bit: int) -> None:
+        """Set a bit of `flags`, from any thread."""
+        with self._flags_lock:
+            self.flags |= bit
+
+    def lower_flag(self, bit: int, unless: Sized = ()) -> None:
+        """Clear a bit of `flags`, from any thread; not where something is in `unless`, which was put there before."""
+        with self._flags_lock:
+            if not unless:
+                self.flags &= ~bit
+
+    def may_go_on(self, while_frozen: bool = False) -> bool:
+        """Look at `flags` with the lock held; False when a call must not run now."""
         if self.flags & NEWS and self.survival is not None:
             self.survival.take_news()
         eviction = None if self.survival is None else self.survival.eviction
@@ -473,10 +457,11 @@ class Engine(Express):
             self.retire_heads()
         return not self.flags & (ENDED | TROUBLED | (0 if while_frozen else FROZEN))
 
-    def _anomaly(self) -> None:
+    def await_flags(self) -> None:
+        """Wait a moment, without the lock, for what `flags` say to be over; raise what they say of a call."""
         survival = self.survival
         if self.flags & ENDED or survival is None:
-            super()._anomaly()
+            self.entry.raise_ended()
             return
         if self.flags & TROUBLED:
             survival.await_quorum()
@@ -484,8 +469,42 @@ class Engine(Express):
         if self.flags & FROZEN:
             survival.await_thaw(FROZEN_LOOK_S)
 
+    # ---- the end
 
-Engine.calls = frozenset(
+    def retire(self, op: Driven) -> None:
+        """Have the listeners of an ended call told once the lock is free."""
+        if self.survival is not None:
+            self.survival.hide()
+        if op.on_done:
+            self.entry.after.append(partial(ending.tell, op))
+
+    def listen(self, op: Driven, listener: Callable[[Driven], None]) -> None:
+        """Call `listener(op)` when the call has ended, at once when it has already; never with the lock held."""
+        if not self.entry.stop_calls(0.0):  # a signal handler may be here inside a call: it has the lock already
+            self.entry.queue_up()
+        try:
+            done = op.done
+            if not done:
+                op.on_done = [*(op.on_done or ()), listener]
+                self.helper.kick(soon=True)
+        finally:
+            self.entry.let_calls()
+        if done:
+            listener(op)
+
+    def close(self, aborted: bool = False) -> None:
+        """End every pending call with `AbortedError`, tell the peers, stop the thread, drop the memory; idempotent.
+
+        From a signal handler that interrupted a call of this group it returns at once: that call does the rest.
+        """
+        ending.close(self, aborted)
+
+    def forked(self) -> None:
+        """Called in a forked child: nothing here may be used, touched or closed."""
+        self.flags |= FORKED
+
+
+Entry.calls = frozenset(
     function.__code__
     for function in (
         Engine.run,

@@ -12,7 +12,7 @@ between which two lines the exception came:
 - any other call that the caller can no longer reach is given up: if it was published it is withdrawn, so that it fails
   on all ranks or, where one has completed it, on none; if not, the peers find a refusal in its place. Its tensor is as
   before;
-- a call that has completed although its caller got the exception, or may still, is unclaimed: see `Engine.claim`;
+- a call that has completed although its caller got the exception, or may still, is unclaimed: see `unclaimed.py`;
 - a request that the caller still holds (an interrupted `wait`) stays open.
 """
 
@@ -24,6 +24,7 @@ from ..engine_face import EngineFace
 from ..p2p.message import Message
 from .entry import ENDED
 from .operation import Driven, Operation
+from .unclaimed import disown
 
 MAX_INTERRUPTS = 100  # in a row, put off while the books are brought in order
 
@@ -36,13 +37,13 @@ def broken_off(engine: EngineFace, exc: BaseException, op: Driven | None = None)
     """
     for _ in range(MAX_INTERRUPTS):
         try:
-            engine.hold()
-            engine.widen()
+            engine.entry.hold()
+            engine.waits.widen()
             _give_up(engine, exc, op)
-            engine.leave_wholly()
+            engine.entry.leave_wholly()
             return
         except Exception:
-            engine.leave_wholly()
+            engine.entry.leave_wholly()
             raise
         except BaseException:  # noqa: BLE001 - put off, see above
             continue
@@ -57,7 +58,7 @@ def _give_up(engine: EngineFace, exc: BaseException, op: Driven | None) -> None:
     if isinstance(op, Message):
         engine.mail.break_off(op, exc)
     elif op is not None and op.seq <= engine.seq:  # else it was not counted yet: it has not begun
-        engine.disown(op, exc)
+        disown(engine, op, exc)
     engine.retire_heads()
 
 

@@ -94,7 +94,7 @@ class Helper:
                 time.sleep(GRACE_S)
             self._soon = False
             try:
-                if not self._engine.enter_if_free(misses >= MAX_MISSES):
+                if not self._engine.entry.enter_if_free(misses >= MAX_MISSES):
                     misses += 1
                     continue
             except ResourceError:  # news cannot be taken over now; calls of the program's say so, this thread goes on
@@ -113,7 +113,7 @@ class Helper:
             except AbortedError:
                 return
             finally:
-                self._engine.leave()
+                self._engine.entry.leave()
             if parked:  # not `self._parked`: a kick may have cleared that already, and opened the gate
                 idle = 0 if self._gate.acquire(timeout=PARK_S) else LINGER_ROUNDS
 
@@ -155,7 +155,7 @@ class Helper:
                 self._look(waits, message)
                 block = block or waits
         if block is not None and block.rank >= 0:
-            engine.sleep_on(block)
+            engine.waits.sleep_on(block)
 
     def _look(self, block: Block, head: Driven) -> None:
         """Look for trouble from the second time on that a call does not move."""

@@ -13,6 +13,7 @@ from ...view.protocol.withdrawal import GRACE_S
 from ..engine_face import EngineFace
 from ..outbox import GAVE_UP, Outboxes
 from ..p2p.message import ANY, STAYS_OPEN, Message
+from .ending import leavers
 from .operation import Block, Driven, Operation
 from .withdrawal import withdrawn
 
@@ -145,7 +146,7 @@ def behind(engine: EngineFace, block: Block | None) -> list[int]:
 def _lost_peer(engine: EngineFace, block: Block | None, head: Driven, now: float) -> bool:
     """Fail the head when it waits for a rank that cannot come any more. A last look at its words comes first."""
     dead = engine.watch.dead()
-    gone = engine.left()
+    gone = leavers(engine.box)
     for peer in gone:
         engine.mask[peer] = 0
     if isinstance(head, Operation):

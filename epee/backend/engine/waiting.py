@@ -16,8 +16,8 @@ import os
 import time
 
 from ...memory.signals import YIELD_S, futex_sleep
-from ..outbox import CORE, SLEEPERS, Outboxes
-from .entry import CHANGING, Entry
+from ..outbox import CORE, SLEEPERS
+from .entry import CHANGING, Entry, Guarded
 from .operation import Block
 
 STOLEN_S = 5e-6  # a yield to nobody takes 0.5 us
@@ -29,12 +29,21 @@ MOVE_PAUSE_S = 0.002  # least time between two moves: the scheduler may know bet
 _getcpu = ctypes.PyDLL(None).sched_getcpu
 
 
-class Waiting(Entry):
-    """The sleep of one group in one process; `Engine` builds on it."""
+class Waiting:
+    """The sleep of one group in one process.
 
-    def __init__(self, box: Outboxes) -> None:
-        super().__init__(box)
-        self.count_ranks(box.num_ranks)
+    Args:
+        guarded: the group's state; `guarded.flags` end a wait.
+        entry: its lock.
+
+    Attributes:
+        num_loads: how often a wait polls before it yields.
+    """
+
+    def __init__(self, guarded: Guarded, entry: Entry) -> None:
+        self._guarded = guarded
+        self._entry = entry
+        self.count_ranks(guarded.box.num_ranks)
         self._shares_core = False
         self._moved = 0.0
         self._narrowed: tuple[set[int], set[int]] | None = None  # see `widen`
@@ -42,34 +51,34 @@ class Waiting(Entry):
     def count_ranks(self, num_ranks: int) -> None:
         """Suit the patience to the number of ranks: polling for long loses much on a busy machine and gains little."""
         self._own_core = num_ranks <= len(os.sched_getaffinity(0))
-        self._num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
+        self.num_loads = LOADS_OWN_CORE if self._own_core else LOADS_SHARED_CORE
 
     # ---- waiting, with the lock held
 
-    def _spin(self, block: Block) -> bool:
+    def spin(self, block: Block) -> bool:
         """Poll for some microseconds; True when the block's word is there."""
-        words, index, value = self.box.words[block.rank], block.word, block.value
-        for _ in range(self._num_loads):
+        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
+        for _ in range(self.num_loads):
             if words[index] >= value:
                 break
         else:
             return False
         return True
 
-    def _yield_until(self, block: Block, now: float) -> bool:
+    def yield_until(self, block: Block, now: float) -> bool:
         """Yield for up to `YIELD_S`; True when the word is there.
 
         A yield that takes long has let somebody else run: this core is shared, maybe with the very peer, while another
         idles. If it is the peer, one of the two moves (`_part`). The next wait then sleeps at once, because a task that
         is woken is put on an idle core and one that yields stays where it is.
         """
-        self.box.own[CORE] = 1 + _getcpu()
-        words, index, value = self.box.words[block.rank], block.word, block.value
+        self._guarded.box.own[CORE] = 1 + _getcpu()
+        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
         until = now + YIELD_S
         if self._shares_core:
             self._shares_core = False
             return False
-        while now < until and not self.flags & ~CHANGING:
+        while now < until and not self._guarded.flags & ~CHANGING:
             if words[index] >= value:
                 return True
             before = now
@@ -87,7 +96,11 @@ class Waiting(Entry):
         times the latency. Only the higher rank moves, else both would. The thread's affinity is the same afterwards.
         """
         own = 1 + _getcpu()
-        if peer > self.box.rank or self.box.words[peer][CORE] != own or now - self._moved < MOVE_PAUSE_S:
+        if (
+            peer > self._guarded.box.rank
+            or self._guarded.box.words[peer][CORE] != own
+            or now - self._moved < MOVE_PAUSE_S
+        ):
             return False
         self._moved = now
         allowed = os.sched_getaffinity(0)
@@ -122,27 +135,27 @@ class Waiting(Entry):
     def sleep_on(self, block: Block) -> None:
         """Sleep on a word with the lock given back, for some milliseconds at most."""
         rank, index, value = block
-        box = self.box
+        box = self._guarded.box
         words, address = box.words[rank], box.address[rank] + 8 * index
-        box.own[SLEEPERS] = len(self._asleep) + 1
+        box.own[SLEEPERS] = len(self._entry.asleep) + 1
         seen = words[index]
-        self._let_go()
+        self._entry.let_go()
         try:
-            if seen < value and not self.flags & ~CHANGING:
+            if seen < value and not self._guarded.flags & ~CHANGING:
                 futex_sleep(address, seen)
         finally:
-            self._take_back()
+            self._entry.take_back()
 
-    def _nap(self, rounds: int) -> None:
+    def nap(self, rounds: int) -> None:
         """Wait for room, or for any of several words: there is no single word to sleep on.
 
         The first `NAP_ROUNDS` rounds of a wait yield, later ones sleep for half a millisecond.
         """
-        self._let_go()
+        self._entry.let_go()
         try:
             if rounds < NAP_ROUNDS:
                 os.sched_yield()
             else:
                 time.sleep(0.0005)
         finally:
-            self._take_back()
+            self._entry.take_back()

@@ -198,7 +198,7 @@ class Survival(Intake):
             engine = self._engine
         if engine is None:
             return LaneState(self.lane, 0, self._claimed_unborn())
-        while not engine.stop_calls(LOCK_SLICE_S):
+        while not engine.entry.stop_calls(LOCK_SLICE_S):
             if engine.flags & ENDED:
                 return LaneState(self.lane, engine.seq, engine.seq)
         try:
@@ -209,7 +209,7 @@ class Survival(Intake):
             completed = head.seq if is_written and head is not None else engine.num_retired
             return LaneState(self.lane, completed, self._claimed(engine.seq))
         finally:
-            engine.let_calls()
+            engine.entry.let_calls()
 
     def _claimed(self, issued: int) -> int:
         """Return what to tell as the last call issued, where `issued` is the truth. The engine's lock is held.

@@ -25,8 +25,9 @@ from ...view.protocol.messages import Decision, Member
 from ...view.protocol.outcome import Course, first_seq
 from ...view.runtime import Runtime
 from ..bootstrap.home import OutboxEndpoint, outbox_of
-from ..engine.entry import ENDED
+from ..engine.entry import ENDED, Entry
 from ..engine.operation import Operation
+from ..engine.waiting import Waiting
 from ..outbox import Outboxes
 from ..p2p.channel import Mailroom, first_number
 from ..p2p.message import Absence, Message
@@ -42,6 +43,8 @@ UNSEEN_DEATH_S = 3.0  # a process of some GB takes that long to end on a busy ma
 class EngineOfLane(Protocol):
     """What a lane asks of its engine, here and in `epochs.py`."""
 
+    entry: Entry
+    waits: Waiting
     flags: int
     seq: int
     box: Outboxes
@@ -64,20 +67,11 @@ class EngineOfLane(Protocol):
     def retire(self, op: Message) -> None:
         """Have the listeners of an ended call told."""
 
-    def count_ranks(self, num_ranks: int) -> None:
-        """Suit the patience to the number of ranks."""
-
     def raise_flag(self, bit: int) -> None:
         """Set a bit of `flags`, from any thread."""
 
     def lower_flag(self, bit: int, unless: Sized = ()) -> None:
         """Clear a bit of `flags`, from any thread; not where something is in `unless`, which was put there before."""
-
-    def stop_calls(self, timeout_s: float) -> bool:
-        """Take the lock, whatever `flags` say; False: not in time."""
-
-    def let_calls(self) -> None:
-        """Give back what `stop_calls` took."""
 
     def leave_out(self, rank: int, absence: Absence, is_told: bool) -> None:
         """End the messages of a rank without which a view has begun."""
@@ -269,7 +263,7 @@ class Intake:
             engine.retire(message)
             engine.mail.cancel(message)
         replace(self._full, rank, region)
-        engine.count_ranks(self._full.num_ranks)
+        engine.waits.count_ranks(self._full.num_ranks)
         engine.mail.renew(rank, first_number(epoch))
 
     def boxes_of(self, epoch: int) -> list[tuple[int, Outboxes]]:

@@ -213,9 +213,8 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce in place on all ranks."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        return self._go(
-            lambda box: calls.all_reduce(box, calls.one(tensors, "all_reduce"), code), opts, tensors, tensors
-        )
+        tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "all_reduce")
+        return self._go(functools.partial(calls.all_reduce, tensor=tensor, op=code), opts, tensors, tensors)
 
     @_collective("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:

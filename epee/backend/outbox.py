@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ import torch
 
 from ..errors import ProtocolError
 from ..memory.host import HostRegion
-from ..memory.layout import Field, Layout, align_up
+from ..memory.layout import Field, Layout
 from ..memory.signals import SEQ_BITS
 
 NUM_CELLS = 128
@@ -192,6 +193,22 @@ def has_left(words: memoryview) -> bool:
     return words[LIFE] in _GONE
 
 
+class Views(dict[Any, list[np.ndarray[Any, Any]]]):
+    """Every rank's outbox as a flat array of a dtype, made when first asked for: `views[dtype][rank]`.
+
+    Index in an array = byte offset / item size. A dict, because every call asks twice and C finds what is there.
+    """
+
+    def __init__(self, regions: Sequence[HostRegion], nbytes: int) -> None:
+        super().__init__()
+        self._regions = regions
+        self._nbytes = nbytes
+
+    def __missing__(self, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
+        arrays = self[dtype] = [region.array(dtype, self._nbytes) for region in self._regions]
+        return arrays
+
+
 class Outboxes:
     """All outboxes of one epoch, mapped: this rank's own and every peer's.
 
@@ -250,39 +267,32 @@ class Outboxes:
 
     def forget_views(self) -> None:
         """Make the arrays of `views` anew when they are asked for: the regions are others."""
-        self._views: dict[Any, list[np.ndarray[Any, Any]]] = {}
-
-    def views(self, dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
-        """Return every rank's outbox as a flat array of `dtype`; index = byte offset / item size."""
-        arrays = self._views.get(dtype)
-        if arrays is None:
-            arrays = [region.array(dtype, self.payload_bytes) for region in self.regions]
-            self._views[dtype] = arrays
-        return arrays
+        self.views = Views(self.regions, self.payload_bytes)
 
     def bytes_at(self, rank: int, offset: int, nbytes: int) -> bytes:
         """Return a copy of bytes of an outbox; short when the range passes its end."""
-        view = self.views(_BYTE)[rank]
+        view = self.views[_BYTE][rank]
         return view[offset : offset + nbytes].tobytes()
 
     def least_consumed(self) -> int:
         """Return the last call that every rank, this one too, is through with; who has left is through with all."""
-        least = consumed_of(self.own)
+        own = self.own
+        least = min(own[CONSUMED], own[CONSUMED_TOO])  # `consumed_of`, without its calls
         for words in self.peer_words:
-            consumed = consumed_of(words)
+            consumed = min(words[CONSUMED], words[CONSUMED_TOO])
             if consumed < least and not has_left(words):
                 least = consumed
-        return least
+        return int(least)
 
     def close(self) -> None:
         """Drop every reference to the mappings; the pages go with the last one."""
-        self._views.clear()
         for view in self.words:
             view.release()
         self.words = self.peer_words = []
         for region in self.regions:
             region.close()
         self.regions = []
+        self.forget_views()
 
 
 class StagingRing:
@@ -297,22 +307,21 @@ class StagingRing:
         self.nbytes = nbytes
         self._live: deque[tuple[int, int, int]] = deque()  # (seq, first byte, end), oldest first
 
-    def free(self, consumed: int) -> None:
-        """Take back what calls up to `consumed` held."""
-        live = self._live
-        while live and live[0][0] <= consumed:
-            live.popleft()
-
     def give_up(self, seq: int) -> None:
         """Take back what call `seq` and later ones held: they begin again."""
         live = self._live
         while live and live[-1][0] >= seq:
             live.pop()
 
-    def take(self, seq: int, nbytes: int) -> int:
-        """Return the offset of `nbytes` for call `seq`, or -1 when there is no room yet."""
-        nbytes = align_up(nbytes, ALIGN_BYTES)
+    def take(self, seq: int, nbytes: int, consumed: int) -> int:
+        """Return the offset of `nbytes` for call `seq`, or -1 when there is no room yet.
+
+        First takes back what calls up to `consumed` held.
+        """
+        nbytes = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         live = self._live
+        while live and live[0][0] <= consumed:
+            live.popleft()
         if live and live[-1][0] == seq:  # asked again after an interrupt
             return self.start + live[-1][1]
         if not live:

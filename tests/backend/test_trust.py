@@ -113,7 +113,7 @@ def pry(rank: int, num_ranks: int) -> list[str]:
     told = []
     for attempt in (
         lambda: box.words[1 - rank].__setitem__(5, 1),
-        lambda: box.views(np.dtype(np.float32))[1 - rank].__setitem__(5, 1),
+        lambda: box.views[np.dtype(np.float32)][1 - rank].__setitem__(5, 1),
         lambda: HostRegion.attach(region.blob),
     ):
         try:

@@ -49,7 +49,7 @@ class AllToAll(Plan):
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Write round `k` of every segment."""
         itemsize, sent = self._dtype.itemsize, self._sent
-        view = box.views(self._dtype)[self._rank]
+        view = box.views[self._dtype][self._rank]
         start = offset // itemsize
         if self._total <= self._compact_bytes:
             if k == 0:
@@ -113,7 +113,7 @@ class AllToAll(Plan):
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Copy round `k` of what every rank sends here."""
         itemsize, length = self._dtype.itemsize, self._length
-        views = box.views(self._dtype)
+        views = box.views[self._dtype]
         for rank, sink in enumerate(self._sinks):
             out: Array = self._privates[rank] if self._privates else sink.array
             if rank == self._rank:

@@ -54,7 +54,7 @@ class Spread(Plan):
         """Write round `k` of the block."""
         place = offset // self._dtype.itemsize
         part = self._source if self.rounds == 1 else self._source[k * self._length : (k + 1) * self._length]
-        box.views(self._dtype)[self._rank][place : place + len(part)] = part
+        box.views[self._dtype][self._rank][place : place + len(part)] = part
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Copy round `k` of every wanted block."""
@@ -62,7 +62,7 @@ class Spread(Plan):
             return
         first = k * self._length
         length = min(self._length, self._count - first)
-        views = box.views(self._dtype)
+        views = box.views[self._dtype]
         for rank, sink in self._sinks.items():
             place = offsets[rank] // self._dtype.itemsize
             out: Array = self._privates[rank] if self._privates else sink.array

@@ -118,7 +118,7 @@ class RefusedPlan(Plan):
 
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Write the reason as text."""
-        view = box.views(np.dtype(np.uint8))[box.rank]
+        view = box.views[np.dtype(np.uint8)][box.rank]
         view[offset : offset + len(self.reason)] = np.frombuffer(self.reason, np.uint8)
 
 

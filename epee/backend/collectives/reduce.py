@@ -76,9 +76,12 @@ class Reducer:
 
     `parts` are flat arrays of the carrier dtype in rank order, `out` one of the same length; `out` may be `parts[0]`
     itself but must not share memory with a later part. `scratch` comes from `scratch(len(out))` or of a larger number.
+
+    Attributes:
+        is_wide: it works in another dtype than the tensors', and needs scratch.
     """
 
-    __slots__ = ("_divide", "_dtype", "_op", "_ufunc", "_wide", "reduce")
+    __slots__ = ("_divide", "_dtype", "_op", "_ufunc", "_wide", "is_wide", "reduce")
 
     def __init__(self, op: int, dtype: torch.dtype, carrier: Carrier) -> None:
         self._op = op
@@ -91,11 +94,16 @@ class Reducer:
             kernel, self._wide = self._halves, np.dtype(np.float32)
         elif self._divide and carrier.dtype.kind in "iu":
             kernel, self._wide = self._integer_mean, np.dtype(np.uint64 if carrier.dtype == np.uint64 else np.int64)
+        self.is_wide = self._wide is not None
+        ufunc, is_one_ufunc = self._ufunc, not self.is_wide and not self._divide
 
         def reduce(parts: Sequence[Array], out: Array, scratch: Scratch) -> None:
             # a user's np.seterr must not decide how a collective ends: inf - inf is NaN, as everywhere
             with np.errstate(all="ignore"):
-                kernel(parts, out, scratch)
+                if is_one_ufunc and len(parts) == 2 and out.nbytes <= BLOCK_BYTES:
+                    ufunc(parts[0], parts[1], out)  # two ranks and little data: one Python call less
+                else:
+                    kernel(parts, out, scratch)
 
         self.reduce = reduce
 
@@ -112,12 +120,6 @@ class Reducer:
     def _plain(self, parts: Sequence[Array], out: Array, scratch: Scratch) -> None:
         count = len(out)
         block = BLOCK_BYTES // out.itemsize
-        if count <= block:
-            if len(parts) == 2 and not self._divide:
-                self._ufunc(parts[0], parts[1], out)
-            else:
-                self._block(parts, out)
-            return
         for first in range(0, count, block):
             last = first + block
             self._block([part[first:last] for part in parts], out[first:last])

@@ -45,7 +45,7 @@ class AllReduce(Plan):
         nbytes = count * itemsize
         if nbytes <= ONE_STEP_BYTES and nbytes <= box.staging_bytes:
             self.put_bytes = self.read_bytes = nbytes
-            self._scratch = reducer.scratch(count)
+            self._scratch = reducer.scratch(count) if reducer.is_wide else None
         else:
             self._plan_two_steps(box, count, itemsize)
 
@@ -60,7 +60,7 @@ class AllReduce(Plan):
 
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Write the values of round `k`; in two steps without this rank's own share."""
-        view = box.views(self._array.dtype)[self._rank]
+        view = box.views[self._array.dtype][self._rank]
         place = offset // self._itemsize
         if not self._share:
             view[place : place + self._count] = self._array
@@ -82,18 +82,18 @@ class AllReduce(Plan):
         if low == high:
             return
         parts = []
-        for rank, view in enumerate(box.views(self._array.dtype)):
+        for rank, view in enumerate(box.views[self._array.dtype]):
             if rank == self._rank:
                 parts.append(self._array[first + low : first + high])
             else:
                 place = offsets[rank] // self._itemsize
                 parts.append(view[place + low : place + high])
         place = offset // self._itemsize
-        self._reducer.reduce(parts, box.views(self._array.dtype)[self._rank][place : place + high - low], self._scratch)
+        self._reducer.reduce(parts, box.views[self._array.dtype][self._rank][place : place + high - low], self._scratch)
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Reduce everything (one step) or fetch the shares (two)."""
-        views = box.views(self._array.dtype)
+        views = box.views[self._array.dtype]
         itemsize = self._itemsize
         if not self._share:
             count = self._count

@@ -35,7 +35,7 @@ class Segmented(Plan):
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Write round `k` of every other rank's segment."""
         dtype = self._sink.array.dtype
-        view = box.views(dtype)[self._rank]
+        view = box.views[dtype][self._rank]
         place = offset // dtype.itemsize
         for rank, segment in enumerate(self._segments):
             part = segment[k * self._length : (k + 1) * self._length]
@@ -58,7 +58,7 @@ class Segmented(Plan):
         if rank == self._rank:
             return self._segments[rank][first : first + len(out)]
         place = offsets[rank] // out.itemsize + self._rank * self._length
-        return box.views(out.dtype)[rank][place : place + len(out)]
+        return box.views[out.dtype][rank][place : place + len(out)]
 
     def commit(self) -> None:
         """Move private results into the tensor."""

@@ -48,8 +48,7 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
     if plan.put_bytes:
         base = 8 * (cell + PREAMBLE) + used
         if used + plan.put_bytes > CELL_PAYLOAD_BYTES:
-            box.ring.free(box.least_consumed())
-            base = box.ring.take(seq, plan.put_bytes)
+            base = box.ring.take(seq, plan.put_bytes, box.least_consumed())
             if base < 0:
                 return False
         plan.put(box, 0, base)

@@ -155,8 +155,7 @@ class Operation:
         if plan.put_bytes <= room:
             self.base = place
         else:
-            box.ring.free(box.least_consumed())
-            self.base = box.ring.take(self.seq, plan.put_bytes)
+            self.base = box.ring.take(self.seq, plan.put_bytes, box.least_consumed())
             if self.base < 0:
                 return False
         plan.put(box, 0, self.base)

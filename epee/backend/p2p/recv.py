@@ -220,7 +220,7 @@ class Receiver(Books):
             message.peer, message.number = peer, number  # from here on it is decided
             if total:
                 place = offset // array.itemsize  # slots are aligned for every dtype
-                array[:] = self._box.views(array.dtype)[peer][place : place + len(array)]
+                array[:] = self._box.views[array.dtype][peer][place : place + len(array)]
             message.target.finish()
             self._answer(peer, message, number, MATCHED)
         lane.next_message = number + 1
@@ -295,7 +295,7 @@ class Receiver(Books):
             )
         offset = self._data + slot * LANE_SLOT_BYTES
         if incoming.buffer is not None:
-            incoming.buffer[incoming.bytes_seen : seen] = self._box.views(BYTE)[peer][offset : offset + head.nbytes]
+            incoming.buffer[incoming.bytes_seen : seen] = self._box.views[BYTE][peer][offset : offset + head.nbytes]
         place = (offset, head.nbytes)
         self.book(self._fragmented, (peer, lane, incoming, lane.next_slot + used, seen, place, head.kind))
 
@@ -402,7 +402,7 @@ class Receiver(Books):
 
     def _gather(self, peer: int, incoming: IncomingMessage, out: Array) -> None:
         """Copy the fragments that lie in the lane, one behind the other."""
-        data = self._box.views(BYTE)[peer]
+        data = self._box.views[BYTE][peer]
         done = 0
         for offset, nbytes in incoming.fragments:
             out[done : done + nbytes] = data[offset : offset + nbytes]

@@ -286,10 +286,10 @@ class Sender(Books):
         if nbytes == total:
             array = message.array
             place = (box.lane_data[peer] + slot * LANE_SLOT_BYTES) // array.itemsize  # slots suit every dtype
-            box.views(array.dtype)[box.rank][place : place + len(array)] = array
+            box.views[array.dtype][box.rank][place : place + len(array)] = array
         elif nbytes:
             offset = box.lane_data[peer] + slot * LANE_SLOT_BYTES
-            box.views(BYTE)[box.rank][offset : offset + nbytes] = message.data[done : done + nbytes]
+            box.views[BYTE][box.rank][offset : offset + nbytes] = message.data[done : done + nbytes]
         index = box.lane_base[peer] + slot * LANE_SLOT_WORDS
         _HEADER.pack_into(
             box.own, 8 * (index + SLOT_MESSAGE), number, message.user_tag, message.signature, total, nbytes, kind

@@ -1,6 +1,6 @@
 """The engine of a group as those modules see it that it calls itself, and that therefore cannot import it.
 
-Each of them (`express`, `overlap`, `stall`, `progress`, `interrupts`, `unclaimed`, `ending` in `engine/`) does one part
+Each of them (`express`, `overlap`, `stall`, `progress`, `interrupts`, `ending` in `engine/`) does one part
 of the engine's work on its state.
 """
 

@@ -11,7 +11,7 @@ One call, one verdict. Whatever comes out of a call passes `interrupts.py`: an e
 may raise between any two lines, a lack of quorum, a shortage. It brings the books in order before the lock is given
 back: a call whose results were being written is finished, another one of the caller's own is withdrawn
 (`withdrawal.py`), so that it ends alike on all ranks. A call that has completed all the same, or whose end is not known
-yet, is left for its repetition (`unclaimed.py`). So the ranks stay in step, and a tensor is as before or complete. A
+yet, is left for its repetition. So the ranks stay in step, and a tensor is as before or complete. A
 wait for a request that the caller holds leaves the request open. Should even that be broken off, the next call repairs
 the same (`Entry.recover`). A handler that closes the group leaves the rest of the closing to the call that it
 interrupted, which raises `AbortedError`.
@@ -47,7 +47,7 @@ from ..outbox import BELL, CONSUMED, CONSUMED_TOO, GAVE_UP, Outboxes, consumed_o
 from ..p2p.channel import Mailroom
 from ..p2p.message import Absence, Message
 from ..ranges import Written
-from . import ending, interrupts, overlap, unclaimed
+from . import ending, interrupts, overlap
 from . import stall as trouble
 from .entry import CHANGING, ENDED, FORKED, FROZEN, NEWS, TROUBLED, Entry
 from .express import run_short
@@ -62,8 +62,7 @@ class Engine:
     """State of one group in one process. It never refers to the process group object, so that can be collected.
 
     Its parts: `entry` has the lock, `waits` the ways to wait, `mail` the messages, `helper` the background thread.
-    What runs on its state stands in modules of functions (`express`, `overlap`, `stall`, `interrupts`, `unclaimed`,
-    `ending`).
+    What runs on its state stands in modules of functions (`express`, `overlap`, `stall`, `interrupts`, `ending`).
 
     Attributes:
         timeout_s: how long a call waits when it names no time-out, for the lock as well.
@@ -120,7 +119,7 @@ class Engine:
         try:
             if self.untold is not None or (self.unsettled.calls and self.flags & CHANGING):
                 self._tell()
-            op = unclaimed.claim(self, make) if self.unclaimed else None
+            op = interrupts.claim(self, make) if self.unclaimed else None
             if op is None:
                 if box is not self.members or (seen and overlap.has_moved(self, seen)):  # planned too early
                     box = self.members
@@ -158,7 +157,7 @@ class Engine:
         try:
             if may_claim and (self.untold is not None or (self.unsettled.calls and self.flags & CHANGING)):
                 self._tell()
-            op = unclaimed.claim(self, make) if self.unclaimed and may_claim else None
+            op = interrupts.claim(self, make) if self.unclaimed and may_claim else None
             if op is None:
                 if box is not self.members or (seen and overlap.has_moved(self, seen)):
                     box = self.members

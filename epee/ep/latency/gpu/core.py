@@ -4,7 +4,7 @@ Data path: `csrc/kernels/latency/dispatch.cuh` and `latency/combine.cuh` move ev
 launch, or two when the caller wants its send half and its receive half apart (`return_hook`). The host waits for
 nothing and learns nothing by itself: counts, `got` and the mask are tensors on the device.
 
-Memory of a rank: one region (`latency_kernels.LatencyConfig.region_layout`), lent to all ranks, into which peers store;
+Memory of a rank: one region (`params.LatencyConfig.region_layout`), lent to all ranks, into which peers store;
 results are ordinary tensors. Who writes what, and why slots are safe to reuse, says `csrc/kernels/latency/call.cuh`.
 
 Protocol on the host: all ranks make the same calls of a kind in the same order; hooks may be called in any. Everything

@@ -10,9 +10,7 @@ from __future__ import annotations
 from . import errors, nn
 from .backend import BackendOptions
 from .backend import register as _register
-from .ep.buffer import Buffer
-from .ep.handle import Combined, Dispatched, Handle
-from .ep.latency.buffer import LatencyBuffer
+from .ep import Buffer, Combined, Dispatched, Handle, LatencyBuffer
 from .errors import (
     AbortedError,
     AuthError,

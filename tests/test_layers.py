@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ LAYERS = (
 NEIGHBOURS = {frozenset({"memory", "jit"})}  # kernels are loaded for memory, and their structs describe it
 ALONE = {"reference"}  # the oracle imports nothing of what it checks
 FRONT = {"__init__", "__main__"}  # the public names
+# What drop-in layers import of other parts: front rooms, nothing behind them (`epee.ep.__all__` has the names).
+FRONT_ROOMS_FOR_COMPAT = {"errors", "ep", "backend"}
 
 
 def module_of(path: Path) -> str:
@@ -76,6 +79,50 @@ def test_a_module_imports_upwards_only(name: str) -> None:
             break
         allowed |= layer if part not in ALONE else set()
     assert {part_of(found) for found in imports_of(MODULES[name])} <= allowed
+
+
+def beyond_front_rooms(path: Path) -> set[str]:
+    """Return the modules of other parts that a source of `compat` imports and must not."""
+    return {found for found in imports_of(path) if part_of(found) != "compat"} - FRONT_ROOMS_FOR_COMPAT
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if part_of(name) == "compat"])
+def test_a_drop_in_layer_imports_no_internals(name: str) -> None:
+    assert beyond_front_rooms(MODULES[name]) == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "deeper"),
+    [
+        ("from epee.ep.handle import Payload", {"ep.handle"}),
+        ("from ...ep.pool.pool import BufferPool", {"ep.pool.pool"}),
+        ("from epee.ep import config", {"ep.config"}),
+        ("import epee.memory.layout", {"memory.layout"}),
+        ("from epee.memory import signals", {"memory.signals"}),
+        ("def late():\n    from ...backend.options import MAX_RANKS", {"backend.options"}),
+        ("from epee.ep import Payload, BufferPool", set()),
+        ("from ...errors import InvalidArgument", set()),
+    ],
+)
+def test_a_deeper_import_of_a_drop_in_layer_is_found(
+    line: str, deeper: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "epee" / "compat" / "mooncake" / "new.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(line)
+    assert beyond_front_rooms(path) == deeper
+
+
+def test_the_front_room_of_ep_offers_what_others_use_and_no_more() -> None:
+    offered = set(importlib.import_module("epee.ep").__all__)
+    sources = [path for name, path in MODULES.items() if part_of(name) in ("compat", "__init__")]
+    wanted = set()
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in ("epee.ep", "ep"):
+                wanted |= {alias.name for alias in node.names}
+    assert wanted == offered
 
 
 def circles() -> set[frozenset[str]]:

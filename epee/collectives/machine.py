@@ -44,12 +44,29 @@ class CollectivePlatform(Protocol):
 
     device: torch.device
 
-    def create(self, nbytes: int) -> Any: ...
-    def attach(self, blob: bytes) -> Any: ...
-    def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> Mapping[str, Any]: ...
-    def host_words(self, count: int) -> Any: ...
-    def stream(self) -> int: ...
-    def synchronize(self) -> None: ...
+    def create(self, nbytes: int) -> Any:
+        """Allocate `nbytes` bytes of zeros on the GPU that other processes can map."""
+
+    def attach(self, blob: bytes) -> Any:
+        """Map the memory that another rank's `create` made; `blob` is how it names it."""
+
+    def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> Mapping[str, Any]:
+        """Compile and load the kernels of one file, by name.
+
+        Args:
+            path: of the file, below `csrc/kernels`.
+            head: constants, put before the text.
+            params: of each kernel, the struct that is its one argument.
+        """
+
+    def host_words(self, count: int) -> Any:
+        """Allocate `count` pinned 64-bit words, all zero, that host and GPU can read and write."""
+
+    def stream(self) -> int:
+        """Return the raw handle of the current stream."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all work of the GPU."""
 
 
 @dataclass(frozen=True)

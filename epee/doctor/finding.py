@@ -70,6 +70,7 @@ def examine(
     found: list[Finding] = []
 
     def run() -> None:
+        """Run the check in its thread, so that one that hangs holds nobody up."""
         try:
             found.extend(check())
         except Exception as exc:  # noqa: BLE001 - whatever goes wrong is what the user wants to read

@@ -1,1 +1,47 @@
-"""Expert parallelism: dispatch and combine."""
+"""Expert parallelism: dispatch and combine.
+
+Users find `Buffer`, `LatencyBuffer`, handles and results at `epee`. The other names are for the drop-in layers in
+`epee.compat`, which import nothing behind this module: they have other libraries' names and shapes, and no protocol of
+their own. `BufferPool` makes the buffers that their calls need, and asks the other ranks; `Need`, `LatencyNeed` and
+`Wish` say what a call needs. Code outside of epee should not rely on these names.
+"""
+
+from __future__ import annotations
+
+from .buffer import Buffer
+from .config import PAYLOAD_DTYPES
+from .control.bootstrap import group_of
+from .handle import Combined, Dispatched, Handle, Payload
+from .latency.buffer import LatencyBuffer
+from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
+from .pool.needs import LatencyNeed, Need, Wish, latency_bytes, receive_bytes
+from .pool.pool import BufferPool, Room
+from .streams import Lane, is_capturing
+from .throughput.order import CombineOrder
+from .throughput.placement import check_topk_idx
+
+__all__ = [
+    "PAYLOAD_DTYPES",
+    "Buffer",
+    "BufferPool",
+    "CombineOrder",
+    "Combined",
+    "Dispatched",
+    "Handle",
+    "Lane",
+    "LatencyBuffer",
+    "LatencyCombined",
+    "LatencyDispatched",
+    "LatencyHandle",
+    "LatencyNeed",
+    "Need",
+    "Payload",
+    "Quantisation",
+    "Room",
+    "Wish",
+    "check_topk_idx",
+    "group_of",
+    "is_capturing",
+    "latency_bytes",
+    "receive_bytes",
+]

@@ -1,6 +1,7 @@
 """What dispatch and combine return, and the handle that ties them together. Metadata only: no arena memory.
 
-A `Handle` is what users see; each path has its own kind: `HostHandle` here, `cuda_handle.CudaHandle`.
+A `Handle` is what users see; each path has its own kind: `HostHandle` here, `throughput/gpu_handle.py`'s
+`CudaHandle`.
 """
 
 from __future__ import annotations
@@ -135,6 +136,38 @@ class Handle(ABC):
     def recv_topk_idx(self) -> torch.Tensor | None:
         """`[num_recv, num_topk]` int64, local ids or -1; rank layout with top-k routing only."""
 
+    @property
+    @abstractmethod
+    def recv_slots(self) -> torch.Tensor:
+        """`[num_local_experts]` int32 on the buffer's device: (token, k) slots per local expert, not rounded up."""
+
+    @property
+    @abstractmethod
+    def slot_ends(self) -> torch.Tensor:
+        """`[num_local_experts]` int32 on the buffer's device: where the slots of each local expert end.
+
+        Rank layout: the sum of the counts of local experts 0 ... i, each rounded up. Expert layout: the first row of
+        expert i plus its rows that are no padding.
+        """
+
+    @property
+    @abstractmethod
+    def token_ends(self) -> torch.Tensor:
+        """`[num_ranks]` int32 on the buffer's device: tokens from ranks 0 ... r, each counted once."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `num_recv` is what came; else (no CPU sync) only the GPU knows, and it is what may come."""
+        return True
+
+    @property
+    def received_up_to(self) -> torch.Tensor | None:
+        """`[num_ranks, num_ranks]` int32 on the GPU: tokens that rank d (column) gets from ranks 0 ... s (row).
+
+        None on CPUs, where a rank keeps only its own counts.
+        """
+        return None
+
     @abstractmethod
     def unweighted(self) -> Handle:
         """Return a handle of the same rows whose weights are all one (what the gradient of a dispatch needs)."""
@@ -206,6 +239,40 @@ class HostHandle(Handle):
     def src_k(self) -> torch.Tensor | None:
         """`[num_recv]` int64: which of its token's k a row stands for, -1 in padding; None in the rank layout."""
         return None if self.recv_src_k is None else self._in_row_order(self.recv_src_k)
+
+    @cached_property
+    def recv_slots(self) -> torch.Tensor:
+        """`[num_local_experts]` int32: (token, k) slots per local expert, not rounded up; 0 without top-k routing."""
+        num_local = len(self.placement.num_tokens_per_expert)
+        if self.placement.recv_rows is not None:
+            expert = torch.searchsorted(self._block_ends, self.placement.recv_rows, right=True)
+        elif self.recv_topk_idx is not None:
+            expert = self.recv_topk_idx[self.recv_topk_idx >= 0]
+        else:
+            expert = torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.bincount(expert, minlength=num_local).to(torch.int32)
+
+    @cached_property
+    def slot_ends(self) -> torch.Tensor:
+        """`[num_local_experts]` int32: where the slots of each local expert end (see `Handle`)."""
+        if self.layout == "rank":
+            return self._block_ends.to(torch.int32)
+        first = self._block_ends - torch.tensor(self.placement.num_tokens_per_expert, dtype=torch.int64, device="cpu")
+        return (first + self.recv_slots).to(torch.int32)
+
+    @cached_property
+    def token_ends(self) -> torch.Tensor:
+        """`[num_ranks]` int32: tokens from ranks 0 ... r, each counted once."""
+        num_tokens = self.placement.num_received
+        if self.layout == "expert":  # a token has as many rows as it has experts here
+            assert self.recv_src_token is not None
+            num_tokens = [len(tokens.unique()) for tokens in self.recv_src_token.split(num_tokens)]
+        return torch.tensor(num_tokens, dtype=torch.int64, device="cpu").cumsum(0).to(torch.int32)
+
+    @property
+    def _block_ends(self) -> torch.Tensor:
+        """`[num_local_experts]` int64: the sum of the counts of local experts 0 ... i, each rounded up."""
+        return torch.tensor(self.placement.num_tokens_per_expert, dtype=torch.int64, device="cpu").cumsum(0)
 
     @cached_property
     def pulls(self) -> list[Pull]:

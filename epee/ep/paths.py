@@ -121,6 +121,7 @@ def begin_lane(
     config, rank = exchange.config, exchange.rank
 
     def enter(begun: Begun) -> EpochLane | SyncedLane:
+        """Make the membership of this rank in a lane that has begun, and give it to the exchange."""
         lane: EpochLane | SyncedLane
         if config.is_synced:
             beside = MAX_BLOB_BYTES + 8 if config.is_cuda else region_layout(config).nbytes

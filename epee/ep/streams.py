@@ -85,6 +85,7 @@ class _OwnLane(Lane):
         self._inside.__exit__(kind, error, traceback)
 
     def keep(self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]) -> list[int]:
+        """Note inputs for the buffer's stream and results for the caller's; returns the caller's raw stream."""
         for tensors, stream in ((inputs, self._own), (results, self._caller)):
             for tensor in tensors:
                 if tensor is not None and tensor.is_cuda:
@@ -92,6 +93,7 @@ class _OwnLane(Lane):
         return [self._caller.cuda_stream]
 
     def event(self, device: torch.device, stream: int) -> Event:
+        """Return the event of what is on the buffer's stream; recorded now, as the caller will wait on another."""
         recorded = torch.cuda.Event()
         recorded.record(self._own)
         return Event(device, stream, recorded)
@@ -141,3 +143,8 @@ class Lanes:
 def _wait(event: Event | torch.cuda.Event | None, stream: torch.cuda.Stream) -> None:
     if event is not None:
         event.wait(stream)
+
+
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph is being recorded on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -112,6 +112,7 @@ class _Dispatch(torch.autograd.Function):
         expert_alignment: int,
         timeout: float | None,
     ) -> tuple[Tensor, Tensor | None, Dispatched]:
+        """Dispatch, and keep what the backward needs: the handle, and which weights are local."""
         dispatched = buffer.dispatch(
             x, topk_idx, topk_weights, layout=layout, expert_alignment=expert_alignment, timeout=timeout
         )
@@ -126,6 +127,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `x`, `[num_tokens, hidden]`, and of `topk_weights`; one combine, unweighted."""
         weights = None
         if ctx.has_weights:
             assert grad_weights is not None  # torch hands out zeros where nothing used the output
@@ -153,6 +155,7 @@ class _Combine(torch.autograd.Function):
         handle: Handle,
         timeout: float | None,
     ) -> Tensor:
+        """Combine; in the expert layout keep the rows and their weights, whose products were summed."""
         both = tuple(tensor for tensor in (bias, second_bias) if tensor is not None)
         combined = buffer.combine(
             y, handle, bias=(both if len(both) == 2 else both[0]) if both else None, timeout=timeout
@@ -166,6 +169,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `y`, of the weights (expert layout) and of the biases; one cached dispatch."""
         rows = ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle.unweighted(), timeout=ctx.timeout).x
         if ctx.handle.layout == "expert":
             y, topk_weights = ctx.saved_tensors

@@ -13,7 +13,7 @@ import torch
 import epee
 import epee.compat.deep_ep as deep_ep
 from epee import reference
-from epee.compat.deep_ep.shared import rooms
+from epee.ep.pool import pool
 from epee.errors import InvalidState, UnsupportedError
 from epee.reference.orders import combine_in_order
 from tests.compat.deep_ep_cases import NUM_SMS, routing_of, run_v1, v1_handle, world
@@ -207,7 +207,7 @@ def test_a_buffer_learns_its_shape_and_grows_on_all_ranks_alike() -> None:
 def _capture(rank: int, num_ranks: int) -> None:
     buffer = deep_ep.Buffer(world())
     recording = True
-    rooms.is_capturing = lambda: recording
+    pool.is_capturing = lambda: recording
     for _ in range(2):
         with pytest.raises(InvalidState, match="graph"):
             buffer.dispatch(**_tokens(rank, 3))

@@ -15,6 +15,7 @@ import epee.compat.deep_ep as deep_ep
 from epee.compat.deep_ep import event as events
 from epee.compat.deep_ep.shared.layout import send_head
 from epee.compat.deep_ep.utils import per_token_cast_back, per_token_cast_to_fp8
+from epee.ep import is_capturing
 from epee.errors import InvalidArgument, InvalidState, UnsupportedError
 from tests.harness import run_ranks
 
@@ -249,7 +250,7 @@ def test_events_without_cuda_are_done() -> None:
     assert ran == [1, 2]
     assert isinstance(deep_ep.ElasticBuffer.capture(), deep_ep.EventHandle)
     events.wait_for(None)
-    assert not events.is_capturing()
+    assert not is_capturing()
 
 
 def test_events_with_cuda_go_to_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +278,7 @@ def test_events_with_cuda_go_to_the_current_stream(monkeypatch: pytest.MonkeyPat
     event.synchronize()
     assert [(what, stream) for what, stream, _ in log] == [("record", first), ("wait", second), ("synchronize", None)]
     assert len({id(each) for *_, each in log}) == 1
-    assert events.is_capturing()
+    assert is_capturing()
 
 
 def test_fp8_follows_the_formula() -> None:

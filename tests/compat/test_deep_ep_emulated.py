@@ -6,7 +6,6 @@ What the layer does otherwise on GPUs is tested here: results that nobody waits 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epee
 import epee.compat.deep_ep as deep_ep
 from epee import reference
-from epee.compat.deep_ep.shared import rooms
 from epee.compat.deep_ep.shared.layout import (
     recv_channel_prefix_matrix,
     recv_channel_prefix_matrix_on_device,
 )
+from epee.ep.pool import needs, pool
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat import test_deep_ep_elastic as v2
@@ -42,8 +41,8 @@ pytestmark = [
 
 def _emulated(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run a rank's function with rooms on the emulated GPU."""
-    rooms.Core = EmulatedBuffer  # type: ignore[misc]
-    rooms.Rooms.is_gpu = lambda self, device: True  # type: ignore[method-assign]
+    pool.Buffer = EmulatedBuffer  # type: ignore[misc]
+    pool.BufferPool.is_gpu = lambda self, device: True  # type: ignore[method-assign]
     result = function(rank, num_ranks, *args)
     dist.barrier()  # a rank that leaves while another is still in its last call is a death to it, as it should be
     return result
@@ -93,7 +92,7 @@ def test_v2_agrees_with_the_reference(num_ranks: int, monkeypatch: pytest.Monkey
             return plain(setup, case, want)
         num_topk, num_local = setup.num_topk, setup.num_local_experts
         worst = num_ranks * v2.NUM_MAX * min(num_topk, num_local)
-        room = max(num_ranks * v2.NUM_MAX, min(worst, rooms.BALANCED_SHARES * num_topk * v2.NUM_MAX))
+        room = max(num_ranks * v2.NUM_MAX, min(worst, needs.BALANCED_SHARES * num_topk * v2.NUM_MAX))
         return room + num_local * (case.call.expert_alignment - 1)
 
     monkeypatch.setattr(v2, "_num_rows", num_rows)
@@ -200,21 +199,6 @@ def test_v2_barrier_is_one_kernel_and_names_a_silent_peer() -> None:
     assert late[3] == ""
 
 
-def test_an_expanded_room_on_a_gpu_is_capped() -> None:
-    need = rooms.Need("both", 256, 7168, 8, 4096, 2, torch.device("cuda"), 4 * 4096)
-
-    class Group:
-        def size(self) -> int:
-            return 4
-
-    owner = rooms.Rooms(Group())  # type: ignore[arg-type]
-    assert owner._num_rows(need, 4096) == 2 * 8 * 4096
-    assert owner._num_rows(replace(need, num_topk=1), 4096) == 4 * 4096
-    assert owner._num_rows(replace(need, layout="expert", device=torch.device("cpu")), 4096) == 4 * 4096 * 8
-    assert owner._num_rows(replace(need, layout="rank", num_rows=0), 4096) == 4 * 4096
-    assert owner._num_rows(replace(need, layout="rank", num_rows=5000), 4096) == 5000
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_channels_are_found_without_the_host(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -281,6 +265,6 @@ def test_a_lost_rank_ends_a_buffer_in_words_and_its_replacement_is_in_the_next_o
 
 def _mortal(slot: int, num_processes: int, folder: str, function: Callable[..., Any]) -> Any:
     """Run a process's function with rooms on the emulated GPU."""
-    rooms.Core = EmulatedBuffer  # type: ignore[misc]
-    rooms.Rooms.is_gpu = lambda self, device: True  # type: ignore[method-assign]
+    pool.Buffer = EmulatedBuffer  # type: ignore[misc]
+    pool.BufferPool.is_gpu = lambda self, device: True  # type: ignore[method-assign]
     return function(slot, num_processes, folder)

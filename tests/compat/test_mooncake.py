@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.backend.options import MAX_RANKS
 from epee.compat.mooncake import pg
 from epee.errors import InvalidArgument
 from tests.forked import Program
@@ -94,7 +95,8 @@ def healthy(rank: int, num_ranks: int, folder: str, backend: str) -> None:
     with pytest.raises(InvalidArgument, match="3"):
         pg.extend_group_size_to(group, 3)
     assert pg.get_peer_state(group, [2, 1, 63]) == [False, True, False]
-    for nonsense in (-1, 64):
+    assert pg._MAX_RANKS == MAX_RANKS
+    for nonsense in (-1, MAX_RANKS):
         with pytest.raises(InvalidArgument, match="ranks"):
             pg.get_peer_state(group, [nonsense])
     with pytest.raises(InvalidArgument, match="ranks"):

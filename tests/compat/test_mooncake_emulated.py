@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-import epee
-import epee.compat.mooncake.ep
+from epee.ep.pool import pool
 from tests.compat import test_mooncake_ep as on_cpu
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import EmulatedLatencyBuffer
@@ -24,7 +23,7 @@ pytestmark = [
 
 def _emulated(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run a rank's function with rooms on the emulated GPU."""
-    epee.compat.padded.Core = EmulatedLatencyBuffer  # type: ignore[misc]
+    pool.LatencyBuffer = EmulatedLatencyBuffer  # type: ignore[misc]
     return function(rank, num_ranks, *args)
 
 

@@ -1,26 +1,24 @@
 """DeepEP V1's `Buffer` on an epee `Buffer`: same calls, same tuples, same order of rows.
 
-Data path: `agreement.py` tells all ranks what is coming, `rooms.py` finds or makes an epee buffer that holds it, that
-buffer moves the rows; what is left here is turning arguments and results around. The handle is DeepEP's tuple of six
-tensors (`layout.py` has their closed forms); its first tensor is the key under which this buffer remembers the epee
-handle, so a tuple that went through lists, autograd or pytrees still works, and a copy of its tensors does not.
+Data path: the pool (`epee.ep.BufferPool`) tells all ranks what is coming and finds or makes an epee buffer that holds
+it, that buffer moves the rows; what is left here is turning arguments and results around. The handle is DeepEP's tuple
+of six tensors (`layout.py` has their closed forms), behind which the epee handle is remembered (`KnownHandles`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from epee.compat.deep_ep import agreement
-from epee.compat.deep_ep.agreement import Wish
 from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
 from epee.compat.deep_ep.low_latency import LowLatency, UnsupportedBufferMethods, unsupported
+from epee.compat.deep_ep.shared.known import KnownHandles
 from epee.compat.deep_ep.shared.layout import (
+    align_up,
     channel_prefix_matrix,
     dispatch_layout,
     rank_prefix_matrix,
@@ -28,8 +26,7 @@ from epee.compat.deep_ep.shared.layout import (
     recv_channel_prefix_matrix_on_device,
     send_head,
 )
-from epee.compat.deep_ep.shared.owner import RoomOwner
-from epee.compat.deep_ep.shared.rooms import Need, Room, Rooms
+from epee.compat.deep_ep.shared.owner import PoolOwner
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
     cut,
@@ -39,16 +36,21 @@ from epee.compat.deep_ep.shared.rows import (
     payload_filled_up,
     values_of,
 )
-from epee.ep.config import DTYPE_CODES, round_up
-from epee.ep.control.bootstrap import group_of
-from epee.ep.handle import Dispatched, Handle, Payload
-from epee.ep.throughput.gpu_handle import CudaHandle
-from epee.ep.throughput.order import CombineOrder
-from epee.ep.throughput.placement import check_topk_idx
+from epee.ep import (
+    BufferPool,
+    CombineOrder,
+    Dispatched,
+    Handle,
+    Need,
+    Payload,
+    Room,
+    Wish,
+    check_topk_idx,
+    group_of,
+)
 from epee.errors import InvalidArgument
 
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding
-_MOST_BLIND_TOKENS = 1 << 16  # that a GPU buffer can be made for
 V1Handle: TypeAlias = tuple[torch.Tensor, ...]
 # num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
 _Counts: TypeAlias = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
@@ -64,12 +66,7 @@ class _KnownV1Handle:
     num_rows: int
 
 
-def _blind(need: Need, num_worst_tokens: int) -> Need:
-    """Return what a call needs whose peers are not asked: no rank can have more tokens than anybody receives."""
-    return replace(need, num_tokens=min(num_worst_tokens, _MOST_BLIND_TOKENS), num_rows=num_worst_tokens)
-
-
-class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
+class Buffer(LowLatency, PoolOwner, UnsupportedBufferMethods):
     """DeepEP V1's buffer, normal and low-latency calls, on the ranks of one host.
 
     Args:
@@ -110,18 +107,10 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self.runtime: Rooms | None = Rooms(self.group)
-        self._handles: Any = WeakTensorKeyDictionary()
-        self._init_low_latency(self.group)
-
-    def destroy(self) -> None:
-        """Give back all memory. Local; results stay valid, handles do not.
-
-        Raises:
-            InvalidState: the buffer was not made with `explicitly_destroy=True`, or is destroyed already.
-        """
-        super().destroy()
-        self._padded.close()
+        pool = BufferPool(self.group)
+        self.runtime: BufferPool | None = pool
+        self._handles: KnownHandles[_KnownV1Handle] = KnownHandles()
+        self._init_low_latency(pool)
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -175,7 +164,7 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
             raise InvalidArgument(f"num_experts must be a multiple of {self.group_size} ranks, got {num_experts}")
         with self._run(topk_idx.device, async_finish, previous_event) as run:
             routing = int64_routing(topk_idx)
-            if not self._rooms().is_gpu(routing.device):  # there the dispatch will look, without making the host wait
+            if not self._pool().is_gpu(routing.device):  # there the dispatch will look, without making the host wait
                 check_topk_idx(routing, num_experts)
             found = dispatch_layout(routing, self.group_size, num_experts)
             event = run.event((topk_idx, routing), tuple(found))
@@ -251,23 +240,23 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
         num_worst_tokens: int,
         config: Config,
     ) -> tuple[Dispatched, tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int], V1Handle]]:
-        rooms = self._rooms()
-        is_blind = num_worst_tokens > 0 and rooms.is_gpu(device_of(x))  # then the host waits for nobody
+        pool = self._pool()
+        is_blind = num_worst_tokens > 0 and pool.is_gpu(device_of(x))  # then the host waits for nobody
         try:
             routing = None if topk_idx is None else int64_routing(topk_idx)
             wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens)
         except Exception as error:
             if is_blind:
-                rooms.refuse(error)
+                pool.refuse(error)
             else:
-                agreement.refuse(rooms, self.group_size, error)
+                pool.refuse_wish(error)
             raise
         _, is_token_in_rank, per_expert = counts
         assert is_token_in_rank is not None
         assert per_expert is not None
-        wishes = [wish] if is_blind else agreement.agree(rooms, wish)
-        need = agreement.need_of(wishes, values_of(x).device)
-        room = rooms.room(_blind(need, num_worst_tokens) if is_blind else need)
+        wishes = [wish] if is_blind else pool.agree(wish)
+        device = values_of(x).device
+        room = pool.room(Need.unasked(wish, device) if is_blind else Need.of(wishes, device))
         local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
         mask = is_token_in_rank if routing is None else None
         got = room.core.dispatch(
@@ -281,7 +270,7 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
         )
         num_rows = num_worst_tokens or got.handle.num_recv
         handle = self._tuple(got.handle, wishes, is_token_in_rank, num_rows, config)
-        self._handles[handle[0]] = _KnownV1Handle(room, got.handle, num_rows)
+        self._handles.remember(handle, _KnownV1Handle(room, got.handle, num_rows))
         recv_idx, recv_weights = got.topk_idx, got.topk_weights
         if recv_idx is not None and topk_idx is not None:
             recv_idx = filled_up(recv_idx, num_rows, -1).to(topk_idx.dtype)
@@ -333,17 +322,12 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
 
     def _known(self, handle: object) -> _KnownV1Handle:
         """Return what stands behind a handle; a refusal reaches the peers through the newest room."""
-        rooms = self._rooms()
-        key = handle[0] if isinstance(handle, (tuple, list)) and handle else None
-        known = self._handles.get(key) if isinstance(key, torch.Tensor) else None
-        if known is None:
-            error = InvalidArgument(
-                "handle must be what a dispatch of this buffer returned (the same tensors, not copies), got "
-                f"{type(handle).__name__}; dispatch again"
-            )
-            rooms.refuse(error)
-            raise error
-        return known
+        pool = self._pool()
+        try:
+            return self._handles.facts(handle)
+        except InvalidArgument as error:
+            pool.refuse(error)
+            raise
 
     def _wish(
         self,
@@ -377,7 +361,7 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
                 f"is_token_in_rank must be bool [{len(values)}, {self.group_size}], "
                 f"got {is_token_in_rank.dtype} {list(is_token_in_rank.shape)}"
             )
-        is_gpu = self._rooms().is_gpu(values.device)
+        is_gpu = self._pool().is_gpu(values.device)
         if routing is not None and not is_gpu:
             check_topk_idx(routing, num_experts)
             wanted = dispatch_layout(routing, self.group_size, num_experts).is_token_in_rank
@@ -388,7 +372,7 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
                 )
         return Wish(
             hidden=values.shape[1],
-            dtype=DTYPE_CODES.index(values.dtype),
+            dtype=values.dtype,
             num_topk=0 if routing is None else routing.shape[1],
             num_experts=num_experts,
             num_worst_tokens=num_worst_tokens,
@@ -398,11 +382,9 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
 
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, expert_alignment: int) -> list[int]:
         """Return the tokens of each local expert as all ranks counted them (routing without experts)."""
-        mine = num_tokens_per_expert.to("cpu", torch.int64).contiguous()
-        parts = self._rooms().share(mine.numpy().tobytes())
-        total = sum((torch.frombuffer(bytearray(part), dtype=torch.int64) for part in parts), torch.zeros_like(mine))
+        total = self._pool().sum_counts(num_tokens_per_expert)
         local = total.view(self.group_size, -1)[self.rank].tolist()
-        return [round_up(count, expert_alignment) for count in local]
+        return [align_up(count, expert_alignment) for count in local]
 
     def _tuple(
         self, handle: Handle, wishes: list[Wish], is_token_in_rank: torch.Tensor, num_rows: int, config: Config
@@ -410,8 +392,8 @@ class Buffer(LowLatency, RoomOwner, UnsupportedBufferMethods):
         """Return DeepEP's handle; without CPU sync as if all ranks had as many tokens as this one."""
         src_token = handle.src_token
         num_channels = config.num_channels
-        if isinstance(handle, CudaHandle) and not handle.is_exact:
-            rank_prefix = handle.received_up_to
+        rank_prefix = None if handle.is_exact else handle.received_up_to
+        if rank_prefix is not None:
             channels = recv_channel_prefix_matrix_on_device(
                 src_token, rank_prefix[:, self.rank].contiguous(), wishes[0].num_tokens, num_channels
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from epee.compat.deep_ep.shared.layout import align_up
 from epee.errors import InvalidArgument
-from epee.memory.layout import align_up
 
 _RECORD_BYTES = 2048  # what travels beside a row in DeepEP's rings: 128 ids, weights and scales at most
 _ALIGN = 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from epee.ep.control.bootstrap import group_of
+from epee.ep import group_of
 
 
 def get_physical_domain_size(group: dist.ProcessGroup | None) -> tuple[int, int]:

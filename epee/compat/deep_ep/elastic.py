@@ -1,8 +1,8 @@
 """DeepEP V2's `ElasticBuffer` on epee `Buffer`s: same calls, same tuples, V2's order of additions.
 
-Data path: `rooms.py` finds or makes an epee buffer of the call's shape (one for plain, one for expanded dispatches),
-that buffer moves and sums the rows. All ranks must give the same `num_max_tokens_per_rank`, as in DeepEP, so no
-exchange is needed to agree on the room.
+Data path: the pool (`epee.ep.BufferPool`) finds or makes an epee buffer of the call's shape (one for plain, one for
+expanded dispatches), that buffer moves and sums the rows. All ranks must give the same `num_max_tokens_per_rank`, as in
+DeepEP, so no exchange is needed to agree on the room.
 
 Without CPU sync results have the worst case of rows: zeros, and ids of -1, behind those that arrived.
 """
@@ -18,10 +18,9 @@ import torch.distributed as dist
 from epee.compat.deep_ep import sizing
 from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_domain_size
 from epee.compat.deep_ep.ep_handle import EPHandle
-from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, is_capturing
+from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
 from epee.compat.deep_ep.experimental import UnsupportedElasticMethods
-from epee.compat.deep_ep.shared.owner import RoomOwner
-from epee.compat.deep_ep.shared.rooms import Need, Rooms
+from epee.compat.deep_ep.shared.owner import PoolOwner
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
     column_major,
@@ -32,9 +31,16 @@ from epee.compat.deep_ep.shared.rows import (
     payload_filled_up,
     values_of,
 )
-from epee.ep.control.bootstrap import group_of
-from epee.ep.handle import Combined, Dispatched, Payload
-from epee.ep.throughput.order import CombineOrder
+from epee.ep import (
+    BufferPool,
+    Combined,
+    CombineOrder,
+    Dispatched,
+    Need,
+    Payload,
+    group_of,
+    is_capturing,
+)
 from epee.errors import InvalidArgument, InvalidState
 
 _DEFAULT_SMS = 24
@@ -57,7 +63,7 @@ class _Options:
     do_expand: bool
 
 
-class ElasticBuffer(RoomOwner, UnsupportedElasticMethods):
+class ElasticBuffer(PoolOwner, UnsupportedElasticMethods):
     """DeepEP V2's buffer on the ranks of one host.
 
     Args:
@@ -111,7 +117,7 @@ class ElasticBuffer(RoomOwner, UnsupportedElasticMethods):
             if num_max_tokens_per_rank and hidden:
                 num_bytes = sizing.buffer_bytes(self.num_ranks, num_max_tokens_per_rank, hidden, num_topk)
         self.num_bytes = num_bytes
-        self.runtime: Rooms | None = Rooms(self.group, float(num_cpu_timeout_secs))
+        self.runtime: BufferPool | None = BufferPool(self.group, float(num_cpu_timeout_secs))
 
     @staticmethod
     def get_buffer_size_hint(
@@ -136,16 +142,16 @@ class ElasticBuffer(RoomOwner, UnsupportedElasticMethods):
             use_comm_stream, sequential: ignored.
             with_cpu_sync: let the host wait for it as well, and raise what went wrong.
         """
-        rooms = self._rooms()
+        pool = self._pool()
         if with_cpu_sync:
             _refuse_in_graph()
-        if not rooms.barrier():
+        if not pool.barrier():
             _refuse_in_graph()
             EventHandle().synchronize()
-            rooms.share(b"b")
+            pool.host_barrier()
         elif with_cpu_sync:
             EventHandle().synchronize()
-            rooms.check()
+            pool.check()
 
     @staticmethod
     def capture() -> EventHandle:
@@ -303,17 +309,17 @@ class ElasticBuffer(RoomOwner, UnsupportedElasticMethods):
         )
 
     def _check_handle(self, handle: object) -> EPHandle:
-        rooms = self._rooms()
+        pool = self._pool()
         if isinstance(handle, EPHandle):
             return handle
         error = InvalidArgument(f"handle must be the EPHandle of a dispatch, got {type(handle).__name__}")
-        rooms.refuse(error)
+        pool.refuse(error)
         raise error
 
     def _dispatch_fresh(
         self, x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, options: _Options
     ) -> tuple[Dispatched, EPHandle]:
-        rooms = self._rooms()
+        pool = self._pool()
         try:
             values, routing = values_of(x), int64_routing(topk_idx)
             num_max, num_experts = self._sizes(options)
@@ -324,18 +330,19 @@ class ElasticBuffer(RoomOwner, UnsupportedElasticMethods):
                     "raise it on all ranks"
                 )
         except Exception as error:
-            rooms.refuse(error)
+            pool.refuse(error)
             raise
         layout = "expert" if options.do_expand else "rank"
-        itemsize = max(2, values.dtype.itemsize)
         do_cpu_sync = options.do_cpu_sync is not False
-        is_gpu = rooms.is_gpu(values.device)
+        is_gpu = pool.is_gpu(values.device)
         if is_gpu and options.do_cpu_sync is None and is_capturing():
             do_cpu_sync = False
         num_rows = self.num_ranks * num_max if is_gpu else 0
         kind = "both" if is_gpu else layout  # a room of its own for each layout would be memory there
-        need = Need(kind, num_experts, values.shape[1], routing.shape[1], num_max, itemsize, values.device, num_rows)
-        room = rooms.room(need)
+        need = Need(
+            kind, num_experts, values.shape[1], routing.shape[1], num_max, values.dtype, values.device, num_rows
+        )
+        room = pool.room(need)
         got = room.core.dispatch(
             x,
             routing,

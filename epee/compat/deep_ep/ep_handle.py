@@ -4,8 +4,8 @@ It keeps the epee handle and the routing; every matrix that DeepEP keeps as a fi
 from numbers that this rank has already (nothing here communicates). On GPUs the sums that clients read on the device
 (`psum_...`, `num_unaligned_...`) are the dispatch kernel's own, so they may be read while a graph is recorded.
 
-Rows are in (source rank, token) order, or in
-(expert, source rank, token, k) order when expanded, so every field is deterministic.
+Rows are in (source rank, token) order, or in (expert, source rank, token, k) order when expanded, so every field is
+deterministic.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from functools import cached_property
 
 import torch
 
-from epee.compat.deep_ep.shared.layout import dispatch_layout
-from epee.compat.deep_ep.shared.rooms import Room
+from epee.compat.deep_ep.shared.layout import align_up, dispatch_layout
 from epee.compat.deep_ep.shared.rows import filled_up
-from epee.ep.handle import Handle
-from epee.ep.throughput.gpu_handle import CudaHandle
+from epee.ep import Handle, Room
 from epee.errors import UnsupportedError
 
 
@@ -73,33 +71,22 @@ class EPHandle:
         """Rows of the expanded results, padding included (the worst case without CPU sync); 0 when not expanded."""
         if not self.do_expand:
             return 0
-        if self.do_cpu_sync or isinstance(self.core, CudaHandle):
+        if self.do_cpu_sync or not self.core.is_exact:
             return self.core.num_recv
         num_local, alignment = self.num_experts // self.num_ranks, self.expert_alignment
         per_token = min(self.topk_idx.shape[1], num_local)
         rows = self.num_ranks * self.num_max_tokens_per_rank * per_token + (alignment - 1) * num_local
-        return -(-rows // alignment) * alignment
+        return align_up(rows, alignment)
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
         """`[num_ranks]` int32: tokens from ranks 0 ... r, each counted once."""
-        if isinstance(self.core, CudaHandle):
-            return self.core.token_ends
-        per_rank = torch.bincount(self._token_ids // self.num_max_tokens_per_rank, minlength=self.num_ranks)
-        return per_rank.cumsum(0).to(torch.int32)
+        return self.core.token_ends
 
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """`[num_local_experts]` int32: (token, k) pairs of each local expert."""
-        if isinstance(self.core, CudaHandle):
-            return self.core.recv_slots
-        num_local = self.num_experts // self.num_ranks
-        if self.do_expand:
-            ends = self._aligned.cumsum(0).to(self.core.src_rank.device)
-            expert = torch.searchsorted(ends, self._real_rows, right=True)
-        else:
-            expert = self._local_idx[self._local_idx >= 0]
-        return torch.bincount(expert, minlength=num_local).to(torch.int32)
+        return self.core.recv_slots
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
@@ -108,12 +95,7 @@ class EPHandle:
         Not expanded: the sum of the aligned counts of experts 0 ... i. Expanded: the first row of expert i (a multiple
         of the alignment) plus its real rows, so that `align(psum[i])` is the first row of expert i + 1.
         """
-        if isinstance(self.core, CudaHandle):
-            return self.core.slot_ends
-        ends = self._aligned.cumsum(0).to(self.core.src_token.device)
-        if self.do_expand:
-            ends = ends - self._aligned.to(ends.device) + self.num_unaligned_recv_tokens_per_expert
-        return ends.to(torch.int32)
+        return self.core.slot_ends
 
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
@@ -145,10 +127,6 @@ class EPHandle:
     def _local_idx(self) -> torch.Tensor:
         assert self.core.recv_topk_idx is not None
         return self.core.recv_topk_idx[self._real_rows]
-
-    @property
-    def _aligned(self) -> torch.Tensor:
-        return self.core.recv_counts[1:].to(torch.int64)
 
     @cached_property
     def _real_rows(self) -> torch.Tensor:

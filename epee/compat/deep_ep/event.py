@@ -122,8 +122,3 @@ def cuda_event_of(event: Event | None) -> torch.cuda.Event | None:
 def after(is_async: bool) -> EventOverlap:
     """Return the event of a call that has just put its work on the current stream."""
     return EventOverlap(EventHandle() if is_async else None)
-
-
-def is_capturing() -> bool:
-    """Tell whether a CUDA graph is being recorded on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

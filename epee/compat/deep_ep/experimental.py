@@ -25,68 +25,68 @@ class UnsupportedElasticMethods:
     def get_engram_storage_size_hint(
         num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[int, int]:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no remote storage."""
         unsupported("get_engram_storage_size_hint", _ENGRAM)
 
     def engram_write(self, storage: torch.Tensor, sf: torch.Tensor | None = None) -> None:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no remote storage."""
         unsupported("engram_write", _ENGRAM)
 
     def engram_fetch(
         self, indices: torch.Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
     ) -> Callable[[], Any]:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no remote storage."""
         unsupported("engram_fetch", _ENGRAM)
 
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors do not pass between pipeline stages."""
         unsupported("get_pp_buffer_size_hint", _PIPELINE)
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors do not pass between pipeline stages."""
         unsupported("pp_set_config", _PIPELINE)
 
     def pp_send(self, t: torch.Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors do not pass between pipeline stages."""
         unsupported("pp_send", _PIPELINE)
 
     def pp_recv(self, t: torch.Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors do not pass between pipeline stages."""
         unsupported("pp_recv", _PIPELINE)
 
     @staticmethod
     def get_agrs_num_max_session_bytes(
         group: dist.ProcessGroup, shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> int:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors are not gathered."""
         unsupported("get_agrs_num_max_session_bytes", _SESSION)
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: dist.ProcessGroup, num_max_session_bytes: int) -> int:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors are not gathered."""
         unsupported("get_agrs_buffer_size_hint", _SESSION)
 
     def create_agrs_session(self) -> None:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors are not gathered."""
         unsupported("create_agrs_session", _SESSION)
 
     def destroy_agrs_session(self) -> None:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors are not gathered."""
         unsupported("destroy_agrs_session", _SESSION)
 
     def agrs_new_session(self, enabled: bool = True) -> Any:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors are not gathered."""
         unsupported("agrs_new_session", _SESSION)
 
     def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors are not gathered."""
         unsupported("agrs_set_config", _SESSION)
 
     def agrs_get_inplace_tensor(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> Any:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors are not gathered."""
         unsupported("agrs_get_inplace_tensor", _SESSION)
 
     def all_gather(self, t: torch.Tensor) -> Any:
-        """Unsupported."""
+        """Raise `UnsupportedError`: tensors are not gathered."""
         unsupported("all_gather", _SESSION)

@@ -15,9 +15,8 @@ import torch
 
 from epee.compat.deep_ep.event import EventOverlap
 from epee.compat.deep_ep.shared.advice import LOW_LATENCY, add_advice
-from epee.compat.padded import Hook, PaddedHandle, PaddedRooms, Ways, size_hint
-from epee.ep.handle import Payload
-from epee.ep.latency.types import LatencyCombined, LatencyDispatched, Quantisation
+from epee.compat.padded import Hook, PaddedCalls, PaddedHandle, Ways, size_hint
+from epee.ep import BufferPool, LatencyCombined, LatencyDispatched, Payload, Quantisation
 from epee.errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
 
 _HOSTS = "nothing travels between hosts (RDMA) in epee yet; use dispatch and combine on the ranks of one host"
@@ -52,10 +51,10 @@ class LowLatency:
     enable_shrink: bool
     group_size: int
     rank: int
-    _padded: PaddedRooms
+    _padded: PaddedCalls
 
-    def _init_low_latency(self, group: Any) -> None:
-        self._padded = PaddedRooms(group)
+    def _init_low_latency(self, pool: BufferPool) -> None:
+        self._padded = PaddedCalls(pool)
         self._active: dict[torch.device, torch.Tensor] = {}
 
     @staticmethod
@@ -101,6 +100,7 @@ class LowLatency:
         """
 
         def count(got: LatencyDispatched) -> None:
+            """Add what was received, and how long it was waited for, to the caller's statistics."""
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(got.num_tokens_per_expert)
             _add_cost(dispatch_wait_recv_cost_stats, got)
@@ -153,8 +153,7 @@ class LowLatency:
                 topk_weights,
                 handle,
                 out,
-                self._ways(x, async_finish, return_recv_hook),
-                zero_copy,
+                self._ways(x, async_finish, return_recv_hook)._replace(zero_copy=zero_copy),
                 lambda got: _add_cost(combine_wait_recv_cost_stats, got),
             )
 
@@ -241,7 +240,7 @@ class UnsupportedBufferMethods:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Any:
-        """Unsupported."""
+        """Raise `UnsupportedError`: nothing travels between hosts."""
         unsupported("internode_dispatch", _HOSTS)
 
     def internode_combine(
@@ -255,13 +254,13 @@ class UnsupportedBufferMethods:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Any:
-        """Unsupported."""
+        """Raise `UnsupportedError`: nothing travels between hosts."""
         unsupported("internode_combine", _HOSTS)
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no flat buffer."""
         unsupported(
             "get_local_buffer_tensor",
             "there is no flat buffer; results are tensors of their own and live as long as you hold them",

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from epee.compat.deep_ep.shared.rooms import num_tokens_made_for
-from epee.ep.config import BufferConfig
-from epee.memory.arena import num_pool_slots
-from epee.memory.layout import align_up
+from epee.compat.deep_ep.shared.layout import align_up
+from epee.ep import receive_bytes
 
 _ALIGN = 2 << 20
 NVLINK_GBS = 430.0  # of one H200, as DeepEP counts it (0.9 of the nominal rate)
@@ -20,11 +16,7 @@ _MARGIN = 1.25
 
 def buffer_bytes(num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> int:
     """Return the bytes of the receive memory of a rank for bfloat16 rows in the rank layout, a multiple of 2 MiB."""
-    config = BufferConfig(
-        num_ranks, num_ranks, hidden, max(1, num_topk), num_tokens_made_for(num_max_tokens_per_rank), torch.bfloat16
-    )
-    config.check()
-    return align_up(config.slot_layout("rank", 1).nbytes * num_pool_slots(config.num_slots), _ALIGN)
+    return align_up(receive_bytes(num_ranks, num_max_tokens_per_rank, hidden, num_topk), _ALIGN)
 
 
 def theoretical_num_sms(

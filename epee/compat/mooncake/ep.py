@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from epee.compat.deep_ep.event import EventOverlap
-from epee.compat.padded import Hook, PaddedHandle, PaddedRooms, Ways, size_hint
-from epee.ep.control.bootstrap import group_of
-from epee.ep.handle import Payload
-from epee.ep.latency.types import Quantisation
+from epee.compat.padded import Hook, PaddedCalls, PaddedHandle, Ways, size_hint
+from epee.ep import BufferPool, Payload, Quantisation, group_of
 
 from ...errors import InvalidArgument, UnsupportedError
 from . import pg
@@ -50,7 +48,8 @@ class Buffer:
         self.rank = self.group.rank()
         self.group_size = self.group.size()
         self.num_ep_buffer_bytes = num_ep_buffer_bytes
-        self._padded = PaddedRooms(self.group, _group_timeout_s(self.group))
+        self._pool = BufferPool(self.group, _group_timeout_s(self.group))
+        self._padded = PaddedCalls(self._pool)
 
     @staticmethod
     def get_ep_buffer_size_hint(
@@ -124,8 +123,8 @@ class Buffer:
         Returns:
             `combined_x [num_tokens, hidden]` bfloat16, event, hook.
         """
-        ways = self._ways(x, active_ranks, timeout_us, async_finish, return_recv_hook)
-        return self._padded.combine(x, topk_idx, topk_weights, handle, out, ways, zero_copy)
+        ways = self._ways(x, active_ranks, timeout_us, async_finish, return_recv_hook)._replace(zero_copy=zero_copy)
+        return self._padded.combine(x, topk_idx, topk_weights, handle, out, ways)
 
     def get_next_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return `[num_local_experts, num_ranks * max, hidden]` bfloat16 for a combine with `zero_copy`. Local."""
@@ -140,7 +139,7 @@ class Buffer:
         Newcomers have nothing to connect yet: their first call of each shape does it. Handles of earlier dispatches end
         when somebody has come.
         """
-        self._padded.meet_again()
+        self._pool.meet_again()
 
     def ibgda_disabled(self) -> bool:
         """Return True: there is no RDMA."""
@@ -159,43 +158,43 @@ class Buffer:
         return False
 
     def sync_ib(self, *args: Any) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("sync_ib")
 
     def sync_roce(self, *args: Any) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("sync_roce")
 
     def sync_ibgda_peers(self, *args: Any) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("sync_ibgda_peers")
 
     def sync_nvlink_ipc_handles(self, *args: Any) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("sync_nvlink_ipc_handles")
 
     def get_ipc_handle(self) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("get_ipc_handle")
 
     def get_mr_info(self) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("get_mr_info")
 
     def get_gid(self) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("get_gid")
 
     def get_local_qpns(self) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("get_local_qpns")
 
     def get_local_lids(self) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("get_local_lids")
 
     def update_local_qpns(self, *args: Any) -> NoReturn:
-        """Unsupported."""
+        """Raise `UnsupportedError`: there is no RDMA."""
         _needs_rdma("update_local_qpns")
 
     def _ways(

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from ...backend import BackendOptions, create, register
-from ...backend.options import MAX_RANKS
 from ...errors import InvalidArgument, PeerError
 from . import network as _network
 from .responses import ProposalStatus, ProposeViewUpdateResponse, SyncAfterFailureResponse, SyncStatus
@@ -48,6 +47,8 @@ __all__ = [
     "set_transfer_engine",
     "sync_after_failure",
 ]
+
+_MAX_RANKS = 64  # Mooncake's kMaxNumRanks; a group of the backend "epee" has no more either
 
 set_host_ip = _network.set_host_ip
 set_device_filter = _network.set_device_filter
@@ -107,9 +108,9 @@ def _fields(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(ranks: Sequence[int]) -> list[int]:
-    bad = [rank for rank in ranks if not 0 <= rank < MAX_RANKS]
+    bad = [rank for rank in ranks if not 0 <= rank < _MAX_RANKS]
     if bad:
-        raise InvalidArgument(f"ranks must lie in 0 ... {MAX_RANKS - 1}, got {bad}")
+        raise InvalidArgument(f"ranks must lie in 0 ... {_MAX_RANKS - 1}, got {bad}")
     return list(ranks)
 
 

@@ -155,6 +155,7 @@ class CallEnd:
         caller, mark = self._caller, self._mark
 
         def note() -> None:
+            """Store the word; run by the membership, when no view can come in between."""
             self._words.has_gathered(mark)
             caller.gathered = caller.seq
 

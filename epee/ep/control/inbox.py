@@ -172,6 +172,7 @@ class Exchange:
         seq = self.seq + 1
 
         def announce() -> None:
+            """Begin the call; run by the membership, when no view can come in between."""
             self._is_left = False
             self.parties, self.absent = self.members, ()  # who has gone may have announced it
             if not header.refused:
@@ -411,6 +412,7 @@ class Exchange:
         membership = self.membership
 
         def check() -> None:
+            """Raise what ends the wait before the word has come."""
             self._interrupt()
             membership.show(self._op, self.seq, self.behind(want, is_data))
             gave_up = is_data and words[index + 1] >= want
@@ -458,6 +460,12 @@ class Exchange:
         )
 
     def where(self, peer: int, started: float | None = None) -> str:
+        """Return the facts of a message about the current call: operation, rank, peer, call number and epoch.
+
+        Args:
+            peer: the rank that it is about.
+            started: `time.monotonic()` of the wait's begin, for the seconds that it took; None leaves them out.
+        """
         elapsed = {} if started is None else {"elapsed": time.monotonic() - started}
         return context(self._op, rank=self.rank, peer=peer, seq=self.seq, epoch=self.epoch, **elapsed)
 

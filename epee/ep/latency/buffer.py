@@ -210,6 +210,7 @@ class LatencyBuffer(SharedBuffer):
         if receive is not None:
 
             def hook() -> None:
+                """Run the receive half as a call of this buffer: behind the others, one at a time."""
                 with self._turns.queue(), self._turns:
                     receive()
 

@@ -360,6 +360,7 @@ class Flights:
         hooks = [receive]
 
         def hook() -> None:
+            """Receive once; a second time, or in another epoch, is an error."""
             if not hooks:
                 raise InvalidState("this hook has been called already; a call is received once")
             check_hook(flight.epoch, self._epoch())

@@ -330,6 +330,7 @@ class LatencyCudaPath(Memory):
         of_epoch, halves = self._control.exchange.epoch, [receive]
 
         def run() -> None:
+            """Launch the receive half, in the epoch of the send half only."""
             if halves:  # a second call is told that it is one
                 check_hook(of_epoch, self._control.exchange.epoch)
             self._guarded(op, receive)

@@ -307,6 +307,7 @@ class Wire:
         epoch = self._epoch()
 
         def is_there(word: int) -> bool:
+            """Tell whether the last call that `dst` freed is the one that has to be, or a later one."""
             found, done = untag(word)
             return last <= 0 or (done >= last and found == epoch)
 
@@ -324,6 +325,7 @@ class Wire:
         head = own.at("head", self.slot(seq), src)
 
         def is_there(word: int) -> bool:
+            """Tell whether the awaited tag is there, or that of the whole half."""
             return word == want or own.words[head] == want
 
         return self._wait(own, index, is_there, src, seq, patience)

@@ -133,11 +133,13 @@ class BufferLane:
         """Agree with the others on who takes part (`sync.py`) and return it; `note_agreed` when the caller has it."""
 
         def look(silent: list[int]) -> None:
+            """Look around while `silent` are waited for: raises what ends the wait, shows whom it is for."""
             self._interrupt()
             self.roster.check()
             self.show("sync", self._exchange.seq + 1, silent)
 
         def is_elsewhere(rank: int) -> bool:
+            """Tell whether a member waits in its next call, so that it does not come to this one."""
             in_epoch = self.is_in_place and rank in self._exchange.members
             return in_epoch and self._exchange.waits_in_next(rank)
 

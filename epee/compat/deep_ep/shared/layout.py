@@ -41,6 +41,11 @@ def dispatch_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) ->
     return DispatchLayout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert[1:].clone(), is_token_in_rank)
 
 
+def align_up(count: int, multiple: int) -> int:
+    """Return `count` rounded up to a multiple of `multiple`."""
+    return -(-count // multiple) * multiple
+
+
 def channel_size(num_tokens: int, num_channels: int) -> int:
     """Return the tokens of a channel; the last ones may have fewer."""
     return max(1, -(-num_tokens // num_channels))

@@ -1,4 +1,4 @@
-"""What both DeepEP buffers are: owners of rooms, whose calls run on the current stream or on a communication stream.
+"""What both DeepEP buffers are: owners of a pool of buffers, whose calls run on the current or a communication stream.
 
 A call that is asked for an event runs as a whole, with all that this layer computes around it, on the communication
 stream: behind `previous_event` where one is given, else behind the current stream. Its inputs and results are noted
@@ -15,22 +15,20 @@ import torch
 
 from epee.compat.deep_ep.event import Event, EventOverlap, after, cuda_event_of
 from epee.compat.deep_ep.shared.advice import NORMAL, add_advice
-from epee.compat.deep_ep.shared.rooms import Rooms
-from epee.ep.handle import Dispatched
-from epee.ep.streams import Lane, RunOptions
+from epee.ep import BufferPool, Dispatched, Lane
 from epee.errors import EvictedError, InvalidState, MismatchError, NoQuorumError, PeerError
 
 
-class RoomOwner:
+class PoolOwner:
     """Base of `Buffer` and `ElasticBuffer`.
 
     Attributes:
         explicitly_destroy: whether `destroy` may be called.
-        runtime: the rooms, None once destroyed.
+        runtime: the pool, None once destroyed.
     """
 
     explicitly_destroy: bool
-    runtime: Rooms | None
+    runtime: BufferPool | None
 
     def destroy(self) -> None:
         """Give back all memory. Local; results stay valid, handles do not.
@@ -40,16 +38,16 @@ class RoomOwner:
         """
         if not self.explicitly_destroy:
             raise InvalidState("destroy needs a buffer made with explicitly_destroy=True; or just drop the buffer")
-        self._rooms().close()
+        self._pool().close()
         self.runtime = None
 
     def get_comm_stream(self) -> Any:
         """Return the stream on which calls run that are asked for an event; on the CPU the current one."""
         if not torch.cuda.is_initialized():
             return torch.cpu.current_stream()
-        return self._rooms().lanes(torch.device("cuda", torch.cuda.current_device())).own_stream()
+        return self._pool().own_stream(torch.device("cuda", torch.cuda.current_device()))
 
-    def _rooms(self) -> Rooms:
+    def _pool(self) -> BufferPool:
         if self.runtime is None:
             raise InvalidState("the buffer is destroyed; make a new one")
         return self.runtime
@@ -58,11 +56,11 @@ class RoomOwner:
     def _run(self, device: torch.device, is_async: bool, *previous_events: Event | None) -> Iterator[Running]:
         """Run a call that works on tensors of `device`."""
         first, *others = [cuda_event_of(event) for event in previous_events] or [None]
-        with self._rooms().lanes(device).lane(RunOptions(async_op=is_async, previous_event=first)) as lane:
+        with self._pool().lane(device, is_async, first) as lane:
             for event in others:
                 if event is not None:
                     torch.cuda.current_stream().wait_event(event)
-            with _told_what_to_do(self._rooms().is_gpu(device)):
+            with _told_what_to_do(self._pool().is_gpu(device)):
                 yield Running(lane, is_async)
 
 

@@ -7,9 +7,11 @@ from typing import cast
 
 import torch
 
-from epee.ep.config import DTYPE_CODES
-from epee.ep.handle import Payload
+from epee.compat.deep_ep.shared.layout import align_up
+from epee.ep import PAYLOAD_DTYPES, Payload
 from epee.errors import InvalidArgument
+
+_DTYPES = (*PAYLOAD_DTYPES, torch.float8_e4m3fn)  # of values
 
 
 def values_of(x: object) -> torch.Tensor:
@@ -19,7 +21,7 @@ def values_of(x: object) -> torch.Tensor:
         InvalidArgument: it is neither, or the rows are not a matrix of a dtype that travels.
     """
     values = x[0] if isinstance(x, (tuple, list)) and x else x
-    if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.dtype not in DTYPE_CODES:
+    if not isinstance(values, torch.Tensor) or values.dim() != 2 or values.dtype not in _DTYPES:
         got = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
         raise InvalidArgument(
             f"x must be [num_tokens, hidden] or a pair (float8_e4m3fn values, scales), of {_names()}, got {got}"
@@ -34,7 +36,7 @@ def device_of(x: object) -> torch.device:
 
 
 def _names() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
 
 
 def int64_routing(topk_idx: object) -> torch.Tensor:
@@ -84,7 +86,7 @@ def cut(rows: object, num_rows: int, num_given: int) -> object:
 def column_major(scales: torch.Tensor) -> torch.Tensor:
     """Return equal scales with strides `(1, rows rounded up to 4)`, as TMA reads them."""
     num_rows, num_scales = scales.shape
-    place = scales.new_zeros((num_scales, -(-num_rows // 4) * 4))
+    place = scales.new_zeros((num_scales, align_up(num_rows, 4)))
     place[:, :num_rows].copy_(scales.t())
     return place.t()[:num_rows]
 

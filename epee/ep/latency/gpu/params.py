@@ -229,9 +229,11 @@ class LatencyConfig:
         packets = min(tokens, self.packet_tokens)
 
         def words(name: str, *shape: int) -> Field:
+            """Return a field of 64-bit words, at a multiple of 128 bytes."""
             return Field(name, torch.int64, shape, 128)
 
         def rows(name: str, count: int, nbytes: int) -> Field:
+            """Return a field of `count` rows for each slot and source, each rounded up to 16 bytes."""
             return Field(name, torch.uint8, (slots, ranks, count, align_up(nbytes, 16)), 256)
 
         return Layout(

@@ -258,6 +258,7 @@ def cut_expanded(full: DispatchResult, handle: ThroughputHandle) -> DispatchResu
         return full
 
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the first `rows` rows, of what is there."""
         return None if tensor is None else tensor[:rows]
 
     return DispatchResult(
@@ -282,6 +283,7 @@ def view_slot(
     most, views = config.max_recv_rows, machine.views(taken)
 
     def field(name: str, dtype: torch.dtype, columns: int) -> torch.Tensor:
+        """Return `[rows, columns]` of a field: a view of the slot, or a copy out of the landing slot."""
         alias = views.alias(dtype, offsets[name], (most, columns), rows)
         return alias if taken is not None else alias.clone()
 

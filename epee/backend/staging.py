@@ -258,6 +258,7 @@ class StagedWork(Work):
         """Have `result` know when the call has ended and where its copies are."""
 
         def settle(op: Any) -> None:
+            """Copy the results back and note that the call has ended."""
             if op.error is None:
                 with contextlib.suppress(RuntimeError):  # whoever waits is told
                     result.marks = self._staged.copy_back()

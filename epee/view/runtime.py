@@ -194,7 +194,10 @@ class Runtime:
         given_up = threading.Event()
 
         def wish(done: Callable[[], None]) -> None:
+            """Register on the agent thread."""
+
             def keep(row: LaneRow) -> None:
+                """Note the row, or give it back where the caller has stopped waiting."""
                 if given_up.is_set():
                     loop.unregister(lane, row)
                     return
@@ -218,6 +221,7 @@ class Runtime:
             return
 
         def forget(done: Callable[[], None]) -> None:
+            """Unregister on the agent thread."""
             loop.unregister(lane, row)
             done()
 
@@ -229,6 +233,7 @@ class Runtime:
         loop = self._running()
 
         def look(done: Callable[[], None]) -> None:
+            """Copy the history on the agent thread."""
             found.extend(decision for decision in loop.agent.history if decision.epoch > epoch)
             done()
 

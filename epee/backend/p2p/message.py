@@ -194,6 +194,7 @@ class IncomingMessage:
 
     @property
     def complete(self) -> bool:
+        """Whether nothing of it is to come any more."""
         return self.cancelled or self.bytes_seen == self.total
 
 

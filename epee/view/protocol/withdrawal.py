@@ -72,6 +72,7 @@ def end_of(stances: Mapping[int, Stance], dead: Collection[int] = ()) -> Look:
     """Return how a call ends that this rank has withdrawn, from what all peers with a part in it say."""
 
     def those(stance: Stance) -> tuple[int, ...]:
+        """Return the ranks with a stance."""
         return tuple(rank for rank, found in stances.items() if found is stance)
 
     if completing := those(Stance.COMPLETES):

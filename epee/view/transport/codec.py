@@ -27,6 +27,7 @@ class Cursor:
         self.at = 0
 
     def take(self, count: int, name: str) -> bytes:
+        """Return the next `count` bytes; `Wrong` when the frame has fewer."""
         chunk = self.data[self.at : self.at + count]
         if len(chunk) != count:
             raise Wrong(f"{name} ends after {len(chunk)} of {count} bytes")
@@ -47,15 +48,19 @@ class Codec:
 
 
 class Number(Codec):
+    """An integer from `low` to `high`: 8 bytes."""
+
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
+        """Append an int."""
         if type(value) is not int:
             raise Wrong(f"{name} must be an int, got {type(value).__name__}")
         out += _INT64.pack(self._checked(value, name))
 
     def take(self, frame: Cursor, name: str) -> int:
+        """Read an int."""
         return self._checked(_INT64.unpack(frame.take(8, name))[0], name)
 
     def _checked(self, value: int, name: str) -> int:
@@ -65,12 +70,16 @@ class Number(Codec):
 
 
 class Flag(Codec):
+    """A bool: one byte, 0 or 1."""
+
     def put(self, out: bytearray, value: Any, name: str) -> None:
+        """Append a bool."""
         if type(value) is not bool:
             raise Wrong(f"{name} must be a bool, got {type(value).__name__}")
         out += b"\1" if value else b"\0"
 
     def take(self, frame: Cursor, name: str) -> bool:
+        """Read a bool."""
         byte = frame.take(1, name)
         if byte not in (b"\0", b"\1"):
             raise Wrong(f"{name} must be 0 or 1, got {byte[0]}")
@@ -78,16 +87,20 @@ class Flag(Codec):
 
 
 class Bytes(Codec):
+    """From `low` to `high` bytes, behind their number."""
+
     def __init__(self, low: int, high: int) -> None:
         self.length = Number(low, high)
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
+        """Append the number of bytes and the bytes."""
         if type(value) is not bytes:
             raise Wrong(f"{name} must be bytes, got {type(value).__name__}")
         self.length.put(out, len(value), f"length of {name}")
         out += value
 
     def take(self, frame: Cursor, name: str) -> bytes:
+        """Read as many bytes as the number before them says."""
         return frame.take(self.length.take(frame, f"length of {name}"), name)
 
 
@@ -98,6 +111,7 @@ class Text(Codec):
         self.raw = Bytes(0, high)
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
+        """Append a str."""
         if type(value) is not str:
             raise Wrong(f"{name} must be a str, got {type(value).__name__}")
         try:
@@ -106,6 +120,7 @@ class Text(Codec):
             raise Wrong(f"{name} is no text: {exc.reason}") from exc
 
     def take(self, frame: Cursor, name: str) -> str:
+        """Read a str."""
         try:
             return self.raw.take(frame, name).decode()
         except UnicodeDecodeError as exc:
@@ -113,16 +128,20 @@ class Text(Codec):
 
 
 class Choice(Codec):
+    """One of a few words: its index."""
+
     def __init__(self, *values: str) -> None:
         self.values = values
         self.index = Number(0, len(values) - 1)
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
+        """Append the index of a word."""
         if value not in self.values:
             raise Wrong(f"{name} must be one of {self.values}, got {value!r}")
         self.index.put(out, self.values.index(value), name)
 
     def take(self, frame: Cursor, name: str) -> str:
+        """Read a word."""
         return self.values[self.index.take(frame, name)]
 
 
@@ -133,6 +152,7 @@ class Many(Codec):
         self.item, self.count, self.key = item, Number(0, high), key
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
+        """Append the number of items and the items."""
         if type(value) is not tuple:
             raise Wrong(f"{name} must be a tuple, got {type(value).__name__}")
         self.count.put(out, len(value), f"number of {name}")
@@ -141,6 +161,7 @@ class Many(Codec):
         self._check_order(value, name)
 
     def take(self, frame: Cursor, name: str) -> tuple[Any, ...]:
+        """Read a tuple."""
         count = self.count.take(frame, f"number of {name}")
         items = tuple(self.item.take(frame, name) for _ in range(count))
         self._check_order(items, name)
@@ -160,11 +181,13 @@ class Maybe(Codec):
         self.item, self.there = item, Number(0, 1)
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
+        """Append whether there is a value, and the value."""
         self.there.put(out, int(value is not None), f"presence of {name}")
         if value is not None:
             self.item.put(out, value, name)
 
     def take(self, frame: Cursor, name: str) -> Any:
+        """Read a value or None."""
         return self.item.take(frame, name) if self.there.take(frame, f"presence of {name}") else None
 
 
@@ -177,6 +200,7 @@ class TupleCodec(Codec):
         self.kind, self.fields, self.rule = kind, fields, rule
 
     def put(self, out: bytearray, value: Any, name: str) -> None:
+        """Append the fields."""
         if type(value) is not self.kind:
             raise Wrong(f"{name} must be a {self.kind.__name__}, got {type(value).__name__}")
         for codec, field, item in zip(self.fields, self.names, value, strict=True):
@@ -184,6 +208,7 @@ class TupleCodec(Codec):
         self._check(value, name)
 
     def take(self, frame: Cursor, name: str) -> Any:
+        """Read a named tuple whose fields fit together."""
         named = zip(self.fields, self.names, strict=True)
         value = self.kind(*[codec.take(frame, f"{name}.{field}") for codec, field in named])
         self._check(value, name)

@@ -56,7 +56,7 @@ def live_memory(buffer: epee.Buffer) -> str:
     survivor, path = buffer._exchange.membership, buffer._path
     assert isinstance(survivor, EpochLane)
     assert survivor._inboxes.own is not None
-    regions = [survivor._inboxes.own, *(arena.region for arena in path._arenas.values())]  # type: ignore[union-attr]
+    regions = [survivor._inboxes.own, *(arena.region for arena in path.arenas._own.values())]  # type: ignore[union-attr]
     digest = hashlib.sha256()
     for region in regions:
         digest.update(region.mapping[:])

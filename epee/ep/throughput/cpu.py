@@ -19,7 +19,6 @@ Arguments come checked (`checks.py`); what comes from peers is checked here and 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,15 +30,13 @@ import torch
 from ...errors import (
     AbortedError,
     CommTimeoutError,
-    EpeeError,
     InvalidArgument,
     NoQuorumError,
     PeerError,
     ProtocolError,
     context,
 )
-from ...memory.arena import Arena, Slots, num_pool_slots
-from ...memory.host import BLOB_BYTES
+from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
 from ..config import LAYOUTS, BufferConfig
@@ -50,6 +47,7 @@ from ..event import DONE
 from ..handle import Combined, Dispatched, DispatchRouting, Handle, HostHandle, Payload, mask_of
 from ..paths import Making
 from ..streams import Lane, RunOptions
+from .arenas import Arenas
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight, pack_rows, without_destinations, without_sources
 from .placement import Counts, Segment, num_rows_needed, place
@@ -65,13 +63,14 @@ def _own(handle: Handle) -> HostHandle:
 
 
 class CpuPath:
-    """The arenas of one buffer and what moves rows through them.
+    """What moves rows through the arenas of one buffer.
 
     Args:
         making: what it is made of; the row exchange of its host side orders the calls.
         poison: fill slots with 0xFF before each use.
 
     Attributes:
+        arenas: this rank's, and what it has mapped of the peers'.
         num_copied: results that were copied out because no slot was free.
     """
 
@@ -84,11 +83,7 @@ class CpuPath:
         self.exchange = making.control.exchange
         self.num_copied = 0
         self._buffer_id = making.buffer_id
-        self._poison = poison
-        self._arenas: dict[str, Arena] = {}
-        self._alignment = dict.fromkeys(LAYOUTS, 0)  # that the arena of each layout was made for
-        self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
-        self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
+        self.arenas = Arenas(config, making.rank, self.exchange, poison)
         self._most = {layout: _most_per_token(layout, config) for layout in LAYOUTS}
 
     max_num_sms = 0
@@ -139,20 +134,20 @@ class CpuPath:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank's arenas map; pages never touched cost nothing."""
-        return sum(arena.region.mapped_bytes for arena in self._arenas.values())
+        return self.arenas.nbytes
 
     def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
-        arena = self._arena(call.layout, call.expert_alignment)
-        self._settle(deadline)
-        slot = self._take(arena)
+        arena, alignment = self.arenas.of(call.layout, call.expert_alignment)
+        self.arenas.settle(deadline)
+        slot = self.arenas.take(arena)
         counts = call.plan.counts if call.plan is not None else None
         last_seq = self.exchange.seq
         try:
-            header = dispatch_header(call, self.rank, slot, self._alignment[call.layout])
+            header = dispatch_header(call, self.rank, slot, alignment)
             rows = self.exchange.call(header, counts, arena.region.blob, deadline)
             handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
-            slots = self._attach(call.layout, rows, deadline)
+            slots = self.arenas.attach(call.layout, rows, deadline)
             self._send(call, handle, rows, slots)
             missing = self.exchange.wait_data(deadline, rows.parties)
             if missing and self.exchange.membership.raises:
@@ -161,7 +156,7 @@ class CpuPath:
             self.exchange.end.close()
             return result
         except BaseException as error:
-            self._let_go(arena, slot, last_seq)
+            self.arenas.let_go(arena, slot, last_seq)
             # a loss ends it on all, and who has been put out is to hear that, not of an error of somebody's
             is_loss = isinstance(error, (Moved, PeerError)) and not isinstance(error, NoQuorumError)
             if self.exchange.seq > last_seq and not is_loss:
@@ -171,31 +166,30 @@ class CpuPath:
     def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
         """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
         layout = call.handle.layout
-        arena = self._arena(layout, call.handle.expert_alignment)
-        self._settle(deadline)
+        arena, alignment = self.arenas.of(layout, call.handle.expert_alignment)
+        self.arenas.settle(deadline)
         slot = arena.leased_input(call.y) if call.y.numel() else None
         is_staged = slot is not None
-        slot = self._take(arena) if slot is None else slot
+        slot = self.arenas.take(arena) if slot is None else slot
         last_seq = self.exchange.seq
         try:
             self._stage(call, arena, slot, is_staged)
-            header = combine_header(call, self.rank, slot, self._alignment[layout])
+            header = combine_header(call, self.rank, slot, alignment)
             rows = self.exchange.call(header, None, arena.region.blob, deadline)
-            result = self._pull(call, self._attach(layout, rows, deadline), rows)
+            result = self._pull(call, self.arenas.attach(layout, rows, deadline), rows)
             self.exchange.end.close()
             return result
         finally:
-            self._let_go(arena, slot, last_seq)
+            self.arenas.let_go(arena, slot, last_seq)
 
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]`: a leased slot, or ordinary memory when none is free."""
         shape = (handle.num_recv, self.config.hidden)
-        arena = self._arena(handle.layout, handle.expert_alignment)
-        arena.pool.reclaim(self.exchange.seq)
-        arena.pool.passed(self.exchange.settled)
+        arena, _ = self.arenas.of(handle.layout, handle.expert_alignment)
+        self.arenas.reclaim(arena)
         if handle.num_recv == 0 or not arena.pool.can_lease("input"):
             return torch.empty(shape, dtype=dtype, device="cpu")
-        slot = self._take(arena)
+        slot = self.arenas.take(arena)
         return arena.lease(slot, [Field("payload", dtype, shape)], "input")[0]
 
     def close(self) -> None:
@@ -203,86 +197,7 @@ class CpuPath:
 
         Also between two epochs: the arenas of the next one are made by its calls.
         """
-        for peers in self._peers.values():
-            for slots in peers.values():
-                slots.close()
-            peers.clear()
-        for blobs in self._blobs.values():
-            blobs.clear()
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
-
-    # -- memory
-
-    def _arena(self, layout: str, alignment: int) -> Arena:
-        """Return the arena of a layout, made at its first use and again when a larger alignment needs more room."""
-        arena = self._arenas.get(layout)
-        needed = alignment if layout == "expert" else 1
-        if arena is not None and self._alignment[layout] >= needed:
-            return arena
-        slot_layout = self.config.slot_layout(layout, needed)
-        new = Arena(slot_layout, self.config.num_slots, f"{layout}-{self.rank}-{os.getpid()}")
-        if arena is not None:
-            arena.close()
-        self._arenas[layout] = new
-        self._alignment[layout] = needed
-        return new
-
-    def _take(self, arena: Arena) -> int:
-        slot = arena.pool.take()
-        if self._poison:
-            arena.poison(slot)
-        return slot
-
-    def _settle(self, deadline: float) -> None:
-        """Wait until the peers have passed every call but the last, and free the slots that were cooling for them."""
-        self.exchange.settle(deadline)
-        for arena in self._arenas.values():
-            arena.pool.reclaim(self.exchange.seq)
-            arena.pool.passed(self.exchange.settled)
-
-    def _let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
-        """Give a slot up. Once the call was announced, peers may touch it until they have passed the call."""
-        if self.exchange.seq > last_seq:
-            arena.pool.cool(slot, self.exchange.seq)
-        else:
-            arena.pool.give_back(slot)
-
-    def _attach(self, layout: str, rows: ExchangedRows, deadline: float) -> dict[int, Slots]:
-        """Return the slots of all with a part in the call; one that has died before it was mapped has none.
-
-        What is new is mapped: a peer's first arena, or one that it has made larger.
-        """
-        peers, blobs = self._peers[layout], self._blobs[layout]
-        for src in rows.parties:
-            text = rows.texts[src]
-            if src == self.rank:
-                peers[src] = self._arenas[layout]
-            elif blobs.get(src) != text:
-                try:
-                    self._attach_one(layout, src, rows)
-                except EpeeError:
-                    if not self.exchange.membership.await_end_of(src, deadline):
-                        raise
-        return peers
-
-    def _attach_one(self, layout: str, src: int, rows: ExchangedRows) -> None:
-        peers, blobs = self._peers[layout], self._blobs[layout]
-        text, header = rows.texts[src], rows.headers[src]
-        alignment = max(1, header.arena_alignment)
-        if layout == "expert" and alignment < header.expert_alignment:
-            raise ProtocolError(
-                f"rank {src}: its arena is aligned to {alignment}, its call to {header.expert_alignment} rows"
-            )
-        slot_layout = self.config.slot_layout(layout, alignment)
-        new = Slots.attach(text[:BLOB_BYTES], slot_layout, num_pool_slots(self.config.num_slots))
-        if new.region.owner_pid != self.exchange.pids[src]:
-            new.close()
-            raise ProtocolError(f"the arena that rank {src} names belongs to process {new.region.owner_pid}")
-        if src in peers:
-            peers[src].close()
-        peers[src], blobs[src] = new, text
+        self.arenas.close()
 
     # -- dispatch
 

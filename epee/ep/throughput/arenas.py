@@ -1,0 +1,133 @@
+"""The memory of a `Buffer` on CPUs: this rank's arenas, one for each layout, and what it has mapped of the peers'.
+
+A rank makes an arena at the first call of its layout, and again, larger, where a call's alignment needs more room. Its
+blob travels with each call's row (`control/inbox.py`), so peers map it when they first see it. Who writes: the owner
+takes slots and lets them go; peers write rows into a slot that the owner has granted in the row of the call. What
+orders it: a slot that was announced is used again only when all peers have passed that call (`settle`). A crash leaves
+a slot that nobody hears of any more; the memory goes with the last process that has it mapped.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ...errors import EpeeError, ProtocolError
+from ...memory.arena import Arena, Slots, num_pool_slots
+from ...memory.host import BLOB_BYTES
+from ..config import LAYOUTS, BufferConfig
+from ..control.inbox import Exchange, ExchangedRows
+
+
+class Arenas:
+    """See above.
+
+    Args:
+        config: of the buffer.
+        rank: this one.
+        exchange: of the buffer's rows; it says which calls the peers have passed.
+        poison: fill slots with 0xFF before each use.
+    """
+
+    def __init__(self, config: BufferConfig, rank: int, exchange: Exchange, poison: bool) -> None:
+        self._config = config
+        self._rank = rank
+        self._exchange = exchange
+        self._poison = poison
+        self._own: dict[str, Arena] = {}
+        self._alignment = dict.fromkeys(LAYOUTS, 0)  # that the arena of each layout was made for
+        self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
+        self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank's arenas map; pages never touched cost nothing."""
+        return sum(arena.region.mapped_bytes for arena in self._own.values())
+
+    def of(self, layout: str, alignment: int) -> tuple[Arena, int]:
+        """Return the arena of a layout and the alignment that it was made for, `alignment` at least."""
+        arena = self._own.get(layout)
+        needed = alignment if layout == "expert" else 1
+        if arena is not None and self._alignment[layout] >= needed:
+            return arena, self._alignment[layout]
+        slot_layout = self._config.slot_layout(layout, needed)
+        new = Arena(slot_layout, self._config.num_slots, f"{layout}-{self._rank}-{os.getpid()}")
+        if arena is not None:
+            arena.close()
+        self._own[layout] = new
+        self._alignment[layout] = needed
+        return new, needed
+
+    def take(self, arena: Arena) -> int:
+        """Return a free slot."""
+        slot = arena.pool.take()
+        if self._poison:
+            arena.poison(slot)
+        return slot
+
+    def settle(self, deadline: float) -> None:
+        """Wait until the peers have passed every call but the last, and free the slots that were cooling for them."""
+        self._exchange.settle(deadline)
+        for arena in self._own.values():
+            self.reclaim(arena)
+
+    def reclaim(self, arena: Arena) -> None:
+        """Free what nobody holds any more and no peer may touch."""
+        arena.pool.reclaim(self._exchange.seq)
+        arena.pool.passed(self._exchange.settled)
+
+    def let_go(self, arena: Arena, slot: int, last_seq: int) -> None:
+        """Give a slot up. Once the call was announced, peers may touch it until they have passed the call."""
+        if self._exchange.seq > last_seq:
+            arena.pool.cool(slot, self._exchange.seq)
+        else:
+            arena.pool.give_back(slot)
+
+    def attach(self, layout: str, rows: ExchangedRows, deadline: float) -> dict[int, Slots]:
+        """Return the slots of all with a part in the call; one that has died before it was mapped has none.
+
+        What is new is mapped: a peer's first arena, or one that it has made larger.
+
+        Raises:
+            ProtocolError: a peer names memory that is not its own, or not of the size that its call needs.
+        """
+        peers, blobs = self._peers[layout], self._blobs[layout]
+        for src in rows.parties:
+            text = rows.texts[src]
+            if src == self._rank:
+                peers[src] = self._own[layout]
+            elif blobs.get(src) != text:
+                try:
+                    self._attach_one(layout, src, rows)
+                except EpeeError:
+                    if not self._exchange.membership.await_end_of(src, deadline):
+                        raise
+        return peers
+
+    def _attach_one(self, layout: str, src: int, rows: ExchangedRows) -> None:
+        peers, blobs = self._peers[layout], self._blobs[layout]
+        text, header = rows.texts[src], rows.headers[src]
+        alignment = max(1, header.arena_alignment)
+        if layout == "expert" and alignment < header.expert_alignment:
+            raise ProtocolError(
+                f"rank {src}: its arena is aligned to {alignment}, its call to {header.expert_alignment} rows"
+            )
+        slot_layout = self._config.slot_layout(layout, alignment)
+        new = Slots.attach(text[:BLOB_BYTES], slot_layout, num_pool_slots(self._config.num_slots))
+        if new.region.owner_pid != self._exchange.pids[src]:
+            new.close()
+            raise ProtocolError(f"the arena that rank {src} names belongs to process {new.region.owner_pid}")
+        if src in peers:
+            peers[src].close()
+        peers[src], blobs[src] = new, text
+
+    def close(self) -> None:
+        """Drop all memory; tensors that the user still holds keep theirs. Idempotent."""
+        for peers in self._peers.values():
+            for slots in peers.values():
+                slots.close()
+            peers.clear()
+        for blobs in self._blobs.values():
+            blobs.clear()
+        for arena in self._own.values():
+            arena.close()
+        self._own.clear()

@@ -255,8 +255,10 @@ class Engine:
             for message in self.mail.pending():
                 if not message.before:
                     self.advance(message)
-        for message in self.mail.lose(rank, absence, is_told):
-            self.retire(message)
+        self.mail.lose(rank, absence, is_told)
+        for message in self.messages:
+            if message.done:  # also what an interrupt has left failed and untold: then all of this is run again
+                self.retire(message)
 
     # ---- waiting
 

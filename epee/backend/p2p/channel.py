@@ -117,13 +117,12 @@ class Mailroom:
             last.cause,
         )
 
-    def lose(self, rank: int, absence: Absence, is_told: bool) -> list[Message]:
-        """A view has begun without `rank`. Returns the messages that have failed because of it; may be repeated.
+    def lose(self, rank: int, absence: Absence, is_told: bool) -> None:
+        """Fail the messages that a view without `rank` ends; may be repeated.
 
         A receive from any source goes on without it; where a loss is to be told (`is_told`) it fails as well.
         """
         self.out[rank] = absence
-        failed = []
         for message in self.pending():
             error = self.absence(message)
             if error is None and message.wanted == ANY and is_told:
@@ -133,11 +132,9 @@ class Mailroom:
             if error is not None:
                 message.fail(error)
                 self.cancel(message)
-                failed.append(message)
             elif message.wanted == ANY and message.peer == rank:
                 message.number, message.peer = 0, ANY  # it had begun to take a message of this rank
         self._receiver.lose(rank)
-        return failed
 
     def take_back(self, message: Message) -> bool:
         """Before a message fails: see to it that it is not delivered. True: not known yet, the other end is taking it.

@@ -85,7 +85,7 @@ class EpochLane(BufferLane):
         self._refusal: tuple[int, Header, bytes] | None = None  # of a call, to be announced in the next epoch
         self._told = begun.roster.heard  # losses up to this epoch have been raised
         self._is_coming_in = False
-        self._looked_in = 0  # the newest epoch of the job at the last look around in a wait
+        self._patience = 0, -1, 0.0  # call, version and end of the time that a change of the view has given it
 
     def close(self) -> None:
         """As `BufferLane.close`."""
@@ -123,7 +123,6 @@ class EpochLane(BufferLane):
             Turned: the view has changed; where a payload is waited for: that rank is gone.
             EvictedError, NoQuorumError: this process cannot go on.
         """
-        self._looked_in = self.roster.heard  # before the look
         self._check()
         if self.is_gone(src) if is_data else self._seen != self._calls.version:
             raise Turned
@@ -148,17 +147,31 @@ class EpochLane(BufferLane):
         Who is behind may itself wait for somebody, and shows it in time (HEAR_S). Then that one is accused. What a rank
         showed that was stopped in a wait runs out; until then it may look as if all waited for each other.
 
-        Who is accused is behind in the epoch in which the accusation counts: that of the last look. Else who was behind
-        would be accused by news that came since, in a view in which its time has just begun.
+        Where the view has changed behind the deadline, the others begin anew, and so does their time, once for each
+        change. Else who was behind would be accused, by news that came since it was looked at, in a view in which its
+        time has just begun.
         """
         if self._is_coming_in:
             return False
+        heard = self.roster.heard  # first: it is written behind the version
+        deadline = self._renewed(seq, deadline)
         late_s, evicts = time.monotonic() - deadline, self.roster.seat.on_stall == "evict"
+        if late_s < 0:
+            return True
         lines = {rank: peer.line for rank, peer in self._peers.items() if peer.line.number == self._number}
         found = at_fault(self._rank, ranks, lines)
         if evicts and (late_s < HEAR_S or (not found and late_s < HEAR_S + FRESH_NS / 1e9)):
             return True
-        return self.roster.insist(found or ranks, what, seq, deadline, self._looked_in)
+        return self.roster.insist(found or ranks, what, seq, deadline, heard)
+
+    def _renewed(self, seq: int, deadline: float) -> float:
+        """Return until when call `seq` waits for the others in the view that is known now."""
+        version = self._calls.version
+        if version == self._seen:
+            return deadline
+        if self._patience[:2] != (seq, version):
+            self._patience = seq, version, self.patience(deadline)
+        return max(deadline, self._patience[2])
 
     def issue(self, seq: int, is_pull: bool, publish: Callable[[], None]) -> bool:
         """Make call `seq`; False when the view changes, and it must not be."""
@@ -210,9 +223,11 @@ class EpochLane(BufferLane):
                 elapsed = now - started
                 where = context(self._op, rank=self._rank, seq=seq, epoch=self._exchange.epoch, elapsed=elapsed)
                 raise NoQuorumError(f"{where}: an agreement is under way and does not end; make the step again")
-        self.roster.require_part(self._rank)
         place, self._seen = self._calls.place(seq, self._is_whole, self._exchange.epoch)
         self._asked = seq
+        self.roster.require_part(
+            self._rank
+        )  # behind the lock that `place` takes: the view is of this version, or later
         return place
 
     def _is_whole(self, slot: int, epoch: int, seq: int) -> bool:
@@ -229,7 +244,6 @@ class EpochLane(BufferLane):
     def _look(self, rank: int, what: str, seq: int, started: float, deadline: float) -> None:
         """Between two looks at what a rank does: see whether to go on waiting."""
         self._interrupt()
-        self._looked_in = self.roster.heard
         self._check()
         self.show(self._op, seq or self._exchange.seq + 1, [rank])
         now = time.monotonic()

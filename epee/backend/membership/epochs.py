@@ -132,10 +132,10 @@ class Survival(Intake):
 
     def join(self, decision: Decision) -> None:
         """Begin with the view that took this process in, and learn what was decided since."""
+        later = self.runtime.since(decision.epoch)  # without the lock: the agent, which answers, may wait for it
         with self._hooks_lock:
             newest = self._decisions[0].epoch if self._decisions else FOREVER
-            missed = [later for later in self.runtime.since(decision.epoch) if later.epoch < newest]
-            self._decisions.extendleft(reversed(missed))
+            self._decisions.extendleft(missed for missed in reversed(later) if missed.epoch < newest)
 
     def attach(self, engine: EngineOfLane, joined: bool = False) -> None:
         """Give the lane its engine. With `joined`, its number of the last call is set to where this rank comes in."""

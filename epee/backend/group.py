@@ -6,10 +6,8 @@ calls `_allgather_base`, `_reduce_scatter_base`, `alltoall_base` and the `*_into
 a C++ caller would crash on it.
 
 Device dispatch is in one place: `tensors.carrier_of` raises `NeedsStaging` for a tensor on a GPU, and the call is then
-run on copies of its tensors in host memory (`staging.py`). Calls on CPU tensors pay nothing for that.
-
-A call whose arguments are refused raises `InvalidArgument` here; its sequence number is used up all the same and the
-peers get a `MismatchError` with the reason, so nobody waits for a call that does not come.
+run on copies of its tensors in host memory (`staging.py`). Calls on CPU tensors pay nothing for that. A call whose
+arguments are refused raises `InvalidArgument` here, and the peers of a collective are told (`refusal.py`).
 """
 
 from __future__ import annotations
@@ -18,70 +16,40 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError, InvalidArgument, RankFailedError, UnsupportedError
+from ..errors import InvalidArgument, UnsupportedError
+from ..view.group import GroupInView
 from .bootstrap.attempt import attempt
 from .bootstrap.birth import create_engine
 from .bootstrap.joining import join_engine
 from .bootstrap.seat import is_in_job, meeting_place
 from .collectives import arguments as calls
-from .collectives.plan import Make, Plan
+from .collectives.plan import Make
 from .collectives.signature import DTYPE_CODE, OP_CODE
 from .collectives.signature import pack as pack_signature
 from .engine.engine import Engine
-from .membership.epochs import LOSS
 from .membership.sizes import Mask
-from .options import BackendOptions
+from .options import MAX_RANKS, BackendOptions
 from .outbox import Outboxes
 from .p2p.message import ANY, Message
+from .refusal import collective
 from .staging import Staging
 from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import ViewCalls
 from .work import DONE, Work
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 _MAX_TAG = (1 << 63) - 1
 _alive: set[ProcessGroup] = set()
-
-
-def _collective(name: str) -> Callable[[_Method], _Method]:
-    """Tell the peers when the arguments of a collective are refused."""
-
-    def decorate(method: _Method) -> _Method:
-        @functools.wraps(method)
-        def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            seq = self._engine.seq
-            try:
-                return method(self, *args, **kwargs)
-            except NeedsStaging:
-                pass  # below, where a further error is not one during this one
-            except (InvalidArgument, UnsupportedError) as exc:
-                self._engine.refuse(name, exc)
-                raise
-            except EpeeError as exc:
-                is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
-                if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
-                    self._engine.refuse(name, exc)
-                raise  # else the call was issued: all ranks have counted it
-            except Exception as exc:
-                if self._engine.seq == seq:  # numpy's or torch's own word about an argument, or no memory
-                    self._engine.refuse(name, exc)
-                raise
-            return self._staging.run(name, functools.partial(call, self), args, kwargs)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
 
 
 _Base: Any = dist.ProcessGroup  # its annotations differ from version to version of torch
 
 
-class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
+class ProcessGroup(_Base):  # type: ignore[misc]
     """A group of the backend "epee". Made by `init_process_group("epee")` and `new_group`, not by users.
 
     Attributes:
@@ -116,6 +84,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         self._engine.mask = _shared_mask(self.options, self._engine.members)
         weakref.finalize(self, self._engine.close)
         self._staging = Staging(self._engine)
+        self._view = ViewCalls(self._engine, self._rank)
         _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
     # ---- what torch asks about a group
@@ -198,42 +167,37 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
 
     # ---- collectives
 
-    @_collective("broadcast")
+    @collective("broadcast")
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """`opts.rootRank`'s tensor goes to all ranks."""
         root = opts.rootRank if opts is not None else 0
         is_root = root == self._rank
-
-        def plan(box: Outboxes) -> Plan:
-            return calls.broadcast(box, calls.one(tensors, "broadcast"), root)
-
+        plan = functools.partial(calls.broadcast, tensor=calls.one(tensors, "broadcast"), root=root)
         return self._go(plan, opts, tensors, tensors if is_root else (), () if is_root else tensors)
 
-    @_collective("all_reduce")
+    @collective("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce in place on all ranks."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "all_reduce")
         return self._go(functools.partial(calls.all_reduce, tensor=tensor, op=code), opts, tensors, tensors)
 
-    @_collective("all_reduce_coalesced")
+    @collective("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce several tensors of one dtype in place, as one call, all or none."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        _check_one_dtype(tensors)
+        calls.check_one_dtype(tensors)
         return self._go(lambda box: calls.all_reduce_coalesced(box, tensors, code), opts, tensors, tensors)
 
-    @_collective("reduce")
+    @collective("reduce")
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """Reduce into `opts.rootRank`'s tensor; the others keep theirs."""
         code = calls.reduce_code(opts.reduceOp)
-
-        def plan(box: Outboxes) -> Plan:
-            return calls.all_reduce(box, calls.one(tensors, "reduce"), code, opts.rootRank)
-
+        tensor = calls.one(tensors, "reduce")
+        plan = functools.partial(calls.all_reduce, tensor=tensor, op=code, root=opts.rootRank)
         return self._go(plan, opts, tensors, tensors, tensors if opts.rootRank == self._rank else ())
 
-    @_collective("all_gather")
+    @collective("all_gather")
     def allgather(
         self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -242,24 +206,24 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         outputs = output_lists[0] if len(output_lists) == 1 else []
         return self._go(lambda box: calls.all_gather(box, outputs, tensor), opts, output_lists, tensors)
 
-    @_collective("all_gather")
+    @collective("all_gather")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Everybody's tensor goes to everybody, one output tensor in rank order."""
         return self._go(lambda box: calls.all_gather_single(box, output, tensor), opts, [output], tensor)
 
     _allgather_base = all_gather_single
 
-    @_collective("all_gather_coalesced")
+    @collective("all_gather_coalesced")
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """Several `all_gather_single` calls of one dtype as one, all or none."""
-        _check_one_dtype(inputs)
+        calls.check_one_dtype(inputs)
         return self._go(lambda box: calls.all_gather_coalesced(box, outputs, inputs), opts, outputs, inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_collective("all_gather_coalesced")
+    @collective("all_gather_coalesced")
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -267,7 +231,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         size = self.num_slots
         if len(output_lists) != size or any(len(outs) != len(inputs) for outs in output_lists):
             raise InvalidArgument(f"all_gather_coalesced: outputs must be {size} lists of {len(inputs)} tensors")
-        _check_one_dtype(inputs)
+        calls.check_one_dtype(inputs)
         for outs in output_lists:
             for position, (out, tensor) in enumerate(zip(outs, inputs, strict=True)):
                 if out.dtype != tensor.dtype or out.numel() != tensor.numel():
@@ -282,40 +246,33 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
                 outs[rank].detach().copy_(gathered.view(size, -1)[rank].view(outs[rank].shape))
         return DONE
 
-    @_collective("gather")
+    @collective("gather")
     def gather(self, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         """Everybody's tensor goes to `opts.rootRank`."""
         outputs = output_lists[0] if output_lists else []
-
-        def plan(box: Outboxes) -> Plan:
-            return calls.gather(box, outputs, calls.one(tensors, "gather"), opts.rootRank)
-
+        tensor = calls.one(tensors, "gather")
+        plan = functools.partial(calls.gather, outputs=outputs, tensor=tensor, root=opts.rootRank)
         return self._go(plan, opts, output_lists, tensors)
 
-    @_collective("scatter")
+    @collective("scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
         """Tensor r of `opts.rootRank`'s list goes to rank r."""
         inputs = input_lists[0] if input_lists else []
-
-        def plan(box: Outboxes) -> Plan:
-            return calls.scatter(box, calls.one(outputs, "scatter"), inputs, opts.rootRank)
-
+        output = calls.one(outputs, "scatter")
+        plan = functools.partial(calls.scatter, output=output, inputs=inputs, root=opts.rootRank)
         return self._go(plan, opts, outputs, inputs)
 
-    @_collective("reduce_scatter")
+    @collective("reduce_scatter")
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any = None
     ) -> Any:
         """The reduction of everybody's tensor r goes to rank r."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
         inputs = input_lists[0] if len(input_lists) == 1 else []
+        output = calls.one(outputs, "reduce_scatter")
+        return self._go(lambda box: calls.reduce_scatter(box, output, inputs, code), opts, outputs, inputs)
 
-        def plan(box: Outboxes) -> Plan:
-            return calls.reduce_scatter(box, calls.one(outputs, "reduce_scatter"), inputs, code)
-
-        return self._go(plan, opts, outputs, inputs)
-
-    @_collective("reduce_scatter")
+    @collective("reduce_scatter")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """`reduce_scatter` with one input that holds the segments in rank order."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
@@ -323,23 +280,23 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @_collective("reduce_scatter_coalesced")
+    @collective("reduce_scatter_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """Several `reduce_scatter_single` calls of one dtype as one, all or none."""
         code = calls.reduce_code(opts.reduceOp) if opts is not None else 0
-        _check_one_dtype(inputs)
+        calls.check_one_dtype(inputs)
         return self._go(lambda box: calls.reduce_scatter_coalesced(box, outputs, inputs, code), opts, outputs, inputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @_collective("all_to_all")
+    @collective("all_to_all")
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Tensor j of rank i goes to rank j's output i; sizes may differ."""
         return self._go(lambda box: calls.all_to_all(box, outputs, inputs), opts, outputs, inputs)
 
-    @_collective("all_to_all")
+    @collective("all_to_all")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -349,11 +306,8 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         opts: Any = None,
     ) -> Any:
         """`all_to_all` with one tensor each way, split along dimension 0, evenly or by the given sizes."""
-
-        def plan(box: Outboxes) -> Plan:
-            return calls.all_to_all_single(box, output, tensor, output_splits, input_splits)
-
-        return self._go(plan, opts, [output], tensor)
+        splits = output_splits, input_splits
+        return self._go(lambda box: calls.all_to_all_single(box, output, tensor, *splits), opts, [output], tensor)
 
     alltoall_base = all_to_all_single
 
@@ -370,7 +324,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
             carrier = carrier_of(tensor, "send: tensor")
         except NeedsStaging:
             return self._staging.run("send", self.send, (tensors, dst_rank, tag), {})
-        self.check_peer(dst_rank, "send")
+        self._view.check_peer(dst_rank, "send")
         if tag:
             _check_tag(tag, "send")
         is_early = bool(self._engine.queue or self._engine.messages)
@@ -381,7 +335,7 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
 
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
         """Receive the oldest message of `src_rank` with this tag."""
-        self.check_peer(src_rank, "recv")
+        self._view.check_peer(src_rank, "recv")
         return self._recv(tensors, src_rank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
@@ -409,6 +363,107 @@ class ProcessGroup(ViewCalls, _Base):  # type: ignore[misc]
         except BaseException as exc:  # an interrupt: nobody will hold the request
             self._engine.take_back(message, exc)
             raise
+
+    # ---- its view: epee's own methods
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the view in which the group runs."""
+        return self._engine.members.epoch
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a call waits for silent ranks when it names no time-out, in seconds."""
+        return self._engine.timeout_s
+
+    @property
+    def num_slots(self) -> int:
+        """How many ranks the group counts in this rank's next call: the length of lists with one element per rank.
+
+        Lost ranks count. It changes between the same two calls on all ranks (`extend_group_size_to`), while
+        `get_world_size()` stays what this process was started with.
+        """
+        return self._engine.members.group_size
+
+    def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
+        """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
+
+        All ranks get the same answer: a rank counts as ready when every member has heard of it.
+
+        Args:
+            ranks: 0 ... 63; those that have never been there may ask to come in, too.
+        """
+        return self._view.peer_state(ranks, self.allreduce)
+
+    def get_num_synced_ranks(self) -> int:
+        """Return how many ranks take part or are ready to, beyond the group's size as well. A collective call."""
+        return sum(self.get_peer_state(range(MAX_RANKS)))
+
+    def in_view(self, num_ranks: int) -> GroupInView | None:
+        """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""
+        return self._view.in_view(num_ranks)
+
+    def waiting_ranks(self) -> tuple[int, ...]:
+        """Return the ranks, lost or new, for which a process waits, as far as this rank has heard; no communication."""
+        return self._view.waiting()
+
+    def ready_ranks(self) -> set[int]:
+        """Return the ranks that take part, and those for which a process waits or has just been taken in.
+
+        As far as this rank has heard; no communication. `get_peer_state` is what all members have heard.
+        """
+        return self._view.ready()
+
+    def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+        """Take in the processes that wait for these ranks; the next call of this rank runs with them.
+
+        Every member calls it at the same point between two calls, or only one: it suffices. Repeating it is harmless.
+        `active_ranks` and `num_slots` show them after that call, on all old members alike. For ranks beyond the group's
+        size use `extend_group_size_to`, after which they show before it: the call needs longer lists.
+
+        Args:
+            ranks: 0 ... 63; those that take part already are left alone.
+            timeout_s: how long to wait for all of them; None: the group's time-out.
+        Raises:
+            CommTimeoutError: a process does not come, or the view did not change in time.
+            InvalidState: a group that takes nobody in: of one rank, or made with `new_group`.
+        """
+        self._view.recover(ranks, timeout_s)
+
+    def extend_group_size_to(self, size: int, timeout_s: float | None = None) -> None:
+        """Let the group count `size` ranks from the next call on. All members call it at the same point.
+
+        A larger group: takes in the processes that wait for the ranks beyond the present size, all of them. A smaller
+        one: the ranks beyond must have left or died; where some still count, a barrier finds out what became of them.
+        Lost ranks below stay lost (`recover_ranks`).
+
+        Args:
+            size: 1 ... 64. The option `max_group_size` is no limit, it is the length of `active_ranks`.
+            timeout_s: how long to wait for newcomers; None: the group's time-out.
+        Raises:
+            InvalidArgument: ranks beyond `size` take part.
+            RankFailedError: mode "raise", and a rank has been lost that no call had reported yet. The newcomers are in;
+                call it again.
+            CommTimeoutError, InvalidState: as `recover_ranks`.
+        """
+        self._view.extend_to(size, timeout_s, self._meet)
+
+    def last_contributors(self) -> tuple[int, ...]:
+        """Return the ranks whose contributions are in the result of the last collective that ended here."""
+        return self._engine.contributors
+
+    def active_ranks(self) -> torch.Tensor:
+        """Return an int32 tensor `[num_slots]`: 1 for a rank that takes part in this rank's next call.
+
+        A death or a replacement changes it between the same two calls on every rank, with the epoch, so what a program
+        derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
+        """
+        return self._view.active_ranks()
+
+    def _meet(self) -> None:
+        options: Any = dist.BarrierOptions()
+        options.asyncOp = False
+        self.barrier(options)
 
     # ---- what torch makes impossible, and ends
 
@@ -463,18 +518,6 @@ def _shared_mask(options: BackendOptions, members: Outboxes) -> Mask:
     if tensor is None:
         return Mask(limit, members.members)
     return Mask(tensor.numel(), members.members, tensor)
-
-
-def _check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
-    """A coalesced call is one call with one signature; several dtypes would be several, and ranks could differ."""
-    if not tensors:
-        raise InvalidArgument("a coalesced call needs at least one tensor, got an empty list")
-    kinds = {str(tensor.dtype) for tensor in tensors}
-    if len(kinds) > 1:
-        raise InvalidArgument(
-            f"the tensors of a coalesced call must have one dtype, got {', '.join(sorted(kinds))}; "
-            "make one coalesced call per dtype"
-        )
 
 
 def _check_tag(tag: int, name: str) -> None:

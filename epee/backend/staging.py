@@ -231,7 +231,10 @@ class Staged:
 
 
 class StagedWork(Work):
-    """An asynchronous call on twins. Its results go back when it ends, also when nobody asks for them."""
+    """An asynchronous call on twins. Its results go back when it ends, also when nobody asks for them.
+
+    It is a `Work`, to torch and to the engine (`overlap.batch_mates`): the same call, whose end is later.
+    """
 
     def __init__(self, work: Work, staged: Staged, outputs: Any) -> None:
         super().__init__(work.engine, work.ops, outputs)

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..errors import InvalidArgument, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, UnsupportedError
 from .collectives.signature import DTYPE_CODE
 
 Array = np.ndarray[Any, Any]
 
 
-class NeedsStaging(UnsupportedError):
-    """A tensor lies on a GPU: the call is to be run on copies of it (`staging.py`)."""
+class NeedsStaging(EpeeError):
+    """A tensor lies on a GPU: the call is to be run on copies of it (`staging.py`). Every caller catches it."""
 
 
 class Carrier(NamedTuple):

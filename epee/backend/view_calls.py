@@ -1,4 +1,4 @@
-"""What a group says about its view, how lost ranks come back and how it grows: epee's own methods of the process group.
+"""What a group says about its view, how lost ranks come back and how it grows: what is behind the group's own methods.
 
 They read what the group's own calls have made of the view (`membership/epochs.py`), so all answers are those of this
 rank's last call, except where a method says otherwise. Nothing here writes to shared memory.
@@ -6,7 +6,7 @@ rank's last call, except where a method says otherwise. Nothing here writes to s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,141 +17,77 @@ from ..view.group import GroupInView
 from .engine.ending import leavers
 from .engine.engine import Engine
 from .engine.entry import ENDED
-from .membership.epochs import Survival
+from .membership.admission import Admission
 from .options import MAX_RANKS
 
 
 class ViewCalls:
-    """Part of `group.ProcessGroup`."""
+    """The part of a process group that asks about its view, and changes it."""
 
-    _engine: Engine
-    _rank: int
-    allreduce: Any
-    barrier: Any
+    def __init__(self, engine: Engine, rank: int) -> None:
+        self._engine = engine
+        self._rank = rank
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the view in which the group runs."""
-        return self._engine.members.epoch
-
-    @property
-    def timeout_s(self) -> float:
-        """How long a call waits for silent ranks when it names no time-out, in seconds."""
-        return self._engine.timeout_s
-
-    @property
-    def num_slots(self) -> int:
-        """How many ranks the group counts in this rank's next call: the length of lists with one element per rank.
-
-        Lost ranks count. It changes between the same two calls on all ranks (`extend_group_size_to`), while
-        `get_world_size()` stays what this process was started with.
-        """
-        return self._engine.members.group_size
-
-    def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
-        """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
-
-        All ranks get the same answer: a rank counts as ready when every member has heard of it.
-
-        Args:
-            ranks: 0 ... 63; those that have never been there may ask to come in, too.
-        """
+    def peer_state(self, ranks: Sequence[int], all_reduce: Callable[[list[torch.Tensor], Any], Any]) -> list[bool]:
+        """Return for each rank whether it takes part, or every member has heard that it is ready to; `all_reduce`s."""
         _check_ranks(ranks, "get_peer_state")
-        known = self.ready_ranks()
+        known = self.ready()
         state = torch.tensor([int(rank in known) for rank in range(MAX_RANKS)], dtype=torch.int32, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         options.asyncOp = False
-        self.allreduce([state], options)
+        all_reduce([state], options)
         return [bool(state[rank]) for rank in ranks]
 
-    def get_num_synced_ranks(self) -> int:
-        """Return how many ranks take part or are ready to, beyond the group's size as well. A collective call."""
-        return sum(self.get_peer_state(range(MAX_RANKS)))
-
     def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""
+        """Return the group's part in the view of its job; None for a group of one rank."""
         survival = self._engine.survival
         return None if survival is None else survival.in_view(num_ranks)
 
-    def waiting_ranks(self) -> tuple[int, ...]:
-        """Return the ranks, lost or new, for which a process waits, as far as this rank has heard; no communication."""
+    def waiting(self) -> tuple[int, ...]:
+        """Return the ranks, lost or new, for which a process waits, as far as this rank has heard."""
         survival = self._engine.survival
-        return () if survival is None else survival.waiting()
+        return () if survival is None else survival.admission.waiting()
 
-    def ready_ranks(self) -> set[int]:
-        """Return the ranks that take part, and those for which a process waits or has just been taken in.
-
-        As far as this rank has heard; no communication. `get_peer_state` is what all members have heard.
-        """
+    def ready(self) -> set[int]:
+        """Return the ranks that take part, and those for which a process waits or has just been taken in."""
         survival = self._engine.survival
-        return {*self._engine.members.members, *(() if survival is None else survival.ready())}
+        return {*self._engine.members.members, *(() if survival is None else survival.admission.ready())}
 
-    def recover_ranks(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
-        """Take in the processes that wait for these ranks; the next call of this rank runs with them.
-
-        Every member calls it at the same point between two calls, or only one: it suffices. Repeating it is harmless.
-        `active_ranks` and `num_slots` show them after that call, on all old members alike. For ranks beyond the group's
-        size use `extend_group_size_to`, after which they show before it: the call needs longer lists.
-
-        Args:
-            ranks: 0 ... 63; those that take part already are left alone.
-            timeout_s: how long to wait for all of them; None: the group's time-out.
-        Raises:
-            CommTimeoutError: a process does not come, or the view did not change in time.
-            InvalidState: a group that takes nobody in: of one rank, or made with `new_group`.
-        """
+    def recover(self, ranks: Sequence[int], timeout_s: float | None) -> None:
+        """Take in the processes that wait for these ranks."""
         _check_ranks(ranks, "recover_ranks")
-        self._survival().recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+        self._admission().recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
 
-    def extend_group_size_to(self, size: int, timeout_s: float | None = None) -> None:
-        """Let the group count `size` ranks from the next call on. All members call it at the same point.
-
-        A larger group: takes in the processes that wait for the ranks beyond the present size, all of them. A smaller
-        one: the ranks beyond must have left or died; where some still count, a barrier finds out what became of them.
-        Lost ranks below stay lost (`recover_ranks`).
-
-        Args:
-            size: 1 ... 64. The option `max_group_size` is no limit, it is the length of `active_ranks`.
-            timeout_s: how long to wait for newcomers; None: the group's time-out.
-        Raises:
-            InvalidArgument: ranks beyond `size` take part.
-            RankFailedError: mode "raise", and a rank has been lost that no call had reported yet. The newcomers are in;
-                call it again.
-            CommTimeoutError, InvalidState: as `recover_ranks`.
-        """
+    def extend_to(self, size: int, timeout_s: float | None, meet: Callable[[], None]) -> None:
+        """Let the group count `size` ranks from the next call on; `meet` is a call of all members."""
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"extend_group_size_to: size must be a number from 1 to {MAX_RANKS}, got {size!r}")
         beyond = self._beyond(size)
         if beyond:
-            self._meet()  # they may have left: that is agreed on by a call, then all ranks see the same here
+            meet()  # they may have left: that is agreed on by a call, then all ranks see the same here
             beyond = self._beyond(size)
         if beyond:
             raise InvalidArgument(
                 f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} take part; they must leave first"
             )
-        present = self.num_slots
+        present = self._engine.members.group_size
         if size == present and self._engine.survival is None:
             return
-        survival = self._survival()
-        survival.recover(range(present, size), self._engine.timeout_s if timeout_s is None else timeout_s)
-        self._engine.look(survival.show_joined)
-        while not survival.is_settled():  # a loss must be reported first, by a call among those who were there
-            self._meet()
-        self._engine.look(lambda: survival.set_size(size))
+        admission = self._admission()
+        admission.recover(range(present, size), self._engine.timeout_s if timeout_s is None else timeout_s)
+        self._engine.look(admission.show_joined)
+        while not admission.is_settled():  # a loss must be reported first, by a call among those who were there
+            meet()
+        self._engine.look(lambda: admission.set_size(size))
 
     def _beyond(self, size: int) -> list[int]:
         return [rank for rank in self._engine.members.members if rank >= size]
 
-    def _meet(self) -> None:
-        options: Any = dist.BarrierOptions()
-        options.asyncOp = False
-        self.barrier(options)
-
-    def _survival(self) -> Survival:
+    def _admission(self) -> Admission:
         if self._engine.survival is None:
             raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")
-        return self._engine.survival
+        return self._engine.survival.admission
 
     def check_peer(self, peer: int, name: str) -> None:
         """Check the other rank of a message.
@@ -165,7 +101,7 @@ class ViewCalls:
             return  # what nearly every message finds
         if peer >= box.num_ranks or peer in box.blanks:
             self._engine.look(lambda: None)  # it may have come just now
-        size = max(box.num_ranks, self.num_slots)
+        size, epoch = max(box.num_ranks, self._engine.members.group_size), self._engine.members.epoch
         if peer == self._rank or not 0 <= peer < size:
             raise InvalidArgument(
                 f"{name}: the peer must be another rank of the group (size {size}, this is rank {self._rank}), got "
@@ -173,30 +109,22 @@ class ViewCalls:
             )
         if peer >= box.num_ranks or peer in box.blanks:
             raise RankFailedError(
-                f"{name}: rank {peer} is not in the view (epoch {self.epoch}); it was lost or has not come yet",
+                f"{name}: rank {peer} is not in the view (epoch {epoch}); it was lost or has not come yet",
                 [peer],
                 name,
                 0,
-                self.epoch,
+                epoch,
                 "not in the view",
             )
 
-    def last_contributors(self) -> tuple[int, ...]:
-        """Return the ranks whose contributions are in the result of the last collective that ended here."""
-        return self._engine.contributors
-
     def active_ranks(self) -> torch.Tensor:
-        """Return an int32 tensor `[num_slots]`: 1 for a rank that takes part in this rank's next call.
-
-        A death or a replacement changes it between the same two calls on every rank, with the epoch, so what a program
-        derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
-        """
+        """Return 1 for each rank that takes part in this rank's next call, 0 for the others."""
         engine = self._engine
         if engine.flags & ENDED:
             raise InvalidState("the process group was destroyed or aborted; it has no active ranks any more")
         for peer in leavers(engine.box):
             engine.mask[peer] = 0
-        return torch.tensor(engine.mask.first(self.num_slots), dtype=torch.int32, device="cpu")
+        return torch.tensor(engine.mask.first(engine.members.group_size), dtype=torch.int32, device="cpu")
 
 
 def _check_ranks(ranks: Sequence[int], name: str) -> None:

@@ -79,7 +79,7 @@ class Job:
     Attributes:
         has_home: a group of the backend founded it, which processes that come later join.
         store: through which the first group was made, or joined.
-        name_later: says where the ranks of a later group meet in that store (`Intake.name_later`); dead or None when
+        name_later: says where the ranks of a later group meet in that store (`Admission.name_later`); dead or None when
             the first group has gone.
     """
 

@@ -51,4 +51,4 @@ def test_a_decision_while_a_newcomer_asks_what_it_missed_does_not_block_the_agen
     survival = Survival(Seat(job, [0, 1, 2, 3], LANE, True, True), "mask/error", ADMITTED)
     survival.join(ADMITTED)
     assert agent.was_free, "the hooks waited for a lock that the newcomer held while it asked the agent"
-    assert list(survival._decisions) == [*HISTORY, NEWS]
+    assert list(survival.hooks.decisions) == [*HISTORY, NEWS]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from epee import NoQuorumError
-from epee.backend.membership.epochs import NO_QUORUM_PAUSE_S
+from epee.backend.membership.lane_hooks import NO_QUORUM_PAUSE_S
 from tests.harness import run_ranks
 
 NUM_PAUSES = 5  # after this many the quorum is back
@@ -25,10 +25,10 @@ def repeated(rank: int, num_ranks: int) -> tuple[int, float]:
 
     def come_back() -> None:
         shared.error = None
-        survival._has_news.set()  # as with a decision
+        survival.hooks._has_news.set()  # as with a decision
 
     shared.error = NoQuorumError("nobody answers", [1 - rank])
-    survival.trouble(shared.error)
+    survival.hooks.trouble(shared.error)
     threading.Timer(NUM_PAUSES * NO_QUORUM_PAUSE_S, come_back).start()
     x, num_failed, until = torch.ones(3), 0, time.monotonic() + 20
     while time.monotonic() < until:

@@ -284,10 +284,10 @@ def waits_while_frozen(rank: int, num_ranks: int, folder: str) -> None:
         survival = group._engine.survival
         x = torch.ones(1)
         work = dist.all_reduce(x, async_op=True)
-        survival.freeze()  # as an agreement does that finds no end
+        survival.hooks.freeze()  # as an agreement does that finds no end
         with pytest.raises(CommTimeoutError, match="time-out of wait"):
             work.wait(timedelta(seconds=0.2))
-        survival.thaw()
+        survival.hooks.thaw()
         (Path(folder) / "told").touch()
         work.wait()
         assert x.item() == num_ranks

@@ -156,7 +156,7 @@ def _start(survival: Survival, decision: Decision, home: Home, rank: int, region
     box.blanks.update(peer for peer in range(size) if regions[peer] is blank)
     watch = _watch_others(decision, rank)
     engine = Engine(box, watch, 300.0, first_number(decision.epoch))
-    survival.attach(engine, joined=True)
+    survival.attach(engine)
     publish_word(box, LIFE, LIFE_READY)
     keep(engine)
     return engine

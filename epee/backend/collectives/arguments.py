@@ -72,6 +72,18 @@ def one(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     return tensors[0]
 
 
+def check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    """A coalesced call is one call with one signature; several dtypes would be several, and ranks could differ."""
+    if not tensors:
+        raise InvalidArgument("a coalesced call needs at least one tensor, got an empty list")
+    kinds = {str(tensor.dtype) for tensor in tensors}
+    if len(kinds) > 1:
+        raise InvalidArgument(
+            f"the tensors of a coalesced call must have one dtype, got {', '.join(sorted(kinds))}; "
+            "make one coalesced call per dtype"
+        )
+
+
 def check_root(root: int, box: Outboxes, name: str) -> int:
     """Return the position of rank `root` among the members."""
     if not 0 <= root < box.group_size:

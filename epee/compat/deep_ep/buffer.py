@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from epee.compat.deep_ep import low_latency
 from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
-from epee.compat.deep_ep.low_latency import LowLatency, UnsupportedBufferMethods, unsupported
+from epee.compat.deep_ep.low_latency import LowLatency, unsupported
 from epee.compat.deep_ep.shared.known import KnownHandles
 from epee.compat.deep_ep.shared.layout import (
     align_up,
@@ -66,7 +67,7 @@ class _KnownV1Handle:
     num_rows: int
 
 
-class Buffer(LowLatency, PoolOwner, UnsupportedBufferMethods):
+class Buffer(LowLatency, PoolOwner):
     """DeepEP V1's buffer, normal and low-latency calls, on the ranks of one host.
 
     Args:
@@ -416,3 +417,9 @@ class Buffer(LowLatency, PoolOwner, UnsupportedBufferMethods):
             is_token_in_rank,
             send_head(is_token_in_rank, num_channels),
         )
+
+    # ---- what does not exist here
+
+    internode_dispatch = low_latency.internode_dispatch
+    internode_combine = low_latency.internode_combine
+    get_local_buffer_tensor = low_latency.get_local_buffer_tensor

@@ -15,11 +15,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from epee.compat.deep_ep import sizing
+from epee.compat.deep_ep import experimental, sizing
 from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_domain_size
 from epee.compat.deep_ep.ep_handle import EPHandle
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
-from epee.compat.deep_ep.experimental import UnsupportedElasticMethods
 from epee.compat.deep_ep.shared.owner import PoolOwner
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
@@ -63,7 +62,7 @@ class _Options:
     do_expand: bool
 
 
-class ElasticBuffer(PoolOwner, UnsupportedElasticMethods):
+class ElasticBuffer(PoolOwner):
     """DeepEP V2's buffer on the ranks of one host.
 
     Args:
@@ -414,6 +413,24 @@ class ElasticBuffer(PoolOwner, UnsupportedElasticMethods):
         recv_idx = None if got.topk_idx is None else filled_up(got.topk_idx, num_rows, -1)
         recv_weights = None if got.topk_weights is None else filled_up(got.topk_weights, num_rows, 0)
         return recv_x, recv_idx, recv_weights
+
+    # ---- what does not exist here
+
+    get_engram_storage_size_hint = staticmethod(experimental.get_engram_storage_size_hint)
+    engram_write = experimental.engram_write
+    engram_fetch = experimental.engram_fetch
+    get_pp_buffer_size_hint = staticmethod(experimental.get_pp_buffer_size_hint)
+    pp_set_config = experimental.pp_set_config
+    pp_send = experimental.pp_send
+    pp_recv = experimental.pp_recv
+    get_agrs_num_max_session_bytes = staticmethod(experimental.get_agrs_num_max_session_bytes)
+    get_agrs_buffer_size_hint = staticmethod(experimental.get_agrs_buffer_size_hint)
+    create_agrs_session = experimental.create_agrs_session
+    destroy_agrs_session = experimental.destroy_agrs_session
+    agrs_new_session = experimental.agrs_new_session
+    agrs_set_config = experimental.agrs_set_config
+    agrs_get_inplace_tensor = experimental.agrs_get_inplace_tensor
+    all_gather = experimental.all_gather
 
 
 def _refuse_in_graph() -> None:

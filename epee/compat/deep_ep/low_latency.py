@@ -43,6 +43,9 @@ _ADVISED = _Advised()
 class LowLatency:
     """The low-latency calls of DeepEP's `Buffer`, beside its normal ones.
 
+    A base class, as programs look for these methods and their signatures on `Buffer` itself: methods there that pass
+    everything on to a part would repeat all of them, and cost a call.
+
     Attributes:
         enable_shrink: a rank that does not come is masked instead of being an error.
         group_size: number of ranks.
@@ -221,47 +224,46 @@ def _add_cost(stats: torch.Tensor | None, got: LatencyDispatched | LatencyCombin
         stats.add_(got.wait_us)
 
 
-class UnsupportedBufferMethods:
-    """Methods of DeepEP's `Buffer` that raise `UnsupportedError`."""
+def internode_dispatch(
+    self: object,
+    x: Any,
+    handle: Any = None,
+    num_tokens_per_rank: torch.Tensor | None = None,
+    num_tokens_per_rdma_rank: torch.Tensor | None = None,
+    is_token_in_rank: torch.Tensor | None = None,
+    num_tokens_per_expert: torch.Tensor | None = None,
+    topk_idx: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    expert_alignment: int = 1,
+    config: Any = None,
+    previous_event: Any = None,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> Any:
+    """Raise `UnsupportedError`: nothing travels between hosts."""
+    unsupported("internode_dispatch", _HOSTS)
 
-    def internode_dispatch(
-        self,
-        x: Any,
-        handle: Any = None,
-        num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: torch.Tensor | None = None,
-        is_token_in_rank: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        expert_alignment: int = 1,
-        config: Any = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> Any:
-        """Raise `UnsupportedError`: nothing travels between hosts."""
-        unsupported("internode_dispatch", _HOSTS)
 
-    def internode_combine(
-        self,
-        x: torch.Tensor,
-        handle: Any,
-        topk_weights: torch.Tensor | None = None,
-        bias: Any = None,
-        config: Any = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> Any:
-        """Raise `UnsupportedError`: nothing travels between hosts."""
-        unsupported("internode_combine", _HOSTS)
+def internode_combine(
+    self: object,
+    x: torch.Tensor,
+    handle: Any,
+    topk_weights: torch.Tensor | None = None,
+    bias: Any = None,
+    config: Any = None,
+    previous_event: Any = None,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> Any:
+    """Raise `UnsupportedError`: nothing travels between hosts."""
+    unsupported("internode_combine", _HOSTS)
 
-    def get_local_buffer_tensor(
-        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
-    ) -> torch.Tensor:
-        """Raise `UnsupportedError`: there is no flat buffer."""
-        unsupported(
-            "get_local_buffer_tensor",
-            "there is no flat buffer; results are tensors of their own and live as long as you hold them",
-        )
+
+def get_local_buffer_tensor(
+    self: object, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+) -> torch.Tensor:
+    """Raise `UnsupportedError`: there is no flat buffer."""
+    unsupported(
+        "get_local_buffer_tensor",
+        "there is no flat buffer; results are tensors of their own and live as long as you hold them",
+    )

@@ -68,7 +68,8 @@ class MooncakeBackendOptions(BackendOptions):
 
     `(active_ranks)`, `(active_ranks, is_extension)`, `(active_ranks, is_extension, max_group_size)` with an int32 mask
     tensor, or `(max_group_size)`, `(max_group_size, is_extension)`,
-    `(max_group_size, is_extension, auto_deactivate_on_failure, auto_sync_on_failure)` with numbers.
+    `(max_group_size, is_extension, auto_deactivate_on_failure, auto_sync_on_failure)` with numbers. They are
+    `BackendOptions`, the only thing that torch can hand on to a group of this backend.
 
     Raises:
         InvalidArgument: another form, or `auto_sync_on_failure` without `auto_deactivate_on_failure`.

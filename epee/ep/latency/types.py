@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..event import DONE, Event
-from ..handle import Combined, Dispatched
+from ..handle import Dispatched
 
 SCALE_BLOCK = 128  # channels that share one FP8 scale
 
@@ -118,6 +118,8 @@ Hook = Callable[[], None]
 class LatencyDispatched(Dispatched):
     """What this rank received. With a hook everything is undefined until the hook has been called.
 
+    It is a `Dispatched`, whose memory is kept for streams in the same way (`record_stream`), and says more.
+
     Attributes:
         x: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, or the pair (float8_e4m3fn values,
             scales); a block holds its expert's rows in (source rank, token) order, the rest is undefined. The scales'
@@ -138,18 +140,21 @@ class LatencyDispatched(Dispatched):
 
 
 @dataclass(eq=False)
-class LatencyCombined(Combined):
+class LatencyCombined:
     """What came back.
 
     Attributes:
         x: `[num_tokens, hidden]` bfloat16 (or `out`).
         topk_weights: None.
+        event: the end of the call, as in `LatencyDispatched`.
         got: `[num_ranks]` bool on the buffer's device: whose experts are in the sums.
         hook: runs the receive half, once; None without `return_hook`.
         lost: what `lost_weight` calls.
         wait_us: as in `LatencyDispatched`.
     """
 
+    x: torch.Tensor
+    topk_weights: torch.Tensor | None
     event: Event = DONE
     got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool, device="cpu"))
     hook: Hook | None = None

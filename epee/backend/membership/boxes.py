@@ -1,0 +1,116 @@
+"""With whose outboxes each call of a group runs.
+
+Members of an epoch take part in it from some call on, and the group counts some number of ranks from some call on; so
+an epoch has outboxes of its members (`members.narrow`) for each stretch of calls in which both stay the same. They are
+made when a decision is taken over, and kept until no call is asked about any more that ran in the epoch.
+
+Who writes, who reads: this process's own, under the engine's lock.
+"""
+
+from __future__ import annotations
+
+from ...view.protocol.outcome import Course
+from ..outbox import Outboxes
+from .engine_of_lane import EngineOfLane
+from .members import narrow
+from .occupants import Occupants
+from .sizes import Sizes
+
+
+class Boxes:
+    """The outboxes of one lane's epochs.
+
+    Args:
+        members: the ranks of the view in which the lane begins.
+        joined_in: the epoch in which this process took a lost rank's place; 0 for founders.
+
+    Attributes:
+        full: outboxes of all ranks that have ever been here.
+        box: of the members with which this rank's next call is planned.
+        sizes: how many ranks the group counts.
+        joined_in: see above.
+        shown_epoch: of the newest view that `show` was about.
+    """
+
+    def __init__(
+        self, engine: EngineOfLane, occupants: Occupants, course: Course, members: list[int], joined_in: int
+    ) -> None:
+        self._engine = engine
+        self._occupants = occupants
+        self._course = course
+        self.full = engine.box
+        self.joined_in = joined_in
+        self.shown_epoch = 0
+        self.sizes = Sizes(engine.box.group_size)
+        self.box = narrow(engine.box, members, occupants.epoch)
+        self._boxes = {occupants.epoch: [(1, self.box)]}  # see `_of_epoch`
+        engine.members = self.box
+
+    def add(self, epoch: int) -> None:
+        """Make the outboxes of an epoch whose members the course knows."""
+        self._boxes[epoch] = self._of_epoch(epoch)
+
+    def _of_epoch(self, epoch: int) -> list[tuple[int, Outboxes]]:
+        """Return (first call, outboxes) of an epoch: who joins in it takes part from a later call than the others."""
+        next_seq = self._engine.num_retired + 1  # not that of the call in flight: it may move here without them
+        firsts = {start for start in self._course.starts(epoch) if start > next_seq} | self.sizes.firsts(next_seq)
+        boxes = []
+        for first in (1, *sorted(firsts)):
+            seq = max(first, next_seq)
+            ranks = sorted(self._occupants.rank_of[slot] for slot in self._course.contributors(seq, epoch))
+            boxes.append((first, narrow(self.full, ranks, epoch, self.sizes.at(seq))))
+        return boxes
+
+    def box_for(self, epoch: int, seq: int) -> Outboxes:
+        """Return the outboxes of those who take part in call `seq` when it runs in `epoch`."""
+        return next(box for first, box in reversed(self._boxes[epoch]) if first <= seq)
+
+    def _first_epoch(self) -> int:
+        """Return the epoch below which no call is asked about any more."""
+        return max(self._course.base, self.joined_in)
+
+    def _next_box(self) -> Outboxes:
+        """Return the outboxes with which this rank's next call is planned."""
+        seq, epoch = self._engine.seq + 1, self._first_epoch()
+        shown = self.shown_epoch
+        if shown > epoch and shown in self._boxes and self._course.passes(seq, shown):
+            epoch = shown
+        return self.box_for(epoch, seq)
+
+    def _plan_on(self) -> None:
+        """Plan calls with the outboxes of the next one from now on, and show who is in it."""
+        box = self._next_box()
+        if box is not self.box:
+            self._engine.members = self.box = box
+            for rank in range(self.full.group_size):
+                self._engine.mask[rank] = int(rank in box.members)
+
+    def retired(self, seq: int) -> bool:
+        """Calls up to `seq` have ended: later ones are planned for who is left. True: no change is known to come."""
+        self.sizes.forget(seq)
+        self._plan_on()
+        epoch = self._first_epoch()
+        if min(self._boxes) < epoch:
+            self._boxes = {later: boxes for later, boxes in self._boxes.items() if later >= epoch}
+        return self.box is self._boxes[epoch][-1][1] and not self._course.turns
+
+    def show(self, epoch: int) -> None:
+        """Plan this rank's next call with those taken in by `epoch`, if it is surely theirs. The lock is held."""
+        self.shown_epoch = epoch
+        self._plan_on()
+
+    def set_size(self, size: int) -> None:
+        """From this rank's next call on the group counts `size` ranks. The engine's lock is held."""
+        first = self._engine.seq + 1
+        if self.sizes.at(first) == size:
+            return
+        self.sizes.put(first, size)
+        for epoch, boxes in self._boxes.items():
+            _, box = next(entry for entry in reversed(boxes) if entry[0] <= first)
+            kept = [entry for entry in boxes if entry[0] != first]
+            self._boxes[epoch] = sorted([*kept, (first, narrow(self.full, box.members, epoch, size))], key=_by_first)
+        self._plan_on()
+
+
+def _by_first(entry: tuple[int, Outboxes]) -> int:
+    return entry[0]

@@ -1,0 +1,148 @@
+"""What the decisions known mean for the calls of a group, one by one: where each runs, or that it fails.
+
+Only the oldest unfinished call is judged, because where a change falls must be asked in the order of calls. A call
+that falls behind a change is planned again for the outboxes of those who remain, or fails (mode "raise"); the words of
+lost ranks are read as they left them and never waited for again. What ended here without a result is asked about before
+(`unsettled.py`).
+
+Who writes, who reads: the calls of this process are changed, under the engine's lock; words are only read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from ...errors import InvalidArgument, MismatchError, PeerError, context
+from ...view.protocol.outcome import CallState, Course
+from ..engine.operation import Operation
+from ..outbox import Outboxes
+from .boxes import Boxes
+from .engine_of_lane import EngineOfLane
+from .occupants import Occupants
+from .unsettled import Past, past_of
+
+LOSS = "view"  # in the place of an operation's name: the error of a loss that fails no call
+
+
+class Judge:
+    """Judges the calls of one lane."""
+
+    def __init__(self, engine: EngineOfLane, occupants: Occupants, course: Course, boxes: Boxes) -> None:
+        self._engine = engine
+        self._occupants = occupants
+        self._course = course
+        self._boxes = boxes
+
+    def heed(self, op: Operation) -> None:
+        """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
+        if op.done or op.writing:
+            return
+        self._engine.unsettled.keep(self._ask_again(tuple(self._engine.unsettled.calls)))
+        place = self._place(past_of(op))
+        for epoch in place.via:
+            box = self._boxes.box_for(epoch, op.seq)
+            if op.box is not box and op.box.epoch <= epoch:  # else it was planned in a later one: see `Boxes.show`
+                self._move(op, box)
+            if op.done:
+                return
+        if place.failed:
+            op.fail(self._failure(op, place))
+            op.by_view = True
+            if self._engine.untold is not None and self._engine.untold.epoch == place.epoch:
+                self._engine.untold = None  # told now
+            return
+        box = self._boxes.box_for(place.epoch, op.seq)
+        if op.box is box:
+            self._mark_lost(op)
+        else:
+            self._move(op, box)
+
+    def _ask_again(self, calls: Iterable[Past]) -> Iterator[Past]:
+        """Ask about calls that have ended here, before any later one, and say where they would run now."""
+        for past in calls:
+            place = self._place(past)
+            if place.failed:
+                self._engine.untold = self._lost_by(past, place)
+            else:
+                box = past.box if place.epoch <= past.box.epoch else self._boxes.box_for(place.epoch, past.seq)
+                yield past.moved(box)
+
+    def raise_untold(self) -> None:
+        """Raise the loss that would fail a call which has ended here already, with another error. Mode "raise".
+
+        To be called before a call takes its number: where that call is still open, it is what fails, and the numbers
+        after it are the same everywhere.
+        """
+        engine = self._engine
+        engine.unsettled.keep(self._ask_again(tuple(engine.unsettled.calls)))
+        error, engine.untold = engine.untold, None
+        if error is not None and all(op.done for op in engine.queue):  # else an open call may fail for the same reason
+            raise error
+        engine.untold = error
+
+    def _place(self, past: Past) -> CallState:
+        ran_in = max(past.box.epoch, self._course.base)  # it may have been issued before a change long over
+        if ran_in <= max(self._boxes.joined_in, self._boxes.shown_epoch):
+            ran_in = 0  # it was planned in a change that no call has been asked about: ask from before that
+        return self._course.place(past.seq, lambda slot, epoch, seq: self._is_whole(past, slot, epoch), ran_in)
+
+    def _mark_lost(self, op: Operation) -> None:
+        """Tell a call which of its members read nothing any more."""
+        op.lost = self._occupants.removed_after(op.box.epoch)
+
+    def _is_whole(self, past: Past, slot: int, epoch: int) -> bool:
+        """True when a dead slot has done all that the call needs of it, as far as its words and ours tell.
+
+        The outboxes of the epoch asked about have the memory of the process that died, whoever has its place now.
+        """
+        box = past.box if epoch == past.box.epoch else self._boxes.box_for(epoch, past.seq)
+        rank = self._occupants.rank_of[slot]
+        return rank not in box.members or past.moved(box).counts_as_settled(box.words[box.members.index(rank)])
+
+    def _move(self, op: Operation, box: Outboxes) -> None:
+        """Run a call again with the members of a later epoch."""
+        if op.told is not None:  # nobody waits for it any more, and its tensors may hold something else by now
+            op.fail(op.told)
+            op.by_view = True
+            return
+        if op.make is None:
+            op.renew(box, op.plan)
+            return
+        try:
+            op.renew(box, op.make(box))
+        except InvalidArgument as exc:  # here only: others knew that the group grows, so they must find a header
+            op.renew(box, op.plan)
+            op.fail(
+                MismatchError(
+                    f"{op.describe(box)}: the group has grown with this call, in epoch {box.epoch}, and counts "
+                    f"{box.group_size} ranks (group.num_slots): {exc}"
+                )
+            )
+        except Exception as exc:  # noqa: BLE001 - its root is lost, say: it belongs to that call
+            op.fail(exc)
+            op.by_view = True
+        self._mark_lost(op)
+
+    def _failure(self, op: Operation, place: CallState) -> PeerError:
+        elapsed = time.monotonic() - op.started if op.started else 0.0
+        told = op.describe(self._boxes.full, peer=_names(self._lost_ranks(place)), elapsed=elapsed)
+        return self._loss(place, f"{told}: {{}}; results are untouched", op.name, op.seq)
+
+    def _lost_by(self, past: Past, place: CallState) -> PeerError:
+        ranks = self._lost_ranks(place)
+        told = context(LOSS, rank=self._boxes.full.rank, peer=_names(ranks), epoch=place.epoch)
+        return self._loss(place, f"{told}: {{}}; call {past.seq} had failed here before; nothing was called", LOSS, 0)
+
+    def _lost_ranks(self, place: CallState) -> list[int]:
+        return [self._occupants.rank_of[slot] for slot in place.lost if slot in self._occupants.rank_of]
+
+    def _loss(self, place: CallState, told: str, name: str, seq: int) -> PeerError:
+        ranks = self._lost_ranks(place)
+        kind, cause = self._occupants.kind_of_loss(ranks)
+        text = f"{told.format(cause)}; the next call runs in epoch {place.epoch} without them"
+        return kind(text, ranks, name, seq, place.epoch, cause)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

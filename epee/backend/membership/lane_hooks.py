@@ -1,0 +1,167 @@
+"""Where the agent thread reaches a group: it freezes and thaws its lane, and brings news and trouble.
+
+The hooks set a bit in the engine's `flags`, which every call looks at anyway, and leave the rest to whoever drives the
+group (`epochs.py`). `freeze` takes the engine's lock, so that a call that is writing results ends first and what is
+said about the lane stays true; the others never wait for a call.
+
+Before the group has its engine there is nothing to stop, but the lane is spoken for: the others may die and leave us.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import deque
+
+from ...errors import EvictedError, NoQuorumError, PeerError
+from ...view.protocol.messages import FOREVER, Decision, LaneState
+from ...view.protocol.outcome import Course
+from ...view.runtime import Runtime
+from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
+from .engine_of_lane import EngineOfLane
+from .occupants import Occupants
+
+LOCK_SLICE_S = 0.5
+NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
+
+
+class LaneHooks:
+    """The agent thread's end of one lane, and what the group's calls do about what it says.
+
+    Args:
+        is_joiner: this process has taken a rank of a running group.
+
+    Attributes:
+        decisions: those that have come and have not been taken over, in order.
+    """
+
+    def __init__(self, runtime: Runtime, occupants: Occupants, raises: bool, is_joiner: bool) -> None:
+        self.decisions: deque[Decision] = deque()
+        self._runtime = runtime
+        self._occupants = occupants
+        self._raises = raises
+        self._is_joiner = is_joiner
+        self._engine: EngineOfLane | None = None
+        self._course: Course | None = None
+        self._error: Exception | None = None
+        self._is_frozen = False
+        self._lock = threading.Lock()  # hooks against `attach`
+        self._thawed = threading.Event()
+        self._has_news = threading.Event()
+
+    def join(self, decision: Decision) -> None:
+        """Begin with the view that took this process in, and learn what was decided since."""
+        later = self._runtime.since(decision.epoch)  # without the lock: the agent, which answers, may wait for it
+        with self._lock:
+            newest = self.decisions[0].epoch if self.decisions else FOREVER
+            self.decisions.extendleft(missed for missed in reversed(later) if missed.epoch < newest)
+
+    def attach(self, engine: EngineOfLane, course: Course) -> None:
+        """Speak to this engine from now on, and tell it what came before."""
+        with self._lock:
+            self._engine, self._course = engine, course
+            engine.raise_flag(
+                CHANGING * self._is_joiner
+                | FROZEN * self._is_frozen
+                | NEWS * bool(self.decisions)
+                | TROUBLED * bool(self._error)
+            )
+
+    # ---- on the agent thread
+
+    def freeze(self) -> LaneState:
+        """Stop the lane between two calls and say how far it is."""
+        lane = self._occupants.lane
+        with self._lock:
+            self._is_frozen = True
+            engine, course = self._engine, self._course
+        if engine is None or course is None:
+            return LaneState(lane, 0, self._claimed_unborn())
+        while not engine.entry.stop_calls(LOCK_SLICE_S):
+            if engine.flags & ENDED:
+                return LaneState(lane, engine.seq, engine.seq)
+        try:
+            self._thawed.clear()
+            engine.raise_flag(FROZEN)
+            head = engine.queue[0] if engine.queue else None
+            is_written = head is not None and head.writing
+            completed = head.seq if is_written and head is not None else engine.num_retired
+            return LaneState(lane, completed, self._claimed(course, engine.seq))
+        finally:
+            engine.entry.let_calls()
+
+    def _claimed(self, course: Course, issued: int) -> int:
+        """Return what to tell as the last call issued, where `issued` is the truth. The engine's lock is held.
+
+        It depends on the failures that no call has reported yet, so on news as well. They are not taken over here: that
+        needs descriptors and memory, and who is short of them must answer all the same.
+        """
+        course = copy.deepcopy(course) if self.decisions else course
+        for decision in self.decisions:
+            if decision.epoch > self._occupants.epoch:
+                course.add(self._occupants.ours(decision))
+        return course.claimed(issued)
+
+    def _claimed_unborn(self) -> int:
+        """Return what to tell as the last call issued before there is an engine: the others may die and leave us."""
+        known, slots = self._occupants.known, frozenset(self._occupants.slot_of)
+        course = Course(self._occupants.lane, known, self._raises, slots, self._is_joiner)
+        for decision in self._runtime.since(known.epoch):
+            course.add(decision)
+        return course.claimed(course.first_seq - 1)
+
+    def thaw(self) -> None:
+        """Go on."""
+        with self._lock:
+            self._is_frozen = False
+            if self._engine is not None:
+                self._engine.lower_flag(FROZEN)
+        self._thawed.set()
+
+    def decided(self, decision: Decision) -> None:
+        """Take note of a view; whoever drives the group looks at it."""
+        with self._lock:
+            self.decisions.append(decision)
+            if self._engine is not None:
+                self._engine.raise_flag(NEWS)
+        self._has_news.set()
+
+    def trouble(self, error: Exception) -> None:
+        """Calls cannot end well any more, or for the time being."""
+        with self._lock:
+            self._error = error
+            if self._engine is not None:
+                self._engine.raise_flag(TROUBLED)
+
+    # ---- in the engine
+
+    def await_thaw(self, timeout_s: float) -> None:
+        """Wait until the lane goes on, for some milliseconds at most. Without the engine's lock."""
+        self._thawed.wait(timeout_s)
+
+    @property
+    def eviction(self) -> EvictedError | None:
+        """The error of a process that was voted out, for good; else None."""
+        error = self._runtime.error
+        return error if isinstance(error, EvictedError) else None
+
+    def await_quorum(self) -> None:
+        """Give the agent a moment for news, so that repeated calls without a quorum do not spin. Without the lock."""
+        assert self._engine is not None, "attach comes first"
+        until = time.monotonic() + NO_QUORUM_PAUSE_S
+        self._has_news.clear()  # first: what comes after it is seen below, or ends the wait
+        while isinstance(self._runtime.error, NoQuorumError) and not self._engine.flags & ENDED:
+            if self._has_news.wait(NEWS_LOOK_S) or time.monotonic() > until:
+                return
+
+    def raise_trouble(self) -> None:
+        """Raise why calls cannot end well, if that is still so."""
+        assert self._engine is not None, "attach comes first"
+        error: Exception | None = self._runtime.error
+        if error is None and not isinstance(self._error, PeerError):
+            error = self._error  # the agent has failed; a lack of quorum ends with the next decision
+        if error is not None:
+            raise error
+        self._error = None
+        self._engine.lower_flag(TROUBLED)

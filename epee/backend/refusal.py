@@ -1,0 +1,57 @@
+"""What becomes of a collective whose arguments are refused, or whose tensors lie on a GPU.
+
+A call that is refused here raises its error, and its sequence number is used up all the same: the peers get a
+`MismatchError` with the reason, so nobody waits for a call that does not come. A call on tensors of a GPU is run again
+on copies of them (`staging.py`); calls on CPU tensors pay nothing for that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from ..errors import EpeeError, InvalidArgument, RankFailedError, UnsupportedError
+from .engine.engine import Engine
+from .membership.judge import LOSS
+from .staging import Staging
+from .tensors import NeedsStaging
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class HasCollectives(Protocol):
+    """What has collectives: the process group."""
+
+    _engine: Engine
+    _staging: Staging
+
+
+def collective(name: str) -> Callable[[_Method], _Method]:
+    """Tell the peers when the arguments of a collective are refused."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: HasCollectives, *args: Any, **kwargs: Any) -> Any:
+            seq = self._engine.seq
+            try:
+                return method(self, *args, **kwargs)
+            except NeedsStaging:
+                pass  # below, where a further error is not one during this one
+            except (InvalidArgument, UnsupportedError) as exc:
+                self._engine.refuse(name, exc)
+                raise
+            except EpeeError as exc:
+                is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
+                if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
+                    self._engine.refuse(name, exc)
+                raise  # else the call was issued: all ranks have counted it
+            except Exception as exc:
+                if self._engine.seq == seq:  # numpy's or torch's own word about an argument, or no memory
+                    self._engine.refuse(name, exc)
+                raise
+            return self._staging.run(name, functools.partial(call, self), args, kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

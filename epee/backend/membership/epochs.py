@@ -42,10 +42,9 @@ from ..engine.operation import Operation
 from ..outbox import CONSUMED, CONSUMED_TOO, Outboxes, consumed_of
 from ..p2p.message import Absence, Message
 from .admission import Admission
-from .arrival import Arrival, unready
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
-from .intake import Intake
+from .intake import Arrival, Intake, unready
 from .judge import Judge
 from .lane_hooks import LaneHooks
 from .occupants import Occupants

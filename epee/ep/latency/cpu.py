@@ -231,12 +231,9 @@ class LatencyCpuPath(Memory):
             payload = x, scales.transpose(1, 2)
         return LatencyDispatched(
             x=payload,
-            topk_idx=None,
-            topk_weights=None,
             num_tokens_per_expert=torch.zeros(num_local, dtype=torch.int32, device="cpu"),
             handle=handle,
             event=DONE,
-            num_ranks=self.config.num_ranks,
             got=torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu"),
         )
 
@@ -300,7 +297,7 @@ class LatencyCpuPath(Memory):
             out = self._memory((handle.num_tokens, self.config.hidden), torch.bfloat16)
         got = torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu")
         weights = handle.topk_weights if call.topk_weights is None else call.topk_weights.numpy().copy()
-        result = LatencyCombined(x=out, topk_weights=None, got=got)
+        result = LatencyCombined(x=out, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, got.numpy())
         kind = _KIND_OF_PARTIAL[call.partial_dtype]
         flight = self._flights.begin(

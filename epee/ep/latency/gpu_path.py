@@ -237,12 +237,9 @@ class LatencyCudaPath(Memory):
             lane.keep((*inputs, options.active_ranks), (got.x, got.scales, core.words))
         return LatencyDispatched(
             x=got.x if got.scales is None else (got.x, got.scales),
-            topk_idx=None,
-            topk_weights=None,
             num_tokens_per_expert=core.num_tokens_per_expert,
             handle=handle,
             event=lane.event(self.config.device, self._platform.stream()),
-            num_ranks=self.config.num_ranks,
             hook=None if got.hook is None else self._hook("dispatch", got.hook, handle),
             got=core.got,
             wait_us=core.wait_us,
@@ -265,7 +262,6 @@ class LatencyCudaPath(Memory):
         weights, num_local = call.topk_weights, self.config.num_local_experts
         return LatencyCombined(
             x=got.x,
-            topk_weights=None,
             event=lane.event(self.config.device, self._platform.stream()),
             got=got.got,
             wait_us=got.wait_us,

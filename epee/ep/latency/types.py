@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from ..event import DONE, Event
-from ..handle import Dispatched
 
 SCALE_BLOCK = 128  # channels that share one FP8 scale
 
@@ -115,28 +114,37 @@ Hook = Callable[[], None]
 
 
 @dataclass(eq=False)
-class LatencyDispatched(Dispatched):
+class LatencyDispatched:
     """What this rank received. With a hook everything is undefined until the hook has been called.
-
-    It is a `Dispatched`, whose memory is kept for streams in the same way (`record_stream`), and says more.
 
     Attributes:
         x: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, or the pair (float8_e4m3fn values,
             scales); a block holds its expert's rows in (source rank, token) order, the rest is undefined. The scales'
             rows lie side by side (stride 1): float32 `[..., hidden / 128]` or int32 `[..., hidden / 512]`.
-        topk_idx, topk_weights: None: weights stay with the handle.
         num_tokens_per_expert: `[num_local_experts]` int32 on the buffer's device: rows of each block.
-        handle: for combine.
+        handle: for combine; the weights stay with it.
+        event: the end of the call; `event.wait()` makes the current stream wait for it. CPU calls are done at once.
         hook: runs the receive half, once; None without `return_hook`.
         got: `[num_ranks]` bool on the buffer's device: whose rows are in. A source that is not is missing as a whole.
         wait_us: `[num_ranks]` int64 on the buffer's device: microseconds until the receive half had heard each rank.
     """
 
-    num_tokens_per_expert: torch.Tensor  # type: ignore[assignment]  # a device tensor: nobody waits for the counts
-    handle: LatencyHandle  # type: ignore[assignment]
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    num_tokens_per_expert: torch.Tensor
+    handle: LatencyHandle
+    event: Event
+    got: torch.Tensor
     hook: Hook | None = None
-    got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool, device="cpu"))
     wait_us: torch.Tensor | None = None
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the result until work that is on `stream` when it dies is done (as for torch's tensors).
+
+        The streams of the call, and the one that was current in an `async_op` call, are known already.
+        """
+        for tensor in (*(self.x if isinstance(self.x, tuple) else (self.x,)), self.num_tokens_per_expert, self.got):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
 
 
 @dataclass(eq=False)
@@ -145,7 +153,6 @@ class LatencyCombined:
 
     Attributes:
         x: `[num_tokens, hidden]` bfloat16 (or `out`).
-        topk_weights: None.
         event: the end of the call, as in `LatencyDispatched`.
         got: `[num_ranks]` bool on the buffer's device: whose experts are in the sums.
         hook: runs the receive half, once; None without `return_hook`.
@@ -154,9 +161,8 @@ class LatencyCombined:
     """
 
     x: torch.Tensor
-    topk_weights: torch.Tensor | None
+    got: torch.Tensor
     event: Event = DONE
-    got: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool, device="cpu"))
     hook: Hook | None = None
     lost: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
     wait_us: torch.Tensor | None = None

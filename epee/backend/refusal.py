@@ -31,8 +31,11 @@ def collective(name: str) -> Callable[[_Method], _Method]:
     """Tell the peers when the arguments of a collective are refused."""
 
     def decorate(method: _Method) -> _Method:
+        """Return `method` with that, and with the way of tensors on a GPU."""
+
         @functools.wraps(method)
         def call(self: HasCollectives, *args: Any, **kwargs: Any) -> Any:
+            """Call it."""
             seq = self._engine.seq
             try:
                 return method(self, *args, **kwargs)

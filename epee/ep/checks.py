@@ -249,22 +249,27 @@ def _check_num_tokens(name: str, num_tokens: int, config: BufferConfig) -> None:
         )
 
 
+class Routing(NamedTuple):
+    """Where the tokens of a dispatch go, as its caller says: exactly one is not None. See `Buffer.dispatch`."""
+
+    topk_idx: object
+    is_token_in_rank: object
+    handle: Handle | None
+
+
 def check_dispatch(
     config: BufferConfig,
     payload: PayloadRows,
-    topk_idx: object,
+    routing: Routing,
     topk_weights: object,
-    is_token_in_rank: object,
-    handle: Handle | None,
     layout: str,
     expert_alignment: int,
     members: Sequence[int] | None = None,
 ) -> DispatchCall:
     """Check the routing of a dispatch and plan it: to `members` only, where a view leaves ranks out (CPU)."""
-    num_tokens = payload.rows.shape[0]
+    topk_idx, is_token_in_rank, handle = routing
     if (topk_idx is None) + (is_token_in_rank is None) + (handle is None) != 2:
-        routings = {"topk_idx": topk_idx, "is_token_in_rank": is_token_in_rank, "handle": handle}
-        given = [name for name, value in routings.items() if value is not None]
+        given = [name for name, value in zip(Routing._fields, routing, strict=True) if value is not None]
         raise InvalidArgument(
             f"dispatch needs exactly one of topk_idx, is_token_in_rank and handle, got {', '.join(given) or 'none'}"
         )
@@ -275,7 +280,7 @@ def check_dispatch(
         return _check_cached(config, payload, topk_weights, handle)
     if is_token_in_rank is not None:
         return _check_routing_mask(config, payload, is_token_in_rank, topk_weights, layout, members)
-    shape = (num_tokens, config.num_topk)
+    shape = (payload.rows.shape[0], config.num_topk)
     idx = check_tensor("topk_idx", topk_idx, shape, (torch.int64,), config.device).contiguous()
     weights = _check_weights(topk_weights, shape, payload.dtype, config)
     if config.is_cuda:  # kernels look at the ids and plan: reading them here would make the host wait

@@ -28,7 +28,7 @@ from tests.survive import stages
 from . import cases
 
 _FOLDER = str(Path(epee.backend.__file__).parent)
-_FRONT = ("group.py", "work.py", "calls.py")  # above the engine: nothing is begun there
+_FRONT = ("group.py", "refusal.py", "view_calls.py", "work.py")  # above the engine: nothing is begun there
 _SEND_COUNTS = [
     (4, 1),
     pytest.param(70_000, 1, marks=pytest.mark.slow),

@@ -40,7 +40,7 @@ from tests import shortage
 LANE, CAPACITY, STAGING = 7, 5, 1 << 16
 STRIDE = 3  # lines; so many tests share them
 NBYTES = outbox_layout(CAPACITY, STAGING).nbytes
-_PARTS = ("epochs.py", "occupants.py", "boxes.py", "intake.py", "members.py", "sizes.py")
+_PARTS = ("epochs.py", "lane_hooks.py", "occupants.py", "boxes.py", "judge.py", "intake.py", "members.py", "sizes.py")
 _FILES = (*_PARTS, "outcome.py", "detector.py")
 _FOLDERS = tuple(str(Path(module.__file__ or "").parent) for module in (epee.backend, detector, outcome))
 
@@ -129,8 +129,6 @@ class Interrupt:
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
         if not name.startswith(_FOLDERS) or not name.endswith(_FILES):
-            return None
-        if frame.f_code.co_name == "hide":  # a line of the engine's `retire`, so to speak, and the engine is not tried
             return None
         if event == "line":
             self.left -= 1

@@ -10,6 +10,7 @@ cannot be decided yet, the message is kept as open, and the next send of its tag
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 from ...errors import InvalidState, MismatchError, ProtocolError
 from ...memory.signals import fence
@@ -43,6 +44,26 @@ from .message import (
 
 MAX_FRAGMENT_SLOTS = 16
 _HEADER = struct.Struct("=6Q")  # SLOT_MESSAGE and what follows, in the order of `outbox.py`
+
+
+class _Fragment(NamedTuple):
+    """A part of a message that stands in the outbox and is not published yet.
+
+    Attributes:
+        number: of the message in its lane.
+        bytes_done: of the message, with this fragment.
+        kind: DATA or CANCELLED.
+        first_word: of the outbox.
+        slot_number: of its first slot, counted from the lane's beginning.
+        used: slots.
+    """
+
+    number: int
+    bytes_done: int
+    kind: int
+    first_word: int
+    slot_number: int
+    used: int
 
 
 class Sender(Books):
@@ -294,25 +315,15 @@ class Sender(Books):
         _HEADER.pack_into(
             box.own, 8 * (index + SLOT_MESSAGE), number, message.user_tag, message.signature, total, nbytes, kind
         )
-        args = (peer, lane, message, index, lane.next_slot, used, number, done + nbytes, kind)
-        self.entry = (self._written, args)
-        self._written(*args)
+        fragment = _Fragment(number, done + nbytes, kind, index, lane.next_slot, used)
+        self.entry = (self._written, (peer, lane, message, fragment))
+        self._written(peer, lane, message, fragment)
         self.entry = None
 
-    def _written(
-        self,
-        peer: int,
-        lane: SendLane,
-        message: Message,
-        index: int,
-        slot_number: int,
-        used: int,
-        number: int,
-        bytes_done: int,
-        kind: int,
-    ) -> None:
+    def _written(self, peer: int, lane: SendLane, message: Message, fragment: _Fragment) -> None:
         """Publish a fragment and book it."""
         box = self._box
+        number, bytes_done, kind, first_word, slot_number, used = fragment
         message.number = number
         message.bytes_done = bytes_done
         if bytes_done == message.nbytes and kind == DATA:
@@ -321,7 +332,7 @@ class Sender(Books):
         elif kind == CANCELLED:
             message.written = True
         lane.next_message = number + 1
-        publish_word(box, index, box.epoch_bits | slot_number)
+        publish_word(box, first_word, box.epoch_bits | slot_number)
         lane.next_slot = slot_number + used
         if box.words[peer][BELL]:
             ring(box, peer)

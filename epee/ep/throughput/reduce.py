@@ -22,7 +22,7 @@ import torch
 from ..handle import HostHandle
 from .placement import Segment
 
-BLOCK_BYTES = 1 << 20  # of a block's accumulator; the best of 128 KiB ... 8 MiB with 1 MiB of L2 cache per core
+BLOCK_BYTES = 1 << 19  # of a block's accumulator; the best of 128 KiB ... 8 MiB with 2 MiB of L2 cache per core
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

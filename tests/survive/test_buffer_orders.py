@@ -228,7 +228,9 @@ def interrupted(rank: int, num_ranks: int, folder: str) -> Any:
         buffer._exchange._copy_rows = fails
     told = [tried(lambda: buffer.combine(got.x, got.handle))]
     stages.meet(folder, "combined", rank, (0, 1))
-    return [*told, tried(lambda: make_step(buffer, 2, "rank"))]
+    told.append(tried(lambda: make_step(buffer, 2, "rank")))
+    stages.meet(folder, "end", rank, (0, 1))  # 1 would go on alone if 0 had gone before 1 begins its call
+    return told
 
 
 def test_a_combine_among_those_who_stay_that_one_has_no_result_of() -> None:

@@ -191,7 +191,8 @@ class LatencyCpuPath(Memory):
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
         flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0), options)
         handle.seq = flight.seq
-        self._flights.guarded(flight, lambda: self._send_tokens(flight, call, handle))
+        with self._flights.sending(flight):
+            self._send_tokens(flight, call, handle)
         return self._flights.finish(flight, got, lambda: self._receive_tokens(flight, call.quantisation, got, handle))
 
     def _new_handle(self, call: LatencyDispatchCall) -> HostLatencyHandle:
@@ -303,7 +304,8 @@ class LatencyCpuPath(Memory):
         flight = self._flights.begin(
             SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None), options
         )
-        self._flights.guarded(flight, lambda: self._send_partials(flight, call, handle))
+        with self._flights.sending(flight):
+            self._send_partials(flight, call, handle)
         return self._flights.finish(
             flight, result, lambda: self._receive_partials(flight, call.partial_dtype, result, handle)
         )

@@ -14,9 +14,10 @@ whole call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 import torch
@@ -325,13 +326,14 @@ class Flights:
                     f"has {_shown(name, theirs)}; all ranks must make the same calls in the same order"
                 )
 
-    def guarded(self, flight: Flight, send: Callable[[], None]) -> None:
-        """Run a send half; when it fails the peers hear of it."""
+    @contextlib.contextmanager
+    def sending(self, flight: Flight) -> Iterator[None]:
+        """Let a send half run inside; when it fails the peers hear of it."""
         try:
             if flight.is_alike:
                 self.reachable(flight)
                 self.require_all(flight)  # before anything is sent: a call that lacks a rank is none
-            send()
+            yield
         except BaseException as error:
             self.give_up(flight, error)
             raise

@@ -23,11 +23,11 @@ counts. With a mask of the caller's a dead rank is taken out of it by the kernel
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -194,7 +194,8 @@ class LatencyCudaPath(Memory):
 
     def check(self) -> None:
         """Raise what the kernels have reported since the last look."""
-        self._guarded("check", self._core.check)
+        with self._guard("check"):
+            self._core.check()
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
@@ -219,7 +220,8 @@ class LatencyCudaPath(Memory):
         """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
         how = _core_options(options, call.quantisation)
         inputs = (call.x, call.topk_idx, call.topk_weights)
-        got = self._guarded("dispatch", lambda: self._core.dispatch(*inputs, how, options.active_ranks), options)
+        with self._guard("dispatch", options):
+            got = self._core.dispatch(*inputs, how, options.active_ranks)
         core = got.handle
         handle = CudaLatencyHandle(
             buffer_id=self._buffer_id,
@@ -252,11 +254,8 @@ class LatencyCudaPath(Memory):
         core = _core_of(call.handle)
         how = _core_options(options, Quantisation())
         is_wide = call.partial_dtype == torch.float32
-        got = self._guarded(
-            "combine",
-            lambda: self._core.combine(call.y, core, call.topk_weights, how, is_wide, call.out, options.active_ranks),
-            options,
-        )
+        with self._guard("combine", options):
+            got = self._core.combine(call.y, core, call.topk_weights, how, is_wide, call.out, options.active_ranks)
         if lane.is_own:
             lane.keep((call.y, call.topk_weights, core.words, options.active_ranks), (got.x, got.got))
         weights, num_local = call.topk_weights, self.config.num_local_experts
@@ -329,15 +328,17 @@ class LatencyCudaPath(Memory):
             """Launch the receive half, in the epoch of the send half only."""
             if halves:  # a second call is told that it is one
                 check_hook(of_epoch, self._control.exchange.epoch)
-            self._guarded(op, receive)
+            with self._guard(op):
+                receive()
             halves.clear()
             if handle is not None:
                 handle.is_received = True
 
         return run
 
-    def _guarded(self, op: str, work: Callable[[], Any], options: LatencyOptions | None = None) -> Any:
-        """Do `work` and look at what the kernels have reported; names a dead rank as the cause where it is."""
+    @contextlib.contextmanager
+    def _guard(self, op: str, options: LatencyOptions | None = None) -> Iterator[None]:
+        """Launch inside, then look at what the kernels have reported; names a dead rank as the cause where it is."""
         is_strict = options is not None and options.active_ranks is None
         is_capturing = self._platform.is_capturing()
         if options is not None and self._given_up:
@@ -349,7 +350,7 @@ class LatencyCudaPath(Memory):
                 raise self._death(op, dead)
             self._lane.require_all(op, self._core.num_calls)
         try:
-            result = work()
+            yield
             if not is_capturing:
                 self._core.check()
         except EpeeError as error:
@@ -359,7 +360,6 @@ class LatencyCudaPath(Memory):
                 where = context(op, rank=self.rank, seq=self._core.num_calls, epoch=self._control.exchange.epoch)
                 self._given_up = given_up(where)
             raise
-        return result
 
     def _dead(self) -> tuple[int, ...]:
         """Return who is dead; kernels were told of some long before their pidfds say so."""

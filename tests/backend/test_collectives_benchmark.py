@@ -10,7 +10,7 @@ import pytest
 for _name in ("typer", "rich", "matplotlib"):
     pytest.importorskip(_name, reason=f"the benchmark needs {_name}; the backend does not")
 
-from benchmarks import collectives  # noqa: E402
+from benchmarks import all_reduce, collectives  # noqa: E402
 
 
 @pytest.mark.slow
@@ -33,3 +33,16 @@ def test_a_short_run_writes_table_json_and_plot(tmp_path: Path, capsys: pytest.C
 def test_an_unknown_operation_is_refused() -> None:
     with pytest.raises(Exception, match="all_reduce, broadcast"):
         collectives.main(ops="all_reduce,juggle")
+
+
+@pytest.mark.slow
+def test_all_reduce_call_by_call_checks_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    all_reduce.main(json=tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["bytes"] for row in rows] == list(all_reduce.CALLS)
+    for row in rows:
+        assert len(row["speedups"]) == all_reduce.NUM_BLOCKS
+        assert min(row["speedups"]) <= row["speedup"] + 0.1
+        assert row["gloo_us"] > 0
+        assert row["epee_us"] > 0
+    assert "16777216" in capsys.readouterr().out

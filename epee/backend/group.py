@@ -172,8 +172,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """`opts.rootRank`'s tensor goes to all ranks."""
         root = opts.rootRank if opts is not None else 0
         is_root = root == self._rank
-        plan = functools.partial(calls.broadcast, tensor=calls.one(tensors, "broadcast"), root=root)
-        return self._go(plan, opts, tensors, tensors if is_root else (), () if is_root else tensors)
+        tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "broadcast")
+        sent, got = (tensors, ()) if is_root else ((), tensors)
+        return self._go(lambda box: calls.broadcast(box, tensor, root), opts, tensors, sent, got)
 
     @collective("all_reduce")
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
@@ -194,8 +195,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Reduce into `opts.rootRank`'s tensor; the others keep theirs."""
         code = calls.reduce_code(opts.reduceOp)
         tensor = calls.one(tensors, "reduce")
-        plan = functools.partial(calls.all_reduce, tensor=tensor, op=code, root=opts.rootRank)
-        return self._go(plan, opts, tensors, tensors, tensors if opts.rootRank == self._rank else ())
+        got = tensors if opts.rootRank == self._rank else ()
+        return self._go(lambda box: calls.all_reduce(box, tensor, code, opts.rootRank), opts, tensors, tensors, got)
 
     @collective("all_gather")
     def allgather(
@@ -251,16 +252,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Everybody's tensor goes to `opts.rootRank`."""
         outputs = output_lists[0] if output_lists else []
         tensor = calls.one(tensors, "gather")
-        plan = functools.partial(calls.gather, outputs=outputs, tensor=tensor, root=opts.rootRank)
-        return self._go(plan, opts, output_lists, tensors)
+        return self._go(lambda box: calls.gather(box, outputs, tensor, opts.rootRank), opts, output_lists, tensors)
 
     @collective("scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
         """Tensor r of `opts.rootRank`'s list goes to rank r."""
         inputs = input_lists[0] if input_lists else []
         output = calls.one(outputs, "scatter")
-        plan = functools.partial(calls.scatter, output=output, inputs=inputs, root=opts.rootRank)
-        return self._go(plan, opts, outputs, inputs)
+        return self._go(lambda box: calls.scatter(box, output, inputs, opts.rootRank), opts, outputs, inputs)
 
     @collective("reduce_scatter")
     def reduce_scatter(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidArgument
 from .base import SharedBuffer
-from .checks import Routing, check_combine, check_dispatch, check_handle, check_payload, check_run
+from .checks import GivenRouting, check_combine, check_dispatch, check_handle, check_payload, check_run
 from .config import PAYLOAD_DTYPES, BufferConfig
 from .control.bootstrap import group_of, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH
@@ -173,7 +173,7 @@ class Buffer(SharedBuffer):
                     call = check_dispatch(
                         self.config,
                         check_payload(x, self.config),
-                        Routing(topk_idx, is_token_in_rank, known),
+                        GivenRouting(topk_idx, is_token_in_rank, known),
                         topk_weights,
                         layout,
                         expert_alignment,

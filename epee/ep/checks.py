@@ -249,7 +249,7 @@ def _check_num_tokens(name: str, num_tokens: int, config: BufferConfig) -> None:
         )
 
 
-class Routing(NamedTuple):
+class GivenRouting(NamedTuple):
     """Where the tokens of a dispatch go, as its caller says: exactly one is not None. See `Buffer.dispatch`."""
 
     topk_idx: object
@@ -260,7 +260,7 @@ class Routing(NamedTuple):
 def check_dispatch(
     config: BufferConfig,
     payload: PayloadRows,
-    routing: Routing,
+    routing: GivenRouting,
     topk_weights: object,
     layout: str,
     expert_alignment: int,
@@ -269,7 +269,8 @@ def check_dispatch(
     """Check the routing of a dispatch and plan it: to `members` only, where a view leaves ranks out (CPU)."""
     topk_idx, is_token_in_rank, handle = routing
     if (topk_idx is None) + (is_token_in_rank is None) + (handle is None) != 2:
-        given = [name for name, value in zip(Routing._fields, routing, strict=True) if value is not None]
+        names = ("topk_idx", "is_token_in_rank", "handle")
+        given = [name for name, value in zip(names, routing, strict=True) if value is not None]
         raise InvalidArgument(
             f"dispatch needs exactly one of topk_idx, is_token_in_rank and handle, got {', '.join(given) or 'none'}"
         )

@@ -2,8 +2,8 @@
 
 Both groups live in the same two processes, one arithmetic thread each; in a block each side makes its calls back to
 back, without a barrier between them, and the sides change places from block to block. Every size is checked on both
-sides first. Where `epee bench collectives` asks how long the slowest rank takes for a block, this asks what a program
-sees that reduces something small at every step.
+sides before and after. Where `epee bench collectives` asks how long the slowest rank takes for a block, this asks what
+a program sees that reduces something small at every step.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def measure(rank: int, num_ranks: int, barrier: common.SpinBarrier) -> dict[int,
         for block in range(NUM_BLOCKS):
             for side in sorted(groups, reverse=block % 2 == 1):
                 medians[nbytes][side].append(median_of_block(x, groups[side], calls))
+        for group in groups.values():
+            check(x, rank, num_ranks, group)
     return medians
 
 

@@ -195,8 +195,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Reduce into `opts.rootRank`'s tensor; the others keep theirs."""
         code = calls.reduce_code(opts.reduceOp)
         tensor = calls.one(tensors, "reduce")
-        got = tensors if opts.rootRank == self._rank else ()
-        return self._go(lambda box: calls.all_reduce(box, tensor, code, opts.rootRank), opts, tensors, tensors, got)
+        root = opts.rootRank  # now: a call may be planned again, and its caller may change `opts` for the next one
+        got = tensors if root == self._rank else ()
+        return self._go(lambda box: calls.all_reduce(box, tensor, code, root), opts, tensors, tensors, got)
 
     @collective("all_gather")
     def allgather(
@@ -252,14 +253,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Everybody's tensor goes to `opts.rootRank`."""
         outputs = output_lists[0] if output_lists else []
         tensor = calls.one(tensors, "gather")
-        return self._go(lambda box: calls.gather(box, outputs, tensor, opts.rootRank), opts, output_lists, tensors)
+        root = opts.rootRank
+        return self._go(lambda box: calls.gather(box, outputs, tensor, root), opts, output_lists, tensors)
 
     @collective("scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any) -> Any:
         """Tensor r of `opts.rootRank`'s list goes to rank r."""
         inputs = input_lists[0] if input_lists else []
         output = calls.one(outputs, "scatter")
-        return self._go(lambda box: calls.scatter(box, output, inputs, opts.rootRank), opts, outputs, inputs)
+        root = opts.rootRank
+        return self._go(lambda box: calls.scatter(box, output, inputs, root), opts, outputs, inputs)
 
     @collective("reduce_scatter")
     def reduce_scatter(

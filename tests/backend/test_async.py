@@ -34,6 +34,24 @@ def test_many_calls_may_be_outstanding(length: int, count: int) -> None:
     run_ranks(outstanding, 2, length, count, backend="epee")
 
 
+def options_changed_behind_calls(rank: int, num_ranks: int) -> list[float]:
+    """Two more reductions wait for the tensor of the first, and are planned again when their turn comes."""
+    options: Any = dist.ReduceOptions()
+    options.asyncOp = True
+    x = torch.full((300_000,), float(rank + 1))
+    works = []
+    for root in (0, 1, 0):
+        options.rootRank = root
+        works.append(dist.group.WORLD.reduce([x], options))  # type: ignore[union-attr]
+    for work in works:
+        work.wait()
+    return x.unique().tolist()
+
+
+def test_a_call_keeps_its_root_when_its_options_serve_the_next_one() -> None:
+    assert run_ranks(options_changed_behind_calls, 2, backend="epee") == [[8.0], [5.0]]
+
+
 def publishes_at_issue(rank: int, num_ranks: int, folder: str) -> None:
     x = torch.full((4,), float(rank + 1))
     if rank == 0:

@@ -334,6 +334,8 @@ class Flights:
                 self.reachable(flight)
                 self.require_all(flight)  # before anything is sent: a call that lacks a rank is none
             yield
+        except GeneratorExit:  # an interrupt in contextlib's own lines: noticed when this is dropped, maybe calls later
+            raise
         except BaseException as error:
             self.give_up(flight, error)
             raise

@@ -41,7 +41,11 @@ NEVER = float("inf")
 
 
 class Proposer:
-    """State of an agent, and its coordinator role. See `agent.Agent`."""
+    """State of an agent, and its coordinator role. See `agent.Agent`.
+
+    A base class: both roles change the same promise and the same decision, in one atomic step, and the simulator's
+    mutants replace methods of either.
+    """
 
     campaign_type = Campaign  # the simulator's mutants put another one here
 

@@ -72,7 +72,7 @@ WORDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "another rank's name": ("rank", 0, ("rank", "0")),
     "scales that do not fit": ("scale_words", 3, ("scale_words", "3")),
     "an absurd arena": ("arena_alignment", 1 << 50, ("arena_alignment", str(1 << 50))),
-    "a refusal of 2": ("refused", 2, ("refused", "2")),
+    "a refusal of 3": ("refused", 3, ("refused", "3")),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import le
 from typing import NamedTuple, TypeAlias
 
-from ...errors import MismatchError, ProtocolError, context
+from ...errors import CommTimeoutError, MismatchError, ProtocolError, context
 from ...memory.arena import num_pool_slots
 from ...memory.signals import SEQ_BITS
 from ..config import DTYPE_CODES, LAYOUTS, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
@@ -19,6 +19,7 @@ from ..config import DTYPE_CODES, LAYOUTS, MAX_EXPERT_ALIGNMENT, BufferConfig, d
 OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
 OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
 REASON_BYTES = 248
+REFUSED, GIVEN_UP = 1, 2  # how a call has failed at the rank that announces it
 
 
 class Header(NamedTuple):
@@ -35,7 +36,8 @@ class Header(NamedTuple):
         scale_kind: 0 none, 1 float32, 2 packed int32.
         expert_alignment: rows.
         arena_alignment: alignment that this rank's arena of the layout was made for, at least `expert_alignment`.
-        refused: 1 when this rank's call was refused; the row then holds the reason.
+        refused: `REFUSED`: this rank's call was; `GIVEN_UP`: it had left the call before a view moved it; 0 otherwise.
+            The row holds the reason.
         num_tokens: tokens of this rank.
         slot: of this rank's arena, that peers may write (dispatch) or read (combine).
         rank: the writer.
@@ -97,7 +99,7 @@ def limits_of(config: BufferConfig) -> Limits:
         (0, 2),
         (1, MAX_EXPERT_ALIGNMENT),
         (0, MAX_EXPERT_ALIGNMENT),
-        (0, 1),
+        (0, GIVEN_UP),
         (0, config.max_tokens_per_rank),
         (0, num_pool_slots(config.num_slots) - 1),
         (0, config.num_ranks - 1),
@@ -124,13 +126,22 @@ def describe_field(name: str, value: int) -> str:
 def check_agreed(
     headers: Sequence[Header], texts: Sequence[bytes], parties: Sequence[int], seq: int, epoch: int
 ) -> None:
-    """Raise `MismatchError` unless all `parties` make the same call; its text is the same on all of them."""
+    """Raise what all `parties` raise alike unless all of them make the same call.
+
+    Raises:
+        MismatchError: they make different ones, or a rank refuses its own.
+        CommTimeoutError: a rank has given it up, and told its caller to make the step again.
+    """
     lead = parties[0]
     first = headers[lead]
     for src, header in enumerate(headers):
         if header.refused:
             where = context(OP_NAMES[header.op], seq=seq, epoch=epoch)
             reason = texts[src].rstrip(b"\0").decode("utf-8", "replace")
+            if header.refused == GIVEN_UP:
+                raise CommTimeoutError(
+                    f"{where}: rank {src} {reason}, so nobody's took place; make the step again", [src]
+                )
             raise MismatchError(f"{where}: rank {src} refused its call, so nobody's took place: {reason}")
     for src in parties:
         if headers[src][:NUM_AGREED] == first[:NUM_AGREED]:

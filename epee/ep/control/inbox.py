@@ -235,7 +235,7 @@ class Exchange:
 
         Raises:
             MismatchError: the ranks disagree, or a peer's call was refused; the same on every rank that was not.
-            CommTimeoutError, RankFailedError: a peer did not come.
+            CommTimeoutError, RankFailedError: a peer did not come, or has given the call up.
             ProtocolError: a row cannot be right.
             Moved: the view has changed; see there.
         """

@@ -14,6 +14,7 @@ import torch
 
 from ...errors import EpeeError, MismatchError
 from ..config import DTYPE_CODES, MAX_EXPERT_ALIGNMENT, BufferConfig
+from .header import REFUSED
 from .inbox import OP_GATHER, REASON_BYTES, Exchange, Header, Moved
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class ControlPlane:
 
     def refuse(self, op: int, error: BaseException, deadline: float) -> None:
         """Take part in an exchange as the rank whose arguments were refused, so that the peers learn it at once."""
-        header = self._bare_header(op)._replace(refused=1)
+        header = self._bare_header(op)._replace(refused=REFUSED)
         self.exchange.publish(header, None, reason_bytes(error), deadline)
 
     def _bare_header(self, op: int) -> Header:

@@ -44,7 +44,8 @@ from ...view.process.detector import is_torn_down
 from ...view.protocol.messages import Member
 from ...view.protocol.outcome import CallState
 from ..config import BufferConfig
-from ..control.inbox import Exchange, Header, Moved, Turned
+from ..control.header import GIVEN_UP, Header
+from ..control.inbox import Exchange, Moved, Turned
 from ..control.membership import Agreed, Parties
 from ..control.words import inbox_layout
 from .birth import Begun
@@ -437,8 +438,8 @@ class EpochLane(BufferLane):
             exchange.settle(deadline)
             return
         if not place.failed:
-            text = reason if header.refused else f"it gave up this call in epoch {exchange.epoch}".encode()
-            self._refusal = seq, header._replace(refused=1), text
+            text = reason if header.refused else f"gave up this call in epoch {exchange.epoch}".encode()
+            self._refusal = seq, header._replace(refused=header.refused or GIVEN_UP), text
         self._next = seq + place.failed
         exchange.end.close()
         exchange.gathered = seq

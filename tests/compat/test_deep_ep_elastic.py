@@ -311,6 +311,7 @@ def _refuse(rank: int, num_ranks: int) -> dict[str, str]:
     with pytest.raises(epee.InvalidArgument if rank else epee.MismatchError) as caught:
         buffer.combine(x.repeat(2, 1), None if rank else handle)  # type: ignore[arg-type]
     texts["EPHandle"] = str(caught.value)
+    torch.distributed.barrier()  # who refuses needs nobody: gone before the other has begun, it would be a death to it
     return texts
 
 

@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee
 import epee.compat.deep_ep as deep_ep
-from epee.ep.throughput.shapes import LaunchShape
 
 TIMEOUT_S = 20
 BLOCKS = 5
@@ -272,13 +271,13 @@ def time_barrier(rank: int, num_ranks: int, num_calls: int) -> Rows:
     (room,) = buffer.runtime._rooms.values()
     path: Any = room.core._path
     core = path._core
-    machine, one_warp = core._machine, LaunchShape(1, 32, 0, 0, 0)
+    machine, barrier = core._machine, core._barrier
     stream = machine.platform.stream()
-    kernel = machine.kernel("barrier", float(TIMEOUT_S))
 
     def launch() -> None:
         machine.announce()
-        kernel(1, 32, one_warp.shared_bytes, stream, "plain")
+        barrier.call.ordinal = machine.num_calls
+        barrier.kernel(1, 32, 0, stream, "plain")
 
     rows: Rows = {}
     rows["V2 names"] = block_times(buffer.barrier, num_calls)

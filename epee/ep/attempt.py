@@ -37,6 +37,8 @@ class CallAttempt:
         default_s: where it is None.
     """
 
+    __slots__ = ("_deadline", "_default_s", "_exchange", "_last_seq", "_now", "_op", "_path", "_timeout")
+
     def __init__(self, exchange: Exchange, path: Path, op: int, timeout: float | None, default_s: float) -> None:
         self._exchange, self._path = exchange, path
         self._op, self._timeout, self._default_s = op, timeout, default_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,7 @@ class DispatchCall(NamedTuple):
         mask: `[num_tokens, num_ranks]` bool, when it is the routing (contiguous on GPUs).
         topk_idx: `[num_tokens, num_topk]` int64; None when cached or without top-k routing.
         topk_weights: `[num_tokens, num_topk]` float32 or float64, contiguous, or None.
+        memo: where the path keeps what it knows of all calls that are alike but for addresses, or None.
     """
 
     payload: PayloadRows
@@ -54,6 +55,7 @@ class DispatchCall(NamedTuple):
     plan: SendPlan | None
     handle: Handle | None
     mask: torch.Tensor | None = None
+    memo: dict[Any, Any] | None = None
 
 
 class CombineCall(NamedTuple):
@@ -66,6 +68,7 @@ class CombineCall(NamedTuple):
         out: `[num_tokens, hidden]` or None.
         order: of the additions.
         last_k: `[num_tokens, num_ranks]` int64, see `order.last_k`; rank layout by "last_k" only.
+        memo: as in `DispatchCall`.
     """
 
     y: torch.Tensor
@@ -75,6 +78,7 @@ class CombineCall(NamedTuple):
     out: torch.Tensor | None
     order: CombineOrder = RANKS_THEN_BIAS
     last_k: torch.Tensor | None = None
+    memo: dict[Any, Any] | None = None
 
 
 def check_timeout(timeout: float | None, default: float) -> float:
@@ -101,6 +105,8 @@ def check_mask(config: BufferConfig, active_ranks: object) -> torch.Tensor | Non
 def check_run(run: RunOptions) -> RunOptions:
     """Return how a call runs; `previous_event` is checked where it is waited for."""
     num_sms = run.num_sms
+    if num_sms is None and type(run.async_op) is bool and type(run.sync) is bool:
+        return run
     if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1):
         raise InvalidArgument(f"num_sms must be an int of at least 1 or None, got {num_sms!r}")
     for name, value in (("async_op", run.async_op), ("sync", run.sync)):

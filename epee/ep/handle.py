@@ -337,6 +337,21 @@ class Dispatched:
     epoch: int = 0
     lost_ranks: tuple[int, ...] = ()
 
+    def with_values(self, x: Payload, topk_weights: torch.Tensor | None) -> Dispatched:
+        """Return the same result with other tensors in place of `x` and `topk_weights`, as those with gradients."""
+        return Dispatched(
+            x,
+            self.topk_idx,
+            topk_weights,
+            self.num_tokens_per_expert,
+            self.handle,
+            self.event,
+            self.num_ranks,
+            self.readers,
+            self.epoch,
+            self.lost_ranks,
+        )
+
     @cached_property
     def got(self) -> torch.Tensor:
         """`[num_ranks]` int32, on the CPU: 1 for a rank whose rows are in, all of them; 0 for one without any."""

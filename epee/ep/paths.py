@@ -32,11 +32,13 @@ class Path(Protocol):
 
     Attributes:
         barrier_op: the kind of call that a barrier is.
-        num_copied: results that were copied out because no slot was free.
     """
 
     barrier_op: int
-    num_copied: int
+
+    @property
+    def num_copied(self) -> int:
+        """Results that were copied out because no slot was free."""
 
     @property
     def max_num_sms(self) -> int:

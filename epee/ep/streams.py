@@ -61,7 +61,7 @@ class Lane:
 
     def event(self, device: torch.device, stream: int) -> Event:
         """Return the event of what is on the raw `stream`."""
-        return DONE if device.type == "cpu" else Event(device, stream)
+        return Event(device, stream) if device.index is not None else DONE  # of CPUs there is one
 
 
 _CURRENT = Lane()
@@ -122,9 +122,9 @@ class Lanes:
         Raises:
             InvalidArgument: `previous_event` is no event.
         """
-        event = check_event(run.previous_event)
-        if event is None and not run.async_op:
+        if run.previous_event is None and not run.async_op:
             return _CURRENT
+        event = check_event(run.previous_event)
         if self._device.type != "cuda":
             if event is not None:
                 event.synchronize()

@@ -34,6 +34,9 @@ class Closing:
             raise AbortedError("the buffer was closed while this call was waiting")
 
 
+_current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 def on_gpu(index: int | None) -> AbstractContextManager[object]:
     """Make a GPU the current one; None stands for the CPU."""
     if index is None or torch.cuda.current_device() == index:
@@ -53,10 +56,9 @@ class Turns:
         self.closing = Closing()
         self.is_closed = True  # until `open`
         self._lock = threading.RLock()  # knows who holds it: no word of ours that an interrupt could leave behind
-        self._is_busy = False  # a hint for `close`: somebody may be waiting in a call
         self._pid = os.getpid()
         self._index: int | None = None
-        self._gpu: AbstractContextManager[object] = nullcontext()  # gives the thread its own one back
+        self._gpu: AbstractContextManager[object] | None = None  # gives the thread its own one back
 
     def open(self, index: int | None, end_waits: Callable[[], None], give_back: Callable[[], None]) -> None:
         """Let calls in.
@@ -83,13 +85,11 @@ class Turns:
         return self._lock
 
     def __enter__(self) -> None:
-        self._is_busy = True  # before the look at the note: who leaves it looks here behind it
         if self.is_closed or self.closing.asked:
-            self._is_busy = False
             self._close()
             raise InvalidState("the buffer is closed; make a new one")
-        if self._index is not None:
-            gpu = on_gpu(self._index)
+        if self._index is not None and self._index != _current_gpu():
+            gpu = torch.cuda.device(self._index)
             try:
                 gpu.__enter__()
                 self._gpu = gpu
@@ -101,10 +101,10 @@ class Turns:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if self._index is not None:
-                self._gpu.__exit__(kind, error, traceback)
+            if self._gpu is not None:
+                gpu, self._gpu = self._gpu, None
+                gpu.__exit__(kind, error, traceback)
         finally:
-            self._is_busy = False
             if self.closing.asked:
                 self._close()
 
@@ -115,8 +115,10 @@ class Turns:
             return  # a forked child: the mappings are the parent's business
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks
             return  # called from a signal handler inside a call: that call ends and closes on its way out
-        if self._is_busy:
-            self._end_waits()
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._end_waits()  # of a call that began before it could see the note
         with self._lock:
             self._close()
 

@@ -56,17 +56,19 @@ def cubin_of(path: str, head: str, architecture: str) -> bytes:
 class Kernel:
     """One loaded kernel with its argument struct.
 
+    Args:
+        function: of the driver.
+        args: copied.
+
     Attributes:
         args: set its fields, then call the object. Not safe for two threads at once.
     """
 
-    def __init__(self, function: Any, params: type[ctypes.Structure], max_shared_bytes: int) -> None:
+    def __init__(self, function: Any, args: ctypes.Structure) -> None:
         cu = driver()
-        self.args: Any = params()
+        self.args: Any = type(args).from_buffer_copy(args)
         self._function = function
-        if max_shared_bytes > _STATIC_SHARED_BYTES:
-            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(cu.cuFuncSetAttribute(function, attribute, max_shared_bytes), "reserve shared memory")
+        self._launch = cu.cuLaunchKernelEx
         self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self._argv_address = ctypes.addressof(self._argv)
         self._config = cu.CUlaunchConfig()
@@ -74,6 +76,11 @@ class Kernel:
         self._attributes: dict[str, list[Any]] = {"plain": [], "early": [_early()], "together": [_together()]}
         self._mode = ""
         self._stream = -1
+        self._sizes = (0, 0, 0)
+
+    def bind(self) -> Kernel:
+        """Return another launcher of the same function, with arguments of its own: a copy of these."""
+        return Kernel(self._function, self.args)
 
     def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
         """Launch `grid` blocks of `block` threads on the raw stream handle `stream`.
@@ -84,17 +91,17 @@ class Kernel:
         Raises:
             ResourceError: the blocks do not fit on the GPU, or the driver refuses otherwise.
         """
-        config = self._config
-        config.gridDimX, config.blockDimX, config.sharedMemBytes = grid, block, shared_bytes
+        config, sizes = self._config, (grid, block, shared_bytes)
+        if sizes != self._sizes:
+            config.gridDimX, config.blockDimX, config.sharedMemBytes = self._sizes = sizes
         if mode != self._mode:
             config.attrs = self._attributes[mode]
             config.numAttrs = len(self._attributes[mode])
             self._mode = mode
-        cu = driver()
         if stream != self._stream:
-            config.hStream = cu.CUstream(stream)
+            config.hStream = driver().CUstream(stream)
             self._stream = stream
-        result = cu.cuLaunchKernelEx(config, self._function, self._argv_address, 0)
+        result = self._launch(config, self._function, self._argv_address, 0)
         if result[0]:
             check(result, f"launch {grid} blocks of {block}")
 
@@ -129,7 +136,11 @@ class Module:
         cu = driver()
         symbol = kernel_symbol(name, params).encode()
         kernel = check(cu.cuLibraryGetKernel(self._library, symbol), f"find {name} in {self._path}")
-        return Kernel(check(cu.cuKernelGetFunction(kernel), f"load {name}"), params, max_shared_bytes)
+        function = check(cu.cuKernelGetFunction(kernel), f"load {name}")
+        if max_shared_bytes > _STATIC_SHARED_BYTES:
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cu.cuFuncSetAttribute(function, attribute, max_shared_bytes), "reserve shared memory")
+        return Kernel(function, params())
 
 
 def load_kernels(

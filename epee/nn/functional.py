@@ -17,7 +17,6 @@ A rank that fails in between leaves its peers with the buffer's own error, in fo
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +64,7 @@ def dispatch(
     x_out, weights_out, dispatched = _Dispatch.apply(
         x, topk_weights, buffer, topk_idx, layout, expert_alignment, timeout
     )
-    return dataclasses.replace(dispatched, x=x_out, topk_weights=weights_out)
+    return dispatched.with_values(x_out, weights_out)
 
 
 def combine(

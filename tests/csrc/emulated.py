@@ -124,6 +124,11 @@ class EmulatedKernel:
         self.args: Any = params()
         self._function = function
 
+    def bind(self) -> EmulatedKernel:
+        other = EmulatedKernel(self._function, type(self.args))
+        ctypes.pointer(other.args)[0] = self.args
+        return other
+
     def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
         del stream, mode  # every block is a thread, so all run at once
         self._function(grid, block, ctypes.c_size_t(shared_bytes), ctypes.byref(self.args))

@@ -23,12 +23,12 @@ def test_an_alias_shows_the_slot_at_its_place() -> None:
     views, values = make()
     want = values[OFFSET : OFFSET + 64].view(torch.bfloat16).view(SHAPE)
     for num_rows in (4, 3, 0):
-        got = views.alias(torch.bfloat16, OFFSET, SHAPE, num_rows)
+        got = views.alias((torch.bfloat16, OFFSET, SHAPE), num_rows)
         assert got.dtype == torch.bfloat16
         assert torch.equal(got.view(torch.int16), want[:num_rows].view(torch.int16))
-    whole = views.alias(torch.int64, 0, (8, 4), 8)
+    whole = views.alias((torch.int64, 0, (8, 4)), 8)
     whole.fill_(-1)
-    assert bool((views.alias(torch.bfloat16, OFFSET, SHAPE, 4).view(torch.int16) == -1).all())
+    assert bool((views.alias((torch.bfloat16, OFFSET, SHAPE), 4).view(torch.int16) == -1).all())
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_an_alias_shows_the_slot_at_its_place() -> None:
 def test_whatever_uses_the_memory_keeps_the_slot(hold: Callable[[torch.Tensor], object]) -> None:
     views, _ = make()
     assert views.is_idle()
-    held = hold(views.alias(torch.float16, 0, SHAPE, 4))
-    other = views.alias(torch.int32, OFFSET, SHAPE, 2)
+    held = hold(views.alias((torch.float16, 0, SHAPE), 4))
+    other = views.alias((torch.int32, OFFSET, SHAPE), 2)
     assert not views.is_idle()
     del other
     assert not views.is_idle()
@@ -58,14 +58,14 @@ def test_whatever_uses_the_memory_keeps_the_slot(hold: Callable[[torch.Tensor], 
 def test_gradients_and_modes_of_one_result_do_not_reach_the_next() -> None:
     views, _ = make()
     with torch.inference_mode():
-        first = views.alias(torch.float32, 0, SHAPE, 3)
+        first = views.alias((torch.float32, 0, SHAPE), 3)
     assert not first.is_inference()
-    first = views.alias(torch.float32, 0, SHAPE, 3)
+    first = views.alias((torch.float32, 0, SHAPE), 3)
     first.mul_(torch.ones(1, requires_grad=True))
     assert first.requires_grad
     assert not views.is_idle()
     del first
-    second = views.alias(torch.float32, 0, SHAPE, 3)
+    second = views.alias((torch.float32, 0, SHAPE), 3)
     assert not second.requires_grad
     second.requires_grad_()
     del second

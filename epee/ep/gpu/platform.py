@@ -47,6 +47,9 @@ class Launcher(Protocol):
 
     args: Any
 
+    def bind(self) -> Launcher:
+        """Return another launcher of the kernel, with arguments of its own: a copy of these."""
+
     def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
         """Launch on a raw stream; `mode` as in `jit.kernel.Kernel`."""
 
@@ -125,6 +128,7 @@ class CudaPlatform:
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.limits = Limits(num_sms, shared_bytes - _STATIC_SHARED_BYTES)
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
     @cached_property
     def keeps_addresses(self) -> bool:
@@ -157,7 +161,7 @@ class CudaPlatform:
 
     def is_capturing(self) -> bool:
         """Whether the current stream is recording a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return self._is_capturing()
 
     def mark(self, stream: int) -> torch.cuda.Event:
         """Return an event at the present end of a stream."""

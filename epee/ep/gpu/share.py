@@ -31,14 +31,54 @@ class Share:
     """
 
     def __init__(self, device: torch.device, num_sms: int) -> None:
-        self.stream: int | None = None
-        self.width = 0
-        self.in_graphs = False
+        self._stream: int | None = None
+        self._width = 0
+        self._in_graphs = False
         self._num_sms = num_sms
+        self._seen = -1  # how much had changed when `limit` looked last
         with _lock:
             self._all = _shares.setdefault(str(device), {})
             self._all[id(self)] = weakref.ref(self)
+        _note_change()
         weakref.finalize(self, self._all.pop, id(self), None)
+
+    @property
+    def stream(self) -> int | None:
+        """See above."""
+        return self._stream
+
+    @stream.setter
+    def stream(self, stream: int | None) -> None:
+        if stream != self._stream:
+            self._stream = stream
+            _note_change()
+
+    @property
+    def width(self) -> int:
+        """See above."""
+        return self._width
+
+    @width.setter
+    def width(self, width: int) -> None:
+        if width != self._width:
+            self._width = width
+            _note_change()
+
+    @property
+    def in_graphs(self) -> bool:
+        """See above."""
+        return self._in_graphs
+
+    @in_graphs.setter
+    def in_graphs(self, in_graphs: bool) -> None:
+        if in_graphs != self._in_graphs:
+            self._in_graphs = in_graphs
+            _note_change()
+
+    def is_as_seen(self) -> bool:
+        """Tell whether `limit` would return for the same stream what it returned last; a buffer less changes nothing
+        that matters: this one may then take more, and does so later."""
+        return self._seen == _num_changes
 
     def limit(self, stream: int, is_capturing: bool) -> tuple[int, bool]:
         """Return how many multiprocessors a call on `stream` may take, and whether it has the GPU for itself.
@@ -46,6 +86,7 @@ class Share:
         Raises:
             ResourceError: too many buffers are in use at once.
         """
+        self._seen = _num_changes  # before the look: what changes meanwhile is looked at again
         if len(self._all) == 1:
             return self._num_sms, True
         with _lock:
@@ -61,6 +102,14 @@ class Share:
         """The buffer is closed."""
         with _lock:
             self._all.pop(id(self), None)
+
+
+_num_changes = 0  # of anything that `limit` looks at, in this process
+
+
+def _note_change() -> None:
+    global _num_changes
+    _num_changes += 1
 
 
 _lock = threading.Lock()

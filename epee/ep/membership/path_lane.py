@@ -59,6 +59,16 @@ class LoneLane:
     def hide(self) -> None:
         """Do nothing."""
 
+    def is_calm(self) -> bool:
+        """Return True: nothing changes."""
+        return True
+
+    def state(self) -> object:
+        """Return nothing: nothing changes."""
+
+    def note_calm(self, state: object) -> None:
+        """Do nothing."""
+
     def require_place(self, is_masked: bool) -> None:
         """Do nothing: it has its place."""
 

@@ -56,7 +56,7 @@ from .group_view import process_of
 from .inboxes import Absent, Met, Wait
 from .lane import BufferLane, silent
 from .memory import Memory, Outrun
-from .registry import INBOX_VIEW, SYNC, Line
+from .registry import INBOX_VIEW, NUMBER, SYNC, Line
 
 logger = logging.getLogger("epee")
 
@@ -99,6 +99,8 @@ class SyncedLane(BufferLane):
         self._first = begun.first
         self._needs_all = config.is_cuda and not config.is_latency
         self._waits_for_all = False
+        self._calm: object = None
+        self._others_words: list[memoryview] = []
 
     def close(self) -> None:
         """As `BufferLane.close`."""
@@ -107,6 +109,7 @@ class SyncedLane(BufferLane):
         if begun is not None and not self._exchange.epoch:
             begun.registry.forget(begun.number)  # a replacement that was not taken in may try again
         self.regions, self._lines = {}, {}
+        self._forget_calm()
         self.memory = Memory()
 
     # ---- the first epoch
@@ -170,6 +173,27 @@ class SyncedLane(BufferLane):
         return self._exchange.epoch > 0
 
     # ---- in a call
+
+    def is_calm(self) -> bool:
+        """Tell whether nothing has changed of what `has_turned`, `require_place` and `require_members` look at since
+        all of them passed (`note_calm`)."""
+        if self.roster.state is not self._calm or self.roster.seat.runtime.error is not None:
+            return False
+        return all(words[NUMBER] == self._number for words in self._others_words)
+
+    def state(self) -> object:
+        """Return what is another object when the view has changed; to be taken before the looks that `note_calm` is
+        about."""
+        return self.roster.state
+
+    def note_calm(self, state: object) -> None:
+        """Note that these found nothing."""
+        if state is not self._calm:
+            self._others_words = [line.words for rank, line in self._lines.items() if rank != self._rank]
+            self._calm = state
+
+    def _forget_calm(self) -> None:
+        self._calm, self._others_words = None, []
 
     @property
     def has_turned(self) -> bool:
@@ -389,6 +413,7 @@ class SyncedLane(BufferLane):
         """Make the mapped inboxes those of the calls; the epoch is the last store, all before it can be repeated."""
         self._entered = {rank: member.incarnation for rank, member in members.items()}
         self.regions = met.regions
+        self._forget_calm()
         self._lines = {rank: peer.line for rank, peer in met.peers.items() if rank in met.regions}
         exchange = self._exchange
         exchange.end.close()

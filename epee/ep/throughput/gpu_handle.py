@@ -12,10 +12,11 @@ from functools import cached_property
 
 import torch
 
+from ..event import DONE, Event
 from ..gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
-from ..handle import DispatchRouting, Handle
+from ..handle import Dispatched, DispatchRouting, Handle
 from .gpu.kept import KeptRows
-from .gpu.types import ThroughputHandle
+from .gpu.types import DispatchResult, ThroughputHandle
 
 
 @dataclass(eq=False)
@@ -154,3 +155,56 @@ class CudaHandle(Handle):
             return self._count_matrix[:, self._num_experts + self.rank].to(torch.int64)
         first = self.rank * self.num_local_experts
         return self._count_matrix[:, first : first + self.num_local_experts].sum(1)
+
+
+class CudaDispatched(Dispatched):
+    """What a rank received by a GPU dispatch: `Dispatched` whose parts are made when they are first read.
+
+    Args:
+        got: of the core.
+        scale_dtype: of FP8 scales, None without.
+        handle: of the dispatch.
+        epoch, lost_ranks: as in `Dispatched`.
+    """
+
+    def __init__(
+        self,
+        got: DispatchResult,
+        scale_dtype: torch.dtype | None,
+        handle: CudaHandle,
+        epoch: int,
+        lost_ranks: tuple[int, ...],
+    ) -> None:
+        self._got = got  # holds `x`, and with it the slot, as long as this result lives
+        self.x = got.x
+        if got.scales is not None:
+            assert scale_dtype is not None
+            self.x = got.x, got.scales.view(scale_dtype)
+        self.handle, self.num_ranks, self.readers = handle, handle.num_ranks, got.readers
+        self.epoch, self.lost_ranks = epoch, lost_ranks
+
+    @cached_property
+    def topk_idx(self) -> torch.Tensor | None:  # type: ignore[override]  # made late
+        """See `Dispatched`."""
+        return self._got.topk_idx
+
+    @cached_property
+    def topk_weights(self) -> torch.Tensor | None:  # type: ignore[override]
+        """See `Dispatched`."""
+        return self._got.topk_weights
+
+    @cached_property
+    def num_tokens_per_expert(self) -> list[int]:  # type: ignore[override]
+        """See `Dispatched`."""
+        return self.handle.num_tokens_per_expert
+
+    @cached_property
+    def event(self) -> Event:  # type: ignore[override]
+        """See `Dispatched`; that of a call on the buffer's own stream is set, as it has been recorded."""
+        device = self._got.handle.words.device
+        return DONE if device.type == "cpu" else Event(device, self.readers[0])
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of `x`."""
+        return self.x if isinstance(self.x, tuple) else (self.x,)

@@ -68,18 +68,20 @@ from ..control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.membership import Agreed
 from ..control.messages import reason_bytes
 from ..control.words import inbox_layout
+from ..event import Event
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
-from ..handle import Combined, Dispatched, DispatchRouting, Handle, Payload
+from ..handle import Combined, Dispatched, DispatchRouting, Handle
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..paths import Making
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
+from .gpu.dispatch import Payload
 from .gpu.slots import FIRST_GHOST
 from .gpu.types import CombineOptions, DispatchOptions, DispatchResult
-from .gpu_handle import CudaHandle
+from .gpu_handle import CudaDispatched, CudaHandle
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
 from .shapes import ThroughputConfig
@@ -123,7 +125,6 @@ class CudaPath(Memory):
     def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
         self.config, self.rank, self.control, self._buffer_id, self._watch, self._closing = making
         control = self.control
-        self.num_copied = 0
         self._platform = platform
         self._lane = path_lane.lane_of(control)
         self._timeout = timeout
@@ -132,6 +133,7 @@ class CudaPath(Memory):
         self._fresh: dict[int, set[int]] = {}  # the ghosts of ranks that have changed hands since the last epoch
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
+        self._is_core_quiet = self._core.is_quiet
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
         self._core.set_hooks(self._interrupt, lambda src, call: control.exchange.words.reason_of(src, call))
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{self.rank}")
@@ -176,6 +178,11 @@ class CudaPath(Memory):
         self._core.set_poison(is_poisoned)
 
     @property
+    def num_copied(self) -> int:
+        """Results that were copied out because no slot was free."""
+        return self._core.num_copies
+
+    @property
     def max_num_sms(self) -> int:
         """Multiprocessors of the GPU."""
         return self._platform.limits.num_sms
@@ -211,37 +218,31 @@ class CudaPath(Memory):
         route = call.topk_idx if call.mask is None else call.mask
         payload = call.payload
         core = self._core
-        num_copies = core.num_copies
         self._face_death("dispatch", is_capturing)
         try:
             got = core.dispatch(
-                payload.rows, payload.scales, route, call.topk_weights, None if known is None else known.core, options
+                payload.rows,
+                payload.scales,
+                route,
+                call.topk_weights,
+                None if known is None else known.core,
+                options,
+                call.memo,
             )
             if not is_capturing:
                 core.check()  # what the kernels of this call have reported already
         except EpeeError as error:
             self._blame_death("dispatch", error, is_capturing)
             raise
-        self.num_copied += core.num_copies - num_copies
+        exchange = self.control.exchange
         handle = self._handle(call, got, known)
-        x = _payload(got, payload.scale_dtype)
+        result = CudaDispatched(got, payload.scale_dtype, handle, exchange.epoch, self.lost)
         if lane.is_own:
             inputs = (payload.rows, payload.scales, route, call.topk_weights)
-            values = x if isinstance(x, tuple) else (x,)
             kept = (handle.core.words, handle.row_src_rank, handle.row_src_token, handle.row_src_k)
-            got.readers.extend(lane.keep(inputs, (*values, got.topk_idx, got.topk_weights, *kept)))
-        return Dispatched(
-            x=x,
-            topk_idx=got.topk_idx,
-            topk_weights=got.topk_weights,
-            num_tokens_per_expert=handle.num_tokens_per_expert,
-            handle=handle,
-            event=lane.event(self.config.device, got.readers[0]),
-            num_ranks=self.config.num_ranks,
-            readers=got.readers,
-            epoch=self.control.exchange.epoch,
-            lost_ranks=self._lost,
-        )
+            got.readers.extend(lane.keep(inputs, (*result.values, got.topk_idx, got.topk_weights, *kept)))
+            result.event = lane.event(self.config.device, got.readers[0])
+        return result
 
     def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
         """Run one combine; raises as `Buffer.combine`."""
@@ -254,7 +255,9 @@ class CudaPath(Memory):
         is_capturing = self._platform.is_capturing()
         self._face_death("combine", is_capturing)
         try:
-            out, weights = self._core.combine(call.y, handle.core, call.topk_weights, bias, call.out, options)
+            out, weights = self._core.combine(
+                call.y, handle.core, call.topk_weights, bias, call.out, options, call.memo
+            )
             if not is_capturing:
                 self._core.check()  # what the kernels of this call have reported already
         except EpeeError as error:
@@ -262,15 +265,15 @@ class CudaPath(Memory):
             raise
         if lane.is_own:
             lane.keep((call.y, call.topk_weights, *bias, handle.core.words), (out, weights))
-        lost, routing = self._lost, handle.routing
+        lost, routing = self.lost, handle.routing
         return Combined(
             out,
             weights,
-            lane.event(self.config.device, self._platform.stream()),
-            num_ranks=self.config.num_ranks,
-            epoch=self.control.exchange.epoch,
-            lost_ranks=lost,
-            lost=None if routing is None else partial(lost_weight, routing, lost, self.config),
+            lane.event(self.config.device, self._core.stream),
+            self.config.num_ranks,
+            self.control.exchange.epoch,
+            lost,
+            None if routing is None else partial(lost_weight, routing, lost, self.config),
         )
 
     def barrier(self, deadline: float) -> None:
@@ -404,7 +407,7 @@ class CudaPath(Memory):
             self._core.mark_dead(self._watch.dead())
 
     @property
-    def _lost(self) -> tuple[int, ...]:
+    def lost(self) -> tuple[int, ...]:
         """Ranks that the view leaves out."""
         exchange = self.control.exchange
         if exchange.reduced_members is None:
@@ -422,12 +425,69 @@ class CudaPath(Memory):
         """Refuse a call once a rank is dead or, if it `needs_all`, gone from the epoch in another way."""
         if is_capturing:
             return
+        state = self._lane.state()
         told = self._notifier.told  # before the kernel of the system says so; what kernels were told stays true
         if dead := self._dead() or tuple(rank for rank in told if rank in self._core.members):
             raise self._death(op, dead)
         self._lane.require_place(is_masked=False)
         if needs_all:
             self._lane.require_members(op, self._core.num_calls)
+            self._lane.note_calm(state)
+
+    def is_quiet(self) -> bool:
+        """Tell whether a call like an earlier one needs no look around: nothing has happened since the last one looked.
+
+        A death that nobody has told of yet is met by the call, and told to its kernels.
+        """
+        return (
+            self._is_core_quiet()
+            and not self._notifier.told
+            and self._lane.is_calm()
+            and self.control.exchange.reduced_members is None
+        )
+
+    def dispatch_again(self, call: DispatchCall, num_sms: int | None, sync: bool) -> Dispatched | None:
+        """Run a dispatch like an earlier one, in quiet times; None, and nothing has happened, where that cannot be."""
+        core, known = self._core, call.handle
+        is_exact = sync if known is None else known.is_exact
+        plan = core.known_dispatch(call.memo, is_exact, num_sms)
+        if plan is None:
+            return None
+        known_core = None if known is None else _own(known).core
+        payload = call.payload
+        route = call.topk_idx if call.mask is None else call.mask
+        try:
+            got = core.start_dispatch(
+                plan, Payload(payload.rows, payload.scales, call.topk_weights), route, known_core, self._timeout
+            )
+            core.check()  # what the kernels of this call have reported already
+        except torch.OutOfMemoryError:
+            return None  # before its first launch
+        except EpeeError as error:
+            self._blame_death("dispatch", error, is_capturing=False)
+            raise
+        exchange = self.control.exchange
+        handle = self._handle(call, got, None if known is None else _own(known))
+        return CudaDispatched(got, payload.scale_dtype, handle, exchange.epoch, ())
+
+    def combine_again(self, call: CombineCall, num_sms: int | None) -> Combined | None:
+        """Run a combine like an earlier one, as `dispatch_again`."""
+        core, handle = self._core, _own(call.handle).core
+        plan = core.known_combine(call.memo, call.y, handle, num_sms)
+        if plan is None:
+            return None
+        try:
+            out = call.y.new_empty((handle.num_tokens, self.config.hidden))
+        except torch.OutOfMemoryError:
+            return None
+        try:
+            core.start_combine(plan, call.y, handle, out, self._timeout)
+            core.check()
+        except EpeeError as error:
+            self._blame_death("combine", error, is_capturing=False)
+            raise
+        event = Event(self.config.device, core.stream)
+        return Combined(out, None, event, self.config.num_ranks, self.control.exchange.epoch)
 
     def _blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
         """Raise that a rank is dead where that is the cause of `error`.
@@ -454,25 +514,26 @@ class CudaPath(Memory):
     def _handle(self, call: DispatchCall, got: DispatchResult, known: CudaHandle | None) -> CudaHandle:
         if known is not None:
             return known if got.handle is known.core else replace(known, core=got.handle)
+        config, core = self.config, got.handle
         return CudaHandle(
-            buffer_id=self._buffer_id,
-            seq=got.handle.call_idx,
-            epoch=self.control.exchange.epoch,
-            layout=call.layout,
-            expert_alignment=call.expert_alignment,
-            num_tokens=got.handle.num_tokens,
-            num_topk=self.config.num_topk,
-            with_topk=got.handle.has_topk,
-            core=got.handle,
-            rank=self.rank,
-            num_ranks=self.config.num_ranks,
-            num_local_experts=self.config.num_local_experts,
-            num_rows=got.x.shape[0],
-            row_src_rank=got.src_rank,
-            row_src_token=got.row_src_token,
-            row_src_k=got.src_k,
-            kept=got.kept,
-            routing=self._routing(call),
+            self._buffer_id,
+            core.call_idx,
+            self.control.exchange.epoch,
+            call.layout,
+            call.expert_alignment,
+            core.num_tokens,
+            config.num_topk,
+            core.has_topk,
+            core,
+            self.rank,
+            config.num_ranks,
+            config.num_local_experts,
+            got.x.shape[0],
+            got.src_rank,
+            got.row_src_token,
+            got.src_k,
+            got.kept,
+            self._routing(call),
         )
 
     def _routing(self, call: DispatchCall) -> DispatchRouting | None:
@@ -488,13 +549,6 @@ def _own(handle: Handle) -> CudaHandle:
     """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
     assert isinstance(handle, CudaHandle), OP_NAMES
     return handle
-
-
-def _payload(got: DispatchResult, scale_dtype: torch.dtype | None) -> Payload:
-    if got.scales is None:
-        return got.x
-    assert scale_dtype is not None
-    return got.x, got.scales.view(scale_dtype)
 
 
 def _seconds_to(deadline: float) -> float:

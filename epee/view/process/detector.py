@@ -158,7 +158,7 @@ class DeathWatch:
             self._dead.add(self._rank_of_fd.pop(fd))
             self._poll.unregister(fd)
             os.close(fd)
-        return tuple(sorted(self._dead))
+        return tuple(sorted(self._dead)) if self._dead else ()
 
     def look(self, suspects: Sequence[int]) -> tuple[int, ...]:
         """Look closely at ranks that are waited for, a few at a time; return the newly dead, whom `dead` tells, too."""

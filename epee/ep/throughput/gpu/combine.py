@@ -1,4 +1,8 @@
-"""The launch of a combine: where this rank's rows lie, and what the kernel has to know."""
+"""The launch of a combine: where this rank's rows lie, and what the kernel has to know.
+
+Combines that are alike (`CombineFacts`) share a `CombinePlan`: what is to be launched, with all arguments but addresses
+and the numbers of the call, which `start` writes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from ....memory.layout import Layout
 from ...gpu.platform import LentRegion
 from ...gpu.signature import combine_signature
+from ...gpu.stage import HandlePlace
 from ..shapes import BULK_BYTES, FEW_TOKENS, PAYLOADS, combine_shape
 from .machine import DEFAULT_SMS, Machine
 from .place import ExpertPlace
@@ -49,6 +54,90 @@ def place_rows(machine: Machine, y: torch.Tensor, handle: ThroughputHandle) -> C
     return CombineSource(machine.slots, machine.landing, slot_bytes, y.numel() > 0)
 
 
+class CombineFacts(NamedTuple):
+    """What decides how a combine is launched, but for addresses.
+
+    Attributes:
+        layout, expert_alignment, num_tokens: of the handle; no tokens where the ranks only meet.
+        dtype: of the rows.
+        has_weights: weights go back.
+        is_bias_f32: there is a bias, and it is float32.
+        is_ordered: in another library's order.
+        is_copied, place: of the `CombineSource`: the latter is its number.
+        num_sms: as the caller asks.
+    """
+
+    layout: str
+    expert_alignment: int
+    num_tokens: int
+    dtype: torch.dtype
+    has_weights: bool
+    is_bias_f32: bool
+    is_ordered: bool
+    is_copied: bool
+    place: int
+    num_sms: int | None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the layout is "expert"."""
+        return self.layout == "expert"
+
+
+class CombinePlan:
+    """How combines with equal facts are launched.
+
+    Args:
+        machine: whose kernels.
+        facts: of the calls.
+        place: of the rows.
+    """
+
+    def __init__(self, machine: Machine, facts: CombineFacts, place: CombineSource) -> None:
+        config, limits = machine.config, machine.platform.limits
+        row_bytes = config.hidden * facts.dtype.itemsize
+        num_entries = config.num_topk if facts.is_expert else config.num_ranks
+        is_few = facts.num_tokens <= FEW_TOKENS
+        num_sms = machine.num_sms(facts.num_sms, FEW_SMS if is_few and not facts.is_copied else DEFAULT_SMS)
+        shape = combine_shape(row_bytes, num_entries, num_sms, limits, facts.has_weights)
+        num_copy_blocks = machine.max_sms - num_sms if facts.is_copied else 0
+        if facts.is_copied and num_copy_blocks == 0:
+            num_sms, num_copy_blocks = num_sms - 1, 1
+        name = f"combine_throughput_{facts.layout}_{PAYLOADS[facts.dtype]}"
+        self._stage = machine.stage(name, shape, "early", grid=num_sms + num_copy_blocks)
+        a = self._args = self._stage.args
+        self._handle = HandlePlace(a)
+        _set_place(machine, a, place, facts)
+        a.is_bias_f32 = int(facts.is_bias_f32)
+        a.signature = combine_signature(facts.layout, facts.dtype, facts.has_weights, facts.is_ordered, facts.place)
+        a.num_tokens, a.row_bytes, a.chunk_bytes = facts.num_tokens, row_bytes, shape.chunk_bytes
+        a.num_stages, a.max_entries = shape.num_stages, num_entries
+        a.num_pull_blocks, a.num_copy_blocks = num_sms, num_copy_blocks
+        a.num_copy_warps = min(MAX_COPY_WARPS, shape.block // 32, shape.shared_bytes // (2 * shape.chunk_bytes))
+
+    def start(
+        self,
+        machine: Machine,
+        y: torch.Tensor,
+        handle: ThroughputHandle,
+        slot: int,
+        bias: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        out_weights: torch.Tensor | None,
+        timeout_s: float,
+        stream: int,
+    ) -> None:
+        """Launch a combine of `y`, which lies in `slot` or is copied there, into `out`."""
+        a = self._args
+        self._handle.write(handle.addresses)
+        a.y, a.out, a.slot = y.data_ptr(), out.data_ptr(), slot
+        a.bias_0 = bias[0].data_ptr() if bias else 0
+        a.bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
+        a.out_weights = 0 if out_weights is None else out_weights.data_ptr()
+        machine.announce()
+        machine.launch(self._stage, timeout_s, stream)
+
+
 def launch_combine(
     machine: Machine,
     y: torch.Tensor,
@@ -58,49 +147,53 @@ def launch_combine(
     out: torch.Tensor,
     options: CombineOptions,
     stream: int,
+    memo: dict[Any, CombinePlan] | None = None,
 ) -> torch.Tensor | None:
-    """Launch a combine into `out`; returns the weights that come back, if any go out."""
-    config, limits = machine.config, machine.platform.limits
+    """Launch a combine into `out`; returns the weights that come back, if any go out. `memo` as in `plan_of`."""
     place = place_rows(machine, y, handle)
     out_weights = _send_weights(machine, place, handle, topk_weights)
-    kernel = machine.kernel(f"combine_throughput_{handle.layout}_{PAYLOADS[y.dtype]}", options.timeout_s)
-    a = kernel.args
-    machine.set_handle(a, handle)
-    _set_place(machine, a, place, handle)
-    row_bytes = config.hidden * y.element_size()
-    num_entries = config.num_topk if handle.is_expert else config.num_ranks
-    is_few = handle.num_tokens <= FEW_TOKENS
-    num_sms = machine.num_sms(options.num_sms, FEW_SMS if is_few and not place.is_copied else DEFAULT_SMS)
-    shape = combine_shape(row_bytes, num_entries, num_sms, limits, topk_weights is not None)
-    a.y, a.out = y.data_ptr(), out.data_ptr()
-    a.bias_0 = bias[0].data_ptr() if bias else 0
-    a.bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
-    a.is_bias_f32 = int(bool(bias) and bias[0].dtype == torch.float32)
-    a.out_weights = 0 if out_weights is None else out_weights.data_ptr()
-    a.signature = combine_signature(
-        handle.layout, y.dtype, topk_weights is not None, options.order is not None, place.number
-    )
-    a.num_tokens, a.row_bytes, a.chunk_bytes = handle.num_tokens, row_bytes, shape.chunk_bytes
-    a.num_stages, a.max_entries = shape.num_stages, num_entries
-    num_copy_blocks = machine.max_sms - num_sms if place.is_copied else 0
-    if place.is_copied and num_copy_blocks == 0:
-        num_sms, num_copy_blocks = num_sms - 1, 1
-    a.num_pull_blocks, a.num_copy_blocks = num_sms, num_copy_blocks
-    a.num_copy_warps = min(MAX_COPY_WARPS, shape.block // 32, shape.shared_bytes // (2 * shape.chunk_bytes))
-    machine.announce()
-    machine.launch(kernel, num_sms + num_copy_blocks, shape, stream, "early")
+    short = place.is_copied, place.number, options.num_sms, machine.max_sms
+    plan = None if memo is None else memo.get(short)
+    if plan is None:
+        is_bias_f32 = bool(bias) and bias[0].dtype == torch.float32
+        facts = CombineFacts(
+            handle.layout,
+            handle.expert_alignment,
+            handle.num_tokens,
+            y.dtype,
+            topk_weights is not None,
+            is_bias_f32,
+            options.order is not None,
+            place.is_copied,
+            place.number,
+            options.num_sms,
+        )
+        plan = _plan_of(machine, facts, place)
+        if memo is not None:
+            memo[short] = plan
+    plan.start(machine, y, handle, place.slot, bias, out, out_weights, options.timeout_s, stream)
     return out_weights
 
 
+def _plan_of(machine: Machine, facts: CombineFacts, place: CombineSource) -> CombinePlan:
+    """Return how such combines are launched on as many multiprocessors as the call in progress may take."""
+    key = facts, machine.max_sms
+    plan: CombinePlan | None = machine.plans.get(key)
+    if plan is None:
+        plan = CombinePlan(machine, facts, place)
+        machine.keep_plan(key, plan)
+    return plan
+
+
 def launch_refusal(machine: Machine, timeout_s: float, stream: int) -> None:
-    """Launch a combine that only tells the peers that this rank's call was refused."""
-    kernel = machine.kernel("combine_throughput_rank_bf16", timeout_s)
-    a = kernel.args
+    """Launch a combine that only tells the peers that this rank's call, which it has announced, was refused."""
     limits = machine.platform.limits
     shape = combine_shape(BULK_BYTES, machine.config.num_ranks, 1, limits, False)
+    stage = machine.stage("combine_throughput_rank_bf16", shape, "early", grid=1)
+    a = stage.args
     a.refused, a.num_tokens, a.num_pull_blocks, a.num_copy_blocks = 1, 0, 1, 0
     a.row_bytes, a.chunk_bytes, a.num_stages = BULK_BYTES, shape.chunk_bytes, shape.num_stages
-    machine.launch(kernel, 1, shape, stream, "early")
+    machine.launch(stage, timeout_s, stream)
 
 
 def _send_weights(
@@ -110,7 +203,7 @@ def _send_weights(
     if topk_weights is None:
         return None
     config = machine.config
-    layout = _layout_of(machine, handle)
+    layout = _layout_of(machine, handle.is_expert, handle.expert_alignment)
     if topk_weights.numel():
         at = place.slot * place.slot_bytes + layout.offset("combine_weights")
         lent = place.regions[config.rank].lease(at, 4 * topk_weights.numel(), None)
@@ -118,19 +211,18 @@ def _send_weights(
     return torch.empty(handle.num_tokens, config.num_topk, dtype=torch.float32, device=machine.platform.device)
 
 
-def _layout_of(machine: Machine, handle: ThroughputHandle) -> Layout:
+def _layout_of(machine: Machine, is_expert: bool, expert_alignment: int) -> Layout:
     """Return the fields of the slots that a combine pulls from."""
-    if handle.is_expert:
-        return machine.config.expert_layout(machine.expert_place(handle.expert_alignment).expert_alignment)
+    if is_expert:
+        return machine.config.expert_layout(machine.expert_place(expert_alignment).expert_alignment)
     return machine.config.slot_layout
 
 
-def _set_place(machine: Machine, args: Any, place: CombineSource, handle: ThroughputHandle) -> None:
+def _set_place(machine: Machine, args: Any, place: CombineSource, facts: CombineFacts) -> None:
     config = machine.config
-    layout = _layout_of(machine, handle)
     for rank, region in enumerate(place.regions):
         args.slots[rank] = region.address
-    args.slot_bytes, args.slot, args.refused = place.slot_bytes, place.slot, 0
-    args.num_slots = ExpertPlace.num_slots if handle.is_expert else config.num_slots + 1
-    args.max_rows = config.expanded_rows(handle.expert_alignment) if handle.is_expert else config.max_recv_rows
-    args.weights_offset = layout.offset("combine_weights")
+    args.slot_bytes, args.refused = place.slot_bytes, 0
+    args.num_slots = ExpertPlace.num_slots if facts.is_expert else config.num_slots + 1
+    args.max_rows = config.expanded_rows(facts.expert_alignment) if facts.is_expert else config.max_recv_rows
+    args.weights_offset = _layout_of(machine, facts.is_expert, facts.expert_alignment).offset("combine_weights")

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -24,23 +25,21 @@ from ...gpu.lent import AllGather
 from ...gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ...gpu.platform import Platform
 from ...gpu.report import REFUSED_INVALID_ARGUMENT, ReasonOf
-from ...gpu.signature import dispatch_signature
 from ..shapes import HandleSpace, LaunchShape, ThroughputConfig, handle_space
-from .combine import launch_combine, launch_refusal
+from .combine import CombinePlan, launch_combine, launch_refusal, place_rows
 from .dispatch import (
     Announcement,
+    DispatchPlan,
     Payload,
     allocate_expanded,
     cut_expanded,
-    launch_few,
-    launch_layout,
-    launch_payload,
-    plan_launch,
+    plan_of,
+    short_key,
     view_slot,
 )
 from .machine import Machine
 from .order import launch_order
-from .types import CombineOptions, DispatchOptions, DispatchResult, ThroughputHandle
+from .types import CombineOptions, DispatchFacts, DispatchOptions, DispatchResult, ThroughputHandle
 
 _ONE_WARP = LaunchShape(1, 32, 0, 0, 0)
 
@@ -60,11 +59,18 @@ class Throughput:
         self.config = config
         self._machine = Machine(platform, config, all_gather)
         self._spaces: dict[int, HandleSpace] = {}
+        self._no_words = torch.empty(0, dtype=torch.int32, device=platform.device)  # to make others from is quicker
+        self._barrier = self._machine.stage("barrier", _ONE_WARP)
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
         return self._machine.nbytes
+
+    @property
+    def stream(self) -> int:
+        """The raw stream of the last call."""
+        return self._machine.stream
 
     @property
     def num_copies(self) -> int:
@@ -79,6 +85,7 @@ class Throughput:
         topk_weights: torch.Tensor | None,
         handle: ThroughputHandle | None,
         options: DispatchOptions,
+        memo: dict[Any, DispatchPlan] | None = None,
     ) -> DispatchResult:
         """Send rows; the caller has checked the arguments, see `Buffer.dispatch` for their meaning.
 
@@ -89,47 +96,80 @@ class Throughput:
             topk_weights: `[num_tokens, num_topk]` float32 contiguous, or None.
             handle: of an earlier dispatch, to go the same way again; its layout and alignment count.
             options: how.
+            memo: one and the same, at first empty, for all calls whose tensors and handles are alike but for addresses.
         Raises:
             what an earlier call left behind; with `options.sync` also what this one met.
         """
         machine = self._machine
-        stream = machine.begin()
+        machine.begin()
+        payload = Payload(x, scales, topk_weights)
+        plan = plan_of(machine, handle, payload, route, options, memo)
+        return self.start_dispatch(plan, payload, route, handle, options.timeout_s)
+
+    def start_dispatch(
+        self,
+        plan: DispatchPlan,
+        payload: Payload,
+        route: torch.Tensor | None,
+        handle: ThroughputHandle | None,
+        timeout_s: float,
+    ) -> DispatchResult:
+        """Send rows as planned, in a call that has begun; arguments as of `dispatch`."""
+        machine, facts = self._machine, plan.facts
+        stream, is_expert = machine.stream, facts.is_expert
         is_fresh = handle is None
         if handle is None:
-            handle = self._new_handle(x.shape[0], route, topk_weights, options)
-        elif handle.is_expert and topk_weights is not None:
-            handle = handle.with_weights(topk_weights)
-        payload = Payload.of(x, scales, topk_weights)
-        few_tokens = None if route is None or handle.is_expert else handle.num_tokens
-        launch = plan_launch(machine, payload.row_bytes, handle.is_expert, options.num_sms, few_tokens)
+            handle = self._new_handle(facts)
+        elif is_expert and payload.topk_weights is not None:
+            handle = handle.with_weights(payload.topk_weights)
         # all memory before the first kernel: behind it there is no way back without the peers
-        expanded = allocate_expanded(machine, payload, handle, stream) if handle.is_expert else None
-        taken = None if handle.is_expert else machine.take(stream, is_granted=True)
+        expanded = allocate_expanded(machine, payload, handle, stream) if is_expert else None
+        taken = None if is_expert else machine.take(stream, is_granted=True)
         try:
             slot = machine.grant_landing() if taken is None else taken.slot
             if machine.is_poisoned:
                 machine.poison_slot(slot)
-            mailbox = machine.open_mailbox() if options.sync and is_fresh else None
-            word = dispatch_signature(
-                handle.layout, handle.expert_alignment, x.dtype, payload.num_scales,
-                None if scales is None else scales.dtype, handle.has_topk, topk_weights is not None,
-            )  # fmt: skip
-            announcement = Announcement(slot, word, mailbox)
-            weights = topk_weights if is_fresh else None
-            if launch.few_warps and route is not None:
-                launch_few(machine, payload, handle, route, announcement, launch, stream, options)
-            else:
-                launch_layout(machine, handle, route, weights, announcement, launch, stream, options.timeout_s)
-                launch_payload(machine, payload, handle, launch, stream, options, expanded)
+            mailbox = machine.open_mailbox() if facts.is_exact and is_fresh else None
+            plan.start(machine, payload, handle, route, Announcement(slot, mailbox), expanded, timeout_s, stream)
             if mailbox is not None:
-                self._wait_counts(handle, mailbox, options.timeout_s)
+                self._wait_counts(handle, mailbox, timeout_s)
         except BaseException:
             if taken is not None:
                 taken()
             raise
         if expanded is not None:
             return cut_expanded(expanded, handle)
-        return view_slot(machine, payload, handle, taken, is_fresh, stream)
+        return view_slot(machine, plan, handle, taken, stream)
+
+    def is_quiet(self) -> bool:
+        """Tell whether a call need not begin: nothing is to be done or seen that the last one has not."""
+        return self._machine.is_quiet()
+
+    def known_dispatch(self, memo: dict[Any, DispatchPlan] | None, is_exact: bool, num_sms: int | None) -> Any:
+        """Return the plan of a call whose like has been made, or None; `memo` as in `dispatch`."""
+        return None if memo is None else memo.get(short_key(self._machine, is_exact, num_sms))
+
+    def known_combine(
+        self, memo: dict[Any, CombinePlan] | None, y: torch.Tensor, handle: ThroughputHandle, num_sms: int | None
+    ) -> tuple[CombinePlan, int] | None:
+        """Return the plan of a combine without weights whose like has been made and the slot of `y`, or None."""
+        if memo is None or handle.is_expert:
+            return None
+        place = place_rows(self._machine, y, handle)
+        plan = memo.get((place.is_copied, 0, num_sms, self._machine.max_sms))
+        return None if plan is None else (plan, place.slot)
+
+    def start_combine(
+        self,
+        planned: tuple[CombinePlan, int],
+        y: torch.Tensor,
+        handle: ThroughputHandle,
+        out: torch.Tensor,
+        timeout_s: float,
+    ) -> None:
+        """Bring rows back into `out` as `known_combine` says, in a call that has begun."""
+        plan, slot = planned
+        plan.start(self._machine, y, handle, slot, (), out, None, timeout_s, self._machine.stream)
 
     def combine_input(self, handle: ThroughputHandle, dtype: torch.dtype) -> torch.Tensor | None:
         """Return `[num_recv, hidden]` memory from which a combine needs no copy, or None when no slot is free."""
@@ -162,6 +202,7 @@ class Throughput:
         bias: Sequence[torch.Tensor],
         out: torch.Tensor | None,
         options: CombineOptions,
+        memo: dict[Any, CombinePlan] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Bring rows back and sum them; the caller has checked the arguments, see `Buffer.combine`.
 
@@ -172,15 +213,15 @@ class Throughput:
             bias: up to two contiguous `[num_tokens, hidden]`, both of y's dtype or both float32.
             out: where to write, contiguous, or None.
             options: how.
+            memo: as in `dispatch`, for calls without bias; their handles' alignments are alike.
         Returns:
             `[num_tokens, hidden]`, and the weights `[num_tokens, num_topk]` or None.
         """
         stream = self._machine.begin()
         if out is None:
-            shape = (handle.num_tokens, self.config.hidden)
-            out = torch.empty(shape, dtype=y.dtype, device=self._machine.platform.device)
+            out = y.new_empty((handle.num_tokens, self.config.hidden))
         if options.order is None:
-            return out, launch_combine(self._machine, y, handle, topk_weights, bias, out, options, stream)
+            return out, launch_combine(self._machine, y, handle, topk_weights, bias, out, options, stream, memo)
         # a combine without tokens, unless weights are to come back: the ranks meet and learn where all rows lie
         met = handle if topk_weights is not None else replace(handle, num_tokens=0)
         weights = launch_combine(self._machine, y, met, topk_weights, (), out, options, stream)
@@ -191,9 +232,8 @@ class Throughput:
         """All ranks meet on the device, on their current streams; the host waits for nobody."""
         machine = self._machine
         stream = machine.begin()
-        kernel = machine.kernel("barrier", timeout_s)
         machine.announce()
-        machine.launch(kernel, 1, _ONE_WARP, stream)
+        machine.launch(self._barrier, timeout_s, stream)
 
     def refuse(self, timeout_s: float, tell: Callable[[int], None] | None = None) -> None:
         """Take part in the peers' next call, whatever it is, only to tell them that this rank's was invalid.
@@ -206,15 +246,13 @@ class Throughput:
         stream = machine.begin(do_check=False)
         if tell is not None:
             tell(machine.num_finished() + 1)
-        options = DispatchOptions(timeout_s=timeout_s, sync=False)
-        handle = self._new_handle(0, None, None, options)
         nothing = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=machine.platform.device)
-        payload = Payload.of(nothing, None, None)
-        launch = plan_launch(machine, payload.row_bytes, False, None)
-        announcement = Announcement(
-            0, 0, None, REFUSED_INVALID_ARGUMENT
-        )  # nobody stores into the slot of a refused call
-        launch_layout(machine, handle, None, None, announcement, launch, stream, timeout_s)
+        payload = Payload(nothing, None, None)
+        # nobody stores into the slot of a refused call
+        plan = plan_of(machine, None, payload, None, DispatchOptions(sync=False), None)
+        handle = self._new_handle(plan.facts)
+        announcement = Announcement(0, None, REFUSED_INVALID_ARGUMENT)
+        plan.start(machine, payload, handle, None, announcement, None, timeout_s, stream)
         launch_refusal(machine, timeout_s, stream)  # ends the call, for peers that combine as for those that dispatch
 
     def set_hooks(self, interrupt: Callable[[], None], reason_of: ReasonOf) -> None:
@@ -306,26 +344,20 @@ class Throughput:
         """Give up all memory; tensors over it keep what they use. Idempotent. No kernel may be in flight."""
         self._machine.close()
 
-    def _new_handle(
-        self,
-        num_tokens: int,
-        route: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        options: DispatchOptions,
-    ) -> ThroughputHandle:
-        device = self._machine.platform.device
+    def _new_handle(self, facts: DispatchFacts) -> ThroughputHandle:
+        num_tokens = facts.num_tokens
         space = self._spaces.get(num_tokens)
         if space is None:
             space = self._spaces.setdefault(num_tokens, handle_space(self.config, num_tokens))
         return ThroughputHandle(
-            call_idx=self._machine.num_calls + 1,
-            layout=options.layout,
-            expert_alignment=options.expert_alignment,
-            num_tokens=num_tokens,
-            space=space,
-            words=torch.empty(space.total, dtype=torch.int32, device=device),
-            has_topk=route is not None and route.dtype != torch.bool,
-            has_weights=topk_weights is not None,
+            self._machine.num_calls + 1,
+            facts.layout,
+            facts.expert_alignment,
+            num_tokens,
+            space,
+            self._no_words.new_empty(space.total),
+            facts.has_topk,
+            facts.has_weights,
         )
 
     def _wait_counts(self, handle: ThroughputHandle, mailbox: int, timeout_s: float) -> None:

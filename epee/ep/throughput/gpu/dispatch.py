@@ -1,8 +1,11 @@
-"""The two launches of a dispatch, and the tensors over what it brings.
+"""The launches of a dispatch, and the tensors over what it brings.
 
-`launch_layout` counts, exchanges counts and grants, and finds all places; `launch_payload` moves the rows into the
+The first kernel counts, exchanges counts and grants, and finds all places; the second moves the rows into the
 receivers' slots (rank layout), or into their landing slots and from there to the experts' blocks in ordinary memory
-(expert layout).
+(expert layout). Few tokens in the rank layout need one kernel that does both.
+
+Dispatches that are alike (`DispatchFacts`) share a `DispatchPlan`: what is to be launched, with all arguments but
+addresses and the numbers of the call, which `start` writes.
 """
 
 from __future__ import annotations
@@ -12,215 +15,269 @@ from typing import Any, NamedTuple
 import torch
 
 from ...gpu.params import FEW_KERNEL
+from ...gpu.signature import dispatch_signature
+from ...gpu.stage import HandlePlace, Stage
 from ..shapes import FEW_TOKENS, LaunchShape, dispatch_shape, few_shape, layout_shape, num_expander_blocks
 from .machine import Machine
 from .slots import Taken
-from .types import DispatchOptions, DispatchResult, ThroughputHandle
+from .types import DispatchFacts, DispatchOptions, DispatchResult, FieldAt, ThroughputHandle
 
 SMALL_TOKENS = 1024
 FEW_SMS = 65  # for few tokens by default: none of them is busy for long, and more gain nothing
 FOUR_STAGES_BELOW_BYTES = 8 << 10
+_ONE_WARP = 32
 
 
 class Payload(NamedTuple):
-    """What a dispatch sends: `[num_tokens, hidden]`, `[num_tokens, num_scales]`, `[num_tokens, num_topk]`.
-
-    `row_bytes` of a row without its scales; `num_scales` 4-byte scales of a row.
-    """
+    """What a dispatch sends: `[num_tokens, hidden]`, `[num_tokens, num_scales]`, `[num_tokens, num_topk]`."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
     topk_weights: torch.Tensor | None
-    row_bytes: int
-    num_scales: int
-
-    @classmethod
-    def of(cls, x: torch.Tensor, scales: torch.Tensor | None, topk_weights: torch.Tensor | None) -> Payload:
-        """Return the payload of these tensors."""
-        num_scales = 0 if scales is None else scales.shape[1]
-        return cls(x, scales, topk_weights, x.shape[1] * x.element_size(), num_scales)
-
-
-class DispatchLaunch(NamedTuple):
-    """The launch of the payload kernel: its shape, the blocks that send, and their channels (expert layout).
-
-    `few_warps` moving warps in each block when one kernel does the whole dispatch, else 0.
-    """
-
-    shape: LaunchShape
-    num_senders: int
-    num_channels: int
-    few_warps: int = 0
 
 
 class Announcement(NamedTuple):
-    """This rank's part of the exchange: the slot it grants, what the call is, a mailbox or None, a refusal or 0."""
+    """This rank's part of the exchange: the slot it grants, a mailbox or None, a refusal or 0."""
 
     slot: int
-    signature: int
     mailbox: int | None
     refused: int = 0
 
 
-def plan_launch(
-    machine: Machine, row_bytes: int, is_expert: bool, num_sms: int | None, few_tokens: int | None = None
-) -> DispatchLaunch:
-    """Return how to launch the payload kernel; in the expert layout it takes every multiprocessor.
+class Fields(NamedTuple):
+    """Where a rank-layout result lies in its slot; None for what there is not."""
+
+    x: FieldAt
+    scales: FieldAt | None
+    topk_idx: FieldAt | None
+    topk_weights: FieldAt | None
+
+
+class DispatchPlan:
+    """How dispatches with equal facts are launched.
 
     Args:
-        machine: whose kernel.
-        row_bytes: of a token.
-        is_expert: the layout.
-        num_sms: as the user asks.
-        few_tokens: how many tokens a fresh rank-layout dispatch sends, which one kernel does alone if they are few.
+        machine: whose kernels.
+        facts: of the calls.
+
+    Attributes:
+        facts: of the calls.
+        fields: of a rank-layout result.
     """
-    key = (row_bytes, is_expert, num_sms, few_tokens, machine.max_sms, FEW_TOKENS)
-    launch: DispatchLaunch | None = machine.plans.get(key)
-    if launch is None:
-        launch = machine.plans[key] = _plan(machine, row_bytes, is_expert, num_sms, few_tokens)
-    return launch
 
-
-def _plan(
-    machine: Machine, row_bytes: int, is_expert: bool, num_sms: int | None, few_tokens: int | None = None
-) -> DispatchLaunch:
-    limits = machine.platform.limits
-    if few_tokens is not None and few_tokens <= FEW_TOKENS:
-        most = min(FEW_SMS, machine.max_sms // 2)  # so that the next kernel fits beside it
-        few = few_shape(few_tokens, row_bytes, machine.config.num_counters, machine.num_sms(num_sms, most), limits)
+    def __init__(self, machine: Machine, facts: DispatchFacts) -> None:
+        self.facts = facts
+        self.fields = _fields(machine, facts)
+        self._num_senders = self._num_channels = self._few_warps = 0
+        config, limits = machine.config, machine.platform.limits
+        few = None
+        if facts.is_fresh and not facts.is_expert and facts.num_tokens <= FEW_TOKENS:
+            most = min(FEW_SMS, machine.max_sms // 2)  # so that the next kernel fits beside it
+            wanted = machine.num_sms(facts.num_sms, most)
+            few = few_shape(facts.num_tokens, facts.row_bytes, config.num_counters, wanted, limits)
+        self._payload: Stage | None = None
         if few is not None:
-            return DispatchLaunch(few[0], 0, 0, few[1])
-    senders = machine.num_sms(num_sms)
-    if not is_expert:
-        num_stages = 4 if row_bytes < FOUR_STAGES_BELOW_BYTES else 2
-        return DispatchLaunch(dispatch_shape(row_bytes, senders, limits, num_stages), senders, 0)
-    one = dispatch_shape(row_bytes, senders, limits, 1)
-    warps = one.block // 64 * 2
-    num_channels = senders * warps // 2
-    num_expander_blocks(machine.config.num_ranks, num_channels, warps, machine.max_sms - senders)
-    shape = LaunchShape(machine.max_sms, 32 * warps, warps * one.chunk_bytes, one.chunk_bytes, 2)
-    return DispatchLaunch(shape, senders, num_channels)
+            shape, self._few_warps = few
+            self._first = machine.stage(FEW_KERNEL, shape, "early")
+            self._first.args.num_move_warps = self._few_warps
+            layout, payload = self._first.args.layout, self._first.args.payload
+        else:
+            shape = self._payload_shape(machine)
+            # Launched early, the blocks have their barriers ready when the counts come: 3 us that matter to few tokens.
+            mode = "early" if facts.num_tokens <= SMALL_TOKENS else "plain"
+            name = "expert" if facts.is_expert else str(shape.num_stages)
+            self._payload = machine.stage(f"dispatch_throughput_{name}", shape, mode)
+            self._first = _layout_stage(machine, facts)
+            layout, payload = self._first.args, self._payload.args
+        self._layout_args, self._payload_args = layout, payload
+        self._handles = HandlePlace(layout), HandlePlace(payload)
+        self._set_layout(machine, layout, shape)
+        self._set_payload(machine, payload, shape)
+
+    def start(
+        self,
+        machine: Machine,
+        payload: Payload,
+        handle: ThroughputHandle,
+        route: torch.Tensor | None,
+        announcement: Announcement,
+        expanded: DispatchResult | None,
+        timeout_s: float,
+        stream: int,
+    ) -> None:
+        """Launch a dispatch, in the expert layout into `expanded`; of a refused one only what the peers wait for."""
+        facts, a, b = self.facts, self._layout_args, self._payload_args
+        for place in self._handles:
+            place.write(handle.addresses)
+        weights = payload.topk_weights
+        if route is not None:
+            if facts.has_topk:
+                a.topk_idx = route.data_ptr()
+            else:
+                a.token_in_rank = route.data_ptr()
+        if route is not None and weights is not None:
+            a.topk_weights = weights.data_ptr()
+        else:
+            a.topk_weights = a.weights_of = 0
+        a.mailbox = 0 if announcement.mailbox is None else machine.mailbox_address(announcement.mailbox)
+        a.grant, a.refused = announcement.slot, announcement.refused
+        if weights is not None:
+            # An empty tensor's address is 0, which would say "no weights" to the expanders of a rank without tokens.
+            b.weights_of = weights.data_ptr() or handle.words.data_ptr()
+        b.x = payload.x.data_ptr()
+        if payload.scales is not None:
+            b.scales = payload.scales.data_ptr()
+        if expanded is not None:
+            _set_out(b, expanded)
+        machine.announce()
+        machine.launch(self._first, timeout_s, stream)
+        if self._payload is not None and not announcement.refused:
+            machine.launch(self._payload, timeout_s, stream)
+
+    def _payload_shape(self, machine: Machine) -> LaunchShape:
+        """Return the launch of the payload kernel, which in the expert layout takes every multiprocessor."""
+        facts, limits = self.facts, machine.platform.limits
+        senders = self._num_senders = machine.num_sms(facts.num_sms)
+        if not facts.is_expert:
+            num_stages = 4 if facts.row_bytes < FOUR_STAGES_BELOW_BYTES else 2
+            return dispatch_shape(facts.row_bytes, senders, limits, num_stages)
+        one = dispatch_shape(facts.row_bytes, senders, limits, 1)
+        warps = one.block // 64 * 2
+        self._num_channels = senders * warps // 2
+        num_expander_blocks(machine.config.num_ranks, self._num_channels, warps, machine.max_sms - senders)
+        return LaunchShape(machine.max_sms, 32 * warps, warps * one.chunk_bytes, one.chunk_bytes, 2)
+
+    def _set_layout(self, machine: Machine, a: Any, payload_shape: LaunchShape) -> None:
+        """Set the constants among the `LayoutParams`."""
+        facts = self.facts
+        if self._payload is not None and facts.is_fresh:
+            a.kept_per_warp = layout_shape(*_layout_sizes(machine, facts))[1]
+        a.signature = signature_of(facts)
+        a.num_tokens, a.expert_alignment = facts.num_tokens, facts.expert_alignment
+        a.max_expanded_rows = machine.config.expanded_rows(facts.expert_alignment) if facts.is_expert else 0
+        a.num_channels, a.num_blocks, a.do_count = self._num_channels, payload_shape.grid, int(facts.is_fresh)
+
+    def _set_payload(self, machine: Machine, a: Any, shape: LaunchShape) -> None:
+        """Set the constants among the `DispatchParams`."""
+        facts = self.facts
+        a.x_stride, a.num_scales = facts.row_stride, facts.num_scales
+        if facts.num_scales:
+            a.scale_row_stride, a.scale_column_stride = facts.scale_strides
+        a.num_tokens, a.row_bytes = facts.num_tokens, facts.row_bytes
+        a.chunk_bytes, a.num_sender_blocks = shape.chunk_bytes, self._num_senders
+        a.fill_tail = int(not facts.is_exact and facts.has_topk)
+        if facts.is_expert:
+            a.expert_alignment = facts.expert_alignment
+            a.max_expanded_rows = machine.config.expanded_rows(facts.expert_alignment)
 
 
-def launch_layout(
-    machine: Machine,
-    handle: ThroughputHandle,
-    route: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    announcement: Announcement,
-    launch: DispatchLaunch,
-    stream: int,
-    timeout_s: float,
-) -> None:
-    """Launch counting and exchange; without `route` only the exchange."""
+def _layout_sizes(machine: Machine, facts: DispatchFacts) -> tuple[Any, ...]:
     config = machine.config
-    kernel = machine.kernel("layout_throughput", timeout_s)
-    a = kernel.args
-    set_layout(machine, a, handle, route, topk_weights, announcement, launch)
-    if route is None:
-        shape = LaunchShape(1, 32, 8 * (config.num_counters + 1), 0, 0)
+    return facts.num_tokens, config.num_counters, config.lanes_per_token, machine.max_sms, machine.platform.limits
+
+
+def _layout_stage(machine: Machine, facts: DispatchFacts) -> Stage:
+    """Return the kernel that counts and exchanges; without routing only the latter."""
+    if not facts.is_fresh:
+        shape = LaunchShape(1, _ONE_WARP, 8 * (machine.config.num_counters + 1), 0, 0)
     else:
-        shape, a.kept_per_warp = layout_shape(
-            handle.num_tokens, config.num_counters, config.lanes_per_token, machine.max_sms, machine.platform.limits
-        )
-    machine.announce()
-    machine.launch(kernel, shape.grid, shape, stream, "together" if shape.grid > 1 else "early")
+        shape, _ = layout_shape(*_layout_sizes(machine, facts))
+    return machine.stage("layout_throughput", shape, "together" if shape.grid > 1 else "early")
 
 
-def set_layout(
+def _fields(machine: Machine, facts: DispatchFacts) -> Fields:
+    config, offsets = machine.config, machine.offsets
+    most = config.max_recv_rows
+
+    def field(name: str, dtype: torch.dtype, columns: int) -> FieldAt:
+        """Return where a field lies in full capacity."""
+        return dtype, offsets[name], (most, columns)
+
+    return Fields(
+        x=field("x", facts.dtype, config.hidden),
+        scales=field("scales", torch.int32, facts.num_scales) if facts.num_scales else None,
+        topk_idx=field("topk_idx", torch.int64, config.num_topk) if facts.has_topk else None,
+        topk_weights=field("topk_weights", torch.float32, config.num_topk) if facts.has_weights else None,
+    )
+
+
+def short_key(machine: Machine, is_exact: bool, num_sms: int | None) -> tuple[object, ...]:
+    """Return what decides on a plan beside what calls with one memo have in common."""
+    return is_exact, num_sms, machine.max_sms, FEW_TOKENS
+
+
+def plan_of(
     machine: Machine,
-    a: Any,
-    handle: ThroughputHandle,
+    handle: ThroughputHandle | None,
+    payload: Payload,
     route: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    announcement: Announcement,
-    launch: DispatchLaunch,
-) -> None:
-    """Set the `LayoutParams` of a call."""
-    machine.set_handle(a, handle)
-    has_topk = route is not None and route.dtype != torch.bool
-    a.topk_idx = route.data_ptr() if route is not None and has_topk else 0
-    a.token_in_rank = route.data_ptr() if route is not None and not has_topk else 0
-    a.topk_weights = 0 if topk_weights is None else topk_weights.data_ptr()
-    if topk_weights is None:
-        a.weights_of = 0
-    a.mailbox = 0 if announcement.mailbox is None else machine.mailbox_address(announcement.mailbox)
-    a.signature, a.grant, a.refused = announcement.signature, announcement.slot, announcement.refused
-    a.num_tokens, a.expert_alignment = handle.num_tokens, handle.expert_alignment
-    a.max_expanded_rows = machine.config.expanded_rows(handle.expert_alignment) if handle.is_expert else 0
-    a.num_channels, a.num_blocks, a.do_count = launch.num_channels, launch.shape.grid, int(route is not None)
-
-
-def launch_few(
-    machine: Machine,
-    payload: Payload,
-    handle: ThroughputHandle,
-    route: torch.Tensor,
-    announcement: Announcement,
-    launch: DispatchLaunch,
-    stream: int,
     options: DispatchOptions,
-) -> None:
-    """Launch the one kernel that dispatches few tokens."""
-    kernel = machine.kernel(FEW_KERNEL, options.timeout_s)
-    a = kernel.args
-    set_layout(machine, a.layout, handle, route, payload.topk_weights, announcement, launch)
-    set_payload(machine, a.payload, payload, handle, launch, options)
-    a.num_move_warps = launch.few_warps
-    machine.announce()
-    machine.launch(kernel, launch.shape.grid, launch.shape, stream, "early")
+    memo: dict[Any, DispatchPlan] | None,
+) -> DispatchPlan:
+    """Return how such dispatches are launched on as many multiprocessors as the call in progress may take.
+
+    Args:
+        machine: whose kernels.
+        handle: of an earlier dispatch, or None.
+        payload, route, options: of the call.
+        memo: of calls that are alike but for `options`, or None: where their plans are found sooner.
+    """
+    short = short_key(machine, options.sync, options.num_sms)
+    plan = None if memo is None else memo.get(short)
+    if plan is None:
+        facts = _facts_of(handle, payload, route, options)
+        key = facts, machine.max_sms, FEW_TOKENS
+        plan = machine.plans.get(key)
+        if plan is None:
+            plan = DispatchPlan(machine, facts)
+            machine.keep_plan(key, plan)
+        if memo is not None:
+            memo[short] = plan
+    return plan
 
 
-def launch_payload(
-    machine: Machine,
-    payload: Payload,
-    handle: ThroughputHandle,
-    launch: DispatchLaunch,
-    stream: int,
-    options: DispatchOptions,
-    expanded: DispatchResult | None,
-) -> None:
-    """Launch the movement of rows, in the expert layout into `expanded`."""
-    shape = launch.shape
-    name = "expert" if handle.is_expert else str(shape.num_stages)
-    kernel = machine.kernel(f"dispatch_throughput_{name}", options.timeout_s)
-    a = kernel.args
-    set_payload(machine, a, payload, handle, launch, options)
-    if expanded is not None:
-        a.out_x = expanded.x.data_ptr()
-        a.out_weights, a.out_scales = _address(expanded.topk_weights), _address(expanded.scales)
-        a.out_src_rank, a.out_src_token = _address(expanded.src_rank), _address(expanded.row_src_token)
-        a.out_src_k = _address(expanded.src_k)
-    # Launched early, the blocks have their barriers ready when the counts come: 3 us that matter for few tokens.
-    mode = "early" if handle.num_tokens <= SMALL_TOKENS else "plain"
-    machine.launch(kernel, shape.grid, shape, stream, mode)
+def _facts_of(
+    handle: ThroughputHandle | None, payload: Payload, route: torch.Tensor | None, options: DispatchOptions
+) -> DispatchFacts:
+    x, scales = payload.x, payload.scales
+    is_by_experts = route is not None and route.dtype != torch.bool
+    return DispatchFacts(
+        num_tokens=x.shape[0],
+        dtype=x.dtype,
+        row_bytes=x.shape[1] * x.itemsize,
+        row_stride=x.stride(0) * x.itemsize,
+        num_scales=0 if scales is None else scales.shape[1],
+        scale_dtype=None if scales is None else scales.dtype,
+        scale_strides=(0, 0) if scales is None else scales.stride(),
+        layout=options.layout if handle is None else handle.layout,
+        expert_alignment=options.expert_alignment if handle is None else handle.expert_alignment,
+        has_topk=is_by_experts if handle is None else handle.has_topk,
+        has_weights=payload.topk_weights is not None,
+        is_fresh=route is not None,
+        is_exact=options.sync,
+        num_sms=options.num_sms,
+    )
 
 
-def set_payload(
-    machine: Machine,
-    a: Any,
-    payload: Payload,
-    handle: ThroughputHandle,
-    launch: DispatchLaunch,
-    options: DispatchOptions,
-) -> None:
-    """Set the `DispatchParams` of a call, but for where an expert-layout result goes."""
-    machine.set_handle(a, handle)
-    if payload.topk_weights is not None:
-        # An empty tensor's address is 0, which would say "no weights" to the expanders of a rank without tokens.
-        a.weights_of = payload.topk_weights.data_ptr() or handle.words.data_ptr()
-    x = payload.x
-    a.x, a.x_stride = x.data_ptr(), x.stride()[0] * x.itemsize
-    a.num_scales = payload.num_scales
-    if payload.scales is not None:
-        a.scales = payload.scales.data_ptr()
-        a.scale_row_stride, a.scale_column_stride = payload.scales.stride()
-    a.num_tokens, a.row_bytes = handle.num_tokens, payload.row_bytes
-    a.chunk_bytes, a.num_sender_blocks = launch.shape.chunk_bytes, launch.num_senders
-    a.fill_tail = int(not options.sync and handle.has_topk)
-    if handle.is_expert:
-        a.expert_alignment = handle.expert_alignment
-        a.max_expanded_rows = machine.config.expanded_rows(handle.expert_alignment)
+def signature_of(facts: DispatchFacts) -> int:
+    """Return what all ranks compare of a dispatch."""
+    return dispatch_signature(
+        facts.layout,
+        facts.expert_alignment,
+        facts.dtype,
+        facts.num_scales,
+        facts.scale_dtype,
+        facts.has_topk,
+        facts.has_weights,
+    )
+
+
+def _set_out(a: Any, expanded: DispatchResult) -> None:
+    """Set where an expert-layout result goes."""
+    a.out_x = expanded.x.data_ptr()
+    a.out_weights, a.out_scales = _address(expanded.topk_weights), _address(expanded.scales)
+    a.out_src_rank, a.out_src_token = _address(expanded.src_rank), _address(expanded.row_src_token)
+    a.out_src_k = _address(expanded.src_k)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -230,19 +287,18 @@ def _address(tensor: torch.Tensor | None) -> int:
 def allocate_expanded(machine: Machine, payload: Payload, handle: ThroughputHandle, stream: int) -> DispatchResult:
     """Return room for an expert-layout result in full capacity."""
     rows, device = machine.config.expanded_rows(handle.expert_alignment), machine.platform.device
-    x, num_scales = payload.x, payload.num_scales
+    x, scales = payload.x, payload.scales
+    num_scales = 0 if scales is None else scales.shape[1]
     weights = torch.empty(rows, dtype=torch.float32, device=device)
     sources = torch.empty(3, rows, dtype=torch.int64, device=device)
     full = DispatchResult(
-        x=torch.empty(rows, x.shape[1], dtype=x.dtype, device=device),
-        scales=torch.empty(rows, num_scales, dtype=torch.int32, device=device) if num_scales else None,
-        topk_idx=None,
-        topk_weights=weights,
-        src_rank=sources[0],
-        row_src_token=sources[1],
-        src_k=sources[2],
-        handle=handle,
-        readers=[stream],
+        torch.empty(rows, x.shape[1], dtype=x.dtype, device=device),
+        torch.empty(rows, num_scales, dtype=torch.int32, device=device) if num_scales else None,
+        None,
+        weights,
+        handle,
+        [stream],
+        sources=(sources[0], sources[1], sources[2]),
     )
     if machine.is_poisoned:
         for tensor in (full.x, full.scales):
@@ -261,44 +317,29 @@ def cut_expanded(full: DispatchResult, handle: ThroughputHandle) -> DispatchResu
         """Return the first `rows` rows, of what is there."""
         return None if tensor is None else tensor[:rows]
 
+    assert full.sources is not None
+    src_rank, src_token, src_k = full.sources
+    sources = src_rank[:rows], src_token[:rows], src_k[:rows]
     return DispatchResult(
-        x=full.x[:rows],
-        scales=cut(full.scales),
-        topk_idx=None,
-        topk_weights=cut(full.topk_weights),
-        src_rank=cut(full.src_rank),
-        row_src_token=cut(full.row_src_token),
-        src_k=cut(full.src_k),
-        handle=handle,
-        readers=full.readers,
+        full.x[:rows], cut(full.scales), None, cut(full.topk_weights), handle, full.readers, sources=sources
     )
 
 
 def view_slot(
-    machine: Machine, payload: Payload, handle: ThroughputHandle, taken: Taken | None, is_fresh: bool, stream: int
+    machine: Machine, plan: DispatchPlan, handle: ThroughputHandle, taken: Taken | None, stream: int
 ) -> DispatchResult:
     """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot."""
-    config, offsets = machine.config, machine.offsets
-    rows = config.max_recv_rows if handle.num_recv is None else handle.num_recv
-    most, views = config.max_recv_rows, machine.views(taken)
-
-    def field(name: str, dtype: torch.dtype, columns: int) -> torch.Tensor:
-        """Return `[rows, columns]` of a field: a view of the slot, or a copy out of the landing slot."""
-        alias = views.alias(dtype, offsets[name], (most, columns), rows)
-        return alias if taken is not None else alias.clone()
-
-    num_topk, num_scales = config.num_topk, payload.num_scales
-    got = DispatchResult(
-        x=field("x", payload.x.dtype, config.hidden),
-        scales=field("scales", torch.int32, num_scales) if num_scales else None,
-        topk_idx=field("topk_idx", torch.int64, num_topk) if handle.has_topk else None,
-        topk_weights=field("topk_weights", torch.float32, num_topk) if payload.topk_weights is not None else None,
-        src_rank=None,
-        row_src_token=None,
-        src_k=None,
-        handle=handle,
-        readers=[stream] if taken is None else taken.streams,
+    rows = machine.config.max_recv_rows if handle.num_recv is None else handle.num_recv
+    views, at = machine.views(taken), plan.fields
+    readers = [stream] if taken is None else taken.streams
+    kept = machine.kept_rows(taken, rows, handle.has_topk, readers) if plan.facts.is_fresh else None
+    x = views.alias(at.x, rows)
+    scales = None if at.scales is None else views.alias(at.scales, rows)
+    late = views, at.topk_idx, at.topk_weights, rows
+    got = DispatchResult(x, scales, None, None, handle, readers, kept, late=late)
+    if taken is not None:
+        return got
+    scales, topk_idx, topk_weights = (
+        None if value is None else value.clone() for value in (scales, got.topk_idx, got.topk_weights)
     )
-    if is_fresh:
-        got.kept = machine.kept_rows(taken, rows, handle.has_topk, got.readers)
-    return got
+    return DispatchResult(x.clone(), scales, topk_idx, topk_weights, handle, readers, kept)

@@ -24,7 +24,6 @@ from ...gpu.lent import AllGather, Lending
 from ...gpu.params import (
     CONTROL_LAYOUT,
     FEW_KERNEL,
-    HANDLE_BYTES,
     KERNELS,
     NEWS_WORDS,
     NUM_REPORTS,
@@ -39,16 +38,17 @@ from ...gpu.params import (
 from ...gpu.platform import Launcher, LentRegion, Platform
 from ...gpu.report import ReasonOf, blame, is_echo, take_report
 from ...gpu.share import Share
+from ...gpu.stage import Stage
 from ..shapes import LaunchShape, ThroughputConfig
 from .kept import KeptRows
 from .place import ExpertPlace, Places
 from .slots import ReceiveSlotPool, Taken
-from .types import ThroughputHandle
 from .view import ViewWords
 from .views import SlotViews
 
 DEFAULT_SMS = 24
 NUM_MAILBOXES = 16
+MOST_PLANS = 1024  # that are kept; each has some KiB
 NEWS_S = 0.1  # how long a rank that others have left alone in a call waits to hear of a death
 HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
 SPIN_S = 1e-3  # how long the host's wait for the GPU keeps the interpreter's lock from other threads
@@ -77,6 +77,7 @@ class Machine:
     Attributes:
         slots: the receive regions of all ranks.
         members: ranks that take part.
+        stream: raw, of the last call.
         num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
         max_sms: multiprocessors that the call in progress may take.
         offsets: of the fields of a slot.
@@ -92,6 +93,7 @@ class Machine:
         self.platform = platform
         self.is_closed = False
         self.is_capturing = False
+        self.stream = 0
         self.num_calls = 0
         self.interrupt: Callable[[], None] = _nothing
         self.reason_of: ReasonOf | None = None
@@ -123,11 +125,8 @@ class Machine:
         self._slot_words: dict[int, torch.Tensor] = {}
         self._views: dict[int, SlotViews] = {}
         self._lent: dict[int, Taken] = {}  # slots whose aliases are looked after
-        self._calls: dict[str, Any] = {}
         for name, kernel in self._kernels.items():
-            is_few = name == FEW_KERNEL
-            self._calls[name] = kernel.args.layout.call if is_few else kernel.args.call
-            for part in (kernel.args.layout, kernel.args.payload) if is_few else (kernel.args,):
+            for part in (kernel.args.layout, kernel.args.payload) if name == FEW_KERNEL else (kernel.args,):
                 self._set_constants(name, part)
         self._view = ViewWords(self._control[config.rank])
         everybody = (True,) * config.num_ranks
@@ -143,15 +142,15 @@ class Machine:
         """Bytes of GPU memory of this rank."""
         return self._lending.nbytes
 
-    def kernel(self, name: str, timeout_s: float) -> Launcher:
-        """Return a kernel, its waits bounded by `timeout_s`."""
-        call = self._calls[name]
-        call.timeout_ns = int(timeout_s * 1e9)
-        call.ordinal = 0 if self.is_capturing else self.num_calls + 1
-        return self._kernels[name]
+    def stage(self, name: str, shape: LaunchShape, mode: str = "plain", grid: int = 0) -> Stage:
+        """Return a kernel to be launched again and again, in `grid` blocks where that is not what `shape` says."""
+        return Stage(self._kernels[name], grid or shape.grid, shape, mode)
 
-    def launch(self, kernel: Launcher, grid: int, shape: LaunchShape, stream: int, mode: str = "plain") -> None:
-        """Launch a kernel of a call that `begin` has started."""
+    def launch(self, stage: Stage, timeout_s: float, stream: int) -> None:
+        """Launch a kernel of a call that has been announced, its waits bounded by `timeout_s`."""
+        call, shape, mode, grid = stage.call, stage.shape, stage.mode, stage.grid
+        call.timeout_ns = int(timeout_s * 1e9)
+        call.ordinal = 0 if self.is_capturing else self.num_calls
         share, at_once = self._share_of_gpu, grid
         if mode == "early":
             if self._is_alone or 2 * grid <= self.max_sms:
@@ -160,12 +159,28 @@ class Machine:
                 mode = "plain"
         if share.width < at_once:
             share.width = at_once
-        kernel(grid, shape.block, shape.shared_bytes, stream, mode)
+        stage.kernel(grid, shape.block, shape.shared_bytes, stream, mode)
+
+    def keep_plan(self, key: tuple[object, ...], plan: Any) -> None:
+        """Keep how calls with equal facts are launched; not for ever, as callers may bring new shapes all the time."""
+        if len(self.plans) >= MOST_PLANS:
+            self.plans.clear()
+        self.plans[key] = plan
 
     def announce(self) -> None:
         """Count a call, right before its first kernel is launched: from then on peers hear of it."""
         if not self.is_capturing:
             self.num_calls += 1
+
+    def is_quiet(self) -> bool:
+        """Tell whether `begin` would find nothing to do: the same stream, no report, no graph, nobody else's change."""
+        return (
+            self.platform.stream() == self._last_stream
+            and not self.platform.is_capturing()
+            and self._share_of_gpu.is_as_seen()
+            and not any(self._report_codes)
+            and not (self.is_capturing or self.is_poisoned or self.is_closed or self.pool.haunted)
+        )
 
     def begin(self, do_check: bool = True) -> int:
         """Start a call: raise what earlier ones have left behind, return the current stream.
@@ -174,11 +189,13 @@ class Machine:
         """
         if self.is_closed:
             raise InvalidState("the buffer is closed; make a new one")
-        stream = self.platform.stream()
+        stream = self.stream = self.platform.stream()
         self.is_capturing = self.platform.is_capturing()
         if do_check and not self.is_capturing:
             self.check()
         if do_check:  # a refusal is one block that waits for nobody
+            if not self.is_capturing:
+                self._share_of_gpu.stream = stream
             self.max_sms, self._is_alone = self._share_of_gpu.limit(stream, self.is_capturing)
         if self.is_capturing:
             self._share_of_gpu.in_graphs = True
@@ -352,11 +369,6 @@ class Machine:
         if not 1 <= wanted <= available:
             raise InvalidArgument(f"num_sms must be 1 ... {available}, got {wanted}")
         return min(wanted, self.max_sms)
-
-    def set_handle(self, args: Any, handle: ThroughputHandle) -> None:
-        """Point a kernel at the parts of a handle."""
-        start = type(args).send_prefix.offset
-        memoryview(args).cast("B")[start : start + HANDLE_BYTES] = handle.addresses
 
     # --- memory ---------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...gpu.stage import HandlePlace, Stage
 from ..order import ORDERS, CombineOrder
 from ..shapes import PAYLOADS, LaunchShape
 from .machine import Machine
@@ -13,6 +14,7 @@ from .place import ExpertPlace
 from .types import ThroughputHandle
 
 _THREADS = 256
+_KEY = ("order",)
 
 
 def launch_order(
@@ -27,9 +29,10 @@ def launch_order(
 ) -> None:
     """Launch the sum behind a combine of `y`; arguments as in `launch_combine`."""
     config = machine.config
-    kernel = machine.kernel("combine_throughput_order", timeout_s)
-    a = kernel.args
-    machine.set_handle(a, handle)
+    stage, end = _stages(machine)
+    stage.grid = min(handle.num_tokens, 8 * machine.max_sms)
+    a = stage.args
+    HandlePlace(a).write(handle.addresses)
     if handle.is_expert:
         place = machine.expert_place(handle.expert_alignment)
         regions, a.slot_bytes, a.num_slots = place.regions, place.slot_bytes, ExpertPlace.num_slots
@@ -48,5 +51,15 @@ def launch_order(
     a.bias_first, a.round_partials = int(order.bias_first), int(order.round_partials)
     a.is_expert = int(handle.is_expert)
     if handle.num_tokens:
-        machine.launch(kernel, min(handle.num_tokens, 8 * machine.max_sms), LaunchShape(1, _THREADS, 0, 0, 0), stream)
-    machine.launch(machine.kernel("combine_throughput_order_end", timeout_s), 1, LaunchShape(1, 32, 0, 0, 0), stream)
+        machine.launch(stage, timeout_s, stream)
+    machine.launch(end, timeout_s, stream)
+
+
+def _stages(machine: Machine) -> tuple[Stage, Stage]:
+    """Return the kernel that sums, and the one that ends the call."""
+    stages: tuple[Stage, Stage] | None = machine.plans.get(_KEY)
+    if stages is None:
+        first = machine.stage("combine_throughput_order", LaunchShape(1, _THREADS, 0, 0, 0))
+        stages = first, machine.stage("combine_throughput_order_end", LaunchShape(1, 32, 0, 0, 0))
+        machine.keep_plan(_KEY, stages)
+    return stages

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from ..order import CombineOrder
 from ..shapes import HandleSpace
 from .kept import KeptRows
+from .views import SlotViews
 
 _ADDRESSES = struct.Struct("=7Q")
 
@@ -81,37 +82,121 @@ class ThroughputHandle:
         return self.words[at : at + length]
 
 
-@dataclass(eq=False, slots=True)
+# Where a matrix lies in a slot: its dtype, bytes from the slot's beginning, rows and columns.
+FieldAt: TypeAlias = "tuple[torch.dtype, int, tuple[int, int]]"
+
+
 class DispatchResult:
     """The result of a dispatch, for the `Buffer`. Without CPU sync the tensors have full capacity.
+
+    Args:
+        x, scales, topk_idx, topk_weights, handle, readers, kept: see below.
+        sources: `src_rank`, `row_src_token`, `src_k` in the expert layout, else None.
+        late: how `topk_idx` and `topk_weights` are made when they are first read: the slot's views, where they lie in
+            it, rows. `x` is kept until then, so that nobody gets the slot.
 
     Attributes:
         x: `[num_recv, hidden]`.
         scales: `[num_recv, num_scales]` 4-byte elements, or None.
-        topk_idx: rank layout `[num_recv, num_topk]` int64, else None.
-        topk_weights: `[num_recv, num_topk]` or, expert layout, `[num_recv]` float32; None when none were sent.
-        src_rank: expert layout `[num_recv]` int64, -1 in padding; None in the rank layout.
-        row_src_token: expert layout `[num_recv]` int64, -1 in padding; None in the rank layout.
-        src_k: expert layout `[num_recv]` int64, which k of its token a row stands for; None in the rank layout.
+        handle: of the dispatch.
         readers: raw handles of the streams that may read the slot behind the result: the call's own. More may be added.
         kept: what the handle may be asked for later; None from a cached dispatch and in the expert layout.
     """
 
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    topk_idx: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    src_rank: torch.Tensor | None
-    row_src_token: torch.Tensor | None
-    src_k: torch.Tensor | None
-    handle: ThroughputHandle
-    readers: list[int]
-    kept: KeptRows | None = None
+    __slots__ = ("_late", "_topk_idx", "_topk_weights", "handle", "kept", "readers", "scales", "sources", "x")
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        handle: ThroughputHandle,
+        readers: list[int],
+        kept: KeptRows | None = None,
+        sources: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        late: tuple[SlotViews, FieldAt | None, FieldAt | None, int] | None = None,
+    ) -> None:
+        self.x, self.scales = x, scales
+        self._topk_idx, self._topk_weights = topk_idx, topk_weights
+        self.handle, self.readers, self.kept = handle, readers, kept
+        self.sources = sources
+        self._late = late
+
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        """Rank layout `[num_recv, num_topk]` int64, else None."""
+        self._make_late()
+        return self._topk_idx
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """`[num_recv, num_topk]` or, expert layout, `[num_recv]` float32; None when none were sent."""
+        self._make_late()
+        return self._topk_weights
+
+    def _make_late(self) -> None:
+        if self._late is not None:
+            views, topk_idx, topk_weights, rows = self._late
+            self._topk_idx = None if topk_idx is None else views.alias(topk_idx, rows)
+            self._topk_weights = None if topk_weights is None else views.alias(topk_weights, rows)
+            self._late = None
+
+    @property
+    def src_rank(self) -> torch.Tensor | None:
+        """Expert layout `[num_recv]` int64, -1 in padding; None in the rank layout."""
+        return None if self.sources is None else self.sources[0]
+
+    @property
+    def row_src_token(self) -> torch.Tensor | None:
+        """Expert layout `[num_recv]` int64, -1 in padding; None in the rank layout."""
+        return None if self.sources is None else self.sources[1]
+
+    @property
+    def src_k(self) -> torch.Tensor | None:
+        """Expert layout `[num_recv]` int64, which k of its token a row stands for; None in the rank layout."""
+        return None if self.sources is None else self.sources[2]
 
     @property
     def src_token(self) -> torch.Tensor | None:
         """`[num_recv]` int64, -1 in padding; None from a cached dispatch in the rank layout."""
         return self.row_src_token if self.kept is None else self.kept.src_token
+
+
+class DispatchFacts(NamedTuple):
+    """What decides how a dispatch is launched, but for addresses.
+
+    Attributes:
+        num_tokens, dtype: of the payload.
+        row_bytes: of a row without its scales.
+        row_stride: bytes from row to row.
+        num_scales, scale_dtype, scale_strides: 4-byte scales of a row, 0 and None without; strides in elements.
+        layout, expert_alignment, has_topk: of the handle.
+        has_weights: weights travel.
+        is_fresh: there is routing; else the handle is of an earlier dispatch.
+        is_exact: the CPU waits for the counts, or knows them.
+        num_sms: as the caller asks.
+    """
+
+    num_tokens: int
+    dtype: torch.dtype
+    row_bytes: int
+    row_stride: int
+    num_scales: int
+    scale_dtype: torch.dtype | None
+    scale_strides: tuple[int, ...]
+    layout: str
+    expert_alignment: int
+    has_topk: bool
+    has_weights: bool
+    is_fresh: bool
+    is_exact: bool
+    num_sms: int | None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the layout is "expert"."""
+        return self.layout == "expert"
 
 
 class DispatchOptions(NamedTuple):

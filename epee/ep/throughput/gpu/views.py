@@ -34,16 +34,16 @@ class SlotViews:
         # All of Python has one object for a storage. It is one user, however many names users give it.
         self._num_names = sys.getrefcount(self._storage)
 
-    def alias(self, dtype: torch.dtype, offset: int, shape: tuple[int, int], num_rows: int) -> torch.Tensor:
-        """Return the first `num_rows` rows of a matrix of `shape` that begins `offset` bytes into the slot.
+    def alias(self, at: tuple[torch.dtype, int, tuple[int, int]], num_rows: int) -> torch.Tensor:
+        """Return the first `num_rows` rows of a matrix: its dtype, bytes from the slot's beginning, shape.
 
         It is a tensor of its own over the memory: no gradient finds its way into the original.
         """
-        original = self._originals.get((dtype, offset, shape))
+        original = self._originals.get(at)
         if original is None:
-            original = self._make(dtype, offset, shape)
+            original = self._make(*at)
         alias = original.detach()
-        return alias if num_rows == shape[0] else alias.narrow(0, 0, num_rows)
+        return alias if num_rows == at[2][0] else alias.narrow(0, 0, num_rows)
 
     def is_idle(self) -> bool:
         """Tell whether all aliases have died."""

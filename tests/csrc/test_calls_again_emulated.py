@@ -1,0 +1,162 @@
+"""Calls like earlier ones: what their facts do not say is looked at each time, and they give what first calls give."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import epee
+from epee.ep import checked
+from tests.csrc.emulated import has_compiler
+from tests.csrc.emulated_buffer import emulated
+from tests.harness import run_ranks
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.timeout(240),  # the first one builds the kernels
+    pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
+]
+EXPERTS, HIDDEN, TOPK, TOKENS = 4, 64, 2, 8
+
+
+def _buffer(**options: object) -> epee.Buffer:
+    return epee.Buffer(num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOPK, max_tokens_per_rank=TOKENS, **options)  # type: ignore[arg-type]
+
+
+def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    idx = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(TOKENS)])
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+    return x, idx, torch.rand(TOKENS, TOPK, generator=generator)
+
+
+def _count_again(buffer: epee.Buffer) -> list[str]:
+    """Return a list into which every call goes that is run as one like an earlier one."""
+    seen: list[str] = []
+    path = buffer._gpu
+    assert path is not None
+    for name in ("dispatch_again", "combine_again"):
+        original = getattr(path, name)
+
+        def spy(*args: object, original: object = original, name: str = name) -> object:
+            got = original(*args)  # type: ignore[operator]
+            if got is not None:
+                seen.append(name)
+            return got
+
+        setattr(path, name, spy)
+    return seen
+
+
+def _same(rank: int, num_ranks: int) -> None:
+    with _buffer() as buffer:
+        seen = _count_again(buffer)
+        results = []
+        for turn in range(3):
+            x, idx, weights = _inputs(rank + 10)
+            got = buffer.dispatch(x, idx, weights, sync=turn != 1)
+            num_recv = int(got.handle.recv_counts[0])
+            assert got.topk_idx is not None
+            assert got.topk_weights is not None
+            assert isinstance(got.x, torch.Tensor)
+            back = buffer.combine(got.x, got.handle).x
+            parts = (got.x, got.topk_idx, got.topk_weights, got.handle.src_token)
+            results.append([part[:num_recv].clone() for part in parts] + [back])
+        for part, other in zip(results[0], results[2], strict=True):
+            assert torch.equal(part, other)
+        for part, other in zip(results[0], results[1], strict=True):
+            assert torch.equal(part, other)
+        assert seen.count("dispatch_again") == 1, "only the third call is like an earlier one"
+        assert seen.count("combine_again") >= 1
+        buffer.all_gather_bytes(b"done")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_call_like_an_earlier_one_gives_the_same(num_ranks: int) -> None:
+    run_ranks(emulated, num_ranks, _same, timeout_s=200)
+
+
+def _looked_at(rank: int, num_ranks: int) -> None:
+    with _buffer() as buffer:
+        x, idx, weights = _inputs()
+        got = buffer.dispatch(x, idx, weights)
+        handle = got.handle
+        assert isinstance(got.x, torch.Tensor)
+        buffer.combine(got.x, handle)
+        wide = torch.zeros(TOKENS * HIDDEN + 1, dtype=torch.bfloat16)
+        with pytest.raises(epee.InvalidArgument, match="multiples of 16 bytes"):
+            buffer.dispatch(wide[1:].view(TOKENS, HIDDEN), idx, weights)
+        rows = torch.zeros(got.x.numel() + 1, dtype=torch.bfloat16)[1:].view(got.x.shape)
+        with pytest.raises(epee.InvalidArgument, match="multiple of 16 bytes"):
+            buffer.combine(rows, handle)
+        learnt = buffer.dispatch(x.clone().requires_grad_(), idx, weights.clone().requires_grad_())
+        assert isinstance(learnt.x, torch.Tensor)
+        assert not learnt.x.requires_grad
+        assert not buffer.combine(got.x.clone().requires_grad_(), handle).x.requires_grad
+        for wrong in (x.float(), x[:, :32], x.to_sparse(), "x"):
+            with pytest.raises(epee.InvalidArgument, match=r"^x must"):
+                buffer.dispatch(wrong, idx, weights)  # type: ignore[arg-type]
+        with pytest.raises(epee.InvalidArgument, match="topk_idx must"):
+            buffer.dispatch(x, idx.int(), weights)
+        with pytest.raises(epee.InvalidArgument, match="expert_alignment"):
+            buffer.dispatch(x, idx, weights, expert_alignment=True)
+        with pytest.raises(epee.InvalidArgument, match="sync must"):
+            buffer.dispatch(x, idx, weights, sync=1)  # type: ignore[arg-type]
+        again = buffer.dispatch(x, idx, weights)
+        assert torch.equal(again.handle.src_token, handle.src_token)
+
+
+def test_what_facts_do_not_say_is_looked_at_each_time() -> None:
+    run_ranks(emulated, 1, _looked_at, timeout_s=200)
+
+
+def _alignments(rank: int, num_ranks: int) -> None:
+    with _buffer() as buffer:
+        x, idx, weights = _inputs()
+        handles = [buffer.dispatch(x, idx, weights, layout="expert", expert_alignment=a).handle for a in (1, 4)]
+        for handle in handles * 2:
+            got = buffer.dispatch(x, handle=handle)
+            assert isinstance(got.x, torch.Tensor)
+            padding = got.x[handle.src_rank < 0]
+            assert not padding.any(), "rows of another alignment"
+
+
+def test_handles_that_differ_in_their_alignment_are_not_alike() -> None:
+    run_ranks(emulated, 1, _alignments, timeout_s=200)
+
+
+def _kept(rank: int, num_ranks: int) -> None:
+    with _buffer(num_slots=1) as buffer:
+        x, idx, weights = _inputs()
+        for _ in range(3):
+            got = buffer.dispatch(x, idx, weights)
+            wanted = got.x.clone()  # type: ignore[union-attr]
+            got.x = wanted  # the slot's tensor is dropped, and `topk_weights` has not been read
+            gc.collect()
+            other = buffer.dispatch(-x, idx, 1 - weights)
+            assert torch.equal(other.x, -wanted)  # type: ignore[arg-type]
+            assert got.topk_weights is not None
+            assert other.topk_weights is not None
+            chosen = got.topk_idx >= 0  # type: ignore[operator]
+            assert torch.allclose(got.topk_weights[chosen] + other.topk_weights[chosen], torch.ones(()))
+            del got, other
+        assert buffer.num_copied_results > 0
+
+
+def test_what_is_made_late_is_of_its_own_call() -> None:
+    run_ranks(emulated, 1, _kept, timeout_s=200)
+
+
+def _bounded(rank: int, num_ranks: int) -> None:
+    checked._MOST_FACTS = 4
+    with _buffer() as buffer:
+        x, idx, weights = _inputs()
+        for num_tokens in (*range(TOKENS), *range(TOKENS)):
+            buffer.dispatch(x[:num_tokens], idx[:num_tokens], weights[:num_tokens])
+        assert len(buffer._checked._passed) <= 4
+
+
+def test_facts_are_not_remembered_for_ever() -> None:
+    run_ranks(emulated, 1, _bounded, timeout_s=200)

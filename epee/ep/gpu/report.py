@@ -28,6 +28,7 @@ OTHER_CALL = 2  # no refusal: that rank makes another kind of call
 GAVE_UP = 3  # that rank has left the call without waiting for this one
 REFUSED_BAD_HANDLE, REFUSED_BROKEN_GRID, REFUSED_OLD_HANDLE, REFUSED_HAUNTED = 4, 5, 6, 7
 OTHER_BARRIER = 8  # no refusal: that rank makes a barrier
+REFUSED_NO_ROOM = 9  # that rank's call needs a larger buffer
 _ECHOES = ("gave up this call", "gave the call up")
 _OTHER = {"dispatch": "combine", "combine": "dispatch"}
 _REFUSALS = {
@@ -50,6 +51,10 @@ _WAITS = {
     8: "the other blocks of its kernel",
     9: "a load of this GPU",
 }
+
+
+class NoRoomError(MismatchError):
+    """A rank's call needs a larger buffer. All ranks get it in the same call, so that they can make one together."""
 
 
 ReasonOf = Callable[[int, int], str]  # (rank, call) -> why that rank refused it, "" where that is not known
@@ -101,6 +106,11 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
             name,
             seq,
             cause="process ended",
+        )
+    if code == REFUSED and got == REFUSED_NO_ROOM:
+        return NoRoomError(
+            f"{context(name, seq=seq)}: rank {src} needs a larger buffer for its call, so nobody's took place; make "
+            "one for the largest call of any rank"
         )
     if code == REFUSED and reason_of is not None and (reason := reason_of(src, seq)):
         return MismatchError(f"{context(name, seq=seq)}: rank {src} refused its call, so nobody's took place: {reason}")

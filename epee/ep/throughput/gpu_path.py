@@ -72,6 +72,7 @@ from ..event import Event
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
+from ..gpu.report import REFUSED_NO_ROOM, NoRoomError
 from ..handle import Combined, Dispatched, DispatchRouting, Handle
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
@@ -364,7 +365,11 @@ class CudaPath(Memory):
         """Take part in the peers' next call as the rank that cannot make it. Nothing while a graph is recorded."""
         if op == OP_GATHER:
             self.control.refuse(op, error, deadline)
-        elif not self._platform.is_capturing():
+        elif self._platform.is_capturing():
+            return
+        elif isinstance(error, NoRoomError):
+            self._core.refuse(_seconds_to(deadline), code=REFUSED_NO_ROOM)
+        else:
             reason = reason_bytes(error)
             self._core.refuse(_seconds_to(deadline), lambda call: self.control.exchange.words.post_reason(call, reason))
 

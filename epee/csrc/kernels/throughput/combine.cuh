@@ -142,29 +142,47 @@ struct Found {
   int count;  // of the whole token
 };
 
-/// Finds the rows of a token. All lanes of a warp; lane d looks at rank d, or lane k at slot k.
+/// Where a lane's row of a token is, as far as loads tell: lane d looks at rank d, or lane k at slot k.
+struct Looked {
+  i32 base, place;  // rank layout
+  i32 expert, ordinal;
+  float weight;
+};
+
+/// Starts the loads of what `order_rows` needs; nothing waits for them here.
 template <bool kExpert>
-DEVICE Found find_rows(const CombineParams& p, int token) {
+DEVICE Looked look_up(const CombineParams& p, int token) {
   const int lane = lane_idx();
-  Found f = {-1, -1, -1, -1, 0.0f, 0};
+  Looked l = {0, -1, -1, 0, 1.0f};
   if (kExpert) {
     if (lane < p.num_topk) {
       const i64 at = static_cast<i64>(token) * p.num_topk + lane;
-      const i32 expert = reinterpret_cast<const i32*>(p.expert_of)[at];
-      if (expert >= 0) {
-        f.rank = expert / p.num_local_experts;
-        f.row = reinterpret_cast<const i32*>(p.row_base)[expert] + reinterpret_cast<const i32*>(p.ordinals)[at];
-        f.weight = p.weights_of ? reinterpret_cast<const float*>(p.weights_of)[at] : 1.0f;
-      }
+      l.expert = reinterpret_cast<const i32*>(p.expert_of)[at];
+      l.ordinal = reinterpret_cast<const i32*>(p.ordinals)[at];
+      if (p.weights_of) l.weight = reinterpret_cast<const float*>(p.weights_of)[at];
     }
   } else if (lane < kNumRanks) {
-    const i32 base = reinterpret_cast<const i32*>(p.row_base)[p.num_experts + lane];  // both loads at once
-    const i32 place = reinterpret_cast<const i32*>(p.send_prefix)[static_cast<i64>(token) * kNumRanks + lane];
-    if (place >= 0) {
-      f.rank = lane;
-      f.place = place;
-      f.row = base + place;
+    l.base = reinterpret_cast<const i32*>(p.row_base)[p.num_experts + lane];  // both loads at once
+    l.place = reinterpret_cast<const i32*>(p.send_prefix)[static_cast<i64>(token) * kNumRanks + lane];
+  }
+  return l;
+}
+
+/// Sorts the rows of a token. All lanes of a warp.
+template <bool kExpert>
+DEVICE Found order_rows(const CombineParams& p, const Looked& l) {
+  const int lane = lane_idx();
+  Found f = {-1, -1, -1, -1, 0.0f, 0};
+  if (kExpert) {
+    if (l.expert >= 0) {
+      f.rank = l.expert / p.num_local_experts;
+      f.row = reinterpret_cast<const i32*>(p.row_base)[l.expert] + l.ordinal;
+      f.weight = l.weight;
     }
+  } else if (l.place >= 0) {
+    f.rank = lane;
+    f.place = l.place;
+    f.row = l.base + l.place;
   }
   if (f.row < 0 || f.row >= p.max_rows) f = {-1, -1, -1, -1, 0.0f, 0};
   int before = 0;
@@ -176,6 +194,12 @@ DEVICE Found find_rows(const CombineParams& p, int token) {
   }
   f.count = before;
   return f;
+}
+
+/// Finds the rows of a token. All lanes of a warp.
+template <bool kExpert>
+DEVICE Found find_rows(const CombineParams& p, int token) {
+  return order_rows<kExpert>(p, look_up<kExpert>(p, token));
 }
 
 /// Waits until rank `rank` has copied the chunk of its rows that holds `place`, counted from our first row there. Each
@@ -238,22 +262,56 @@ DEVICE void end_block(const CombineParams& p, u64 tag, const CombineShared& s, b
   if (lane == 0) *local_words(p.call, kControlSeqOffset) = tag;
 }
 
+/// Goes through the pieces of work of a block, a token's row or a chunk of it each, and through the stages beside it.
+/// Divides once: a division in each step would be among the longest things in it.
+struct Cursor {
+  int token, chunk;  // of the row
+  int tokens_per_step, chunks_per_step, num_chunks;
+  int stage, num_stages;
+  u32 use;  // how often the stage was used before
+
+  DEVICE Cursor(const CombineParams& p, int chunks)
+      : token(static_cast<int>(blockIdx.x) / chunks),
+        chunk(static_cast<int>(blockIdx.x) % chunks),
+        tokens_per_step(p.num_pull_blocks / chunks),
+        chunks_per_step(p.num_pull_blocks % chunks),
+        num_chunks(chunks),
+        stage(0),
+        num_stages(p.num_stages),
+        use(0) {}
+
+  DEVICE void advance() {
+    token += tokens_per_step;
+    chunk += chunks_per_step;
+    if (chunk >= num_chunks) {
+      chunk -= num_chunks;
+      ++token;
+    }
+    if (++stage == num_stages) {
+      stage = 0;
+      ++use;
+    }
+  }
+};
+
 /// One warp: keeps the stages filled. `next` is what it found for the block's first piece of work. True when all loads
 /// have landed.
 template <bool kExpert>
 DEVICE bool loader(const CombineParams& p, u64 tag, CombineShared& s, u8* stages, int chunks, Found next) {
   const i64 stage_bytes = static_cast<i64>(p.max_entries) * p.chunk_bytes;
-  const int end = p.num_tokens * chunks;
   i32 last_seen = -1;
   int n = 0;
+  Cursor at(p, chunks), ahead(p, chunks);
+  Looked looked = {};
+  ahead.advance();
+  if (ahead.token < p.num_tokens) looked = look_up<kExpert>(p, ahead.token);
 #pragma unroll 1
-  for (int unit = static_cast<int>(blockIdx.x); unit < end; unit += p.num_pull_blocks, ++n) {
-    const int stage = n % p.num_stages;
-    const int use = n / p.num_stages;
+  for (; at.token < p.num_tokens; ++n) {
+    const int stage = at.stage;
     const Found f = next;
     // The reducers have left the stage when its `empty` has completed once for each earlier use.
-    if (use > 0) wait_load(p.call, tag, s.empty + stage, static_cast<u32>(use - 1) & 1);
-    const int offset = unit % chunks * p.chunk_bytes;
+    if (at.use > 0) wait_load(p.call, tag, s.empty + stage, (at.use - 1) & 1);
+    const int offset = at.chunk * p.chunk_bytes;
     const u32 num_bytes = static_cast<u32>(min(p.chunk_bytes, p.row_bytes - offset));
     if (f.position >= 0) {
       s.entries[stage].rank[f.position] = f.rank;
@@ -269,7 +327,11 @@ DEVICE bool loader(const CombineParams& p, u64 tag, CombineShared& s, u8* stages
                 reinterpret_cast<const u8*>(s.slot[f.rank]) + f.row * p.row_bytes + offset, num_bytes, s.full + stage);
     }
     __syncwarp();
-    if (unit + p.num_pull_blocks < end) next = find_rows<kExpert>(p, (unit + p.num_pull_blocks) / chunks);
+    at.advance();
+    ahead.advance();
+    // A step ahead of its use, so that the loader does not wait for these loads once for each piece of work.
+    if (at.token < p.num_tokens) next = order_rows<kExpert>(p, looked);
+    if (ahead.token < p.num_tokens) looked = look_up<kExpert>(p, ahead.token);
     perhaps_stall(tag, p.call.rank, 6);
   }
   bool is_whole = true;
@@ -373,15 +435,13 @@ DEVICE void reduce_stage(const CombineParams& p, const StageEntries& entries, co
 template <bool kExpert, int kPayload>
 DEVICE void reducer(const CombineParams& p, u64 tag, CombineShared& s, const u8* stages, int chunks) {
   const i64 stage_bytes = static_cast<i64>(p.max_entries) * p.chunk_bytes;
-  const int end = p.num_tokens * chunks;
-  int n = 0;
 #pragma unroll 1
-  for (int unit = static_cast<int>(blockIdx.x); unit < end; unit += p.num_pull_blocks, ++n) {
-    const int stage = n % p.num_stages;
+  for (Cursor at(p, chunks); at.token < p.num_tokens; at.advance()) {
+    const int stage = at.stage;
     perhaps_stall(tag, p.call.rank, 7);
-    wait_load(p.call, tag, s.full + stage, static_cast<u32>(n / p.num_stages) & 1);
-    const int offset = unit % chunks * p.chunk_bytes;
-    reduce_stage<kExpert, kPayload>(p, s.entries[stage], stages + stage * stage_bytes, unit / chunks, offset,
+    wait_load(p.call, tag, s.full + stage, at.use & 1);
+    const int offset = at.chunk * p.chunk_bytes;
+    reduce_stage<kExpert, kPayload>(p, s.entries[stage], stages + stage * stage_bytes, at.token, offset,
                                     min(p.chunk_bytes, p.row_bytes - offset));
     __syncwarp();
     if (lane_idx() == 0) mbarrier_arrive(s.empty + stage);
@@ -454,10 +514,10 @@ DEVICE void combine(const CombineParams& p) {
   const u64 view = current_view(p.call);
   const u32 active = ranks_of(p.call, view);
   const i32* recv_info = reinterpret_cast<const i32*>(p.recv_info);
-  u32 refusal = p.refused ? static_cast<u32>(p.refused) : flaw_of(view, recv_info);
-  u64 signature = 0;  // a refusal has no handle; the first warp alone joins the call
   if (blockIdx.x == 0) perhaps_stall(tag, p.call.rank, 14);
+  u64 signature = 0;  // a refusal has no handle; the first warp alone joins the call
   if (warp_idx() == 0 && !p.refused) signature = combine_signature(p.signature, losses_before(p.call, tag), recv_info);
+  u32 refusal = p.refused ? static_cast<u32>(p.refused) : flaw_of(view, recv_info);  // its loads go with the others
   if (!kExpert && !refusal && is_slot_haunted(p.call, active, p.slot)) refusal = static_cast<u32>(kHauntedCode);
   if (threadIdx.x == 0) s.active = active;
   if (blockIdx.x == 0) send_ready(p, tag, active, signature, refusal);

@@ -235,12 +235,15 @@ class Throughput:
         machine.announce()
         machine.launch(self._barrier, timeout_s, stream)
 
-    def refuse(self, timeout_s: float, tell: Callable[[int], None] | None = None) -> None:
+    def refuse(
+        self, timeout_s: float, tell: Callable[[int], None] | None = None, code: int = REFUSED_INVALID_ARGUMENT
+    ) -> None:
         """Take part in the peers' next call, whatever it is, only to tell them that this rank's was invalid.
 
         Args:
             timeout_s: of the refusal's kernels, which wait for nobody.
             tell: gets the call's number before the peers can see that it is refused; the host waits for the GPU then.
+            code: why, as `gpu/report.py` has it.
         """
         machine = self._machine
         stream = machine.begin(do_check=False)
@@ -251,7 +254,7 @@ class Throughput:
         # nobody stores into the slot of a refused call
         plan = plan_of(machine, None, payload, None, DispatchOptions(sync=False), None)
         handle = self._new_handle(plan.facts)
-        announcement = Announcement(0, None, REFUSED_INVALID_ARGUMENT)
+        announcement = Announcement(0, None, code)
         plan.start(machine, payload, handle, None, announcement, None, timeout_s, stream)
         launch_refusal(machine, timeout_s, stream)  # ends the call, for peers that combine as for those that dispatch
 

@@ -2,14 +2,14 @@
 
 Data path: the pool (`epee.ep.BufferPool`) finds or makes a `LatencyBuffer` of the call's sizes, that buffer moves the
 rows; here arguments and results are turned around. A handle is a tuple (source tokens `[L, R * T]` int32, ranges
-`[L, R]` int64, T, hidden, experts), behind which the epee handle is remembered (`KnownHandles`).
+`[L, R]` int64, T, hidden, experts), made when it is read, behind which stands the epee handle (`KnownHandles`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ _ALIGN = 128
 _MOST_TOPK = 11  # that DeepEP and Mooncake serve: sizes that are asked for before top-k is known
 PaddedHandle: TypeAlias = "tuple[torch.Tensor, torch.Tensor, int, int, int]"
 Hook: TypeAlias = "Callable[[], None] | None"
+_Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
 
 class Ways(NamedTuple):
@@ -56,12 +57,19 @@ class Ways(NamedTuple):
 
 @dataclass(eq=False)
 class _KnownPaddedHandle:
-    """The buffer, the handle and the routing behind a handle's tuple."""
+    """The buffer and the handle behind a handle's tuple; its sizes; the routing, on GPUs its shape only."""
 
     core: LatencyBuffer
     handle: LatencyHandle
-    topk_idx: torch.Tensor
+    sizes: tuple[int, int, int]
+    routing: torch.Tensor | torch.Size
     combine_buffer: torch.Tensor | None = None
+
+    def entry(self, idx: int) -> torch.Tensor | int:
+        """Return an entry of the tuple."""
+        if idx < 2:
+            return self.handle.layout_range if idx else self.handle.src_token
+        return self.sizes[idx - 2]
 
 
 def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
@@ -78,7 +86,7 @@ class PaddedCalls:
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
-        self._handles: KnownHandles[_KnownPaddedHandle] = KnownHandles()
+        self._handles: KnownHandles[_KnownPaddedHandle] = KnownHandles(5)
 
     def dispatch(
         self,
@@ -102,23 +110,27 @@ class PaddedCalls:
         routing = int64_routing(topk_idx)
         if not isinstance(x, torch.Tensor) or x.dim() != 2:
             raise InvalidArgument("x must be bfloat16 [num_tokens, hidden]")
-        max_tokens, num_experts = sizes
-        need = LatencyNeed(max_tokens, x.shape[1], num_experts, routing.shape[1], x.device)
-        core = self._pool.latency_buffer(need, ways.active_ranks)
+        (max_tokens, num_experts), hidden, device = sizes, x.shape[1], x.device
+        core = self._pool.latency_buffer(
+            LatencyNeed(max_tokens, hidden, num_experts, routing.shape[1], device), ways.active_ranks
+        )
         got = core.dispatch(
             x,
             routing,
             use_fp8=how.use_fp8,
             round_scale=how.round_scale,
             use_ue8m0=how.use_ue8m0,
-            **_options(ways),
+            active_ranks=ways.active_ranks,
+            timeout_us=ways.timeout_us,
+            async_op=ways.async_finish,
+            return_hook=ways.return_recv_hook,
         )
-        handle = (got.handle.src_token, got.handle.layout_range, max_tokens, x.shape[1], num_experts)
-        kept = routing.clone() if routing is topk_idx else routing
-        self._handles.remember(handle, _KnownPaddedHandle(core, got.handle, kept))
-        then = None if when_received is None else lambda: when_received(got)
-        hook = self._after(got, ways, then)
-        return got.x, got.num_tokens_per_expert, handle, _event(got, ways), hook
+        if self._pool.is_gpu(device):
+            kept: torch.Tensor | torch.Size = routing.shape
+        else:
+            kept = routing.clone() if routing is topk_idx else routing
+        handle = self._handles.handle(_KnownPaddedHandle(core, got.handle, (max_tokens, hidden, num_experts), kept))
+        return got.x, got.num_tokens_per_expert, handle, _event(got, ways), _after(got, ways, when_received)
 
     def combine(
         self,
@@ -144,14 +156,21 @@ class PaddedCalls:
         known = self._handles.facts(handle)
         try:
             rows = self._rows(x, known, ways.zero_copy)
-            _check_same_routing(topk_idx, known.topk_idx)
+            _check_same_routing(topk_idx, known.routing)
         except InvalidArgument as error:
             known.core.refuse(error)
             raise
-        got = known.core.combine(rows, known.handle, topk_weights=topk_weights, out=out, **_options(ways))
-        then = None if when_received is None else lambda: when_received(got)
-        hook = self._after(got, ways, then)
-        return got.x, _event(got, ways), hook
+        got = known.core.combine(
+            rows,
+            known.handle,
+            topk_weights=topk_weights,
+            out=out,
+            active_ranks=ways.active_ranks,
+            timeout_us=ways.timeout_us,
+            async_op=ways.async_finish,
+            return_hook=ways.return_recv_hook,
+        )
+        return got.x, _event(got, ways), _after(got, ways, when_received)
 
     def next_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return memory for the expert outputs that a combine with `zero_copy` takes."""
@@ -166,40 +185,33 @@ class PaddedCalls:
             raise InvalidArgument("zero_copy needs rows in the buffer that was handed out for this handle; ask for it")
         return known.combine_buffer
 
-    def _after(self, got: LatencyDispatched | LatencyCombined, ways: Ways, then: Callable[[], None] | None) -> Hook:
-        """Return the hook; without one, do now what comes after the receive half."""
-        hook = got.hook
-        if hook is None:
-            if then is not None:
-                if ways.async_finish:
-                    got.event.wait()  # it reads what the call writes
-                then()
-            return None
 
-        def receive() -> None:
-            """Run the receive half, then what comes after it."""
-            hook()
-            if then is not None:
-                then()
+def _after(got: _Latent, ways: Ways, when_received: Callable[[_Latent], None] | None) -> Hook:
+    """Return the hook; without one, do now what comes after the receive half."""
+    hook = got.hook
+    if when_received is None:
+        return hook
+    if hook is None:
+        if ways.async_finish:
+            got.event.wait()  # it reads what the call writes
+        when_received(got)
+        return None
 
-        return receive
+    def receive() -> None:
+        """Run the receive half, then what comes after it."""
+        hook()
+        when_received(got)
 
-
-def _options(ways: Ways) -> dict[str, Any]:
-    return {
-        "active_ranks": ways.active_ranks,
-        "timeout_us": ways.timeout_us,
-        "async_op": ways.async_finish,
-        "return_hook": ways.return_recv_hook,
-    }
+    return receive
 
 
 def _event(got: LatencyDispatched | LatencyCombined, ways: Ways) -> EventOverlap:
     return EventOverlap(EventHandle.of(got.event.recorded()) if ways.async_finish else None)
 
 
-def _check_same_routing(topk_idx: object, known: torch.Tensor) -> None:
+def _check_same_routing(topk_idx: object, known: torch.Tensor | torch.Size) -> None:
     """Raise unless a combine names the routing of its dispatch; on GPUs only its shape is looked at."""
     routing = int64_routing(topk_idx)
-    if routing.shape != known.shape or (routing.device.type == "cpu" and not torch.equal(routing, known)):
+    is_same = torch.equal(routing, known) if isinstance(known, torch.Tensor) else routing.shape == known
+    if not is_same:
         raise InvalidArgument("topk_idx must be that of the handle's dispatch, but it differs; dispatch again")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from .buffer import Buffer
 from .config import PAYLOAD_DTYPES
 from .control.bootstrap import group_of
+from .gpu.layout import count_layout
 from .handle import Combined, Dispatched, Handle, Payload
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
@@ -40,6 +41,7 @@ __all__ = [
     "Room",
     "Wish",
     "check_topk_idx",
+    "count_layout",
     "group_of",
     "is_capturing",
     "latency_bytes",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -87,8 +86,14 @@ class Handle(ABC):
 
         On GPUs all ranks give an order or none does (`MismatchError` else).
         """
-        other = copy(self)  # with what has been worked out from the rows
+        other = self._twin()
         other.order = order
+        return other
+
+    def _twin(self: SomeHandle) -> SomeHandle:
+        """Return a copy, with what has been worked out from the rows; a quarter of `copy`'s time."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         return other
 
     @property
@@ -167,6 +172,11 @@ class Handle(ABC):
         None on CPUs, where a rank keeps only its own counts.
         """
         return None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What is kept on the GPU and read by later calls; for the allocator, where these run on another stream."""
+        return ()
 
     @abstractmethod
     def unweighted(self) -> Handle:

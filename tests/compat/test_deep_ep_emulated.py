@@ -16,15 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epee
 import epee.compat.deep_ep as deep_ep
 from epee import reference
-from epee.compat.deep_ep.shared.layout import (
-    recv_channel_prefix_matrix,
-    recv_channel_prefix_matrix_on_device,
-)
+from epee.compat.deep_ep.shared.layout import recv_channel_prefix_matrix
 from epee.ep.pool import needs, pool
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat import test_deep_ep_elastic as v2
-from tests.compat.deep_ep_cases import world
+from tests.compat.deep_ep_cases import v1_handle, world
 from tests.csrc.emulated import EmulatedKernel, has_compiler
 from tests.csrc.emulated_buffer import EmulatedBuffer
 from tests.ep.buffer_cases import make_input
@@ -199,17 +196,59 @@ def test_v2_barrier_is_one_kernel_and_names_a_silent_peer() -> None:
     assert late[3] == ""
 
 
+def _handles_read_late(rank: int, num_ranks: int) -> set[str]:
+    """Return what torch does in V1's calls; their handles are read behind calls that have taken their slots.
+
+    The ranks have unlike numbers of tokens.
+    """
+    buffer = deep_ep.Buffer(world())
+    given = [v1._tokens(src, 3 + src) for src in range(num_ranks)]
+    mine = given[rank]
+    with torch.no_grad():
+        handles = [v1._goes_round(buffer, mine)]
+        buffer.dispatch(**mine, num_worst_tokens=16)
+        with _Ops() as ops:
+            handles.append(v1._goes_round(buffer, mine))
+        with _Ops() as blind:
+            handles.append(buffer.dispatch(**mine, num_worst_tokens=16)[4])
+        before = ops.names | blind.names
+        for num_tokens in (2, 5, 1):
+            v1._goes_round(buffer, v1._tokens(rank, num_tokens))
+    routed = [reference.Routed(each["x"], each["topk_idx"]) for each in given]
+    want = v1_handle([each["is_token_in_rank"] for each in given], reference.dispatch(routed, 4)[rank], rank, 10)
+    for handle in handles[:2]:
+        for part, expected in zip(reversed(handle), reversed(want), strict=True):
+            assert torch.equal(part, expected)
+        assert buffer._known(list(handle)) is buffer._known(handle)
+    blind_handle = handles[2]
+    assert blind_handle is not None
+    assert torch.equal(blind_handle[0], want[0])
+    assert torch.equal(blind_handle[3][: len(want[3])], want[3])
+    assert bool((blind_handle[3][len(want[3]) :] == -1).all())
+    assert len(blind_handle[3]) == 16
+    return before
+
+
+def test_v1_makes_no_matrix_and_no_host_waits_before_somebody_reads_the_handle() -> None:
+    for names in _run(2, _handles_read_late):
+        # `equal` is the test's own; the core copies rows, and what handles keep of them, out of slots that others need
+        assert names <= {"empty", "detach", "equal", "clone", "copy_", "slice", "view"}, names
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_channels_are_found_without_the_host(seed: int) -> None:
+def test_channels_are_found_behind_a_tail_and_among_unlike_ranks(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    num_ranks, num_tokens, num_channels = 3, (0, 1, 7, 12, 40)[seed], 4
-    parts = [torch.rand(num_tokens, generator=generator).lt(0.6).nonzero()[:, 0] for _ in range(num_ranks)]
-    counts = [len(part) for part in parts]
-    want = recv_channel_prefix_matrix(torch.cat(parts), counts, [num_tokens] * num_ranks, num_channels)
+    num_channels, most = 4, (0, 1, 7, 12, 40)[seed]
+    num_tokens = [most, most // 2, most]
+    parts = [torch.rand(count, generator=generator).lt(0.6).nonzero()[:, 0] for count in num_tokens]
+    want = [
+        [int((part < channel * max(1, -(-count // num_channels))).sum()) for channel in range(num_channels)]
+        for part, count in zip(parts, num_tokens, strict=True)
+    ]
+    received = torch.tensor([len(part) for part in parts]).cumsum(0)
     tail = torch.full((5,), -1)
-    received = torch.tensor(counts).cumsum(0)
-    got = recv_channel_prefix_matrix_on_device(torch.cat([*parts, tail]), received, num_tokens, num_channels)
-    assert torch.equal(got, want)
+    for rows in (torch.cat(parts), torch.cat([*parts, tail])):
+        assert recv_channel_prefix_matrix(rows, received, num_tokens, num_channels).tolist() == want
 
 
 def _replaced(slot: int, num_processes: int, folder: str) -> str:

@@ -9,13 +9,14 @@ import pytest
 
 from epee.collectives import params as collectives
 from epee.ep.gpu import params as throughput_params
+from epee.ep.gpu.layout import COUNT_KERNELS
 from epee.ep.latency.gpu import params as latency_kernels
 from epee.jit.params import NAMESPACE, kernel_symbol
 from epee.jit.source import CSRC
 from tests.csrc.emulated import build, has_compiler
 
 WORDS = ("dispatch", "combine", "barrier", "layout")
-ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS}
+ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS, **COUNT_KERNELS}
 NAMES = [name for entries in ALL.values() for name in entries]
 
 
@@ -48,7 +49,7 @@ def test_every_kernel_stands_in_the_namespace_and_in_the_table() -> None:
         before, _, inside = path.read_text().partition(f"namespace {NAMESPACE} {{")
         assert "__global__" not in before, path.name
         assert 'extern "C"' not in inside, path.name
-        found = set(re.findall(r"__global__[^(]*\([^)]*\)\s+(\w+)(?=\()", inside))
+        found = set(re.findall(r"__global__ void (?:__\w+__\([^)]*\)\s+)+(\w+)(?=\()", inside))
         assert found <= set({**ALL, **collectives.KERNELS}.get(str(path.relative_to(CSRC)), {})), path
 
 

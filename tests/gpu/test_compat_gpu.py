@@ -16,7 +16,10 @@ import torch.distributed as dist
 
 import epee.compat.deep_ep as deep_ep
 from epee.compat.mooncake import ep
+from epee.reference import Routed, dispatch
 from epee.reference import latency as oracle
+from tests.compat.deep_ep_cases import v1_handle
+from tests.compat.test_deep_ep_buffer import _tokens as v1_tokens
 from tests.compat.test_deep_ep_low_latency import check_rows
 from tests.ep.latency_cases import PLAIN, Shape, bits, expert_outputs, inputs, quantisation
 from tests.harness import run_ranks
@@ -123,6 +126,37 @@ def _mooncake(rank: int, num_ranks: int) -> list[int]:
 @pytest.mark.smoke("mooncake.ep")
 def test_mooncakes_buffer_and_a_rank_that_stays_away() -> None:
     assert run_ranks(_mooncake, 2, timeout_s=100) == [[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
+
+
+def _handles_read_late(rank: int, num_ranks: int) -> None:
+    """V1's handles of calls on the communication stream, and of others, are read behind calls that take their slots."""
+    device = own_gpu(rank)
+    buffer = deep_ep.Buffer(dist.group.WORLD, explicitly_destroy=True)
+    given = [v1_tokens(src, 400 + 100 * src, 256, 4) for src in range(num_ranks)]
+    mine = {name: value if value is None else value.to(device) for name, value in given[rank].items()}
+    routed = [Routed(each["x"], each["topk_idx"]) for each in given]
+    members = [each["is_token_in_rank"] for each in given]
+    want = v1_handle(members, dispatch(routed, 4)[rank], rank, deep_ep.Buffer.num_sms // 2)
+    for is_async in (False, True):
+        found: list[Any] = []
+        for num_worst in (0, 2048) * 4:
+            *_, handle, event = buffer.dispatch(**mine, num_worst_tokens=num_worst, async_finish=is_async)
+            assert isinstance(handle, tuple)
+            if is_async:
+                event.current_stream_wait()
+            found.append((num_worst, handle))
+        for num_worst, handle in found:
+            for at in (3, 0, 1, 4, 5) if num_worst else (3, 2, 0, 1, 4, 5):  # blind, 2 takes ranks to be alike
+                part = handle[at]
+                assert torch.equal(part.cpu()[: len(want[at])], want[at]), (is_async, num_worst, at)
+                assert len(part) == (num_worst if num_worst and at == 3 else len(want[at]))
+            back, _, _ = buffer.combine(mine["x"].new_zeros(len(handle[3]), 256), list(handle))  # type: ignore[arg-type]
+            assert not bool(back.any())
+    buffer.destroy()
+
+
+def test_v1s_handles_are_worked_out_when_they_are_read() -> None:
+    run_ranks(_handles_read_late, 2, timeout_s=100)
 
 
 EXPERTS_OF_RANK, ELASTIC_TOPK, ALIGNMENT = 5, 4, 8

@@ -2,12 +2,13 @@
 
 Data path: the pool (`epee.ep.BufferPool`) tells all ranks what is coming and finds or makes an epee buffer that holds
 it, that buffer moves the rows; what is left here is turning arguments and results around. The handle is DeepEP's tuple
-of six tensors (`layout.py` has their closed forms), behind which the epee handle is remembered (`KnownHandles`).
+of six tensors, made when they are read (`v1_handle.py`), behind which stands the epee handle (`KnownHandles`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -15,19 +16,11 @@ import torch.distributed as dist
 
 from epee.compat.deep_ep import low_latency
 from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
-from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
+from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, cuda_event_of
 from epee.compat.deep_ep.low_latency import LowLatency, unsupported
 from epee.compat.deep_ep.shared.known import KnownHandles
-from epee.compat.deep_ep.shared.layout import (
-    align_up,
-    channel_prefix_matrix,
-    dispatch_layout,
-    rank_prefix_matrix,
-    recv_channel_prefix_matrix,
-    recv_channel_prefix_matrix_on_device,
-    send_head,
-)
-from epee.compat.deep_ep.shared.owner import PoolOwner
+from epee.compat.deep_ep.shared.layout import align_up
+from epee.compat.deep_ep.shared.owner import PoolOwner, Running
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
     cut,
@@ -37,34 +30,29 @@ from epee.compat.deep_ep.shared.rows import (
     payload_filled_up,
     values_of,
 )
+from epee.compat.deep_ep.v1_handle import NUM_ENTRIES, V1Handle
 from epee.ep import (
     BufferPool,
     CombineOrder,
     Dispatched,
-    Handle,
     Need,
     Payload,
     Room,
     Wish,
     check_topk_idx,
+    count_layout,
     group_of,
 )
 from epee.errors import InvalidArgument
 
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding
-V1Handle: TypeAlias = tuple[torch.Tensor, ...]
+V1Tuple: TypeAlias = tuple[torch.Tensor, ...]
 # num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
 _Counts: TypeAlias = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
 Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
-@dataclass(frozen=True, eq=False)
-class _KnownV1Handle:
-    """The facts behind a handle's tuple: the epee handle, the room that made it, the rows its results have."""
-
-    room: Room
-    handle: Handle
-    num_rows: int
+_default_config = cache(dispatch_config)
 
 
 class Buffer(LowLatency, PoolOwner):
@@ -110,7 +98,7 @@ class Buffer(LowLatency, PoolOwner):
         self.enable_shrink = enable_shrink
         pool = BufferPool(self.group)
         self.runtime: BufferPool | None = pool
-        self._handles: KnownHandles[_KnownV1Handle] = KnownHandles()
+        self._handles: KnownHandles[V1Handle] = KnownHandles(NUM_ENTRIES)
         self._init_low_latency(pool)
 
     @staticmethod
@@ -161,20 +149,18 @@ class Buffer(LowLatency, PoolOwner):
             `num_tokens_per_rank [num_ranks]` int32, None (no RDMA ranks), `num_tokens_per_expert [num_experts]`
             int32, `is_token_in_rank [num_tokens, num_ranks]` bool, the event.
         """
-        if num_experts < 1 or num_experts % self.group_size:
-            raise InvalidArgument(f"num_experts must be a multiple of {self.group_size} ranks, got {num_experts}")
-        with self._run(topk_idx.device, async_finish, previous_event) as run:
-            routing = int64_routing(topk_idx)
-            if not self._pool().is_gpu(routing.device):  # there the dispatch will look, without making the host wait
-                check_topk_idx(routing, num_experts)
-            found = dispatch_layout(routing, self.group_size, num_experts)
-            event = run.event((topk_idx, routing), tuple(found))
+        with self._pool().lane(topk_idx.device, async_finish, cuda_event_of(previous_event)) as lane:
+            found = count_layout(topk_idx, self.group_size, num_experts)
+            if not topk_idx.is_cuda:  # there the dispatch will look, without making the host wait
+                check_topk_idx(topk_idx, num_experts)
+            lane.keep((topk_idx,), found)
+            event = after(async_finish)
         return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, event
 
     def dispatch(
         self,
         x: Payload,
-        handle: V1Handle | None = None,
+        handle: V1Tuple | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
         is_token_in_rank: torch.Tensor | None = None,
@@ -187,7 +173,7 @@ class Buffer(LowLatency, PoolOwner):
         previous_event: Event | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int] | None, V1Handle | None, EventOverlap]:
+    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int] | None, V1Tuple | None, EventOverlap]:
         """Send each token to the ranks of its experts. Collective.
 
         Args:
@@ -208,23 +194,32 @@ class Buffer(LowLatency, PoolOwner):
             `recv_x`, `recv_topk_idx` (local ids, -1 elsewhere), `recv_topk_weights` (0 elsewhere), tokens per local
             expert (empty with `num_worst_tokens`), handle, event. With `handle`: `recv_x`, four times None, event.
         """
-        used = config or self.get_dispatch_config(self.group_size)
+        used = config or _default_config(self.group_size, Buffer.num_sms)
         given = (x, is_token_in_rank, topk_idx, topk_weights)
         with self._run(device_of(x), async_finish, previous_event) as run:
             if handle is not None:
-                again = self._dispatch_again(x, handle, topk_idx, topk_weights, used)
-                rows = payload_filled_up(again.x, self._known(handle).num_rows)
-                return rows, None, None, None, None, run.event(given, (again.x, rows), again)
+                known = self._known(handle)
+                again = self._dispatch_again(x, known, topk_idx, topk_weights, used)
+                rows = payload_filled_up(again.x, known.num_rows)
+                event = run.event((given, known.handle), (again.x, rows), again)
+                return rows, None, None, None, None, event
             counts = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-            got, found = self._dispatch_fresh(
-                x, counts, topk_idx, topk_weights, expert_alignment, num_worst_tokens, used
+            got, known, listed = self._dispatch_fresh(
+                x, counts, topk_idx, topk_weights, expert_alignment, num_worst_tokens, used, run
             )
-            return (*found, run.event(given, (got.x, found), got))
+            num_rows = known.num_rows
+            rows = payload_filled_up(got.x, num_rows)
+            recv_idx = recv_weights = None
+            if topk_idx is not None:
+                recv_idx, recv_weights = filled_up(got.topk_idx, num_rows, -1), filled_up(got.topk_weights, num_rows, 0)
+                if topk_idx.dtype != torch.int64 and recv_idx is not None:
+                    recv_idx = recv_idx.to(topk_idx.dtype)
+            event = run.event(given, (got.x, got.handle, rows, recv_idx, recv_weights), got)
+        return rows, recv_idx, recv_weights, listed, self._handles.handle(known), event
 
     def _dispatch_again(
-        self, x: Payload, handle: V1Handle, topk_idx: object, topk_weights: object, config: Config
+        self, x: Payload, known: V1Handle, topk_idx: object, topk_weights: object, config: Config
     ) -> Dispatched:
-        known = self._known(handle)
         if topk_idx is not None or topk_weights is not None:
             error = InvalidArgument("topk_idx and topk_weights must be None beside a handle, which has the routing")
             known.room.core.refuse(error)
@@ -240,12 +235,15 @@ class Buffer(LowLatency, PoolOwner):
         expert_alignment: int,
         num_worst_tokens: int,
         config: Config,
-    ) -> tuple[Dispatched, tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int], V1Handle]]:
+        run: Running,
+    ) -> tuple[Dispatched, V1Handle, list[int]]:
         pool = self._pool()
-        is_blind = num_worst_tokens > 0 and pool.is_gpu(device_of(x))  # then the host waits for nobody
+        device = device_of(x)
+        is_gpu = pool.is_gpu(device)
+        is_blind = num_worst_tokens > 0 and is_gpu  # then the host waits for nobody
         try:
             routing = None if topk_idx is None else int64_routing(topk_idx)
-            wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens)
+            wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens, is_gpu)
         except Exception as error:
             if is_blind:
                 pool.refuse(error)
@@ -255,36 +253,35 @@ class Buffer(LowLatency, PoolOwner):
         _, is_token_in_rank, per_expert = counts
         assert is_token_in_rank is not None
         assert per_expert is not None
-        wishes = [wish] if is_blind else pool.agree(wish)
-        device = values_of(x).device
-        room = pool.room(Need.unasked(wish, device) if is_blind else Need.of(wishes, device))
+        room, wishes = self._room(wish, device, is_blind)
         local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
-        mask = is_token_in_rank if routing is None else None
         got = room.core.dispatch(
             x,
             routing,
             topk_weights,
-            is_token_in_rank=mask,
+            is_token_in_rank=is_token_in_rank if routing is None else None,
             expert_alignment=expert_alignment,
             num_sms=room.num_sms(config.num_sms),
             sync=not is_blind,
         )
+        listed = [] if num_worst_tokens else got.num_tokens_per_expert if local_counts is None else local_counts
         num_rows = num_worst_tokens or got.handle.num_recv
-        handle = self._tuple(got.handle, wishes, is_token_in_rank, num_rows, config)
-        self._handles.remember(handle, _KnownV1Handle(room, got.handle, num_rows))
-        recv_idx, recv_weights = got.topk_idx, got.topk_weights
-        if recv_idx is not None and topk_idx is not None:
-            recv_idx = filled_up(recv_idx, num_rows, -1).to(topk_idx.dtype)
-        if recv_weights is not None:
-            recv_weights = filled_up(recv_weights, num_rows, 0)
-        listed = got.num_tokens_per_expert if local_counts is None else local_counts
-        recv_x = payload_filled_up(got.x, num_rows)
-        return got, (recv_x, recv_idx, recv_weights, [] if num_worst_tokens else listed, handle)
+        stream = pool.own_stream(device) if run.has_own_stream else None
+        known = V1Handle(room, got.handle, num_rows, wishes, is_token_in_rank, config.num_channels, stream)
+        return got, known, listed
+
+    def _room(self, wish: Wish, device: torch.device, is_blind: bool) -> tuple[Room, Sequence[Wish]]:
+        """Return the room for a dispatch, and what the ranks are about to dispatch: what they say, or as this one."""
+        pool = self._pool()
+        if is_blind:
+            return pool.room(Need.unasked(wish, device)), [wish] * self.group_size
+        wishes = pool.agree(wish)
+        return pool.room(Need.of(wishes, device)), wishes
 
     def combine(
         self,
         x: torch.Tensor,
-        handle: V1Handle,
+        handle: V1Tuple,
         topk_weights: torch.Tensor | None = None,
         bias: Bias = None,
         config: Config | None = None,
@@ -319,9 +316,10 @@ class Buffer(LowLatency, PoolOwner):
                 bias=as_bias(bias),
                 num_sms=None if config is None else known.room.num_sms(config.num_sms),
             )
-            return got.x, got.topk_weights, run.event((x, topk_weights, bias), (got.x, got.topk_weights))
+            given = (x, topk_weights, bias, known.handle)
+            return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
 
-    def _known(self, handle: object) -> _KnownV1Handle:
+    def _known(self, handle: object) -> V1Handle:
         """Return what stands behind a handle; a refusal reaches the peers through the newest room."""
         pool = self._pool()
         try:
@@ -337,9 +335,11 @@ class Buffer(LowLatency, PoolOwner):
         routing: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         num_worst_tokens: int,
+        is_gpu: bool,
     ) -> Wish:
         """Check what the other ranks are about to hear."""
         values = values_of(x)
+        num_tokens, hidden = values.shape
         per_rank, is_token_in_rank, per_expert = counts
         if per_rank is None or is_token_in_rank is None or per_expert is None:
             raise InvalidArgument(
@@ -357,28 +357,27 @@ class Buffer(LowLatency, PoolOwner):
             raise InvalidArgument(
                 f"num_tokens_per_expert must have a multiple of {self.group_size} entries, got {num_experts}"
             )
-        if is_token_in_rank.shape != (len(values), self.group_size) or is_token_in_rank.dtype != torch.bool:
+        if is_token_in_rank.shape != (num_tokens, self.group_size) or is_token_in_rank.dtype != torch.bool:
             raise InvalidArgument(
-                f"is_token_in_rank must be bool [{len(values)}, {self.group_size}], "
+                f"is_token_in_rank must be bool [{num_tokens}, {self.group_size}], "
                 f"got {is_token_in_rank.dtype} {list(is_token_in_rank.shape)}"
             )
-        is_gpu = self._pool().is_gpu(values.device)
         if routing is not None and not is_gpu:
             check_topk_idx(routing, num_experts)
-            wanted = dispatch_layout(routing, self.group_size, num_experts).is_token_in_rank
+            wanted = count_layout(routing, self.group_size, num_experts).is_token_in_rank
             if not torch.equal(is_token_in_rank, wanted):
                 raise InvalidArgument(
                     "is_token_in_rank must say where topk_idx goes; take it from get_dispatch_layout(topk_idx), or "
                     "leave topk_idx out to route by is_token_in_rank alone"
                 )
         return Wish(
-            hidden=values.shape[1],
+            hidden=hidden,
             dtype=values.dtype,
             num_topk=0 if routing is None else routing.shape[1],
             num_experts=num_experts,
             num_worst_tokens=num_worst_tokens,
-            num_tokens=len(values),
-            num_sent=tuple([0] * self.group_size if is_gpu and num_worst_tokens else is_token_in_rank.sum(0).tolist()),
+            num_tokens=num_tokens,
+            num_sent=(0,) * self.group_size if is_gpu else tuple(is_token_in_rank.sum(0).tolist()),
         )
 
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, expert_alignment: int) -> list[int]:
@@ -386,37 +385,6 @@ class Buffer(LowLatency, PoolOwner):
         total = self._pool().sum_counts(num_tokens_per_expert)
         local = total.view(self.group_size, -1)[self.rank].tolist()
         return [align_up(count, expert_alignment) for count in local]
-
-    def _tuple(
-        self, handle: Handle, wishes: list[Wish], is_token_in_rank: torch.Tensor, num_rows: int, config: Config
-    ) -> V1Handle:
-        """Return DeepEP's handle; without CPU sync as if all ranks had as many tokens as this one."""
-        src_token = handle.src_token
-        num_channels = config.num_channels
-        rank_prefix = None if handle.is_exact else handle.received_up_to
-        if rank_prefix is not None:
-            channels = recv_channel_prefix_matrix_on_device(
-                src_token, rank_prefix[:, self.rank].contiguous(), wishes[0].num_tokens, num_channels
-            )
-            return (
-                rank_prefix,
-                channel_prefix_matrix(is_token_in_rank, num_channels),
-                channels,
-                src_token.to(torch.int32),
-                is_token_in_rank,
-                send_head(is_token_in_rank, num_channels),
-            )
-        num_sent = [wish.num_sent for wish in wishes]
-        num_tokens = [wish.num_tokens for wish in wishes]
-        num_received = [row[self.rank] for row in num_sent]
-        return (
-            rank_prefix_matrix(num_sent, src_token.device),
-            channel_prefix_matrix(is_token_in_rank, num_channels),
-            recv_channel_prefix_matrix(src_token, num_received, num_tokens, num_channels),
-            filled_up(src_token.to(torch.int32), num_rows, -1),
-            is_token_in_rank,
-            send_head(is_token_in_rank, num_channels),
-        )
 
     # ---- what does not exist here
 

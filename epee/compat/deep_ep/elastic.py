@@ -46,10 +46,9 @@ _DEFAULT_SMS = 24
 _EXPANDED_ORDER = CombineOrder(by="last_k", bias_first=True, round_partials=True)
 _SINGLE_ORDER = CombineOrder(by="k", bias_first=True)
 Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
-Results: TypeAlias = "tuple[Payload, torch.Tensor | None, torch.Tensor | None]"
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: made in each call, and to set the fields of frozen ones takes long
 class _Options:
     """What a fresh dispatch is asked for beside its tensors."""
 
@@ -247,11 +246,14 @@ class ElasticBuffer(PoolOwner):
                 got, handle = self._dispatch_fresh(x, topk_idx, topk_weights, options)
                 if stats is not None:
                     stats += handle.num_unaligned_recv_tokens_per_expert
-            recv_x, recv_idx, recv_weights = self._results(got, handle, use_tma_aligned_col_major_sf)
-            if topk_weights is None:
-                recv_weights = None
+            num_rows = handle.num_rows
+            recv_x = payload_filled_up(got.x, num_rows)
+            if use_tma_aligned_col_major_sf and isinstance(recv_x, tuple):
+                recv_x = recv_x[0], column_major(recv_x[1])
+            recv_idx = None if options.do_expand else filled_up(got.topk_idx, num_rows, -1)
+            recv_weights = None if topk_weights is None else filled_up(got.topk_weights, num_rows, 0)
             results = (got.x, recv_x, recv_idx, recv_weights, handle.topk_idx)
-            event = run.event((x, topk_idx, topk_weights, stats), results, got)
+            event = run.event((x, topk_idx, topk_weights, stats, handle.core), (results, handle.core), got)
         return recv_x, recv_idx, recv_weights, handle, event
 
     def combine(
@@ -286,7 +288,7 @@ class ElasticBuffer(PoolOwner):
         waits = (previous_event, previous_event_before_epilogue)
         with self._run(device_of(x), async_with_compute_stream, *waits) as run:
             got = self._combine(x, known, topk_weights, bias, num_sms)
-            given = (x, topk_weights, bias, known.topk_idx)
+            given = (x, topk_weights, bias, known.topk_idx, known.core)
             return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
 
     def _combine(
@@ -299,9 +301,10 @@ class ElasticBuffer(PoolOwner):
             order = _EXPANDED_ORDER if self.allow_multiple_reduction else _SINGLE_ORDER
         else:
             order = CombineOrder(by="last_k", bias_first=bias is not None, topk_idx=known.topk_idx)
-            local = known.core.recv_topk_idx
-            if isinstance(weights, torch.Tensor) and local is not None and weights.shape == local.shape:
-                weights = weights.masked_fill(local < 0, 0)
+            if isinstance(weights, torch.Tensor):  # only then: on GPUs the ids are copied when they are asked for
+                local = known.core.recv_topk_idx
+                if local is not None and weights.shape == local.shape:
+                    weights = weights.masked_fill(local < 0, 0)
         sms = known.room.num_sms(num_sms)
         return known.room.core.combine(
             rows, known.core.in_order(order), topk_weights=weights, bias=as_bias(bias), num_sms=sms
@@ -323,9 +326,10 @@ class ElasticBuffer(PoolOwner):
             values, routing = values_of(x), int64_routing(topk_idx)
             num_max, num_experts = self._sizes(options)
             alignment = 1 if options.expert_alignment is None else options.expert_alignment
-            if len(values) > num_max:
+            num_tokens, hidden = values.shape
+            if num_tokens > num_max:
                 raise InvalidArgument(
-                    f"x must have at most num_max_tokens_per_rank={num_max} rows, got {len(values)}; "
+                    f"x must have at most num_max_tokens_per_rank={num_max} rows, got {num_tokens}; "
                     "raise it on all ranks"
                 )
         except Exception as error:
@@ -333,15 +337,13 @@ class ElasticBuffer(PoolOwner):
             raise
         layout = "expert" if options.do_expand else "rank"
         do_cpu_sync = options.do_cpu_sync is not False
-        is_gpu = pool.is_gpu(values.device)
+        device = values.device
+        is_gpu = pool.is_gpu(device)
         if is_gpu and options.do_cpu_sync is None and is_capturing():
             do_cpu_sync = False
         num_rows = self.num_ranks * num_max if is_gpu else 0
         kind = "both" if is_gpu else layout  # a room of its own for each layout would be memory there
-        need = Need(
-            kind, num_experts, values.shape[1], routing.shape[1], num_max, values.dtype, values.device, num_rows
-        )
-        room = pool.room(need)
+        room = pool.room(Need(kind, num_experts, hidden, routing.shape[1], num_max, values.dtype, device, num_rows))
         got = room.core.dispatch(
             x,
             routing,
@@ -403,16 +405,6 @@ class ElasticBuffer(PoolOwner):
             raise error
         sms = known.room.num_sms(options.num_sms)
         return known.room.core.dispatch(x, topk_weights=topk_weights, handle=known.core, num_sms=sms)
-
-    def _results(self, got: Dispatched, handle: EPHandle, is_col_major: bool) -> Results:
-        """Return rows, ids and weights as V2 returns them."""
-        num_rows = handle.num_rows
-        recv_x = payload_filled_up(got.x, num_rows)
-        if is_col_major and isinstance(recv_x, tuple):
-            recv_x = recv_x[0], column_major(recv_x[1])
-        recv_idx = None if got.topk_idx is None else filled_up(got.topk_idx, num_rows, -1)
-        recv_weights = None if got.topk_weights is None else filled_up(got.topk_weights, num_rows, 0)
-        return recv_x, recv_idx, recv_weights
 
     # ---- what does not exist here
 

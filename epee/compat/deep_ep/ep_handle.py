@@ -15,9 +15,9 @@ from functools import cached_property
 
 import torch
 
-from epee.compat.deep_ep.shared.layout import align_up, dispatch_layout
+from epee.compat.deep_ep.shared.layout import align_up
 from epee.compat.deep_ep.shared.rows import filled_up
-from epee.ep import Handle, Room
+from epee.ep import Handle, Room, count_layout
 from epee.errors import UnsupportedError
 
 
@@ -118,7 +118,7 @@ class EPHandle:
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """`[num_tokens, num_topk]` int32: the token's place among those that this rank sends there, -1 for none."""
-        there = dispatch_layout(self.topk_idx, self.num_ranks, self.num_experts).is_token_in_rank
+        there = count_layout(self.topk_idx, self.num_ranks, self.num_experts).is_token_in_rank
         place = torch.where(there, there.cumsum(0) - 1, -1)
         rank = self.topk_idx.div(self.num_experts // self.num_ranks, rounding_mode="floor")
         return torch.where(self.topk_idx >= 0, place.gather(1, rank.clamp(min=0)), -1).to(torch.int32)

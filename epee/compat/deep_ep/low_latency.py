@@ -101,12 +101,14 @@ class LowLatency:
             `recv_x [num_local_experts, num_ranks * max, hidden]` or (values, scales), counts `[num_local_experts]`
             int32, handle, event, hook (None unless asked for).
         """
+        count = None
+        if cumulative_local_expert_recv_stats is not None or dispatch_wait_recv_cost_stats is not None:
 
-        def count(got: LatencyDispatched) -> None:
-            """Add what was received, and how long it was waited for, to the caller's statistics."""
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(got.num_tokens_per_expert)
-            _add_cost(dispatch_wait_recv_cost_stats, got)
+            def count(got: LatencyDispatched) -> None:
+                """Add what was received, and how long it was waited for, to the caller's statistics."""
+                if cumulative_local_expert_recv_stats is not None:
+                    cumulative_local_expert_recv_stats.add_(got.num_tokens_per_expert)
+                _add_cost(dispatch_wait_recv_cost_stats, got)
 
         with _ADVISED:
             return self._padded.dispatch(
@@ -147,6 +149,13 @@ class LowLatency:
         Returns:
             `combined_x [num_tokens, hidden]` bfloat16, event, hook.
         """
+        count = None
+        if combine_wait_recv_cost_stats is not None:
+
+            def count(got: LatencyCombined) -> None:
+                """Add how long it was waited for to the caller's statistics."""
+                _add_cost(combine_wait_recv_cost_stats, got)
+
         if use_logfmt and zero_copy:
             raise InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
         with _ADVISED:
@@ -156,8 +165,8 @@ class LowLatency:
                 topk_weights,
                 handle,
                 out,
-                self._ways(x, async_finish, return_recv_hook)._replace(zero_copy=zero_copy),
-                lambda got: _add_cost(combine_wait_recv_cost_stats, got),
+                self._ways(x, async_finish, return_recv_hook, zero_copy),
+                count,
             )
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -195,11 +204,11 @@ class LowLatency:
         """Return `[num_local_experts, num_ranks * max, hidden]` bfloat16 for a combine with `zero_copy`. Local."""
         return self._padded.next_combine_buffer(handle)
 
-    def _ways(self, x: object, async_finish: bool, return_recv_hook: bool) -> Ways:
+    def _ways(self, x: object, async_finish: bool, return_recv_hook: bool, zero_copy: bool = False) -> Ways:
         active = None
         if self.enable_shrink and isinstance(x, torch.Tensor):
             active = self._active_on(x.device)
-        return Ways(active, None, async_finish, return_recv_hook)
+        return Ways(active, None, async_finish, return_recv_hook, zero_copy)
 
     def _require_shrink(self) -> None:
         if not self.enable_shrink:

@@ -123,7 +123,7 @@ class Buffer:
         Returns:
             `combined_x [num_tokens, hidden]` bfloat16, event, hook.
         """
-        ways = self._ways(x, active_ranks, timeout_us, async_finish, return_recv_hook)._replace(zero_copy=zero_copy)
+        ways = self._ways(x, active_ranks, timeout_us, async_finish, return_recv_hook, zero_copy)
         return self._padded.combine(x, topk_idx, topk_weights, handle, out, ways)
 
     def get_next_combine_buffer(self, handle: object) -> torch.Tensor:
@@ -198,17 +198,26 @@ class Buffer:
         _needs_rdma("update_local_qpns")
 
     def _ways(
-        self, x: object, active_ranks: torch.Tensor | None, timeout_us: int, async_finish: bool, return_recv_hook: bool
+        self,
+        x: object,
+        active_ranks: torch.Tensor | None,
+        timeout_us: int,
+        async_finish: bool,
+        return_recv_hook: bool,
+        zero_copy: bool = False,
     ) -> Ways:
         if timeout_us != -1 and (isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0):
             raise InvalidArgument(f"timeout_us must be above 0, or -1 for the group's time-out, got {timeout_us!r}")
         if active_ranks is None:
             active_ranks = self._mask_of_group(x.device if isinstance(x, torch.Tensor) else torch.device("cpu"))
-        return Ways(active_ranks, None if timeout_us == -1 else timeout_us, async_finish, return_recv_hook)
+        limit_us = None if timeout_us == -1 else timeout_us
+        return Ways(active_ranks, limit_us, async_finish, return_recv_hook, zero_copy)
 
     def _mask_of_group(self, device: torch.device) -> torch.Tensor:
         mask = getattr(self.group, "active_ranks", None)
-        found = torch.ones(self.group_size, dtype=torch.int32, device="cpu") if mask is None else mask()
+        if mask is None:
+            return torch.ones(self.group_size, dtype=torch.int32, device=device)
+        found: torch.Tensor = mask()
         return found.to(device=device, dtype=torch.int32)
 
 

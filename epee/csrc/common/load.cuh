@@ -5,7 +5,7 @@
 
 /// What follows when a bulk load takes longer than a try: a wait with the clock. It always ends in practice; the bound
 /// is there because every wait has one.
-DEVICE bool wait_load_timed(const Call& call, u64 tag, u64* barrier, u32 parity) {
+DEVICE_COLD bool wait_load_timed(const Call& call, u64 tag, u64* barrier, u32 parity) {
   if (bounded_wait_here(call.timeout_ns + kGridTimeoutNs, [&] { return mbarrier_try_wait(barrier, parity); }))
     return true;
   report_failure(call, tag, {kTimeout, call.rank, 0, 0, 9});

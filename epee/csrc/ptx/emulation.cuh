@@ -18,6 +18,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) alignas(n)
 #define __shared__ static thread_local
@@ -65,11 +66,13 @@ struct Launch {
   const void* params;
   unsigned grid, num_threads;
   size_t shared_bytes;
+  unsigned num_arrived, phase;  // of `wait_for_grid`
 };
 
 struct Block {
-  const Launch* launch;
+  Launch* launch;
   unsigned index;
+  uint8_t* shared;  // its `dynamic_shared`, for the other blocks
   Fiber* fibers;
   Warp* warps;
   Barrier barriers[16];  // 0 is __syncthreads, the others are named
@@ -123,6 +126,21 @@ inline void wait_at(Barrier& barrier, unsigned num_threads) {
     while (barrier.phase == phase) yield();
   }
 }
+
+/// All threads of all blocks meet.
+inline void wait_for_grid() {
+  Launch& launch = *block->launch;
+  const unsigned phase = __atomic_load_n(&launch.phase, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(&launch.num_arrived, 1, __ATOMIC_ACQ_REL) == launch.grid * launch.num_threads) {
+    launch.num_arrived = 0;
+    __atomic_store_n(&launch.phase, phase + 1, __ATOMIC_RELEASE);
+  } else {
+    while (__atomic_load_n(&launch.phase, __ATOMIC_ACQUIRE) == phase) yield();
+  }
+}
+
+/// The dynamic shared memory of another block; to be had between two `wait_for_grid`.
+inline const uint8_t* shared_of(unsigned index) { return (block - block->index + index)->shared; }
 
 inline void fiber_main() {
   block->launch->kernel(block->launch->params);
@@ -178,6 +196,7 @@ inline void* run_block(void* argument) {
   grid_dim = {launch.grid, 1, 1};
   const size_t padded_bytes = (launch.shared_bytes + 127) / 128 * 128 + 128;
   dynamic_shared = static_cast<uint8_t*>(aligned_alloc(128, padded_bytes));
+  block->shared = dynamic_shared;
   memset(dynamic_shared, 0xA5, padded_bytes);  // shared memory holds garbage at first, as on the GPU
   block->fibers = static_cast<Fiber*>(calloc(launch.num_threads, sizeof(Fiber)));
   block->warps = static_cast<Warp*>(calloc((launch.num_threads + 31) / 32, sizeof(Warp)));
@@ -206,7 +225,7 @@ inline void* run_block(void* argument) {
 /// Runs a grid to its end: all blocks at once, as if the GPU had room for them.
 inline void launch(unsigned grid, unsigned num_threads, size_t shared_bytes, void (*kernel)(const void*),
                    const void* params) {
-  const Launch all = {kernel, params, grid, num_threads, shared_bytes};
+  Launch all = {kernel, params, grid, num_threads, shared_bytes, 0, 0};
   Block* blocks = static_cast<Block*>(calloc(grid, sizeof(Block)));
   pthread_t* threads = static_cast<pthread_t*>(calloc(grid, sizeof(pthread_t)));
   for (unsigned index = 0; index < grid; ++index) {

@@ -8,6 +8,7 @@ from ...errors import InvalidArgument
 from ...jit.kernel import cubin_of
 from ..latency.gpu import params as latency_kernels
 from ..throughput.shapes import Limits
+from .layout import COUNT_KERNELS, count_head
 from .params import KERNELS, MAX_RANKS, kernel_head
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -29,6 +30,7 @@ def warm_up(num_ranks: Sequence[int], architectures: Sequence[str] = ARCHITECTUR
             raise InvalidArgument(f"num_ranks must be 1 ... {MAX_RANKS}, got {size}")
     wanted = [(path, kernel_head(size, Limits.max_warps)) for path in KERNELS for size in num_ranks]
     wanted += [(path, latency_kernels.kernel_head(size)) for path in latency_kernels.KERNELS for size in num_ranks]
+    wanted += [(path, count_head()) for path in COUNT_KERNELS]
     for path, head in wanted:
         for target in architectures:
             cubin_of(path, head, target)

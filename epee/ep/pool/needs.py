@@ -17,7 +17,7 @@ _LEAST_TOKENS = 128
 _MOST_BLIND_TOKENS = 1 << 16  # that a GPU buffer can be made for
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, as `Need`: these are made in each call, and to set the fields of frozen ones takes long
 class Wish:
     """What one rank is about to dispatch, where nobody has said a bound for it.
 
@@ -26,7 +26,7 @@ class Wish:
         num_topk: columns of `topk_idx`, 0 without top-k routing.
         dtype: of the payload's values.
         num_worst_tokens: rows of the result, 0 for as many as there are.
-        num_sent: rows for each rank.
+        num_sent: rows for each rank; zeros on GPUs, where the host does not know.
     """
 
     hidden: int
@@ -38,7 +38,7 @@ class Wish:
     num_sent: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Need:
     """What a call of a `Buffer` needs; equal on all ranks.
 
@@ -81,16 +81,8 @@ class Need:
 
     @classmethod
     def _for(cls, wish: Wish, device: torch.device, num_tokens: int, num_rows: int) -> Need:
-        return cls(
-            layout="rank",
-            num_experts=wish.num_experts,
-            hidden=wish.hidden,
-            num_topk=max(1, wish.num_topk),
-            num_tokens=num_tokens,
-            dtype=wish.dtype,
-            device=device,
-            num_rows=num_rows,
-        )
+        num_topk = max(1, wish.num_topk)
+        return cls("rank", wish.num_experts, wish.hidden, num_topk, num_tokens, wish.dtype, device, num_rows)
 
     def num_rows_of(self, num_ranks: int, num_tokens: int) -> int:
         """Return the rows that a room for `num_tokens` of each rank holds.

@@ -52,7 +52,8 @@ class Room:
 
     def num_sms(self, wanted: int) -> int | None:
         """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default."""
-        return min(wanted, self.core.max_num_sms) if wanted > 0 and self.core.max_num_sms else None
+        most = self.core.max_num_sms
+        return min(wanted, most) if wanted > 0 and most else None
 
 
 class BufferPool:

@@ -1,31 +1,55 @@
-"""Handles that are tuples of tensors, and what stands behind them.
+"""Handles that are tuples, and what stands behind them.
 
-The first tensor of a tuple is the key under which the facts are remembered, as long as it lives: a tuple that went
-through lists, autograd or pytrees still works, and a copy of its tensors does not.
+Most handles are only given back, so a dispatch makes a `LateTuple`: a tuple that has its facts with it, and whose
+entries are made when somebody first looks at them. A handle that was taken apart (through lists, autograd or pytrees)
+is known by its first entry, a tensor, under which the facts are remembered from when it is made and as long as it
+lives. A copy of the tensors is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, cast
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 import torch
+from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from epee.errors import InvalidArgument
 
-_Facts = TypeVar("_Facts")
+
+class Facts(Protocol):
+    """What stands behind a handle, and makes its entries."""
+
+    def entry(self, idx: int) -> Any:
+        """Return the entry of a position, 0 ... length - 1."""
+        ...
+
+
+_Facts = TypeVar("_Facts", bound=Facts)
 
 
 class KnownHandles(Generic[_Facts]):
-    """The handles that one buffer has returned."""
+    """The handles that one buffer has returned.
 
-    def __init__(self) -> None:
+    Args:
+        length: entries of a handle.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._nothing = (None,) * length
         self._facts: Any = WeakTensorKeyDictionary()
 
-    def remember(self, handle: Sequence[Any], facts: _Facts) -> None:
-        """Keep what stands behind a handle, whose first entry is a tensor, until that tensor dies."""
-        self._facts[handle[0]] = facts
+    def handle(self, facts: _Facts) -> Any:
+        """Return a handle behind which these facts stand; they make its entries."""
+        made = LateTuple.__new__(LateTuple, self._nothing, True)
+        made._owner, made._facts, made._made = self, facts, {}
+        return made
+
+    def remember(self, first: torch.Tensor, facts: _Facts) -> None:
+        """Keep what stands behind a handle with this first entry, until that tensor dies."""
+        self._facts[first] = facts
 
     def facts(self, handle: object) -> _Facts:
         """Return what stands behind a handle.
@@ -33,6 +57,8 @@ class KnownHandles(Generic[_Facts]):
         Raises:
             InvalidArgument: it is none of this buffer's.
         """
+        if type(handle) is LateTuple and handle._owner is self:
+            return cast(_Facts, handle._facts)
         key = handle[0] if isinstance(handle, (tuple, list)) and handle else None
         facts = self._facts.get(key) if isinstance(key, torch.Tensor) else None
         if facts is None:
@@ -41,3 +67,93 @@ class KnownHandles(Generic[_Facts]):
                 f"{type(handle).__name__}; dispatch again"
             )
         return cast(_Facts, facts)
+
+
+class LateTuple(tuple[Any, ...]):
+    """A tuple whose entries are made when they are first read, each once.
+
+    Whatever goes through Python's protocols finds the entries: indices, slices, iteration, unpacking, `*handle`,
+    `tuple(handle)`, comparison, `+`, pytrees. Copies and pickles of it, and what `type(handle)(entries)` makes, are
+    plain tuples. C code that reads a tuple's memory without asking (`PyTuple_GET_ITEM`: `torch.cat(handle)`, a
+    `Function.forward` that returns nothing but the handle) finds None in each place: a tuple's memory is written when
+    it is made, and never again. Give such code `tuple(handle)`.
+    """
+
+    _owner: KnownHandles[Any]
+    _facts: Facts
+    _made: dict[int, Any]
+
+    def __new__(cls, entries: Any = (), is_late: bool = False) -> Any:
+        """Return a plain tuple, as those expect who make a tuple of the kind that they were given."""
+        return tuple.__new__(cls if is_late else tuple, entries)
+
+    @overload  # type: ignore[override]
+    def __getitem__(self, idx: int) -> Any: ...
+    @overload
+    def __getitem__(self, idx: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, idx: Any) -> Any:
+        if isinstance(idx, slice):
+            return tuple(self[at] for at in range(*idx.indices(len(self))))
+        at = operator.index(idx)
+        at += len(self) if at < 0 else 0
+        if not 0 <= at < len(self):
+            raise IndexError("tuple index out of range")
+        if at not in self._made:
+            made = self._made.setdefault(at, self._facts.entry(at))
+            if at == 0:
+                self._owner.remember(made, self._facts)
+        return self._made[at]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[at] for at in range(len(self)))
+
+    def __contains__(self, value: object) -> bool:
+        return value in tuple(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, tuple) and tuple(self) == tuple(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __add__(self, other: Any) -> Any:
+        return tuple(self) + tuple(other) if isinstance(other, tuple) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return tuple(other) + tuple(self) if isinstance(other, tuple) else NotImplemented
+
+    def __mul__(self, times: Any) -> Any:
+        return tuple(self) * times
+
+    __rmul__ = __mul__
+
+    def index(self, *args: Any) -> int:
+        """Return the first position of a value, as a tuple does."""
+        return tuple(self).index(*args)
+
+    def count(self, value: Any) -> int:
+        """Return how often a value is in it, as a tuple does."""
+        return tuple(self).count(value)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __copy__(self) -> LateTuple:
+        return self  # as a tuple
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return tuple, (list(self),)
+
+
+def _flatten(handle: LateTuple) -> tuple[list[Any], None]:
+    return list(handle), None
+
+
+def _unflatten(entries: Sequence[Any], context: None) -> tuple[Any, ...]:
+    return tuple(entries)
+
+
+_pytree.register_pytree_node(LateTuple, _flatten, _unflatten)  # type: ignore[arg-type]  # else it is one leaf

@@ -7,38 +7,8 @@ results are int32 (or bool) on the device of the input, and nothing here communi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-
-
-class DispatchLayout(NamedTuple):
-    """What `get_dispatch_layout` counts.
-
-    Attributes:
-        num_tokens_per_rank: `[num_ranks]` int32, each token once per rank.
-        num_tokens_per_expert: `[num_experts]` int32, (token, k) pairs.
-        is_token_in_rank: `[num_tokens, num_ranks]` bool.
-    """
-
-    num_tokens_per_rank: torch.Tensor
-    num_tokens_per_expert: torch.Tensor
-    is_token_in_rank: torch.Tensor
-
-
-def dispatch_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
-    """Count where tokens go; `topk_idx` is `[num_tokens, num_topk]` int64, -1 for none.
-
-    Ids that do not exist count as none (on GPUs nobody has looked at them yet). The host does not wait for the GPU.
-    """
-    topk_idx = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), -1)
-    column = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1)  # -1 becomes column 0
-    member = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
-    is_token_in_rank = member.scatter_(1, column, True)[:, 1:].contiguous()
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
-    flat = topk_idx.reshape(-1) + 1
-    per_expert.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    return DispatchLayout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert[1:].clone(), is_token_in_rank)
 
 
 def align_up(count: int, multiple: int) -> int:
@@ -74,45 +44,26 @@ def send_head(is_token_in_rank: torch.Tensor, num_channels: int) -> torch.Tensor
     return torch.where(is_token_in_rank, place, -1).to(torch.int32)
 
 
-def recv_channel_prefix_matrix_on_device(
-    src_token: torch.Tensor, received: torch.Tensor, num_tokens: int, num_channels: int
+def recv_channel_prefix_matrix(
+    src_token: torch.Tensor, received: torch.Tensor, num_tokens: Sequence[int], num_channels: int
 ) -> torch.Tensor:
-    """The same without a word from the host, for ranks that all have as many tokens as this one.
+    """Return `[num_ranks, num_channels]`: rows from rank s that lie before its channel c. The host does not wait.
 
     Args:
         src_token: `[num_rows]` int64, rows in (source rank, token) order, -1 behind those that came.
         received: `[num_ranks]`, rows from ranks 0 ... s.
-        num_tokens: of every rank.
-        num_channels: C.
-    """
-    num_ranks, stride = len(received), num_tokens + 1
-    rows = torch.arange(len(src_token), dtype=torch.int64, device=src_token.device)
-    src_rank = torch.searchsorted(received.to(torch.int64), rows, right=True)
-    keys = torch.where(src_token < 0, num_ranks * stride, src_rank * stride + src_token)
-    ranks = torch.arange(num_ranks, dtype=torch.int64, device=src_token.device)[:, None] * stride
-    channels = torch.arange(num_channels, dtype=torch.int64, device=src_token.device)[None]
-    channels = channels * channel_size(num_tokens, num_channels)
-    first = torch.searchsorted(keys, (ranks + channels.clamp(max=num_tokens)).contiguous())
-    before = torch.searchsorted(keys, ranks.contiguous())
-    return (first - before).to(torch.int32)
-
-
-def recv_channel_prefix_matrix(
-    src_token: torch.Tensor, num_received: Sequence[int], num_tokens: Sequence[int], num_channels: int
-) -> torch.Tensor:
-    """Return `[num_ranks, num_channels]`: rows from rank s that lie before its channel c.
-
-    Args:
-        src_token: `[num_recv]` int64, rows in (source rank, token) order.
-        num_received: rows from each rank.
         num_tokens: tokens of each rank.
         num_channels: C.
     """
-    rows = []
-    for part, count in zip(src_token.split(list(num_received)), num_tokens, strict=True):
-        channels = torch.arange(num_channels, dtype=torch.int64, device=part.device)
-        rows.append(torch.searchsorted(part, channels * channel_size(count, num_channels)))
-    return torch.stack(rows).to(torch.int32)
+    device, stride = src_token.device, max(num_tokens) + 1
+    rows = torch.arange(len(src_token), dtype=torch.int64, device=device)
+    src_rank = torch.searchsorted(received.to(torch.int64), rows, right=True)
+    keys = torch.where(src_token < 0, len(num_tokens) * stride, src_rank * stride + src_token)
+    channels = torch.arange(num_channels, dtype=torch.int64, device=device)
+    firsts = [(channels * channel_size(count, num_channels)).clamp_(max=count) for count in num_tokens]
+    starts = [first + rank * stride for rank, first in enumerate(firsts)]
+    found = torch.searchsorted(keys, torch.stack(starts))
+    return (found - found[:, :1]).to(torch.int32)
 
 
 def _by_channel(is_token_in_rank: torch.Tensor, num_channels: int) -> torch.Tensor:

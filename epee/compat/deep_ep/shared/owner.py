@@ -7,15 +7,15 @@ with torch's allocator, so that nothing is reused too early on either stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from epee.compat.deep_ep.event import Event, EventOverlap, after, cuda_event_of
 from epee.compat.deep_ep.shared.advice import NORMAL, add_advice
-from epee.ep import BufferPool, Dispatched, Lane
+from epee.ep import BufferPool, Dispatched, Handle, Lane
 from epee.errors import EvictedError, InvalidState, MismatchError, NoQuorumError, PeerError
 
 
@@ -52,52 +52,86 @@ class PoolOwner:
             raise InvalidState("the buffer is destroyed; make a new one")
         return self.runtime
 
-    @contextmanager
-    def _run(self, device: torch.device, is_async: bool, *previous_events: Event | None) -> Iterator[Running]:
-        """Run a call that works on tensors of `device`."""
+    def _run(self, device: torch.device, is_async: bool, *previous_events: Event | None) -> Running:
+        """Return the call, to be entered, that works on tensors of `device`."""
+        pool = self._pool()
+        is_gpu = pool.is_gpu(device)
+        if not is_async and not any(previous_events):
+            return _AT_ONCE[is_gpu]
         first, *others = [cuda_event_of(event) for event in previous_events] or [None]
-        with self._pool().lane(device, is_async, first) as lane:
-            for event in others:
-                if event is not None:
-                    torch.cuda.current_stream().wait_event(event)
-            with _told_what_to_do(self._pool().is_gpu(device)):
-                yield Running(lane, is_async)
-
-
-@contextmanager
-def _told_what_to_do(is_gpu: bool) -> Iterator[None]:
-    """Say with a failure, after which buffers on GPUs wait for a `sync`, what there is to do without one."""
-    try:
-        yield
-    except (PeerError, MismatchError) as error:
-        if is_gpu and not isinstance(error, (EvictedError, NoQuorumError)):
-            add_advice(error, NORMAL)
-        raise
+        return Running(is_gpu, pool.lane(device, is_async, first), others, is_async)
 
 
 class Running:
-    """A call in progress."""
+    """A call in progress. Says with its failure, after which buffers on GPUs wait for a `sync`, what to do without one.
 
-    def __init__(self, lane: Lane, is_async: bool) -> None:
+    Args:
+        is_gpu: whether it works on a GPU.
+        lane: where it runs; None for one on the current stream, at once, without an event.
+        events: that it waits for.
+        is_async: whether the caller gets an event.
+    """
+
+    __slots__ = ("_events", "_is_async", "_is_gpu", "_lane")
+
+    def __init__(
+        self, is_gpu: bool, lane: Lane | None, events: Sequence[torch.cuda.Event | None] = (), is_async: bool = False
+    ) -> None:
+        self._is_gpu = is_gpu
         self._lane = lane
+        self._events = events
         self._is_async = is_async
+
+    def __enter__(self) -> Running:
+        if self._lane is not None:
+            self._lane.__enter__()
+            for event in self._events:
+                if event is not None:
+                    torch.cuda.current_stream().wait_event(event)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._lane is not None:
+            self._lane.__exit__(kind, error, traceback)
+        if error is not None and self._is_gpu:
+            _advise(error)
+
+    @property
+    def has_own_stream(self) -> bool:
+        """Whether the call runs on the communication stream."""
+        return self._lane is not None and self._lane.is_own
 
     def event(self, inputs: object, results: object, got: Dispatched | None = None) -> EventOverlap:
         """Return the event that the caller gets, when everything is on the stream.
 
         Args:
-            inputs, results: tensors, or nested tuples, lists and None.
+            inputs, results: tensors, handles, or nested tuples, lists and None.
             got: the core's result, whose slot the caller's stream will read.
         """
-        readers = self._lane.keep(_tensors(inputs), _tensors(results))
-        if got is not None:
-            got.readers.extend(readers)
+        if self._lane is None:
+            return EventOverlap()
+        if self._lane.is_own:
+            readers = self._lane.keep(_tensors(inputs), _tensors(results))
+            if got is not None:
+                got.readers.extend(readers)
         return after(self._is_async)
+
+
+_AT_ONCE = (Running(False, None), Running(True, None))  # they keep nothing, so they serve all such calls
+
+
+def _advise(error: BaseException) -> None:
+    if isinstance(error, (PeerError, MismatchError)) and not isinstance(error, (EvictedError, NoQuorumError)):
+        add_advice(error, NORMAL)
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, Handle):
+        return _tensors(value.tensors)
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in _tensors(part)]
     return []

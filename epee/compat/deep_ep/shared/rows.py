@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -45,23 +45,22 @@ def int64_routing(topk_idx: object) -> torch.Tensor:
     Raises:
         InvalidArgument: it is no integer matrix.
     """
-    if (
-        not isinstance(topk_idx, torch.Tensor)
-        or topk_idx.dim() != 2
-        or topk_idx.dtype not in (torch.int64, torch.int32)
-    ):
-        got = (
-            f"{topk_idx.dtype} {list(topk_idx.shape)}"
-            if isinstance(topk_idx, torch.Tensor)
-            else type(topk_idx).__name__
-        )
-        raise InvalidArgument(f"topk_idx must be int64 (or int32) [num_tokens, num_topk], got {got}")
-    return topk_idx.to(torch.int64)
+    if isinstance(topk_idx, torch.Tensor) and topk_idx.dim() == 2:
+        dtype = topk_idx.dtype
+        if dtype is torch.int64:
+            return topk_idx
+        if dtype is torch.int32:
+            return topk_idx.to(torch.int64)
+    got = f"{topk_idx.dtype} {list(topk_idx.shape)}" if isinstance(topk_idx, torch.Tensor) else type(topk_idx).__name__
+    raise InvalidArgument(f"topk_idx must be int64 (or int32) [num_tokens, num_topk], got {got}")
 
 
-def filled_up(rows: torch.Tensor, num_rows: int, fill: float) -> torch.Tensor:
-    """Return `rows` with rows of `fill` behind them, `num_rows` in all; the tensor itself when it has as many."""
-    if len(rows) == num_rows:
+_Rows = TypeVar("_Rows", torch.Tensor, "torch.Tensor | None")
+
+
+def filled_up(rows: _Rows, num_rows: int, fill: float) -> _Rows:
+    """Return `rows` with rows of `fill` behind them, `num_rows` in all; itself when it has as many, or is None."""
+    if rows is None or rows.shape[0] == num_rows:
         return rows
     tail = rows.new_zeros((num_rows - len(rows), *rows.shape[1:]))
     if fill:
@@ -78,7 +77,9 @@ def payload_filled_up(x: Payload, num_rows: int) -> Payload:
 
 def cut(rows: object, num_rows: int, num_given: int) -> object:
     """Return the first `num_rows` rows of a tensor that has `num_given`; anything else as it is, others will judge."""
-    if num_given != num_rows and isinstance(rows, torch.Tensor) and rows.dim() and len(rows) == num_given:
+    if num_given == num_rows:
+        return rows
+    if isinstance(rows, torch.Tensor) and rows.dim() and len(rows) == num_given:
         return rows[:num_rows]
     return rows
 

@@ -1,0 +1,161 @@
+"""Where a rank's tokens go, counted before the dispatch and without it: one kernel on GPUs, plain torch elsewhere.
+
+A dispatch counts for itself (`csrc/kernels/throughput/layout.cuh`); this is for callers that want the numbers, or say
+where tokens go by the mask. Local: nothing here communicates, and the host does not wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from typing import NamedTuple
+
+import torch
+
+from ...errors import InvalidArgument, InvalidState
+from ...jit.params import constants_source, struct_source
+from ..turns import on_gpu
+from .platform import CudaPlatform, Platform
+
+MAX_TOPK = 32  # lanes of a warp, for slots of a token and for ranks
+MAX_EXPERTS = 8192  # whose counters fit into the shared memory of any kernel
+NUM_BLOCKS = 8  # the largest cluster that every GPU has room for
+NUM_THREADS = 1024
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+class DispatchLayout(NamedTuple):
+    """What `count_layout` counts.
+
+    Attributes:
+        num_tokens_per_rank: `[num_ranks]` int32, each token once per rank.
+        num_tokens_per_expert: `[num_experts]` int32, (token, k) pairs.
+        is_token_in_rank: `[num_tokens, num_ranks]` bool.
+    """
+
+    num_tokens_per_rank: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    is_token_in_rank: torch.Tensor
+
+
+class CountParams(ctypes.Structure):
+    """Arguments of `layout_count`."""
+
+    _fields_ = (
+        ("topk_idx", ctypes.c_uint64),
+        ("num_tokens_per_rank", ctypes.c_uint64),
+        ("num_tokens_per_expert", ctypes.c_uint64),
+        ("is_token_in_rank", ctypes.c_uint64),
+        ("num_tokens", ctypes.c_int32),
+        ("num_topk", ctypes.c_int32),
+        ("num_ranks", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("num_local_experts", ctypes.c_int32),
+        ("lanes_per_token", ctypes.c_int32),
+        ("is_i32", ctypes.c_int32),
+    )
+
+
+COUNT_KERNELS = {"kernels/throughput/layout_count.cuh": {"layout_count": CountParams}}
+
+
+@functools.cache
+def count_head() -> str:
+    """Return the generated C++ in front of the kernel."""
+    return constants_source({"kCountBlocks": NUM_BLOCKS}) + struct_source(CountParams)
+
+
+def count_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
+    """Count where tokens go.
+
+    Ids below 0, and ids that do not exist (on GPUs nobody has looked at them yet), count as none.
+
+    Args:
+        topk_idx: `[num_tokens, num_topk]` int64 or int32, -1 for none.
+        num_ranks: of the group.
+        num_experts: over all ranks.
+    Raises:
+        InvalidArgument: `topk_idx` is no integer matrix, or the experts do not part evenly.
+        InvalidState: a CUDA graph is being recorded, and nothing has been counted on this GPU before.
+    """
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or topk_idx.dtype not in _INDEX_DTYPES:
+        is_tensor = isinstance(topk_idx, torch.Tensor)
+        got = f"{topk_idx.dtype} {list(topk_idx.shape)}" if is_tensor else type(topk_idx).__name__
+        raise InvalidArgument(f"topk_idx must be int64 (or int32) [num_tokens, num_topk], got {got}")
+    if num_experts < 1 or num_experts % num_ranks:
+        raise InvalidArgument(f"num_experts must be a multiple of {num_ranks} ranks, got {num_experts}")
+    device = topk_idx.get_device()
+    if device < 0 or topk_idx.shape[1] > MAX_TOPK or num_ranks > MAX_TOPK or num_experts > MAX_EXPERTS:
+        return count_with_torch(topk_idx, num_ranks, num_experts)
+    return _counter(device)(topk_idx, num_ranks, num_experts)
+
+
+def count_with_torch(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
+    """Return what `count_layout` returns, on any device, by a dozen operations."""
+    topk_idx = topk_idx.to(torch.int64).masked_fill((topk_idx < 0) | (topk_idx >= num_experts), -1)
+    column = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1)  # -1 becomes column 0
+    member = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
+    is_token_in_rank = member.scatter_(1, column, True)[:, 1:].contiguous()
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
+    flat = topk_idx.reshape(-1) + 1
+    per_expert.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    return DispatchLayout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert[1:].clone(), is_token_in_rank)
+
+
+@functools.cache
+def _counter(device: int) -> LayoutCounter:
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidState(
+            "the kernel that counts the layout is not loaded on this GPU yet, and nothing can be loaded while a CUDA "
+            "graph is recorded; count once before"
+        )
+    with on_gpu(device):
+        return LayoutCounter(CudaPlatform(torch.device("cuda", device)))
+
+
+class LayoutCounter:
+    """The kernel on one GPU, loaded; calls may come from any thread and stream.
+
+    Args:
+        platform: the GPU.
+        num_threads: of a block.
+    """
+
+    def __init__(self, platform: Platform, num_threads: int = NUM_THREADS) -> None:
+        ((path, params),) = COUNT_KERNELS.items()
+        self._kernel = platform.kernels(path, count_head(), params)["layout_count"]
+        self._args = self._kernel.args
+        self._platform = platform
+        self._num_threads = num_threads
+        self._count = torch.empty(0, dtype=torch.int32, device=platform.device)  # `new_empty` is the cheapest way
+        self._flag = torch.empty(0, dtype=torch.bool, device=platform.device)
+        self._sizes: tuple[int, int, int] | None = None
+        self._lock = threading.Lock()  # the arguments are one for all threads
+
+    def __call__(self, topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
+        """Return what `count_layout` returns."""
+        topk_idx = topk_idx.contiguous()
+        num_tokens, num_topk = topk_idx.shape
+        new = self._count.new_empty
+        found = DispatchLayout(new(num_ranks), new(num_experts), self._flag.new_empty(num_tokens, num_ranks))
+        args = self._args
+        with self._lock, on_gpu(self._platform.device.index):
+            if self._sizes != (num_topk, num_ranks, num_experts):
+                self._set_sizes(num_topk, num_ranks, num_experts)
+            args.num_tokens = num_tokens
+            args.is_i32 = topk_idx.dtype is torch.int32
+            args.topk_idx = topk_idx.data_ptr()
+            args.num_tokens_per_rank = found.num_tokens_per_rank.data_ptr()
+            args.num_tokens_per_expert = found.num_tokens_per_expert.data_ptr()
+            args.is_token_in_rank = found.is_token_in_rank.data_ptr()
+            shared_bytes = 4 * (num_ranks + num_experts)
+            self._kernel(NUM_BLOCKS, self._num_threads, shared_bytes, self._platform.stream())
+        return found
+
+    def _set_sizes(self, num_topk: int, num_ranks: int, num_experts: int) -> None:
+        args = self._args
+        args.num_topk, args.num_ranks, args.num_experts = num_topk, num_ranks, num_experts
+        args.num_local_experts = num_experts // num_ranks
+        args.lanes_per_token = 1 << (max(num_topk, num_ranks) - 1).bit_length()
+        self._sizes = num_topk, num_ranks, num_experts

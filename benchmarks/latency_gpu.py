@@ -17,6 +17,7 @@ know it. `results/latency_gpu_4ranks_on_2xh200.json` was measured in it.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.latency.gpu.core import LatencyCore
 from epee.ep.latency.gpu.params import PACKET_TOKENS, LatencyConfig, packet_bytes
+from epee.ep.latency.gpu.plan import CombinePlan, DispatchPlan
 from epee.ep.latency.gpu.types import CoreOptions, CoreReceived
 from epee.reference.latency import quantise
 
@@ -122,7 +124,8 @@ def expert_rows(x: torch.Tensor, rank: int, expert: torch.Tensor) -> torch.Tenso
 def check(core: LatencyCore, data: Inputs, options: CoreOptions, is_wide: bool, who: str) -> None:
     """A dispatch and two combines, bit for bit."""
     rank = data.rank
-    d = core.dispatch(data.x[rank], data.topk_idx[rank], data.topk_weights[rank], options)
+    plan = core.plans.dispatch(data.num_tokens, 2 * HIDDEN, options)
+    d = core.dispatch(plan, data.x[rank], data.topk_idx[rank], data.topk_weights[rank])
     if d.hook is not None:
         d.hook()
     expert, row, token = data.places()
@@ -142,7 +145,7 @@ def check(core: LatencyCore, data: Inputs, options: CoreOptions, is_wide: bool, 
     want = sums(data, is_wide)
     given = CoreOptions(TIMEOUT_S, return_hook=options.return_hook)
     for weights in (None, data.topk_weights[rank]):
-        c = core.combine(y, d.handle, weights, given, is_wide)
+        c = core.combine(core.plans.combine(data.num_tokens, given, is_wide, weights is not None), y, d.handle, weights)
         if c.hook is not None:
             c.hook()
         expect(c.x, want, f"{who}: combine, weights {'of dispatch' if weights is None else 'given'}")
@@ -272,20 +275,28 @@ def time_size(core: LatencyCore, tokens: int, with_halves: bool) -> list[dict[st
     x, idx, weights = data.x[rank], data.topk_idx[rank], data.topk_weights[rank]
     held: list[CoreReceived] = []
 
-    def dispatch(use_fp8: bool, hook: bool = False) -> Callable[[], None] | None:
-        return core.dispatch(x, idx, weights, CoreOptions(TIMEOUT_S, return_hook=hook, use_fp8=use_fp8)).hook
+    @functools.cache
+    def dispatches(use_fp8: bool, hook: bool) -> DispatchPlan:
+        return core.plans.dispatch(tokens, 2 * HIDDEN, CoreOptions(TIMEOUT_S, return_hook=hook, use_fp8=use_fp8))
 
-    held.append(core.dispatch(x, idx, weights, CoreOptions(TIMEOUT_S)))
+    @functools.cache
+    def combines(given: bool, is_wide: bool, hook: bool) -> CombinePlan:
+        return core.plans.combine(tokens, CoreOptions(TIMEOUT_S, return_hook=hook), is_wide, given)
+
+    def dispatch(use_fp8: bool, hook: bool = False) -> Callable[[], None] | None:
+        return core.dispatch(dispatches(use_fp8, hook), x, idx, weights).hook
+
+    held.append(core.dispatch(dispatches(False, False), x, idx, weights))
     y = torch.randn(held[0].x.shape, device=DEVICE, dtype=torch.bfloat16)
     out = torch.empty_like(x)
 
     def combine(given: bool = False, is_wide: bool = False, hook: bool = False) -> Callable[[], None] | None:
-        options = CoreOptions(TIMEOUT_S, return_hook=hook)
-        return core.combine(y, held[0].handle, weights if given else None, options, is_wide, out).hook
+        plan = combines(given, is_wide, hook)
+        return core.combine(plan, y, held[0].handle, weights if given else None, out).hook
 
     def pair() -> None:
-        d = core.dispatch(x, idx, weights, CoreOptions(TIMEOUT_S, use_fp8=True))
-        core.combine(y, d.handle, None, CoreOptions(TIMEOUT_S), False, out)
+        d = core.dispatch(dispatches(True, False), x, idx, weights)
+        core.combine(combines(False, False, False), y, d.handle, None, out)
 
     meta = core.config.meta_words
     fp8_words, bf16_words = HIDDEN // 4 + HIDDEN // 128, HIDDEN // 2

@@ -2,7 +2,8 @@
 
 A kernel is loaded when its object is made and never inside a call: the driver may synchronise the context for a first
 load, and a kernel that already spins for a peer would then wait for itself. The argument struct lives as long as the
-object; the driver copies it at each launch (and at graph capture).
+object; the driver copies it at each launch (and at graph capture). Who launches a kernel with much that stays and
+little that varies makes a launcher of its own for that (`Kernel.bind`), and writes what varies.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ def cubin_of(path: str, head: str, architecture: str) -> bytes:
 
 
 class Kernel:
-    """One loaded kernel with its argument struct.
+    """One loaded kernel with its argument struct, and the launch that it was asked for last.
 
     Args:
         function: of the driver.
-        args: copied.
+        args: the struct, which becomes the object's own.
 
     Attributes:
         args: set its fields, then call the object. Not safe for two threads at once.
@@ -66,21 +67,21 @@ class Kernel:
 
     def __init__(self, function: Any, args: ctypes.Structure) -> None:
         cu = driver()
-        self.args: Any = type(args).from_buffer_copy(args)
+        self.args: Any = args
         self._function = function
-        self._launch = cu.cuLaunchKernelEx
-        self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
+        self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         self._argv_address = ctypes.addressof(self._argv)
         self._config = cu.CUlaunchConfig()
         self._config.blockDimY = self._config.blockDimZ = self._config.gridDimY = self._config.gridDimZ = 1
-        self._attributes: dict[str, list[Any]] = {"plain": [], "early": [_early()], "together": [_together()]}
-        self._mode = ""
-        self._stream = -1
-        self._sizes = (0, 0, 0)
+        self._configured: tuple[int, int, int, int, str] | None = None
+        self._launch = cu.cuLaunchKernelEx
 
     def bind(self) -> Kernel:
-        """Return another launcher of the same function, with arguments of its own: a copy of these."""
-        return Kernel(self._function, self.args)
+        """Return another launcher of this kernel; its arguments begin as a copy of these and are its own from then on.
+
+        Cheap beside loading a kernel, dear beside a launch: it is made once for many.
+        """
+        return Kernel(self._function, type(self.args).from_buffer_copy(self.args))
 
     def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
         """Launch `grid` blocks of `block` threads on the raw stream handle `stream`.
@@ -91,35 +92,40 @@ class Kernel:
         Raises:
             ResourceError: the blocks do not fit on the GPU, or the driver refuses otherwise.
         """
-        config, sizes = self._config, (grid, block, shared_bytes)
-        if sizes != self._sizes:
-            config.gridDimX, config.blockDimX, config.sharedMemBytes = self._sizes = sizes
-        if mode != self._mode:
-            config.attrs = self._attributes[mode]
-            config.numAttrs = len(self._attributes[mode])
-            self._mode = mode
-        if stream != self._stream:
-            config.hStream = driver().CUstream(stream)
-            self._stream = stream
-        result = self._launch(config, self._function, self._argv_address, 0)
+        wanted = grid, block, shared_bytes, stream, mode
+        if wanted != self._configured:
+            self._configure(*wanted)
+        result = self._launch(self._config, self._function, self._argv_address, 0)
         if result[0]:
             check(result, f"launch {grid} blocks of {block}")
 
+    def _configure(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str) -> None:
+        """Write the launch into the driver's struct: its setters cost more than a look whether it is the last one."""
+        config, before = self._config, self._configured
+        self._configured = None  # who is interrupted in here begins again
+        config.gridDimX, config.blockDimX, config.sharedMemBytes = grid, block, shared_bytes
+        if before is None or mode != before[4]:
+            config.attrs = _attributes(mode)
+            config.numAttrs = len(_attributes(mode))
+        if before is None or stream != before[3]:
+            config.hStream = driver().CUstream(stream)
+        self._configured = grid, block, shared_bytes, stream, mode
 
-def _early() -> Any:
+
+@functools.cache
+def _attributes(mode: str) -> list[Any]:
     cu = driver()
+    if mode == "plain":
+        return []
     attribute = cu.CUlaunchAttribute()
-    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
-
-
-def _together() -> Any:
-    cu = driver()
-    attribute = cu.CUlaunchAttribute()
-    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    attribute.value.cooperative = 1
-    return attribute
+    if mode == "early":
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+    else:
+        assert mode == "together", mode
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+    return [attribute]
 
 
 class Module:

@@ -232,7 +232,7 @@ def _handles_read_late(rank: int, num_ranks: int) -> set[str]:
 def test_v1_makes_no_matrix_and_no_host_waits_before_somebody_reads_the_handle() -> None:
     for names in _run(2, _handles_read_late):
         # `equal` is the test's own; the core copies rows, and what handles keep of them, out of slots that others need
-        assert names <= {"empty", "detach", "equal", "clone", "copy_", "slice", "view"}, names
+        assert names <= {"empty", "new_empty", "detach", "equal", "clone", "copy_", "slice", "view"}, names
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -120,14 +120,12 @@ def _sources() -> str:
 class EmulatedKernel:
     """A kernel with its argument struct; calling it runs it to its end."""
 
-    def __init__(self, function: Any, params: type[ctypes.Structure]) -> None:
-        self.args: Any = params()
+    def __init__(self, function: Any, args: ctypes.Structure) -> None:
+        self.args: Any = args
         self._function = function
 
     def bind(self) -> EmulatedKernel:
-        other = EmulatedKernel(self._function, type(self.args))
-        ctypes.pointer(other.args)[0] = self.args
-        return other
+        return EmulatedKernel(self._function, type(self.args).from_buffer_copy(self.args))
 
     def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
         del stream, mode  # every block is a thread, so all run at once
@@ -198,7 +196,7 @@ class EmulatedPlatform:
     def kernels(self, path: str, head: str, params: Mapping[str, type[ctypes.Structure]]) -> dict[str, EmulatedKernel]:
         library = build(path, head, entries_of(params))
         self._libraries[path] = library
-        return {name: EmulatedKernel(getattr(library, f"launch_{name}"), struct) for name, struct in params.items()}
+        return {name: EmulatedKernel(getattr(library, f"launch_{name}"), struct()) for name, struct in params.items()}
 
     def host_words(self, count: int) -> EmulatedWords:
         return EmulatedWords(count)

@@ -138,9 +138,9 @@ def send(core: LatencyCore, this: Round, given: Sent, options: CoreOptions, **mo
     """Dispatch what `given` says."""
     device = core.platform.device
     weights = given.topk_weights if this.weights == "dispatch" else None
-    return core.dispatch(
-        given.x.to(device), given.topk_idx.to(device), None if weights is None else weights.to(device), options, **more
-    )
+    x = given.x.to(device)
+    plan = core.plans.dispatch(len(x), x.stride(0) * x.itemsize, options)
+    return core.dispatch(plan, x, given.topk_idx.to(device), None if weights is None else weights.to(device), **more)
 
 
 def bring(
@@ -151,9 +151,8 @@ def bring(
     device = core.platform.device
     weights = given.topk_weights if this.weights == "combine" else None
     out = torch.full(given.x.shape, NAN, dtype=torch.bfloat16, device=device)
-    return core.combine(
-        y.to(device), d.handle, None if weights is None else weights.to(device), options, this.is_wide, out, **more
-    )
+    plan = core.plans.combine(d.handle.num_tokens, options, this.is_wide, weights is not None)
+    return core.combine(plan, y.to(device), d.handle, None if weights is None else weights.to(device), out, **more)
 
 
 def expected(plan: Plan, this: Round, got: Sequence[Sequence[bool]] | None = None) -> tuple[list[Sent], list[Packed]]:

@@ -93,10 +93,11 @@ def _graph(rank: int, num_ranks: int) -> None:
         y = y.to(torch.bfloat16)
         out = torch.empty_like(x)
         options = options_of(this)
+        dispatch, combine = core.plans.dispatch(len(x), x.stride(0) * 2, options), core.plans.combine(len(x), options)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            d = core.dispatch(x, idx, weights, options, mask)
-            c = core.combine(y, d.handle, None, options, False, out, mask)
+            d = core.dispatch(dispatch, x, idx, weights, mask)
+            c = core.combine(combine, y, d.handle, None, out, mask)
         last = num_ranks - 1
         for seed in range(12):
             now = Round(this.num_tokens, use_fp8=True, seed=seed)

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
+from epee.ep.gpu.layout import COUNT_KERNELS
 from epee.ep.gpu.params import KERNELS, kernel_head
 from epee.ep.gpu.warmup import warm_up
 from epee.ep.latency.gpu import params as latency_kernels
@@ -52,7 +53,7 @@ def test_warm_up_leaves_nothing_to_compile(tmp_path: Path, monkeypatch: pytest.M
     cache = CubinCache(tmp_path / "cache", 1 << 26)
     monkeypatch.setattr(kernel_module, "_cache", lambda: cache)
     monkeypatch.setattr(kernel_module, "compile_source", compile_once)
-    assert warm_up([2], ["sm_90a"]) == len(KERNELS) + len(latency_kernels.KERNELS)
+    assert warm_up([2], ["sm_90a"]) == len(KERNELS) + len(latency_kernels.KERNELS) + len(COUNT_KERNELS)
     monkeypatch.setenv("EPEE_JIT_COMPILE", "0")
     for path in KERNELS:
         kernel_module.cubin_of(path, kernel_head(2, 16), "sm_90a")

@@ -47,11 +47,11 @@ class Launcher(Protocol):
 
     args: Any
 
-    def bind(self) -> Launcher:
-        """Return another launcher of the kernel, with arguments of its own: a copy of these."""
-
     def __call__(self, grid: int, block: int, shared_bytes: int, stream: int, mode: str = "plain") -> None:
         """Launch on a raw stream; `mode` as in `jit.kernel.Kernel`."""
+
+    def bind(self) -> Launcher:
+        """Return another launcher of the kernel, whose `args` begin as a copy of these and are its own."""
 
 
 class HostWords(Protocol):
@@ -127,6 +127,7 @@ class CudaPlatform:
         shared_bytes = int(check(cu.cuDeviceGetAttribute(attribute, index), "read the device"))
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.limits = Limits(num_sms, shared_bytes - _STATIC_SHARED_BYTES)
+        self._index = index
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
@@ -157,7 +158,7 @@ class CudaPlatform:
 
     def stream(self) -> int:
         """Return the current stream's raw handle."""
-        return self._current_stream(self.device.index)
+        return self._current_stream(self._index)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is recording a CUDA graph."""

@@ -1,7 +1,7 @@
 """`LatencyBuffer`: dispatch and combine of small batches, padded results, halves, masks of lost ranks.
 
-This file is the public face: it checks arguments and hands the call to the path of the buffer's device (`cpu.py`,
-`gpu_path.py`); `../base.py` has what it shares with `Buffer`.
+This file is the public face: it has arguments checked (`plans.py`, `checks.py`) and hands the call to the path of the
+buffer's device (`cpu.py`, `gpu_path.py`); `../base.py` has what it shares with `Buffer`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,15 @@ import torch
 import torch.distributed as dist
 
 from ..base import SharedBuffer
-from ..checks import check_run
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
 from ..paths import Making, Path
-from ..streams import RunOptions
-from .checks import (
-    check_latency_combine,
-    check_latency_dispatch,
-    check_latency_handle,
-    check_options,
-    check_quantisation,
-)
+from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCpuPath
 from .gpu_path import LatencyCudaPath, latency_config
+from .plans import Plans
 from .types import LatencyCombined, LatencyDispatched, LatencyHandle
 
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
@@ -85,6 +78,7 @@ class LatencyBuffer(SharedBuffer):
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
         self._rows: LatencyCpuPath | LatencyCudaPath
+        self._plans = Plans(self.config)
         if platform is None:
             self._rows = LatencyCpuPath(making, poison, time.monotonic() + self._timeout)
         else:
@@ -134,16 +128,15 @@ class LatencyBuffer(SharedBuffer):
         Raises:
             As `Buffer.dispatch`.
         """
-        run = RunOptions(num_sms, async_op, previous_event)
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_DISPATCH, timeout)
             while True:
-                with attempt, self._lanes.lane(check_run(run)) as lane:
-                    waits = (active_ranks, timeout_us, timeout, return_hook)
-                    options = check_options(self.config, *waits, async_op, self._timeout)
-                    how = check_quantisation(self.config, use_fp8, round_scale, use_ue8m0)
-                    call = check_latency_dispatch(self.config, x, topk_idx, topk_weights, how)
-                    return self._hooked(self._rows.dispatch(call, options, lane, run))
+                with attempt, self._lanes.lane(check_run_options(num_sms, async_op, previous_event)) as lane:
+                    given = (x, topk_idx, topk_weights, active_ranks)
+                    flags = (return_hook, use_fp8, round_scale, use_ue8m0)
+                    timeout_s = check_wait(timeout_us, timeout, self._timeout)
+                    result = self._rows.dispatch(self._plans.dispatch(given, flags, async_op, timeout_s), lane)
+                    return result if result.hook is None else self._hooked(result)
 
     def combine(
         self,
@@ -179,17 +172,17 @@ class LatencyBuffer(SharedBuffer):
         Raises:
             As `Buffer.combine`.
         """
-        run = RunOptions(num_sms, async_op, previous_event)
         with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_COMBINE, timeout)
             while True:
-                with attempt, self._lanes.lane(check_run(run)) as lane:
-                    waits = (active_ranks, timeout_us, timeout, return_hook)
-                    options = check_options(self.config, *waits, async_op, self._timeout)
+                with attempt, self._lanes.lane(check_run_options(num_sms, async_op, previous_event)) as lane:
                     known = check_latency_handle(handle, self._id, self._exchange.epoch)
-                    partial = partial_dtype or torch.bfloat16
-                    call = check_latency_combine(self.config, y, known, topk_weights, partial, out)
-                    return self._hooked(self._rows.combine(call, options, lane, run))
+                    given = (y, topk_weights, out, active_ranks, partial_dtype)
+                    timeout_s = check_wait(timeout_us, timeout, self._timeout)
+                    result = self._rows.combine(
+                        self._plans.combine(known, given, return_hook, async_op, timeout_s), lane
+                    )
+                    return result if result.hook is None else self._hooked(result)
 
     def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.
@@ -207,12 +200,12 @@ class LatencyBuffer(SharedBuffer):
     def _hooked(self, result: _Latent) -> _Latent:
         """Let one hook run at a time, as calls do."""
         receive = result.hook
-        if receive is not None:
+        assert receive is not None
 
-            def hook() -> None:
-                """Run the receive half as a call of this buffer: behind the others, one at a time."""
-                with self._turns.queue(), self._turns:
-                    receive()
+        def hook() -> None:
+            """Run the receive half as a call of this buffer: behind the others, one at a time."""
+            with self._turns.queue(), self._turns:
+                receive()
 
-            result.hook = hook
+        result.hook = hook
         return result

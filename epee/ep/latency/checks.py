@@ -1,51 +1,87 @@
 """Arguments of a `LatencyBuffer` in, checked calls out; nothing has been sent yet when a rule here is broken.
 
 Shapes, dtypes and devices cost no pass over the data; expert ids are looked at once on the CPU (GPU kernels look
-themselves).
+themselves). What is found out without data and addresses is a plan, which `plans.py` remembers for calls on GPUs.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...errors import InvalidArgument, InvalidState, StaleHandleError
-from ..checks import check_mask, check_rows, check_tensor, check_timeout, overlap
+from ..checks import check_mask, check_rows, check_run, check_tensor, check_timeout, overlap
 from ..config import CPU, BufferConfig
+from ..streams import RunOptions
 from ..throughput.placement import check_topk_idx
 from .types import (
     QUANTISATION_NAMES,
     SCALE_BLOCK,
+    CombinePlan,
+    DispatchPlan,
     LatencyCombineCall,
     LatencyDispatchCall,
     LatencyHandle,
-    LatencyOptions,
     Quantisation,
 )
 
 _PARTIAL_DTYPES = (torch.bfloat16, torch.float32)
+_AT_ONCE = RunOptions()
 
 
-def check_options(
-    config: BufferConfig,
-    active_ranks: object,
-    timeout_us: object,
-    timeout: float | None,
-    return_hook: object,
-    async_op: bool,
-    default_s: float,
-) -> LatencyOptions:
-    """Check how a call waits and whom it counts on."""
+class GivenToDispatch(NamedTuple):
+    """The tensors of a dispatch as they came, whatever they are."""
+
+    x: object
+    topk_idx: object
+    topk_weights: object
+    active_ranks: object
+
+
+class DispatchFlags(NamedTuple):
+    """The flags of a dispatch as they came."""
+
+    return_hook: object
+    use_fp8: object
+    round_scale: object
+    use_ue8m0: object
+
+
+class GivenToCombine(NamedTuple):
+    """The tensors of a combine as they came, and the type of its partials."""
+
+    y: object
+    topk_weights: object
+    out: object
+    active_ranks: object
+    partial_dtype: object
+
+
+def check_wait(timeout_us: object, timeout: float | None, default_s: float) -> float:
+    """Return for how many seconds a half waits for a silent peer."""
+    if timeout_us is None:
+        return check_timeout(timeout, default_s)
+    if timeout is not None:
+        raise InvalidArgument("timeout and timeout_us say the same; give one of them")
+    if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0:
+        raise InvalidArgument(f"timeout_us must be an int above 0 or None for the buffer's, got {timeout_us!r}")
+    return check_timeout(timeout_us / 1e6, default_s)
+
+
+def check_run_options(num_sms: object, async_op: object, previous_event: object) -> RunOptions:
+    """Check how a call runs; `previous_event` is checked where it is waited for."""
+    if num_sms is None and async_op is False and previous_event is None:
+        return _AT_ONCE
+    return check_run(RunOptions(num_sms, async_op, previous_event))  # type: ignore[arg-type]  # looked at there
+
+
+def _check_hook_wish(return_hook: object, async_op: bool) -> bool:
     if not isinstance(return_hook, bool):
         raise InvalidArgument(f"return_hook must be True or False, got {return_hook!r}")
     if return_hook and async_op:
         raise InvalidArgument("return_hook and async_op exclude each other: a hook runs where it is called; drop one")
-    if timeout_us is not None:
-        if timeout is not None:
-            raise InvalidArgument("timeout and timeout_us say the same; give one of them")
-        if isinstance(timeout_us, bool) or not isinstance(timeout_us, int) or timeout_us <= 0:
-            raise InvalidArgument(f"timeout_us must be an int above 0 or None for the buffer's, got {timeout_us!r}")
-        timeout = timeout_us / 1e6
-    return LatencyOptions(check_mask(config, active_ranks), check_timeout(timeout, default_s), return_hook)
+    return return_hook
 
 
 def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: object, use_ue8m0: object) -> Quantisation:
@@ -65,10 +101,13 @@ def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: objec
 
 
 def check_latency_dispatch(
-    config: BufferConfig, x: object, topk_idx: object, topk_weights: object, how: Quantisation
+    config: BufferConfig, given: GivenToDispatch, flags: DispatchFlags, async_op: bool, timeout_s: float
 ) -> LatencyDispatchCall:
-    """Check the arguments of a dispatch."""
-    rows = check_tensor("x", x, (None, config.hidden), (torch.bfloat16,), config.device)
+    """Check the arguments of a dispatch; flags and time-out may still be of any type, but `async_op` is a bool."""
+    return_hook = _check_hook_wish(flags.return_hook, async_op)
+    mask = check_mask(config, given.active_ranks)
+    how = check_quantisation(config, flags.use_fp8, flags.round_scale, flags.use_ue8m0)
+    rows = check_tensor("x", given.x, (None, config.hidden), (torch.bfloat16,), config.device)
     num_tokens = len(rows)
     if num_tokens > config.max_tokens_per_rank:
         raise InvalidArgument(
@@ -76,14 +115,16 @@ def check_latency_dispatch(
             "split the batch or make a larger buffer"
         )
     shape = (num_tokens, config.num_topk)
-    idx = check_tensor("topk_idx", topk_idx, shape, (torch.int64,), config.device).contiguous()
+    idx = check_tensor("topk_idx", given.topk_idx, shape, (torch.int64,), config.device).contiguous()
     weights = None
-    if topk_weights is not None:
-        weights = check_tensor("topk_weights", topk_weights, shape, (torch.float32,), config.device).contiguous()
+    if given.topk_weights is not None:
+        weights = check_tensor("topk_weights", given.topk_weights, shape, (torch.float32,), config.device).contiguous()
     if config.device == CPU:
         check_topk_idx(idx, config.num_experts)
-        return LatencyDispatchCall(rows, idx, weights, how)
-    return LatencyDispatchCall(check_rows("x", rows), idx, weights, how)
+    if config.is_cuda:
+        check_rows("x", rows)
+    plan = DispatchPlan(num_tokens, how, mask is None, return_hook)
+    return LatencyDispatchCall(plan, rows, idx, weights, mask, timeout_s)
 
 
 def check_latency_handle(handle: object, buffer_id: int, epoch: int) -> LatencyHandle:
@@ -108,28 +149,34 @@ def check_hook(of_epoch: int, epoch: int) -> None:
 
 
 def check_latency_combine(
-    config: BufferConfig, y: object, handle: LatencyHandle, topk_weights: object, partial_dtype: object, out: object
-) -> LatencyCombineCall:
-    """Check the arguments of a combine."""
+    config: BufferConfig, handle: LatencyHandle, given: GivenToCombine, return_hook: object, async_op: bool,
+    timeout_s: float,
+) -> LatencyCombineCall:  # fmt: skip
+    """Check the arguments of a combine of a checked handle, as `check_latency_dispatch`."""
+    is_split = _check_hook_wish(return_hook, async_op)
+    mask = check_mask(config, given.active_ranks)
     if not handle.is_received:
         raise InvalidState("the handle's dispatch has not been received; call its hook first")
     shape = (config.num_local_experts, config.num_ranks * config.max_tokens_per_rank, config.hidden)
-    rows = check_tensor("y", y, shape, (torch.bfloat16,), config.device)
+    rows = check_tensor("y", given.y, shape, (torch.bfloat16,), config.device)
     if not rows.is_contiguous():
         raise InvalidArgument(f"y must be contiguous, got strides {list(rows.stride())}; call .contiguous()")
     weights = None
-    if topk_weights is not None:
-        per_token = (handle.num_tokens, config.num_topk)
-        weights = check_tensor("topk_weights", topk_weights, per_token, (torch.float32,), config.device).contiguous()
+    if given.topk_weights is not None:
+        shape_of_weights = (handle.num_tokens, config.num_topk)
+        weights = check_tensor("topk_weights", given.topk_weights, shape_of_weights, (torch.float32,), config.device)
+        weights = weights.contiguous()
+    partial_dtype = given.partial_dtype or torch.bfloat16
     if partial_dtype not in _PARTIAL_DTYPES:
         raise InvalidArgument(f"partial_dtype must be torch.bfloat16 or torch.float32, got {partial_dtype!r}")
-    target = None
-    if out is not None:
-        target = check_tensor("out", out, (handle.num_tokens, config.hidden), (torch.bfloat16,), config.device)
-        if not target.is_contiguous():
-            raise InvalidArgument(f"out must be contiguous, got strides {list(target.stride())}; give a .clone()")
+    out = None
+    if given.out is not None:
+        out = check_tensor("out", given.out, (handle.num_tokens, config.hidden), (torch.bfloat16,), config.device)
+        if not out.is_contiguous():
+            raise InvalidArgument(f"out must be contiguous, got strides {list(out.stride())}; give a .clone()")
         for name, other in (("y", rows), ("topk_weights", weights)):
-            if other is not None and overlap(target, other):
+            if other is not None and overlap(out, other):
                 raise InvalidArgument(f"out must not share memory with {name}, which is read while out is written")
     assert isinstance(partial_dtype, torch.dtype)
-    return LatencyCombineCall(rows, handle, weights, partial_dtype, target)
+    plan = CombinePlan(handle.num_tokens, partial_dtype, mask is None, is_split)
+    return LatencyCombineCall(plan, handle, rows, weights, out, mask, timeout_s)

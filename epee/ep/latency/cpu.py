@@ -44,7 +44,7 @@ from ..event import DONE
 from ..membership import path_lane
 from ..membership.memory import Memory
 from ..paths import Making
-from ..streams import Lane, RunOptions
+from ..streams import Lane
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot
 from .rows import (
@@ -178,22 +178,23 @@ class LatencyCpuPath(Memory):
 
     # -- dispatch
 
-    def dispatch(
-        self, call: LatencyDispatchCall, options: LatencyOptions, lane: Lane, run: RunOptions
-    ) -> LatencyDispatched:
+    def dispatch(self, call: LatencyDispatchCall, lane: Lane) -> LatencyDispatched:
         """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
+        options = LatencyOptions(call.active_ranks, call.timeout_s, call.plan.return_hook)
         self._require_place(options)
         self._flights.check()
         self._flights.require_slot()
         handle = self._new_handle(call)
-        got = self._empty_result(call.quantisation, handle)
-        how = call.quantisation
+        got = self._empty_result(call.plan.quantisation, handle)
+        how = call.plan.quantisation
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
         flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0), options)
         handle.seq = flight.seq
         with self._flights.sending(flight):
             self._send_tokens(flight, call, handle)
-        return self._flights.finish(flight, got, lambda: self._receive_tokens(flight, call.quantisation, got, handle))
+        return self._flights.finish(
+            flight, got, lambda: self._receive_tokens(flight, call.plan.quantisation, got, handle)
+        )
 
     def _new_handle(self, call: LatencyDispatchCall) -> HostLatencyHandle:
         num_local = self.config.num_local_experts
@@ -245,7 +246,7 @@ class LatencyCpuPath(Memory):
         return memory
 
     def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
-        rows = as_sent(call.x, call.quantisation)
+        rows = as_sent(call.x, call.plan.quantisation)
         for dst in self._flights.reachable(flight):
             tokens = handle.sent[dst]
             self.wire.write_meta(dst, flight.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens])
@@ -284,10 +285,9 @@ class LatencyCpuPath(Memory):
         shape = (self.config.num_local_experts, self._capacity, self.config.hidden)
         return self._memory(shape, torch.bfloat16)
 
-    def combine(
-        self, call: LatencyCombineCall, options: LatencyOptions, lane: Lane, run: RunOptions
-    ) -> LatencyCombined:
+    def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
         """Run one combine, or its send half; raises as `Buffer.combine`."""
+        options = LatencyOptions(call.active_ranks, call.timeout_s, call.plan.return_hook)
         handle = call.handle
         assert isinstance(handle, HostLatencyHandle)
         self._require_place(options)
@@ -300,14 +300,14 @@ class LatencyCpuPath(Memory):
         weights = handle.topk_weights if call.topk_weights is None else call.topk_weights.numpy().copy()
         result = LatencyCombined(x=out, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, got.numpy())
-        kind = _KIND_OF_PARTIAL[call.partial_dtype]
+        kind = _KIND_OF_PARTIAL[call.plan.partial_dtype]
         flight = self._flights.begin(
             SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None), options
         )
         with self._flights.sending(flight):
             self._send_partials(flight, call, handle)
         return self._flights.finish(
-            flight, result, lambda: self._receive_partials(flight, call.partial_dtype, result, handle)
+            flight, result, lambda: self._receive_partials(flight, call.plan.partial_dtype, result, handle)
         )
 
     def _owners(self, handle: HostLatencyHandle) -> Ints:
@@ -332,7 +332,7 @@ class LatencyCpuPath(Memory):
                     self._flights.require_all(flight)
                     continue
                 factors = self.wire.read_weights(src, flight.seq, len(source.tokens))
-            partial = partial_sums(source, factors, y).to(call.partial_dtype)
+            partial = partial_sums(source, factors, y).to(call.plan.partial_dtype)
             self.wire.write_rows(src, flight.seq, WireRows(partial, None), None)
             self.wire.post(src, flight.seq, flight.head._replace(num_rows=len(partial), had=1))
 

@@ -2,7 +2,8 @@
 
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to
 attach memory at construction and to agree on who takes part (`sync`), in which processes that took the places of lost
-ranks come in (`membership/synced.py`).
+ranks come in (`membership/synced.py`). A call brings its plan (`plans.py`), on which hangs what the core has prepared
+for calls like it; small results are made when they are read (`gpu_results.py`).
 
 Replacements. A graph has this rank's addresses, so its memory stays, and its blob lies behind the inbox that it lends
 for an epoch. Before it lends that, all words that others have stored are cleared, and the tags go on
@@ -18,16 +19,16 @@ of the next one, in `check`.
 
 A crash of a peer leaves kernels waiting. A thread sees within milliseconds that a rank is dead and tells the kernels in
 flight (`gpu/death_notifier.py`), so their waits end long before the time-out; a source that had sent everything still
-counts. With a mask of the caller's a dead rank is taken out of it by the kernel; without, the call is an error.
+counts. With a mask of the caller's a dead rank is taken out of it by the kernel; without, the call is an error. Such a
+call asks the thread who is dead, and once a millisecond the system; who dies in between is found as one who dies while
+the kernel runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -52,26 +53,21 @@ from ..gpu.report import given_up
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..paths import Making
-from ..streams import Lane, RunOptions
+from ..streams import Lane
 from .checks import check_hook
 from .gpu.core import LatencyCore
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
 from .gpu.params import OP_DISPATCH as KERNEL_DISPATCH
 from .gpu.params import LatencyConfig
 from .gpu.types import CoreHandle, CoreOptions
-from .types import (
-    Hook,
-    LatencyCombineCall,
-    LatencyCombined,
-    LatencyDispatchCall,
-    LatencyDispatched,
-    LatencyHandle,
-    LatencyOptions,
-    Quantisation,
-)
+from .gpu_results import CudaLatencyCombined, CudaLatencyDispatched, CudaLatencyHandle
+from .types import Hook, LatencyCombineCall, LatencyCombined, LatencyDispatchCall, LatencyDispatched, LatencyHandle
 
 _log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0
+LOOK_S = (
+    0.001  # between a call's looks for the dead, each a system call; a thread hears of them meanwhile, as of later ones
+)
 TAG_STEP = 1 << 12  # the same where nobody is new; who was left out long ago shows 32 bits of a tag: no jump each time
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
@@ -97,13 +93,6 @@ def latency_config(config: BufferConfig, rank: int) -> LatencyConfig:
     return made
 
 
-@dataclass(eq=False)
-class CudaLatencyHandle(LatencyHandle):
-    """The handle of CUDA tensors; `core` is what the kernels know."""
-
-    core: CoreHandle | None = None
-
-
 class LatencyCudaPath(Memory):
     """The GPU end of one `LatencyBuffer`. Collective to make, except where it takes part in a running buffer.
 
@@ -119,6 +108,7 @@ class LatencyCudaPath(Memory):
         self._lane = path_lane.lane_of(self._control)
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         self._given_up = ""  # why no call can be made before the next sync
+        self._look_at = 0.0  # when a call looks again for the dead
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
@@ -194,8 +184,14 @@ class LatencyCudaPath(Memory):
 
     def check(self) -> None:
         """Raise what the kernels have reported since the last look."""
-        with self._guard("check"):
+        is_capturing = self._platform.is_capturing()
+        if not is_capturing:
+            self._lane.require_place(is_masked=True)
+        try:
             self._core.check()
+        except CommTimeoutError as error:
+            self._note_timeout("check", error)
+            raise
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
@@ -214,61 +210,55 @@ class LatencyCudaPath(Memory):
 
     # -- calls
 
-    def dispatch(
-        self, call: LatencyDispatchCall, options: LatencyOptions, lane: Lane, run: RunOptions
-    ) -> LatencyDispatched:
+    def dispatch(self, call: LatencyDispatchCall, lane: Lane) -> LatencyDispatched:
         """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
-        how = _core_options(options, call.quantisation)
-        inputs = (call.x, call.topk_idx, call.topk_weights)
-        with self._guard("dispatch", options):
-            got = self._core.dispatch(*inputs, how, options.active_ranks)
-        core = got.handle
-        handle = CudaLatencyHandle(
-            buffer_id=self._buffer_id,
-            seq=self._core.num_calls,
-            epoch=self._control.exchange.epoch,
-            num_tokens=core.num_tokens,
-            num_topk=self.config.num_topk,
-            got=core.got,
-            layout_range=core.layout_range,
-            src_token=core.src_token,
-            is_received=got.hook is None,
-            core=core,
-        )
+        plan, x, topk_idx, topk_weights, active_ranks, timeout_s = call
+        is_capturing = self._platform.is_capturing()
+        self._require("dispatch", plan.is_strict, is_capturing)
+        if plan.core is None:
+            how = CoreOptions(timeout_s, plan.is_strict, plan.return_hook, *plan.quantisation)
+            plan.core = self._core.plans.dispatch(plan.num_tokens, x.stride(0) * x.itemsize, how)
+        try:
+            got = self._core.dispatch(
+                plan.core, x, topk_idx, topk_weights, active_ranks, None, int(timeout_s * 1e9), is_capturing
+            )
+            if not is_capturing:
+                self._core.check()
+        except CommTimeoutError as error:
+            self._note_timeout("dispatch", error)
+            raise
+        core, scales = got.handle, got.scales
+        made_by = self._buffer_id, self._core.num_calls, self._control.exchange.epoch
+        handle = CudaLatencyHandle(made_by, self.config.num_topk, core, got.hook is None)
         if lane.is_own:
-            lane.keep((*inputs, options.active_ranks), (got.x, got.scales, core.words))
-        return LatencyDispatched(
-            x=got.x if got.scales is None else (got.x, got.scales),
-            num_tokens_per_expert=core.num_tokens_per_expert,
-            handle=handle,
-            event=lane.event(self.config.device, self._platform.stream()),
-            hook=None if got.hook is None else self._hook("dispatch", got.hook, handle),
-            got=core.got,
-            wait_us=core.wait_us,
-        )
+            lane.keep((x, topk_idx, topk_weights, active_ranks), (got.x, scales, core.words))
+        hook = None if got.hook is None else self._hook("dispatch", got.hook, handle)
+        rows = got.x if scales is None else (got.x, scales)
+        return CudaLatencyDispatched(rows, handle, lane, self.config.device, got.stream, hook)
 
-    def combine(
-        self, call: LatencyCombineCall, options: LatencyOptions, lane: Lane, run: RunOptions
-    ) -> LatencyCombined:
+    def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
         """Run one combine, or its send half; raises as `Buffer.combine`."""
-        core = _core_of(call.handle)
-        how = _core_options(options, Quantisation())
-        is_wide = call.partial_dtype == torch.float32
-        with self._guard("combine", options):
-            got = self._core.combine(call.y, core, call.topk_weights, how, is_wide, call.out, options.active_ranks)
+        plan, handle, y, topk_weights, out, active_ranks, timeout_s = call
+        core = _core_of(handle)
+        is_capturing = self._platform.is_capturing()
+        self._require("combine", plan.is_strict, is_capturing)
+        if plan.core is None:
+            how, is_wide = CoreOptions(timeout_s, plan.is_strict, plan.return_hook), plan.partial_dtype == torch.float32
+            plan.core = self._core.plans.combine(plan.num_tokens, how, is_wide, topk_weights is not None)
+        try:
+            got = self._core.combine(
+                plan.core, y, core, topk_weights, out, active_ranks, int(timeout_s * 1e9), is_capturing
+            )
+            if not is_capturing:
+                self._core.check()
+        except CommTimeoutError as error:
+            self._note_timeout("combine", error)
+            raise
         if lane.is_own:
-            lane.keep((call.y, call.topk_weights, core.words, options.active_ranks), (got.x, got.got))
-        weights, num_local = call.topk_weights, self.config.num_local_experts
-        return LatencyCombined(
-            x=got.x,
-            event=lane.event(self.config.device, self._platform.stream()),
-            got=got.got,
-            wait_us=got.wait_us,
-            hook=None if got.hook is None else self._hook("combine", got.hook, None),
-            lost=lambda: lost_weight(
-                core.own_ids, core.own_weights if weights is None else weights, got.got, num_local
-            ),
-        )
+            lane.keep((y, topk_weights, core.words, active_ranks), (got.x, got.words))
+        hook = None if got.hook is None else self._hook("combine", got.hook, None)
+        num_local = self.config.num_local_experts
+        return CudaLatencyCombined(got, topk_weights, core, num_local, lane, self.config.device, got.stream, hook)
 
     def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
         """Return uninitialised `[num_local_experts, num_ranks * max_tokens, hidden]`: y is read where it lies."""
@@ -328,38 +318,43 @@ class LatencyCudaPath(Memory):
             """Launch the receive half, in the epoch of the send half only."""
             if halves:  # a second call is told that it is one
                 check_hook(of_epoch, self._control.exchange.epoch)
-            with self._guard(op):
+            is_capturing = self._platform.is_capturing()
+            if not is_capturing:
+                self._lane.require_place(is_masked=True)
+            try:
                 receive()
+                if not is_capturing:
+                    self._core.check()
+            except CommTimeoutError as error:
+                self._note_timeout(op, error)
+                raise
             halves.clear()
             if handle is not None:
                 handle.is_received = True
 
         return run
 
-    @contextlib.contextmanager
-    def _guard(self, op: str, options: LatencyOptions | None = None) -> Iterator[None]:
-        """Launch inside, then look at what the kernels have reported; names a dead rank as the cause where it is."""
-        is_strict = options is not None and options.active_ranks is None
-        is_capturing = self._platform.is_capturing()
-        if options is not None and self._given_up:
+    def _require(self, op: str, is_strict: bool, is_capturing: bool) -> None:
+        """Raise why a call cannot begin: one has timed out, or (outside of graphs) a needed rank is gone."""
+        if self._given_up:
             raise InvalidState(self._given_up)
-        if not is_capturing:
-            self._lane.require_place(not is_strict)
-        if is_strict and not is_capturing:
-            if dead := self._dead():
-                raise self._death(op, dead)
+        if is_capturing:
+            return
+        self._lane.require_place(not is_strict)
+        if is_strict:
+            now = time.monotonic()
+            if now >= self._look_at or self._notifier.told:
+                self._look_at = now + LOOK_S
+                if dead := self._dead():
+                    raise self._death(op, dead)
             self._lane.require_all(op, self._core.num_calls)
-        try:
-            yield
-            if not is_capturing:
-                self._core.check()
-        except EpeeError as error:
-            if isinstance(error, CommTimeoutError) and (dead := self._dead()):
-                raise self._death(op, dead) from error
-            if isinstance(error, CommTimeoutError):
-                where = context(op, rank=self.rank, seq=self._core.num_calls, epoch=self._control.exchange.epoch)
-                self._given_up = given_up(where)
-            raise
+
+    def _note_timeout(self, op: str, error: CommTimeoutError) -> None:
+        """Raise that a dead rank is the cause of a time-out, where it is; else no call follows before a sync."""
+        if dead := self._dead():
+            raise self._death(op, dead) from error
+        where = context(op, rank=self.rank, seq=self._core.num_calls, epoch=self._control.exchange.epoch)
+        self._given_up = given_up(where)
 
     def _dead(self) -> tuple[int, ...]:
         """Return who is dead; kernels were told of some long before their pidfds say so."""
@@ -384,21 +379,7 @@ class LatencyCudaPath(Memory):
             raise AbortedError("the buffer was closed by another thread")
 
 
-def lost_weight(ids: torch.Tensor, weights: torch.Tensor, got: torch.Tensor, num_local_experts: int) -> torch.Tensor:
-    """Return `[num_tokens]` float32: the weights of each token whose expert lives on a rank that is not in `got`."""
-    is_lost = (ids >= 0) & ~got[(ids.clamp(min=0) // num_local_experts).long()]
-    lost = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
-    for k in range(ids.shape[1]):
-        lost = torch.where(is_lost[:, k], lost + weights[:, k], lost)
-    return lost
-
-
-def _core_options(options: LatencyOptions, how: Quantisation) -> CoreOptions:
-    return CoreOptions(options.timeout_s, options.active_ranks is None, options.return_hook, *how)
-
-
 def _core_of(handle: LatencyHandle) -> CoreHandle:
     """Return what the kernels know of a checked handle; it is of this buffer, so it was made here."""
     assert isinstance(handle, CudaLatencyHandle)
-    assert handle.core is not None
     return handle.core

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,38 +48,80 @@ class Quantisation(NamedTuple):
 QUANTISATION_NAMES = tuple(Quantisation.__annotations__)
 
 
+@dataclass(eq=False, slots=True)
+class DispatchPlan:
+    """What is known of a dispatch without its data; calls whose arguments look alike share one (`plans.py`).
+
+    Attributes:
+        num_tokens: of this rank.
+        quantisation: of the rows.
+        is_strict: no mask was given: all ranks are needed.
+        return_hook: send now, receive when the hook is called.
+        core: what the path has prepared for such calls.
+    """
+
+    num_tokens: int
+    quantisation: Quantisation
+    is_strict: bool
+    return_hook: bool
+    core: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class CombinePlan:
+    """What is known of a combine without its data, as `DispatchPlan`.
+
+    Attributes:
+        num_tokens: of this rank's dispatch.
+        partial_dtype: bfloat16 or float32: what crosses back.
+        is_strict, return_hook, core: as there.
+    """
+
+    num_tokens: int
+    partial_dtype: torch.dtype
+    is_strict: bool
+    return_hook: bool
+    core: Any = None
+
+
 class LatencyDispatchCall(NamedTuple):
     """A checked dispatch.
 
     Attributes:
+        plan: what its arguments are like.
         x: `[num_tokens, hidden]` bfloat16.
         topk_idx: `[num_tokens, num_topk]` int64, contiguous.
         topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for ones.
-        quantisation: of the rows.
+        active_ranks, timeout_s: as in `LatencyOptions`.
     """
 
+    plan: DispatchPlan
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
-    quantisation: Quantisation
+    active_ranks: torch.Tensor | None
+    timeout_s: float
 
 
 class LatencyCombineCall(NamedTuple):
     """A checked combine.
 
     Attributes:
-        y: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, contiguous.
+        plan: what its arguments are like.
         handle: of the dispatch.
+        y: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, contiguous.
         topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for those of the dispatch.
-        partial_dtype: bfloat16 or float32: what crosses back.
         out: `[num_tokens, hidden]` bfloat16 or None.
+        active_ranks, timeout_s: as in `LatencyOptions`.
     """
 
-    y: torch.Tensor
+    plan: CombinePlan
     handle: LatencyHandle
+    y: torch.Tensor
     topk_weights: torch.Tensor | None
-    partial_dtype: torch.dtype
     out: torch.Tensor | None
+    active_ranks: torch.Tensor | None
+    timeout_s: float
 
 
 @dataclass(eq=False)

@@ -92,6 +92,7 @@ class SyncedLane(BufferLane):
         self.memory = Memory()
         self.processes: dict[int, tuple[int, int]] = {}
         self._lines: Mapping[int, Line] = {}  # of who is in the memory of the epoch
+        self._whole: object = None  # the view in which all ranks were last found to be there
         self._watch = watch
         self._fresh: set[int] = set()  # ranks whose process is not the one of the epoch before
         self._prepared = 0  # the last epoch that `memory` is prepared for
@@ -99,8 +100,7 @@ class SyncedLane(BufferLane):
         self._first = begun.first
         self._needs_all = config.is_cuda and not config.is_latency
         self._waits_for_all = False
-        self._calm: object = None
-        self._others_words: list[memoryview] = []
+        self._calm: object = None  # the roster's state when calls last found nothing to hold them up
 
     def close(self) -> None:
         """As `BufferLane.close`."""
@@ -108,8 +108,7 @@ class SyncedLane(BufferLane):
         super().close()
         if begun is not None and not self._exchange.epoch:
             begun.registry.forget(begun.number)  # a replacement that was not taken in may try again
-        self.regions, self._lines = {}, {}
-        self._forget_calm()
+        self.regions, self._lines, self._whole = {}, {}, None
         self.memory = Memory()
 
     # ---- the first epoch
@@ -177,9 +176,8 @@ class SyncedLane(BufferLane):
     def is_calm(self) -> bool:
         """Tell whether nothing has changed of what `has_turned`, `require_place` and `require_members` look at since
         all of them passed (`note_calm`)."""
-        if self.roster.state is not self._calm or self.roster.seat.runtime.error is not None:
-            return False
-        return all(words[NUMBER] == self._number for words in self._others_words)
+        is_same = self.roster.state is self._calm and self.roster.seat.runtime.error is None
+        return is_same and self._is_whole()
 
     def state(self) -> object:
         """Return what is another object when the view has changed; to be taken before the looks that `note_calm` is
@@ -188,12 +186,7 @@ class SyncedLane(BufferLane):
 
     def note_calm(self, state: object) -> None:
         """Note that these found nothing."""
-        if state is not self._calm:
-            self._others_words = [line.words for rank, line in self._lines.items() if rank != self._rank]
-            self._calm = state
-
-    def _forget_calm(self) -> None:
-        self._calm, self._others_words = None, []
+        self._calm = state
 
     @property
     def has_turned(self) -> bool:
@@ -255,11 +248,28 @@ class SyncedLane(BufferLane):
 
         Who has not come into it is one: kernels go by what was agreed.
         """
-        self._require(self._entered, op, seq)
+        if not self._is_whole():
+            self._require(self._entered, op, seq)
 
     def require_all(self, op: str, seq: int) -> None:
         """Raise that a rank of the buffer is not in the epoch, or gone from it."""
-        self._require(range(self._config.num_ranks), op, seq)
+        if not self._is_whole():
+            self._require(range(self._config.num_ranks), op, seq)
+
+    def _is_whole(self) -> bool:
+        """Tell whether all ranks of the buffer are in the epoch. Every call asks; two words a rank while that is so."""
+        view = self.roster.view
+        if view is not self._whole:
+            if any(self._has_left(rank) for rank in range(self._config.num_ranks) if rank != self._rank):
+                return False
+            self._whole = view
+            return True
+        number, epoch = self._number, self._exchange.epoch
+        for line in self._lines.values():  # a generator would cost more than the look
+            words = line.words
+            if words[NUMBER] != number or words[INBOX_VIEW] < epoch:
+                return False
+        return True
 
     def _require(self, ranks: Iterable[int], op: str, seq: int) -> None:
         for rank in ranks:
@@ -413,7 +423,7 @@ class SyncedLane(BufferLane):
         """Make the mapped inboxes those of the calls; the epoch is the last store, all before it can be repeated."""
         self._entered = {rank: member.incarnation for rank, member in members.items()}
         self.regions = met.regions
-        self._forget_calm()
+        self._whole = None
         self._lines = {rank: peer.line for rank, peer in met.peers.items() if rank in met.regions}
         exchange = self._exchange
         exchange.end.close()

@@ -2,7 +2,8 @@
 
 Data path: `csrc/kernels/latency/dispatch.cuh` and `latency/combine.cuh` move everything, from GPU to GPU; a call is one
 launch, or two when the caller wants its send half and its receive half apart (`return_hook`). The host waits for
-nothing and learns nothing by itself: counts, `got` and the mask are tensors on the device.
+nothing and learns nothing by itself: counts, `got` and the mask are tensors on the device. What calls of a kind and
+size have in common is prepared once (`plan.py`): a call allocates, writes the words that vary, launches.
 
 Memory of a rank: one region (`params.LatencyConfig.region_layout`), lent to all ranks, into which peers store;
 results are ordinary tensors. Who writes what, and why slots are safe to reuse, says `csrc/kernels/latency/call.cuh`.
@@ -29,25 +30,24 @@ from ...gpu.lent import AllGather
 from ...gpu.params import MAX_RANKS, NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
 from ...gpu.platform import Launcher, LentRegion, Platform
 from ...gpu.share import Share
-from .half import OPS, Half, HalfLaunch
+from .half import OPS, Half
 from .params import (
     BOTH_HALVES,
+    COMBINE_POINTERS,
+    DISPATCH_POINTERS,
     KERNELS,
     OP_COMBINE,
     OP_DISPATCH,
-    SCALE_BLOCK,
+    RECEIVE_HALF,
     SEND_HALF,
     LatencyConfig,
-    Launch,
-    combine_launch,
-    dispatch_launch,
-    handle_space,
     kernel_head,
 )
-from .report import take_report
-from .types import CoreCombined, CoreHandle, CoreOptions, CoreReceived
+from .plan import CallPlan, CombinePlan, DispatchPlan, Planner
+from .report import NO_REPORTS, take_report
+from .types import CoreCombined, CoreHandle, CoreReceived
 
-FP8 = torch.float8_e4m3fn
+Words = tuple[int, tuple[int, ...]]  # time-out in nanoseconds, pointers in the order of the kernel's arguments
 # Words that peers write: their type, and how they show a call, of whose number `low` is the low half.
 _WORDS: dict[str, tuple[torch.dtype, Callable[[int, int], int]]] = {
     "heads": (torch.int64, lambda tag, low: low << 32),
@@ -58,7 +58,6 @@ _WORDS: dict[str, tuple[torch.dtype, Callable[[int, int], int]]] = {
 _WORDS_OF_PEERS = {
     f"{op}_{part}": how for op in OPS.values() for part, how in _WORDS.items() if (op, part) != ("dispatch", "weights")
 }
-_FOR_COMBINE = ("recv_rows", "recv_weights", "recv_info", "sent_to")
 
 
 class LatencyCore:
@@ -73,6 +72,7 @@ class LatencyCore:
     Attributes:
         active_ranks: `[num_ranks]` int32 on the device, the mask of calls that bring none.
         nbytes: GPU memory that this rank lends.
+        plans: makes the plans of calls.
         num_calls: calls that this rank has begun; those recorded in graphs do not count.
         is_poisoned: fill results with 0xFF before each call.
     """
@@ -88,9 +88,12 @@ class LatencyCore:
         for path, params in KERNELS.items():
             self._kernels.update(platform.kernels(path, head, params))
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
+        self._codes = self._report.words[::REPORT_WORDS]
         self._abort = platform.host_words(NEWS_WORDS)
         self._lost = platform.host_words(1)
         self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
+        self._mask_address = self.active_ranks.data_ptr()
+        self.plans = Planner(platform, config, self._kernels)
         self._own: LentRegion = platform.create(config.region_layout.nbytes)
         self.nbytes = self._own.nbytes
         self._peers: list[LentRegion | None] = self._attach(all_gather)
@@ -98,7 +101,6 @@ class LatencyCore:
         self._agreed: tuple[list[bool], int] = [True] * config.num_ranks, 0  # who takes part, the last call's number
         self._is_open = True  # whether calls reach the others in that view
         self._share = Share(platform.device, platform.limits.num_sms)
-        self._is_alone = True
         self._last_stream: int | None = None
         self._open: dict[int, deque[Half]] = {OP_DISPATCH: deque(), OP_COMBINE: deque()}
         for name, kernel in self._kernels.items():
@@ -109,146 +111,134 @@ class LatencyCore:
 
     def dispatch(
         self,
+        plan: DispatchPlan,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        options: CoreOptions,
         active_ranks: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
+        timeout_ns: int = 0,
+        is_capturing: bool | None = None,
     ) -> CoreReceived:
         """Send tokens, and receive them unless a hook is wanted; the caller has checked the arguments.
 
         Args:
+            plan: from `plans`, for as many tokens with such rows.
             x: `[num_tokens, hidden]` bfloat16, unit stride in the last dimension, rows 16-byte aligned.
             topk_idx: `[num_tokens, num_topk]` int64, contiguous.
             topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for ones.
-            options: how.
             active_ranks: `[num_ranks]` or longer, int32 on the device: who takes part; silent sources become 0.
             stats: `[num_local_experts]` int32 on the device to which the counts are added, or None.
+            timeout_ns: bound of the kernel's waits, 0 for the plan's.
+            is_capturing: whether the current stream is recording a graph, None where the caller does not know.
         Raises:
             what an earlier call left behind; InvalidState: too many receive halves are outstanding.
         """
-        config = self.config
-        self._begin(OP_DISPATCH)
-        num_tokens, device = topk_idx.shape[0], self.platform.device
-        handle = CoreHandle(
-            config,
-            num_tokens,
-            torch.empty(handle_space(config, num_tokens).total, dtype=torch.int32, device=device),
-        )
-        shape = config.num_local_experts, config.capacity, config.hidden
-        out = torch.empty(shape, dtype=FP8 if options.use_fp8 else torch.bfloat16, device=device)
-        scales = None
-        if options.use_fp8:
-            per_word = 4 * SCALE_BLOCK if options.use_ue8m0 else SCALE_BLOCK
-            kind = torch.int32 if options.use_ue8m0 else torch.float32
-            scales = torch.empty(shape[0], shape[2] // per_word, shape[1], dtype=kind, device=device)
-        self._poison(out, scales, handle.words)
-        if options.return_hook:
+        stream, is_capturing = self._begin(OP_DISPATCH, is_capturing)
+        out, words = plan.new_x(), plan.new_words()
+        scales = None if plan.new_scales is None else plan.new_scales()
+        handle = CoreHandle(self.config, plan.num_tokens, plan.space, words)
+        if self.is_poisoned:
+            _poison(out, words, None if scales is None else scales.transpose(1, 2))
+        if plan.calls.is_split:
             handle.clear()
-        tensors = (x, topk_idx, topk_weights, out, scales, active_ranks, stats)
-        launch = partial(self._launch_dispatch, tensors, handle, options)
-        hook = self._run(OP_DISPATCH, launch, options.return_hook)
-        return CoreReceived(out, None if scales is None else scales.transpose(1, 2), handle, hook)
+        base = handle.address
+        got, recv_rows, recv_weights, recv_info, sent_to, counts, ranges, src_token, ids, weights = plan.offsets
+        pointers = (  # one by one, which is cheaper than a loop
+            self._mask_address if active_ranks is None else active_ranks.data_ptr(),
+            base + plan.waits,
+            x.data_ptr(),
+            topk_idx.data_ptr(),
+            0 if topk_weights is None else topk_weights.data_ptr(),
+            out.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            0 if stats is None else stats.data_ptr(),
+            base + got,
+            base + recv_rows,
+            base + recv_weights,
+            base + recv_info,
+            base + sent_to,
+            base + counts,
+            base + ranges,
+            base + src_token,
+            base + ids,
+            base + weights,
+        )
+        what = (timeout_ns or plan.calls.timeout_ns, pointers)
+        held = (x, topk_idx, topk_weights, out, scales, words, active_ranks, stats) if plan.calls.is_split else ()
+        hook = self._run(plan.calls, what, held, stream, is_capturing)
+        return CoreReceived(out, scales, handle, hook, stream)
 
     def combine(
         self,
+        plan: CombinePlan,
         y: torch.Tensor,
         handle: CoreHandle,
         topk_weights: torch.Tensor | None,
-        options: CoreOptions,
-        is_wide: bool = False,
         out: torch.Tensor | None = None,
         active_ranks: torch.Tensor | None = None,
+        timeout_ns: int = 0,
+        is_capturing: bool | None = None,
     ) -> CoreCombined:
         """Sum the experts' rows of this rank's tokens; the caller has checked the arguments.
 
         Args:
+            plan: from `plans`, for as many tokens, with or without weights.
             y: `[L, ranks * T, hidden]` bfloat16, contiguous, anywhere on this GPU; never copied.
             handle: of the dispatch.
-            topk_weights: `[num_tokens, num_topk]` float32, contiguous, instead of the dispatch's (on all or none).
-            options: how.
-            is_wide: partials cross as float32 (on all ranks or none).
+            topk_weights: `[num_tokens, num_topk]` float32, contiguous, instead of the dispatch's.
             out: `[num_tokens, hidden]` bfloat16, contiguous, or None.
-            active_ranks: as in `dispatch`.
+            active_ranks, timeout_ns, is_capturing: as in `dispatch`.
         Raises: as `dispatch`.
         """
-        self._begin(OP_COMBINE)
-        device = self.platform.device
+        stream, is_capturing = self._begin(OP_COMBINE, is_capturing)
         if out is None:
-            out = torch.empty(handle.num_tokens, self.config.hidden, dtype=torch.bfloat16, device=device)
-            self._poison(out)
-        num_ranks = self.config.num_ranks
-        words = torch.empty(num_ranks + -(-num_ranks // 8), dtype=torch.int64, device=device)
-        if options.return_hook:
+            out = plan.new_out()
+            if self.is_poisoned:
+                _poison(out)
+        words = plan.new_words()
+        if plan.calls.is_split:
             words.zero_()
-        waits, got = words[:num_ranks], words[num_ranks:].view(torch.bool)[:num_ranks]
-        tensors = (y, topk_weights, out, got, waits, active_ranks)
-        launch = partial(self._launch_combine, tensors, handle, options, is_wide)
-        return CoreCombined(out, got, waits, self._run(OP_COMBINE, launch, options.return_hook))
+        base, waits = handle.address, words.data_ptr()
+        got, recv_rows, recv_weights, recv_info, sent_to = plan.offsets
+        pointers = (
+            self._mask_address if active_ranks is None else active_ranks.data_ptr(),
+            waits,
+            y.data_ptr(),
+            0 if topk_weights is None else topk_weights.data_ptr(),
+            out.data_ptr(),
+            waits + plan.got,
+            base + got,
+            base + recv_rows,
+            base + recv_weights,
+            base + recv_info,
+            base + sent_to,
+        )
+        what = (timeout_ns or plan.calls.timeout_ns, pointers)
+        held = (y, topk_weights, handle.words, out, words, active_ranks) if plan.calls.is_split else ()
+        hook = self._run(plan.calls, what, held, stream, is_capturing)
+        return CoreCombined(out, words, hook, stream, self.config.num_ranks)
 
     def refuse(self, op: int) -> None:
         """Take part in the peers' next call of a kind only to say that this rank's was invalid."""
-        self._begin(op, do_check=False)
-        self._run(op, partial(self._launch_refusal, op), False)
-
-    def _launch_refusal(self, op: int, turn: HalfLaunch) -> None:
-        kernel = self._kernels["dispatch_latency_bf16" if op == OP_DISPATCH else "combine_latency_bf16"]
-        a = kernel.args
-        self._set_call(a, CoreOptions(), None, turn, 0)
-        a.num_tokens, a.refused = 0, 1
-        limits = self.platform.limits
-        if op == OP_COMBINE:
-            launch = combine_launch(self.config, 0, BOTH_HALVES, 1, limits)
-            a.handle_got = a.recv_info = self._own.address  # read, and not used
+        stream, is_capturing = self._begin(op, None, do_check=False)
+        region = self._own.address
+        if op == OP_DISPATCH:
+            names, places = DISPATCH_POINTERS, {"sent_to": region + self.config.region_layout.offset("scratch")}
         else:
-            launch = dispatch_launch(self.config, 0, BOTH_HALVES, 1, limits)
-            a.sent_to = self._own.address + self.config.region_layout.offset("scratch")
-        self._launch(kernel, Launch(1, launch.block, launch.shared_bytes))
-        a.refused = 0
-
-    def _launch_dispatch(
-        self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, turn: HalfLaunch
-    ) -> None:
-        x, topk_idx, topk_weights, out, scales, active_ranks, stats = tensors
-        config = self.config
-        kernel = self._kernels["dispatch_latency_fp8" if options.use_fp8 else "dispatch_latency_bf16"]
-        a = kernel.args
-        self._set_call(a, options, active_ranks, turn, handle.address("waits"))
-        a.x, a.topk_idx, a.topk_weights = x.data_ptr(), topk_idx.data_ptr(), _address(topk_weights)
-        a.x_stride = x.stride(0) * x.itemsize
-        a.out_x, a.out_scales, a.stats = out.data_ptr(), _address(scales), _address(stats)
-        for name in ("counts", "ranges", "src_token", "got"):
-            setattr(a, f"out_{name}", handle.address(name))
-        for name in (*_FOR_COMBINE, "own_ids", "own_weights"):
-            setattr(a, name, handle.address(name))
-        a.num_tokens, a.kind, a.scale_kind = handle.num_tokens, options.kind, options.scale_kind
-        a.row_words = config.hidden * out.itemsize // 4
-        a.scale_words = 0 if scales is None else scales.shape[1]
-        max_sms = self._max_sms()
-        self._launch(kernel, dispatch_launch(config, handle.num_tokens, turn.halves, max_sms, self.platform.limits))
-
-    def _launch_combine(
-        self, tensors: tuple[Any, ...], handle: CoreHandle, options: CoreOptions, is_wide: bool, turn: HalfLaunch
-    ) -> None:
-        y, topk_weights, out, got, waits, active_ranks = tensors
-        kernel = self._kernels["combine_latency_f32" if is_wide else "combine_latency_bf16"]
-        a = kernel.args
-        self._set_call(a, options, active_ranks, turn, waits.data_ptr())
-        a.y, a.y_stride, a.out, a.out_got = y.data_ptr(), 2 * self.config.hidden, out.data_ptr(), got.data_ptr()
-        a.topk_weights, a.has_weights = _address(topk_weights), int(topk_weights is not None)
-        a.handle_got = handle.address("got")
-        for name in _FOR_COMBINE:
-            setattr(a, name, handle.address(name))
-        a.num_tokens, a.kind = handle.num_tokens, int(is_wide) | 2 * a.has_weights
-        max_sms, limits = self._max_sms(), self.platform.limits
-        launch = combine_launch(self.config, handle.num_tokens, turn.halves, max_sms, limits)
-        self._launch(kernel, launch)
+            names, places = COMBINE_POINTERS, {"handle_got": region, "recv_info": region}  # read, and not used
+        pointers = (self._mask_address, 0, *[places.get(name, 0) for name in names.split()])
+        plan = self.plans.refusal(op)
+        self._run(plan, (plan.timeout_ns, pointers), (), stream, is_capturing)
 
     # --- order of calls -------------------------------------------------------------------------------------------
 
-    def _begin(self, op: int, do_check: bool = True) -> None:
-        """Refuse what cannot start, raise what earlier calls have left behind, join the streams."""
+    def _begin(self, op: int, is_capturing: bool | None, do_check: bool = True) -> tuple[int, bool]:
+        """Refuse what cannot start, raise what earlier calls have left behind, join the streams.
+
+        Returns:
+            The raw current stream, and whether it is recording a graph.
+        """
         if self.is_closed:
             raise InvalidState("the buffer is closed; make a new one")
         if len(self._open[op]) >= self.config.max_in_flight:
@@ -256,63 +246,67 @@ class LatencyCore:
                 f"{OPS[op]}: the oldest of {len(self._open[op])} calls has not received yet, "
                 f"{self.config.max_in_flight} may be in flight; call the oldest hook first"
             )
-        if do_check and not self.platform.is_capturing():
+        if is_capturing is None:
+            is_capturing = self.platform.is_capturing()
+        if do_check and not is_capturing:
             self.check()
-        self._join()
+        return self._join(is_capturing), is_capturing
 
-    def _join(self) -> None:
-        if self.platform.is_capturing():
-            return
+    def _join(self, is_capturing: bool) -> int:
+        """Let the current stream go on behind the buffer's last one, and return it."""
         stream = self.platform.stream()
-        if self._last_stream is not None and self._last_stream != stream:
-            self.platform.wait(self.platform.mark(self._last_stream))
-        self._last_stream = stream
+        if not is_capturing and stream != self._last_stream:
+            if self._last_stream is not None:
+                self.platform.wait(self.platform.mark(self._last_stream))
+            self._last_stream = stream
+        return stream
 
-    def _run(self, op: int, launch: Callable[[HalfLaunch], None], is_split: bool) -> Callable[[], None] | None:
-        """Launch a call, or its send half; then what is returned receives."""
-        half = Half(op, self._open[op], self._join, launch)
-        if not self.platform.is_capturing():
+    def _run(
+        self, plan: CallPlan, what: Words, held: tuple[Any, ...], stream: int, is_capturing: bool
+    ) -> Callable[[], None] | None:
+        """Launch a call, or its send half; then what is returned receives.
+
+        Args:
+            plan: of the call.
+            what: its time-out and its pointers.
+            held: tensors that must live until the receive half is launched.
+            stream, is_capturing: the current stream.
+        """
+        if not is_capturing:
             self.num_calls += 1
-        if is_split:
-            launch(HalfLaunch(SEND_HALF, 0, 0))
-            self._open[op].append(half)
+        calls = self._open[plan.op]
+        if plan.is_split:
+            half = Half(plan.op, calls, partial(self._receive, plan, what, held))
+            self._launch(plan, SEND_HALF, (0, 0), what, stream, is_capturing)
+            calls.append(half)
             return half
-        self._open[op].append(half)
-        try:
-            half.receive(BOTH_HALVES)
-        except BaseException:
-            self._open[op].remove(half)
-            raise
+        if not calls:
+            self._launch(plan, BOTH_HALVES, (0, 1), what, stream, is_capturing)
+        else:  # the count of received calls goes on when those before have been received
+            self._launch(plan, BOTH_HALVES, (len(calls), 0), what, stream, is_capturing)
+            calls.append(Half(plan.op, calls, None))
         return None
 
-    def _poison(self, *tensors: torch.Tensor | None) -> None:
-        for tensor in tensors if self.is_poisoned else ():
-            if tensor is not None:
-                tensor.view(torch.uint8).fill_(0xFF)
+    def _receive(self, plan: CallPlan, what: Words, held: tuple[Any, ...], ahead: int, advance: int) -> None:
+        """Launch the receive half of a call, on the stream that is current now."""
+        is_capturing = self.platform.is_capturing()
+        stream = self._join(is_capturing)
+        self._launch(plan, RECEIVE_HALF, (ahead, advance), what, stream, is_capturing)
 
-    def _max_sms(self) -> int:
-        capturing = self.platform.is_capturing()
-        max_sms, self._is_alone = self._share.limit(self.platform.stream(), capturing)
-        if capturing:
-            self._share.in_graphs = True
-        return max_sms
-
-    def _launch(self, kernel: Launcher, launch: Launch) -> None:
-        stream = self.platform.stream()
-        mode, at_once = "plain", launch.grid
-        if self._is_alone or 2 * launch.grid <= self.platform.limits.num_sms:
-            mode, at_once = "early", 2 * launch.grid  # the next kernel's blocks take their places beside this one's
-        self._share.stream = stream
-        self._share.width = max(self._share.width, at_once)
-        kernel(launch.grid, launch.block, launch.shared_bytes, stream, mode)
-
-    def _set_call(
-        self, a: Any, options: CoreOptions, active_ranks: torch.Tensor | None, turn: HalfLaunch, waits: int
+    def _launch(
+        self, plan: CallPlan, halves: int, turn: tuple[int, int], what: Words, stream: int, is_capturing: bool
     ) -> None:
-        mask = self.active_ranks if active_ranks is None else active_ranks
-        a.call.mask, a.call.waits = mask.data_ptr(), waits
-        a.call.halves, a.call.ahead, a.call.advance = turn
-        a.call.timeout_ns, a.call.is_strict = int(options.timeout_s * 1e9), int(options.is_strict)
+        share = self._share
+        max_sms, is_alone = share.limit(stream, is_capturing)
+        if is_capturing:
+            share.in_graphs = True
+        ready = plan.ready(halves)
+        width = ready.fit(max_sms, is_alone)
+        share.stream = stream
+        if width > share.width:
+            share.width = width
+        timeout_ns, pointers = what
+        ready.launch(stream, timeout_ns, turn, pointers)
 
     # --- view and memory ------------------------------------------------------------------------------------------
 
@@ -419,7 +413,7 @@ class LatencyCore:
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
         if not self.is_closed:
-            self._join()
+            self._join(self.platform.is_capturing())
 
     def lost(self) -> tuple[int, ...]:
         """Return the ranks that the calls since the last look have left out, without waiting for the GPU."""
@@ -431,9 +425,10 @@ class LatencyCore:
 
     def check(self) -> None:
         """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
-        error = take_report(self._report.words, self.config.rank)
-        if error is not None:
-            raise error
+        if self._codes != NO_REPORTS:
+            error = take_report(self._report.words, self.config.rank)
+            if error is not None:
+                raise error
 
     def drain(self, grace_s: float) -> None:
         """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
@@ -522,5 +517,7 @@ def _signed(value: int, num_bits: int) -> int:
     return value - (1 << num_bits) if value >> (num_bits - 1) else value
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _poison(*tensors: torch.Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.view(torch.uint8).fill_(0xFF)

@@ -10,20 +10,11 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ....errors import InvalidState
-from .params import OP_COMBINE, OP_DISPATCH, RECEIVE_HALF
+from .params import OP_COMBINE, OP_DISPATCH
 
 OPS = {OP_DISPATCH: "dispatch", OP_COMBINE: "combine"}
-
-
-class HalfLaunch(NamedTuple):
-    """The halves that a launch does, and its place: calls sent before it and not received, calls received with it."""
-
-    halves: int
-    ahead: int
-    advance: int
 
 
 class Half:
@@ -32,42 +23,34 @@ class Half:
     Args:
         op: of the call.
         calls: of this kind that are open, in the order in which they were sent.
-        join: lets the stream of the call follow that of the buffer.
-        launch: starts the kernel.
+        launch: starts the kernel on the current stream, given the call's place: calls sent before it and not received,
+            calls received with it. None where it has run already, with the send half.
 
     Attributes:
         is_done: whether it has run.
     """
 
-    def __init__(
-        self, op: int, calls: deque[Half], join: Callable[[], None], launch: Callable[[HalfLaunch], None]
-    ) -> None:
-        self._op, self._calls, self._join, self._launch = op, calls, join, launch
-        self.is_done = False
+    def __init__(self, op: int, calls: deque[Half], launch: Callable[[int, int], None] | None) -> None:
+        self._op, self._calls, self._launch = op, calls, launch
+        self.is_done = launch is None
 
     def __call__(self) -> None:
-        """Receive, on the current stream.
+        """Receive, on the current stream; the kernels' count of received calls goes on when all calls before this one
+        are received.
 
         Raises:
             InvalidState: it has run, the buffer is closed, or the ranks have agreed on a view since.
         """
-        if self.is_done:
+        if self._launch is None:
             raise InvalidState(f"{OPS[self._op]}: the hook has been called already")
-        if self not in self._calls:
-            raise InvalidState(f"{OPS[self._op]}: the buffer was closed, or went on in another view, before this hook")
-        self._join()
-        self.receive(RECEIVE_HALF)
-
-    def receive(self, halves: int) -> None:
-        """Launch `halves`; the kernels' count of received calls goes on when all calls before this one are received."""
         calls = self._calls
-        ahead = calls.index(self)
-        advance = 0
+        if self not in calls:
+            raise InvalidState(f"{OPS[self._op]}: the buffer was closed, or went on in another view, before this hook")
+        ahead, advance = calls.index(self), 0
         if ahead == 0:
-            advance = 1 + sum(
-                1 for _ in itertools.takewhile(lambda other: other.is_done, itertools.islice(calls, 1, None))
-            )
-        self._launch(HalfLaunch(halves, ahead, advance))
-        self.is_done = True
+            behind = itertools.islice(calls, 1, None)
+            advance = 1 + sum(1 for _ in itertools.takewhile(lambda other: other.is_done, behind))
+        self._launch(ahead, advance)
+        self.is_done, self._launch = True, None  # lets go of the tensors
         for _ in range(advance):
             calls.popleft()

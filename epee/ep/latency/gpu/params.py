@@ -37,6 +37,17 @@ BOTH_HALVES = SEND_HALF | RECEIVE_HALF
 OP_DISPATCH, OP_COMBINE = 1, 2
 SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0 = range(3)
 
+# Words that differ from call to call. They follow each other in the arguments, so that one `struct.pack_into` writes
+# them all; the rest stays for all calls of a kind and size (`plan.py`).
+CALL_WORDS = "timeout_ns ahead advance mask waits"
+HANDLE_PARTS = "got recv_rows recv_weights recv_info sent_to"
+DISPATCH_PARTS = f"{HANDLE_PARTS} counts ranges src_token own_ids own_weights"
+DISPATCH_POINTERS = (
+    "x topk_idx topk_weights out_x out_scales stats "
+    "out_got recv_rows recv_weights recv_info sent_to out_counts out_ranges out_src_token own_ids own_weights"
+)
+COMBINE_POINTERS = "y topk_weights out out_got handle_got recv_rows recv_weights recv_info sent_to"
+
 _PTR, _WORD, _INT, _LONG = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64
 
 
@@ -45,7 +56,7 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class LatencyCall(ctypes.Structure):
-    """What every kernel gets first.
+    """What every kernel gets; its last words (`CALL_WORDS`) stand in front of the pointers of the call.
 
     `own`: this rank's region; `mask`: int32 [num_ranks] on the device; `report`, `abort`, `lost`: pinned host memory
     (`abort` as in `common/wait.cuh`); `waits`: int64 [num_ranks], microseconds until the receive half has heard each
@@ -55,10 +66,10 @@ class LatencyCall(ctypes.Structure):
     """
 
     _fields_ = (
-        *_fields(_PTR, "own mask report abort lost waits"),
-        *_fields(_WORD, "peers_offset tags_offset heard_offset end_offset reported_offset news_offset"),
-        *_fields(_WORD, "timeout_ns ahead advance max_in_flight"),
+        *_fields(_PTR, "own report abort lost"),
+        *_fields(_WORD, "peers_offset tags_offset heard_offset end_offset reported_offset news_offset max_in_flight"),
         *_fields(_INT, "rank op halves is_strict"),
+        *_fields(_WORD, CALL_WORDS),
     )
 
 
@@ -84,10 +95,9 @@ class LatencyDispatchParams(ctypes.Structure):
     """
 
     _fields_ = (
-        ("call", LatencyCall),
         ("at", LatencyPlaces),
-        *_fields(_PTR, "x topk_idx topk_weights out_x out_scales out_counts out_ranges out_src_token out_got stats"),
-        *_fields(_PTR, "recv_rows recv_weights recv_info sent_to own_ids own_weights"),
+        ("call", LatencyCall),
+        *_fields(_PTR, DISPATCH_POINTERS),
         ("x_stride", _LONG),
         *_fields(_INT, "num_tokens num_topk num_experts num_local_experts owner_factor hidden token_words"),
         *_fields(_INT, "meta_words row_words scale_words scale_kind kind refused"),
@@ -103,10 +113,10 @@ class LatencyCombineParams(ctypes.Structure):
     """
 
     _fields_ = (
-        ("call", LatencyCall),
         ("at", LatencyPlaces),
+        ("call", LatencyCall),
+        *_fields(_PTR, COMBINE_POINTERS),
         ("weights_offset", _WORD),
-        *_fields(_PTR, "y topk_weights out out_got handle_got recv_rows recv_weights recv_info sent_to"),
         ("y_stride", _LONG),
         *_fields(_INT, "num_tokens num_topk hidden token_words num_rows has_weights kind refused"),
     )

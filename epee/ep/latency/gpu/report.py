@@ -24,6 +24,7 @@ _KINDS = {
         "float32 partials and topk_weights",
     ),
 }
+NO_REPORTS = memoryview(bytes(8 * NUM_REPORTS)).cast("Q")  # the codes, every `REPORT_WORDS`th word, when all are read
 
 
 def take_report(words: memoryview, rank: int) -> EpeeError | None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .params import SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0, LatencyConfig, LatencyHandleSpace, handle_space
+from .params import SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0, LatencyConfig, LatencyHandleSpace
 
 
 @dataclass(frozen=True)
 class CoreOptions:
-    """How a call runs.
+    """How calls run that share a plan.
 
     Attributes:
-        timeout_s: bound of the kernel's waits.
+        timeout_s: bound of the kernel's waits, for calls that name none.
         is_strict: a source that does not come is an error (`check`), and is awaited again by the next call.
         return_hook: send only; the result's `hook` receives.
         use_fp8, round_scale, use_ue8m0: of a dispatch, as `reference.latency` says.
@@ -45,84 +46,99 @@ class CoreHandle:
     Attributes:
         num_tokens: that this rank sent.
         words: the tensor; valid behind the receive half.
+        address: of the tensor.
     """
 
-    def __init__(self, config: LatencyConfig, num_tokens: int, words: torch.Tensor) -> None:
+    __slots__ = ("_config", "_space", "address", "num_tokens", "words")
+
+    def __init__(self, config: LatencyConfig, num_tokens: int, space: LatencyHandleSpace, words: torch.Tensor) -> None:
         self.num_tokens = num_tokens
         self.words = words
-        self.space: LatencyHandleSpace = handle_space(config, num_tokens)
+        self.address = words.data_ptr()
+        self._space = space
         self._config = config
-
-    def address(self, part: str) -> int:
-        """Return where a part lies."""
-        return self.words.data_ptr() + 4 * int(getattr(self.space, part))
 
     def clear(self) -> None:
         """Say that nothing has come yet, until the hook has run."""
-        self.words[self.space.waits : self.space.counts].zero_()
+        self.words[self._space.waits : self._space.counts].zero_()
 
-    def _part(self, name: str, count: int) -> torch.Tensor:
-        start = int(getattr(self.space, name))
-        return self.words[start : start + count]
+    def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        start = int(getattr(self._space, name))
+        return _view(self.words[start:], shape, dtype)
 
     @property
     def got(self) -> torch.Tensor:
         """`[num_ranks]` bool: whose tokens are in the result."""
-        return self._part("got", 2).view(torch.bool)[: self._config.num_ranks]
+        return self._part("got", (self._config.num_ranks,), torch.bool)
 
     @property
     def wait_us(self) -> torch.Tensor:
         """`[num_ranks]` int64: microseconds until the receive half had heard each rank."""
-        return self._part("waits", 2 * self._config.num_ranks).view(torch.int64)
+        return self._part("waits", (self._config.num_ranks,), torch.int64)
 
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
         """`[num_local_experts]` int32."""
-        return self._part("counts", self._config.num_local_experts)
+        return self._part("counts", (self._config.num_local_experts,), torch.int32)
 
     @property
     def layout_range(self) -> torch.Tensor:
         """`[num_local_experts, num_ranks]` int64: `begin << 32 | count` of each source's rows."""
-        shape = self._config.num_local_experts, self._config.num_ranks
-        return self._part("ranges", 2 * shape[0] * shape[1]).view(torch.int64).view(shape)
+        return self._part("ranges", (self._config.num_local_experts, self._config.num_ranks), torch.int64)
 
     @property
     def own_ids(self) -> torch.Tensor:
         """`[num_tokens, num_topk]` int32: the experts of this rank's tokens, -1 for none."""
-        return self._part("own_ids", self.num_tokens * self._config.num_topk).view(
-            self.num_tokens, self._config.num_topk
-        )
+        return self._part("own_ids", (self.num_tokens, self._config.num_topk), torch.int32)
 
     @property
     def own_weights(self) -> torch.Tensor:
         """`[num_tokens, num_topk]` float32: their weights."""
-        flat = self._part("own_weights", self.num_tokens * self._config.num_topk)
-        return flat.view(torch.float32).view(self.num_tokens, self._config.num_topk)
+        return self._part("own_weights", (self.num_tokens, self._config.num_topk), torch.float32)
 
     @property
     def src_token(self) -> torch.Tensor:
         """`[num_local_experts, num_ranks * max_tokens]` int32: the token's number there; undefined behind rows."""
-        shape = self._config.num_local_experts, self._config.capacity
-        return self._part("src_token", shape[0] * shape[1]).view(shape)
+        return self._part("src_token", (self._config.num_local_experts, self._config.capacity), torch.int32)
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class CoreReceived:
-    """What a dispatch brings: `x` `[L, ranks * T, hidden]`, scales `[L, ranks * T, n]` with FP8, and the hook that
-    receives when only the send half has been launched."""
+    """What a dispatch brings: `x` `[L, ranks * T, hidden]`, scales `[L, ranks * T, n]` with FP8, the hook that receives
+    when only the send half has been launched, and the raw stream of the launch."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
     handle: CoreHandle
     hook: Callable[[], None] | None
+    stream: int
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class CoreCombined:
-    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `got` `[num_ranks]` bool, `wait_us` `[num_ranks]`
-    int64 as of a dispatch, and the hook."""
+    """What a combine brings: `x` `[num_tokens, hidden]` bfloat16, `words` with the small results; hook and stream as of
+    a dispatch."""
 
     x: torch.Tensor
-    got: torch.Tensor
-    wait_us: torch.Tensor
+    words: torch.Tensor
     hook: Callable[[], None] | None
+    stream: int
+    num_ranks: int
+
+    @property
+    def got(self) -> torch.Tensor:
+        """`[num_ranks]` bool: whose experts are in the sums."""
+        return _view(self.words[self.num_ranks :], (self.num_ranks,), torch.bool)
+
+    @property
+    def wait_us(self) -> torch.Tensor:
+        """`[num_ranks]` int64, as of a dispatch."""
+        return _view(self.words, (self.num_ranks,), torch.int64)
+
+
+def _view(words: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the beginning of `words`, whatever the mode in which it is made: an inference tensor if they are one."""
+    count = math.prod(shape)
+    with torch.inference_mode(words.is_inference()):
+        part = words[: -(-count * dtype.itemsize // words.itemsize)]
+        return part.view(dtype)[:count].view(shape)

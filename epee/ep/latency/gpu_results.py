@@ -1,0 +1,145 @@
+"""Results of `LatencyBuffer` on GPUs: what a call rarely asks for is made when it is first read.
+
+Everything small that a call brings lies in one tensor on the device; counts, ranges, `got` are views of it. To make one
+costs the host about as much as a third of a launch, so a call makes none. A view that is made later is the same as one
+that would have been made at once: it names memory, and nothing is launched for it.
+
+Who calls: the user's thread, at any time.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from ..event import Event
+from ..streams import Lane
+from .gpu.types import CoreCombined, CoreHandle
+from .types import Hook, LatencyCombined, LatencyDispatched, LatencyHandle
+
+
+class CudaLatencyHandle(LatencyHandle):
+    """The handle of CUDA tensors.
+
+    Attributes:
+        core: what the kernels know.
+    """
+
+    def __init__(self, made_by: tuple[int, int, int], num_topk: int, core: CoreHandle, is_received: bool) -> None:
+        """Begin with the buffer, the call and the epoch that made it."""
+        self.buffer_id, self.seq, self.epoch = made_by
+        self.num_tokens, self.num_topk = core.num_tokens, num_topk
+        self.core, self.is_received = core, is_received
+
+    @cached_property
+    def got(self) -> torch.Tensor:  # type: ignore[override]  # settable, as all of them
+        return self.core.got
+
+    @cached_property
+    def layout_range(self) -> torch.Tensor:  # type: ignore[override]
+        return self.core.layout_range
+
+    @cached_property
+    def src_token(self) -> torch.Tensor:  # type: ignore[override]
+        return self.core.src_token
+
+
+class CudaLatencyDispatched(LatencyDispatched):
+    """What a dispatch of CUDA tensors brings.
+
+    Args:
+        x: as the attribute.
+        handle: as the attribute.
+        lane: of the call.
+        device, stream: that the call's work is on; a raw stream.
+        hook: as the attribute.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: CudaLatencyHandle,
+        lane: Lane,
+        device: torch.device,
+        stream: int,
+        hook: Hook | None,
+    ) -> None:
+        self.x, self.handle, self.hook = x, handle, hook
+        self._core, self._where = handle.core, (lane, device, stream)
+        if lane.is_own:
+            self.event = lane.event(device, stream)  # recorded now
+
+    @cached_property
+    def event(self) -> Event:  # type: ignore[override]
+        lane, device, stream = self._where
+        return lane.event(device, stream)
+
+    @cached_property
+    def num_tokens_per_expert(self) -> torch.Tensor:  # type: ignore[override]
+        return self._core.num_tokens_per_expert
+
+    @cached_property
+    def got(self) -> torch.Tensor:  # type: ignore[override]
+        return self._core.got
+
+    @cached_property
+    def wait_us(self) -> torch.Tensor:  # type: ignore[override]
+        return self._core.wait_us
+
+
+class CudaLatencyCombined(LatencyCombined):
+    """What a combine of CUDA tensors brings.
+
+    Args:
+        core: what the kernel writes.
+        weights: `[num_tokens, num_topk]` float32 that it multiplied by, None for those of the dispatch.
+        handle: of the dispatch.
+        num_local_experts: of a rank.
+        lane, device, stream, hook: as of `CudaLatencyDispatched`.
+    """
+
+    def __init__(
+        self,
+        core: CoreCombined,
+        weights: torch.Tensor | None,
+        handle: CoreHandle,
+        num_local_experts: int,
+        lane: Lane,
+        device: torch.device,
+        stream: int,
+        hook: Hook | None,
+    ) -> None:
+        self.x, self.hook, self.lost = core.x, hook, None
+        self._core, self._where = core, (lane, device, stream)
+        self._weights, self._handle, self._num_local_experts = weights, handle, num_local_experts
+        if lane.is_own:
+            self.event = lane.event(device, stream)
+
+    @cached_property
+    def event(self) -> Event:  # type: ignore[override]
+        lane, device, stream = self._where
+        return lane.event(device, stream)
+
+    @cached_property
+    def got(self) -> torch.Tensor:  # type: ignore[override]
+        return self._core.got
+
+    @cached_property
+    def wait_us(self) -> torch.Tensor:  # type: ignore[override]
+        return self._core.wait_us
+
+    @property
+    def lost_weight(self) -> torch.Tensor:
+        """`[num_tokens]` float32: the weights of each token whose expert is not in the sums (see `got`)."""
+        weights = self._handle.own_weights if self._weights is None else self._weights.detach()
+        return lost_weight(self._handle.own_ids, weights, self.got, self._num_local_experts)
+
+
+def lost_weight(ids: torch.Tensor, weights: torch.Tensor, got: torch.Tensor, num_local_experts: int) -> torch.Tensor:
+    """Return `[num_tokens]` float32: the weights of each token whose expert lives on a rank that is not in `got`."""
+    is_lost = (ids >= 0) & ~got[(ids.clamp(min=0) // num_local_experts).long()]
+    lost = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
+    for k in range(ids.shape[1]):
+        lost = torch.where(is_lost[:, k], lost + weights[:, k], lost)
+    return lost

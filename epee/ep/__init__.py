@@ -12,6 +12,7 @@ from .buffer import Buffer
 from .config import PAYLOAD_DTYPES
 from .control.bootstrap import group_of
 from .gpu.layout import count_layout
+from .gpu.report import NoRoomError
 from .handle import Combined, Dispatched, Handle, Payload
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
@@ -36,6 +37,7 @@ __all__ = [
     "LatencyHandle",
     "LatencyNeed",
     "Need",
+    "NoRoomError",
     "Payload",
     "Quantisation",
     "Room",

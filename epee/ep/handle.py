@@ -174,6 +174,11 @@ class Handle(ABC):
         return None
 
     @property
+    def source_tokens(self) -> torch.Tensor | None:
+        """`[num_ranks]` int32 on the GPU: tokens that each rank had in the dispatch; None on CPUs."""
+        return None
+
+    @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What is kept on the GPU and read by later calls; for the allocator, where these run on another stream."""
         return ()

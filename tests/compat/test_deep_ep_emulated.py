@@ -235,6 +235,57 @@ def test_v1_makes_no_matrix_and_no_host_waits_before_somebody_reads_the_handle()
         assert names <= {"empty", "new_empty", "detach", "equal", "clone", "copy_", "slice", "view"}, names
 
 
+class _Asked:
+    """Counts how often a pool asks the ranks."""
+
+    def __init__(self, buffer: deep_ep.Buffer) -> None:
+        self.times, original = 0, buffer._pool().agree
+
+        def agree(wish: Any) -> Any:
+            """Ask, and count."""
+            self.times += 1
+            return original(wish)
+
+        buffer._pool().agree = agree  # type: ignore[method-assign]
+
+
+def _room_grows(rank: int, num_ranks: int) -> list[int]:
+    """Return how often the ranks were asked after each of some dispatches; one rank's tokens need more room twice."""
+    needs._LEAST_TOKENS = 4
+    buffer = deep_ep.Buffer(world())
+    asked, times = _Asked(buffer), []
+    for counts in ((3, 2), (4, 1), (2, 9), (9, 9), (33, 1), (0, 20)):
+        given = [v1._tokens(src, count) for src, count in enumerate(counts[:num_ranks])]
+        handle = v1._goes_round(buffer, given[rank])
+        routed = [reference.Routed(each["x"], each["topk_idx"]) for each in given]
+        want = v1_handle([each["is_token_in_rank"] for each in given], reference.dispatch(routed, 4)[rank], rank, 10)
+        assert all(torch.equal(part, expected) for part, expected in zip(handle, want, strict=True))
+        times.append(asked.times)
+    return times
+
+
+def test_v1_asks_the_ranks_only_where_somebody_needs_more_room() -> None:
+    assert _run(2, _room_grows) == [[1, 1, 2, 2, 3, 3]] * 2
+
+
+def _wrong_behind_a_room(rank: int, num_ranks: int) -> list[str]:
+    buffer = deep_ep.Buffer(world())
+    given = v1._tokens(rank, 3)
+    v1._goes_round(buffer, given)
+    told = []
+    for _ in range(2):
+        try:
+            buffer.dispatch(**({**given, "num_tokens_per_rank": None} if rank == 1 else given))
+        except (InvalidArgument, MismatchError) as error:
+            told.append(type(error).__name__)
+    v1._goes_round(buffer, given)
+    return told
+
+
+def test_v1s_refused_call_is_refused_at_once_where_nobody_asks() -> None:
+    assert _run(2, _wrong_behind_a_room) == [["MismatchError"] * 2, ["InvalidArgument"] * 2]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_channels_are_found_behind_a_tail_and_among_unlike_ranks(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -248,7 +299,8 @@ def test_channels_are_found_behind_a_tail_and_among_unlike_ranks(seed: int) -> N
     received = torch.tensor([len(part) for part in parts]).cumsum(0)
     tail = torch.full((5,), -1)
     for rows in (torch.cat(parts), torch.cat([*parts, tail])):
-        assert recv_channel_prefix_matrix(rows, received, num_tokens, num_channels).tolist() == want
+        counts = torch.tensor(num_tokens)
+        assert recv_channel_prefix_matrix(rows, received, counts, most + 3, num_channels).tolist() == want
 
 
 def _replaced(slot: int, num_processes: int, folder: str) -> str:

@@ -7,7 +7,7 @@ of six tensors, made when they are read (`v1_handle.py`), behind which stands th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -36,6 +36,7 @@ from epee.ep import (
     CombineOrder,
     Dispatched,
     Need,
+    NoRoomError,
     Payload,
     Room,
     Wish,
@@ -248,27 +249,50 @@ class Buffer(LowLatency, PoolOwner):
             if is_blind:
                 pool.refuse(error)
             else:
-                pool.refuse_wish(error)
+                pool.refuse_wish(error, is_gpu)
             raise
         _, is_token_in_rank, per_expert = counts
         assert is_token_in_rank is not None
         assert per_expert is not None
-        room, wishes = self._room(wish, device, is_blind)
-        local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
-        got = room.core.dispatch(
-            x,
-            routing,
-            topk_weights,
-            is_token_in_rank=is_token_in_rank if routing is None else None,
-            expert_alignment=expert_alignment,
-            num_sms=room.num_sms(config.num_sms),
-            sync=not is_blind,
-        )
+        local_counts = None
+
+        def dispatch_in(room: Room) -> Dispatched:
+            """Dispatch in a room."""
+            return room.core.dispatch(
+                x,
+                routing,
+                topk_weights,
+                is_token_in_rank=is_token_in_rank if routing is None else None,
+                expert_alignment=expert_alignment,
+                num_sms=room.num_sms(config.num_sms),
+                sync=not is_blind,
+            )
+
+        found = self._standing(wish, device, dispatch_in) if is_gpu and routing is not None and not is_blind else None
+        if found is not None:
+            room, got = found
+            wishes: Sequence[Wish] = [wish] * self.group_size
+        else:
+            room, wishes = self._room(wish, device, is_blind)
+            local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
+            got = dispatch_in(room)
         listed = [] if num_worst_tokens else got.num_tokens_per_expert if local_counts is None else local_counts
         num_rows = num_worst_tokens or got.handle.num_recv
         stream = pool.own_stream(device) if run.has_own_stream else None
         known = V1Handle(room, got.handle, num_rows, wishes, is_token_in_rank, config.num_channels, stream)
         return got, known, listed
+
+    def _standing(
+        self, wish: Wish, device: torch.device, dispatch_in: Callable[[Room], Dispatched]
+    ) -> tuple[Room, Dispatched] | None:
+        """Dispatch without asking the ranks first where there is room for all; None: they have to agree."""
+        room = self._pool().standing_room(Need.of([wish], device))
+        if room is None:
+            return None
+        try:
+            return room, dispatch_in(room)
+        except NoRoomError:
+            return None  # a peer's call does not fit, and all have heard of it in this call
 
     def _room(self, wish: Wish, device: torch.device, is_blind: bool) -> tuple[Room, Sequence[Wish]]:
         """Return the room for a dispatch, and what the ranks are about to dispatch: what they say, or as this one."""

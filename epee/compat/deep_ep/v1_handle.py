@@ -28,7 +28,7 @@ class V1Handle:
     Attributes:
         room, handle: epee's own.
         num_rows: that the dispatch's results have.
-        wishes: of all ranks; where nobody was asked they are taken to be as this one's.
+        wishes: of all ranks; where nobody was asked, as on GPUs, only this one's is known, and nothing is read of them.
         is_token_in_rank: as it was given.
         num_channels: of the matrices.
         stream: the communication stream, where the dispatch was asked for an event.
@@ -68,8 +68,12 @@ class V1Handle:
 
     def _recv_channel_prefix_matrix(self) -> torch.Tensor:
         received = self._rank_prefix_matrix()[:, self.room.core.rank].contiguous()
-        num_tokens = [wish.num_tokens for wish in self.wishes]
-        return layout.recv_channel_prefix_matrix(self.handle.src_token, received, num_tokens, self.num_channels)
+        num_tokens = self.handle.source_tokens
+        if num_tokens is None:
+            device = self.is_token_in_rank.device
+            num_tokens = torch.tensor([wish.num_tokens for wish in self.wishes], dtype=torch.int64, device=device)
+        most = self.room.num_tokens
+        return layout.recv_channel_prefix_matrix(self.handle.src_token, received, num_tokens, most, self.num_channels)
 
     def _recv_src_idx(self) -> torch.Tensor:
         return filled_up(self.handle.src_token.to(torch.int32), self.num_rows, -1)

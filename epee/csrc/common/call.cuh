@@ -64,7 +64,17 @@ DEVICE u32 active_ranks(const Call& call) { return ranks_of(call, current_view(c
 DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
 
 /// The words in front of a rank's counts in a dispatch. A rank that combines instead sends `kRefusal` alone.
-enum HeaderWord : int { kHandleInUse = 0, kSignature, kLosses, kGrant, kRefusal, kChannels, kBlocks, kNumHeaderWords };
+enum HeaderWord : int {
+  kHandleInUse = 0,
+  kSignature,
+  kLosses,
+  kGrant,
+  kRefusal,
+  kChannels,
+  kBlocks,
+  kTokens,
+  kNumHeaderWords
+};
 constexpr u64 kOtherCallCode = 2;     // as refusal: the rank makes another kind of call
 constexpr u64 kOtherCallSlot = 0x7E;  // the same in place of a combine's slot
 constexpr u64 kBadHandleCode = 4;     // as refusal of a combine: the dispatch had failed there

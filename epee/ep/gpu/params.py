@@ -52,7 +52,8 @@ _WORD = ctypes.c_uint64
 # What a handle keeps: `send_prefix` int32 [num_tokens, num_ranks], `expert_of` int32 and `weights_of` float32
 # [num_tokens, num_topk], `ordinals` int32 likewise (expert layout, else 0), `count_matrix` int32
 # [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32, and behind it,
-# each aligned to 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts], `token_ends` int32 [num_ranks].
+# each aligned to 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts], `token_ends`, `source_tokens` int32
+# [num_ranks].
 # They stand side by side in every struct, in this order, so that the host sets them in one go.
 _HANDLE_NAMES = ("send_prefix", "expert_of", "weights_of", "ordinals", "count_matrix", "row_base", "recv_info")
 _HANDLE = tuple((name, _PTR) for name in _HANDLE_NAMES)

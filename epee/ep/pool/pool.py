@@ -21,6 +21,7 @@ from ...errors import EpeeError, InvalidState
 from ..base import SharedBuffer
 from ..buffer import Buffer
 from ..control.bootstrap import all_gather_bytes
+from ..gpu.report import NoRoomError
 from ..latency.buffer import LatencyBuffer
 from ..streams import Lane, Lanes, RunOptions, is_capturing
 from . import agreement
@@ -93,6 +94,29 @@ class BufferPool:
         self._join_others(room)
         return room
 
+    def standing_room(self, need: Need) -> Room | None:
+        """Return the room in which calls of this shape are made without asking the ranks first.
+
+        All ranks find alike whether there is one, as rooms are made by all. Where this rank's call does not fit, the
+        others are told so in their call, which raises `NoRoomError` there: then all `agree`, and make more room.
+
+        Args:
+            need: of this rank's call alone.
+
+        Returns:
+            None: all ranks must `agree` first.
+        """
+        self._check_open()
+        room = self._rooms.get(_key(need))
+        if room is None:
+            return None
+        if not room.fits(need):
+            room.core.refuse(NoRoomError("a rank has more tokens than the buffer has room for"))
+            return None
+        self._last = room
+        self._join_others(room)
+        return room
+
     def latency_buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
         """Return the buffer for a call. Collective when it must be made, and behind `meet_again`.
 
@@ -136,8 +160,15 @@ class BufferPool:
         """
         return agreement.conclude(self._share(agreement.pack_wish(wish)))
 
-    def refuse_wish(self, error: Exception) -> None:
-        """Take part in the peers' `agree` as the rank whose arguments are wrong; `error` is what the caller raises."""
+    def refuse_wish(self, error: Exception, is_gpu: bool = False) -> None:
+        """Take part in the peers' `agree` as the rank whose arguments are wrong; `error` is what the caller raises.
+
+        With tensors of a GPU and a room there, the peers do not ask, but call: in the room that was used last, or so
+        it seems to a rank that cannot tell its own call's shape.
+        """
+        if is_gpu and self._last is not None:
+            self.refuse(error)
+            return
         try:
             self._share(agreement.pack_refusal(self.group.size(), error))
         except EpeeError as problem:
@@ -220,7 +251,7 @@ class BufferPool:
                 other.core.join()
 
     def _find(self, need: Need) -> Room:
-        key = (need.layout, need.num_experts, need.hidden, need.num_topk, need.device, need.num_rows)
+        key = _key(need)
         old = self._rooms.get(key)
         if old is not None and old.fits(need):
             return old
@@ -268,6 +299,11 @@ class BufferPool:
         if self._last is None:
             return all_gather_bytes(self.group, data)
         return self._last.core.all_gather_bytes(data)
+
+
+def _key(need: Need) -> tuple[object, ...]:
+    """Return what calls in one room have in common."""
+    return need.layout, need.num_experts, need.hidden, need.num_topk, need.device, need.num_rows
 
 
 def _is_mask(given: object, num_ranks: int) -> TypeGuard[torch.Tensor]:

@@ -125,6 +125,11 @@ class CudaHandle(Handle):
         return self.core.part("token_ends", self.num_ranks)
 
     @property
+    def source_tokens(self) -> torch.Tensor:
+        """`[num_ranks]` int32 on the GPU, as the kernel wrote it: tokens that each rank had in the dispatch."""
+        return self.core.part("source_tokens", self.num_ranks)
+
+    @property
     def received_up_to(self) -> torch.Tensor:
         """`[num_ranks, num_ranks]` int32 on the GPU: tokens that rank d (column) gets from ranks 0 ... s (row)."""
         return self._count_matrix[:, self._num_experts :].cumsum(0).to(torch.int32)

@@ -244,6 +244,7 @@ class HandleSpace:
     slot_ends: int  # these lie behind `recv_info` for the kernels, and are only read on the GPU
     recv_slots: int
     token_ends: int
+    source_tokens: int
     total: int
 
 
@@ -259,6 +260,7 @@ def handle_space(config: ThroughputConfig, num_tokens: int) -> HandleSpace:
         config.info_words,
         config.num_local_experts,
         config.num_local_experts,
+        config.num_ranks,
         config.num_ranks,
     )
     offsets = [0]

@@ -45,24 +45,25 @@ def send_head(is_token_in_rank: torch.Tensor, num_channels: int) -> torch.Tensor
 
 
 def recv_channel_prefix_matrix(
-    src_token: torch.Tensor, received: torch.Tensor, num_tokens: Sequence[int], num_channels: int
+    src_token: torch.Tensor, received: torch.Tensor, num_tokens: torch.Tensor, most: int, num_channels: int
 ) -> torch.Tensor:
     """Return `[num_ranks, num_channels]`: rows from rank s that lie before its channel c. The host does not wait.
 
     Args:
         src_token: `[num_rows]` int64, rows in (source rank, token) order, -1 behind those that came.
         received: `[num_ranks]`, rows from ranks 0 ... s.
-        num_tokens: tokens of each rank.
+        num_tokens: `[num_ranks]`, tokens of each rank.
+        most: that a rank may have.
         num_channels: C.
     """
-    device, stride = src_token.device, max(num_tokens) + 1
+    device, stride, counts = src_token.device, most + 1, num_tokens.to(torch.int64)[:, None]
     rows = torch.arange(len(src_token), dtype=torch.int64, device=device)
     src_rank = torch.searchsorted(received.to(torch.int64), rows, right=True)
     keys = torch.where(src_token < 0, len(num_tokens) * stride, src_rank * stride + src_token)
     channels = torch.arange(num_channels, dtype=torch.int64, device=device)
-    firsts = [(channels * channel_size(count, num_channels)).clamp_(max=count) for count in num_tokens]
-    starts = [first + rank * stride for rank, first in enumerate(firsts)]
-    found = torch.searchsorted(keys, torch.stack(starts))
+    sizes = ((counts + num_channels - 1) // num_channels).clamp_(min=1)  # as `channel_size`
+    ranks = torch.arange(len(num_tokens), dtype=torch.int64, device=device)[:, None]
+    found = torch.searchsorted(keys, torch.minimum(channels * sizes, counts) + ranks * stride)
     return (found - found[:, :1]).to(torch.int32)
 
 

@@ -43,7 +43,7 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, u32 losses, 
     const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
     const i32 values[kNumHeaderWords] = {handle_in_use(p), static_cast<i32>(p.signature),     static_cast<i32>(losses),
                                          p.grant,          has_bad_id ? kBadExpert : refusal, p.num_channels,
-                                         p.num_blocks};
+                                         p.num_blocks,     p.num_tokens};
     i32 value = 0;
 #pragma unroll
     for (int i = 0; i < kNumHeaderWords; ++i) value = which == i ? values[i] : value;
@@ -94,7 +94,10 @@ DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, u32 losses,
   const u32 mine = which == kHandleInUse ? static_cast<u32>(handle_in_use(p))
                    : which == kLosses    ? losses
                                          : static_cast<u32>(p.signature);
-  const i32 limit = which == kGrant ? p.num_slots - 1 : which == kChannels ? kMaxChannels : kMaxBlocks;
+  const i32 limit = which == kGrant      ? p.num_slots - 1
+                    : which == kChannels ? kMaxChannels
+                    : which == kTokens   ? p.max_tokens
+                                         : kMaxBlocks;
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) {
     const i32 value = values[src];
@@ -127,6 +130,18 @@ DEVICE bool check_counts(const LayoutParams& p, u64 tag, const PerRank& values) 
   return is_good;
 }
 
+/// What lies behind `recv_info` in a handle (`HandleSpace`), to be read on the GPU.
+struct Ends {
+  i32 *slot_ends, *recv_slots, *token_ends, *source_tokens;
+
+  DEVICE explicit Ends(const LayoutParams& p) {
+    slot_ends = reinterpret_cast<i32*>(p.recv_info) + round_up(kRecvInfoCounts + p.num_local_experts, 4);
+    recv_slots = slot_ends + round_up(p.num_local_experts, 4);
+    token_ends = recv_slots + round_up(p.num_local_experts, 4);
+    source_tokens = token_ends + round_up(kNumRanks, 4);
+  }
+};
+
 /// Collects and checks a header word of all ranks, keeps what the payload kernel needs. One thread for each word.
 DEVICE bool receive_header(const LayoutParams& p, u64 tag, u32 active, u32 losses, int which) {
   if (p.refused) {
@@ -141,6 +156,7 @@ DEVICE bool receive_header(const LayoutParams& p, u64 tag, u32 active, u32 losse
     if (which == kGrant) grants[src] = values[src];
     if (which == kChannels) grants[kMaxRanks + src] = values[src];
     if (which == kBlocks) grants[2 * kMaxRanks + src] = values[src];
+    if (which == kTokens && p.do_count) Ends(p).source_tokens[src] = values[src];
   }
   return true;
 }
@@ -254,9 +270,7 @@ DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_r
   for (int d = 0; d < kNumRanks; ++d) is_good = is_good && !has_overflow(p, s, d);
   const int num_local = p.num_local_experts;
   const i32* mine = padded_rows + p.call.rank * num_local;
-  i32* slot_ends = reinterpret_cast<i32*>(p.recv_info) + round_up(kRecvInfoCounts + num_local, 4);
-  i32* recv_slots = slot_ends + round_up(num_local, 4);
-  i32* token_ends = recv_slots + round_up(num_local, 4);
+  const Ends to(p);
   i32 before = 0;
 #pragma unroll 1
   for (int at = 0; at < num_local; at += 32) {
@@ -267,13 +281,13 @@ DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_r
     const i32 end = before + sum_up_to_lane(padded);
     before = __shfl_sync(~0u, end, 31);
     if (expert >= num_local) continue;
-    slot_ends[expert] = p.ordinals ? end - padded + slots : end;  // expert layout: of the rows that are no padding
-    recv_slots[expert] = slots;
+    to.slot_ends[expert] = p.ordinals ? end - padded + slots : end;  // expert layout: of the rows that are no padding
+    to.recv_slots[expert] = slots;
   }
   __syncwarp();
   const i32 tokens = is_good && lane_idx() < kNumRanks ? s.tokens_from[lane_idx()] : 0;
   const i32 end = sum_up_to_lane(tokens);
-  if (lane_idx() < kNumRanks) token_ends[lane_idx()] = end;
+  if (lane_idx() < kNumRanks) to.token_ends[lane_idx()] = end;
 }
 
 /// Collects and checks what all ranks say, writes what the host and later kernels need. One block, all threads;

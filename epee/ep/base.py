@@ -151,6 +151,8 @@ class SharedBuffer:
             As `dispatch`.
         """
         with self._turns.queue(), self._turns:
+            if timeout is None and self._path.barrier_again(self._timeout):
+                return None
             attempt = self._attempt(self._path.barrier_op, timeout)
             while True:
                 with attempt as deadline:

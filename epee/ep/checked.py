@@ -89,15 +89,13 @@ class CheckedCalls:
         """Return a checked combine; arguments and errors as of `check_combine`."""
         call = check_combine(self._config, y, handle, topk_weights, bias, out, members)
         is_plain = bias is None and out is None and call.order is RANKS_THEN_BIAS
-        facts = self._combine_facts(y, handle, topk_weights) if is_plain and handle.order is None else None
+        facts = self._combine_facts(y, handle, topk_weights) if is_plain else None
         if facts is not None and _are_whole(y, topk_weights):
             return call._replace(memo=self._memo_of(facts))
         return call
 
     def combine_again(self, y: Any, handle: Handle) -> CombineCall | None:
         """Return a combine of rows alone whose like has passed the checks, else None."""
-        if handle.order is not None:
-            return None
         memo = self._passed.get(self._combine_facts(y, handle, None))
         if memo is None or y.data_ptr() % _ALIGNMENT:
             return None
@@ -136,7 +134,9 @@ class CheckedCalls:
             return None
         try:
             weights = None if topk_weights is None else _facts_of(topk_weights)
-            return _facts_of(y), weights, handle.num_recv, _facts_of_handle(handle)
+            order = handle.order  # whose ids are not looked at on GPUs
+            sums = None if order is None else (order.by, order.bias_first, order.round_partials)
+            return _facts_of(y), weights, handle.num_recv, _facts_of_handle(handle), sums
         except (AttributeError, RuntimeError, TypeError):  # no dense tensors: the rules will say so
             return None
 

@@ -64,6 +64,9 @@ class Path(Protocol):
     def barrier(self, deadline: float) -> None:
         """Let the ranks meet."""
 
+    def barrier_again(self, timeout_s: float) -> bool:
+        """Let the ranks meet where that needs no look around; False, and nothing has happened, where it does."""
+
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on who takes part: `[num_ranks]` int32 on the CPU, and into `active_ranks`."""
 

@@ -46,6 +46,7 @@ from epee.ep import (
 )
 from epee.errors import InvalidArgument
 
+_MOST_WISHES = 1024  # that are remembered
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding
 V1Tuple: TypeAlias = tuple[torch.Tensor, ...]
 # num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
@@ -100,6 +101,7 @@ class Buffer(LowLatency, PoolOwner):
         pool = BufferPool(self.group)
         self.runtime: BufferPool | None = pool
         self._handles: KnownHandles[V1Handle] = KnownHandles(NUM_ENTRIES)
+        self._wishes: dict[tuple[object, ...], tuple[Wish, Need]] = {}
         self._init_low_latency(pool)
 
     @staticmethod
@@ -244,7 +246,7 @@ class Buffer(LowLatency, PoolOwner):
         is_blind = num_worst_tokens > 0 and is_gpu  # then the host waits for nobody
         try:
             routing = None if topk_idx is None else int64_routing(topk_idx)
-            wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens, is_gpu)
+            wish, need = self._wished(x, counts, routing, topk_weights, num_worst_tokens, device)
         except Exception as error:
             if is_blind:
                 pool.refuse(error)
@@ -268,7 +270,7 @@ class Buffer(LowLatency, PoolOwner):
                 sync=not is_blind,
             )
 
-        found = self._standing(wish, device, dispatch_in) if is_gpu and routing is not None and not is_blind else None
+        found = self._standing(need, dispatch_in) if is_gpu and routing is not None and not is_blind else None
         if found is not None:
             room, got = found
             wishes: Sequence[Wish] = [wish] * self.group_size
@@ -282,11 +284,9 @@ class Buffer(LowLatency, PoolOwner):
         known = V1Handle(room, got.handle, num_rows, wishes, is_token_in_rank, config.num_channels, stream)
         return got, known, listed
 
-    def _standing(
-        self, wish: Wish, device: torch.device, dispatch_in: Callable[[Room], Dispatched]
-    ) -> tuple[Room, Dispatched] | None:
+    def _standing(self, need: Need, dispatch_in: Callable[[Room], Dispatched]) -> tuple[Room, Dispatched] | None:
         """Dispatch without asking the ranks first where there is room for all; None: they have to agree."""
-        room = self._pool().standing_room(Need.of([wish], device))
+        room = self._pool().standing_room(need)
         if room is None:
             return None
         try:
@@ -351,6 +351,45 @@ class Buffer(LowLatency, PoolOwner):
         except InvalidArgument as error:
             pool.refuse(error)
             raise
+
+    def _wished(
+        self,
+        x: Payload,
+        counts: _Counts,
+        routing: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_worst_tokens: int,
+        device: torch.device,
+    ) -> tuple[Wish, Need]:
+        """Return what this rank is about to dispatch, and needs; on GPUs once for calls whose shapes are alike."""
+        is_gpu = self._pool().is_gpu(device)
+        shapes = None
+        if is_gpu and routing is not None and all(isinstance(count, torch.Tensor) for count in counts):
+            values: Any = values_of(x)
+            _, is_in, per_expert = counts
+            assert is_in is not None
+            assert per_expert is not None
+            shapes = (
+                values.shape,
+                values.dtype,
+                routing.shape,
+                topk_weights is None,
+                is_in.shape,
+                is_in.dtype,
+                per_expert.shape,
+                num_worst_tokens,
+                device,
+            )
+            known = self._wishes.get(shapes)
+            if known is not None:
+                return known
+        wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens, is_gpu)
+        known = wish, Need.of([wish], device)
+        if shapes is not None:
+            if len(self._wishes) >= _MOST_WISHES:
+                self._wishes.clear()
+            self._wishes[shapes] = known
+        return known
 
     def _wish(
         self,

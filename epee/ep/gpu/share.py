@@ -35,7 +35,9 @@ class Share:
         self._width = 0
         self._in_graphs = False
         self._num_sms = num_sms
-        self._seen = -1  # how much had changed when `limit` looked last
+        self._seen = -1  # how much had changed when `limit` looked last, what it was asked, and its answer
+        self._asked: tuple[int, bool] | None = None
+        self._answer = num_sms, True
         with _lock:
             self._all = _shares.setdefault(str(device), {})
             self._all[id(self)] = weakref.ref(self)
@@ -86,7 +88,15 @@ class Share:
         Raises:
             ResourceError: too many buffers are in use at once.
         """
-        self._seen = _num_changes  # before the look: what changes meanwhile is looked at again
+        asked = stream, is_capturing
+        if self._seen == _num_changes and asked == self._asked:
+            return self._answer
+        seen = _num_changes  # before the look: what changes meanwhile is looked at again
+        answer = self._look(stream, is_capturing)
+        self._answer, self._asked, self._seen = answer, asked, seen
+        return answer
+
+    def _look(self, stream: int, is_capturing: bool) -> tuple[int, bool]:
         if len(self._all) == 1:
             return self._num_sms, True
         with _lock:
@@ -102,6 +112,7 @@ class Share:
         """The buffer is closed."""
         with _lock:
             self._all.pop(id(self), None)
+        _note_change()
 
 
 _num_changes = 0  # of anything that `limit` looks at, in this process

@@ -360,6 +360,10 @@ class LatencyCpuPath(Memory):
 
     # -- agreement
 
+    def barrier_again(self, timeout_s: float) -> bool:
+        """Return False: hosts that meet look around."""
+        return False
+
     def barrier(self, deadline: float) -> None:
         """Let the ranks' host threads meet; raises as `LatencyBuffer.barrier`."""
         self._control.all_gather_bytes(b"", deadline)

@@ -265,6 +265,10 @@ class LatencyCudaPath(Memory):
         shape = (self.config.num_local_experts, self.config.num_ranks * self.config.max_tokens_per_rank)
         return torch.empty(*shape, self.config.hidden, dtype=torch.bfloat16, device=self._platform.device)
 
+    def barrier_again(self, timeout_s: float) -> bool:
+        """Return False: hosts that meet look around."""
+        return False
+
     def barrier(self, deadline: float) -> None:
         """Let the ranks' host threads meet; raises as `LatencyBuffer.barrier`."""
         self._control.all_gather_bytes(b"", deadline)

@@ -246,7 +246,7 @@ class BufferPool:
 
     def _join_others(self, room: Room) -> None:
         """Let a call in `room` run behind those in others: the calls of one pool's rooms run one after another."""
-        for other in self._rooms.values():
+        for other in self._rooms.values() if len(self._rooms) > 1 else ():
             if other is not room:
                 other.core.join()
 

@@ -105,6 +105,10 @@ class CpuPath:
         """Whether a process that takes a lost rank's place comes in with the next call."""
         return self.exchange.membership.takes_replacements
 
+    def barrier_again(self, timeout_s: float) -> bool:
+        """Return False: hosts that meet look around."""
+        return False
+
     def barrier(self, deadline: float) -> None:
         """Let the ranks' host threads meet; raises as `Buffer.barrier`."""
         self.control.all_gather_bytes(b"", deadline)

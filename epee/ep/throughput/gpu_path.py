@@ -277,6 +277,17 @@ class CudaPath(Memory):
             None if routing is None else partial(lost_weight, routing, lost, self.config),
         )
 
+    def barrier_again(self, timeout_s: float) -> bool:
+        """Let the streams meet in quiet times; else return False."""
+        if not self.is_quiet():
+            return False
+        try:
+            self._core.start_barrier(timeout_s)
+        except EpeeError as error:
+            self._blame_death("barrier", error, is_capturing=False)
+            raise
+        return True
+
     def barrier(self, deadline: float) -> None:
         """Let the ranks meet on their current streams; raises as `Buffer.barrier`."""
         is_capturing = self._platform.is_capturing()

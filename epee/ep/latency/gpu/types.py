@@ -63,8 +63,7 @@ class CoreHandle:
         self.words[self._space.waits : self._space.counts].zero_()
 
     def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        start = int(getattr(self._space, name))
-        return _view(self.words[start:], shape, dtype)
+        return _view(self.words, int(getattr(self._space, name)), shape, dtype)
 
     @property
     def got(self) -> torch.Tensor:
@@ -128,17 +127,26 @@ class CoreCombined:
     @property
     def got(self) -> torch.Tensor:
         """`[num_ranks]` bool: whose experts are in the sums."""
-        return _view(self.words[self.num_ranks :], (self.num_ranks,), torch.bool)
+        return _view(self.words, self.num_ranks, (self.num_ranks,), torch.bool)
 
     @property
     def wait_us(self) -> torch.Tensor:
         """`[num_ranks]` int64, as of a dispatch."""
-        return _view(self.words, (self.num_ranks,), torch.int64)
+        return _view(self.words, 0, (self.num_ranks,), torch.int64)
 
 
-def _view(words: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the beginning of `words`, whatever the mode in which it is made: an inference tensor if they are one."""
-    count = math.prod(shape)
+def _view(words: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return what begins `start` words into `words`, whatever the mode in which it is made: an inference tensor if they
+    are one."""
+    if words.is_inference() == torch.is_inference_mode_enabled():  # to enter a mode costs more than a view
+        return _cut(words, start, shape, dtype)
     with torch.inference_mode(words.is_inference()):
-        part = words[: -(-count * dtype.itemsize // words.itemsize)]
-        return part.view(dtype)[:count].view(shape)
+        return _cut(words, start, shape, dtype)
+
+
+def _cut(words: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = math.prod(shape)
+    if dtype == words.dtype and len(shape) == 1:
+        return words.as_strided(shape, (1,), words.storage_offset() + start)
+    part = words[start : start - (-count * dtype.itemsize // words.itemsize)]
+    return part.view(dtype)[:count].view(shape)

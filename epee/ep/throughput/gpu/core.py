@@ -230,10 +230,14 @@ class Throughput:
 
     def barrier(self, timeout_s: float) -> None:
         """All ranks meet on the device, on their current streams; the host waits for nobody."""
+        self._machine.begin()
+        self.start_barrier(timeout_s)
+
+    def start_barrier(self, timeout_s: float) -> None:
+        """Launch a barrier in a call that has begun."""
         machine = self._machine
-        stream = machine.begin()
         machine.announce()
-        machine.launch(self._barrier, timeout_s, stream)
+        machine.launch(self._barrier, timeout_s, machine.stream)
 
     def refuse(
         self, timeout_s: float, tell: Callable[[int], None] | None = None, code: int = REFUSED_INVALID_ARGUMENT

@@ -89,7 +89,7 @@ class Turns:
             self._close()
             raise InvalidState("the buffer is closed; make a new one")
         if self._index is not None and self._index != _current_gpu():
-            gpu = torch.cuda.device(self._index)
+            gpu = on_gpu(self._index)
             try:
                 gpu.__enter__()
                 self._gpu = gpu

@@ -41,9 +41,14 @@ DEVICE void send_counts(const LayoutParams& p, u64 tag, u32 active, u32 losses, 
     if (which == kRefusal && !refusal && is_slot_haunted(p.call, active, p.grant))
       refusal = static_cast<int>(kHauntedCode);
     const bool has_bad_id = p.do_count && totals[p.num_experts + kNumRanks] != 0;  // refuses the whole call
-    const i32 values[kNumHeaderWords] = {handle_in_use(p), static_cast<i32>(p.signature),     static_cast<i32>(losses),
-                                         p.grant,          has_bad_id ? kBadExpert : refusal, p.num_channels,
-                                         p.num_blocks,     p.num_tokens};
+    const i32 values[kNumHeaderWords] = {handle_in_use(p),
+                                         static_cast<i32>(p.signature),
+                                         static_cast<i32>(losses),
+                                         p.grant,
+                                         has_bad_id ? kBadExpert : refusal,
+                                         p.num_channels,
+                                         p.num_blocks,
+                                         p.num_tokens};
     i32 value = 0;
 #pragma unroll
     for (int i = 0; i < kNumHeaderWords; ++i) value = which == i ? values[i] : value;

@@ -27,6 +27,7 @@ from .control.bootstrap import refuse as refuse_birth
 from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
 from .control.messages import ControlPlane
 from .gpu.platform import Platform
+from .gpu.ranges import ranged
 from .handle import mask_of
 from .membership.group_view import seat_of
 from .membership.lane import retire
@@ -137,6 +138,7 @@ class SharedBuffer:
         """Return what stands around a collective call."""
         return CallAttempt(self._exchange, self._path, op, timeout, self._timeout)
 
+    @ranged
     def barrier(self, timeout: float | None = None) -> None:
         """Let all ranks meet. Collective.
 

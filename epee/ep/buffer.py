@@ -21,6 +21,7 @@ from .config import PAYLOAD_DTYPES, BufferConfig
 from .control.bootstrap import group_of, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH
 from .gpu.platform import Platform
+from .gpu.ranges import ranged
 from .handle import Combined, Dispatched, Handle, Payload
 from .paths import Making, Path
 from .streams import RunOptions
@@ -111,6 +112,7 @@ class Buffer(SharedBuffer):
             self._rows.set_poison(poison)
         return self._rows
 
+    @ranged
     def dispatch(
         self,
         x: Payload,
@@ -184,6 +186,7 @@ class Buffer(SharedBuffer):
                     call = self._checked.dispatch(x, routing, topk_weights, layout, expert_alignment, members)
                     return self._rows.dispatch(call, deadline, lane, run)
 
+    @ranged
     def combine(
         self,
         y: torch.Tensor,

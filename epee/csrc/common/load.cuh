@@ -12,8 +12,8 @@ DEVICE_COLD bool wait_load_timed(const Call& call, u64 tag, u64* barrier, u32 pa
   return false;
 }
 
-/// A wait for a bulk load of this SM. False after a report. The first try, which the hardware itself draws out, looks at
-/// no clock: that one is far away, and most rows are there by then.
+/// A wait for a bulk load of this SM. False after a report. The first try, which the hardware itself draws out, looks
+/// at no clock: that one is far away, and most rows are there by then.
 DEVICE bool wait_load(const Call& call, u64 tag, u64* barrier, u32 parity) {
   return mbarrier_try_wait(barrier, parity) || wait_load_timed(call, tag, barrier, parity);
 }

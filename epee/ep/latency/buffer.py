@@ -18,6 +18,7 @@ from ..config import BufferConfig
 from ..control.bootstrap import group_of, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
+from ..gpu.ranges import ranged
 from ..paths import Making, Path
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCpuPath
@@ -86,6 +87,7 @@ class LatencyBuffer(SharedBuffer):
             self._rows.set_poison(poison)
         return self._rows
 
+    @ranged
     def dispatch(
         self,
         x: torch.Tensor,
@@ -138,6 +140,7 @@ class LatencyBuffer(SharedBuffer):
                     result = self._rows.dispatch(self._plans.dispatch(given, flags, async_op, timeout_s), lane)
                     return result if result.hook is None else self._hooked(result)
 
+    @ranged
     def combine(
         self,
         y: torch.Tensor,

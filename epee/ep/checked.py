@@ -99,7 +99,8 @@ class CheckedCalls:
         memo = self._passed.get(self._combine_facts(y, handle, None))
         if memo is None or y.data_ptr() % _ALIGNMENT:
             return None
-        return CombineCall(_detached(y), handle, None, (), None, RANKS_THEN_BIAS, None, memo)
+        rows = y.detach() if y.requires_grad else y
+        return CombineCall(rows, handle, None, (), None, RANKS_THEN_BIAS, None, memo)
 
     def _memo_of(self, facts: tuple[object, ...]) -> dict[Any, Any]:
         if len(self._passed) >= _MOST_FACTS:

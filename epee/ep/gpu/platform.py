@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -115,6 +115,8 @@ class CudaPlatform:
     Attributes:
         device: the GPU.
         limits: its multiprocessors and shared memory, of which some is left to static variables.
+        stream: returns the current stream's raw handle.
+        is_capturing: tells whether the current stream is recording a CUDA graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,8 +130,9 @@ class CudaPlatform:
         num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.limits = Limits(num_sms, shared_bytes - _STATIC_SHARED_BYTES)
         self._index = index
-        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        # every call asks both: without a frame of Python around torch's own functions
+        self.stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
+        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
     @cached_property
     def keeps_addresses(self) -> bool:
@@ -155,14 +158,6 @@ class CudaPlatform:
     def host_words(self, count: int) -> HostWords:
         """Allocate pinned 64-bit words, all zero."""
         return _PinnedWords(count)
-
-    def stream(self) -> int:
-        """Return the current stream's raw handle."""
-        return self._current_stream(self._index)
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream is recording a CUDA graph."""
-        return self._is_capturing()
 
     def mark(self, stream: int) -> torch.cuda.Event:
         """Return an event at the present end of a stream."""

@@ -134,7 +134,7 @@ class CudaPath(Memory):
         self._fresh: dict[int, set[int]] = {}  # the ghosts of ranks that have changed hands since the last epoch
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
-        self._is_core_quiet = self._core.is_quiet
+        self._is_core_quiet = self._core.quiet_test
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
         self._core.set_hooks(self._interrupt, lambda src, call: control.exchange.words.reason_of(src, call))
         self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{self.rank}")

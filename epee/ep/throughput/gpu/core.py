@@ -141,9 +141,10 @@ class Throughput:
             return cut_expanded(expanded, handle)
         return view_slot(machine, plan, handle, taken, stream)
 
-    def is_quiet(self) -> bool:
-        """Tell whether a call need not begin: nothing is to be done or seen that the last one has not."""
-        return self._machine.is_quiet()
+    @property
+    def quiet_test(self) -> Callable[[], bool]:
+        """What tells whether a call need not begin: nothing is to be done or seen that the last one has not."""
+        return self._machine.is_quiet
 
     def known_dispatch(self, memo: dict[Any, DispatchPlan] | None, is_exact: bool, num_sms: int | None) -> Any:
         """Return the plan of a call whose like has been made, or None; `memo` as in `dispatch`."""

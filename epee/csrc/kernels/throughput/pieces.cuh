@@ -1,8 +1,8 @@
 // What a block of a combine works on, piece by piece, and where the rows of a piece are.
 //
 // A piece is a token's row, or a chunk of it; pieces go round the pulling blocks, and within a block round the stages
-// of shared memory. Rows are found from the handle: how many of ours went to each rank before this token (rank layout), or
-// which expert and place each of its k had (expert layout).
+// of shared memory. Rows are found from the handle: how many of ours went to each rank before this token (rank layout),
+// or which expert and place each of its k had (expert layout).
 #pragma once
 #include "../../common/lanes.cuh"
 #include "lanes.cuh"

@@ -73,7 +73,7 @@ class _KnownPaddedHandle:
 
 
 def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Return the bytes that a rank lends for calls of this size; address space on CPUs, and it bounds nothing."""
+    """Return the bytes of a buffer in which calls of this size fit."""
     return align_up(latency_bytes(num_ranks, max_tokens, hidden, num_experts, _MOST_TOPK), _ALIGN)
 
 

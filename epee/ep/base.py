@@ -35,7 +35,7 @@ from .paths import Making, Path, begin_lane, platform_of, return_all, with_polic
 from .streams import Lanes
 from .turns import Turns, on_gpu
 
-_buffer_ids = itertools.count(1)
+buffer_ids = itertools.count(1)
 _Self = TypeVar("_Self", bound="SharedBuffer")
 
 
@@ -66,7 +66,7 @@ class SharedBuffer:
         refusal: EpeeError | None = None,
     ) -> None:
         self._turns = Turns()
-        self._id = next(_buffer_ids)
+        self._id = next(buffer_ids)
         self.rank, self.num_ranks, self.config = group.rank(), size_of(group), config
         seat = seat_of(group, self.num_ranks)
         self._timeout, poison, platform = 0.0, False, None

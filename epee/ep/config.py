@@ -35,7 +35,12 @@ _BOUNDS = {
     "max_tokens_per_rank": (1, 1 << 24),
     "num_slots": (1, 64),
     "max_recv_rows": (0, 1 << 32),  # 0 stands for None
+    "room_bytes": (0, 1 << 48),
 }
+
+
+class DoesNotFit(InvalidArgument):
+    """Calls of these sizes need more memory than the buffer has; the text says how much."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class BufferConfig:
         is_latency: results are padded per expert, with halves, hooks and masks (`LatencyBuffer`).
         fault_mode, on_stall: what a loss is, and what becomes of who is silent, where a view says who takes part.
         share: of a `Buffer` on GPUs: how memory is lent, by "descriptors" or by "cudaIpc".
+        room_bytes: of memory that serves calls of all sizes that fit there; 0 where it is made for these sizes.
         device: of this rank's tensors; the only attribute that ranks do not share.
     """
 
@@ -72,6 +78,7 @@ class BufferConfig:
     fault_mode: str = "raise"
     on_stall: str = "error"
     share: str = ""
+    room_bytes: int = 0
 
     @cached_property
     def is_cuda(self) -> bool:
@@ -190,6 +197,7 @@ class BufferConfig:
             FAULT_MODES.index(self.fault_mode),
             STALL_POLICIES.index(self.on_stall),
             SHARES.index(self.share),
+            self.room_bytes,
         )
 
 
@@ -208,8 +216,9 @@ CONFIG_NAMES = (
     "fault_mode",
     "on_stall",
     "way of lending GPU memory (EPEE_CUDA_SHARE)",
+    "bytes of memory",
 )
-_CHOICES = dict(zip(CONFIG_NAMES[-5:], (PATHS, KINDS, FAULT_MODES, STALL_POLICIES, SHARES), strict=True))
+_CHOICES = dict(zip(CONFIG_NAMES[-6:-1], (PATHS, KINDS, FAULT_MODES, STALL_POLICIES, SHARES), strict=True))
 
 
 def describe_word(name: str, value: int) -> str:

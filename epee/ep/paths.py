@@ -18,7 +18,7 @@ from .control.inbox import Exchange
 from .control.messages import ControlPlane
 from .control.words import inbox_layout
 from .gpu.platform import CudaPlatform, Platform
-from .latency.wire import region_layout
+from .latency.region import region_layout
 from .membership.birth import Begun, begin
 from .membership.epochs import EpochLane
 from .membership.lane import BufferLane, retire

@@ -188,7 +188,7 @@ def _away(rank: int, num_ranks: int, folder: str) -> list[int]:
         for other in range(3):
             stages.wait_for(folder, f"over-{other}", 150.0)
         return []
-    (core,) = buffer._pool._latency.values()
+    (core,) = buffer._pool._latency.wholes
     core._timeout = 3.0  # of the meeting
     for seed in range(1, 4):
         a_round(buffer, active, seed, [True, True, True, False], timeout_us=LONG_US)

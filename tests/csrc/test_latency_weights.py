@@ -29,7 +29,8 @@ def _rank(rank: int, num_ranks: int) -> list[tuple[bool, bool]]:
         weights = inputs[1].topk_weights
         assert weights is not None
         bits = weights.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        place = words.view(torch.int64).view(field.shape)[TAG % field.shape[0], 1]
+        slots = words.view(torch.int64).view(*field.shape[:2], PLAN.max_tokens, PLAN.num_topk)
+        place = slots[TAG % field.shape[0], 1]
         place[: len(bits), :NUM_SENT] = TAG << 32 | bits[:, :NUM_SENT]
     all_gather_bytes(b"weights")
     if rank == 0:

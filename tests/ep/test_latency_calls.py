@@ -315,8 +315,8 @@ def _corrupt(rank: int, num_ranks: int) -> None:
         def bad_head(dst: int, seq: int, head: SectionHeader, reason: bytes = b"") -> None:
             post(dst, seq, head._replace(num_rows=1 << 20) if dst != rank else head, reason)
 
-        def bad_meta(dst: int, seq: int, tokens: Any, ids: Any, weights: Any) -> None:
-            write_meta(dst, seq, tokens + (7 if dst != rank else 0), ids, weights)
+        def bad_meta(dst: int, seq: int, tokens: Any, *what: Any) -> None:
+            write_meta(dst, seq, tokens + (7 if dst != rank else 0), *what)
 
         for name, lie in (("post", bad_head), ("write_meta", bad_meta)):
             setattr(wire, name, lie)

@@ -98,7 +98,7 @@ class Buffer(LowLatency, PoolOwner):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        pool = BufferPool(self.group)
+        pool = BufferPool(self.group, latency_bytes=num_rdma_bytes if low_latency_mode else 0)
         self.runtime: BufferPool | None = pool
         self._handles: KnownHandles[V1Handle] = KnownHandles(NUM_ENTRIES)
         self._wishes: dict[tuple[object, ...], tuple[Wish, Need]] = {}

@@ -64,7 +64,7 @@ class LowLatency:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return the bytes that a rank lends for calls of this size. They bound nothing."""
+        """Return the bytes of a buffer in which calls of this size fit."""
         return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:

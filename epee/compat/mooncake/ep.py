@@ -28,7 +28,8 @@ class Buffer:
 
     Args:
         group: of the ranks, any backend; with Mooncake's or epee's, its mask is the default of `active_ranks`.
-        num_ep_buffer_bytes: kept as attribute; it bounds nothing, memory is made at the first call of a shape.
+        num_ep_buffer_bytes: of memory, which all ranks make now, on the current GPU (on CPUs address space): calls of
+            all sizes that fit are made there, others make more. 0: the first call makes it.
         disable_p2p: must be False: ranks reach each other's memory, or not at all.
 
     Raises:
@@ -48,14 +49,14 @@ class Buffer:
         self.rank = self.group.rank()
         self.group_size = self.group.size()
         self.num_ep_buffer_bytes = num_ep_buffer_bytes
-        self._pool = BufferPool(self.group, _group_timeout_s(self.group))
+        self._pool = BufferPool(self.group, _group_timeout_s(self.group), num_ep_buffer_bytes)
         self._padded = PaddedCalls(self._pool)
 
     @staticmethod
     def get_ep_buffer_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return the bytes that a rank lends for calls of this size. They bound nothing."""
+        """Return the bytes of a buffer in which calls of this size fit."""
         return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def dispatch(
@@ -131,7 +132,7 @@ class Buffer:
         return self._padded.next_combine_buffer(handle)
 
     def connect(self) -> None:
-        """Do nothing: ranks connect at the first call of a shape."""
+        """Do nothing: ranks are connected when the buffer is made, or by the call that makes memory."""
 
     def update_ep_member(self) -> None:
         """Meet again after the group has recovered ranks: the next call connects all of its members. All ranks call it.

@@ -6,6 +6,7 @@ buffer's device (`cpu.py`, `gpu_path.py`); `../base.py` has what it shares with 
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from typing import TypeVar
@@ -13,18 +14,21 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..base import SharedBuffer
+from ..base import SharedBuffer, buffer_ids
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
 from ..gpu.ranges import ranged
+from ..membership.birth import is_awaited
 from ..paths import Making, Path
+from ..turns import on_gpu
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCpuPath
-from .gpu_path import LatencyCudaPath, latency_config
+from .gpu_path import LatencyCudaPath, gpu_room_bytes, latency_config
 from .plans import Plans
-from .types import LatencyCombined, LatencyDispatched, LatencyHandle
+from .region import room_bytes
+from .types import CallSizes, LatencyCombined, LatencyDispatched, LatencyHandle
 
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
@@ -55,6 +59,8 @@ class LatencyBuffer(SharedBuffer):
         As `Buffer`.
     """
 
+    _whole: LatencyBuffer | None = None  # whose end gives the memory back
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -79,13 +85,101 @@ class LatencyBuffer(SharedBuffer):
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
         self._rows: LatencyCpuPath | LatencyCudaPath
-        self._plans = Plans(self.config)
         if platform is None:
             self._rows = LatencyCpuPath(making, poison, time.monotonic() + self._timeout)
         else:
             self._rows = LatencyCudaPath(making, platform, self._timeout)
             self._rows.set_poison(poison)
+        self._plans = Plans(CallSizes(self._id, self.config, self._rows.take_sizes(self.config)))
         return self._rows
+
+    @classmethod
+    def of_bytes(
+        cls,
+        group: dist.ProcessGroup | None,
+        nbytes: int,
+        *,
+        device: torch.device | str | None = None,
+        num_slots: int = 2,
+        timeout: float | None = None,
+    ) -> LatencyBuffer:
+        """Return a buffer whose memory, so many bytes, serves calls of all sizes that fit (`of_sizes`). Collective.
+
+        It makes no calls itself. For programs that know what their calls will be like when they make them.
+
+        Args:
+            group, device, num_slots, timeout: as of a buffer.
+            nbytes: of memory that each rank lends; `bytes_for` says what sizes need.
+
+        Raises:
+            As a buffer.
+        """
+        members = group_of(group)
+        made = cls.__new__(cls)
+        SharedBuffer.__init__(made, members, _whole_config(size_of(members), nbytes, num_slots), device, timeout)
+        return made
+
+    @classmethod
+    def is_awaited(
+        cls, group: dist.ProcessGroup, device: torch.device | None, nbytes: int, sizes: tuple[int, int, int, int]
+    ) -> bool:
+        """Tell whether this process has a lost rank's place, and the others' buffer runs that it would come into.
+
+        Making it then waits until they `sync`. Local.
+
+        Args:
+            group, device: as of a buffer.
+            nbytes: of `of_bytes`; 0 for a buffer of `sizes`: experts, hidden, top-k, tokens.
+        """
+        num_ranks = size_of(group)
+        config = BufferConfig(num_ranks, *sizes, torch.bfloat16, is_latency=True)
+        config = _whole_config(num_ranks, nbytes, config.num_slots) if nbytes else config
+        return is_awaited(group, replace(config, path="cpu" if cls._platform_of(device) is None else "cuda"))
+
+    def of_sizes(self, *, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int) -> LatencyBuffer:
+        """Return a buffer for calls of other sizes in the memory of this one. Local.
+
+        The two share everything but their handles: calls run one after another, `sync`, `check` and `close` are for
+        both. All ranks make the same calls of the same sizes in the same order, as always.
+
+        Args:
+            num_experts, hidden, num_topk, max_tokens_per_rank: as of a buffer.
+
+        Raises:
+            InvalidArgument: they are wrong, or need more memory than there is; the text says how much.
+        """
+        config = replace(
+            self.config,
+            num_experts=num_experts,
+            hidden=hidden,
+            num_topk=num_topk,
+            max_tokens_per_rank=max_tokens_per_rank,
+        )
+        config.check()
+        other = copy.copy(self)
+        other._whole = self.whole
+        other._id, other.config = next(buffer_ids), config
+        with on_gpu(self.config.device.index):
+            other._plans = Plans(CallSizes(other._id, config, self._rows.take_sizes(config)))
+        return other
+
+    @property
+    def whole(self) -> LatencyBuffer:
+        """The buffer whose memory this one uses; itself where it has its own."""
+        return self._whole or self
+
+    @staticmethod
+    def bytes_for(num_ranks: int, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int) -> int:
+        """Return the bytes of memory in which calls of such sizes fit, on CPUs and on GPUs.
+
+        Raises:
+            InvalidArgument: no buffer can be made for such sizes.
+        """
+        config = BufferConfig(
+            num_ranks, num_experts, hidden, num_topk, max_tokens_per_rank, torch.bfloat16, is_latency=True
+        )
+        config.check()
+        return max(room_bytes(config), gpu_room_bytes(config))
 
     @ranged
     def dispatch(
@@ -198,7 +292,8 @@ class LatencyBuffer(SharedBuffer):
             after the combine: peers may still read it.
         """
         with self._turns.queue(), self._turns:
-            return self._rows.combine_input(check_latency_handle(handle, self._id, self._exchange.epoch))
+            check_latency_handle(handle, self._id, self._exchange.epoch)
+            return self._rows.combine_input(self.config)
 
     def _hooked(self, result: _Latent) -> _Latent:
         """Let one hook run at a time, as calls do."""
@@ -212,3 +307,9 @@ class LatencyBuffer(SharedBuffer):
 
         result.hook = hook
         return result
+
+
+def _whole_config(num_ranks: int, nbytes: int, num_slots: int) -> BufferConfig:
+    """Return the config of memory for calls of all sizes: the smallest ones that there are, no call has them."""
+    smallest = num_ranks, 8, 1, 1
+    return BufferConfig(num_ranks, *smallest, torch.bfloat16, num_slots, is_latency=True, room_bytes=nbytes)

@@ -18,6 +18,7 @@ from ..throughput.placement import check_topk_idx
 from .types import (
     QUANTISATION_NAMES,
     SCALE_BLOCK,
+    CallSizes,
     CombinePlan,
     DispatchPlan,
     LatencyCombineCall,
@@ -101,9 +102,10 @@ def check_quantisation(config: BufferConfig, use_fp8: object, round_scale: objec
 
 
 def check_latency_dispatch(
-    config: BufferConfig, given: GivenToDispatch, flags: DispatchFlags, async_op: bool, timeout_s: float
+    sizes: CallSizes, given: GivenToDispatch, flags: DispatchFlags, async_op: bool, timeout_s: float
 ) -> LatencyDispatchCall:
     """Check the arguments of a dispatch; flags and time-out may still be of any type, but `async_op` is a bool."""
+    config = sizes.config
     return_hook = _check_hook_wish(flags.return_hook, async_op)
     mask = check_mask(config, given.active_ranks)
     how = check_quantisation(config, flags.use_fp8, flags.round_scale, flags.use_ue8m0)
@@ -123,7 +125,7 @@ def check_latency_dispatch(
         check_topk_idx(idx, config.num_experts)
     if config.is_cuda:
         check_rows("x", rows)
-    plan = DispatchPlan(num_tokens, how, mask is None, return_hook)
+    plan = DispatchPlan(sizes, num_tokens, how, mask is None, return_hook)
     return LatencyDispatchCall(plan, rows, idx, weights, mask, timeout_s)
 
 
@@ -149,10 +151,11 @@ def check_hook(of_epoch: int, epoch: int) -> None:
 
 
 def check_latency_combine(
-    config: BufferConfig, handle: LatencyHandle, given: GivenToCombine, return_hook: object, async_op: bool,
+    sizes: CallSizes, handle: LatencyHandle, given: GivenToCombine, return_hook: object, async_op: bool,
     timeout_s: float,
 ) -> LatencyCombineCall:  # fmt: skip
     """Check the arguments of a combine of a checked handle, as `check_latency_dispatch`."""
+    config = sizes.config
     is_split = _check_hook_wish(return_hook, async_op)
     mask = check_mask(config, given.active_ranks)
     if not handle.is_received:
@@ -178,5 +181,5 @@ def check_latency_combine(
             if other is not None and overlap(out, other):
                 raise InvalidArgument(f"out must not share memory with {name}, which is read while out is written")
     assert isinstance(partial_dtype, torch.dtype)
-    plan = CombinePlan(handle.num_tokens, partial_dtype, mask is None, is_split)
+    plan = CombinePlan(sizes, handle.num_tokens, partial_dtype, mask is None, is_split)
     return LatencyCombineCall(plan, handle, rows, weights, out, mask, timeout_s)

@@ -38,6 +38,7 @@ from ...errors import (
     ProtocolError,
 )
 from ...memory.host import HostRegion
+from ..config import BufferConfig, DoesNotFit
 from ..control.inbox import OP_GATHER
 from ..control.words import inbox_layout
 from ..event import DONE
@@ -47,6 +48,7 @@ from ..paths import Making
 from ..streams import Lane
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot
+from .region import Cut, RegionFields, region_layout, room_bytes
 from .rows import (
     FP8,
     Floats,
@@ -69,9 +71,14 @@ from .types import (
     LatencyOptions,
     Quantisation,
 )
-from .wire import LATENCY_COMBINE, LATENCY_DISPATCH, RegionFields, SectionHeader, Wire, region_layout
+from .wire import LATENCY_COMBINE, LATENCY_DISPATCH, SectionHeader, Wire
 
 _KIND_OF_PARTIAL = {torch.bfloat16: 4, torch.float32: 5}
+
+
+def _capacity(config: BufferConfig) -> int:
+    """Return the rows of an expert's block."""
+    return config.num_ranks * config.max_tokens_per_rank
 
 
 @dataclass(eq=False)
@@ -83,12 +90,14 @@ class HostLatencyHandle(LatencyHandle):
         topk_weights: of this rank, a copy.
         sent: for each rank the tokens that went there, ascending.
         sources: what came from each rank; None where nothing did.
+        cut: how sections are cut for calls of its sizes.
     """
 
     topk_idx: Ints = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     topk_weights: Floats = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
     sent: list[Ints] = field(default_factory=list)
     sources: list[Source | None] = field(default_factory=list)
+    cut: Cut = field(kw_only=True)
 
 
 class LatencyCpuPath(Memory):
@@ -110,7 +119,7 @@ class LatencyCpuPath(Memory):
     nbytes = 0  # the memory of an epoch is the lane's, and counted there
 
     def __init__(self, making: Making, poison: bool, deadline: float) -> None:
-        self.config, self.rank, self._control, self._buffer_id, watch, closing = making
+        self.config, self.rank, self._control, _, watch, closing = making
         config, rank, control = self.config, self.rank, self._control
         self._poison = poison
         exchange = control.exchange
@@ -161,6 +170,17 @@ class LatencyCpuPath(Memory):
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
         self._flights.give_up(self._flights.begin(SectionHeader(op, 0, 0, 0), options), error)
 
+    def take_sizes(self, config: BufferConfig) -> Cut:
+        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` where they do not fit."""
+        cut = Cut(config)
+        length = self._layout["payload"].shape[-1]
+        if cut.layout.nbytes > length:
+            raise DoesNotFit(
+                f"calls of {config.max_tokens_per_rank} tokens of hidden {config.hidden} with top-{config.num_topk} "
+                f"need {room_bytes(config)} bytes of memory, the buffer has {self._layout.nbytes}; make it with more"
+            )
+        return cut
+
     def check(self) -> None:
         """Nothing fails behind the host's back here."""
 
@@ -188,7 +208,7 @@ class LatencyCpuPath(Memory):
         got = self._empty_result(call.plan.quantisation, handle)
         how = call.plan.quantisation
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
-        flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0), options)
+        flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0, handle.cut.code), options)
         handle.seq = flight.seq
         with self._flights.sending(flight):
             self._send_tokens(flight, call, handle)
@@ -197,38 +217,37 @@ class LatencyCpuPath(Memory):
         )
 
     def _new_handle(self, call: LatencyDispatchCall) -> HostLatencyHandle:
-        num_local = self.config.num_local_experts
+        buffer_id, config, cut = call.plan.sizes
+        num_local = config.num_local_experts
         idx = call.topk_idx.numpy().copy()
         weights = np.ones(idx.shape, dtype=np.float32)
         if call.topk_weights is not None:
             weights[:] = call.topk_weights.numpy()
         owners = np.where(idx < 0, -1, idx // num_local)
-        sent = [(owners == dst).any(1).nonzero()[0] for dst in range(self.config.num_ranks)]
+        sent = [(owners == dst).any(1).nonzero()[0] for dst in range(config.num_ranks)]
         return HostLatencyHandle(
-            buffer_id=self._buffer_id,
+            buffer_id=buffer_id,
             seq=0,
             epoch=self._control.exchange.epoch,
             num_tokens=len(idx),
-            num_topk=self.config.num_topk,
-            got=torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu"),
-            layout_range=torch.zeros(num_local, self.config.num_ranks, dtype=torch.int64, device="cpu"),
-            src_token=torch.full((num_local, self._capacity), -1, dtype=torch.int32, device="cpu"),
+            num_topk=config.num_topk,
+            got=torch.zeros(config.num_ranks, dtype=torch.bool, device="cpu"),
+            layout_range=torch.zeros(num_local, config.num_ranks, dtype=torch.int64, device="cpu"),
+            src_token=torch.full((num_local, _capacity(config)), -1, dtype=torch.int32, device="cpu"),
+            cut=cut,
             topk_idx=idx,
             topk_weights=weights,
             sent=sent,
-            sources=[None] * self.config.num_ranks,
+            sources=[None] * config.num_ranks,
         )
 
-    @property
-    def _capacity(self) -> int:
-        return self.config.num_ranks * self.config.max_tokens_per_rank
-
     def _empty_result(self, how: Quantisation, handle: HostLatencyHandle) -> LatencyDispatched:
-        num_local, hidden = self.config.num_local_experts, self.config.hidden
-        x = self._memory((num_local, self._capacity, hidden), FP8 if how.use_fp8 else torch.bfloat16)
+        config = handle.cut.config
+        num_local, hidden = config.num_local_experts, config.hidden
+        x = self._memory((num_local, _capacity(config), hidden), FP8 if how.use_fp8 else torch.bfloat16)
         payload: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = x
         if how.use_fp8:
-            shape = (num_local, num_scales(hidden, how), self._capacity)
+            shape = (num_local, num_scales(hidden, how), _capacity(config))
             scales = self._memory(shape, torch.int32 if how.use_ue8m0 else torch.float32)
             payload = x, scales.transpose(1, 2)
         return LatencyDispatched(
@@ -246,28 +265,28 @@ class LatencyCpuPath(Memory):
         return memory
 
     def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
-        rows = as_sent(call.x, call.plan.quantisation)
+        rows, cut = as_sent(call.x, call.plan.quantisation), handle.cut
         for dst in self._flights.reachable(flight):
             tokens = handle.sent[dst]
-            self.wire.write_meta(dst, flight.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens])
-            self.wire.write_rows(dst, flight.seq, rows, torch.from_numpy(tokens))
+            self.wire.write_meta(dst, flight.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens], cut)
+            self.wire.write_rows(dst, flight.seq, rows, torch.from_numpy(tokens), cut)
             self.wire.post(dst, flight.seq, flight.head._replace(num_rows=len(tokens)))
 
     def _receive_tokens(
         self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
     ) -> None:
-        heads = self._flights.heads(flight)
+        heads, cut = self._flights.heads(flight), handle.cut
         given: list[tuple[Ints, Ints, Floats] | None] = [None] * self.config.num_ranks
         for src, head in heads.items():
-            given[src] = self.wire.read_meta(src, flight.seq, head.num_rows)
-        placed = place_rows(given, self.config.num_local_experts, self._capacity)
+            given[src] = self.wire.read_meta(src, flight.seq, head.num_rows, cut)
+        placed = place_rows(given, cut.config.num_local_experts, _capacity(cut.config))
         x, scales = result.x if isinstance(result.x, tuple) else (result.x, None)
-        flat = x.view(-1, self.config.hidden)
+        flat = x.view(-1, cut.config.hidden)
         columns = None if scales is None else scales.transpose(1, 2)
         kind = None if columns is None else (columns.shape[1], columns.dtype)
         for src, source in enumerate(placed.sources):
             if source is not None:
-                rows = self.wire.read_rows(src, flight.seq, len(source.tokens), x.dtype, kind)
+                rows = self.wire.read_rows(src, flight.seq, len(source.tokens), x.dtype, cut, kind)
                 expand(source, rows, flat, columns)
         self._flights.require_all(flight)
         handle.sources = placed.sources
@@ -280,10 +299,9 @@ class LatencyCpuPath(Memory):
 
     # -- combine
 
-    def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
+    def combine_input(self, config: BufferConfig) -> torch.Tensor:
         """Return `[num_local_experts, num_ranks * max_tokens, hidden]`: the partial sums read y where it lies."""
-        shape = (self.config.num_local_experts, self._capacity, self.config.hidden)
-        return self._memory(shape, torch.bfloat16)
+        return self._memory((config.num_local_experts, _capacity(config), config.hidden), torch.bfloat16)
 
     def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
         """Run one combine, or its send half; raises as `Buffer.combine`."""
@@ -295,14 +313,14 @@ class LatencyCpuPath(Memory):
         self._flights.require_slot()
         out = call.out
         if out is None:
-            out = self._memory((handle.num_tokens, self.config.hidden), torch.bfloat16)
+            out = self._memory((handle.num_tokens, handle.cut.config.hidden), torch.bfloat16)
         got = torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu")
         weights = handle.topk_weights if call.topk_weights is None else call.topk_weights.numpy().copy()
         result = LatencyCombined(x=out, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, got.numpy())
         kind = _KIND_OF_PARTIAL[call.plan.partial_dtype]
         flight = self._flights.begin(
-            SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None), options
+            SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None, handle.cut.code), options
         )
         with self._flights.sending(flight):
             self._send_partials(flight, call, handle)
@@ -311,16 +329,16 @@ class LatencyCpuPath(Memory):
         )
 
     def _owners(self, handle: HostLatencyHandle) -> Ints:
-        return np.where(handle.topk_idx < 0, -1, handle.topk_idx // self.config.num_local_experts)
+        return np.where(handle.topk_idx < 0, -1, handle.topk_idx // handle.cut.config.num_local_experts)
 
     def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
-        reachable = self._flights.reachable(flight)
+        reachable, cut = self._flights.reachable(flight), handle.cut
         if call.topk_weights is not None:
             weights = call.topk_weights.numpy()
             for dst in reachable:
-                self.wire.write_weights(dst, flight.seq, weights[handle.sent[dst]])
+                self.wire.write_weights(dst, flight.seq, weights[handle.sent[dst]], cut)
                 self.wire.post_early(dst, flight.seq)
-        y = call.y.view(-1, self.config.hidden)
+        y = call.y.view(-1, cut.config.hidden)
         for src in reachable:
             source = handle.sources[src]
             if source is None:  # its tokens were not here
@@ -331,16 +349,15 @@ class LatencyCpuPath(Memory):
                 if not self._flights.has_come(flight, src, "early"):
                     self._flights.require_all(flight)
                     continue
-                factors = self.wire.read_weights(src, flight.seq, len(source.tokens))
+                factors = self.wire.read_weights(src, flight.seq, len(source.tokens), cut)
             partial = partial_sums(source, factors, y).to(call.plan.partial_dtype)
-            self.wire.write_rows(src, flight.seq, WireRows(partial, None), None)
+            self.wire.write_rows(src, flight.seq, WireRows(partial, None), None, cut)
             self.wire.post(src, flight.seq, flight.head._replace(num_rows=len(partial), had=1))
 
     def _receive_partials(
         self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle
     ) -> None:
-        parts = []
-        counted = []
+        parts, counted, cut = [], [], handle.cut
         for src, head in self._flights.heads(flight).items():
             tokens = handle.sent[src]
             if not head.had:
@@ -348,8 +365,8 @@ class LatencyCpuPath(Memory):
             if head.num_rows != len(tokens):
                 raise ProtocolError(f"combine: rank {src} sends {head.num_rows} rows for {len(tokens)} tokens")
             counted.append(src)
-            parts.append((tokens, self.wire.read_rows(src, flight.seq, len(tokens), partial_dtype).data))
-        summed = sum_over_ranks(parts, handle.num_tokens, self.config.hidden)
+            parts.append((tokens, self.wire.read_rows(src, flight.seq, len(tokens), partial_dtype, cut).data))
+        summed = sum_over_ranks(parts, handle.num_tokens, cut.config.hidden)
         self._flights.require_all(flight)  # an error leaves `out` as it was
         result.x.copy_(summed)
         result.got[counted] = True

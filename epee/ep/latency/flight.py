@@ -47,6 +47,7 @@ _LABELS = {
     "kind": "the type of the rows",
     "handle": "the handle in use (number of the call that made it)",
     "with_weights": "topk_weights given to combine (1) or not (0)",
+    "sizes": "num_experts, hidden, num_topk and max_tokens_per_rank (a code of them)",
 }
 _KINDS = (
     "bfloat16",

@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -58,7 +59,8 @@ from .checks import check_hook
 from .gpu.core import LatencyCore
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
 from .gpu.params import OP_DISPATCH as KERNEL_DISPATCH
-from .gpu.params import LatencyConfig
+from .gpu.params import LatencyConfig, Sections, room_bytes
+from .gpu.plan import Planner
 from .gpu.types import CoreHandle, CoreOptions
 from .gpu_results import CudaLatencyCombined, CudaLatencyDispatched, CudaLatencyHandle
 from .types import Hook, LatencyCombineCall, LatencyCombined, LatencyDispatchCall, LatencyDispatched, LatencyHandle
@@ -80,6 +82,7 @@ def latency_config(config: BufferConfig, rank: int) -> LatencyConfig:
     """
     if config.num_slots > 4:
         raise InvalidArgument(f"LatencyBuffer has at most 4 calls in flight on GPUs, got num_slots={config.num_slots}")
+    in_flight = 2 if config.num_slots <= 2 else 4
     made = LatencyConfig(
         rank,
         config.num_ranks,
@@ -87,10 +90,19 @@ def latency_config(config: BufferConfig, rank: int) -> LatencyConfig:
         config.hidden,
         config.num_topk,
         config.max_tokens_per_rank,
-        max_in_flight=2 if config.num_slots <= 2 else 4,
+        max_in_flight=in_flight,
+        room=Sections.of_bytes(config.room_bytes, config.num_ranks, in_flight) if config.room_bytes else None,
     )
     made.check()
     return made
+
+
+def gpu_room_bytes(config: BufferConfig) -> int:
+    """Return how much memory serves calls of such sizes on GPUs, where it serves others, too; 0 where none can."""
+    try:
+        return room_bytes(latency_config(config, 0))
+    except InvalidArgument:
+        return 0
 
 
 class LatencyCudaPath(Memory):
@@ -103,7 +115,7 @@ class LatencyCudaPath(Memory):
     num_copied = 0
 
     def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
-        self.config, self.rank, self._control, self._buffer_id, self._watch, self._closing = making
+        self.config, self.rank, self._control, _, self._watch, self._closing = making
         self._platform = platform
         self._lane = path_lane.lane_of(self._control)
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
@@ -215,9 +227,10 @@ class LatencyCudaPath(Memory):
         plan, x, topk_idx, topk_weights, active_ranks, timeout_s = call
         is_capturing = self._platform.is_capturing()
         self._require("dispatch", plan.is_strict, is_capturing)
+        buffer_id, config, planner = plan.sizes
         if plan.core is None:
             how = CoreOptions(timeout_s, plan.is_strict, plan.return_hook, *plan.quantisation)
-            plan.core = self._core.plans.dispatch(plan.num_tokens, x.stride(0) * x.itemsize, how)
+            plan.core = planner.dispatch(plan.num_tokens, x.stride(0) * x.itemsize, how)
         try:
             got = self._core.dispatch(
                 plan.core, x, topk_idx, topk_weights, active_ranks, None, int(timeout_s * 1e9), is_capturing
@@ -228,8 +241,8 @@ class LatencyCudaPath(Memory):
             self._note_timeout("dispatch", error)
             raise
         core, scales = got.handle, got.scales
-        made_by = self._buffer_id, self._core.num_calls, self._control.exchange.epoch
-        handle = CudaLatencyHandle(made_by, self.config.num_topk, core, got.hook is None)
+        made_by = buffer_id, self._core.num_calls, self._control.exchange.epoch
+        handle = CudaLatencyHandle(made_by, config.num_topk, core, got.hook is None)
         if lane.is_own:
             lane.keep((x, topk_idx, topk_weights, active_ranks), (got.x, scales, core.words))
         hook = None if got.hook is None else self._hook("dispatch", got.hook, handle)
@@ -244,7 +257,7 @@ class LatencyCudaPath(Memory):
         self._require("combine", plan.is_strict, is_capturing)
         if plan.core is None:
             how, is_wide = CoreOptions(timeout_s, plan.is_strict, plan.return_hook), plan.partial_dtype == torch.float32
-            plan.core = self._core.plans.combine(plan.num_tokens, how, is_wide, topk_weights is not None)
+            plan.core = plan.sizes.ready.combine(plan.num_tokens, how, is_wide, topk_weights is not None)
         try:
             got = self._core.combine(
                 plan.core, y, core, topk_weights, out, active_ranks, int(timeout_s * 1e9), is_capturing
@@ -257,13 +270,20 @@ class LatencyCudaPath(Memory):
         if lane.is_own:
             lane.keep((y, topk_weights, core.words, active_ranks), (got.x, got.words))
         hook = None if got.hook is None else self._hook("combine", got.hook, None)
-        num_local = self.config.num_local_experts
+        num_local = plan.sizes.config.num_local_experts
         return CudaLatencyCombined(got, topk_weights, core, num_local, lane, self.config.device, got.stream, hook)
 
-    def combine_input(self, handle: LatencyHandle) -> torch.Tensor:
+    def combine_input(self, config: BufferConfig) -> torch.Tensor:
         """Return uninitialised `[num_local_experts, num_ranks * max_tokens, hidden]`: y is read where it lies."""
-        shape = (self.config.num_local_experts, self.config.num_ranks * self.config.max_tokens_per_rank)
-        return torch.empty(*shape, self.config.hidden, dtype=torch.bfloat16, device=self._platform.device)
+        shape = (config.num_local_experts, config.num_ranks * config.max_tokens_per_rank, config.hidden)
+        return torch.empty(shape, dtype=torch.bfloat16, device=self._platform.device)
+
+    def take_sizes(self, config: BufferConfig) -> Planner:
+        """Return what makes the plans of calls of these sizes; raises `InvalidArgument` where they do not fit."""
+        if config is self.config:
+            return self._core.plans
+        sizes = replace(latency_config(replace(config, room_bytes=0), self.rank), room=self._core.config.sections)
+        return self._core.plans_of(sizes)
 
     def barrier_again(self, timeout_s: float) -> bool:
         """Return False: hosts that meet look around."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..config import CPU, BufferConfig
+from ..config import CPU
 from ..throughput.placement import check_topk_idx
 from .checks import (
     DispatchFlags,
@@ -28,7 +28,7 @@ from .checks import (
     check_latency_combine,
     check_latency_dispatch,
 )
-from .types import CombinePlan, DispatchPlan, LatencyCombineCall, LatencyDispatchCall, LatencyHandle
+from .types import CallSizes, CombinePlan, DispatchPlan, LatencyCombineCall, LatencyDispatchCall, LatencyHandle
 
 MAX_PLANS = 512
 _NO_KEY = (AttributeError, TypeError, RuntimeError)  # of what is no tensor, or none with strides
@@ -38,11 +38,12 @@ class Plans:
     """The plans of one buffer.
 
     Args:
-        config: of the buffer; on CPUs nothing is remembered.
+        sizes: of the buffer; on CPUs nothing is remembered.
     """
 
-    def __init__(self, config: BufferConfig) -> None:
-        self._config = config
+    def __init__(self, sizes: CallSizes) -> None:
+        config = self._config = sizes.config
+        self._sizes = sizes
         self._remembers = config.is_cuda
         self._is_on_cpu = config.device == CPU  # where kernels do not look at ids, or are emulated
         self._dispatches: dict[Hashable, DispatchPlan] = {}
@@ -64,7 +65,7 @@ class Plans:
         """
         if not self._remembers:
             return check_latency_dispatch(
-                self._config, GivenToDispatch(*given), DispatchFlags(*flags), async_op, timeout_s
+                self._sizes, GivenToDispatch(*given), DispatchFlags(*flags), async_op, timeout_s
             )
         key: Hashable
         try:
@@ -77,7 +78,7 @@ class Plans:
             if self._is_on_cpu:
                 check_topk_idx(topk_idx, self._config.num_experts)
             return LatencyDispatchCall(plan, x, topk_idx, topk_weights, active_ranks, timeout_s)
-        call = check_latency_dispatch(self._config, GivenToDispatch(*given), DispatchFlags(*flags), async_op, timeout_s)
+        call = check_latency_dispatch(self._sizes, GivenToDispatch(*given), DispatchFlags(*flags), async_op, timeout_s)
         is_whole = call.x.stride(1) == 1  # a layout without rows has another stride there
         is_as_given = call.x is x and call.topk_idx is topk_idx and call.topk_weights is topk_weights
         if key is not None and is_whole and is_as_given and call.active_ranks is active_ranks:
@@ -111,7 +112,7 @@ class Plans:
             key = plan = None
         if plan is not None and handle.is_received and (out is None or not _meet(out, y, topk_weights)):
             return LatencyCombineCall(plan, handle, y, topk_weights, out, active_ranks, timeout_s)
-        call = check_latency_combine(self._config, handle, GivenToCombine(*given), return_hook, async_op, timeout_s)
+        call = check_latency_combine(self._sizes, handle, GivenToCombine(*given), return_hook, async_op, timeout_s)
         is_as_given = call.y is y and call.topk_weights is topk_weights and call.out is out
         if key is not None and is_as_given and call.active_ranks is active_ranks:
             _remember(self._combines, key, call.plan)

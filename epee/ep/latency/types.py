@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..config import BufferConfig
 from ..event import DONE, Event
 
 SCALE_BLOCK = 128  # channels that share one FP8 scale
@@ -29,6 +30,20 @@ class LatencyOptions(NamedTuple):
     active_ranks: torch.Tensor | None
     timeout_s: float
     return_hook: bool
+
+
+class CallSizes(NamedTuple):
+    """Whose calls a plan is for: one memory serves buffers of several sizes.
+
+    Attributes:
+        buffer_id: of the buffer, which goes into handles.
+        config: of the buffer.
+        ready: what the path has prepared for such calls.
+    """
+
+    buffer_id: int
+    config: BufferConfig
+    ready: Any
 
 
 class Quantisation(NamedTuple):
@@ -53,6 +68,7 @@ class DispatchPlan:
     """What is known of a dispatch without its data; calls whose arguments look alike share one (`plans.py`).
 
     Attributes:
+        sizes: of the buffer.
         num_tokens: of this rank.
         quantisation: of the rows.
         is_strict: no mask was given: all ranks are needed.
@@ -60,6 +76,7 @@ class DispatchPlan:
         core: what the path has prepared for such calls.
     """
 
+    sizes: CallSizes
     num_tokens: int
     quantisation: Quantisation
     is_strict: bool
@@ -72,11 +89,13 @@ class CombinePlan:
     """What is known of a combine without its data, as `DispatchPlan`.
 
     Attributes:
+        sizes: of the buffer.
         num_tokens: of this rank's dispatch.
         partial_dtype: bfloat16 or float32: what crosses back.
         is_strict, return_hook, core: as there.
     """
 
+    sizes: CallSizes
     num_tokens: int
     partial_dtype: torch.dtype
     is_strict: bool

@@ -10,9 +10,8 @@ has a **section** of its own that no other rank writes:
                                                     it ended (`control/withdrawal.py`)
                        head    [num_slots][source]  word 0 = tag of the call, stored last; header and a refusal's reason
                        early   [num_slots][source]  tag of a combine whose weights have arrived
-                       meta    [num_slots][source][max_tokens]  token, its expert ids, its weights
-                       weights [num_slots][source][max_tokens]  of a combine
-                       rows    [num_slots][source]  payload, then scales
+                       payload [num_slots][source]  what the call's sizes make of it (`region.Cut`): token, expert ids
+                                                    and weights of each row; weights of a combine; rows, then scales
 
 Order: a source writes a section of call n only after the owner has freed call `n - num_slots` (`freed`), then stores
 the tag. The owner waits for exactly this tag, reads, and frees the slot when its receive half is over, whether
@@ -50,22 +49,19 @@ import numpy as np
 import torch
 
 from ...errors import ProtocolError
-from ...memory.host import HostRegion
-from ...memory.layout import Field, Layout
 from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, fence, futex_sleep, futex_wake, tag, untag
-from ..config import BufferConfig
-from ..control.withdrawal import LINE_WORDS, EndWords
+from ..config import MAX_LATENCY_TOKENS, BufferConfig
+from ..control.withdrawal import EndWords
 from ..throughput.placement import Ints
+from .region import HEAD_WORDS, REASON_BYTES, Cut, RegionFields
 from .rows import Floats, WireRows
 
 OP_NAMES = ("none", "dispatch", "combine")
 LATENCY_DISPATCH, LATENCY_COMBINE = 1, 2
-REASON_BYTES = 240
-_LINE = 8  # words: one cache line per writer
 
 
 class SectionHeader(NamedTuple):
-    """The words before a section: what a source says of its half of a call. The first four must be equal on all ranks.
+    """The words before a section: what a source says of its half of a call. The first five must be equal on all ranks.
 
     Attributes:
         op: `LATENCY_DISPATCH` or `LATENCY_COMBINE`.
@@ -76,41 +72,24 @@ class SectionHeader(NamedTuple):
         refused: 1 when the rank cannot make this call; the reason follows.
         num_rows: rows in the section.
         had: combine: 1 when the source had this rank's tokens in its dispatch.
+        sizes: a code of the call's sizes (`Cut.code`).
     """
 
     op: int
     kind: int
     handle: int
     with_weights: int
+    sizes: int = 0
     refused: int = 0
     num_rows: int = 0
     had: int = 0
 
 
-NUM_AGREED = 4
+NUM_AGREED = 5
 HEAD_NAMES = tuple(SectionHeader.__annotations__)
 _HEAD = struct.Struct(f"{len(HEAD_NAMES)}Q{REASON_BYTES}s")
-_HEAD_WORDS = 1 + _HEAD.size // 8
-_LIMITS = ((1, 2), (0, 5), (0, 1 << SEQ_BITS), (0, 1), (0, 1))
-
-
-def region_layout(config: BufferConfig) -> Layout:
-    """Return the fields of a rank's region."""
-    num_slots, num_ranks, tokens = config.num_slots, config.num_ranks, config.max_tokens_per_rank
-    sections = (num_slots, num_ranks)
-    head_words = -(-_HEAD_WORDS // _LINE) * _LINE
-    return Layout(
-        Field("freed", torch.int64, (num_slots, _LINE)),
-        Field("cut", torch.int64, (num_ranks, _LINE)),
-        Field("waiting", torch.int64, (_LINE,)),
-        Field("ends", torch.int64, (num_slots, LINE_WORDS)),
-        Field("head", torch.int64, (*sections, head_words)),
-        Field("early", torch.int64, (*sections, _LINE)),
-        Field("meta", torch.int32, (*sections, tokens, 1 + 2 * config.num_topk)),
-        Field("weights", torch.float32, (*sections, tokens, config.num_topk)),
-        # a partial in float32 is the widest row
-        Field("rows", torch.uint8, (*sections, tokens * config.hidden * 4)),
-    )
+assert 8 + _HEAD.size == 8 * HEAD_WORDS
+_LIMITS = ((1, 2), (0, 5), (0, 1 << SEQ_BITS), (0, 1), (0, 1 << 32), (0, 1))
 
 
 class Patience(NamedTuple):
@@ -123,51 +102,6 @@ class Patience(NamedTuple):
 
     deadline: float
     timeout_s: float
-
-
-class RegionFields:
-    """Views of the fields of one rank's region.
-
-    Args:
-        region: what a rank lends; it is whoever maps it that closes it.
-        layout: of all regions.
-        base: byte at which the fields begin.
-    """
-
-    def __init__(self, region: HostRegion, layout: Layout, base: int = 0) -> None:
-        self.address = region.address + base
-        self._layout = layout
-        self.words = region.words(base, layout.nbytes // 8)
-        self._rows = layout.tensor(region, "rows", base)
-        self.meta: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = layout.tensor(region, "meta", base).numpy()
-        self.weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = layout.tensor(region, "weights", base).numpy()
-
-    def at(self, name: str, *index: int) -> int:
-        """Return the word index of a field's row (`[slot]`, `[source]` or `[slot][source]`)."""
-        field = self._layout[name]
-        flat = 0
-        for position, extent in zip(index, field.shape, strict=False):
-            flat = flat * extent + position
-        width = field.shape[-1]
-        return self._layout.offset(name) // 8 + flat * width
-
-    def rows(self, slot: int, src: int, num_rows: int, width: int, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
-        """Return `[num_rows, width]` of what a section holds from byte `first` on."""
-        raw = self._rows[slot, src]
-        return raw[first : first + num_rows * width * dtype.itemsize].view(dtype).view(num_rows, width)
-
-    def poison(self, slot: int) -> None:
-        """Fill a slot's payloads with 0xFF, so that rows nobody wrote read as NaN."""
-        self._rows[slot].fill_(0xFF)
-        self.meta[slot] = -1
-        self.weights[slot] = np.nan
-
-    def close(self) -> None:
-        """Drop the views; idempotent."""
-        self.__dict__.pop("_rows", None)
-        self.__dict__.pop("meta", None)
-        self.__dict__.pop("weights", None)
-        self.words.release()
 
 
 class Wire:
@@ -404,7 +338,7 @@ class Wire:
         """Store a header and, last, the tag: everything else of the section has been written."""
         region = self.regions[dst]
         index = region.at("head", self.slot(seq), self.rank)
-        region.words[index + 1 : index + _HEAD_WORDS] = memoryview(_HEAD.pack(*head, reason[:REASON_BYTES])).cast("Q")
+        region.words[index + 1 : index + HEAD_WORDS] = memoryview(_HEAD.pack(*head, reason[:REASON_BYTES])).cast("Q")
         region.words[index] = tag(self._epoch(), seq)
         futex_wake(region.address + 8 * index)
         futex_wake(region.address + 8 * region.at("early", self.slot(seq), self.rank))
@@ -429,19 +363,19 @@ class Wire:
         """
         own = self.regions[self.rank]
         index = own.at("head", self.slot(seq), src)
-        *fields, reason = _HEAD.unpack(bytes(own.words[index + 1 : index + _HEAD_WORDS]))
+        *fields, reason = _HEAD.unpack(bytes(own.words[index + 1 : index + HEAD_WORDS]))
         head = SectionHeader(*fields)
-        limits = (*_LIMITS, (0, self.config.max_tokens_per_rank), (0, 1))
+        limits = (*_LIMITS, (0, MAX_LATENCY_TOKENS), (0, 1))
         for name, value, (low, high) in zip(HEAD_NAMES, head, limits, strict=True):
             if not low <= value <= high:
                 raise ProtocolError(f"rank {src}: {name} must be {low} ... {high}, got {value}; memory is corrupt")
         return head, reason.rstrip(b"\0").decode("utf-8", "replace")
 
-    def write_rows(self, dst: int, seq: int, rows: WireRows, index: torch.Tensor | None) -> None:
+    def write_rows(self, dst: int, seq: int, rows: WireRows, index: torch.Tensor | None, cut: Cut) -> None:
         """Write rows (those of `index`, or all) into the section at `dst`."""
         region, slot = self.regions[dst], self.slot(seq)
         count = len(rows.data) if index is None else len(index)
-        first = 0
+        first = cut.rows_at
         for part in rows:
             if part is not None:
                 target = region.rows(slot, self.rank, count, part.shape[1], part.dtype, first)
@@ -449,53 +383,56 @@ class Wire:
                     target.copy_(part)
                 else:
                     torch.index_select(part, 0, index, out=target)
-                first = self._scales_at()
+                first = cut.scales_at
 
     def read_rows(
-        self, src: int, seq: int, num_rows: int, dtype: torch.dtype, scales: tuple[int, torch.dtype] | None = None
+        self,
+        src: int,
+        seq: int,
+        num_rows: int,
+        dtype: torch.dtype,
+        cut: Cut,
+        scales: tuple[int, torch.dtype] | None = None,
     ) -> WireRows:
         """Return views of the rows (and scales: their number and dtype) that `src` wrote here."""
         region, slot = self.regions[self.rank], self.slot(seq)
-        data = region.rows(slot, src, num_rows, self.config.hidden, dtype)
+        data = region.rows(slot, src, num_rows, cut.config.hidden, dtype, cut.rows_at)
         if scales is None:
             return WireRows(data, None)
-        return WireRows(data, region.rows(slot, src, num_rows, *scales, first=self._scales_at()))
+        return WireRows(data, region.rows(slot, src, num_rows, *scales, first=cut.scales_at))
 
-    def _scales_at(self) -> int:
-        return self.config.max_tokens_per_rank * self.config.hidden
-
-    def write_meta(self, dst: int, seq: int, tokens: Ints, ids: Ints, weights: Floats) -> None:
+    def write_meta(self, dst: int, seq: int, tokens: Ints, ids: Ints, weights: Floats, cut: Cut) -> None:
         """Write tokens, their expert ids and weights beside the rows."""
-        place = self.regions[dst].meta[self.slot(seq), self.rank, : len(tokens)]
-        num_topk = self.config.num_topk
+        place = self.regions[dst].cut(cut).meta[self.slot(seq), self.rank, : len(tokens)]
+        num_topk = cut.config.num_topk
         place[:, 0] = tokens
         place[:, 1 : 1 + num_topk] = ids
         place[:, 1 + num_topk :] = weights.view(np.int32)
 
-    def read_meta(self, src: int, seq: int, num_rows: int) -> tuple[Ints, Ints, Floats]:
+    def read_meta(self, src: int, seq: int, num_rows: int, cut: Cut) -> tuple[Ints, Ints, Floats]:
         """Return tokens, ids among this rank's experts (-1 elsewhere) and weights that `src` wrote, copied and checked.
 
         Raises:
-            ProtocolError: the tokens are not ascending, or out of range.
+            ProtocolError: the tokens are not ascending, or too many, or out of range.
         """
-        meta = self.regions[self.rank].meta[self.slot(seq), src, :num_rows].astype(np.int64)
-        num_topk, num_local = self.config.num_topk, self.config.num_local_experts
+        meta = self.regions[self.rank].cut(cut).meta[self.slot(seq), src, :num_rows].astype(np.int64)
+        num_topk, num_local = cut.config.num_topk, cut.config.num_local_experts
         tokens = meta[:, 0]
-        bounds = np.concatenate([[-1], tokens, [self.config.max_tokens_per_rank]])
-        if (np.diff(bounds) <= 0).any():
+        bounds = np.concatenate([[-1], tokens, [cut.config.max_tokens_per_rank]])
+        if len(tokens) < num_rows or (np.diff(bounds) <= 0).any():
             raise ProtocolError(f"rank {src} names tokens that cannot be; memory is corrupt")
         local = meta[:, 1 : 1 + num_topk] - self.rank * num_local
         local[(local < 0) | (local >= num_local)] = -1
         weights = meta[:, 1 + num_topk :].astype(np.int32).view(np.float32)
         return tokens, local, weights
 
-    def write_weights(self, dst: int, seq: int, weights: Floats) -> None:
+    def write_weights(self, dst: int, seq: int, weights: Floats, cut: Cut) -> None:
         """Write the weights of a combine, a row for each token that was sent to `dst`."""
-        self.regions[dst].weights[self.slot(seq), self.rank, : len(weights)] = weights
+        self.regions[dst].cut(cut).weights[self.slot(seq), self.rank, : len(weights)] = weights
 
-    def read_weights(self, src: int, seq: int, num_rows: int) -> Floats:
+    def read_weights(self, src: int, seq: int, num_rows: int, cut: Cut) -> Floats:
         """Return a copy of the weights that `src` pushed."""
-        return self.regions[self.rank].weights[self.slot(seq), src, :num_rows].copy()
+        return self.regions[self.rank].cut(cut).weights[self.slot(seq), src, :num_rows].copy()
 
     def close(self) -> None:
         """Drop all views."""

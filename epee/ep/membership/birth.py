@@ -53,7 +53,7 @@ from ...view.process.endpoint import parse_endpoint
 from ...view.protocol.messages import DEAD
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, BufferRecord, all_gather_bytes, gather_present, host_id, judge, pack
-from .group_view import Roster, process_of, seat_at
+from .group_view import Roster, process_of, seat_at, seat_of
 from .registry import NUMBER, Line, Registry, find
 
 logger = logging.getLogger("epee")
@@ -326,6 +326,14 @@ def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, tim
     mine, roster = registry_of(group, seat), Roster(seat)
     number = _running(mine, roster, group.rank(), config)
     return None if number is None else _open(mine, roster, number, config, group.rank(), 0, timeout_s)
+
+
+def is_awaited(group: dist.ProcessGroup, config: BufferConfig) -> bool:
+    """Tell whether a buffer runs that this process, which has a lost rank's place, would come into. Local."""
+    seat = seat_of(group, config.num_ranks)
+    if seat is None or not seat.is_joiner or not config.takes_replacements:
+        return False
+    return _running(registry_of(group, seat), Roster(seat), group.rank(), config) is not None
 
 
 def _refuse_to_join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig) -> None:

@@ -6,7 +6,7 @@ be stopped or withdrawn: one of a `Buffer` that meets a death is lost. So no cal
 has an inbox of its own (`control/inbox.py`), made by its members for its members, with what the path lends behind it;
 handles of earlier ones are stale. What else that means is the path's (`Memory`):
 
-    latency, CPU        the region of `latency/wire.py`, new in each epoch; calls are counted from 1, tags name the
+    latency, CPU        the region of `latency/region.py`, new in each epoch; calls are counted from 1, tags name the
                         epoch. So nothing that somebody stores who was left out reaches memory that anybody reads.
     latency, GPU        memory on the GPU stays, because recorded graphs have its addresses: what lies behind the inbox
                         is the blob by which it is mapped. Calls go on above all numbers that anybody has used, the

@@ -9,7 +9,7 @@ import torch
 
 from ...memory.arena import num_pool_slots
 from ..config import BufferConfig
-from ..latency.wire import region_layout
+from ..latency.buffer import LatencyBuffer
 
 BALANCED_SHARES = 2  # rows of an expanded room on a GPU, in rows that a rank gets when experts are equally busy
 _LEAST_ITEMSIZE = 2  # of a buffer's dtype
@@ -139,11 +139,9 @@ def receive_bytes(num_ranks: int, num_tokens: int, hidden: int, num_topk: int) -
 
 
 def latency_bytes(num_ranks: int, max_tokens: int, hidden: int, num_experts: int, num_topk: int) -> int:
-    """Return the bytes that a rank lends in a `LatencyBuffer` for calls of this size, on CPUs.
+    """Return the bytes of a `LatencyBuffer` in which calls of this size fit.
 
     Raises:
         InvalidArgument: no buffer can be made for such sizes.
     """
-    config = BufferConfig(num_ranks, num_experts, hidden, num_topk, max_tokens, torch.bfloat16, is_latency=True)
-    config.check()
-    return region_layout(config).nbytes
+    return LatencyBuffer.bytes_for(num_ranks, num_experts, hidden, num_topk, max_tokens)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from ..gpu.report import NoRoomError
 from ..latency.buffer import LatencyBuffer
 from ..streams import Lane, Lanes, RunOptions, is_capturing
 from . import agreement
+from .latency import LatencyRooms
 from .needs import LatencyNeed, Need, Wish, num_tokens_made_for
 
 _log = logging.getLogger(__name__)
@@ -63,20 +63,20 @@ class BufferPool:
     Args:
         group: of the ranks.
         timeout: seconds that a call waits for a silent peer; None for epee's default.
+        latency_bytes: of memory for low-latency calls, made now.
 
     Attributes:
         group: of the ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None, latency_bytes: int = 0) -> None:
         self.group = group
         self._timeout = timeout
         self._rooms: dict[tuple[object, ...], Room] = {}
         self._last: Room | None = None
-        self._latency: dict[LatencyNeed, LatencyBuffer] = {}
-        self._apart: set[LatencyNeed] = set()  # whose ranks meet before their next call
         self._lanes: dict[torch.device, Lanes] = {}
         self._is_closed = False
+        self._latency = LatencyRooms(group, timeout, latency_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +118,7 @@ class BufferPool:
         return room
 
     def latency_buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
-        """Return the buffer for a call. Collective when it must be made, and behind `meet_again`.
+        """Return the buffer for a call. Collective when more memory must be made, and behind `meet_again`.
 
         Args:
             need: of the call.
@@ -126,18 +126,11 @@ class BufferPool:
                 out of it.
 
         Raises:
-            InvalidState: the pool is closed, or a buffer must be made while a CUDA graph is recorded.
+            InvalidState: the pool is closed.
+            InvalidArgument: more memory must be made while a CUDA graph is recorded, or when a rank is lost.
         """
         self._check_open()
-        core = self._latency.get(need)
-        if core is None:
-            core = self._latency[need] = self._make_latency(need)
-        elif need in self._apart:
-            agreed = core.sync()
-            self._apart.discard(need)
-            if _is_mask(active_ranks, len(agreed)):  # else a GPU would wait until the time-out for who is not in
-                active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
-        return core
+        return self._latency.buffer(need, active_ranks)
 
     def meet_again(self) -> None:
         """Let the next call of each latency buffer begin with who is in the group then. All ranks call it; handles end.
@@ -145,11 +138,7 @@ class BufferPool:
         On a group of the backend "epee" it begins with `sync`, which takes in those who took the places of lost ranks;
         on others with a new buffer. Whom the ranks do not agree on there is taken out of that call's mask.
         """
-        for need, core in list(self._latency.items()):
-            if core.takes_replacements:
-                self._apart.add(need)
-            else:
-                self._latency.pop(need).close()
+        self._latency.meet_again()
 
     def agree(self, wish: Wish) -> list[Wish]:
         """Return what all ranks are about to dispatch, in rank order. Collective.
@@ -231,7 +220,7 @@ class BufferPool:
         for core in self._cores():
             core.close()
         self._rooms.clear()
-        self._latency.clear()
+        self._latency.close()
         self._last = None
 
     def _check_open(self) -> None:
@@ -239,7 +228,7 @@ class BufferPool:
             raise InvalidState("the buffer is destroyed; make a new one")
 
     def _cores(self) -> list[SharedBuffer]:
-        return [*(room.core for room in self._rooms.values()), *self._latency.values()]
+        return [*(room.core for room in self._rooms.values()), *self._latency.wholes]
 
     def _lanes_of(self, device: torch.device) -> Lanes:
         return self._lanes.setdefault(device, Lanes(device))
@@ -280,19 +269,6 @@ class BufferPool:
             timeout=self._timeout,
         )
 
-    def _make_latency(self, need: LatencyNeed) -> LatencyBuffer:
-        if is_capturing():
-            raise InvalidState("a first call of this shape makes memory, which a CUDA graph cannot record")
-        return LatencyBuffer(
-            self.group,
-            num_experts=need.num_experts,
-            hidden=need.hidden,
-            num_topk=need.num_topk,
-            max_tokens_per_rank=need.max_tokens,
-            device=None if need.device.type == "cpu" else need.device,
-            timeout=self._timeout,
-        )
-
     def _share(self, data: bytes) -> list[bytes]:
         """Return everybody's `data` (equally long, not empty), in rank order. Collective."""
         self._check_open()
@@ -304,9 +280,3 @@ class BufferPool:
 def _key(need: Need) -> tuple[object, ...]:
     """Return what calls in one room have in common."""
     return need.layout, need.num_experts, need.hidden, need.num_topk, need.device, need.num_rows
-
-
-def _is_mask(given: object, num_ranks: int) -> TypeGuard[torch.Tensor]:
-    """Whether this can be a call's mask; what cannot is refused by the call."""
-    is_flat = isinstance(given, torch.Tensor) and given.dtype == torch.int32 and given.dim() == 1
-    return is_flat and len(cast(torch.Tensor, given)) >= num_ranks

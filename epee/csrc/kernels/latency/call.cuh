@@ -9,6 +9,8 @@
 //   rows      [slot][src][token]  bytes of a record
 //   packets   [slot][src][token]  the same record in packets of three words and the low half of the tag, each stored
 //                                 at once: for few tokens, where the trip of a flag would cost more than bytes do
+// Calls of all sizes share these areas: a [slot][src] section is as long in each, and only its source writes it, so a
+// late one harms nobody. An area of words with tags holds nothing else in any call, so none passes for another's.
 // and locally: `peers` (where this GPU sees the regions of all ranks, 0 for none), the tags of the last calls, a word
 // by which the blocks of a grid end together, `news`: what was seen last in the host's memory (`wait.cuh`), which is
 // looked at while something is waited for (measured: 16 warps that looked once at the end of each call made it 20 us
@@ -56,23 +58,24 @@ DEVICE u64* own_words(const LatencyCall& call, u64 offset) { return reinterpret_
 
 DEVICE int slot_of(const LatencyPlaces& at, u64 tag) { return static_cast<int>(tag & (at.num_slots - 1)); }
 
-/// Index of (slot, source, token), from which flags, rows and packets follow.
-DEVICE i64 place_of(const LatencyPlaces& at, u64 tag, int src, int token, int num_tokens) {
-  return (static_cast<i64>(slot_of(at, tag)) * kNumRanks + src) * num_tokens + token;
+/// Number of the section of (slot, source): the part of an area that one source writes in one call. How long a section is
+/// stays for the buffer's life, whatever sizes calls have; how it is cut into tokens is the call's own.
+DEVICE i64 section_of(const LatencyPlaces& at, u64 tag, int src) {
+  return static_cast<i64>(slot_of(at, tag)) * kNumRanks + src;
 }
 DEVICE u64* head_at(const LatencyPlaces& at, u64 region, u64 tag, int src) {
-  return reinterpret_cast<u64*>(region + at.heads_offset) + place_of(at, tag, src, 0, at.head_words);
+  return reinterpret_cast<u64*>(region + at.heads_offset) + section_of(at, tag, src) * at.head_section;
 }
 DEVICE u64* flag_at(const LatencyPlaces& at, u64 region, u64 tag, int src, int token) {
-  return reinterpret_cast<u64*>(region + at.flags_offset) + place_of(at, tag, src, token, at.max_tokens);
+  return reinterpret_cast<u64*>(region + at.flags_offset) + section_of(at, tag, src) * at.flag_section + token;
 }
 DEVICE u8* row_at(const LatencyPlaces& at, u64 region, u64 tag, int src, int token) {
-  return reinterpret_cast<u8*>(region + at.rows_offset) +
-         place_of(at, tag, src, token, at.max_tokens) * static_cast<i64>(at.row_stride);
+  return reinterpret_cast<u8*>(region + at.rows_offset) + section_of(at, tag, src) * at.rows_section +
+         static_cast<i64>(token) * at.row_stride;
 }
 DEVICE u8* packets_at(const LatencyPlaces& at, u64 region, u64 tag, int src, int token) {
-  return reinterpret_cast<u8*>(region + at.packets_offset) +
-         place_of(at, tag, src, token, at.packet_tokens) * static_cast<i64>(at.packet_stride);
+  return reinterpret_cast<u8*>(region + at.packets_offset) + section_of(at, tag, src) * at.packets_section +
+         static_cast<i64>(token) * at.packet_stride;
 }
 
 DEVICE u64 marked(u64 tag, u32 value) { return tag << 32 | value; }

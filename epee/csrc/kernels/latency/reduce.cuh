@@ -30,7 +30,7 @@ struct CombineShared {
 
 DEVICE u64* weight_at(const LatencyCombineParams& p, u64 region, u64 tag, int src, int token, int k) {
   return reinterpret_cast<u64*>(region + p.weights_offset) +
-         place_of(p.at, tag, src, token, p.at.max_tokens) * p.num_topk + k;
+         section_of(p.at, tag, src) * p.weights_section + token * p.num_topk + k;
 }
 
 /// Learns from the handle whose tokens are here, and who has tokens of this rank. The last warp, while the first one
@@ -237,7 +237,7 @@ DEVICE RowItem row_item(const LatencyCombineParams& p, int index, int num_tokens
 /// The place of a flag: every part of a partial has one.
 DEVICE u64* part_flag(const LatencyCombineParams& p, u64 region, u64 tag, int src, int token, int part) {
   return reinterpret_cast<u64*>(region + p.at.flags_offset) +
-         place_of(p.at, tag, src, token, p.at.max_tokens) * kRowParts + part;
+         section_of(p.at, tag, src) * p.at.flag_section + token * kRowParts + part;
 }
 
 /// Sends the block's items as rows. No flag is released before the block has stored all: the link is the bottleneck to

@@ -5,8 +5,9 @@ launch, or two when the caller wants its send half and its receive half apart (`
 nothing and learns nothing by itself: counts, `got` and the mask are tensors on the device. What calls of a kind and
 size have in common is prepared once (`plan.py`): a call allocates, writes the words that vary, launches.
 
-Memory of a rank: one region (`params.LatencyConfig.region_layout`), lent to all ranks, into which peers store;
-results are ordinary tensors. Who writes what, and why slots are safe to reuse, says `csrc/kernels/latency/call.cuh`.
+Memory of a rank: one region (`params.region_layout`), lent to all ranks, into which peers store; it serves calls of
+all sizes that fit (`plans_of`), with the same words and numbers of calls. Results are ordinary tensors. Who writes
+what, and why slots are safe to reuse, says `csrc/kernels/latency/call.cuh`.
 
 Protocol on the host: all ranks make the same calls of a kind in the same order; hooks may be called in any. Everything
 runs behind what the buffer has put on other streams before. What kernels report lies in pinned memory and is raised by
@@ -94,6 +95,7 @@ class LatencyCore:
         self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
         self._mask_address = self.active_ranks.data_ptr()
         self.plans = Planner(platform, config, self._kernels)
+        self._planners = {config: self.plans}
         self._own: LentRegion = platform.create(config.region_layout.nbytes)
         self.nbytes = self._own.nbytes
         self._peers: list[LentRegion | None] = self._attach(all_gather)
@@ -104,8 +106,27 @@ class LatencyCore:
         self._last_stream: int | None = None
         self._open: dict[int, deque[Half]] = {OP_DISPATCH: deque(), OP_COMBINE: deque()}
         for name, kernel in self._kernels.items():
-            self._set_constants(kernel.args, "dispatch" if "dispatch" in name else "combine")
+            self._set_constants(kernel.args, "dispatch" if "dispatch" in name else "combine", config)
         platform.synchronize()  # calls may come on any stream
+
+    def plans_of(self, config: LatencyConfig) -> Planner:
+        """Return what makes the plans of calls of other sizes in the same memory. Local.
+
+        All ranks make such calls, as others, in the same order; sizes that differ are a mismatch for the kernels.
+
+        Args:
+            config: with the sections of this core.
+
+        Raises:
+            InvalidArgument: they do not fit, or the kernels cannot do it.
+        """
+        if config not in self._planners:
+            config.check()
+            kernels = {name: kernel.bind() for name, kernel in self._kernels.items()}
+            for name, kernel in kernels.items():
+                self._set_constants(kernel.args, "dispatch" if "dispatch" in name else "combine", config)
+            self._planners[config] = Planner(self.platform, config, kernels)
+        return self._planners[config]
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +158,7 @@ class LatencyCore:
         stream, is_capturing = self._begin(OP_DISPATCH, is_capturing)
         out, words = plan.new_x(), plan.new_words()
         scales = None if plan.new_scales is None else plan.new_scales()
-        handle = CoreHandle(self.config, plan.num_tokens, plan.space, words)
+        handle = CoreHandle(plan.config, plan.num_tokens, plan.space, words)
         if self.is_poisoned:
             _poison(out, words, None if scales is None else scales.transpose(1, 2))
         if plan.calls.is_split:
@@ -493,8 +514,9 @@ class LatencyCore:
     def _write_words(self, name: str, values: Sequence[int]) -> None:
         self._words(name)[: len(values)].copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
-    def _set_constants(self, args: Any, op: str) -> None:
-        config, layout = self.config, self.config.region_layout
+    def _set_constants(self, args: Any, op: str, config: LatencyConfig) -> None:
+        """Fill in what all calls of the same sizes have in common."""
+        layout = config.region_layout
         call = args.call
         call.own, call.report, call.abort = self._own.address, self._report.address, self._abort.address
         call.lost, call.rank = self._lost.address, config.rank
@@ -509,7 +531,7 @@ class LatencyCore:
             args.num_experts, args.num_local_experts = config.num_experts, config.num_local_experts
             args.meta_words, args.owner_factor = config.meta_words, config.owner_factor
         else:
-            args.weights_offset = layout.offset("combine_weights")
+            args.weights_offset, args.weights_section = layout.offset("combine_weights"), config.sections.weights
             args.num_rows = config.num_local_experts * config.capacity
 
 

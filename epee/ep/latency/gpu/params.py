@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+import math
+import zlib
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import torch
 from ....errors import InvalidArgument
 from ....jit.params import constants_source, struct_source
 from ....memory.layout import Field, Layout, align_up
+from ...config import DoesNotFit
 from ...gpu.params import MAX_EXPERTS, MAX_RANKS, NUM_REPORTS
 from ...throughput.shapes import Limits
 
@@ -32,6 +35,14 @@ COMBINE_FLAGS = 4  # of a partial that goes as a row: blocks that send a part of
 PARTIAL_SHARES = 3  # blocks that sum a partial that goes in packets
 PACKET_SHARES = 20  # warps that expand a record in packets
 PACKET_TOKENS = 32  # up to so many tokens of a rank cross in packets
+CODE_BITS = 11  # that name a call's sizes in its kind, above
+KIND_BITS = 3
+_AREA_ALIGN = 256
+_LEAST_PAD = 4 * _AREA_ALIGN  # more than what alignment of the areas can cost
+_PACKETS = 1 / 3  # of a section's bytes: at 43 tokens and more 32 of them fit there in packets
+_DISPATCH = 3 / 8  # of rows and packets: a little more than the 1 to 2 of bfloat16 rows to float32 partials, for ids
+# rows of dispatch and combine, packets of dispatch and combine
+_SHARES = tuple(kind * op for kind in (1 - _PACKETS, _PACKETS) for op in (_DISPATCH, 1 - _DISPATCH))
 SEND_HALF, RECEIVE_HALF = 1, 2
 BOTH_HALVES = SEND_HALF | RECEIVE_HALF
 OP_DISPATCH, OP_COMBINE = 1, 2
@@ -74,10 +85,14 @@ class LatencyCall(ctypes.Structure):
 
 
 class LatencyPlaces(ctypes.Structure):
-    """Where an operation's words and records lie in every rank's region; strides in bytes."""
+    """Where an operation's words and records lie in every rank's region; strides in bytes.
+
+    `*_section`: from a source's part of an area to the next one's, in words (`head_section`, `flag_section`) or bytes.
+    """
 
     _fields_ = (
         *_fields(_WORD, "heads_offset flags_offset rows_offset packets_offset"),
+        *_fields(_LONG, "head_section flag_section rows_section packets_section"),
         *_fields(_INT, "row_stride packet_stride head_words num_slots max_tokens packet_tokens"),
     )
 
@@ -117,7 +132,7 @@ class LatencyCombineParams(ctypes.Structure):
         ("call", LatencyCall),
         *_fields(_PTR, COMBINE_POINTERS),
         ("weights_offset", _WORD),
-        ("y_stride", _LONG),
+        *_fields(_LONG, "weights_section y_stride"),
         *_fields(_INT, "num_tokens num_topk hidden token_words num_rows has_weights kind refused"),
     )
 
@@ -162,12 +177,13 @@ def packet_bytes(num_words: int) -> int:
 
 @dataclass(frozen=True)
 class LatencyConfig:
-    """What the memory is sized for; equal on all ranks.
+    """The sizes of a call, and of the memory; equal on all ranks.
 
     Attributes:
         max_tokens: that a rank dispatches in a call (T).
         max_in_flight: calls of a kind whose receive half may be outstanding: 1, 2 or 4.
-        packet_tokens: up to so many tokens a rank's rows cross in packets.
+        packet_tokens: up to so many tokens a rank's rows cross in packets, if that many fit.
+        room: how long sections are in memory that serves calls of several sizes; None: what these sizes need.
     """
 
     rank: int
@@ -178,6 +194,7 @@ class LatencyConfig:
     max_tokens: int
     max_in_flight: int = 2
     packet_tokens: int = PACKET_TOKENS
+    room: Sections | None = None
 
     def check(self) -> None:
         """Raise `InvalidArgument` for what the kernels cannot do."""
@@ -196,6 +213,11 @@ class LatencyConfig:
                 )
         if self.max_in_flight not in (1, 2, 4):
             raise InvalidArgument(f"max_in_flight must be 1, 2 or 4, got {self.max_in_flight}")
+        if self.room is not None and not self.needs.fit(self.room):
+            raise DoesNotFit(
+                f"calls of {self.max_tokens} tokens of hidden {self.hidden} with top-{self.num_topk} need "
+                f"{room_bytes(self)} bytes of memory, the buffer has {region_layout(self).nbytes}; make it with more"
+            )
 
     @property
     def num_local_experts(self) -> int:
@@ -233,52 +255,165 @@ class LatencyConfig:
         return self.meta_words + max(self.hidden // 2, self.hidden // 4 + _ceil_div(self.hidden, SCALE_BLOCK))
 
     @cached_property
-    def region_layout(self) -> Layout:
-        """The fields of a rank's lent region; `[slot][source]...` for those that peers write."""
-        slots, ranks, tokens, num_topk = self.num_slots, self.num_ranks, self.max_tokens, self.num_topk
-        packets = min(tokens, self.packet_tokens)
-
-        def words(name: str, *shape: int) -> Field:
-            """Return a field of 64-bit words, at a multiple of 128 bytes."""
-            return Field(name, torch.int64, shape, 128)
-
-        def rows(name: str, count: int, nbytes: int) -> Field:
-            """Return a field of `count` rows for each slot and source, each rounded up to 16 bytes."""
-            return Field(name, torch.uint8, (slots, ranks, count, align_up(nbytes, 16)), 256)
-
-        return Layout(
-            words("peers", MAX_RANKS),
-            words("dispatch_tags", 2),
-            words("combine_tags", 2),
-            words("dispatch_heard", MAX_RANKS),
-            words("combine_heard", MAX_RANKS),
-            words("dispatch_end", 1),
-            words("combine_end", 1),
-            words("reported", 2),
-            words("news", 3),
-            words("scratch", 1),
-            words("dispatch_heads", slots, ranks, 1 + self.token_words + self.num_local_experts),
-            words("dispatch_flags", slots, ranks, tokens),
-            words("combine_heads", slots, ranks, 1),
-            words("combine_flags", slots, ranks, tokens, COMBINE_FLAGS),
-            words("combine_weights", slots, ranks, tokens, num_topk),
-            rows("dispatch_rows", tokens, 4 * self.dispatch_words),
-            rows("combine_rows", tokens, 4 * self.hidden),
-            rows("dispatch_packets", packets, packet_bytes(self.dispatch_words)),
-            rows("combine_packets", packets, packet_bytes(self.hidden)),
+    def needs(self) -> Sections:
+        """How long sections must be for calls of these sizes."""
+        tokens, packets = self.max_tokens, min(self.max_tokens, self.packet_tokens)
+        return Sections(
+            head_words=1 + self.token_words + self.num_local_experts,
+            tokens=tokens,
+            weights=tokens * self.num_topk,
+            dispatch_rows=tokens * self.row_stride("dispatch"),
+            combine_rows=tokens * self.row_stride("combine"),
+            dispatch_packets=packets * packet_bytes(self.dispatch_words),
+            combine_packets=packets * packet_bytes(self.hidden),
         )
+
+    @property
+    def sections(self) -> Sections:
+        """How long sections are."""
+        return self.needs if self.room is None else self.room
+
+    def row_stride(self, op: str) -> int:
+        """Return the bytes from record to record of an operation."""
+        return align_up(4 * (self.dispatch_words if op == "dispatch" else self.hidden), 16)
+
+    @cached_property
+    def region_layout(self) -> Layout:
+        """The fields of a rank's lent region."""
+        return region_layout(self)
+
+    @property
+    def code(self) -> int:
+        """What ranks compare in each call of the sizes: 11 bits, 0 where memory serves no others."""
+        if self.room is None:
+            return 0
+        sizes = f"{self.num_experts} {self.hidden} {self.num_topk} {self.max_tokens}".encode()
+        return 1 + zlib.crc32(sizes) % ((1 << CODE_BITS) - 1)
 
     def places(self, op: str) -> LatencyPlaces:
         """Return where `op` ("dispatch" or "combine") has its words and records."""
         layout = self.region_layout
-        fields = {part: f"{op}_{part}" for part in ("heads", "flags", "rows", "packets")}
-        at = LatencyPlaces(*(layout.offset(name) for name in fields.values()))
-        at.row_stride = layout[fields["rows"]].shape[-1]
-        at.packet_stride = layout[fields["packets"]].shape[-1]
-        at.head_words = layout[fields["heads"]].shape[-1]
-        at.num_slots, at.max_tokens = self.num_slots, self.max_tokens
-        at.packet_tokens = min(self.max_tokens, self.packet_tokens)
+        at = LatencyPlaces(*(layout.offset(f"{op}_{part}") for part in ("heads", "flags", "rows", "packets")))
+        at.head_section = layout[f"{op}_heads"].shape[-1]
+        at.flag_section = math.prod(layout[f"{op}_flags"].shape[2:])
+        at.rows_section, at.packets_section = layout[f"{op}_rows"].shape[-1], layout[f"{op}_packets"].shape[-1]
+        at.head_words = self.needs.head_words if op == "dispatch" else 1
+        at.num_slots, at.max_tokens, at.row_stride = self.num_slots, self.max_tokens, self.row_stride(op)
+        at.packet_stride = packet_bytes(self.dispatch_words if op == "dispatch" else self.hidden)
+        at.packet_tokens = self.most_packets
         return at
+
+    @cached_property
+    def most_packets(self) -> int:
+        """Up to how many tokens a rank's rows cross in packets, in both directions."""
+        have, most = self.sections, min(self.max_tokens, self.packet_tokens)
+        fit = (
+            have.dispatch_packets // packet_bytes(self.dispatch_words),
+            have.combine_packets // packet_bytes(self.hidden),
+        )
+        return min(most, *fit)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """How long a section is, the part of an area that one source writes in one call; equal on all ranks.
+
+    Attributes:
+        head_words: 64-bit words in front of a dispatch.
+        tokens: that have a flag.
+        weights: words of weights that are given to a combine.
+        dispatch_rows, combine_rows, dispatch_packets, combine_packets: bytes.
+    """
+
+    head_words: int
+    tokens: int
+    weights: int
+    dispatch_rows: int
+    combine_rows: int
+    dispatch_packets: int
+    combine_packets: int
+
+    @classmethod
+    def of_bytes(cls, nbytes: int, num_ranks: int, max_in_flight: int) -> Sections:
+        """Cut memory of so many bytes into sections for calls of any sizes.
+
+        Words are few bytes and there for the largest sizes that kernels serve. The rest is shared out so that a batch
+        of 43 tokens or more has all the rest in rows, and 32 of them fit in packets.
+
+        Raises:
+            InvalidArgument: there is nothing left for rows.
+        """
+        words = cls(
+            1 + _ceil_div(MAX_TOKENS, 32) + MAX_EXPERTS // num_ranks, MAX_TOKENS, MAX_TOKENS * MAX_TOPK, 0, 0, 0, 0
+        )
+        num_sections = 2 * max_in_flight * num_ranks
+        fixed = _layout(num_ranks, 2 * max_in_flight, words).nbytes
+        share = (nbytes - fixed - _LEAST_PAD) // num_sections
+        if share < 4 * _AREA_ALIGN:
+            raise InvalidArgument(
+                f"a LatencyBuffer of {num_ranks} ranks needs more than {fixed + num_sections * 4 * _AREA_ALIGN} bytes, "
+                f"got {nbytes}"
+            )
+        areas = [int(share * part) // _AREA_ALIGN * _AREA_ALIGN for part in _SHARES]
+        return cls(words.head_words, words.tokens, words.weights, *areas)
+
+    def fit(self, room: Sections) -> bool:
+        """Tell whether sections of `room` are long enough; fewer packets are slower, not too few."""
+        names = ("head_words", "tokens", "weights", "dispatch_rows", "combine_rows")
+        return all(getattr(self, name) <= getattr(room, name) for name in names)
+
+
+def room_bytes(config: LatencyConfig) -> int:
+    """Return how much memory serves calls of such sizes, packets included, where it serves others, too."""
+    needs = config.needs
+    areas = (needs.dispatch_rows, needs.combine_rows, needs.dispatch_packets, needs.combine_packets)
+    share = max(math.ceil((area + _AREA_ALIGN) / part) for area, part in zip(areas, _SHARES, strict=True))
+    least = Sections.of_bytes(1 << 40, config.num_ranks, config.max_in_flight)
+    words = replace(least, dispatch_rows=0, combine_rows=0, dispatch_packets=0, combine_packets=0)
+    fixed = _layout(config.num_ranks, config.num_slots, words).nbytes
+    return fixed + _LEAST_PAD + config.num_slots * config.num_ranks * share
+
+
+def region_layout(config: LatencyConfig) -> Layout:
+    """Return the fields of a rank's lent region; `[slot][source]...` for those that peers write."""
+    return _layout(config.num_ranks, config.num_slots, config.sections)
+
+
+@functools.cache
+def _layout(num_ranks: int, num_slots: int, sections: Sections) -> Layout:
+    def words(name: str, *shape: int) -> Field:
+        """Return a field of 64-bit words, at a multiple of 128 bytes."""
+        return Field(name, torch.int64, shape, 128)
+
+    def words_of(name: str, *shape: int) -> Field:
+        """Return one with a section for each slot and source."""
+        return words(name, num_slots, num_ranks, *shape)
+
+    def area(name: str) -> Field:
+        """Return a field of bytes with a section for each slot and source."""
+        return Field(name, torch.uint8, (num_slots, num_ranks, getattr(sections, name)), _AREA_ALIGN)
+
+    return Layout(
+        words("peers", MAX_RANKS),
+        words("dispatch_tags", 2),
+        words("combine_tags", 2),
+        words("dispatch_heard", MAX_RANKS),
+        words("combine_heard", MAX_RANKS),
+        words("dispatch_end", 1),
+        words("combine_end", 1),
+        words("reported", 2),
+        words("news", 3),
+        words("scratch", 1),
+        words_of("dispatch_heads", sections.head_words),
+        words_of("dispatch_flags", sections.tokens),
+        words_of("combine_heads", 1),
+        words_of("combine_flags", sections.tokens, COMBINE_FLAGS),
+        words_of("combine_weights", sections.weights),
+        area("dispatch_rows"),
+        area("combine_rows"),
+        area("dispatch_packets"),
+        area("combine_packets"),
+    )
 
 
 @dataclass(frozen=True)
@@ -340,7 +475,7 @@ def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms
     """
     warps = limits.max_warps
     sending = num_tokens + 1 if halves & SEND_HALF else 0
-    shares = PACKET_SHARES if num_tokens <= config.packet_tokens else 1
+    shares = PACKET_SHARES if num_tokens <= config.most_packets else 1
     rows = max(shares * config.num_ranks * num_tokens, config.capacity)  # a warp each
     receiving = 1 + _ceil_div(rows, warps) if halves & RECEIVE_HALF else 0
     grid = max(1, min(max_sms, max(sending, receiving)))
@@ -359,7 +494,7 @@ def dispatch_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms
 def combine_launch(config: LatencyConfig, num_tokens: int, halves: int, max_sms: int, limits: Limits) -> Launch:
     """Return the launch of a combine: a block for each part of a partial that a rank with as many tokens as the others
     sends, and not too few when they have more; two blocks on a multiprocessor."""
-    is_packed, is_sending = num_tokens <= config.packet_tokens, bool(halves & SEND_HALF)
+    is_packed, is_sending = num_tokens <= config.most_packets, bool(halves & SEND_HALF)
     sending = config.num_ranks * num_tokens * (PARTIAL_SHARES if is_packed else COMBINE_FLAGS)
     sending = max(sending, _ceil_div(config.capacity, 8)) if is_sending else 0
     receiving = (5 if is_packed else 2) * num_tokens if halves & RECEIVE_HALF else 0  # shares of a token, a block each

@@ -27,6 +27,7 @@ from .params import (
     DISPATCH_PARTS,
     DISPATCH_POINTERS,
     HANDLE_PARTS,
+    KIND_BITS,
     OP_COMBINE,
     OP_DISPATCH,
     SCALE_BLOCK,
@@ -142,6 +143,7 @@ class DispatchPlan:
     """A dispatch of so many tokens with these options.
 
     Attributes:
+        config: sizes of the call.
         calls: its launches.
         num_tokens: of this rank.
         new_x, new_scales, new_words: allocate the results; no scales without FP8.
@@ -150,6 +152,7 @@ class DispatchPlan:
         waits: the offset of the waiting times.
     """
 
+    config: LatencyConfig
     calls: CallPlan
     num_tokens: int
     new_x: Allocate
@@ -211,13 +214,14 @@ class Planner:
         constants = {
             "x_stride": x_stride,
             "num_tokens": num_tokens,
-            "kind": options.kind,
+            "kind": options.kind | config.code << KIND_BITS,
             "scale_kind": options.scale_kind,
             "row_words": config.hidden * dtype.itemsize // 4,
             "scale_words": num_scales,
         }
         name = "dispatch_latency_fp8" if options.use_fp8 else "dispatch_latency_bf16"
         return DispatchPlan(
+            config,
             self._calls(OP_DISPATCH, name, options, constants, partial(dispatch_launch, config, num_tokens)),
             num_tokens,
             self._allocate(dtype, shape),
@@ -244,7 +248,7 @@ class Planner:
             "y_stride": 2 * config.hidden,
             "has_weights": int(has_weights),
             "num_tokens": num_tokens,
-            "kind": int(is_wide) | 2 * int(has_weights),
+            "kind": int(is_wide) | 2 * int(has_weights) | config.code << KIND_BITS,
         }
         name = "combine_latency_f32" if is_wide else "combine_latency_bf16"
         num_ranks = config.num_ranks

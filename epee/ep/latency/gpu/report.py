@@ -14,6 +14,7 @@ from ....errors import (
 from ....memory.signals import untag
 from ...gpu.params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
 from ...gpu.report import ABORTED, BAD_COUNT, BAD_EXPERT, MISMATCH, REFUSED, TIMEOUT
+from .params import KIND_BITS
 
 _KINDS = {
     "dispatch": ("bfloat16", "FP8", "FP8 with round_scale", "FP8 with use_ue8m0"),
@@ -68,5 +69,6 @@ def _describe(code: int, op: str, head: str, peer: int, facts: tuple[int, int, i
 
 
 def _kind(op: str, kind: int) -> str:
-    names = _KINDS.get(op, ())
-    return names[kind] if kind < len(names) else f"kind {kind}"
+    names, code, kind = _KINDS.get(op, ()), kind >> KIND_BITS, kind & (1 << KIND_BITS) - 1
+    name = names[kind] if kind < len(names) else f"kind {kind}"
+    return f"{name} (sizes {code})" if code else name

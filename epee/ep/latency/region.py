@@ -1,0 +1,143 @@
+"""The memory that a rank lends to a `LatencyBuffer` on CPUs: its fields, and how a call of some sizes cuts a section.
+
+`wire.py` says who writes what and what orders it. The words have fixed places. The payload of (slot, source), a
+section, is as long in each call of the buffer's life and holds no words that anybody waits for, so calls of different
+sizes share it: each cuts it its own way (`Cut`), and only its source writes it, whatever the sizes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import InvalidArgument
+from ...memory.host import HostRegion
+from ...memory.layout import Field, Layout
+from ..config import BufferConfig
+from ..control.withdrawal import LINE_WORDS
+
+REASON_BYTES = 240
+NUM_HEAD_FIELDS = 8
+HEAD_WORDS = 1 + NUM_HEAD_FIELDS + REASON_BYTES // 8  # the tag, the header, a refusal's reason
+_LINE = 8  # words: one cache line per writer
+_ALIGN = 64
+
+
+class Cut:
+    """How a section is cut for calls of some sizes.
+
+    Args:
+        config: the sizes.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        tokens, num_topk = config.max_tokens_per_rank, config.num_topk
+        self.config = config
+        self.layout = Layout(
+            Field("meta", torch.int32, (tokens, 1 + 2 * num_topk)),
+            Field("weights", torch.float32, (tokens, num_topk)),
+            Field("rows", torch.uint8, (tokens * config.hidden * 4,)),  # a partial in float32 is the widest row
+        )
+        self.rows_at = self.layout.offset("rows")
+        self.scales_at = self.rows_at + tokens * config.hidden
+
+    @cached_property
+    def code(self) -> int:
+        """What ranks compare of the sizes."""
+        config = self.config
+        sizes = f"{config.num_experts} {config.hidden} {config.num_topk} {config.max_tokens_per_rank}"
+        return zlib.crc32(sizes.encode())
+
+
+class CutFields(NamedTuple):
+    """A region's sections, cut: `meta` int32 and `weights` float32, `[num_slots, num_ranks, max_tokens, width]`."""
+
+    meta: Any
+    weights: Any
+
+
+def region_layout(config: BufferConfig) -> Layout:
+    """Return the fields of a rank's region, with room for its config's sizes or for all that fit its bytes."""
+    if not config.room_bytes:
+        return _layout(config, Cut(config).layout.nbytes)
+    sections = config.num_slots * config.num_ranks
+    length = (config.room_bytes - _layout(config, 0).nbytes) // sections // _ALIGN * _ALIGN
+    if length < _ALIGN:
+        raise InvalidArgument(f"{config.room_bytes} bytes are too few for a LatencyBuffer of {config.num_ranks} ranks")
+    return _layout(config, length)
+
+
+def room_bytes(config: BufferConfig) -> int:
+    """Return how much memory serves calls of such sizes, where it serves others, too."""
+    return _layout(config, Cut(config).layout.nbytes).nbytes
+
+
+def _layout(config: BufferConfig, section_bytes: int) -> Layout:
+    num_slots, num_ranks = config.num_slots, config.num_ranks
+    sections = (num_slots, num_ranks)
+    head_words = -(-HEAD_WORDS // _LINE) * _LINE
+    return Layout(
+        Field("freed", torch.int64, (num_slots, _LINE)),
+        Field("cut", torch.int64, (num_ranks, _LINE)),
+        Field("waiting", torch.int64, (_LINE,)),
+        Field("ends", torch.int64, (num_slots, LINE_WORDS)),
+        Field("head", torch.int64, (*sections, head_words)),
+        Field("early", torch.int64, (*sections, _LINE)),
+        Field("payload", torch.uint8, (*sections, section_bytes)),
+    )
+
+
+class RegionFields:
+    """Views of the fields of one rank's region.
+
+    Args:
+        region: what a rank lends; it is whoever maps it that closes it.
+        layout: of all regions.
+        base: byte at which the fields begin.
+    """
+
+    def __init__(self, region: HostRegion, layout: Layout, base: int = 0) -> None:
+        self.address = region.address + base
+        self._layout = layout
+        self.words = region.words(base, layout.nbytes // 8)
+        self._payload = layout.tensor(region, "payload", base)
+        self._cuts: dict[Cut, CutFields] = {}
+
+    def at(self, name: str, *index: int) -> int:
+        """Return the word index of a field's row (`[slot]`, `[source]` or `[slot][source]`)."""
+        field = self._layout[name]
+        flat = 0
+        for position, extent in zip(index, field.shape, strict=False):
+            flat = flat * extent + position
+        width = field.shape[-1]
+        return self._layout.offset(name) // 8 + flat * width
+
+    def cut(self, cut: Cut) -> CutFields:
+        """Return the sections as calls of some sizes see them."""
+        fields = self._cuts.get(cut)
+        if fields is None:
+            fields = self._cuts[cut] = CutFields(self._part(cut, "meta"), self._part(cut, "weights"))
+        return fields
+
+    def _part(self, cut: Cut, name: str) -> Any:
+        field, first = cut.layout[name], cut.layout.offset(name)
+        part = self._payload[:, :, first : first + field.nbytes].view(field.dtype)
+        return part.unflatten(2, field.shape).numpy()
+
+    def rows(self, slot: int, src: int, num_rows: int, width: int, dtype: torch.dtype, first: int) -> torch.Tensor:
+        """Return `[num_rows, width]` of what a section holds from byte `first` on."""
+        raw = self._payload[slot, src]
+        return raw[first : first + num_rows * width * dtype.itemsize].view(dtype).view(num_rows, width)
+
+    def poison(self, slot: int) -> None:
+        """Fill a slot's payloads with 0xFF, so that rows nobody wrote read as NaN."""
+        self._payload[slot].fill_(0xFF)
+
+    def close(self) -> None:
+        """Drop the views; idempotent."""
+        self._cuts.clear()
+        self.__dict__.pop("_payload", None)
+        self.words.release()

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from epee.ep.pool import pool
+from epee.ep.pool import latency as rooms
+from tests.compat import test_early_memory as early
 from tests.compat import test_mooncake_ep as on_cpu
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import EmulatedLatencyBuffer
-from tests.harness import run_ranks
+from tests.harness import DEAD, run_ranks
 
 pytestmark = [
     pytest.mark.compiler,
@@ -23,10 +24,22 @@ pytestmark = [
 
 def _emulated(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run a rank's function with rooms on the emulated GPU."""
-    pool.LatencyBuffer = EmulatedLatencyBuffer  # type: ignore[misc]
+    rooms.LatencyBuffer = EmulatedLatencyBuffer  # type: ignore[misc]
     return function(rank, num_ranks, *args)
 
 
 def test_who_does_not_meet_the_others_again_is_left_out(tmp_path: Path) -> None:
     told = run_ranks(_emulated, 4, on_cpu._away, str(tmp_path), backend="mooncake-cpu", timeout_s=200)
     assert told == [[1, 1, 1, 0]] * 3 + [[]]
+
+
+def test_who_dies_before_the_first_call_is_masked() -> None:
+    masked = [0, 1, 0, 0]
+    assert run_ranks(_emulated, 4, early._dies_first, dead={1}, timeout_s=200) == [masked, DEAD, masked, masked]
+    active = [1, 0, 1, 1]
+    results = run_ranks(_emulated, 4, early._mooncake_dies_first, dead={1}, backend="mooncake-cpu", timeout_s=200)
+    assert results == [active, DEAD, active, active]
+
+
+def test_sizes_change_in_the_memory_that_was_given() -> None:
+    run_ranks(_emulated, 2, early._sizes_change, timeout_s=200)

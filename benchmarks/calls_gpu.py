@@ -311,7 +311,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     rows: Rows = {}
     try:
         rows.update(time_machine(args.num_ranks, args.calls))
-        for name in args.only.split(","):
+        for name in args.only:
             rows.update(GROUPS[name](rank, args.num_ranks, args.calls))
     except BaseException:  # noqa: BLE001 - the other ranks must not wait for this one
         traceback.print_exc()
@@ -347,8 +347,18 @@ def main() -> None:
     parser.add_argument("--default-device", action="store_true", help="with torch.set_default_device('cuda')")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
+    start(args.num_ranks, args.only.split(","), args.calls, args.default_device, args.json)
+
+
+def start(
+    num_ranks: int, names: list[str], calls: int = 300, default_device: bool = False, json_path: str = ""
+) -> None:
+    """Time groups of calls on so many ranks, and report."""
+    args = argparse.Namespace(
+        num_ranks=num_ranks, only=names, calls=calls, default_device=default_device, json=json_path
+    )
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(args, folder), nprocs=args.num_ranks)
+        mp.spawn(run, args=(args, folder), nprocs=num_ranks)
 
 
 if __name__ == "__main__":

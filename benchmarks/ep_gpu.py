@@ -9,6 +9,8 @@ median (and p99) over the calls on the slowest rank. Bytes:
     wire GB/s    = rows received from other ranks * bytes of a row / time
 NCCL's all_to_all_single moves the same rows in the same run.
 
+`--v1`, `--v2` and `--latency-names` time calls by DeepEP's names instead (`calls_gpu.py`, whose clock they have).
+
 Host time of `epee.Buffer` calls (`host_us` in the JSON): median over the calls on the slowest rank, in a row (the GPU
 is behind) and each after a synchronisation (the caches are cold).
 """
@@ -35,6 +37,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import epee
+from benchmarks import calls_gpu
 from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
@@ -532,11 +535,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="time only cases with this in their name; host: of Buffer's calls")
     parser.add_argument("--profile", action="store_true", help="print the kernels' own durations instead")
     parser.add_argument("--nccl", action="store_true")
+    for group in ("v1", "v2", "latency-names"):
+        parser.add_argument(f"--{group}", action="store_true", help=f"only: calls_gpu.py --only {group}")
     parser.add_argument("--json", default="")
     parser.add_argument("--plot", nargs=2, metavar=("JSON", "IMAGE"), help="only draw a result file")
     args = parser.parse_args()
     if args.plot:
         plot(*args.plot)
+        return
+    if names := [name for name in ("v1", "v2", "latency-names") if getattr(args, name.replace("-", "_"))]:
+        calls_gpu.start(args.num_ranks, names, json_path=args.json)
         return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, args=(args, folder), nprocs=args.num_ranks)

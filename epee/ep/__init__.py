@@ -11,7 +11,7 @@ from __future__ import annotations
 from .buffer import Buffer
 from .config import PAYLOAD_DTYPES
 from .control.bootstrap import group_of
-from .gpu.layout import count_layout
+from .gpu.layout import count_layout, load_counter
 from .gpu.report import NoRoomError
 from .handle import Combined, Dispatched, Handle, Payload
 from .latency.buffer import LatencyBuffer
@@ -46,6 +46,7 @@ __all__ = [
     "count_layout",
     "group_of",
     "is_capturing",
+    "load_counter",
     "latency_bytes",
     "receive_bytes",
 ]

@@ -43,6 +43,7 @@ from epee.ep import (
     check_topk_idx,
     count_layout,
     group_of,
+    load_counter,
 )
 from epee.errors import InvalidArgument
 
@@ -103,6 +104,7 @@ class Buffer(LowLatency, PoolOwner):
         self._handles: KnownHandles[V1Handle] = KnownHandles(NUM_ENTRIES)
         self._wishes: dict[tuple[object, ...], tuple[Wish, Need]] = {}
         self._init_low_latency(pool)
+        load_counter()
 
     @staticmethod
     def is_sm90_compiled() -> bool:

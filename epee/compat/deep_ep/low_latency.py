@@ -59,6 +59,8 @@ class LowLatency:
     def _init_low_latency(self, pool: BufferPool) -> None:
         self._padded = PaddedCalls(pool)
         self._active: dict[torch.device, torch.Tensor] = {}
+        if self.enable_shrink and torch.cuda.is_available():
+            self._active_on(torch.device("cuda", torch.cuda.current_device()))  # it cannot be made in a graph
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

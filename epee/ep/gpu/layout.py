@@ -91,6 +91,12 @@ def count_layout(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> Di
     return _counter(device)(topk_idx, num_ranks, num_experts)
 
 
+def load_counter() -> None:
+    """Load the kernel on the current GPU, where there is one: a first count may then be recorded in a graph."""
+    if torch.cuda.is_available():
+        _counter(torch.cuda.current_device())
+
+
 def count_with_torch(topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
     """Return what `count_layout` returns, on any device, by a dozen operations."""
     topk_idx = topk_idx.to(torch.int64).masked_fill((topk_idx < 0) | (topk_idx >= num_experts), -1)

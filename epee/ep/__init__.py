@@ -46,7 +46,7 @@ __all__ = [
     "count_layout",
     "group_of",
     "is_capturing",
-    "load_counter",
     "latency_bytes",
+    "load_counter",
     "receive_bytes",
 ]

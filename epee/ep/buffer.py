@@ -123,6 +123,7 @@ class Buffer(SharedBuffer):
         handle: Handle | None = None,
         layout: str = "rank",
         expert_alignment: int = 1,
+        capacity: int | None = None,
         timeout: float | None = None,
         num_sms: int | None = None,
         async_op: bool = False,
@@ -145,14 +146,18 @@ class Buffer(SharedBuffer):
             layout: "rank": one row per (source rank, token), in this order. "expert": one row per (local expert,
                 source rank, token, k), each expert's block padded with zero rows to `expert_alignment`.
             expert_alignment: 1 ... 4096 rows.
+            capacity: the most rows that a rank receives, equal on all ranks; rank layout only, not with a handle. Rows
+                beyond it, in (source rank, token) order, are dropped: nobody sends them, and in combines, and cached
+                dispatches by the handle, it is as if their tokens had not gone to that rank. `num_dropped` of the
+                result and `lost_weight` of a combine tell how many, and what they weigh.
             timeout: seconds to wait for a silent peer.
             num_sms: multiprocessors of the GPU to use; None for the default.
             async_op: run on the buffer's own stream, behind the current one, or behind `previous_event`; wait for
                 `.event` before the results are used.
             previous_event: an `.event`, or a `torch.cuda.Event`, for which the call waits first.
-            sync: False: the host does not wait for the counts, so results have as many rows as may come (ids of the
-                others are -1, their values undefined) and `handle.recv_counts` tells how many there are. Needed while
-                a CUDA graph is recorded. On the CPU results have their exact size all the same.
+            sync: False: the host does not wait for the counts, so results have as many rows as may come (`capacity` at
+                most; ids of the others are -1, their values undefined) and `handle.recv_counts` tells how many there
+                are. Needed while a CUDA graph is recorded. On the CPU results have their exact size all the same.
 
         Returns:
             `Dispatched`. Its `x` lives as long as the tensor does; with `num_slots` of them alive, further results
@@ -161,6 +166,7 @@ class Buffer(SharedBuffer):
         Raises:
             InvalidArgument: an argument is wrong (the peers raise `MismatchError`), or the routing needs more rows
                 than there is room for (on every rank, before any row moves).
+            UnsupportedError: `capacity` in the expert layout.
             MismatchError: the ranks made different calls, or a peer's call was refused. Same text on all ranks.
             StaleHandleError: the handle is of another buffer or epoch.
             CommTimeoutError: a peer did not come in time.
@@ -172,7 +178,7 @@ class Buffer(SharedBuffer):
         with self._turns.queue(), self._turns:
             is_plain = timeout is None and previous_event is None and async_op is False
             if is_plain and self._gpu is not None and self._gpu.is_quiet():
-                routing = GivenRouting(topk_idx, is_token_in_rank, handle)
+                routing = GivenRouting(topk_idx, is_token_in_rank, handle, capacity)
                 found = self._dispatch_again(x, routing, topk_weights, layout, expert_alignment, num_sms, sync)
                 if found is not None:
                     return found
@@ -181,7 +187,7 @@ class Buffer(SharedBuffer):
             while True:
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
                     known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
-                    routing = GivenRouting(topk_idx, is_token_in_rank, known)
+                    routing = GivenRouting(topk_idx, is_token_in_rank, known, capacity)
                     members = self._exchange.reduced_members
                     call = self._checked.dispatch(x, routing, topk_weights, layout, expert_alignment, members)
                     return self._rows.dispatch(call, deadline, lane, run)

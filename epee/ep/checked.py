@@ -75,7 +75,9 @@ class CheckedCalls:
         known = routing.handle
         if known is not None:
             layout, expert_alignment = known.layout, known.expert_alignment
-        return DispatchCall(payload, layout, expert_alignment, idx, _detached(topk_weights), None, known, mask, memo)
+        most: Any = routing.capacity
+        weights = _detached(topk_weights)
+        return DispatchCall(payload, layout, expert_alignment, idx, weights, None, known, mask, memo, most)
 
     def combine(
         self,
@@ -113,7 +115,7 @@ class CheckedCalls:
         """Return what the rules look at, None where only they can tell what is wrong."""
         if not self._config.is_cuda:
             return None
-        topk_idx, mask, handle = routing
+        topk_idx, mask, handle, capacity = routing
         try:
             facts = (
                 _facts_of(x) if isinstance(x, torch.Tensor) else tuple(map(_facts_of, x)),
@@ -124,6 +126,8 @@ class CheckedCalls:
                 layout,
                 expert_alignment,
                 type(expert_alignment),  # True is no 1
+                capacity,
+                type(capacity),
             )
             hash(facts)
         except (AttributeError, RuntimeError, TypeError):  # no dense tensors: the rules will say so
@@ -149,7 +153,7 @@ def _facts_of(value: Any) -> tuple[object, ...]:
 
 
 def _facts_of_handle(handle: Handle) -> tuple[object, ...]:
-    return handle.layout, handle.expert_alignment, handle.num_tokens, handle.with_topk
+    return handle.layout, handle.expert_alignment, handle.num_tokens, handle.with_topk, handle.capacity
 
 
 def _known_payload(x: Any) -> PayloadRows:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InvalidArgument, StaleHandleError
-from .config import FP8, LAYOUTS, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, SCALE_BLOCK, BufferConfig
+from ..errors import InvalidArgument, StaleHandleError, UnsupportedError
+from .config import FP8, LAYOUTS, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, SCALE_BLOCK, BufferConfig
 from .handle import Handle, HostHandle
 from .streams import RunOptions
 from .throughput.order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
@@ -45,6 +45,7 @@ class DispatchCall(NamedTuple):
         topk_idx: `[num_tokens, num_topk]` int64; None when cached or without top-k routing.
         topk_weights: `[num_tokens, num_topk]` float32 or float64, contiguous, or None.
         memo: where the path keeps what it knows of all calls that are alike but for addresses, or None.
+        capacity: rows that each rank keeps, None for all and when cached.
     """
 
     payload: PayloadRows
@@ -56,6 +57,7 @@ class DispatchCall(NamedTuple):
     handle: Handle | None
     mask: torch.Tensor | None = None
     memo: dict[Any, Any] | None = None
+    capacity: int | None = None
 
 
 class CombineCall(NamedTuple):
@@ -256,11 +258,15 @@ def _check_num_tokens(name: str, num_tokens: int, config: BufferConfig) -> None:
 
 
 class GivenRouting(NamedTuple):
-    """Where the tokens of a dispatch go, as its caller says: exactly one is not None. See `Buffer.dispatch`."""
+    """Where the tokens of a dispatch go, as its caller says: exactly one is not None, beside the capacity.
+
+    See `Buffer.dispatch`.
+    """
 
     topk_idx: object
     is_token_in_rank: object
     handle: Handle | None
+    capacity: object = None
 
 
 def check_dispatch(
@@ -273,29 +279,31 @@ def check_dispatch(
     members: Sequence[int] | None = None,
 ) -> DispatchCall:
     """Check the routing of a dispatch and plan it: to `members` only, where a view leaves ranks out (CPU)."""
-    topk_idx, is_token_in_rank, handle = routing
+    topk_idx, is_token_in_rank, handle, capacity = routing
     if (topk_idx is None) + (is_token_in_rank is None) + (handle is None) != 2:
         names = ("topk_idx", "is_token_in_rank", "handle")
-        given = [name for name, value in zip(names, routing, strict=True) if value is not None]
+        given = [name for name, value in zip(names, routing[:3], strict=True) if value is not None]
         raise InvalidArgument(
             f"dispatch needs exactly one of topk_idx, is_token_in_rank and handle, got {', '.join(given) or 'none'}"
         )
     if layout not in LAYOUTS:
         raise InvalidArgument(f"layout must be 'rank' or 'expert', got {layout!r}")
     _check_alignment(expert_alignment)
+    most = _check_capacity(capacity, handle, layout)
     if handle is not None:
         return _check_cached(config, payload, topk_weights, handle)
     if is_token_in_rank is not None:
-        return _check_routing_mask(config, payload, is_token_in_rank, topk_weights, layout, members)
+        call = _check_routing_mask(config, payload, is_token_in_rank, topk_weights, layout, members)
+        return call if most is None else call._replace(capacity=most)
     shape = (payload.rows.shape[0], config.num_topk)
     idx = check_tensor("topk_idx", topk_idx, shape, (torch.int64,), config.device).contiguous()
     weights = _check_weights(topk_weights, shape, payload.dtype, config)
     if config.is_cuda:  # kernels look at the ids and plan: reading them here would make the host wait
-        return DispatchCall(payload, layout, expert_alignment, idx, weights, None, None)
+        return DispatchCall(payload, layout, expert_alignment, idx, weights, None, None, capacity=most)
     check_topk_idx(idx, config.num_experts)
     sent = idx if members is None else _among(idx, members, config)
     plan = plan_by_rank(sent, config) if layout == "rank" else plan_by_expert(sent, config)
-    return DispatchCall(payload, layout, expert_alignment, idx, weights, plan, None)
+    return DispatchCall(payload, layout, expert_alignment, idx, weights, plan, None, capacity=most)
 
 
 def _among(topk_idx: torch.Tensor, members: Sequence[int], config: BufferConfig) -> torch.Tensor:
@@ -309,6 +317,24 @@ def _check_alignment(expert_alignment: object) -> None:
     is_int = isinstance(expert_alignment, int) and not isinstance(expert_alignment, bool)
     if not is_int or not 1 <= expert_alignment <= MAX_EXPERT_ALIGNMENT:  # type: ignore[operator]
         raise InvalidArgument(f"expert_alignment must be an int 1 ... {MAX_EXPERT_ALIGNMENT}, got {expert_alignment!r}")
+
+
+def _check_capacity(capacity: object, handle: Handle | None, layout: str) -> int | None:
+    """Return the rows that each rank keeps, or None for all."""
+    if capacity is None:
+        return None
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+        raise InvalidArgument(f"capacity must be an int of at least 1 or None, got {capacity!r}")
+    if handle is not None:
+        raise InvalidArgument(
+            f"capacity must be None with a handle, whose dispatch has said which rows there are, got {capacity}"
+        )
+    if layout != "rank":
+        raise UnsupportedError(
+            "capacity serves layout='rank' only: which rows of an expert are dropped would need a second exchange "
+            "between the ranks"
+        )
+    return min(capacity, MAX_CAPACITY)
 
 
 def _check_cached(config: BufferConfig, payload: PayloadRows, topk_weights: object, handle: Handle) -> DispatchCall:
@@ -413,6 +439,8 @@ def _check_lanes(
     check_topk_idx(topk_idx, config.num_experts)
     topk_idx = topk_idx if members is None else _among(topk_idx, members, config)
     lanes = last_k(topk_idx, config.num_ranks, config.num_local_experts)
+    if handle.dropped is not None:
+        lanes = lanes.masked_fill(handle.dropped, -1)
     sent = torch.zeros(lanes.shape, dtype=torch.bool, device="cpu")
     for segment in handle.placement.segments:
         sent[handle.plan.tokens[segment.first : segment.first + segment.num_rows], segment.dst_rank] = True

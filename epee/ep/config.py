@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 SCALE_BLOCK = 128  # channels that share one FP8 scale
 MAX_TOPK = 32
 MAX_EXPERT_ALIGNMENT = 4096
+MAX_CAPACITY = (1 << 31) - 1  # no call brings as many rows: larger ones are all alike
 MAX_LATENCY_TOKENS = 1 << 14
 FP8 = torch.float8_e4m3fn
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

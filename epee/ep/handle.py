@@ -69,6 +69,7 @@ class Handle(ABC):
         num_topk: columns of `topk_idx`.
         with_topk: whether routing came from `topk_idx`.
         order: in which its combines add up; None for epee's own, which is the fastest.
+        capacity: rows that each rank kept at most, None for all. Rows that were dropped count nowhere below.
     """
 
     buffer_id: int
@@ -80,6 +81,7 @@ class Handle(ABC):
     num_topk: int
     with_topk: bool
     order: CombineOrder | None = field(default=None, kw_only=True)
+    capacity: int | None = field(default=None, kw_only=True)
 
     def in_order(self: SomeHandle, order: CombineOrder | None) -> SomeHandle:
         """Return a handle of the same rows whose combines add up in another order, for another library's bits.
@@ -179,6 +181,11 @@ class Handle(ABC):
         return None
 
     @property
+    @abstractmethod
+    def num_dropped(self) -> torch.Tensor | None:
+        """`[1]` int32 on the buffer's device: rows that this rank would have received; None without a capacity."""
+
+    @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What is kept on the GPU and read by later calls; for the allocator, where these run on another stream."""
         return ()
@@ -190,7 +197,12 @@ class Handle(ABC):
 
 @dataclass(eq=False)
 class HostHandle(Handle):
-    """The handle of CPU tensors: the rows that this rank sends, and where all rows lie."""
+    """The handle of CPU tensors: the rows that this rank sends, and where all rows lie.
+
+    Attributes:
+        dropped: `[num_tokens, num_ranks]` bool: rows that were not sent, for the capacity; None where there are none.
+        num_dropped_rows: rows that this rank would have received beyond the capacity.
+    """
 
     plan: SendPlan
     placement: Placement
@@ -200,6 +212,8 @@ class HostHandle(Handle):
     recv_src_token: torch.Tensor | None = None
     recv_src_k: torch.Tensor | None = None
     routing: DispatchRouting | None = None
+    dropped: torch.Tensor | None = None
+    num_dropped_rows: int = 0
 
     @property
     def num_recv(self) -> int:
@@ -220,6 +234,11 @@ class HostHandle(Handle):
     def recv_counts(self) -> torch.Tensor:
         """`[1 + num_local_experts]` int32: rows, then `num_tokens_per_expert`."""
         return torch.tensor([self.num_recv, *self.placement.num_tokens_per_expert], dtype=torch.int32, device="cpu")
+
+    @property
+    def num_dropped(self) -> torch.Tensor | None:
+        """`[1]` int32: rows that this rank would have received; None without a capacity."""
+        return None if self.capacity is None else torch.tensor([self.num_dropped_rows], dtype=torch.int32, device="cpu")
 
     @cached_property
     def num_sent(self) -> list[int]:
@@ -339,6 +358,8 @@ class Dispatched:
         readers: raw handles of the streams that may read the rows; see `record_stream`.
         epoch: in which the call ended.
         lost_ranks: ranks whose rows are not in, ascending: they are not members, or died in the midst of the call.
+        num_dropped: `[1]` int32 on the device of `x`: rows that this rank would have received beyond `capacity`; the
+            host does not wait for it. None without `capacity`.
     """
 
     x: Payload
@@ -351,6 +372,7 @@ class Dispatched:
     readers: list[int] = field(default_factory=list, repr=False)
     epoch: int = 0
     lost_ranks: tuple[int, ...] = ()
+    num_dropped: torch.Tensor | None = None
 
     def with_values(self, x: Payload, topk_weights: torch.Tensor | None) -> Dispatched:
         """Return the same result with other tensors in place of `x` and `topk_weights`, as those with gradients."""
@@ -365,6 +387,7 @@ class Dispatched:
             self.readers,
             self.epoch,
             self.lost_ranks,
+            self.num_dropped,
         )
 
     @cached_property
@@ -380,7 +403,7 @@ class Dispatched:
         if stream.cuda_stream not in self.readers:
             self.readers.append(stream.cuda_stream)
         values = self.x if isinstance(self.x, tuple) else (self.x,)
-        for tensor in (*values, self.topk_idx, self.topk_weights):
+        for tensor in (*values, self.topk_idx, self.topk_weights, self.num_dropped):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)
 
@@ -396,7 +419,7 @@ class Combined:
         num_ranks: of the buffer.
         epoch: in which the call ended.
         lost_ranks: ranks whose rows are not in the sums, ascending.
-        lost: what `lost_weight` calls; None where nobody can be lost.
+        lost: what `lost_weight` calls; None where nothing can be lost.
     """
 
     x: torch.Tensor
@@ -414,9 +437,10 @@ class Combined:
 
     @property
     def lost_weight(self) -> torch.Tensor:
-        """`[num_tokens]` float32: the sum of each token's weights whose ranks are lost (see `lost_ranks`).
+        """`[num_tokens]` float32: the sum of each token's weights whose ranks are lost, or have dropped its row.
 
-        Of those that its dispatch named; without weights an expert counts 1. The others' weights are not scaled up.
+        See `lost_ranks`, and `capacity` of `dispatch`. Of those that its dispatch named; without weights an expert
+        counts 1. The others' weights are not scaled up.
         """
         return torch.zeros(len(self.x), dtype=torch.float32, device=self.x.device) if self.lost is None else self.lost()
 

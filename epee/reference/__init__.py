@@ -4,6 +4,6 @@ It is written apart from `epee/ep` and imports nothing of epee, so that an error
 Clear, slow, and exact: `dispatch` gives the rows bit for bit, `combine` follows the defined order of additions.
 """
 
-from .exchange import Received, Routed, combine, combine_weights, dispatch, tokens_per_expert
+from .exchange import Received, Routed, combine, combine_weights, dispatch, lost_weight, tokens_per_expert
 
-__all__ = ["Received", "Routed", "combine", "combine_weights", "dispatch", "tokens_per_expert"]
+__all__ = ["Received", "Routed", "combine", "combine_weights", "dispatch", "lost_weight", "tokens_per_expert"]

@@ -7,6 +7,7 @@ Dispatch, in words. Expert `e` lives on rank `e // num_local_experts`. A token g
 experts lives (or that `is_token_in_rank` names), once per rank.
 
 - Rank layout: one row per token that arrives, in (source rank, token) order.
+  With a `capacity` only the first so many rows arrive; of the others nothing does, and nothing comes back.
 - Expert layout: one row per (local expert, source rank, token, k), ascending in that order; the block of each expert is
   filled up with zero rows to a multiple of `expert_alignment`.
 
@@ -60,6 +61,7 @@ class Received:
         src_token: `[num_recv]` int64, -1 in padding.
         src_k: `[num_recv]` int64: which of the token's k the row stands for; -1 in padding and in the rank layout.
         layout: "rank" or "expert".
+        num_dropped: rows beyond the capacity.
     """
 
     x: Payload
@@ -70,10 +72,16 @@ class Received:
     src_token: Tensor
     src_k: Tensor
     layout: str
+    num_dropped: int = 0
 
 
 def dispatch(
-    inputs: Sequence[Routed], num_experts: int, *, layout: str = "rank", expert_alignment: int = 1
+    inputs: Sequence[Routed],
+    num_experts: int,
+    *,
+    layout: str = "rank",
+    expert_alignment: int = 1,
+    capacity: int | None = None,
 ) -> list[Received]:
     """Return what each rank must receive, in rank order.
 
@@ -82,10 +90,13 @@ def dispatch(
         num_experts: over all ranks.
         layout: "rank" or "expert" (needs `topk_idx`).
         expert_alignment: rows per block of the expert layout; both layouts round `num_tokens_per_expert` up to it.
+        capacity: the most rows that a rank receives (rank layout only), None for all.
     """
     ranks = range(len(inputs))
     if layout == "rank":
-        return [_receive_by_rank(inputs, num_experts, me, expert_alignment) for me in ranks]
+        return [_receive_by_rank(inputs, num_experts, me, expert_alignment, capacity) for me in ranks]
+    if capacity is not None:
+        raise ValueError("capacity is of the rank layout")
     if layout == "expert":
         return [_receive_by_expert(inputs, num_experts, me, expert_alignment) for me in ranks]
     raise ValueError(f"layout must be 'rank' or 'expert', got {layout!r}")
@@ -164,6 +175,30 @@ def combine_weights(
     return results
 
 
+def lost_weight(inputs: Sequence[Routed], received: Sequence[Received], num_experts: int) -> list[Tensor]:
+    """Return, for each rank, `[num_tokens]` float32: the weights of each token's experts whose rank has dropped it.
+
+    Rank layout. Without weights an expert counts 1; where ranks were chosen, and no experts, a rank counts 1.
+    """
+    where, num_local = _row_of(received), num_experts // len(inputs)
+    results = []
+    for me, given in enumerate(inputs):
+        lost = torch.zeros(_num_tokens(given), dtype=torch.float32, device="cpu")
+        for token in range(len(lost)):
+            if given.topk_idx is None:
+                assert given.is_token_in_rank is not None
+                chosen = [(dst, 1.0) for dst in range(len(inputs)) if given.is_token_in_rank[token, dst]]
+            else:
+                weights = [1.0] * _num_topk(given) if given.topk_weights is None else given.topk_weights[token].tolist()
+                experts = zip(given.topk_idx[token].tolist(), weights, strict=True)
+                chosen = [(expert // num_local, weight) for expert, weight in experts if expert >= 0]
+            for dst, weight in chosen:
+                if (dst, me, token, -1) not in where:
+                    lost[token] += weight
+        results.append(lost)
+    return results
+
+
 def tokens_per_expert(inputs: Sequence[Routed], num_experts: int, rank: int, expert_alignment: int = 1) -> list[int]:
     """Return, for each expert that lives on `rank`, its number of (token, k) pairs, rounded up to the alignment."""
     num_local = num_experts // len(inputs)
@@ -178,9 +213,12 @@ def tokens_per_expert(inputs: Sequence[Routed], num_experts: int, rank: int, exp
     return [-(-count // expert_alignment) * expert_alignment for count in counts]
 
 
-def _receive_by_rank(inputs: Sequence[Routed], num_experts: int, me: int, expert_alignment: int) -> Received:
+def _receive_by_rank(
+    inputs: Sequence[Routed], num_experts: int, me: int, expert_alignment: int, capacity: int | None
+) -> Received:
     num_local = num_experts // len(inputs)
     first, last = me * num_local, (me + 1) * num_local
+    num_dropped = 0
     sources: list[tuple[int, int, int]] = []
     idx_rows: list[list[int]] = []
     weight_rows: list[Tensor] = []
@@ -189,11 +227,17 @@ def _receive_by_rank(inputs: Sequence[Routed], num_experts: int, me: int, expert
             if given.topk_idx is None:
                 assert given.is_token_in_rank is not None
                 if given.is_token_in_rank[token, me]:
-                    sources.append((src, token, -1))
+                    if len(sources) == capacity:
+                        num_dropped += 1
+                    else:
+                        sources.append((src, token, -1))
                 continue
             experts = [int(expert) for expert in given.topk_idx[token]]
             local = [expert - first if first <= expert < last else -1 for expert in experts]
             if all(expert == -1 for expert in local):
+                continue
+            if len(sources) == capacity:
+                num_dropped += 1
                 continue
             sources.append((src, token, -1))
             idx_rows.append(local)
@@ -204,15 +248,17 @@ def _receive_by_rank(inputs: Sequence[Routed], num_experts: int, me: int, expert
     has_topk = inputs[0].topk_idx is not None
     weights_of = inputs[0].topk_weights
     num_topk = _num_topk(inputs[0])
+    counts = [sum(row.count(expert) for row in idx_rows) for expert in range(num_local)] if has_topk else []
     return Received(
         x=_gather(inputs, sources),
         topk_idx=torch.tensor(idx_rows, dtype=torch.int64, device="cpu").reshape(-1, num_topk) if has_topk else None,
         topk_weights=None if weights_of is None else _stack(weight_rows, (num_topk,), weights_of.dtype),
-        num_tokens_per_expert=tokens_per_expert(inputs, num_experts, me, expert_alignment),
+        num_tokens_per_expert=[-(-count // expert_alignment) * expert_alignment for count in counts],
         src_rank=_column(sources, 0),
         src_token=_column(sources, 1),
         src_k=_column(sources, 2),
         layout="rank",
+        num_dropped=num_dropped,
     )
 
 

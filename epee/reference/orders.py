@@ -74,7 +74,9 @@ def _values(
         key = dst if by == "rank" else max(k for k, rank in enumerate(home) if rank == dst)
         there = received[dst]
         if there.layout == "rank":
-            keyed.append((key, _wide(y[dst][_row(there, source, -1)])))
+            row = _row(there, source, -1)
+            if row >= 0:
+                keyed.append((key, _wide(y[dst][row])))
             continue
         assert there.topk_weights is not None
         products = []
@@ -108,6 +110,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _row(there: Received, source: tuple[int, int], k: int) -> int:
+    """Return the row of (source rank, token) and k, -1 where it was dropped."""
     found = (there.src_rank == source[0]) & (there.src_token == source[1]) & (there.src_k == k)
-    (row,) = found.nonzero()[:, 0].tolist()
-    return int(row)
+    rows = found.nonzero()[:, 0].tolist()
+    assert len(rows) <= 1
+    return int(rows[0]) if rows else -1

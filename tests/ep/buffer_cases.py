@@ -46,6 +46,7 @@ class Call:
         in_place: whether combine reads from `combine_input`.
         with_out: whether combine writes into `out`.
         with_weights_back: whether combine returns weights.
+        capacity: rows that a rank keeps (rank layout), None for all.
     """
 
     seed: int
@@ -60,6 +61,7 @@ class Call:
     in_place: bool = False
     with_out: bool = False
     with_weights_back: bool = False
+    capacity: int | None = None
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ def fields(dispatched: epee.Dispatched) -> dict[str, Any]:
         "src_rank": dispatched.handle.src_rank.clone(),
         "src_token": dispatched.handle.src_token.clone(),
         "got": dispatched.got.clone(),
+        "num_dropped": copy_of(dispatched.num_dropped),
     }
 
 
@@ -248,6 +251,7 @@ def run_call(buffer: epee.Buffer, setup: Setup, call: Call, rank: int) -> dict[s
         is_token_in_rank=given.is_token_in_rank,
         layout=call.layout,
         expert_alignment=call.expert_alignment,
+        capacity=call.capacity,
     )
     result = {"dispatch": fields(first)}
     handle = first.handle
@@ -279,7 +283,8 @@ def _run_combine(buffer: epee.Buffer, setup: Setup, call: Call, rank: int, handl
     combined = buffer.combine(y, handle, **options)
     if call.with_out:
         assert combined.x.data_ptr() == options["out"].data_ptr(), "out= must be what comes back"
-    return {"x": copy_of(combined.x), "topk_weights": copy_of(combined.topk_weights)}
+    lost = combined.lost_weight
+    return {"x": copy_of(combined.x), "topk_weights": copy_of(combined.topk_weights), "lost_weight": copy_of(lost)}
 
 
 def run_setups(rank: int, num_ranks: int, setups: list[Setup]) -> list[list[dict[str, Any]]]:
@@ -321,12 +326,32 @@ def check_call(setup: Setup, call: Call, by_rank: list[dict[str, Any]]) -> None:
         again = [Routed(new.x, new.topk_idx, old.topk_weights) for new, old in zip(again, inputs, strict=True)]
     for stage, given in (("dispatch", inputs), ("again", again)):
         wanted = reference.dispatch(
-            given, setup.num_experts, layout=call.layout, expert_alignment=call.expert_alignment
+            given,
+            setup.num_experts,
+            layout=call.layout,
+            expert_alignment=call.expert_alignment,
+            capacity=call.capacity,
         )
         for rank in ranks:
-            check_dispatched(by_rank[rank][stage], wanted[rank], f"{stage}, rank {rank}: {setup}, {call}")
+            where = f"{stage}, rank {rank}: {setup}, {call}"
+            check_dispatched(by_rank[rank][stage], wanted[rank], where)
+            dropped = None if call.capacity is None else torch.tensor([wanted[rank].num_dropped], dtype=torch.int32)
+            same_bits(by_rank[rank][stage]["num_dropped"], dropped, f"num_dropped of {where}")
         back = "combine" if stage == "dispatch" else "combine again"
+        weighted = given if call.with_again or call.routing == "mask" else inputs  # whose weights the handle has
+        _check_lost(setup, call, weighted, wanted, [results[back] for results in by_rank])
         _check_combined(setup, call, given, wanted, [results[back] for results in by_rank], back)
+
+
+def _check_lost(
+    setup: Setup, call: Call, inputs: list[Routed], received: list[Received], by_rank: list[dict[str, Any]]
+) -> None:
+    wanted = [torch.zeros(count) for count in call.num_tokens]
+    if call.layout == "rank":
+        wanted = reference.lost_weight(inputs, received, setup.num_experts)
+    for rank, want in enumerate(wanted):
+        got = by_rank[rank]["lost_weight"].cpu()
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, msg=f"lost_weight, rank {rank}: {setup}, {call}")
 
 
 def check_dispatched(got: dict[str, Any], want: Received, where: str) -> None:

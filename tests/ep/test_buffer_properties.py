@@ -38,6 +38,7 @@ def calls(draw: st.DrawFn, num_ranks: int, hidden: int, dtype: str, max_tokens: 
         in_place=draw(st.booleans()),
         with_out=draw(st.booleans()),
         with_weights_back=draw(st.booleans()),
+        capacity=draw(st.one_of(st.none(), st.integers(1, max_tokens * num_ranks))) if layout == "rank" else None,
     )
 
 

@@ -164,6 +164,19 @@ REFUSALS = {
     "alignment 1 << 40": bad_dispatch(
         lambda s: s.dispatch(expert_alignment=1 << 40, layout="expert"), "expert_alignment must be", str(1 << 40)
     ),
+    "capacity 0": bad_dispatch(lambda s: s.dispatch(capacity=0), "capacity must be an int of at least 1", "got 0"),
+    "capacity -3": bad_dispatch(lambda s: s.dispatch(capacity=-3), "capacity must be", "got -3"),
+    "capacity True": bad_dispatch(lambda s: s.dispatch(capacity=True), "capacity must be", "got True"),
+    "capacity 2.0": bad_dispatch(lambda s: s.dispatch(capacity=2.0), "capacity must be", "got 2.0"),
+    "capacity 0 by mask": bad_dispatch(
+        lambda s: s.dispatch(is_token_in_rank=s.mask, capacity=0), "capacity must be", "got 0"
+    ),
+    "capacity beside a handle": bad_dispatch(
+        lambda s: s.dispatch(handle=s.handle, capacity=5), "capacity must be None with a handle", "got 5"
+    ),
+    "capacity in the expert layout": bad_dispatch(
+        lambda s: s.dispatch(layout="expert", capacity=5), "second exchange", raises="UnsupportedError"
+    ),
     # time-outs
     "time-out 0": bad_dispatch(lambda s: s.dispatch(timeout=0), "timeout must be", "got 0"),
     "time-out -1": bad_dispatch(lambda s: s.dispatch(timeout=-1.5), "timeout must be", "-1.5"),
@@ -313,6 +326,16 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Scene], Any], tuple[str, ...]]] = {
     "kind of scales": (
         lambda s: s.dispatch(x=(s.fp8(), torch.ones(6, 1, dtype=torch.int32 if s.rank else torch.float32))),
         ("scale",),
+    ),
+    "capacity": (lambda s: s.dispatch(capacity=3 + s.rank), ("capacity", "rank 0 has 3", "rank 1 has 4")),
+    "capacity of 1": (lambda s: s.dispatch(capacity=2 - s.rank), ("capacity", "rank 0 has 2", "rank 1 has 1")),
+    "capacity or none": (
+        lambda s: s.dispatch(capacity=1 << 40 if s.rank else None),
+        ("capacity", "rank 0 has None", f"rank 1 has {(1 << 31) - 1}"),
+    ),
+    "capacity or handle": (
+        lambda s: s.dispatch(handle=s.handle) if s.rank else s.dispatch(capacity=5),
+        ("handle", "rank 0 has 0"),
     ),
     "combine's dtype": (lambda s: s.combine(y=s.y.half() if s.rank else s.y), ("dtype", "bfloat16", "float16")),
     "combine's weights": (

@@ -46,6 +46,7 @@ def _setup(num_ranks: int) -> Setup:
             layout=layout,
             payload=payload,
             num_bias=(index + num_ranks) % 3,
+            capacity=4 + index if layout == "rank" and routing != "random" else None,
         )
         for index, (routing, (layout, payload)) in enumerate(
             (routing, kind)
@@ -67,7 +68,8 @@ def _run(rank: int, num_ranks: int, setup: Setup) -> list[dict[str, torch.Tensor
     with make_buffer(setup) as buffer:
         for call in setup.calls:
             given = placed(make_input(setup, call, rank), buffer)
-            handle = buffer.dispatch(given.x, given.topk_idx, given.topk_weights, layout=call.layout).handle
+            options = {"layout": call.layout, "capacity": call.capacity}
+            handle = buffer.dispatch(given.x, given.topk_idx, given.topk_weights, **options).handle
             y = placed(make_output(setup, call, rank, handle.num_recv), buffer)
             bias = placed(tuple(make_bias(setup, call, rank)), buffer) or None
             found = {}
@@ -92,7 +94,7 @@ def check_orders(setup: Setup, around: Callable[..., Any] | None = None, timeout
         by_rank = run_ranks(around, num_ranks, _run, setup, timeout_s=timeout_s)
     for index, call in enumerate(setup.calls):
         inputs = [make_input(setup, call, rank) for rank in range(num_ranks)]
-        received = reference.dispatch(inputs, setup.num_experts, layout=call.layout)
+        received = reference.dispatch(inputs, setup.num_experts, layout=call.layout, capacity=call.capacity)
         y = [make_output(setup, call, rank, len(there.src_rank)) for rank, there in enumerate(received)]
         bias = [make_bias(setup, call, rank) for rank in range(num_ranks)]
         for name, (by, bias_first, round_partials) in _orders_of(call).items():
@@ -114,9 +116,9 @@ def check_orders(setup: Setup, around: Callable[..., Any] | None = None, timeout
 def test_the_two_oracles_agree_where_they_overlap(layout: str) -> None:
     setup = _setup(3)
     for call in setup.calls:
-        call = replace(call, layout=layout)
+        call = replace(call, layout=layout, capacity=call.capacity if layout == "rank" else None)
         inputs = [make_input(setup, call, rank) for rank in range(3)]
-        received = reference.dispatch(inputs, setup.num_experts, layout=layout)
+        received = reference.dispatch(inputs, setup.num_experts, layout=layout, capacity=call.capacity)
         y = [make_output(setup, call, rank, len(there.src_rank)) for rank, there in enumerate(received)]
         bias = [make_bias(setup, call, rank) for rank in range(3)]
         plain = reference.combine(inputs, received, y, bias=bias)

@@ -111,3 +111,15 @@ def test_lost_weight_counts_what_was_asked_of_the_missing() -> None:
     assert lost_weight(DispatchRouting(idx, weights, None), (), CONFIG).tolist() == [0.0, 0.0, 0.0]
     mask = torch.tensor([[True, True, False, True], [False, False, True, False]])
     assert lost_weight(DispatchRouting(None, None, mask), (1, 3), CONFIG).tolist() == [2.0, 0.0]
+
+
+def test_a_row_that_was_dropped_by_a_rank_that_is_lost_counts_once() -> None:
+    idx = torch.tensor([[0, 2, -1], [6, 6, 1]])
+    weights = torch.tensor([[1.0, 2.0, float("nan")], [4.0, 8.0, 16.0]])
+    dropped = torch.tensor([[False, True, False, False], [True, False, False, True]])
+    routing = DispatchRouting(idx, weights, None)
+    assert lost_weight(routing, (), CONFIG, dropped).tolist() == [2.0, 28.0]
+    assert lost_weight(routing, (1, 3), CONFIG, dropped).tolist() == [2.0, 28.0]
+    assert lost_weight(routing, (0, 1), CONFIG, dropped).tolist() == [3.0, 28.0]
+    mask = torch.tensor([[True, True, False, True], [True, False, True, True]])
+    assert lost_weight(DispatchRouting(None, None, mask), (1,), CONFIG, dropped).tolist() == [1.0, 2.0]

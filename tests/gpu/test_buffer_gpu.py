@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 import epee
 import epee.compat.deep_ep as deep_ep
-from tests.ep import gpu_buffer_cases, test_combine_order
+from tests.ep import gpu_buffer_cases, test_buffer_capacity, test_combine_order
 from tests.ep.buffer_cases import ROUTINGS, Call, Setup, check_setups, same_bits
 from tests.ep.gpu_buffer_cases import make, times_sent, tokens
 from tests.harness import RankFailure, run_ranks
@@ -60,12 +61,18 @@ def _setups(num_ranks: int) -> list[Setup]:
         Call(7, counts, payload=kind, layout=layout) for kind in ("fp8", "fp8 strided") for layout in ("rank", "expert")
     ]
     odd = [Call(8, counts, num_bias=1, layout=layout) for layout in ("rank", "expert")]
+    capped = [
+        replace(call, capacity=capacity)
+        for call in (*every[: len(ROUTINGS)], replace(every[0], num_tokens=tuple(2 * count for count in counts)))
+        for capacity in (1, 333, 100_000)
+    ]
     wide = [Call(9, few, payload=kind, layout="expert", num_bias=2) for kind in ("float32", "float16", "bfloat16")]
     return [
         Setup(num_ranks, 8, 2048, 4, "bfloat16", 2, tuple(every)),
         Setup(num_ranks, 16, 7168, 8, "bfloat16", 1, tuple(fp8)),
         Setup(num_ranks, 3, 7176, 9, "bfloat16", 1, tuple(odd)),
         Setup(num_ranks, 2, 128, 3, "float32", 1, tuple(wide)),
+        Setup(num_ranks, 8, 512, 4, "bfloat16", 2, tuple(capped)),
     ]
 
 
@@ -91,6 +98,8 @@ def _all_cases(rank: int, num_ranks: int) -> dict[str, Any]:
     _two_buffers(num_ranks)
     for layout in ("rank", "expert"):
         _graphs(num_ranks, layout)
+    test_buffer_capacity._facts_in_turn(rank, num_ranks)
+    _graph_with_capacity(num_ranks)
     meet("all are through", rank, num_ranks)  # who ends first is dead to those who still look
     return found
 
@@ -181,6 +190,30 @@ def _graphs(num_ranks: int, layout: str) -> None:
             assert isinstance(eager.x, torch.Tensor)
             same_bits(buffer.combine(eager.x, eager.handle).x + 0.0, x * there + 0.0, "between replays")
             del eager
+        buffer.check()
+
+
+def _graph_with_capacity(num_ranks: int) -> None:
+    """Replays say how many rows they have dropped, and what these weigh, as eager calls do."""
+    with make(num_ranks, num_slots=3) as buffer:
+        x, idx, weights = tokens(buffer, 16)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            d = buffer.dispatch(x, idx, weights, capacity=20, sync=False)
+            c = buffer.combine(d.x, d.handle)  # type: ignore[arg-type]
+            lost, counts = c.lost_weight, d.handle.recv_counts
+        assert len(d.x) == 20
+        for seed in range(10):
+            for value, new in zip((x, idx, weights), tokens(buffer, 16, seed), strict=True):
+                value.copy_(new)
+            graph.replay()
+            eager = buffer.dispatch(x, idx, weights, capacity=20)
+            back = buffer.combine(eager.x, eager.handle)  # type: ignore[arg-type]
+            same_bits(c.x, back.x, f"replay {seed}")
+            same_bits(lost, back.lost_weight, f"lost_weight of replay {seed}")
+            same_bits(d.num_dropped, eager.num_dropped, f"num_dropped of replay {seed}")
+            assert counts.tolist() == [len(eager.x), *eager.num_tokens_per_expert]
+            del eager, back
         buffer.check()
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from epee.reference import Routed, combine, combine_weights, dispatch, tokens_per_expert
+from epee.reference import Routed, combine, combine_weights, dispatch, lost_weight, tokens_per_expert
 
 NUM_EXPERTS = 4
 
@@ -51,6 +51,32 @@ def test_rank_layout_gives_local_ids_and_zero_weights_elsewhere(inputs: list[Rou
     assert second.topk_idx.tolist() == [[-1, 0], [1, -1], [1, 1]]
     assert second.topk_weights.tolist() == [[0.0, 0.25], [0.75, 0.0], [8.0, 16.0]]
     assert first.topk_idx.dtype == torch.int64
+
+
+def test_a_rank_keeps_its_first_rows(inputs: list[Routed]) -> None:
+    received = dispatch(inputs, NUM_EXPERTS, capacity=2)
+    first, second = received
+    assert torch.equal(first.x, rows(10.0, 11.0))
+    assert torch.equal(second.x, rows(10.0, 11.0))
+    assert first.topk_idx.tolist() == [[0, -1], [-1, 1]]
+    assert second.topk_weights.tolist() == [[0.0, 0.25], [0.75, 0.0]]
+    assert [there.num_tokens_per_expert for there in received] == [[1, 1], [1, 1]]
+    assert [there.num_dropped for there in received] == [1, 1]
+    back = combine(inputs, received, [there.x for there in received])
+    assert torch.equal(back[0], rows(20.0, 22.0, 0.0))
+    assert torch.equal(back[1], rows(0.0, 0.0))
+    assert [lost.tolist() for lost in lost_weight(inputs, received, NUM_EXPERTS)] == [[0.0, 0.0, 0.0], [6.0, 24.0]]
+    with pytest.raises(ValueError, match="rank layout"):
+        dispatch(inputs, NUM_EXPERTS, layout="expert", capacity=2)
+
+
+def test_without_a_capacity_nothing_is_lost(inputs: list[Routed]) -> None:
+    received = dispatch(inputs, NUM_EXPERTS)
+    assert [there.num_dropped for there in received] == [0, 0]
+    assert [lost.tolist() for lost in lost_weight(inputs, received, NUM_EXPERTS)] == [[0.0, 0.0, 0.0], [0.0, 0.0]]
+    by_mask = [Routed(given.x, is_token_in_rank=torch.ones(len(given.x), 2, dtype=torch.bool)) for given in inputs]
+    received = dispatch(by_mask, NUM_EXPERTS, capacity=4)
+    assert [lost.tolist() for lost in lost_weight(by_mask, received, NUM_EXPERTS)] == [[0.0, 0.0, 0.0], [0.0, 2.0]]
 
 
 def test_counts_are_of_token_expert_pairs_rounded_up(inputs: list[Routed]) -> None:

@@ -16,6 +16,10 @@ DEVICE Range piece(int total, int parts, int idx) {
 
 DEVICE int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
 
+/// Whether a row exists that would be row `row` of its receiver. Behind the bound, which is the room there or the
+/// capacity of the call, are rows that nobody sends, pulls or adds: all ranks know all counts, so all agree.
+DEVICE bool is_row(i64 row, i32 bound) { return row >= 0 && row < bound; }
+
 DEVICE int lane_idx() { return static_cast<int>(threadIdx.x % 32); }
 DEVICE int warp_idx() { return static_cast<int>(threadIdx.x / 32); }
 

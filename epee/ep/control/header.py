@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from ...errors import CommTimeoutError, MismatchError, ProtocolError, context
 from ...memory.arena import num_pool_slots
 from ...memory.signals import SEQ_BITS
-from ..config import DTYPE_CODES, LAYOUTS, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
+from ..config import DTYPE_CODES, LAYOUTS, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, BufferConfig, describe_word
 
 OP_NAMES = ("none", "dispatch", "combine", "all_gather_bytes")
 OP_DISPATCH, OP_COMBINE, OP_GATHER = 1, 2, 3
@@ -35,13 +35,13 @@ class Header(NamedTuple):
         scale_words: 4-byte words of scales per row.
         scale_kind: 0 none, 1 float32, 2 packed int32.
         expert_alignment: rows.
+        capacity: rows that each rank keeps, 0 for all.
         arena_alignment: alignment that this rank's arena of the layout was made for, at least `expert_alignment`.
         refused: `REFUSED`: this rank's call was; `GIVEN_UP`: it had left the call before a view moved it; 0 otherwise.
             The row holds the reason.
         num_tokens: tokens of this rank.
         slot: of this rank's arena, that peers may write (dispatch) or read (combine).
         rank: the writer.
-        reserved: 0.
     """
 
     op: int
@@ -53,19 +53,19 @@ class Header(NamedTuple):
     scale_words: int
     scale_kind: int
     expert_alignment: int
+    capacity: int
     arena_alignment: int
     refused: int
     num_tokens: int
     slot: int
     rank: int
-    reserved: int = 0
 
     def of_absent(self, rank: int) -> Header:
         """Return the header of a row in this call's place whose rank has no part in it."""
         return self._replace(num_tokens=0, slot=0, refused=0, rank=rank)
 
 
-NUM_AGREED = 9
+NUM_AGREED = 10
 HEADER_NAMES = tuple(Header.__annotations__)
 NUM_HEADER = len(HEADER_NAMES)
 HEADER = struct.Struct(f"{NUM_HEADER}Q")
@@ -98,12 +98,12 @@ def limits_of(config: BufferConfig) -> Limits:
         (0, config.scale_words),
         (0, 2),
         (1, MAX_EXPERT_ALIGNMENT),
+        (0, MAX_CAPACITY),
         (0, MAX_EXPERT_ALIGNMENT),
         (0, GIVEN_UP),
         (0, config.max_tokens_per_rank),
         (0, num_pool_slots(config.num_slots) - 1),
         (0, config.num_ranks - 1),
-        (0, 0),
     )
     return tuple(low for low, _ in pairs), tuple(high for _, high in pairs)
 
@@ -120,6 +120,8 @@ LABELS = {
 
 def describe_field(name: str, value: int) -> str:
     """Return a field as a user would write it."""
+    if name == "capacity":
+        return str(value or None)
     return OP_NAMES[value] if name == "op" else describe_word(name, value)
 
 

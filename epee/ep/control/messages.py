@@ -59,7 +59,7 @@ class ControlPlane:
     def _bare_header(self, op: int) -> Header:
         """Return the header of a call that moves no rows."""
         dtype = DTYPE_CODES.index(torch.bfloat16)
-        return Header(op, 0, dtype, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, self.rank)
+        return Header(op, 0, dtype, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, self.rank)
 
 
 @contextlib.contextmanager

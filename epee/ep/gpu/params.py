@@ -53,7 +53,7 @@ _WORD = ctypes.c_uint64
 # [num_tokens, num_topk], `ordinals` int32 likewise (expert layout, else 0), `count_matrix` int32
 # [num_ranks, num_experts + num_ranks], `row_base` int32 [num_experts + num_ranks], `recv_info` int32, and behind it,
 # each aligned to 16 bytes, `slot_ends`, `recv_slots` int32 [num_local_experts], `token_ends`, `source_tokens` int32
-# [num_ranks].
+# [num_ranks], `num_dropped` int32 [1].
 # They stand side by side in every struct, in this order, so that the host sets them in one go.
 _HANDLE_NAMES = ("send_prefix", "expert_of", "weights_of", "ordinals", "count_matrix", "row_base", "recv_info")
 _HANDLE = tuple((name, _PTR) for name in _HANDLE_NAMES)
@@ -85,7 +85,8 @@ class LayoutParams(ctypes.Structure):
     """Arguments of `layout_throughput`.
 
     In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0,
-    `topk_weights` float32 or 0. Out: the handle; `mailbox` is pinned host memory or 0.
+    `topk_weights` float32 or 0. Out: the handle; `mailbox` is pinned host memory or 0. `capacity` is the caller's or 0;
+    `max_recv_rows` here and below, and `max_rows` of a combine, is the room or, where that is less, the capacity.
     """
 
     _fields_ = (
@@ -96,7 +97,7 @@ class LayoutParams(ctypes.Structure):
         ("signature", _WORD),
         *_COUNTS,
         *_fields(_INT, "lanes_per_token expert_alignment max_tokens max_recv_rows max_expanded_rows"),
-        *_fields(_INT, "grant num_slots num_channels num_blocks kept_per_warp do_count refused"),
+        *_fields(_INT, "grant num_slots num_channels num_blocks kept_per_warp do_count refused capacity"),
     )
 
 

@@ -1,9 +1,9 @@
 """What a call is, in the few bits that every rank sends along and all ranks compare.
 
 The bits are fields, not a hash, so that a rank that meets other bits than its own can say in words what differs.
-A dispatch has two words of 32 bits (the first names the handle of a cached call), a combine has 16 bits. Which handle
-is in use the kernels add themselves, by the number of the dispatch that made it, and which calls have failed: they
-count calls, the host does not see those of graphs.
+A dispatch has two words of 32 bits (the first names the handle of a cached call, or the capacity), a combine has 16
+bits. Which handle is in use the kernels add themselves, by the number of the dispatch that made it, and which calls
+have failed: they count calls, the host does not see those of graphs.
 """
 
 from __future__ import annotations
@@ -73,13 +73,21 @@ def combine_signature(layout: str, dtype: torch.dtype, has_weights: bool, is_ord
 def describe_difference(where: int, mine: int, other: int) -> tuple[str, str, str]:
     """Return what differs first between two words, and both values, as a user would write them."""
     if where == WHERE_CALL:
-        return _CALL, str(mine), str(other)
+        handles, capacities = zip(*map(_call_word, (mine, other)), strict=True)
+        if any(handles):
+            return _CALL, str(handles[0]), str(handles[1])
+        return "capacity", str(capacities[0]), str(capacities[1])
     for name, bits in _DISPATCH_FIELDS if where == WHERE_FACTS else _COMBINE_FIELDS:
         first, second = mine & (1 << bits) - 1, other & (1 << bits) - 1
         if first != second:
             return name, _words(name, first), _words(name, second)
         mine, other = mine >> bits, other >> bits
     return "something", str(mine), str(other)
+
+
+def _call_word(word: int) -> tuple[int, int | None]:
+    """Return the handle in use, 0 for none, and the capacity: words below 0 stand for one."""
+    return (0, (1 << 32) - word) if word >> 31 else (word, None)
 
 
 def is_of_losses(where: int, mine: int, other: int) -> bool:

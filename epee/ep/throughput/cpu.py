@@ -49,8 +49,8 @@ from ..paths import Making
 from ..streams import Lane, RunOptions
 from .arenas import Arenas
 from .order import RANKS_THEN_BIAS
-from .partial import lost_weight, pack_rows, without_destinations, without_sources
-from .placement import Counts, Segment, num_rows_needed, place
+from .partial import count_local, lost_weight, pack_rows, without_destinations, without_sources
+from .placement import Counts, Segment, drop_rows, kept_rows, num_rows_needed, place
 from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
 from .reduce_ordered import combine_expert_rows_in_order, combine_rank_rows_in_order
 from .rows import pack_meta, received_meta, rows_of, typed, write_meta, write_rows
@@ -207,31 +207,42 @@ class CpuPath:
 
     def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> HostHandle:
         assert call.plan is not None
-        counts = self._check_counts(rows, call.layout, call.expert_alignment)
+        counts = self._check_counts(rows, call.layout, call.expert_alignment, call.capacity)
+        plan, dropped, num_tokens = call.plan, None, call.payload.rows.shape[0]
+        if call.capacity is not None:
+            plan, dropped = drop_rows(plan, counts.per_rank[self.rank], num_tokens)
+        placement = place(counts, self.rank, call.layout, call.expert_alignment, self.config)
+        num_dropped_rows = 0 if call.capacity is None else int(rows.counts[:, self.rank].sum()) - placement.num_recv
         return HostHandle(
             buffer_id=self._buffer_id,
             seq=self.exchange.seq,
             epoch=self.exchange.epoch,
             layout=call.layout,
             expert_alignment=call.expert_alignment,
-            num_tokens=call.payload.rows.shape[0],
+            num_tokens=num_tokens,
             num_topk=self.config.num_topk,
             with_topk=call.topk_idx is not None,
-            plan=call.plan,
-            placement=place(counts, self.rank, call.layout, call.expert_alignment, self.config),
-            routing=self._routing(call),
+            plan=plan,
+            placement=placement,
+            routing=self._routing(call, dropped),
+            dropped=dropped,
+            num_dropped_rows=num_dropped_rows,
+            capacity=call.capacity,
         )
 
-    def _routing(self, call: DispatchCall) -> DispatchRouting | None:
-        """Return a copy of the routing where some of it may be lost: in a reduced view, or where a loss is no error."""
-        if self.exchange.membership.raises and self.exchange.reduced_members is None:
+    def _routing(self, call: DispatchCall, dropped: torch.Tensor | None) -> DispatchRouting | None:
+        """Return a copy of the routing where some is or may be lost: for the capacity, or with ranks."""
+        if dropped is None and self.exchange.membership.raises and self.exchange.reduced_members is None:
             return None
         return DispatchRouting(
             *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
         )
 
-    def _check_counts(self, rows: ExchangedRows, layout: str, alignment: int) -> Counts:
-        """Raise unless the counts are possible and everybody has room; the same verdict on every rank."""
+    def _check_counts(self, rows: ExchangedRows, layout: str, alignment: int, most: int | None) -> Counts:
+        """Return the counts, of which each rank keeps `most` rows, if it is given.
+
+        Raises unless the counts are possible and everybody has room; the same verdict on every rank.
+        """
         num_ranks = self.config.num_ranks
         per_rank, per_expert = rows.counts[:, :num_ranks], rows.counts[:, num_ranks:]
         num_tokens = np.array([[header.num_tokens] for header in rows.headers], dtype=np.uint64)
@@ -242,7 +253,8 @@ class CpuPath:
         if not possible:
             where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
             raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
-        counts = Counts(per_rank.tolist(), per_expert)
+        sent = per_rank.tolist()
+        counts = Counts(sent if most is None else kept_rows(sent, most), per_expert)
         needed = num_rows_needed(counts, layout, alignment, self.config)
         capacity = self.config.capacity(layout, alignment)
         worst = max(range(num_ranks), key=needed.__getitem__)
@@ -280,6 +292,9 @@ class CpuPath:
             words = self.config.meta_words(handle.layout)
             meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
             handle = received_meta(call, handle, meta, self.rank * self.config.num_local_experts)
+            if handle.num_dropped_rows:
+                slots = count_local(handle, slice(None))  # the exchange has counted those of dropped rows
+                handle.placement = handle.placement._replace(num_tokens_per_expert=slots)
         if call.handle is not None and call.topk_weights is not None and handle.routing is not None:
             handle = replace(handle, routing=handle.routing._replace(topk_weights=call.topk_weights.clone()))
         source = None
@@ -305,6 +320,7 @@ class CpuPath:
             num_ranks=self.config.num_ranks,
             epoch=self.exchange.epoch,
             lost_ranks=self._lost(missing),
+            num_dropped=handle.num_dropped,
         )
 
     def _lost(self, missing: Sequence[int] = ()) -> tuple[int, ...]:
@@ -394,7 +410,9 @@ class CpuPath:
             num_ranks=self.config.num_ranks,
             epoch=self.exchange.epoch,
             lost_ranks=lost,
-            lost=None if handle.routing is None else partial(lost_weight, handle.routing, lost, self.config),
+            lost=None
+            if handle.routing is None
+            else partial(lost_weight, handle.routing, lost, self.config, handle.dropped),
         )
 
     def _whole(self, slots: Slots | None, slot: int, dtype: torch.dtype) -> torch.Tensor:

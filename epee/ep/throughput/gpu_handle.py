@@ -50,9 +50,14 @@ class CudaHandle(Handle):
 
     @property
     def num_tokens_per_expert(self) -> list[int]:
-        """(token, k) slots per local expert, rounded up; empty without top-k routing or CPU sync."""
+        """(token, k) slots per local expert, rounded up; empty without top-k routing or CPU sync.
+
+        With a capacity the host waits for the rows: the exchange has counted those that are dropped as well.
+        """
         counts = self.core.num_tokens_per_expert
-        return list(counts) if self.with_topk and counts is not None else []
+        if not self.with_topk or counts is None:
+            return []
+        return list(counts) if self.capacity is None else self._padded_slots.tolist()
 
     @cached_property
     def num_received(self) -> list[int]:
@@ -66,7 +71,7 @@ class CudaHandle(Handle):
     def num_sent(self) -> list[int]:
         """Rows that this rank sends to each rank; the host waits for the GPU."""
         if self.layout == "rank":
-            return self._count_matrix[self.rank, self._num_experts :].tolist()
+            return self._tokens[self.rank].tolist()
         return self._count_matrix[self.rank, : self._num_experts].view(self.num_ranks, -1).sum(1).tolist()
 
     @property
@@ -75,7 +80,7 @@ class CudaHandle(Handle):
         info = self.core.recv_info
         at = RECV_INFO_ROWS if self.layout == "rank" else RECV_INFO_EXPANDED
         counts = info[RECV_INFO_COUNTS : RECV_INFO_COUNTS + self.num_local_experts]
-        return torch.cat([info[at : at + 1], counts])
+        return torch.cat([info[at : at + 1], counts if self.capacity is None else self._padded_slots])
 
     @cached_property
     def src_rank(self) -> torch.Tensor:
@@ -108,6 +113,8 @@ class CudaHandle(Handle):
     @property
     def recv_slots(self) -> torch.Tensor:
         """`[num_local_experts]` int32 on the GPU: (token, k) slots of each local expert, not rounded up."""
+        if self.capacity is not None:
+            return self._count_slots()
         return self.core.part("recv_slots", self.num_local_experts)
 
     @property
@@ -117,6 +124,8 @@ class CudaHandle(Handle):
         Rank layout: the sum of the counts of local experts 0 ... i, each rounded up. Expert layout: the first row of
         expert i plus its rows that are no padding.
         """
+        if self.capacity is not None:
+            return self._padded_slots.cumsum(0, dtype=torch.int32)
         return self.core.part("slot_ends", self.num_local_experts)
 
     @property
@@ -132,7 +141,32 @@ class CudaHandle(Handle):
     @property
     def received_up_to(self) -> torch.Tensor:
         """`[num_ranks, num_ranks]` int32 on the GPU: tokens that rank d (column) gets from ranks 0 ... s (row)."""
-        return self._count_matrix[:, self._num_experts :].cumsum(0).to(torch.int32)
+        return self._tokens.cumsum(0).to(torch.int32)
+
+    @property
+    def num_dropped(self) -> torch.Tensor | None:
+        """`[1]` int32 on the GPU, as the kernel wrote it: rows that this rank would have received beyond `capacity`."""
+        return None if self.capacity is None else self.core.part("num_dropped", 1)
+
+    @property
+    def dropped(self) -> torch.Tensor | None:
+        """`[num_tokens, num_ranks]` bool on the GPU: rows that were not sent, for the capacity; None without one."""
+        if self.capacity is None:
+            return None
+        first_row = self.core.part("row_base", self._num_experts + self.num_ranks)[self._num_experts :]
+        return (self._places >= 0) & (self._places + first_row >= self.capacity)
+
+    @property
+    def kept_routing(self) -> DispatchRouting:
+        """The routing of the dispatch in the kernels' own copy, without ranks that the view leaves out. Rank layout."""
+        if not self.with_topk:
+            return DispatchRouting(None, None, self._places >= 0)
+        shape = self.num_tokens, self.num_topk
+        length = self.num_tokens * self.num_topk
+        weights = self.core.part("weights_of", length).view(torch.float32) if self.core.has_weights else None
+        return DispatchRouting(
+            self.core.part("expert_of", length).view(shape), None if weights is None else weights.view(shape), None
+        )
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -164,10 +198,41 @@ class CudaHandle(Handle):
         return self.core.words[space.count_matrix : space.count_matrix + self.num_ranks * width].view(-1, width)
 
     @property
+    def _tokens(self) -> torch.Tensor:
+        """`[num_ranks, num_ranks]`: tokens that each rank (row) has for each one, those that are dropped left out."""
+        tokens = self._count_matrix[:, self._num_experts :]
+        if self.capacity is None:
+            return tokens
+        ends = tokens.cumsum(0)
+        return ends.clamp(max=self.capacity) - (ends - tokens).clamp(max=self.capacity)
+
+    @property
+    def _places(self) -> torch.Tensor:
+        """`[num_tokens, num_ranks]` int32: each row counted from this rank's first one there, -1 for none."""
+        return self.core.part("send_prefix", self.num_tokens * self.num_ranks).view(-1, self.num_ranks)
+
+    def _count_slots(self) -> torch.Tensor:
+        """`[num_local_experts]` int32: slots of the rows that have come; of a failed call none."""
+        counts = torch.zeros(self.num_local_experts + 1, dtype=torch.int32, device=self.core.words.device)
+        ids = self.recv_topk_idx
+        if ids is not None:
+            row = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+            is_there = row < self.core.recv_info[RECV_INFO_ROWS]
+            at = ids.clamp(-1, self.num_local_experts - 1).masked_fill(~is_there[:, None], -1).add_(1).view(-1)
+            counts.scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+        return counts[1:]
+
+    @property
+    def _padded_slots(self) -> torch.Tensor:
+        """`[num_local_experts]` int32: `_count_slots`, each rounded up."""
+        slots, alignment = self._count_slots(), self.expert_alignment
+        return slots if alignment == 1 else (slots + (alignment - 1)) // alignment * alignment
+
+    @property
     def _received(self) -> torch.Tensor:
         """`[num_ranks]` int64: rows from each rank."""
         if self.layout == "rank":
-            return self._count_matrix[:, self._num_experts + self.rank].to(torch.int64)
+            return self._tokens[:, self.rank].to(torch.int64)
         first = self.rank * self.num_local_experts
         return self._count_matrix[:, first : first + self.num_local_experts].sum(1)
 
@@ -211,7 +276,14 @@ class CudaDispatched(Dispatched):
     @cached_property
     def num_tokens_per_expert(self) -> list[int]:  # type: ignore[override]
         """See `Dispatched`."""
+        if self.handle.capacity is not None:
+            self.event.wait()
         return self.handle.num_tokens_per_expert
+
+    @cached_property
+    def num_dropped(self) -> torch.Tensor | None:  # type: ignore[override]
+        """See `Dispatched`."""
+        return self.handle.num_dropped
 
     @cached_property
     def event(self) -> Event:  # type: ignore[override]

@@ -43,9 +43,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -215,7 +214,8 @@ class CudaPath(Memory):
                 "a dispatch that waits for its counts cannot be recorded in a CUDA graph; pass sync=False"
             )
         is_exact = run.sync if known is None else known.core.num_recv is not None
-        options = DispatchOptions(call.layout, call.expert_alignment, is_exact, run.num_sms, _seconds_to(deadline))
+        timeout_s = _seconds_to(deadline)
+        options = DispatchOptions(call.layout, call.expert_alignment, is_exact, run.num_sms, timeout_s, call.capacity)
         route = call.topk_idx if call.mask is None else call.mask
         payload = call.payload
         core = self._core
@@ -266,7 +266,7 @@ class CudaPath(Memory):
             raise
         if lane.is_own:
             lane.keep((call.y, call.topk_weights, *bias, handle.core.words), (out, weights))
-        lost, routing = self.lost, handle.routing
+        lost = self.lost
         return Combined(
             out,
             weights,
@@ -274,7 +274,7 @@ class CudaPath(Memory):
             self.config.num_ranks,
             self.control.exchange.epoch,
             lost,
-            None if routing is None else partial(lost_weight, routing, lost, self.config),
+            self._lost_weight(handle, lost),
         )
 
     def barrier_again(self, timeout_s: float) -> bool:
@@ -488,7 +488,8 @@ class CudaPath(Memory):
 
     def combine_again(self, call: CombineCall, num_sms: int | None) -> Combined | None:
         """Run a combine like an earlier one, as `dispatch_again`."""
-        core, handle = self._core, _own(call.handle).core
+        core, whole = self._core, _own(call.handle)
+        handle = whole.core
         plan = core.known_combine(call.memo, call.y, handle, num_sms)
         if plan is None:
             return None
@@ -503,7 +504,20 @@ class CudaPath(Memory):
             self._blame_death("combine", error, is_capturing=False)
             raise
         event = Event(self.config.device, core.stream)
-        return Combined(out, None, event, self.config.num_ranks, self.control.exchange.epoch)
+        lost = self._lost_weight(whole, ())
+        return Combined(out, None, event, self.config.num_ranks, self.control.exchange.epoch, lost=lost)
+
+    def _lost_weight(self, handle: CudaHandle, lost: Sequence[int]) -> Callable[[], torch.Tensor] | None:
+        """Return what tells the weights that a combine has lost, or None where nothing can be lost."""
+        if handle.routing is None and handle.capacity is None:
+            return None
+
+        def weigh() -> torch.Tensor:
+            """Work them out, late, as few programs ask."""
+            routing = handle.kept_routing if handle.routing is None else handle.routing
+            return lost_weight(routing, lost, self.config, handle.dropped)
+
+        return weigh
 
     def _blame_death(self, op: str, error: EpeeError, is_capturing: bool) -> None:
         """Raise that a rank is dead where that is the cause of `error`.
@@ -550,6 +564,7 @@ class CudaPath(Memory):
             got.src_k,
             got.kept,
             self._routing(call),
+            capacity=call.capacity,
         )
 
     def _routing(self, call: DispatchCall) -> DispatchRouting | None:

@@ -1,4 +1,4 @@
-"""Results where somebody is missing: what came is packed together in ordinary memory, what was lost is counted.
+"""Results where something is missing: what came is packed together in ordinary memory, what was lost is counted.
 
 A source counts as a whole or not at all. Who is missing in a dispatch leaves no row: the rows of the others move up, in
 the order that they would have had without it. They are copied out of the arena, which a zombie may still write to. Who
@@ -32,7 +32,7 @@ def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostH
     kept = torch.repeat_interleave(is_there, torch.tensor(old.num_received, dtype=torch.int64, device="cpu"))
     num_received = [0 if rank in missing else count for rank, count in enumerate(old.num_received)]
     if old.recv_rows is None:
-        per_expert = _count_local(handle, kept)
+        per_expert = count_local(handle, kept)
         placement = Placement(*old[:2], num_received, sum(num_received), per_expert, *old[5:])
         source = kept.nonzero()[:, 0]
     else:
@@ -47,8 +47,8 @@ def without_sources(handle: HostHandle, missing: Collection[int]) -> tuple[HostH
     return replace(handle, placement=placement, **news), source
 
 
-def _count_local(handle: HostHandle, kept: torch.Tensor) -> list[int]:
-    """Return the rows of the rank layout for each local expert, rounded up."""
+def count_local(handle: HostHandle, kept: torch.Tensor | slice) -> list[int]:
+    """Return the (token, k) slots of some rows of the rank layout for each local expert, rounded up."""
     num_experts = len(handle.placement.num_tokens_per_expert)
     if handle.recv_topk_idx is None:
         return [0] * num_experts
@@ -109,18 +109,24 @@ def _moved_up(segments: list[Segment], missing: Collection[int]) -> list[Segment
     return moved
 
 
-def lost_weight(routing: DispatchRouting, missing: Collection[int], config: BufferConfig) -> torch.Tensor:
-    """Return `[num_tokens]` float32: the sum of each token's weights whose rank is missing.
+def lost_weight(
+    routing: DispatchRouting, missing: Collection[int], config: BufferConfig, dropped: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `[num_tokens]` float32: the sum of each token's weights whose rank is missing, or has dropped the token.
 
-    Without weights an expert counts 1; where ranks were chosen, and no experts, a rank counts 1.
+    Without weights an expert counts 1; where ranks were chosen, and no experts, a rank counts 1. `dropped` is
+    `[num_tokens, num_ranks]` bool. No wait for a GPU, which may hold ids that are none, of a call that has failed.
     """
-    is_lost = torch.zeros(config.num_ranks + 1, dtype=torch.float32, device="cpu")
-    is_lost[list(missing)] = 1.0
+    asked = routing.mask if routing.topk_idx is None else routing.topk_idx
+    assert asked is not None
+    is_lost = torch.zeros(config.num_ranks, dtype=torch.bool, device=asked.device)
+    for rank in missing:
+        is_lost[rank] = True
+    is_lost = is_lost.expand(len(asked), -1) if dropped is None else is_lost | dropped
     if routing.topk_idx is None:
-        assert routing.mask is not None
-        return routing.mask.float() @ is_lost[:-1].to(routing.mask.device)
-    is_lost = is_lost.to(routing.topk_idx.device)
-    owner = routing.topk_idx.div(config.num_local_experts, rounding_mode="floor")  # -1 stays -1, the last one
-    lost = is_lost[owner]
-    weights = lost if routing.topk_weights is None else lost * routing.topk_weights.float()
-    return torch.where(lost > 0, weights, 0.0).sum(1)  # a weight that is NaN counts only where it is lost
+        return (asked & is_lost).sum(1, dtype=torch.float32)
+    owner = asked.div(config.num_local_experts, rounding_mode="floor")
+    lost = is_lost.gather(1, owner.clamp(0, config.num_ranks - 1).to(torch.int64)) & (owner >= 0)
+    if routing.topk_weights is None:
+        return lost.sum(1, dtype=torch.float32)
+    return torch.where(lost, routing.topk_weights.float(), 0.0).sum(1)  # a NaN counts only where it is lost

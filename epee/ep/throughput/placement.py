@@ -122,6 +122,31 @@ class Placement(NamedTuple):
     padding: list[tuple[int, int]]
 
 
+def kept_rows(per_rank: list[list[int]], capacity: int) -> list[list[int]]:
+    """Return what is left of `Counts.per_rank` where each rank keeps the first `capacity` rows, sources ascending."""
+    asked = np.array(per_rank, dtype=np.int64)
+    ends = asked.cumsum(0)
+    kept: list[list[int]] = (np.minimum(ends, capacity) - np.minimum(ends - asked, capacity)).tolist()
+    return kept
+
+
+def drop_rows(plan: SendPlan, kept: list[int], num_tokens: int) -> tuple[SendPlan, torch.Tensor | None]:
+    """Leave out all but the first `kept[d]` rows for each rank d. Rank layout.
+
+    Returns:
+        The plan of the rest, and `[num_tokens, num_ranks]` bool: which were left out; None where none were.
+    """
+    asked = plan.counts[: len(kept)]
+    if asked.tolist() == kept:
+        return plan, None
+    dst = np.repeat(np.arange(len(kept)), asked)
+    place = np.arange(len(dst)) - (asked.cumsum() - asked)[dst]
+    is_kept = torch.from_numpy(place < np.array(kept)[dst])
+    dropped = torch.zeros(num_tokens, len(kept), dtype=torch.bool, device="cpu")
+    dropped[plan.tokens[~is_kept], torch.from_numpy(dst)[~is_kept]] = True
+    return SendPlan(plan.tokens[is_kept], None, plan.counts), dropped
+
+
 class Counts(NamedTuple):
     """What all ranks are about to send.
 

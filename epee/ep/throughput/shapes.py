@@ -106,6 +106,10 @@ class ThroughputConfig:
         """Distance between slots."""
         return align_up(self.slot_layout.nbytes, _ALIGN)
 
+    def recv_rows(self, capacity: int | None) -> int:
+        """Rows that a rank-layout result can have: the room, or less where the call has a `capacity`."""
+        return self.max_recv_rows if capacity is None else min(capacity, self.max_recv_rows)
+
     def expanded_rows(self, expert_alignment: int) -> int:
         """Rows that an expert-layout result can have, padding included."""
         return self.max_expanded_rows + self.num_local_experts * (expert_alignment - 1)
@@ -245,6 +249,7 @@ class HandleSpace:
     recv_slots: int
     token_ends: int
     source_tokens: int
+    num_dropped: int
     total: int
 
 
@@ -262,6 +267,7 @@ def handle_space(config: ThroughputConfig, num_tokens: int) -> HandleSpace:
         config.num_local_experts,
         config.num_ranks,
         config.num_ranks,
+        1,
     )
     offsets = [0]
     for size in sizes:

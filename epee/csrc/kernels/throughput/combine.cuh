@@ -294,7 +294,8 @@ DEVICE void copier(const CombineParams& p, u64 tag, u32 active, int warp, int nu
     perhaps_stall(tag, p.call.rank, 8);
     i64 base = 0;
     for (int other = 0; other < src; ++other) base += matrix[other * num_counters];
-    copy_rows(p, tag, base + first, min(kStagedRows, count - first), stages, barriers, n);
+    const i32 num_left = min(count - first, static_cast<i32>(p.max_rows - base - first));  // below 1: all are dropped
+    copy_rows(p, tag, base + first, min(kStagedRows, num_left), stages, barriers, n);
     bulk_wait<0>();  // the rows are in the slot, seen by this thread, before the flag says so
     st_release_sys(
         control_words(p.call, src, kControlStagedOffset) + p.call.rank * kMaxStagedChunks + first / kStagedRows, tag);

@@ -14,10 +14,15 @@
 
 typedef i32 PerRank[ROOM(kNumRanks, kMaxRanks)];  // a word of each rank
 
-/// Which handle a dispatch uses, 0 for none: the number of the dispatch that made it, as the kernels count.
+/// Which handle a dispatch uses, 0 for none: the number of the dispatch that made it, as the kernels count. A dispatch
+/// with routing of its own says its capacity instead, below 0.
 DEVICE i32 handle_in_use(const LayoutParams& p) {
-  return p.do_count || p.refused ? 0 : reinterpret_cast<const i32*>(p.recv_info)[kRecvInfoCall];
+  if (p.refused) return 0;
+  return p.do_count ? -p.capacity : reinterpret_cast<const i32*>(p.recv_info)[kRecvInfoCall];
 }
+
+/// Whether rows that do not fit are dropped: the bound is the call's capacity then, not the room.
+DEVICE bool may_drop(const LayoutParams& p) { return p.capacity == p.max_recv_rows; }
 
 /// Header and totals to every active rank; `refusal` is 0 or says why this rank cannot make the call. One block, all
 /// threads; no order among the stores is needed.
@@ -137,13 +142,14 @@ DEVICE bool check_counts(const LayoutParams& p, u64 tag, const PerRank& values) 
 
 /// What lies behind `recv_info` in a handle (`HandleSpace`), to be read on the GPU.
 struct Ends {
-  i32 *slot_ends, *recv_slots, *token_ends, *source_tokens;
+  i32 *slot_ends, *recv_slots, *token_ends, *source_tokens, *num_dropped;
 
   DEVICE explicit Ends(const LayoutParams& p) {
     slot_ends = reinterpret_cast<i32*>(p.recv_info) + round_up(kRecvInfoCounts + p.num_local_experts, 4);
     recv_slots = slot_ends + round_up(p.num_local_experts, 4);
     token_ends = recv_slots + round_up(p.num_local_experts, 4);
     source_tokens = token_ends + round_up(kNumRanks, 4);
+    num_dropped = source_tokens + round_up(kNumRanks, 4);
   }
 };
 
@@ -238,9 +244,10 @@ DEVICE void place_experts(const LayoutParams& p, const i32* padded_rows) {
   }
 }
 
-/// Whether rank `d` would receive more rows than fit.
+/// Whether rank `d` would receive more rows than fit, and may not drop them.
 DEVICE bool has_overflow(const LayoutParams& p, const Sums& s, int d) {
-  return s.num_recv[d] > p.max_recv_rows || (p.max_expanded_rows > 0 && s.num_expanded[d] > p.max_expanded_rows);
+  return (s.num_recv[d] > p.max_recv_rows && !may_drop(p)) ||
+         (p.max_expanded_rows > 0 && s.num_expanded[d] > p.max_expanded_rows);
 }
 
 /// Fails the call when any rank would receive more rows than fit; every rank comes to the same answer.
@@ -268,8 +275,8 @@ DEVICE i32 sum_up_to_lane(i32 value) {
 }
 
 /// Writes what is read on the GPU alone, by whoever works on the rows (`HandleSpace`): where each local expert's slots
-/// end, how many it has, and how many tokens have come from this and all lower ranks. Zeros in a call that fails, so
-/// that nobody goes by what never came. One warp.
+/// end, how many it has (dropped rows counted), and how many tokens have come from this and all lower ranks. Zeros in a
+/// call that fails, so that nobody goes by what never came. One warp.
 DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_rows) {
   bool is_good = s.has_all && !s.gone;
   for (int d = 0; d < kNumRanks; ++d) is_good = is_good && !has_overflow(p, s, d);
@@ -292,7 +299,7 @@ DEVICE void write_ends(const LayoutParams& p, const Sums& s, const i32* padded_r
   __syncwarp();
   const i32 tokens = is_good && lane_idx() < kNumRanks ? s.tokens_from[lane_idx()] : 0;
   const i32 end = sum_up_to_lane(tokens);
-  if (lane_idx() < kNumRanks) to.token_ends[lane_idx()] = end;
+  if (lane_idx() < kNumRanks) to.token_ends[lane_idx()] = min(end, p.max_recv_rows);
 }
 
 /// Collects and checks what all ranks say, writes what the host and later kernels need. One block, all threads;
@@ -319,7 +326,7 @@ DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, u32 losses,
     report_failure(p.call, tag, {kPeerGaveUp, __ffs(static_cast<int>(s.gone)) - 1, 0, 0, 1});
     is_good = false;
   }
-  const i32 rows = is_good ? s.num_recv[p.call.rank] : 0;
+  const i32 rows = is_good ? min(s.num_recv[p.call.rank], p.max_recv_rows) : 0;
   const i32 expanded = is_good ? s.num_expanded[p.call.rank] : 0;
   if (p.do_count) {
     reinterpret_cast<i32*>(p.recv_info)[0] = is_good ? kHandleGood : kHandleBad;
@@ -334,4 +341,5 @@ DEVICE void receive_rows(const LayoutParams& p, u64 tag, u32 active, u32 losses,
   if (!p.do_count) return;
   reinterpret_cast<i32*>(p.recv_info)[1] = static_cast<i32>(current_view(p.call) >> 32);
   reinterpret_cast<i32*>(p.recv_info)[kRecvInfoCall] = static_cast<i32>(tag);
+  *Ends(p).num_dropped = is_good ? s.num_recv[p.call.rank] - rows : 0;
 }

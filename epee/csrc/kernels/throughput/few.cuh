@@ -94,7 +94,7 @@ DEVICE bool learn_word(const FewParams& p, u64 tag, u32 active, u32 losses, FewS
   s.first_row[d] = before;
   if (d == p.layout.call.rank) s.num_recv = sum;
   // the coordinator reports an overflow; no mover may write behind the slot meanwhile
-  return check_counts(p.layout, tag, values) && sum <= p.layout.max_recv_rows;
+  return check_counts(p.layout, tag, values) && (sum <= p.layout.max_recv_rows || may_drop(p.layout));
 }
 
 /// Learns where rows go. One block, all threads.
@@ -108,9 +108,9 @@ DEVICE bool learn_places(const FewParams& p, u64 tag, u32 active, u32 losses, Fe
 /// Sends a token to all its destinations, its row first: that is what takes long. One warp.
 DEVICE void send_token(const FewParams& p, u64 tag, const Destination& to, int token, const Traveller& t,
                        const u8* stage, u64* barrier, u32 parity) {
-  // `learn_places` has checked the sums; the bound is for a routing that somebody overwrites during the call.
+  // `learn_places` has checked the sums, unless rows may be dropped, or somebody overwrites the routing meanwhile.
   const i32 place = t.place < 0 ? -1 : t.place + to.first_row;
-  const i32 row = place < p.layout.max_recv_rows ? place : -1;
+  const i32 row = is_row(place, p.layout.max_recv_rows) ? place : -1;
   perhaps_stall(tag, p.layout.call.rank, 4);
   if (lane_idx() == 0) wait_load(p.layout.call, tag, barrier, parity);
   store_chunk(p.payload, to, row, 0, static_cast<u32>(p.payload.row_bytes), stage);

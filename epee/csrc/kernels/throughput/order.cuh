@@ -7,6 +7,7 @@
 // tag, and nothing advances.
 #pragma once
 #include "../../common/call.cuh"
+#include "../../common/work.cuh"
 #include "../../ptx/convert.cuh"
 
 enum OrderBy : int { kByRank = 0, kByLastK, kByK };
@@ -44,8 +45,9 @@ DEVICE int last_k_on(const OrderParams& p, i64 token, int d) {
 }
 
 DEVICE void append(OrderedRows& rows, const OrderParams& p, u64 tag, int d, i64 row, float weight, i32 place) {
+  if (!is_row(row, p.max_rows) || rows.count == kMaxOrdered) return;  // nobody copies a dropped row
   const u64 base = rows_of_rank(p, tag, d, place);
-  if (!base || row < 0 || row >= p.max_rows || rows.count == kMaxOrdered) return;
+  if (!base) return;
   rows.address[rows.count] = base + static_cast<u64>(row * p.row_bytes);
   rows.weight[rows.count] = weight;
   rows.ends_part[rows.count] = 0;

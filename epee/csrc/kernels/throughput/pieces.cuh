@@ -5,6 +5,7 @@
 // or which expert and place each of its k had (expert layout).
 #pragma once
 #include "../../common/lanes.cuh"
+#include "../../common/work.cuh"
 #include "lanes.cuh"
 
 /// A row that a lane of the loader found: `position` is its place in the sum, -1 when the lane has none.
@@ -58,7 +59,7 @@ DEVICE Found order_rows(const CombineParams& p, const Looked& l) {
     f.place = l.place;
     f.row = l.base + l.place;
   }
-  if (f.row < 0 || f.row >= p.max_rows) f = {-1, -1, -1, -1, 0.0f, 0};
+  if (!is_row(f.row, p.max_rows)) f = {-1, -1, -1, -1, 0.0f, 0};
   int before = 0;
 #pragma unroll
   for (int d = 0; d < kNumRanks; ++d) {

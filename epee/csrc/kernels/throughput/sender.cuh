@@ -168,8 +168,8 @@ DEVICE i32 begin_token(const DispatchParams& p, const Destination& to, int token
   }
   const i64 place_at = static_cast<i64>(token) * kNumRanks + lane;
   const i32 place = lane < kNumRanks ? reinterpret_cast<const i32*>(p.send_prefix)[place_at] : -1;
-  // The exchange has refused calls that do not fit; this keeps even a damaged handle inside the peer's slot.
-  const i32 row = place >= 0 && place + to.first_row < p.max_recv_rows ? place + to.first_row : -1;
+  // Rows beyond the capacity are dropped here; without one this keeps even a damaged handle inside the slot.
+  const i32 row = place >= 0 && is_row(place + to.first_row, p.max_recv_rows) ? place + to.first_row : -1;
   send_beside<kExpert>(p, to, row, token, expert, weight, expanded_row);
   return row;
 }

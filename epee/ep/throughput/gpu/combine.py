@@ -58,7 +58,7 @@ class CombineFacts(NamedTuple):
     """What decides how a combine is launched, but for addresses.
 
     Attributes:
-        layout, expert_alignment, num_tokens: of the handle; no tokens where the ranks only meet.
+        layout, expert_alignment, num_tokens, capacity: of the handle; no tokens where the ranks only meet.
         dtype: of the rows.
         has_weights: weights go back.
         is_bias_f32: there is a bias, and it is float32.
@@ -77,6 +77,7 @@ class CombineFacts(NamedTuple):
     is_copied: bool
     place: int
     num_sms: int | None
+    capacity: int | None
 
     @property
     def is_expert(self) -> bool:
@@ -167,6 +168,7 @@ def launch_combine(
             place.is_copied,
             place.number,
             options.num_sms,
+            handle.capacity,
         )
         plan = _plan_of(machine, facts, place)
         if memo is not None:
@@ -224,5 +226,6 @@ def _set_place(machine: Machine, args: Any, place: CombineSource, facts: Combine
         args.slots[rank] = region.address
     args.slot_bytes, args.refused = place.slot_bytes, 0
     args.num_slots = ExpertPlace.num_slots if facts.is_expert else config.num_slots + 1
-    args.max_rows = config.expanded_rows(facts.expert_alignment) if facts.is_expert else config.max_recv_rows
+    is_expert, alignment = facts.is_expert, facts.expert_alignment
+    args.max_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)
     args.weights_offset = _layout_of(machine, facts.is_expert, facts.expert_alignment).offset("combine_weights")

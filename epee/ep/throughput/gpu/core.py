@@ -120,7 +120,7 @@ class Throughput:
         is_fresh = handle is None
         if handle is None:
             handle = self._new_handle(facts)
-        elif is_expert and payload.topk_weights is not None:
+        elif payload.topk_weights is not None and (is_expert or handle.capacity is not None):  # for `lost_weight`
             handle = handle.with_weights(payload.topk_weights)
         # all memory before the first kernel: behind it there is no way back without the peers
         expanded = allocate_expanded(machine, payload, handle, stream) if is_expert else None
@@ -188,7 +188,7 @@ class Throughput:
             place.is_leased = True
             released = None if machine.platform.is_capturing() else place.free
             return region.lease(0, nbytes, released).view(dtype).view(rows, hidden)
-        rows = self.config.max_recv_rows if handle.num_recv is None else handle.num_recv
+        rows = self.config.recv_rows(handle.capacity) if handle.num_recv is None else handle.num_recv
         taken = machine.take(stream, is_granted=False)
         if taken is None:
             return None
@@ -366,6 +366,7 @@ class Throughput:
             self._no_words.new_empty(space.total),
             facts.has_topk,
             facts.has_weights,
+            capacity=facts.capacity,
         )
 
     def _wait_counts(self, handle: ThroughputHandle, mailbox: int, timeout_s: float) -> None:

@@ -156,6 +156,7 @@ class DispatchPlan:
         a.num_tokens, a.expert_alignment = facts.num_tokens, facts.expert_alignment
         a.max_expanded_rows = machine.config.expanded_rows(facts.expert_alignment) if facts.is_expert else 0
         a.num_channels, a.num_blocks, a.do_count = self._num_channels, payload_shape.grid, int(facts.is_fresh)
+        a.capacity, a.max_recv_rows = facts.capacity or 0, machine.config.recv_rows(facts.capacity)
 
     def _set_payload(self, machine: Machine, a: Any, shape: LaunchShape) -> None:
         """Set the constants among the `DispatchParams`."""
@@ -166,6 +167,7 @@ class DispatchPlan:
         a.num_tokens, a.row_bytes = facts.num_tokens, facts.row_bytes
         a.chunk_bytes, a.num_sender_blocks = shape.chunk_bytes, self._num_senders
         a.fill_tail = int(not facts.is_exact and facts.has_topk)
+        a.max_recv_rows = machine.config.recv_rows(facts.capacity)
         if facts.is_expert:
             a.expert_alignment = facts.expert_alignment
             a.max_expanded_rows = machine.config.expanded_rows(facts.expert_alignment)
@@ -256,6 +258,7 @@ def _facts_of(
         is_fresh=route is not None,
         is_exact=options.sync,
         num_sms=options.num_sms,
+        capacity=options.capacity if handle is None else handle.capacity,
     )
 
 
@@ -329,7 +332,7 @@ def view_slot(
     machine: Machine, plan: DispatchPlan, handle: ThroughputHandle, taken: Taken | None, stream: int
 ) -> DispatchResult:
     """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot."""
-    rows = machine.config.max_recv_rows if handle.num_recv is None else handle.num_recv
+    rows = machine.config.recv_rows(handle.capacity) if handle.num_recv is None else handle.num_recv
     views, at = machine.views(taken), plan.fields
     readers = [stream] if taken is None else taken.streams
     kept = machine.kept_rows(taken, rows, handle.has_topk, readers) if plan.facts.is_fresh else None

@@ -39,7 +39,7 @@ def launch_order(
         a.max_rows = config.expanded_rows(handle.expert_alignment)
     else:
         regions, a.slot_bytes, a.num_slots = machine.slots, config.slot_bytes, config.num_slots + 1
-        a.max_rows = config.max_recv_rows
+        a.max_rows = config.recv_rows(handle.capacity)
     for rank, region in enumerate(regions):
         a.slots[rank] = region.address
     a.y, a.out = y.data_ptr(), out.data_ptr()

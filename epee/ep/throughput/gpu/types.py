@@ -25,7 +25,8 @@ class ThroughputHandle:
         layout, expert_alignment, num_tokens: of the dispatch.
         has_topk, has_weights: whether it was routed by experts, and had weights.
         num_recv: rows of the result, None while only the device knows.
-        num_tokens_per_expert: slots per local expert, padded; None likewise.
+        num_tokens_per_expert: slots per local expert, padded, those of dropped rows counted; None likewise.
+        capacity: of the dispatch.
     """
 
     call_idx: int
@@ -38,6 +39,7 @@ class ThroughputHandle:
     has_weights: bool
     num_recv: int | None = None
     num_tokens_per_expert: list[int] | None = None
+    capacity: int | None = None
     _addresses: bytes = field(default=b"", init=False, repr=False)
 
     @property
@@ -171,7 +173,7 @@ class DispatchFacts(NamedTuple):
         row_bytes: of a row without its scales.
         row_stride: bytes from row to row.
         num_scales, scale_dtype, scale_strides: 4-byte scales of a row, 0 and None without; strides in elements.
-        layout, expert_alignment, has_topk: of the handle.
+        layout, expert_alignment, has_topk, capacity: of the handle.
         has_weights: weights travel.
         is_fresh: there is routing; else the handle is of an earlier dispatch.
         is_exact: the CPU waits for the counts, or knows them.
@@ -192,6 +194,7 @@ class DispatchFacts(NamedTuple):
     is_fresh: bool
     is_exact: bool
     num_sms: int | None
+    capacity: int | None
 
     @property
     def is_expert(self) -> bool:
@@ -206,6 +209,7 @@ class DispatchOptions(NamedTuple):
         sync: the CPU waits for the counts, so that results have their exact size; else they have full capacity.
         num_sms: multiprocessors that send rows, None for the default.
         timeout_s: how long the GPU waits for a peer.
+        capacity: rows that a rank keeps, None for all; of a handle's dispatch where there is a handle.
     """
 
     layout: str = "rank"
@@ -213,6 +217,7 @@ class DispatchOptions(NamedTuple):
     sync: bool = True
     num_sms: int | None = None
     timeout_s: float = 30.0
+    capacity: int | None = None
 
 
 class CombineOptions(NamedTuple):

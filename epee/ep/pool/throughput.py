@@ -1,0 +1,241 @@
+"""The buffers behind a drop-in layer's normal calls: memory made when its object is made, cut for calls as they come.
+
+On GPUs one `Buffer` made from bytes (`Buffer.of_bytes`) serves calls of all sizes that fit: each gets a buffer over the
+same memory (`Buffer.of_sizes`), which no other rank need hear of. Sizes that bound a call are the largest that fit,
+where the caller does not name them, so all ranks find the same. What does not fit grows: the ranks meet through the
+buffer that they have, then make a larger one together, never while a CUDA graph is recorded; handles of the old one
+serve on, and it goes with the last of them.
+
+On CPUs memory is address space until it is used: a buffer is made at the first call of a shape, by all ranks, and anew
+when a call needs more. Whether one must be made is decided from numbers that are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...errors import InvalidArgument
+from ..buffer import Buffer
+from ..config import BufferConfig, DoesNotFit
+from ..gpu.report import NoRoomError
+from ..streams import is_capturing
+from .needs import MOST_BLIND_TOKENS, Need, num_tokens_made_for
+
+_log = logging.getLogger(__name__)
+_WIDEST = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_NUM_SLOTS = 2  # results that may live at once; there is one slot more
+_LEAST_SLOT = 1 << 16  # bytes; with less, memory is made at the first call
+
+
+class Memory(NamedTuple):
+    """Bytes of GPU memory for normal calls.
+
+    Attributes:
+        slots: of all slots of the receive region.
+        expert: of the rows that a combine of the expert layout pulls; 0: they are made by the first one.
+    """
+
+    slots: int = 0
+    expert: int = 0
+
+
+class Room:
+    """The `Buffer` of calls of a shape.
+
+    Args:
+        core, num_tokens, itemsize: as the attributes.
+        is_apart: it has memory of its own, and is closed when nobody refers to the room any more.
+
+    Attributes:
+        core: the buffer.
+        num_tokens: that it has room for.
+        itemsize: bytes of its widest element.
+    """
+
+    def __init__(self, core: Buffer, num_tokens: int, itemsize: int, is_apart: bool) -> None:
+        self.core = core
+        self.num_tokens = num_tokens
+        self.itemsize = itemsize
+        if is_apart:
+            closer = weakref.finalize(self, core.close)
+            closer.atexit = False
+
+    def fits(self, need: Need) -> bool:
+        """Tell whether a call that needs so much can be made here."""
+        return need.num_tokens <= self.num_tokens and need.itemsize <= self.itemsize
+
+    def num_sms(self, wanted: int) -> int | None:
+        """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default."""
+        most = self.core.max_num_sms
+        return min(wanted, most) if wanted > 0 and most else None
+
+
+class ThroughputRooms:
+    """The buffers of one pool's normal calls.
+
+    Args:
+        group: of the ranks.
+        timeout: seconds that a call waits for a silent peer; None for epee's default.
+        memory: to be made now.
+        device: where; None: nowhere.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float | None, memory: Memory, device: torch.device | None
+    ) -> None:
+        self._group = group
+        self._timeout = timeout
+        self._memory = memory
+        self.whole: Buffer | None = None
+        self._cut: dict[tuple[object, ...], Room] = {}
+        self._made: dict[tuple[object, ...], Room] = {}
+        self._last: Buffer | None = None
+        if device is not None and memory.slots >= (_NUM_SLOTS + 1) * _LEAST_SLOT:
+            self._make_whole(memory, device)
+
+    @property
+    def wholes(self) -> list[Buffer]:
+        """The buffers in use that have memory of their own."""
+        return [*([] if self.whole is None else [self.whole]), *(room.core for room in self._made.values())]
+
+    @property
+    def lane(self) -> Buffer | None:
+        """The buffer through which the ranks' hosts meet, and hear of refusals: the one used last."""
+        return self._last
+
+    def find(self, need: Need, is_gpu: bool) -> Room:
+        """Return the room for a call; see `BufferPool.room`."""
+        room = self._cut_for(need) if is_gpu else self._made.get(_key(need))
+        if room is None or not room.fits(need):
+            room = self._grow(need) if is_gpu else self._make(need, room)
+        self._note(room)
+        return room
+
+    def standing(self, need: Need) -> Room | None:
+        """Return the room on a GPU where calls of this shape are made without asking; see `BufferPool.standing_room`."""
+        if self.whole is None:
+            return None
+        room = self._cut_for(need)
+        if room is None or not room.fits(need):
+            self.whole.refuse(NoRoomError("a rank has more tokens than the buffer has room for"))
+            return None
+        self._note(room)
+        return room
+
+    def close(self) -> None:
+        """Close what is in use; what was replaced is closed with its last handle. Local, idempotent."""
+        for whole in self.wholes:
+            whole.close()
+        self.whole = self._last = None
+        self._cut.clear()
+        self._made.clear()
+
+    def _note(self, room: Room) -> None:
+        """Let a call in `room` run behind those in others: the calls of one pool run one after another."""
+        self._last = room.core
+        for other in self._made.values() if len(self._made) > 1 else ():
+            if other is not room:
+                other.core.join()
+
+    # -- GPUs
+
+    def _cut_for(self, need: Need) -> Room | None:
+        """Return the room of a shape over the memory that there is; None where none is, or nothing fits."""
+        if self.whole is None or self.whole.config.device != need.device:
+            return None
+        key = (*_key(need), need.itemsize)
+        room = self._cut.get(key)
+        if room is None:
+            num_tokens = need.num_tokens if need.num_rows else self._most_tokens(need)
+            try:
+                core = self.whole.of_sizes(
+                    num_experts=need.num_experts,
+                    hidden=need.hidden,
+                    num_topk=need.num_topk,
+                    max_tokens_per_rank=num_tokens,
+                    dtype=_WIDEST[need.itemsize],
+                    max_recv_rows=need.num_rows_of(self._group.size(), num_tokens),
+                )
+            except DoesNotFit as error:
+                _log.debug("%s", error)
+                return None
+            room = self._cut[key] = Room(core, num_tokens, need.itemsize, is_apart=False)
+        return room
+
+    def _most_tokens(self, need: Need) -> int:
+        """Return how many tokens of each rank a slot has room for, at least 1."""
+        assert self.whole is not None
+        least, most = 1, MOST_BLIND_TOKENS
+        while least < most:
+            middle = (least + most + 1) // 2
+            if Buffer.slot_bytes_for(self._config(need, middle)) <= self.whole.slot_bytes:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def _config(self, need: Need, num_tokens: int) -> BufferConfig:
+        num_ranks = self._group.size()
+        sizes = need.num_experts, need.hidden, need.num_topk, num_tokens, _WIDEST[need.itemsize], _NUM_SLOTS
+        return BufferConfig(num_ranks, *sizes, max_recv_rows=need.num_rows_of(num_ranks, num_tokens))
+
+    def _grow(self, need: Need) -> Room:
+        """Make memory in which such a call fits. Collective."""
+        num_tokens = need.num_tokens if need.num_rows else num_tokens_made_for(need.num_tokens)
+        config = self._config(need, num_tokens)
+        slots = (_NUM_SLOTS + 1) * Buffer.slot_bytes_for(config)
+        expert = 0 if need.layout == "rank" or not self._memory.expert else 2 * Buffer.expert_slot_bytes_for(config)
+        have = 0 if self.whole is None else self.whole.nbytes
+        told = (
+            f"calls of {num_tokens} tokens of hidden {need.hidden} need {slots} bytes of memory, this buffer has {have}"
+        )
+        if is_capturing():
+            raise InvalidArgument(
+                f"{told}, and none can be made while a CUDA graph is recorded; make the buffer with as many, or one "
+                "call of these sizes before"
+            )
+        if self.whole is not None:
+            _log.info("%s: more is made", told)
+            self.whole.all_gather_bytes(b"grow")  # all are here, or nobody begins
+        self._make_whole(Memory(max(slots, self._memory.slots), max(expert, self._memory.expert)), need.device)
+        room = self._cut_for(need)
+        assert room is not None, told
+        return room
+
+    def _make_whole(self, memory: Memory, device: torch.device) -> None:
+        made = Buffer.of_bytes(
+            self._group, memory.slots, memory.expert, device=device, num_slots=_NUM_SLOTS, timeout=self._timeout
+        )
+        _log.info("memory for dispatch and combine: %d bytes on %s", made.nbytes, device)
+        self.whole = self._last = made
+        self._memory = memory
+        self._cut.clear()
+
+    # -- CPUs
+
+    def _make(self, need: Need, old: Room | None) -> Room:
+        num_tokens, itemsize = num_tokens_made_for(need.num_tokens), need.itemsize
+        if old is not None:
+            num_tokens, itemsize = max(num_tokens, old.num_tokens), max(itemsize, old.itemsize)
+        core = Buffer(
+            self._group,
+            num_experts=need.num_experts,
+            hidden=need.hidden,
+            num_topk=need.num_topk,
+            max_tokens_per_rank=num_tokens,
+            dtype=_WIDEST[itemsize],
+            max_recv_rows=need.num_rows_of(self._group.size(), num_tokens),
+            timeout=self._timeout,
+        )
+        room = self._made[_key(need)] = Room(core, num_tokens, itemsize, is_apart=True)
+        return room
+
+
+def _key(need: Need) -> tuple[object, ...]:
+    """Return what calls in one room have in common."""
+    return need.layout, need.num_experts, need.hidden, need.num_topk, need.device, need.num_rows

@@ -16,8 +16,9 @@ from .gpu.report import NoRoomError
 from .handle import Combined, Dispatched, Handle, Payload
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
-from .pool.needs import LatencyNeed, Need, Wish, latency_bytes, receive_bytes
-from .pool.pool import BufferPool, Room
+from .pool.needs import LatencyNeed, Need, Wish, latency_bytes
+from .pool.pool import BufferPool
+from .pool.throughput import Memory, Room, memory_for
 from .streams import Lane, is_capturing
 from .throughput.order import CombineOrder
 from .throughput.placement import check_topk_idx
@@ -36,6 +37,7 @@ __all__ = [
     "LatencyDispatched",
     "LatencyHandle",
     "LatencyNeed",
+    "Memory",
     "Need",
     "NoRoomError",
     "Payload",
@@ -48,5 +50,5 @@ __all__ = [
     "is_capturing",
     "latency_bytes",
     "load_counter",
-    "receive_bytes",
+    "memory_for",
 ]

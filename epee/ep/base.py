@@ -12,13 +12,13 @@ import time
 import weakref
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from .. import env
-from ..errors import EpeeError, InvalidArgument
+from ..errors import EpeeError, InvalidArgument, UnsupportedError
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
 from .config import BufferConfig
@@ -35,7 +35,7 @@ from .paths import Making, Path, begin_lane, platform_of, return_all, with_polic
 from .streams import Lanes
 from .turns import Turns, on_gpu
 
-buffer_ids = itertools.count(1)
+_buffer_ids = itertools.count(1)
 _Self = TypeVar("_Self", bound="SharedBuffer")
 
 
@@ -66,7 +66,8 @@ class SharedBuffer:
         refusal: EpeeError | None = None,
     ) -> None:
         self._turns = Turns()
-        self._id = next(buffer_ids)
+        self._whole: SharedBuffer | None = None  # which owns the memory; None: this one does
+        self._id = next(_buffer_ids)
         self.rank, self.num_ranks, self.config = group.rank(), size_of(group), config
         seat = seat_of(group, self.num_ranks)
         self._timeout, poison, platform = 0.0, False, None
@@ -79,6 +80,8 @@ class SharedBuffer:
             platform = self._platform_of(device)
             if platform is not None:
                 self.config = self._on_gpu(config, platform)
+            elif config.room_bytes and not config.is_latency:
+                raise UnsupportedError("a room for calls of several shapes is memory of a GPU; pass device='cuda'")
             self.config = with_policy(self.config, seat, fault_mode, on_stall)
         except Exception as error:  # noqa: BLE001 - raised by `refuse_birth`, after the peers have heard of it
             told = error if isinstance(error, EpeeError) else InvalidArgument(f"{type(error).__name__}: {error}")
@@ -109,6 +112,22 @@ class SharedBuffer:
         self._turns.open(self.config.device.index, self._path.abort, partial(_give_back, finalizer))
 
     _platform_of = staticmethod(platform_of)
+
+    @property
+    def whole(self: _Self) -> _Self:
+        """The buffer that owns the memory of this one; itself where it has its own."""
+        return cast(_Self, self._whole or self)
+
+    def _beside(self: _Self, config: BufferConfig) -> _Self:
+        """Return another object over the same memory, with handles of its own.
+
+        Calls of both come one at a time, and who closes one closes all. What is not closed gives its memory back when
+        the last of them has gone: the first one lives as long as the others.
+        """
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.config, other._id, other._whole = config, next(_buffer_ids), self.whole
+        return other
 
     def _on_gpu(self, config: BufferConfig, platform: Platform) -> BufferConfig:
         """Return the config of a buffer on a GPU; raises `InvalidArgument` for what its kernels cannot do."""

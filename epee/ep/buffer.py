@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, UnsupportedError
 from .base import SharedBuffer
 from .checked import CheckedCalls
 from .checks import GivenRouting, check_handle, check_run
@@ -57,7 +57,7 @@ class Buffer(SharedBuffer):
     Memory: on CPUs each layout gets an arena at its first use, `2 * num_slots + 2` slots of `rows` rows; docs/buffer.md
     has the formula. That is address space: pages are taken when they are first written, and slots are reused lowest
     first. On GPUs `num_slots + 1` slots of the rank layout are taken at construction, and two of the expert layout at
-    its first combine.
+    its first combine; `of_sizes` serves calls of other sizes out of the same memory.
 
     After an error the buffer works. When ranks die, are voted out or leave, CPU tensors go on without them, on groups
     of the backend "epee" also with those that come in their place; GPUs do so after `sync` (docs/buffer.md).
@@ -94,6 +94,124 @@ class Buffer(SharedBuffer):
         if max_recv_rows == 0:
             refusal = InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
         super().__init__(members, config, device, timeout, fault_mode, on_stall, refusal)
+
+    @classmethod
+    def of_bytes(
+        cls,
+        group: dist.ProcessGroup | None,
+        room_bytes: int,
+        expert_bytes: int = 0,
+        *,
+        device: torch.device | str,
+        num_slots: int = 2,
+        timeout: float | None = None,
+    ) -> Buffer:
+        """Make a GPU buffer from bytes alone, for calls of several shapes by `of_sizes`. Collective.
+
+        Its own shape is the smallest there is, and of no use.
+
+        Args:
+            group, device, num_slots, timeout: as of `Buffer`.
+            room_bytes: of all slots, `num_slots + 1`, together.
+            expert_bytes: of the two slots from which expert-layout rows are pulled; 0: these are lent at the first
+                combine of that layout, and whenever one needs larger ones. Both collective.
+
+        Raises:
+            As `Buffer`.
+        """
+        self = cls.__new__(cls)
+        members = group_of(group)
+        num_ranks = size_of(members)
+        sizes = num_ranks, 8, 1, 1, torch.bfloat16, num_slots, 0
+        config = BufferConfig(num_ranks, *sizes, room_bytes=room_bytes, room_expert_bytes=expert_bytes)
+        refusal = None
+        if not room_bytes:
+            refusal = InvalidArgument(f"room_bytes must be an int of at least 1, got {room_bytes!r}")
+        SharedBuffer.__init__(self, members, config, device, timeout, refusal=refusal)
+        return self
+
+    def of_sizes(
+        self,
+        *,
+        num_experts: int,
+        hidden: int,
+        num_topk: int,
+        max_tokens_per_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+        max_recv_rows: int | None = None,
+    ) -> Buffer:
+        """Return a buffer for calls of other sizes over the memory of this one, which is on a GPU. Local.
+
+        Both take part in the same sequence of calls: what one of them does, the others' calls wait for. All ranks make
+        each call by buffers of equal sizes; handles serve the one whose dispatch made them. Slots are shared, results
+        of one stay as they are while the other is used. Closing one closes all; what is not closed lives as long as
+        the last of them.
+
+        Args:
+            num_experts, hidden, num_topk, max_tokens_per_rank, dtype, max_recv_rows: as of `Buffer`.
+
+        Raises:
+            InvalidArgument: a rule of `Buffer` is broken, or a slot has no room for such calls (`fits`).
+            UnsupportedError: this buffer is on CPUs.
+            InvalidState: closed.
+        """
+        sizes = num_experts, hidden, num_topk, max_tokens_per_rank, dtype
+        if max_recv_rows == 0:
+            raise InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
+        config = BufferConfig(self.num_ranks, *sizes, max_recv_rows=max_recv_rows or 0)
+        with self._turns.queue(), self._turns:
+            path = self._gpu_path()
+            config = self._like_mine(config)
+            config.check()
+            other = self._beside(config)
+            other._checked = CheckedCalls(config)
+            other._rows = other._gpu = path.of_sizes(config, other._id)
+            return other
+
+    def fits(self, config: BufferConfig) -> bool:
+        """Tell whether `of_sizes` has room for calls of these sizes. Local; raises as `slot_bytes_for`."""
+        return self.slot_bytes_for(self._like_mine(config)) <= self._gpu_path().slot_bytes
+
+    @staticmethod
+    def slot_bytes_for(config: BufferConfig) -> int:
+        """Return the bytes of a slot on a GPU that calls of these sizes need; `num_slots + 1` of them are a room.
+
+        Raises:
+            InvalidArgument: no buffer on GPUs can be made for them.
+        """
+        config.check()
+        sizes = throughput_config(replace(config, room_bytes=0, room_expert_bytes=0), 0)
+        sizes.check()
+        return sizes.needed_slot_bytes
+
+    @staticmethod
+    def expert_slot_bytes_for(config: BufferConfig, expert_alignment: int = 1) -> int:
+        """Return the bytes of a slot for rows of the expert layout that such calls need; two of them are a room.
+
+        Raises:
+            As `slot_bytes_for`.
+        """
+        config.check()
+        sizes = throughput_config(replace(config, room_bytes=0, room_expert_bytes=0), 0)
+        return sizes.expert_slot_bytes(expert_alignment)
+
+    def _gpu_path(self) -> CudaPath:
+        if self._gpu is None:
+            raise UnsupportedError("a buffer on CPUs serves calls of one shape; make another one for other sizes")
+        return self._gpu
+
+    def _like_mine(self, config: BufferConfig) -> BufferConfig:
+        """Return other sizes with what this buffer was made with."""
+        mine = self.config
+        return replace(
+            mine,
+            num_experts=config.num_experts,
+            hidden=config.hidden,
+            num_topk=config.num_topk,
+            max_tokens_per_rank=config.max_tokens_per_rank,
+            dtype=config.dtype,
+            max_recv_rows=config.max_recv_rows,
+        )
 
     def _on_gpu(self, config: BufferConfig, platform: Platform) -> BufferConfig:
         share = "descriptors" if platform.keeps_addresses else "cudaIpc"

@@ -37,6 +37,7 @@ _BOUNDS = {
     "num_slots": (1, 64),
     "max_recv_rows": (0, 1 << 32),  # 0 stands for None
     "room_bytes": (0, 1 << 48),
+    "room_expert_bytes": (0, 1 << 48),
 }
 
 
@@ -61,8 +62,11 @@ class BufferConfig:
         is_latency: results are padded per expert, with halves, hooks and masks (`LatencyBuffer`).
         fault_mode, on_stall: what a loss is, and what becomes of who is silent, where a view says who takes part.
         share: of a `Buffer` on GPUs: how memory is lent, by "descriptors" or by "cudaIpc".
-        room_bytes: of memory that serves calls of all sizes that fit there; 0 where it is made for these sizes.
         device: of this rank's tensors; the only attribute that ranks do not share.
+        room_bytes: of memory that serves calls of all sizes that fit (of a `Buffer` on GPUs all slots); 0 where it is
+            made for these sizes.
+        room_expert_bytes: of a `Buffer` on GPUs: of the slots of the expert layout, lent at construction; 0: at its
+            first combine.
     """
 
     num_ranks: int
@@ -80,6 +84,7 @@ class BufferConfig:
     on_stall: str = "error"
     share: str = ""
     room_bytes: int = 0
+    room_expert_bytes: int = 0
 
     @cached_property
     def is_cuda(self) -> bool:
@@ -193,12 +198,13 @@ class BufferConfig:
             DTYPE_CODES.index(self.dtype),
             self.num_slots,
             self.max_recv_rows,
+            self.room_bytes,
+            self.room_expert_bytes,
             PATHS.index(self.path),
             int(self.is_latency),
             FAULT_MODES.index(self.fault_mode),
             STALL_POLICIES.index(self.on_stall),
             SHARES.index(self.share),
-            self.room_bytes,
         )
 
 
@@ -212,14 +218,15 @@ CONFIG_NAMES = (
     "dtype",
     "num_slots",
     "max_recv_rows",
+    "room_bytes",
+    "room_expert_bytes",
     "device",
     "kind of buffer",
     "fault_mode",
     "on_stall",
     "way of lending GPU memory (EPEE_CUDA_SHARE)",
-    "bytes of memory",
 )
-_CHOICES = dict(zip(CONFIG_NAMES[-6:-1], (PATHS, KINDS, FAULT_MODES, STALL_POLICIES, SHARES), strict=True))
+_CHOICES = dict(zip(CONFIG_NAMES[-5:], (PATHS, KINDS, FAULT_MODES, STALL_POLICIES, SHARES), strict=True))
 
 
 def describe_word(name: str, value: int) -> str:

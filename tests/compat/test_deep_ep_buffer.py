@@ -13,7 +13,7 @@ import torch
 import epee
 import epee.compat.deep_ep as deep_ep
 from epee import reference
-from epee.ep.pool import pool
+from epee.ep.pool import throughput as rooms
 from epee.errors import InvalidState, UnsupportedError
 from epee.reference.orders import combine_in_order
 from tests.compat.deep_ep_cases import NUM_SMS, routing_of, run_v1, v1_handle, world
@@ -182,7 +182,7 @@ def _grow(rank: int, num_ranks: int) -> list[int]:
         (3, 8, 4),
     ):
         _goes_round(buffer, _tokens(rank, num_tokens, hidden, num_experts))
-        made.append(len(buffer.runtime._rooms))
+        made.append(len(buffer.runtime._rooms.wholes))
     wide = _tokens(rank, 4)
     wide["x"] = wide["x"].double()
     room = buffer._known(_goes_round(buffer, wide)).room
@@ -207,15 +207,15 @@ def test_a_buffer_learns_its_shape_and_grows_on_all_ranks_alike() -> None:
 def _capture(rank: int, num_ranks: int) -> None:
     buffer = deep_ep.Buffer(world())
     recording = True
-    pool.is_capturing = lambda: recording
+    rooms.is_capturing = lambda: recording
     for _ in range(2):
-        with pytest.raises(InvalidState, match="graph"):
+        with pytest.raises(epee.InvalidArgument, match="graph"):
             buffer.dispatch(**_tokens(rank, 3))
     recording = False
     _goes_round(buffer, _tokens(rank, 3))
     recording = True
     _goes_round(buffer, _tokens(rank, 100))
-    with pytest.raises(InvalidState, match="graph"):
+    with pytest.raises(epee.InvalidArgument, match="graph"):
         buffer.dispatch(**_tokens(rank, 200 * rank))
     recording = False
     _goes_round(buffer, _tokens(rank, 200 * rank))

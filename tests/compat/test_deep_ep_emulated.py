@@ -18,6 +18,7 @@ import epee.compat.deep_ep as deep_ep
 from epee import reference
 from epee.compat.deep_ep.shared.layout import recv_channel_prefix_matrix
 from epee.ep.pool import needs, pool
+from epee.ep.pool import throughput as rooms
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat import test_deep_ep_elastic as v2
@@ -38,7 +39,7 @@ pytestmark = [
 
 def _emulated(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run a rank's function with rooms on the emulated GPU."""
-    pool.Buffer = EmulatedBuffer  # type: ignore[misc]
+    rooms.Buffer = EmulatedBuffer  # type: ignore[misc]
     pool.BufferPool.is_gpu = lambda self, device: True  # type: ignore[method-assign]
     result = function(rank, num_ranks, *args)
     dist.barrier()  # a rank that leaves while another is still in its last call is a death to it, as it should be
@@ -163,13 +164,13 @@ def _barriers(rank: int, num_ranks: int) -> tuple[list[str], int, int, str]:
         launch(kernel, *args)
 
     EmulatedKernel.__call__ = count  # type: ignore[method-assign]
-    (room,) = buffer.runtime._rooms.values()
-    control = room.core._control.exchange
+    whole = buffer.runtime._rooms.whole
+    control = whole._control.exchange
     before = control.seq
     for i in range(12):
         buffer.barrier(with_cpu_sync=i % 2 == 1)
     num_exchanges = control.seq - before
-    room.core._timeout = 0.5
+    whole._timeout = 0.5
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["given up"])
@@ -180,7 +181,7 @@ def _barriers(rank: int, num_ranks: int) -> tuple[list[str], int, int, str]:
         error = str(late)
     if rank == 0:
         store.set("given up", "")
-    room.core._timeout = 20.0
+    whole._timeout = 20.0
     with pytest.raises(epee.errors.MismatchError, match="an earlier call has failed on one of rank"):
         buffer.barrier(with_cpu_sync=True)
     return launches[:12], len(launches), num_exchanges, error
@@ -356,6 +357,84 @@ def test_a_lost_rank_ends_a_buffer_in_words_and_its_replacement_is_in_the_next_o
 
 def _mortal(slot: int, num_processes: int, folder: str, function: Callable[..., Any]) -> Any:
     """Run a process's function with rooms on the emulated GPU."""
-    pool.Buffer = EmulatedBuffer  # type: ignore[misc]
+    rooms.Buffer = EmulatedBuffer  # type: ignore[misc]
     pool.BufferPool.is_gpu = lambda self, device: True  # type: ignore[method-assign]
     return function(slot, num_processes, folder)
+
+
+def _early(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a rank's function with memory that constructors make on the emulated GPU."""
+    rooms.Buffer = EmulatedBuffer  # type: ignore[misc]
+    pool.BufferPool.is_gpu = lambda self, device: True  # type: ignore[method-assign]
+    pool.current_gpu = lambda: torch.device("cpu")
+    return function(rank, num_ranks, *args)
+
+
+def _no_group(*args: object, **more: object) -> None:
+    raise AssertionError("a call went through the process group")
+
+
+def _v1_round(buffer: Any, given: dict[str, Any]) -> None:
+    """What V1 sends comes back."""
+    v1._goes_round(buffer, given)
+
+
+def _v2_round(buffer: Any, given: dict[str, Any]) -> None:
+    """What V2 sends comes back, expanded as well."""
+    num_experts, most = given["num_tokens_per_expert"].numel(), max(64, len(given["x"]))
+    for do_expand in (False, True):
+        sizes = {"num_experts": num_experts, "num_max_tokens_per_rank": most, "do_expand": do_expand}
+        got = buffer.dispatch(given["x"], given["topk_idx"], given["topk_weights"], **sizes)
+        assert torch.equal(buffer.combine(got[0], got[3])[0], given["x"])
+
+
+def _made_in_the_constructor(rank: int, num_ranks: int) -> None:
+    """Calls of all sizes find their place in the bytes that were given, without the group, under capture as well."""
+    sizes = {"num_max_tokens_per_rank": 64, "hidden": 64, "num_topk": 1}
+    for buffer, goes_round in (
+        (deep_ep.Buffer(world(), num_nvl_bytes=3 << 20), _v1_round),
+        (deep_ep.ElasticBuffer(world(), num_cpu_timeout_secs=20, **sizes), _v2_round),
+    ):
+        assert buffer.runtime is not None
+        before = buffer.runtime.nbytes
+        gather, dist.all_gather_into_tensor = dist.all_gather_into_tensor, _no_group
+        rooms.is_capturing = lambda: True
+        for num_tokens, hidden, num_experts in ((3, 8, 4), (64, 64, 4), (0, 16, 8), (1, 8, 4), (40 * rank, 64, 8)):
+            goes_round(buffer, v1._tokens(rank, num_tokens, hidden, num_experts))
+        assert buffer.runtime.nbytes == before
+        with pytest.raises(
+            InvalidArgument, match=r"need \d+ bytes of memory, this buffer has \d+, and none can be made"
+        ):
+            goes_round(buffer, v1._tokens(rank, 3000, 1024))
+        dist.all_gather_into_tensor = gather
+        rooms.is_capturing = lambda: False
+        goes_round(buffer, v1._tokens(rank, 3000, 1024))  # grows, once
+        grown = buffer.runtime.nbytes
+        assert grown > before
+        for num_tokens, hidden in ((2000, 1024), (5, 8)):
+            goes_round(buffer, v1._tokens(rank, num_tokens, hidden))
+        assert buffer.runtime.nbytes == grown
+
+
+def test_memory_is_made_in_the_constructor() -> None:
+    run_ranks(_early, 2, _made_in_the_constructor, timeout_s=200)
+
+
+def _dies_before_the_first_call(rank: int, num_ranks: int) -> str:
+    buffer = deep_ep.Buffer(world(), num_nvl_bytes=3 << 20)
+    elastic = deep_ep.ElasticBuffer(world(), num_max_tokens_per_rank=64, hidden=64, num_topk=2)
+    if rank == 1:
+        die()
+    given = v1._tokens(rank, 3)
+    for call in (
+        lambda: buffer.dispatch(**given),
+        lambda: elastic.dispatch(given["x"], given["topk_idx"], given["topk_weights"], num_experts=4),
+    ):
+        with pytest.raises(RankFailedError, match="make a new one") as caught:
+            call()
+        assert caught.value.ranks == (1,)
+    return "ok"
+
+
+def test_a_death_before_the_first_call_is_told_to_all() -> None:
+    assert run_ranks(_early, 2, _dies_before_the_first_call, dead={1}, timeout_s=100) == ["ok", DEAD]

@@ -70,3 +70,17 @@ def test_gradients_and_modes_of_one_result_do_not_reach_the_next() -> None:
     second.requires_grad_()
     del second
     assert views.is_idle()
+
+
+def test_many_shapes_leave_no_heap_of_originals_and_a_slot_stays_held_all_the_while() -> None:
+    views, values = make()
+    held = views.alias((torch.uint8, 0, (1, 1)), 1)
+    for rows in range(1, 250):
+        for columns in (1, 2):
+            views.alias((torch.uint8, 2, (rows, columns) if rows * columns < 250 else (1, 250)), 1)
+            assert not views.is_idle()
+    for offset in range(0, 256, 2):
+        assert torch.equal(views.alias((torch.uint8, offset, (1, 2)), 1)[0], values[offset : offset + 2])
+    assert len(views._originals) <= 256
+    del held
+    assert views.is_idle()

@@ -35,6 +35,7 @@ from epee.ep import (
     BufferPool,
     CombineOrder,
     Dispatched,
+    Memory,
     Need,
     NoRoomError,
     Payload,
@@ -63,8 +64,10 @@ class Buffer(LowLatency, PoolOwner):
 
     Args:
         group: of the ranks, any backend (gloo is enough).
-        num_nvl_bytes, num_rdma_bytes: kept as attributes; they bound nothing, the buffer makes room as calls need it.
-        low_latency_mode: kept as attribute; low-latency calls work either way.
+        num_nvl_bytes: of memory for normal calls, which all ranks make now on the current GPU; calls of all sizes that
+            fit are made there. Nothing without a GPU, where memory is address space.
+        num_rdma_bytes: the same for low-latency calls, with `low_latency_mode`, on CPUs as well.
+        low_latency_mode: make `num_rdma_bytes` now; low-latency calls work either way.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: accepted and ignored.
         explicitly_destroy: `destroy` may be called; else the memory goes with the object.
         enable_shrink: low-latency calls mask a rank that does not come, instead of raising.
@@ -99,7 +102,8 @@ class Buffer(LowLatency, PoolOwner):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        pool = BufferPool(self.group, latency_bytes=num_rdma_bytes if low_latency_mode else 0)
+        latency_bytes = num_rdma_bytes if low_latency_mode else 0
+        pool = BufferPool(self.group, memory=Memory(num_nvl_bytes), latency_bytes=latency_bytes)
         self.runtime: BufferPool | None = pool
         self._handles: KnownHandles[V1Handle] = KnownHandles(NUM_ENTRIES)
         self._wishes: dict[tuple[object, ...], tuple[Wish, Need]] = {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from epee.compat.deep_ep.shared.layout import align_up
+from epee.ep import memory_for
 from epee.errors import InvalidArgument
 
-_RECORD_BYTES = 2048  # what travels beside a row in DeepEP's rings: 128 ids, weights and scales at most
+_HINT_TOKENS = 4096  # of a rank, which V1's size hint does not ask for
 _ALIGN = 128
 # (nvl send, nvl recv, rdma send, rdma recv); other numbers of ranks take those of 8
 _DISPATCH = {2: (24, 256, 6, 128), 4: (6, 256, 6, 128), 8: (6, 256, 6, 128)}
@@ -60,12 +61,13 @@ class Config:
         return max(1, self.num_sms // 2)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return the bytes of DeepEP's rings, near enough for scripts that compare or print them.
+        """Return the bytes of GPU memory in which calls of 4096 tokens of each rank fit; a multiple of 128.
 
-        A `Buffer` here is not bounded by its bytes: it sizes itself by the calls it sees.
+        Args:
+            hidden_bytes: of a row, bfloat16 or wider.
+            num_ranks: of the group.
         """
-        cells = self.num_channels * num_ranks * self.num_max_nvl_chunked_recv_tokens
-        return align_up(cells * (hidden_bytes + _RECORD_BYTES), _ALIGN)
+        return align_up(memory_for(num_ranks, _HINT_TOKENS, -(-hidden_bytes // 16) * 8, 0).slots, _ALIGN)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return 0: all ranks are on one host, nothing goes by RDMA."""

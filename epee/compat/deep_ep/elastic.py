@@ -115,7 +115,9 @@ class ElasticBuffer(PoolOwner):
             if num_max_tokens_per_rank and hidden:
                 num_bytes = sizing.buffer_bytes(self.num_ranks, num_max_tokens_per_rank, hidden, num_topk)
         self.num_bytes = num_bytes
-        self.runtime: BufferPool | None = BufferPool(self.group, float(num_cpu_timeout_secs))
+        sizes = self.num_ranks, num_max_tokens_per_rank, hidden, num_topk
+        memory = sizing.memory_of(num_bytes, *sizes)
+        self.runtime: BufferPool | None = BufferPool(self.group, float(num_cpu_timeout_secs), memory)
 
     @staticmethod
     def get_buffer_size_hint(
@@ -127,7 +129,7 @@ class ElasticBuffer(PoolOwner):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Return the bytes of the receive memory that such calls make a rank map, a multiple of 2 MiB."""
+        """Return the bytes of GPU memory in which such calls fit, expanded ones where `num_topk` is given."""
         return sizing.buffer_bytes(group_of(group).size(), num_max_tokens_per_rank, hidden, num_topk)
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:

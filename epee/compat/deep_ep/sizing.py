@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.ep import receive_bytes
+from epee.ep import Memory, memory_for
 
 _ALIGN = 2 << 20
 NVLINK_GBS = 430.0  # of one H200, as DeepEP counts it (0.9 of the nominal rate)
@@ -15,8 +15,20 @@ _MARGIN = 1.25
 
 
 def buffer_bytes(num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> int:
-    """Return the bytes of the receive memory of a rank for bfloat16 rows in the rank layout, a multiple of 2 MiB."""
-    return align_up(receive_bytes(num_ranks, num_max_tokens_per_rank, hidden, num_topk), _ALIGN)
+    """Return the bytes of a rank for bfloat16 rows, expanded ones where `num_topk` is known, a multiple of 2 MiB."""
+    return align_up(sum(memory_for(num_ranks, num_max_tokens_per_rank, hidden, num_topk)), _ALIGN)
+
+
+def memory_of(num_bytes: int, num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> Memory:
+    """Return what a buffer makes at its construction: for its sizes, or else all bytes for the rank layout.
+
+    What is more than the bytes is left out: rows of the expert layout first, which its first combine makes then.
+    """
+    if not (num_max_tokens_per_rank and hidden):
+        return Memory(num_bytes)
+    wanted = memory_for(num_ranks, num_max_tokens_per_rank, hidden, num_topk)
+    slots = min(wanted.slots, num_bytes)
+    return Memory(slots, wanted.expert if slots + wanted.expert <= num_bytes else 0)
 
 
 def theoretical_num_sms(

@@ -49,7 +49,7 @@ class Buffer:
         self.rank = self.group.rank()
         self.group_size = self.group.size()
         self.num_ep_buffer_bytes = num_ep_buffer_bytes
-        self._pool = BufferPool(self.group, _group_timeout_s(self.group), num_ep_buffer_bytes)
+        self._pool = BufferPool(self.group, _group_timeout_s(self.group), latency_bytes=num_ep_buffer_bytes)
         self._padded = PaddedCalls(self._pool)
 
     @staticmethod

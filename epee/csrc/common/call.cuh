@@ -95,8 +95,8 @@ DEVICE u32 flaw_of(u64 view, const i32* recv_info) {
 
 /// What all ranks of a combine must agree on, 16 bits: the host's facts, and above them the low bits of the number of
 /// the dispatch that made the handle. The kernels count that: a graph has a new one at every replay, and is the peer of
-/// ranks that make the same calls without it. Two bits of `losses_before` are added where they hide no two handles that
-/// are less than 32 calls apart.
+/// ranks that make the same calls without it. It stands for the shape as well, which was compared then. Two bits
+/// of `losses_before` are added where they hide no two handles that are less than 32 calls apart.
 DEVICE u64 combine_signature(u64 facts, u32 losses, const i32* recv_info) {
   return (facts | static_cast<u64>(static_cast<u32>(recv_info[kRecvInfoCall]) + ((losses & 3) << 5))
                       << kCombineFactBits) &

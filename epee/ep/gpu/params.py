@@ -85,8 +85,9 @@ class LayoutParams(ctypes.Structure):
     """Arguments of `layout_throughput`.
 
     In: `topk_idx` int64 [num_tokens, num_topk] or 0, `token_in_rank` bool [num_tokens, num_ranks] or 0,
-    `topk_weights` float32 or 0. Out: the handle; `mailbox` is pinned host memory or 0. `capacity` is the caller's or 0;
-    `max_recv_rows` here and below, and `max_rows` of a combine, is the room or, where that is less, the capacity.
+    `topk_weights` float32 or 0; `shape`: `signature.shape_signature`. Out: the handle; `mailbox` is pinned host memory
+    or 0. `capacity` is the caller's or 0; `max_recv_rows` here and below, and `max_rows` of a combine, is the room or,
+    where that is less, the capacity.
     """
 
     _fields_ = (
@@ -97,7 +98,7 @@ class LayoutParams(ctypes.Structure):
         ("signature", _WORD),
         *_COUNTS,
         *_fields(_INT, "lanes_per_token expert_alignment max_tokens max_recv_rows max_expanded_rows"),
-        *_fields(_INT, "grant num_slots num_channels num_blocks kept_per_warp do_count refused capacity"),
+        *_fields(_INT, "grant num_slots num_channels num_blocks kept_per_warp do_count refused capacity shape"),
     )
 
 

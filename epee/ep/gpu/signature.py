@@ -1,13 +1,16 @@
 """What a call is, in the few bits that every rank sends along and all ranks compare.
 
 The bits are fields, not a hash, so that a rank that meets other bits than its own can say in words what differs.
-A dispatch has two words of 32 bits (the first names the handle of a cached call, or the capacity), a combine has 16
-bits. Which handle is in use the kernels add themselves, by the number of the dispatch that made it, and which calls
-have failed: they count calls, the host does not see those of graphs.
+A dispatch has two words of 32 bits, a combine has 16 bits. The first word of a dispatch names the handle of a cached
+call, or else the shape: the sizes that say where the fields of a slot lie, how many counts travel, and the capacity.
+That word alone is a hash. Neither a cached dispatch nor a combine says its shape: its handle does, as all ranks were in
+one shape when it was made. Which handle is in use the kernels add themselves, by the number of the dispatch that made
+it, and which calls have failed: they count calls, the host does not see those of graphs.
 """
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 
 import torch
@@ -17,6 +20,10 @@ from .params import COMBINE_FACT_BITS
 
 SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
 _CALL = "the handle in use (number of the dispatch that made it, 0 for none)"
+_SHAPE = (
+    "the shape or the capacity (a number made of hidden, num_experts, num_topk, max_tokens_per_rank, dtype, the rows "
+    "that there is room for, and capacity)"
+)
 _WEIGHTS = "topk_weights (1 with, 0 without)"
 # (what a user would call it, bits), from the lowest bit on
 _DISPATCH_FIELDS = (
@@ -37,7 +44,14 @@ _COMBINE_FACTS = (
 )
 _LOSS_BITS = 2  # the highest, to which the kernels add which calls have failed before
 _COMBINE_FIELDS = (*_COMBINE_FACTS, (_CALL, 16 - COMBINE_FACT_BITS))
+_SHAPE_BIT = 1 << 31  # tells a shape from the number of a handle
 WHERE_CALL, WHERE_FACTS, WHERE_LOSSES = range(3)  # which word differs, as kernels say; any other value: a combine's
+
+
+def shape_signature(*sizes: int) -> int:
+    """Return the first word of a dispatch without a handle: 31 bits made of all sizes of its shape, capacity last."""
+    text = ",".join(map(str, sizes)).encode()
+    return _SHAPE_BIT | int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
 
 
 @lru_cache(maxsize=1024)
@@ -72,22 +86,17 @@ def combine_signature(layout: str, dtype: torch.dtype, has_weights: bool, is_ord
 
 def describe_difference(where: int, mine: int, other: int) -> tuple[str, str, str]:
     """Return what differs first between two words, and both values, as a user would write them."""
+    if where == WHERE_CALL and mine & other & _SHAPE_BIT:
+        return _SHAPE, str(mine ^ _SHAPE_BIT), str(other ^ _SHAPE_BIT)
     if where == WHERE_CALL:
-        handles, capacities = zip(*map(_call_word, (mine, other)), strict=True)
-        if any(handles):
-            return _CALL, str(handles[0]), str(handles[1])
-        return "capacity", str(capacities[0]), str(capacities[1])
+        first, second = (0 if word & _SHAPE_BIT else word for word in (mine, other))
+        return _CALL, str(first), str(second)
     for name, bits in _DISPATCH_FIELDS if where == WHERE_FACTS else _COMBINE_FIELDS:
         first, second = mine & (1 << bits) - 1, other & (1 << bits) - 1
         if first != second:
             return name, _words(name, first), _words(name, second)
         mine, other = mine >> bits, other >> bits
     return "something", str(mine), str(other)
-
-
-def _call_word(word: int) -> tuple[int, int | None]:
-    """Return the handle in use, 0 for none, and the capacity: words below 0 stand for one."""
-    return (0, (1 << 32) - word) if word >> 31 else (word, None)
 
 
 def is_of_losses(where: int, mine: int, other: int) -> bool:

@@ -6,7 +6,6 @@ buffer's device (`cpu.py`, `gpu_path.py`); `../base.py` has what it shares with 
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import replace
 from typing import TypeVar
@@ -14,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..base import SharedBuffer, buffer_ids
+from ..base import SharedBuffer
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
@@ -58,8 +57,6 @@ class LatencyBuffer(SharedBuffer):
     Raises:
         As `Buffer`.
     """
-
-    _whole: LatencyBuffer | None = None  # whose end gives the memory back
 
     def __init__(
         self,
@@ -156,17 +153,10 @@ class LatencyBuffer(SharedBuffer):
             max_tokens_per_rank=max_tokens_per_rank,
         )
         config.check()
-        other = copy.copy(self)
-        other._whole = self.whole
-        other._id, other.config = next(buffer_ids), config
+        other = self._beside(config)
         with on_gpu(self.config.device.index):
             other._plans = Plans(CallSizes(other._id, config, self._rows.take_sizes(config)))
         return other
-
-    @property
-    def whole(self) -> LatencyBuffer:
-        """The buffer whose memory this one uses; itself where it has its own."""
-        return self._whole or self
 
     @staticmethod
     def bytes_for(num_ranks: int, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int) -> int:

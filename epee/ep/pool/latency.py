@@ -52,8 +52,8 @@ class LatencyRooms:
         self._cores: dict[LatencyNeed, LatencyBuffer] = {}
         self._apart: set[LatencyBuffer] = set()  # whose ranks meet before their next call
         self._wanted = nbytes if nbytes >= _least_bytes(group.size()) else 0  # still to be made
-        if self._wanted and not LatencyBuffer.is_awaited(group, _device(), self._wanted, _NO_SIZES):
-            self._make_wanted(_device())
+        if self._wanted and not LatencyBuffer.is_awaited(group, current_gpu(), self._wanted, _NO_SIZES):
+            self._make_wanted(current_gpu())
 
     @property
     def wholes(self) -> list[LatencyBuffer]:
@@ -129,7 +129,7 @@ class LatencyRooms:
         self._wanted = 0
 
 
-def _device() -> torch.device | None:
+def current_gpu() -> torch.device | None:
     """Return where memory is made that no tensor has asked for yet: the current GPU, None for the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 

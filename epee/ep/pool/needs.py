@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...memory.arena import num_pool_slots
-from ..config import BufferConfig
 from ..latency.buffer import LatencyBuffer
 
 BALANCED_SHARES = 2  # rows of an expanded room on a GPU, in rows that a rank gets when experts are equally busy
 _LEAST_ITEMSIZE = 2  # of a buffer's dtype
 _LEAST_TOKENS = 128
-_MOST_BLIND_TOKENS = 1 << 16  # that a GPU buffer can be made for
+MOST_BLIND_TOKENS = 1 << 16  # that a GPU buffer can be made for
 
 
 @dataclass  # not frozen, as `Need`: these are made in each call, and to set the fields of frozen ones takes long
@@ -77,7 +75,7 @@ class Need:
     def unasked(cls, wish: Wish, device: torch.device) -> Need:
         """Return what a call needs whose peers are not asked: no rank has more tokens than anybody receives."""
         num_rows = wish.num_worst_tokens
-        return cls._for(wish, device, min(num_rows, _MOST_BLIND_TOKENS), num_rows)
+        return cls._for(wish, device, min(num_rows, MOST_BLIND_TOKENS), num_rows)
 
     @classmethod
     def _for(cls, wish: Wish, device: torch.device, num_tokens: int, num_rows: int) -> Need:
@@ -120,22 +118,6 @@ class LatencyNeed(NamedTuple):
 def num_tokens_made_for(num_tokens: int) -> int:
     """Return the tokens that room is made for when so many are needed: a power of two, so that growth is rare."""
     return max(_LEAST_TOKENS, 1 << max(0, num_tokens - 1).bit_length())
-
-
-def receive_bytes(num_ranks: int, num_tokens: int, hidden: int, num_topk: int) -> int:
-    """Return the bytes of a rank's receive memory in a pool: bfloat16 rows in the rank layout, on CPUs.
-
-    Args:
-        num_ranks, hidden, num_topk: sizes; `num_topk` may be 0.
-        num_tokens: most tokens of a rank.
-
-    Raises:
-        InvalidArgument: no buffer can be made for such sizes.
-    """
-    tokens = num_tokens_made_for(num_tokens)
-    config = BufferConfig(num_ranks, num_ranks, hidden, max(1, num_topk), tokens, torch.bfloat16)
-    config.check()
-    return config.slot_layout("rank", 1).nbytes * num_pool_slots(config.num_slots)
 
 
 def latency_bytes(num_ranks: int, max_tokens: int, hidden: int, num_experts: int, num_topk: int) -> int:

@@ -1,60 +1,28 @@
-"""The buffers behind one object of a drop-in layer: made at the first call that needs them, and again, larger.
+"""The buffers behind one object of a drop-in layer, and what its calls ask the other ranks.
 
-An epee buffer is told what travels; other libraries' buffers are told bytes, or nothing. So a pool makes a buffer at
-the first call of a shape. Making one is collective and uses the process group; whether one must be made is decided
-from numbers that are equal on all ranks, so either all ranks make it or none. Never while a CUDA graph is recorded.
-
-A `Buffer` is made anew when a call needs more room (`Room`); the one that was replaced stays open as long as a handle
-of it lives, then it is closed. A `LatencyBuffer` has exactly the sizes of its calls, and never grows.
+An epee buffer is told what travels; other libraries' buffers are told bytes, or nothing. So a pool makes memory when it
+is made, where it is told how much, and finds or makes the buffer of each call: `throughput.py` those of normal calls,
+`latency.py` those of low-latency ones.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 
 import torch
 import torch.distributed as dist
 
 from ...errors import EpeeError, InvalidState
 from ..base import SharedBuffer
-from ..buffer import Buffer
 from ..control.bootstrap import all_gather_bytes
-from ..gpu.report import NoRoomError
 from ..latency.buffer import LatencyBuffer
-from ..streams import Lane, Lanes, RunOptions, is_capturing
+from ..streams import Lane, Lanes, RunOptions
 from . import agreement
-from .latency import LatencyRooms
-from .needs import LatencyNeed, Need, Wish, num_tokens_made_for
+from .latency import LatencyRooms, current_gpu
+from .needs import LatencyNeed, Need, Wish
+from .throughput import NO_MEMORY, Memory, Room, ThroughputRooms
 
 _log = logging.getLogger(__name__)
-_WIDEST = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-
-
-class Room:
-    """A `Buffer` that is closed when nobody refers to the room any more.
-
-    Attributes:
-        core: the buffer.
-        num_tokens: that it has room for.
-        itemsize: bytes of its widest element.
-    """
-
-    def __init__(self, core: Buffer, num_tokens: int, itemsize: int) -> None:
-        self.core = core
-        self.num_tokens = num_tokens
-        self.itemsize = itemsize
-        self._closer = weakref.finalize(self, core.close)
-        self._closer.atexit = False
-
-    def fits(self, need: Need) -> bool:
-        """Tell whether a call that needs so much can be made here."""
-        return need.num_tokens <= self.num_tokens and need.itemsize <= self.itemsize
-
-    def num_sms(self, wanted: int) -> int | None:
-        """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default."""
-        most = self.core.max_num_sms
-        return min(wanted, most) if wanted > 0 and most else None
 
 
 class BufferPool:
@@ -63,17 +31,22 @@ class BufferPool:
     Args:
         group: of the ranks.
         timeout: seconds that a call waits for a silent peer; None for epee's default.
+        memory: for normal calls on the current GPU, made now; nothing without a GPU.
         latency_bytes: of memory for low-latency calls, made now.
 
     Attributes:
         group: of the ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None, latency_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: float | None = None,
+        memory: Memory = NO_MEMORY,
+        latency_bytes: int = 0,
+    ) -> None:
         self.group = group
-        self._timeout = timeout
-        self._rooms: dict[tuple[object, ...], Room] = {}
-        self._last: Room | None = None
+        self._rooms = ThroughputRooms(group, timeout, memory, current_gpu())
         self._lanes: dict[torch.device, Lanes] = {}
         self._is_closed = False
         self._latency = LatencyRooms(group, timeout, latency_bytes)
@@ -87,17 +60,16 @@ class BufferPool:
         """Return the room for a call. Collective when one must be made or grown, which all ranks find alike.
 
         Raises:
-            InvalidState: the pool is closed, or room must be made while a CUDA graph is recorded.
+            InvalidState: the pool is closed.
+            InvalidArgument: room must be made while a CUDA graph is recorded.
         """
         self._check_open()
-        room = self._find(need)
-        self._join_others(room)
-        return room
+        return self._rooms.find(need, self.is_gpu(need.device))
 
     def standing_room(self, need: Need) -> Room | None:
-        """Return the room in which calls of this shape are made without asking the ranks first.
+        """Return the room on a GPU in which calls of this shape are made without asking the ranks first.
 
-        All ranks find alike whether there is one, as rooms are made by all. Where this rank's call does not fit, the
+        All ranks find alike whether there is one, as memory is made by all. Where this rank's call does not fit, the
         others are told so in their call, which raises `NoRoomError` there: then all `agree`, and make more room.
 
         Args:
@@ -107,15 +79,7 @@ class BufferPool:
             None: all ranks must `agree` first.
         """
         self._check_open()
-        room = self._rooms.get(_key(need))
-        if room is None:
-            return None
-        if not room.fits(need):
-            room.core.refuse(NoRoomError("a rank has more tokens than the buffer has room for"))
-            return None
-        self._last = room
-        self._join_others(room)
-        return room
+        return self._rooms.standing(need)
 
     def latency_buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
         """Return the buffer for a call. Collective when more memory must be made, and behind `meet_again`.
@@ -155,7 +119,7 @@ class BufferPool:
         With tensors of a GPU and a room there, the peers do not ask, but call: in the room that was used last, or so
         it seems to a rank that cannot tell its own call's shape.
         """
-        if is_gpu and self._last is not None:
+        if is_gpu and self._rooms.lane is not None:
             self.refuse(error)
             return
         try:
@@ -165,8 +129,9 @@ class BufferPool:
 
     def refuse(self, error: Exception) -> None:
         """Let the peers' next call fail at once because of `error`, where there is a room to tell them through."""
-        if self._last is not None and not self._is_closed:
-            self._last.core.refuse(error)
+        lane = self._rooms.lane
+        if lane is not None and not self._is_closed:
+            lane.refuse(error)
 
     def sum_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of `counts`, `[n]` integers, as `[n]` int64 on the CPU. Collective."""
@@ -177,14 +142,13 @@ class BufferPool:
     def barrier(self) -> bool:
         """Let the ranks meet on the current stream by one kernel; False where there is no room on a GPU. Collective.
 
-        All rooms are made by all ranks, so all find the same one.
+        Memory is made by all ranks, so all find the same.
         """
         self._check_open()
-        room = next((room for room in self._rooms.values() if room.core.config.is_cuda), None)
-        if room is None:
+        whole = self._rooms.whole
+        if whole is None:
             return False
-        self._join_others(room)
-        room.core.barrier()
+        whole.barrier()
         return True
 
     def host_barrier(self) -> None:
@@ -217,66 +181,21 @@ class BufferPool:
     def close(self) -> None:
         """Close what is in use; a room that was replaced is closed with its last handle. Local, idempotent."""
         self._is_closed = True
-        for core in self._cores():
-            core.close()
-        self._rooms.clear()
+        self._rooms.close()
         self._latency.close()
-        self._last = None
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise InvalidState("the buffer is destroyed; make a new one")
 
     def _cores(self) -> list[SharedBuffer]:
-        return [*(room.core for room in self._rooms.values()), *self._latency.wholes]
+        return [*self._rooms.wholes, *self._latency.wholes]
 
     def _lanes_of(self, device: torch.device) -> Lanes:
         return self._lanes.setdefault(device, Lanes(device))
 
-    def _join_others(self, room: Room) -> None:
-        """Let a call in `room` run behind those in others: the calls of one pool's rooms run one after another."""
-        for other in self._rooms.values() if len(self._rooms) > 1 else ():
-            if other is not room:
-                other.core.join()
-
-    def _find(self, need: Need) -> Room:
-        key = _key(need)
-        old = self._rooms.get(key)
-        if old is not None and old.fits(need):
-            return old
-        if is_capturing():
-            raise InvalidState(
-                "this buffer must grow, which it cannot while a CUDA graph is recorded; "
-                "make one call of this shape first"
-            )
-        num_tokens = need.num_tokens if need.num_rows else num_tokens_made_for(need.num_tokens)
-        itemsize = need.itemsize
-        if old is not None:
-            num_tokens, itemsize = max(num_tokens, old.num_tokens), max(itemsize, old.itemsize)
-        self._last = self._rooms[key] = Room(self._make(need, num_tokens, itemsize), num_tokens, itemsize)
-        return self._last
-
-    def _make(self, need: Need, num_tokens: int, itemsize: int) -> Buffer:
-        return Buffer(
-            self.group,
-            num_experts=need.num_experts,
-            hidden=need.hidden,
-            num_topk=need.num_topk,
-            max_tokens_per_rank=num_tokens,
-            dtype=_WIDEST[itemsize],
-            device=None if need.device.type == "cpu" else need.device,
-            max_recv_rows=need.num_rows_of(self.group.size(), num_tokens),
-            timeout=self._timeout,
-        )
-
     def _share(self, data: bytes) -> list[bytes]:
         """Return everybody's `data` (equally long, not empty), in rank order. Collective."""
         self._check_open()
-        if self._last is None:
-            return all_gather_bytes(self.group, data)
-        return self._last.core.all_gather_bytes(data)
-
-
-def _key(need: Need) -> tuple[object, ...]:
-    """Return what calls in one room have in common."""
-    return need.layout, need.num_experts, need.hidden, need.num_topk, need.device, need.num_rows
+        lane = self._rooms.lane
+        return all_gather_bytes(self.group, data) if lane is None else lane.all_gather_bytes(data)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...errors import InvalidArgument
 from ..buffer import Buffer
-from ..config import BufferConfig, DoesNotFit
+from ..config import CPU, MAX_TOPK, BufferConfig, DoesNotFit
 from ..gpu.report import NoRoomError
 from ..streams import is_capturing
 from .needs import MOST_BLIND_TOKENS, Need, num_tokens_made_for
@@ -29,7 +29,8 @@ from .needs import MOST_BLIND_TOKENS, Need, num_tokens_made_for
 _log = logging.getLogger(__name__)
 _WIDEST = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _NUM_SLOTS = 2  # results that may live at once; there is one slot more
-_LEAST_SLOT = 1 << 16  # bytes; with less, memory is made at the first call
+_LOCAL_EXPERTS, _ALIGNMENT = 64, 128  # for whose padding there is room in expanded rows
+_LEAST_SLOT = 1 << 12  # bytes; with less, memory is made at the first call
 
 
 class Memory(NamedTuple):
@@ -42,6 +43,33 @@ class Memory(NamedTuple):
 
     slots: int = 0
     expert: int = 0
+
+
+NO_MEMORY = Memory()
+
+
+def memory_for(num_ranks: int, num_tokens: int, hidden: int, num_topk: int) -> Memory:
+    """Return the memory of a pool for bfloat16 rows; for the expert layout as well where `num_topk` is not 0.
+
+    Args:
+        num_ranks, hidden: sizes.
+        num_tokens: most tokens of a rank.
+        num_topk: 0 where it is not known: there is room for any then.
+
+    Returns:
+        What a GPU needs; of sizes that kernels do not serve the bytes of the rows.
+    """
+    num_experts = num_ranks * _LOCAL_EXPERTS
+    need = Need("both", num_experts, hidden, num_topk or 1, num_tokens, torch.bfloat16, CPU)
+    rows = need.num_rows_of(num_ranks, num_tokens)
+    sizes = num_experts, hidden, num_topk or MAX_TOPK, num_tokens, torch.bfloat16, _NUM_SLOTS
+    config = BufferConfig(num_ranks, *sizes, max_recv_rows=rows)
+    config.check()
+    try:
+        slots = (_NUM_SLOTS + 1) * Buffer.slot_bytes_for(config)
+    except InvalidArgument:
+        return Memory((_NUM_SLOTS + 1) * num_ranks * num_tokens * 2 * hidden)
+    return Memory(slots, 2 * Buffer.expert_slot_bytes_for(config, _ALIGNMENT) if num_topk else 0)
 
 
 class Room:
@@ -117,7 +145,7 @@ class ThroughputRooms:
         return room
 
     def standing(self, need: Need) -> Room | None:
-        """Return the room on a GPU where calls of this shape are made without asking; see `BufferPool.standing_room`."""
+        """Return the room of calls that are made without asking; see `BufferPool.standing_room`."""
         if self.whole is None:
             return None
         room = self._cut_for(need)
@@ -173,7 +201,7 @@ class ThroughputRooms:
         least, most = 1, MOST_BLIND_TOKENS
         while least < most:
             middle = (least + most + 1) // 2
-            if Buffer.slot_bytes_for(self._config(need, middle)) <= self.whole.slot_bytes:
+            if self.whole.fits(self._config(need, middle)):
                 least = middle
             else:
                 most = middle - 1
@@ -219,6 +247,11 @@ class ThroughputRooms:
     # -- CPUs
 
     def _make(self, need: Need, old: Room | None) -> Room:
+        if is_capturing():
+            raise InvalidArgument(
+                "this buffer must grow, which it cannot while a CUDA graph is recorded; make one call of this shape "
+                "before"
+            )
         num_tokens, itemsize = num_tokens_made_for(need.num_tokens), need.itemsize
         if old is not None:
             num_tokens, itemsize = max(num_tokens, old.num_tokens), max(itemsize, old.itemsize)
@@ -229,6 +262,7 @@ class ThroughputRooms:
             num_topk=need.num_topk,
             max_tokens_per_rank=num_tokens,
             dtype=_WIDEST[itemsize],
+            device=None if need.device.type == "cpu" else need.device,
             max_recv_rows=need.num_rows_of(self._group.size(), num_tokens),
             timeout=self._timeout,
         )

@@ -15,8 +15,8 @@ import torch
 from ..event import DONE, Event
 from ..gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ..handle import Dispatched, DispatchRouting, Handle
-from .gpu.kept import KeptRows
 from .gpu.types import DispatchResult, ThroughputHandle
+from .gpu.views import KeptRows
 
 
 @dataclass(eq=False)

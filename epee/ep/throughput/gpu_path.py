@@ -37,10 +37,14 @@ replaced itself.
 A process that was stopped, voted out and replaced may wake up and go on. Its words bear older numbers and count for
 nothing; slots that it may still write are not lent until it has ended (`slots.py`, ghosts). Not promised: that its
 words do not overwrite those of its successor, whose call then times out.
+
+Shapes. Another `CudaPath` over the same memory serves calls of other sizes (`of_sizes`). Of what is said above none has
+to do with sizes: the buffer's own path alone enters epochs, and all of them see what it sees (`gpu/shape.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -79,12 +83,13 @@ from ..paths import Making
 from ..streams import Lane, RunOptions
 from .gpu.core import Throughput
 from .gpu.dispatch import Payload
+from .gpu.place import ExpertPlace
 from .gpu.slots import FIRST_GHOST
 from .gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from .gpu_handle import CudaDispatched, CudaHandle
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
-from .shapes import ThroughputConfig
+from .shapes import ThroughputConfig, slots_of
 
 _log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0  # how long `close` lets kernels in flight go on before it aborts them
@@ -105,6 +110,8 @@ def throughput_config(config: BufferConfig, rank: int) -> ThroughputConfig:
         max_recv_rows=min(config.capacity("rank"), config.num_ranks * config.max_tokens_per_rank),
         max_expanded_rows=config.capacity("expert"),
         num_slots=config.num_slots,
+        room_slot_bytes=slots_of(config.room_bytes, config.num_slots + 1),
+        room_expert_slot_bytes=slots_of(config.room_expert_bytes, ExpertPlace.num_slots),
     )
 
 
@@ -149,8 +156,8 @@ class CudaPath(Memory):
 
     def _make_core(self, deadline: float) -> Throughput:
         config = throughput_config(self.config, self.rank)
-        if not self._lane.is_in:
-            return Throughput(self._platform, config, self._all_gather)
+        if not self._lane.is_in:  # comes to the others' place for expert-layout rows with its first combine
+            return Throughput(self._platform, replace(config, room_expert_slot_bytes=0), self._all_gather)
         self._require_all()
         try:
             with path_lane.told_alike(self._lane):
@@ -172,6 +179,26 @@ class CudaPath(Memory):
                 lost,
                 "Buffer",
             )
+
+    def of_sizes(self, config: BufferConfig, buffer_id: int) -> CudaPath:
+        """Return what serves calls of other sizes over the same memory, and shares all but what sizes decide. Local.
+
+        Args:
+            config: the sizes.
+            buffer_id: goes into handles.
+
+        Raises:
+            InvalidArgument: the kernels cannot do it, or a slot has no room for it.
+        """
+        core = self._core.of_sizes(throughput_config(config, self.rank))
+        other = copy.copy(self)
+        other.config, other._buffer_id, other._core = config, buffer_id, core
+        return other
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of the rank layout."""
+        return self._core.config.slot_bytes
 
     def set_poison(self, is_poisoned: bool) -> None:
         """Fill receive memory with 0xFF before each use, or not."""

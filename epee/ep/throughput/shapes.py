@@ -12,6 +12,7 @@ import torch
 
 from ...errors import InvalidArgument
 from ...memory.layout import Field, Layout, align_up
+from ..config import DoesNotFit
 from ..gpu.params import (
     MAX_CHANNELS,
     MAX_EXPERTS,
@@ -44,6 +45,9 @@ class ThroughputConfig:
         max_recv_rows: rows that a rank may receive in one call (rank layout, and staging of the expert layout).
         max_expanded_rows: rows of an expert-layout result, without padding.
         num_slots: results or combine inputs that may live in the region at once.
+        room_slot_bytes: of a slot, where it is a container for calls of several shapes; 0: what this shape needs.
+        room_expert_slot_bytes: of a slot for expert-layout rows that is lent at construction; 0: at the first combine
+            that needs one, and as large as that needs it.
     """
 
     rank: int
@@ -56,6 +60,8 @@ class ThroughputConfig:
     max_recv_rows: int
     max_expanded_rows: int
     num_slots: int = 2
+    room_slot_bytes: int = 0
+    room_expert_slot_bytes: int = 0
 
     def check(self) -> None:
         """Raise `InvalidArgument` for what the kernels cannot do."""
@@ -76,6 +82,12 @@ class ThroughputConfig:
         if self.max_tokens > MAX_STAGED_CHUNKS * STAGED_ROWS:
             raise InvalidArgument(
                 f"max_tokens_per_rank must be at most {MAX_STAGED_CHUNKS * STAGED_ROWS}, got {self.max_tokens}"
+            )
+        if not self.fits:
+            raise DoesNotFit(
+                f"{self.max_recv_rows} rows of hidden {self.hidden}, {self.dtype} and num_topk {self.num_topk} need "
+                f"{self.needed_slot_bytes} bytes in each slot of the buffer, which has {self.slot_bytes}; make a "
+                "buffer with more memory, or lower max_recv_rows or max_tokens_per_rank"
             )
 
     @property
@@ -102,9 +114,19 @@ class ThroughputConfig:
         )
 
     @cached_property
+    def needed_slot_bytes(self) -> int:
+        """Bytes that calls of this shape need in a slot."""
+        return align_up(self.slot_layout.nbytes, _ALIGN)
+
+    @cached_property
     def slot_bytes(self) -> int:
         """Distance between slots."""
-        return align_up(self.slot_layout.nbytes, _ALIGN)
+        return self.room_slot_bytes or self.needed_slot_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a slot has room for this shape, and begins where fields may."""
+        return self.needed_slot_bytes <= self.slot_bytes and self.slot_bytes % _ALIGN == 0
 
     def recv_rows(self, capacity: int | None) -> int:
         """Rows that a rank-layout result can have: the room, or less where the call has a `capacity`."""
@@ -122,6 +144,10 @@ class ThroughputConfig:
             Field("combine_weights", torch.float32, (rows,), _ALIGN),
         )
 
+    def expert_slot_bytes(self, expert_alignment: int) -> int:
+        """Bytes that calls of this shape need in a slot for expert-layout rows."""
+        return align_up(self.expert_layout(expert_alignment).nbytes, _ALIGN)
+
     @cached_property
     def lanes_per_token(self) -> int:
         """Lanes of a warp that share a token in the layout kernel: a power of two, at least num_topk."""
@@ -131,6 +157,19 @@ class ThroughputConfig:
     def info_words(self) -> int:
         """32-bit words of what a dispatch reports (`recv_info`, mailbox)."""
         return align_up(RECV_INFO_COUNTS + self.num_local_experts, 2)
+
+    @cached_property
+    def most_info_words(self) -> int:
+        """The same in the shape with the most experts."""
+        return align_up(RECV_INFO_COUNTS + MAX_EXPERTS // self.num_ranks, 2)
+
+
+def slots_of(room_bytes: int, num_slots: int) -> int:
+    """Return the bytes of each of `num_slots` slots in a room; 0 for none."""
+    slot_bytes = room_bytes // num_slots // _ALIGN * _ALIGN
+    if room_bytes and not slot_bytes:
+        raise InvalidArgument(f"a room of {room_bytes} bytes is too small for {num_slots} slots; give it more")
+    return slot_bytes
 
 
 @dataclass(frozen=True)

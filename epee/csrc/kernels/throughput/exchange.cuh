@@ -14,11 +14,12 @@
 
 typedef i32 PerRank[ROOM(kNumRanks, kMaxRanks)];  // a word of each rank
 
-/// Which handle a dispatch uses, 0 for none: the number of the dispatch that made it, as the kernels count. A dispatch
-/// with routing of its own says its capacity instead, below 0.
+/// What a dispatch goes by. With a handle: 31 bits of the number of the dispatch that made it, as the kernels count;
+/// the shape was compared then. Without one: the shape, which says where the fields of a slot lie, and the capacity,
+/// as a number with bit 31 set. 0: the call is refused.
 DEVICE i32 handle_in_use(const LayoutParams& p) {
   if (p.refused) return 0;
-  return p.do_count ? -p.capacity : reinterpret_cast<const i32*>(p.recv_info)[kRecvInfoCall];
+  return p.do_count ? p.shape : reinterpret_cast<const i32*>(p.recv_info)[kRecvInfoCall] & 0x7FFFFFFF;
 }
 
 /// Whether rows that do not fit are dropped: the bound is the call's capacity then, not the room.
@@ -98,43 +99,69 @@ DEVICE bool is_refused(const LayoutParams& p, u64 tag, u32 active) {
   return is_any;
 }
 
+/// Whether ranks go by different handles or shapes: then their counts mean nothing, and whoever reads those words
+/// reports it.
+DEVICE_COLD bool is_other_call(const LayoutParams& p, u64 tag, u32 active) {
+  PerRank words;
+  if (!collect(p, tag, active, kHandleInUse, words)) return true;
+  bool is_any = false;
+#pragma unroll
+  for (int src = 0; src < kNumRanks; ++src) is_any |= is_in(active, src) && words[src] != handle_in_use(p);
+  return is_any;
+}
+
+/// What a rank's word `which` must be: that of this rank for those that are compared, and no more than this for others.
+DEVICE i32 wanted_word(const LayoutParams& p, u32 losses, int which) {
+  return which == kHandleInUse ? handle_in_use(p)
+         : which == kSignature ? static_cast<i32>(p.signature)
+         : which == kLosses    ? static_cast<i32>(losses)
+         : which == kGrant     ? p.num_slots - 1
+         : which == kRefusal   ? 0
+         : which == kChannels  ? kMaxChannels
+         : which == kTokens    ? p.max_tokens
+                               : kMaxBlocks;
+}
+
+/// Whether a rank's word `which` is as it must be; `wanted` as of `wanted_word`.
+DEVICE bool is_good_word(int which, i32 wanted, i32 value) {
+  return which <= kLosses ? value == wanted : value >= 0 && value <= wanted;
+}
+
+/// Reports that a rank's word `which` is not as it must be, unless another word says why.
+DEVICE_COLD void report_word(const LayoutParams& p, u64 tag, u32 active, int which, i32 wanted, int src, i32 value) {
+  Failure failure = {kBadCount, src, static_cast<u64>(wanted), static_cast<u64>(value), 1};
+  if (which == kRefusal) failure = {kRefused, src, 0, static_cast<u64>(value), 0};
+  if (which <= kLosses)
+    failure = {kMismatch, src, static_cast<u32>(wanted), static_cast<u32>(value), static_cast<u64>(which)};
+  if (which != kRefusal && is_refused(p, tag, active)) return;
+  if (which > kLosses && which != kRefusal && is_other_call(p, tag, active)) return;
+  report_failure(p.call, tag, failure);
+}
+
 /// Checks word `which` of the headers of all active ranks. False, with a report, when one refuses, differs or cannot be
 /// right.
 DEVICE bool check_header(const LayoutParams& p, u64 tag, u32 active, u32 losses, int which, const PerRank& values) {
-  const u32 mine = which == kHandleInUse ? static_cast<u32>(handle_in_use(p))
-                   : which == kLosses    ? losses
-                                         : static_cast<u32>(p.signature);
-  const i32 limit = which == kGrant      ? p.num_slots - 1
-                    : which == kChannels ? kMaxChannels
-                    : which == kTokens   ? p.max_tokens
-                                         : kMaxBlocks;
+  const i32 wanted = wanted_word(p, losses, which);
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) {
-    const i32 value = values[src];
-    Failure failure = {kBadCount, src, static_cast<u64>(limit), static_cast<u64>(value), 1};
-    bool is_good = value >= 0 && value <= limit;
-    if (which == kRefusal) {
-      failure = {kRefused, src, 0, static_cast<u64>(value), 0};
-      is_good = value == 0;
-    } else if (which <= kLosses) {
-      failure = {kMismatch, src, mine, static_cast<u32>(value), static_cast<u64>(which)};
-      is_good = static_cast<u32>(value) == mine;
-    }
-    if (is_good || !is_in(active, src)) continue;
-    if (which == kRefusal || !is_refused(p, tag, active)) report_failure(p.call, tag, failure);
+    if (is_good_word(which, wanted, values[src]) || !is_in(active, src)) continue;
+    report_word(p, tag, active, which, wanted, src, values[src]);
     return false;
   }
   return true;
 }
 
+/// The largest count that any rank can have.
+DEVICE i32 max_count(const LayoutParams& p) { return p.max_tokens * max(1, p.num_topk); }
+
 /// Checks one count of all ranks, before it is used as a size or a place.
-DEVICE bool check_counts(const LayoutParams& p, u64 tag, const PerRank& values) {
-  const int max_count = p.max_tokens * max(1, p.num_topk);
+DEVICE bool check_counts(const LayoutParams& p, u64 tag, u32 active, const PerRank& values) {
   bool is_good = true;
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) {
-    if (values[src] >= 0 && values[src] <= max_count) continue;
-    report_failure(p.call, tag, {kBadCount, src, static_cast<u64>(max_count), static_cast<u64>(values[src]), 2});
+    if (values[src] >= 0 && values[src] <= max_count(p)) continue;
+    if (is_other_call(p, tag, active)) return false;
+    report_failure(p.call, tag, {kBadCount, src, static_cast<u64>(max_count(p)), static_cast<u64>(values[src]), 2});
     is_good = false;
   }
   return is_good;
@@ -203,7 +230,7 @@ DEVICE bool receive_counts(const LayoutParams& p, u64 tag, u32 active, Sums& s, 
   for (int i = static_cast<int>(threadIdx.x); i < num_counters; i += static_cast<int>(blockDim.x)) {
     PerRank values;
     if (!collect(p, tag, active, kCountsHeaderWords + i, values)) return false;
-    if (!check_counts(p, tag, values)) is_good = false;
+    if (!check_counts(p, tag, active, values)) is_good = false;
     i32 sum = 0;
     i32 before = 0;
 #pragma unroll

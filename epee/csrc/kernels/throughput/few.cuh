@@ -72,29 +72,32 @@ DEVICE Traveller prepare(const LayoutParams& p, const FewShared& s, int token) {
 }
 
 /// Reads and checks one word of all active ranks: header words, then the tokens that they send to each rank. One thread
-/// for each word. False, with a report, when the call fails.
+/// for each word. False when the call fails; what is wrong with a word, or an overflow, the coordinator reports.
 DEVICE bool learn_word(const FewParams& p, u64 tag, u32 active, u32 losses, FewShared& s, int idx) {
   const int d = idx - kNumHeaderWords;  // negative for a header word
   PerRank values;
   if (!collect(p.layout, tag, active, d < 0 ? idx : kCountsHeaderWords + p.layout.num_experts + d, values))
     return false;
+  bool is_good = true;
   if (d < 0) {
-    if (!check_header(p.layout, tag, active, losses, idx, values)) return false;
+    const i32 wanted = wanted_word(p.layout, losses, idx);
 #pragma unroll
-    for (int src = 0; src < kNumRanks; ++src)
+    for (int src = 0; src < kNumRanks; ++src) {
+      is_good = is_good && (is_good_word(idx, wanted, values[src]) || !is_in(active, src));
       if (idx == kGrant) s.slot[src] = p.payload.slots[src] + static_cast<u64>(values[src]) * p.payload.slot_bytes;
-    return true;
+    }
+    return is_good;
   }
   i32 before = 0, sum = 0;
 #pragma unroll
   for (int src = 0; src < kNumRanks; ++src) {
     before += src < p.layout.call.rank ? values[src] : 0;
     sum += values[src];
+    is_good = is_good && values[src] >= 0 && values[src] <= max_count(p.layout);
   }
   s.first_row[d] = before;
   if (d == p.layout.call.rank) s.num_recv = sum;
-  // the coordinator reports an overflow; no mover may write behind the slot meanwhile
-  return check_counts(p.layout, tag, values) && (sum <= p.layout.max_recv_rows || may_drop(p.layout));
+  return is_good && (sum <= p.layout.max_recv_rows || may_drop(p.layout));
 }
 
 /// Learns where rows go. One block, all threads.

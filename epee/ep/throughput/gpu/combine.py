@@ -1,7 +1,7 @@
 """The launch of a combine: where this rank's rows lie, and what the kernel has to know.
 
-Combines that are alike (`CombineFacts`) share a `CombinePlan`: what is to be launched, with all arguments but addresses
-and the numbers of the call, which `start` writes.
+Combines of a shape that are alike (`CombineFacts`) share a `CombinePlan`: what is to be launched, with all arguments
+but addresses and the numbers of the call, which `start` writes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ...gpu.stage import HandlePlace
 from ..shapes import BULK_BYTES, FEW_TOKENS, PAYLOADS, combine_shape
 from .machine import DEFAULT_SMS, Machine
 from .place import ExpertPlace
+from .shape import Shape
 from .types import CombineOptions, ThroughputHandle
 
 FEW_SMS = 16  # for few tokens by default: more ask for everything at once and are served later
@@ -35,18 +36,20 @@ class CombineSource(NamedTuple):
     number: int = 0
 
 
-def place_rows(machine: Machine, y: torch.Tensor, handle: ThroughputHandle) -> CombineSource:
-    """Find `y` in the lent memory, or decide how it gets there."""
-    rank = machine.config.rank
-    if handle.is_expert:
-        place = machine.expert_place(handle.expert_alignment)
-        is_there = y.numel() > 0 and y.data_ptr() == place.regions[rank].address
-        if y.numel() and not is_there:
-            lent = place.regions[rank].lease(place.slot_bytes, y.numel() * y.element_size(), None)
-            lent.view(y.dtype).view(y.shape).copy_(y)
-        return CombineSource(place.regions, 0 if is_there else 1, place.slot_bytes, False, place.number)
+def _place_expert_rows(shape: Shape, y: torch.Tensor, handle: ThroughputHandle) -> CombineSource:
+    """Find `y`, rows of the expert layout, in the lent memory, or copy it there."""
+    rank, place = shape.config.rank, shape.expert_place(handle.expert_alignment)
+    is_there = y.numel() > 0 and y.data_ptr() == place.regions[rank].address
+    if y.numel() and not is_there:
+        lent = place.regions[rank].lease(place.slot_bytes, y.numel() * y.element_size(), None)
+        lent.view(y.dtype).view(y.shape).copy_(y)
+    return CombineSource(place.regions, 0 if is_there else 1, place.slot_bytes, False, place.number)
+
+
+def place_rows(machine: Machine, y: torch.Tensor) -> CombineSource:
+    """Find `y`, rows of the rank layout, in the lent memory, or decide that the kernel copies it there."""
     slot_bytes = machine.config.slot_bytes
-    offset = y.data_ptr() - machine.slots[rank].address
+    offset = y.data_ptr() - machine.slots[machine.config.rank].address
     slot, rest = divmod(offset, slot_bytes)
     is_lent = rest == 0 and 0 <= slot <= machine.config.num_slots  # a result is never in the landing slot
     if y.numel() and is_lent and slot not in machine.pool.haunted:
@@ -89,32 +92,33 @@ class CombinePlan:
     """How combines with equal facts are launched.
 
     Args:
-        machine: whose kernels.
+        shape: of the calls.
         facts: of the calls.
         place: of the rows.
     """
 
-    def __init__(self, machine: Machine, facts: CombineFacts, place: CombineSource) -> None:
-        config, limits = machine.config, machine.platform.limits
+    def __init__(self, shape: Shape, facts: CombineFacts, place: CombineSource) -> None:
+        machine, config = shape.machine, shape.config
+        limits = machine.platform.limits
         row_bytes = config.hidden * facts.dtype.itemsize
         num_entries = config.num_topk if facts.is_expert else config.num_ranks
         is_few = facts.num_tokens <= FEW_TOKENS
         num_sms = machine.num_sms(facts.num_sms, FEW_SMS if is_few and not facts.is_copied else DEFAULT_SMS)
-        shape = combine_shape(row_bytes, num_entries, num_sms, limits, facts.has_weights)
+        launch = combine_shape(row_bytes, num_entries, num_sms, limits, facts.has_weights)
         num_copy_blocks = machine.max_sms - num_sms if facts.is_copied else 0
         if facts.is_copied and num_copy_blocks == 0:
             num_sms, num_copy_blocks = num_sms - 1, 1
         name = f"combine_throughput_{facts.layout}_{PAYLOADS[facts.dtype]}"
-        self._stage = machine.stage(name, shape, "early", grid=num_sms + num_copy_blocks)
+        self._stage = shape.stage(name, launch, "early", grid=num_sms + num_copy_blocks)
         a = self._args = self._stage.args
         self._handle = HandlePlace(a)
-        _set_place(machine, a, place, facts)
+        _set_place(shape, a, place, facts)
         a.is_bias_f32 = int(facts.is_bias_f32)
         a.signature = combine_signature(facts.layout, facts.dtype, facts.has_weights, facts.is_ordered, facts.place)
-        a.num_tokens, a.row_bytes, a.chunk_bytes = facts.num_tokens, row_bytes, shape.chunk_bytes
-        a.num_stages, a.max_entries = shape.num_stages, num_entries
+        a.num_tokens, a.row_bytes, a.chunk_bytes = facts.num_tokens, row_bytes, launch.chunk_bytes
+        a.num_stages, a.max_entries = launch.num_stages, num_entries
         a.num_pull_blocks, a.num_copy_blocks = num_sms, num_copy_blocks
-        a.num_copy_warps = min(MAX_COPY_WARPS, shape.block // 32, shape.shared_bytes // (2 * shape.chunk_bytes))
+        a.num_copy_warps = min(MAX_COPY_WARPS, launch.block // 32, launch.shared_bytes // (2 * launch.chunk_bytes))
 
     def start(
         self,
@@ -140,7 +144,7 @@ class CombinePlan:
 
 
 def launch_combine(
-    machine: Machine,
+    shape: Shape,
     y: torch.Tensor,
     handle: ThroughputHandle,
     topk_weights: torch.Tensor | None,
@@ -151,8 +155,9 @@ def launch_combine(
     memo: dict[Any, CombinePlan] | None = None,
 ) -> torch.Tensor | None:
     """Launch a combine into `out`; returns the weights that come back, if any go out. `memo` as in `plan_of`."""
-    place = place_rows(machine, y, handle)
-    out_weights = _send_weights(machine, place, handle, topk_weights)
+    machine = shape.machine
+    place = _place_expert_rows(shape, y, handle) if handle.is_expert else place_rows(machine, y)
+    out_weights = _send_weights(shape, place, handle, topk_weights)
     short = place.is_copied, place.number, options.num_sms, machine.max_sms
     plan = None if memo is None else memo.get(short)
     if plan is None:
@@ -170,62 +175,60 @@ def launch_combine(
             options.num_sms,
             handle.capacity,
         )
-        plan = _plan_of(machine, facts, place)
+        plan = _plan_of(shape, facts, place)
         if memo is not None:
             memo[short] = plan
     plan.start(machine, y, handle, place.slot, bias, out, out_weights, options.timeout_s, stream)
     return out_weights
 
 
-def _plan_of(machine: Machine, facts: CombineFacts, place: CombineSource) -> CombinePlan:
+def _plan_of(shape: Shape, facts: CombineFacts, place: CombineSource) -> CombinePlan:
     """Return how such combines are launched on as many multiprocessors as the call in progress may take."""
-    key = facts, machine.max_sms
-    plan: CombinePlan | None = machine.plans.get(key)
+    key = facts, shape.machine.max_sms
+    plan: CombinePlan | None = shape.plans.get(key)
     if plan is None:
-        plan = CombinePlan(machine, facts, place)
-        machine.keep_plan(key, plan)
+        plan = CombinePlan(shape, facts, place)
+        shape.keep_plan(key, plan)
     return plan
 
 
-def launch_refusal(machine: Machine, timeout_s: float, stream: int) -> None:
+def launch_refusal(shape: Shape, timeout_s: float, stream: int) -> None:
     """Launch a combine that only tells the peers that this rank's call, which it has announced, was refused."""
-    limits = machine.platform.limits
-    shape = combine_shape(BULK_BYTES, machine.config.num_ranks, 1, limits, False)
-    stage = machine.stage("combine_throughput_rank_bf16", shape, "early", grid=1)
+    machine = shape.machine
+    launch = combine_shape(BULK_BYTES, machine.config.num_ranks, 1, machine.platform.limits, False)
+    stage = shape.stage("combine_throughput_rank_bf16", launch, "early", grid=1)
     a = stage.args
     a.refused, a.num_tokens, a.num_pull_blocks, a.num_copy_blocks = 1, 0, 1, 0
-    a.row_bytes, a.chunk_bytes, a.num_stages = BULK_BYTES, shape.chunk_bytes, shape.num_stages
+    a.row_bytes, a.chunk_bytes, a.num_stages = BULK_BYTES, launch.chunk_bytes, launch.num_stages
     machine.launch(stage, timeout_s, stream)
 
 
 def _send_weights(
-    machine: Machine, place: CombineSource, handle: ThroughputHandle, topk_weights: torch.Tensor | None
+    shape: Shape, place: CombineSource, handle: ThroughputHandle, topk_weights: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Put the weights beside the rows; return where those of this rank's tokens will go."""
     if topk_weights is None:
         return None
-    config = machine.config
-    layout = _layout_of(machine, handle.is_expert, handle.expert_alignment)
+    config = shape.config
+    layout = _layout_of(shape, handle.is_expert, handle.expert_alignment)
     if topk_weights.numel():
         at = place.slot * place.slot_bytes + layout.offset("combine_weights")
         lent = place.regions[config.rank].lease(at, 4 * topk_weights.numel(), None)
         lent.view(torch.float32).view(topk_weights.shape).copy_(topk_weights)
-    return torch.empty(handle.num_tokens, config.num_topk, dtype=torch.float32, device=machine.platform.device)
+    return torch.empty(handle.num_tokens, config.num_topk, dtype=torch.float32, device=topk_weights.device)
 
 
-def _layout_of(machine: Machine, is_expert: bool, expert_alignment: int) -> Layout:
+def _layout_of(shape: Shape, is_expert: bool, expert_alignment: int) -> Layout:
     """Return the fields of the slots that a combine pulls from."""
-    if is_expert:
-        return machine.config.expert_layout(machine.expert_place(expert_alignment).expert_alignment)
-    return machine.config.slot_layout
+    return shape.expert_layout(expert_alignment) if is_expert else shape.config.slot_layout
 
 
-def _set_place(machine: Machine, args: Any, place: CombineSource, facts: CombineFacts) -> None:
-    config = machine.config
+def _set_place(shape: Shape, args: Any, place: CombineSource, facts: CombineFacts) -> None:
+    config = shape.config
     for rank, region in enumerate(place.regions):
         args.slots[rank] = region.address
     args.slot_bytes, args.refused = place.slot_bytes, 0
     args.num_slots = ExpertPlace.num_slots if facts.is_expert else config.num_slots + 1
     is_expert, alignment = facts.is_expert, facts.expert_alignment
     args.max_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)
-    args.weights_offset = _layout_of(machine, facts.is_expert, facts.expert_alignment).offset("combine_weights")
+    args.weights_offset = _layout_of(shape, is_expert, alignment).offset("combine_weights")

@@ -4,7 +4,8 @@ A `Throughput` is a rank's end of a GPU buffer. A dispatch is two kernels (`disp
 exchanges counts and grants, and finds all places; the other moves the rows to where they stay. Few tokens need one
 kernel only. A combine is one kernel
 (`combine.py`) that pulls the rows back and sums them. The host waits for nothing but the counts, and only
-when it is asked to. Memory, kernels and the order of calls are in `machine.py`.
+when it is asked to. Memory, kernels and the order of calls are in `machine.py`. Several `Throughput`s with calls of
+different sizes may be over one memory: `shape.py` says how.
 
 Failures are numbers in pinned host memory: `check` raises them, as does every call before it starts. After a failure
 the buffer works on; the ranks stay in step because failed calls count as well. A late peer may still write into a slot
@@ -13,6 +14,7 @@ that was granted in a failed call: see `slots.py`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -39,6 +41,7 @@ from .dispatch import (
 )
 from .machine import Machine
 from .order import launch_order
+from .shape import Shape
 from .types import CombineOptions, DispatchFacts, DispatchOptions, DispatchResult, ThroughputHandle
 
 _ONE_WARP = LaunchShape(1, 32, 0, 0, 0)
@@ -56,11 +59,38 @@ class Throughput:
     """
 
     def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
-        self.config = config
         self._machine = Machine(platform, config, all_gather)
-        self._spaces: dict[int, HandleSpace] = {}
+        self._set_shape(config)
         self._no_words = torch.empty(0, dtype=torch.int32, device=platform.device)  # to make others from is quicker
         self._barrier = self._machine.stage("barrier", _ONE_WARP)
+
+    def _set_shape(self, config: ThroughputConfig) -> None:
+        self.config = config
+        self._shape = Shape(self._machine, config)
+        self._spaces: dict[int, HandleSpace] = {}
+
+    def of_sizes(self, config: ThroughputConfig) -> Throughput:
+        """Return an end for calls of other sizes over the same memory, with which it has all else in common. Local.
+
+        Args:
+            config: the sizes. Rank, ranks and slots are this one's; all ranks make each call with equal sizes.
+
+        Raises:
+            InvalidArgument: the kernels cannot do it, or a slot has no room for it.
+        """
+        mine = self._machine.config
+        config = replace(
+            config,
+            rank=mine.rank,
+            num_ranks=mine.num_ranks,
+            num_slots=mine.num_slots,
+            room_slot_bytes=mine.slot_bytes,
+            room_expert_slot_bytes=mine.room_expert_slot_bytes,
+        )
+        config.check()
+        other = copy.copy(self)
+        other._set_shape(config)
+        return other
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +133,7 @@ class Throughput:
         machine = self._machine
         machine.begin()
         payload = Payload(x, scales, topk_weights)
-        plan = plan_of(machine, handle, payload, route, options, memo)
+        plan = plan_of(self._shape, handle, payload, route, options, memo)
         return self.start_dispatch(plan, payload, route, handle, options.timeout_s)
 
     def start_dispatch(
@@ -123,7 +153,7 @@ class Throughput:
         elif payload.topk_weights is not None and (is_expert or handle.capacity is not None):  # for `lost_weight`
             handle = handle.with_weights(payload.topk_weights)
         # all memory before the first kernel: behind it there is no way back without the peers
-        expanded = allocate_expanded(machine, payload, handle, stream) if is_expert else None
+        expanded = allocate_expanded(machine, plan, payload, handle, stream) if is_expert else None
         taken = None if is_expert else machine.take(stream, is_granted=True)
         try:
             slot = machine.grant_landing() if taken is None else taken.slot
@@ -156,7 +186,7 @@ class Throughput:
         """Return the plan of a combine without weights whose like has been made and the slot of `y`, or None."""
         if memo is None or handle.is_expert:
             return None
-        place = place_rows(self._machine, y, handle)
+        place = place_rows(self._machine, y)
         plan = memo.get((place.is_copied, 0, num_sms, self._machine.max_sms))
         return None if plan is None else (plan, place.slot)
 
@@ -179,7 +209,7 @@ class Throughput:
         if handle.num_recv == 0:
             return torch.empty(0, hidden, dtype=dtype, device=machine.platform.device)
         if handle.is_expert:
-            place = machine.expert_place(handle.expert_alignment)
+            place = self._shape.expert_place(handle.expert_alignment)
             rows = self.config.expanded_rows(handle.expert_alignment) if handle.num_recv is None else handle.num_recv
             if place.is_leased:
                 return None
@@ -222,11 +252,11 @@ class Throughput:
         if out is None:
             out = y.new_empty((handle.num_tokens, self.config.hidden))
         if options.order is None:
-            return out, launch_combine(self._machine, y, handle, topk_weights, bias, out, options, stream, memo)
+            return out, launch_combine(self._shape, y, handle, topk_weights, bias, out, options, stream, memo)
         # a combine without tokens, unless weights are to come back: the ranks meet and learn where all rows lie
         met = handle if topk_weights is not None else replace(handle, num_tokens=0)
-        weights = launch_combine(self._machine, y, met, topk_weights, (), out, options, stream)
-        launch_order(self._machine, y, handle, bias, out, options.order, stream, options.timeout_s)
+        weights = launch_combine(self._shape, y, met, topk_weights, (), out, options, stream)
+        launch_order(self._shape, y, handle, bias, out, options.order, stream, options.timeout_s)
         return out, weights
 
     def barrier(self, timeout_s: float) -> None:
@@ -257,11 +287,13 @@ class Throughput:
         nothing = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=machine.platform.device)
         payload = Payload(nothing, None, None)
         # nobody stores into the slot of a refused call
-        plan = plan_of(machine, None, payload, None, DispatchOptions(sync=False), None)
+        plan = plan_of(self._shape, None, payload, None, DispatchOptions(sync=False), None)
         handle = self._new_handle(plan.facts)
         announcement = Announcement(0, None, code)
         plan.start(machine, payload, handle, None, announcement, None, timeout_s, stream)
-        launch_refusal(machine, timeout_s, stream)  # ends the call, for peers that combine as for those that dispatch
+        launch_refusal(
+            self._shape, timeout_s, stream
+        )  # ends the call, for peers that combine as for those that dispatch
 
     def set_hooks(self, interrupt: Callable[[], None], reason_of: ReasonOf) -> None:
         """Set what is called while the host waits, and what knows why peers have refused calls."""
@@ -371,7 +403,7 @@ class Throughput:
 
     def _wait_counts(self, handle: ThroughputHandle, mailbox: int, timeout_s: float) -> None:
         """Wait until the layout kernel has all counts; they become the handle's."""
-        info = self._machine.wait_mailbox(mailbox, timeout_s)
+        info = self._machine.wait_mailbox(mailbox, self.config.info_words // 2, timeout_s)
         if info is None:
             self._machine.check()
             raise ResourceError("dispatch failed and left no report")

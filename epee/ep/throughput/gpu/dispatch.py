@@ -4,8 +4,8 @@ The first kernel counts, exchanges counts and grants, and finds all places; the 
 receivers' slots (rank layout), or into their landing slots and from there to the experts' blocks in ordinary memory
 (expert layout). Few tokens in the rank layout need one kernel that does both.
 
-Dispatches that are alike (`DispatchFacts`) share a `DispatchPlan`: what is to be launched, with all arguments but
-addresses and the numbers of the call, which `start` writes.
+Dispatches of a shape that are alike (`DispatchFacts`) share a `DispatchPlan`: what is to be launched, with all
+arguments but addresses and the numbers of the call, which `start` writes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...gpu.signature import dispatch_signature
 from ...gpu.stage import HandlePlace, Stage
 from ..shapes import FEW_TOKENS, LaunchShape, dispatch_shape, few_shape, layout_shape, num_expander_blocks
 from .machine import Machine
+from .shape import Shape
 from .slots import Taken
 from .types import DispatchFacts, DispatchOptions, DispatchResult, FieldAt, ThroughputHandle
 
@@ -45,31 +46,38 @@ class Announcement(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Where a rank-layout result lies in its slot; None for what there is not."""
+    """Where a rank-layout result lies in its slot; None for what there is not. `kept`: as the places of `KeptRows`."""
 
     x: FieldAt
     scales: FieldAt | None
     topk_idx: FieldAt | None
     topk_weights: FieldAt | None
+    kept: tuple[int | None, int]
 
 
 class DispatchPlan:
     """How dispatches with equal facts are launched.
 
     Args:
-        machine: whose kernels.
+        shape: of the calls.
         facts: of the calls.
 
     Attributes:
         facts: of the calls.
         fields: of a rank-layout result.
+        most_rows: of a result: as many as may come.
+        num_topk: of the shape.
     """
 
-    def __init__(self, machine: Machine, facts: DispatchFacts) -> None:
+    def __init__(self, shape: Shape, facts: DispatchFacts) -> None:
+        machine, config = shape.machine, shape.config
         self.facts = facts
-        self.fields = _fields(machine, facts)
+        self.fields = _fields(shape, facts)
+        is_expert, alignment = facts.is_expert, facts.expert_alignment
+        self.most_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)
+        self.num_topk = config.num_topk
         self._num_senders = self._num_channels = self._few_warps = 0
-        config, limits = machine.config, machine.platform.limits
+        limits = machine.platform.limits
         few = None
         if facts.is_fresh and not facts.is_expert and facts.num_tokens <= FEW_TOKENS:
             most = min(FEW_SMS, machine.max_sms // 2)  # so that the next kernel fits beside it
@@ -77,22 +85,22 @@ class DispatchPlan:
             few = few_shape(facts.num_tokens, facts.row_bytes, config.num_counters, wanted, limits)
         self._payload: Stage | None = None
         if few is not None:
-            shape, self._few_warps = few
-            self._first = machine.stage(FEW_KERNEL, shape, "early")
+            launch, self._few_warps = few
+            self._first = shape.stage(FEW_KERNEL, launch, "early")
             self._first.args.num_move_warps = self._few_warps
             layout, payload = self._first.args.layout, self._first.args.payload
         else:
-            shape = self._payload_shape(machine)
+            launch = self._payload_shape(machine)
             # Launched early, the blocks have their barriers ready when the counts come: 3 us that matter to few tokens.
             mode = "early" if facts.num_tokens <= SMALL_TOKENS else "plain"
-            name = "expert" if facts.is_expert else str(shape.num_stages)
-            self._payload = machine.stage(f"dispatch_throughput_{name}", shape, mode)
-            self._first = _layout_stage(machine, facts)
+            name = "expert" if facts.is_expert else str(launch.num_stages)
+            self._payload = shape.stage(f"dispatch_throughput_{name}", launch, mode)
+            self._first = _layout_stage(shape, facts)
             layout, payload = self._first.args, self._payload.args
         self._layout_args, self._payload_args = layout, payload
         self._handles = HandlePlace(layout), HandlePlace(payload)
-        self._set_layout(machine, layout, shape)
-        self._set_payload(machine, payload, shape)
+        self._set_layout(shape, layout, launch)
+        self._set_payload(payload, launch)
 
     def start(
         self,
@@ -147,48 +155,51 @@ class DispatchPlan:
         num_expander_blocks(machine.config.num_ranks, self._num_channels, warps, machine.max_sms - senders)
         return LaunchShape(machine.max_sms, 32 * warps, warps * one.chunk_bytes, one.chunk_bytes, 2)
 
-    def _set_layout(self, machine: Machine, a: Any, payload_shape: LaunchShape) -> None:
+    def _set_layout(self, shape: Shape, a: Any, payload: LaunchShape) -> None:
         """Set the constants among the `LayoutParams`."""
         facts = self.facts
         if self._payload is not None and facts.is_fresh:
-            a.kept_per_warp = layout_shape(*_layout_sizes(machine, facts))[1]
+            a.kept_per_warp = layout_shape(*_layout_sizes(shape, facts))[1]
         a.signature = signature_of(facts)
         a.num_tokens, a.expert_alignment = facts.num_tokens, facts.expert_alignment
-        a.max_expanded_rows = machine.config.expanded_rows(facts.expert_alignment) if facts.is_expert else 0
-        a.num_channels, a.num_blocks, a.do_count = self._num_channels, payload_shape.grid, int(facts.is_fresh)
-        a.capacity, a.max_recv_rows = facts.capacity or 0, machine.config.recv_rows(facts.capacity)
+        a.max_expanded_rows = self.most_rows if facts.is_expert else 0
+        a.num_channels, a.num_blocks, a.do_count = self._num_channels, payload.grid, int(facts.is_fresh)
+        a.shape, a.capacity = shape.signature(facts.capacity), facts.capacity or 0
+        if not facts.is_expert:
+            a.max_recv_rows = self.most_rows
 
-    def _set_payload(self, machine: Machine, a: Any, shape: LaunchShape) -> None:
+    def _set_payload(self, a: Any, launch: LaunchShape) -> None:
         """Set the constants among the `DispatchParams`."""
         facts = self.facts
         a.x_stride, a.num_scales = facts.row_stride, facts.num_scales
         if facts.num_scales:
             a.scale_row_stride, a.scale_column_stride = facts.scale_strides
         a.num_tokens, a.row_bytes = facts.num_tokens, facts.row_bytes
-        a.chunk_bytes, a.num_sender_blocks = shape.chunk_bytes, self._num_senders
+        a.chunk_bytes, a.num_sender_blocks = launch.chunk_bytes, self._num_senders
         a.fill_tail = int(not facts.is_exact and facts.has_topk)
-        a.max_recv_rows = machine.config.recv_rows(facts.capacity)
-        if facts.is_expert:
+        if not facts.is_expert:
+            a.max_recv_rows = self.most_rows
+        else:
             a.expert_alignment = facts.expert_alignment
-            a.max_expanded_rows = machine.config.expanded_rows(facts.expert_alignment)
+            a.max_expanded_rows = self.most_rows
 
 
-def _layout_sizes(machine: Machine, facts: DispatchFacts) -> tuple[Any, ...]:
-    config = machine.config
+def _layout_sizes(shape: Shape, facts: DispatchFacts) -> tuple[Any, ...]:
+    config, machine = shape.config, shape.machine
     return facts.num_tokens, config.num_counters, config.lanes_per_token, machine.max_sms, machine.platform.limits
 
 
-def _layout_stage(machine: Machine, facts: DispatchFacts) -> Stage:
+def _layout_stage(shape: Shape, facts: DispatchFacts) -> Stage:
     """Return the kernel that counts and exchanges; without routing only the latter."""
     if not facts.is_fresh:
-        shape = LaunchShape(1, _ONE_WARP, 8 * (machine.config.num_counters + 1), 0, 0)
+        launch = LaunchShape(1, _ONE_WARP, 8 * (shape.config.num_counters + 1), 0, 0)
     else:
-        shape, _ = layout_shape(*_layout_sizes(machine, facts))
-    return machine.stage("layout_throughput", shape, "together" if shape.grid > 1 else "early")
+        launch, _ = layout_shape(*_layout_sizes(shape, facts))
+    return shape.stage("layout_throughput", launch, "together" if launch.grid > 1 else "early")
 
 
-def _fields(machine: Machine, facts: DispatchFacts) -> Fields:
-    config, offsets = machine.config, machine.offsets
+def _fields(shape: Shape, facts: DispatchFacts) -> Fields:
+    config, offsets = shape.config, shape.offsets
     most = config.max_recv_rows
 
     def field(name: str, dtype: torch.dtype, columns: int) -> FieldAt:
@@ -200,6 +211,7 @@ def _fields(machine: Machine, facts: DispatchFacts) -> Fields:
         scales=field("scales", torch.int32, facts.num_scales) if facts.num_scales else None,
         topk_idx=field("topk_idx", torch.int64, config.num_topk) if facts.has_topk else None,
         topk_weights=field("topk_weights", torch.float32, config.num_topk) if facts.has_weights else None,
+        kept=(offsets["topk_idx"] // 8 if facts.has_topk else None, offsets["src_token"] // 8),
     )
 
 
@@ -209,7 +221,7 @@ def short_key(machine: Machine, is_exact: bool, num_sms: int | None) -> tuple[ob
 
 
 def plan_of(
-    machine: Machine,
+    shape: Shape,
     handle: ThroughputHandle | None,
     payload: Payload,
     route: torch.Tensor | None,
@@ -219,20 +231,21 @@ def plan_of(
     """Return how such dispatches are launched on as many multiprocessors as the call in progress may take.
 
     Args:
-        machine: whose kernels.
+        shape: of the call.
         handle: of an earlier dispatch, or None.
         payload, route, options: of the call.
         memo: of calls that are alike but for `options`, or None: where their plans are found sooner.
     """
+    machine = shape.machine
     short = short_key(machine, options.sync, options.num_sms)
     plan = None if memo is None else memo.get(short)
     if plan is None:
         facts = _facts_of(handle, payload, route, options)
         key = facts, machine.max_sms, FEW_TOKENS
-        plan = machine.plans.get(key)
+        plan = shape.plans.get(key)
         if plan is None:
-            plan = DispatchPlan(machine, facts)
-            machine.keep_plan(key, plan)
+            plan = DispatchPlan(shape, facts)
+            shape.keep_plan(key, plan)
         if memo is not None:
             memo[short] = plan
     return plan
@@ -287,9 +300,11 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def allocate_expanded(machine: Machine, payload: Payload, handle: ThroughputHandle, stream: int) -> DispatchResult:
+def allocate_expanded(
+    machine: Machine, plan: DispatchPlan, payload: Payload, handle: ThroughputHandle, stream: int
+) -> DispatchResult:
     """Return room for an expert-layout result in full capacity."""
-    rows, device = machine.config.expanded_rows(handle.expert_alignment), machine.platform.device
+    rows, device = plan.most_rows, machine.platform.device
     x, scales = payload.x, payload.scales
     num_scales = 0 if scales is None else scales.shape[1]
     weights = torch.empty(rows, dtype=torch.float32, device=device)
@@ -332,10 +347,10 @@ def view_slot(
     machine: Machine, plan: DispatchPlan, handle: ThroughputHandle, taken: Taken | None, stream: int
 ) -> DispatchResult:
     """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot."""
-    rows = machine.config.recv_rows(handle.capacity) if handle.num_recv is None else handle.num_recv
+    rows = plan.most_rows if handle.num_recv is None else handle.num_recv
     views, at = machine.views(taken), plan.fields
     readers = [stream] if taken is None else taken.streams
-    kept = machine.kept_rows(taken, rows, handle.has_topk, readers) if plan.facts.is_fresh else None
+    kept = machine.kept_rows(taken, at.kept, (rows, plan.num_topk), readers) if plan.facts.is_fresh else None
     x = views.alias(at.x, rows)
     scales = None if at.scales is None else views.alias(at.scales, rows)
     late = views, at.topk_idx, at.topk_weights, rows

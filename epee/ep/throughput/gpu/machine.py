@@ -2,8 +2,9 @@
 
 Memory map of a rank: a control block (`gpu/params.CONTROL_LAYOUT`), a receive region of `num_slots + 1` slots
 (the last is the landing place for results that are copied out and for rows that combine copies in), and, once the
-expert layout has been combined, a region for its rows. All of it is lent to all ranks (`gpu/lent.py`); who writes what
-is said at the kernels.
+expert layout has been combined, a region for its rows (`place.py`). All of it is lent to all ranks (`gpu/lent.py`);
+who writes what is said at the kernels. What depends on a call's sizes is in `shape.py`: a slot is a container of fixed
+size, and each shape cuts it into fields in its own way.
 
 Every call of a buffer carries the next tag, so calls run one after another. Calls from another stream than the last
 one wait for whatever is queued there.
@@ -23,7 +24,6 @@ from ....errors import CommTimeoutError, InvalidArgument, InvalidState, Resource
 from ...gpu.lent import AllGather, Lending
 from ...gpu.params import (
     CONTROL_LAYOUT,
-    FEW_KERNEL,
     KERNELS,
     NEWS_WORDS,
     NUM_REPORTS,
@@ -32,6 +32,7 @@ from ...gpu.params import (
     OP_DISPATCH,
     REPORT_WORDS,
     DispatchParams,
+    FewParams,
     LayoutParams,
     kernel_head,
 )
@@ -40,15 +41,13 @@ from ...gpu.report import ReasonOf, blame, is_echo, take_report
 from ...gpu.share import Share
 from ...gpu.stage import Stage
 from ..shapes import LaunchShape, ThroughputConfig
-from .kept import KeptRows
 from .place import ExpertPlace, Places
 from .slots import ReceiveSlotPool, Taken
 from .view import ViewWords
-from .views import SlotViews
+from .views import KeptRows, SlotViews
 
 DEFAULT_SMS = 24
 NUM_MAILBOXES = 16
-MOST_PLANS = 1024  # that are kept; each has some KiB
 NEWS_S = 0.1  # how long a rank that others have left alone in a call waits to hear of a death
 HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
 SPIN_S = 1e-3  # how long the host's wait for the GPU keeps the interpreter's lock from other threads
@@ -80,8 +79,6 @@ class Machine:
         stream: raw, of the last call.
         num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
         max_sms: multiprocessors that the call in progress may take.
-        offsets: of the fields of a slot.
-        plans: how kernels are launched, by the facts that decide it.
         interrupt: called while the host waits for the GPU; may call `abort`.
         reason_of: knows what peers have said about calls that they refused.
         is_poisoned: fill receive memory with 0xFF before each use.
@@ -106,11 +103,13 @@ class Machine:
         self._lending = Lending(platform, config.rank)
         self._control = self._lending.meet(None, CONTROL_LAYOUT.nbytes, all_gather).regions
         self.slots = self._lending.meet(None, (config.num_slots + 1) * config.slot_bytes, all_gather).regions
-        self._places = Places(config, self._lending, platform.keeps_addresses)
+        self._places = Places(self._lending, platform.keeps_addresses)
+        if config.room_expert_slot_bytes:
+            self._places.meet(config.room_expert_slot_bytes, range(config.num_ranks), all_gather)
         self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
         self._report_codes = self._report.words[::REPORT_WORDS]
         self._news = platform.host_words(NEWS_WORDS)
-        self._mailbox_words = -(-config.info_words // 2)
+        self._mailbox_words = config.most_info_words // 2
         self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
         self._next_mailbox = 0
         self._exchanged = platform.host_words(1)
@@ -118,15 +117,12 @@ class Machine:
         self._last_stream: int | None = None
         self._share_of_gpu = Share(platform.device, platform.limits.num_sms)
         self.max_sms, self._is_alone = platform.limits.num_sms, True
-        names = ("x", "topk_idx", "src_token", "topk_weights", "scales")
-        self.offsets = {name: config.slot_layout.offset(name) for name in names}
-        self.plans: dict[tuple[object, ...], Any] = {}
         self._kept: dict[int, weakref.ref[KeptRows]] = {}  # of the last result in each slot
         self._slot_words: dict[int, torch.Tensor] = {}
         self._views: dict[int, SlotViews] = {}
         self._lent: dict[int, Taken] = {}  # slots whose aliases are looked after
         for name, kernel in self._kernels.items():
-            for part in (kernel.args.layout, kernel.args.payload) if name == FEW_KERNEL else (kernel.args,):
+            for part in parts_of(kernel.args):
                 self._set_constants(name, part)
         self._view = ViewWords(self._control[config.rank])
         everybody = (True,) * config.num_ranks
@@ -160,12 +156,6 @@ class Machine:
         if share.width < at_once:
             share.width = at_once
         stage.kernel(grid, shape.block, shape.shared_bytes, stream, mode)
-
-    def keep_plan(self, key: tuple[object, ...], plan: Any) -> None:
-        """Keep how calls with equal facts are launched; not for ever, as callers may bring new shapes all the time."""
-        if len(self.plans) >= MOST_PLANS:
-            self.plans.clear()
-        self.plans[key] = plan
 
     def announce(self) -> None:
         """Count a call, right before its first kernel is launched: from then on peers hear of it."""
@@ -372,16 +362,17 @@ class Machine:
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def expert_place(self, expert_alignment: int) -> ExpertPlace:
-        """Return where expert-layout rows are pulled from. Collective at first in a view, and when padding grows."""
-        place = self._places.ready(expert_alignment)
+    def expert_place(self, slot_bytes: int) -> ExpertPlace:
+        """Return where expert-layout rows are pulled from, in slots of so many bytes at least. Collective at first in a
+        view, where none was lent at construction, and when slots grow."""
+        place = self._places.ready(slot_bytes)
         if place is None:
             if self.platform.is_capturing():
                 raise InvalidState(
                     "the first expert-layout combine, with the largest expert_alignment, must run before a graph is "
                     "recorded, and again behind a sync()"
                 )
-            place = self._places.meet(expert_alignment, self.members, self._all_gather)
+            place = self._places.meet(slot_bytes, self.members, self._all_gather)
         return place
 
     def take(self, stream: int, is_granted: bool) -> Taken | None:
@@ -455,17 +446,18 @@ class Machine:
             self._lent[slot] = taken
         return views
 
-    def kept_rows(self, taken: Taken | None, num_rows: int, has_topk: bool, readers: list[int]) -> KeptRows:
-        """Return what the handle of a result may be asked for later; in the landing slot it is copied at once."""
-        config = self.config
+    def kept_rows(
+        self, taken: Taken | None, places: tuple[int | None, int], size: tuple[int, int], readers: list[int]
+    ) -> KeptRows:
+        """Return what the handle of a result may be asked for later; in the landing slot it is copied at once.
+        Arguments as of `KeptRows`."""
         slot = self.pool.landing if taken is None else taken.slot
         words = self._slot_words.get(slot)
         if words is None:
             words = self._slot_words[slot] = self._lease(slot, None).view(torch.int64)
-        places = self.offsets["topk_idx"] // 8 if has_topk else None, self.offsets["src_token"] // 8
         is_graphs = taken is not None and taken.is_graphs
         stream = None if is_graphs else self.platform.stream
-        kept = KeptRows(words, places, (num_rows, config.num_topk), readers, stream)
+        kept = KeptRows(words, places, size, readers, stream)
         if taken is None:
             kept.keep()
         elif not is_graphs:
@@ -490,7 +482,7 @@ class Machine:
         self._lending.close()
 
     def _set_constants(self, name: str, args: Any) -> None:
-        """Fill in what no call changes."""
+        """Fill in what no call changes, whatever its shape."""
         config = self.config
         call = args.call
         for rank, region in enumerate(self._control):
@@ -498,20 +490,12 @@ class Machine:
         call.report, call.abort, call.rank = self._report.address, self._news.address, config.rank
         call.exchanged = self._exchanged.address
         call.op = OP_BARRIER if name == "barrier" else OP_COMBINE if "combine" in name else OP_DISPATCH
-        if name == "barrier":
-            return
-        args.num_topk, args.num_experts = config.num_topk, config.num_experts
-        args.num_local_experts = config.num_local_experts
         if isinstance(args, LayoutParams):
-            args.num_slots, args.max_tokens = config.num_slots + 1, config.max_tokens
-            args.lanes_per_token, args.max_recv_rows = config.lanes_per_token, config.max_recv_rows
+            args.num_slots = config.num_slots + 1
         if isinstance(args, DispatchParams):
-            layout = config.slot_layout
             for rank, region in enumerate(self.slots):
                 args.slots[rank] = region.address
-            args.slot_bytes, args.max_recv_rows = config.slot_bytes, config.max_recv_rows
-            args.topk_idx_offset, args.weights_offset = layout.offset("topk_idx"), layout.offset("topk_weights")
-            args.scales_offset, args.src_token_offset = layout.offset("scales"), layout.offset("src_token")
+            args.slot_bytes = config.slot_bytes
 
     # --- the host's wait ------------------------------------------------------------------------------------------
 
@@ -526,8 +510,8 @@ class Machine:
         """Return where kernels write to a mailbox."""
         return self._mailboxes.address + 8 * mailbox
 
-    def wait_mailbox(self, mailbox: int, timeout_s: float) -> list[int] | None:
-        """Wait for a kernel's answer: its 32-bit words, or None when the call has failed.
+    def wait_mailbox(self, mailbox: int, num_words: int, timeout_s: float) -> list[int] | None:
+        """Wait for a kernel's answer: its first 64-bit words as 32-bit words, or None when the call has failed.
 
         Who only polls starves the other threads, the one that tells of deaths among them: letting go of the lock for a
         moment wakes them up in vain, so this one sleeps.
@@ -548,4 +532,9 @@ class Machine:
                     time.sleep(PAUSE_S)
         if words[mailbox] != 1:
             return None
-        return list(words[mailbox : mailbox + self._mailbox_words].cast("B").cast("i"))
+        return list(words[mailbox : mailbox + num_words].cast("B").cast("i"))
+
+
+def parts_of(args: Any) -> tuple[Any, ...]:
+    """Return the structs in the arguments of a kernel: two where it stands for two kernels."""
+    return (args.layout, args.payload) if isinstance(args, FewParams) else (args,)

@@ -9,8 +9,8 @@ import torch
 from ...gpu.stage import HandlePlace, Stage
 from ..order import ORDERS, CombineOrder
 from ..shapes import PAYLOADS, LaunchShape
-from .machine import Machine
 from .place import ExpertPlace
+from .shape import Shape
 from .types import ThroughputHandle
 
 _THREADS = 256
@@ -18,7 +18,7 @@ _KEY = ("order",)
 
 
 def launch_order(
-    machine: Machine,
+    shape: Shape,
     y: torch.Tensor,
     handle: ThroughputHandle,
     bias: Sequence[torch.Tensor],
@@ -28,13 +28,13 @@ def launch_order(
     timeout_s: float,
 ) -> None:
     """Launch the sum behind a combine of `y`; arguments as in `launch_combine`."""
-    config = machine.config
-    stage, end = _stages(machine)
+    machine, config = shape.machine, shape.config
+    stage, end = _stages(shape)
     stage.grid = min(handle.num_tokens, 8 * machine.max_sms)
     a = stage.args
     HandlePlace(a).write(handle.addresses)
     if handle.is_expert:
-        place = machine.expert_place(handle.expert_alignment)
+        place = shape.expert_place(handle.expert_alignment)
         regions, a.slot_bytes, a.num_slots = place.regions, place.slot_bytes, ExpertPlace.num_slots
         a.max_rows = config.expanded_rows(handle.expert_alignment)
     else:
@@ -55,11 +55,11 @@ def launch_order(
     machine.launch(end, timeout_s, stream)
 
 
-def _stages(machine: Machine) -> tuple[Stage, Stage]:
+def _stages(shape: Shape) -> tuple[Stage, Stage]:
     """Return the kernel that sums, and the one that ends the call."""
-    stages: tuple[Stage, Stage] | None = machine.plans.get(_KEY)
+    stages: tuple[Stage, Stage] | None = shape.plans.get(_KEY)
     if stages is None:
-        first = machine.stage("combine_throughput_order", LaunchShape(1, _THREADS, 0, 0, 0))
-        stages = first, machine.stage("combine_throughput_order_end", LaunchShape(1, 32, 0, 0, 0))
-        machine.keep_plan(_KEY, stages)
+        first = shape.stage("combine_throughput_order", LaunchShape(1, _THREADS, 0, 0, 0))
+        stages = first, shape.stage("combine_throughput_order_end", LaunchShape(1, 32, 0, 0, 0))
+        shape.keep_plan(_KEY, stages)
     return stages

@@ -10,8 +10,7 @@ import torch
 
 from ..order import CombineOrder
 from ..shapes import HandleSpace
-from .kept import KeptRows
-from .views import SlotViews
+from .views import KeptRows, SlotViews
 
 _ADDRESSES = struct.Struct("=7Q")
 

@@ -1,11 +1,19 @@
-"""The tensors over one slot, made once; what users get are aliases of them.
+"""What results that live on have of their slot: tensors over it, and what their handles are asked for later.
 
 To make tensors over raw memory costs more than all else on the host's side of a call. So it is done once for each slot
-and kind of tensor, over one storage, and a result is aliases of those. They share the storage, and with it the count
-of its users: when nobody but these originals is left, the result has died. Nothing is called then; `Machine.take`
-looks when it needs a slot.
+and kind of tensor, over one storage, and what users get of a result are aliases of those. They share the storage, and
+with it the count of its users: when nobody but these originals is left, the result has died. Nothing is called then;
+`Machine.take` looks when it needs a slot.
 
 Views that users make of a result, and what autograd saves of it, count as well, in whichever thread they are made.
+
+A handle keeps of a rank-layout dispatch where its rows came from, and their experts. Both lie in the result's slot,
+written by the senders. A handle may outlive the slot, but most handles are never asked, so nothing is copied until
+somebody asks or the slot is about to be used again: `Machine.take` calls `keep` then. A graph owns its slot, and each
+replay writes it anew, so there the view is handed out itself.
+
+A slot serves calls of several shapes in turn. All that is here was told once where its fields lie, and asks nobody
+later which shape is in use.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from collections.abc import Callable
 
 import torch
 
+_MOST_ORIGINALS = 256  # of a slot: callers may bring new shapes all the time
 _count_users: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -56,5 +65,67 @@ class SlotViews:
             empty = torch.empty(0, dtype=dtype, device=self._base.device)
             place = offset // dtype.itemsize
             original = empty.set_(self._storage, place, shape, (shape[1], 1))
+        if len(self._originals) >= _MOST_ORIGINALS:
+            self._originals.clear()  # those whose aliases live keep their own storage counted
         self._originals[dtype, offset, shape] = original
         return original
+
+
+class KeptRows:
+    """Source tokens and experts of one dispatch's rows.
+
+    Args:
+        words: the slot as int64.
+        places: where in it `topk_idx` (None without top-k routing) and `src_token` begin.
+        shape: rows of the result, top-k.
+        readers: raw streams that the slot's next user waits for; who copies on another one is added.
+        current_stream: returns the current raw stream; None in a graph.
+    """
+
+    __slots__ = ("__weakref__", "_copies", "_current_stream", "_places", "_readers", "_shape", "_words")
+
+    def __init__(
+        self,
+        words: torch.Tensor,
+        places: tuple[int | None, int],
+        shape: tuple[int, int],
+        readers: list[int],
+        current_stream: Callable[[], int] | None,
+    ) -> None:
+        self._words = words
+        self._places = places
+        self._shape = shape
+        self._readers = readers
+        self._current_stream = current_stream
+        self._copies: tuple[torch.Tensor | None, torch.Tensor] | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the slot may be written again without loss."""
+        return self._copies is not None
+
+    def keep(self) -> None:
+        """Copy both out of the slot, on the current stream, unless that has been done or a graph owns the slot."""
+        if self._copies is None and self._current_stream is not None:
+            stream = self._current_stream()
+            if stream not in self._readers:
+                self._readers.append(stream)
+            topk_idx, src_token = self._views()
+            self._copies = None if topk_idx is None else topk_idx.clone(), src_token.clone()
+
+    @property
+    def src_token(self) -> torch.Tensor:
+        """`[num_rows]` int64: the token's number on its rank."""
+        self.keep()
+        return (self._copies or self._views())[1]
+
+    @property
+    def topk_idx(self) -> torch.Tensor | None:
+        """`[num_rows, num_topk]` int64, local ids or -1; None without top-k routing."""
+        self.keep()
+        return (self._copies or self._views())[0]
+
+    def _views(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        (first, source), (rows, num_topk) = self._places, self._shape
+        topk_idx = None if first is None else self._words[first : first + rows * num_topk].view(rows, num_topk)
+        return topk_idx, self._words[source : source + rows]

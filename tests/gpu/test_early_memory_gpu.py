@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import epee.compat.deep_ep as deep_ep
-from epee.errors import InvalidArgument
+from epee.errors import InvalidArgument, RankFailedError
 from epee.reference import latency as oracle
 from tests.compat.test_deep_ep_low_latency import check_rows
 from tests.compat.test_early_memory import ALIVE, BIG, hint
@@ -122,3 +122,107 @@ def _first_in_a_graph(rank: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_first_calls_are_recorded_in_graphs(num_ranks: int) -> None:
     run_ranks(_first_in_a_graph, num_ranks)
+
+
+NUM_TOKENS, HIDDEN, NUM_EXPERTS, NUM_TOPK = 48, 256, 16, 4
+
+
+def _routing(seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of whole numbers, which sums keep, and experts."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randint(-8, 8, (NUM_TOKENS, HIDDEN), generator=generator).to(torch.bfloat16)
+    idx = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator).topk(NUM_TOPK, 1).indices
+    return x, idx
+
+
+def _times(idx: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """How many ranks each token goes to."""
+    owners = idx // (NUM_EXPERTS // num_ranks)
+    return torch.stack([(owners == rank).any(1) for rank in range(num_ranks)]).sum(0)[:, None]
+
+
+def _normal_calls(version: int, num_ranks: int, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> Any:
+    """Make a buffer of a version; return what dispatches and combines: the rows back, and counts read under capture."""
+    if version == 1:
+        v1: Any = deep_ep.Buffer(dist.group.WORLD, num_nvl_bytes=32 << 20)
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            per_rank, _, per_expert, is_in, _ = v1.get_dispatch_layout(idx, NUM_EXPERTS)
+            got = v1.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=is_in,
+                num_tokens_per_expert=per_expert,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_worst_tokens=num_ranks * NUM_TOKENS,
+            )
+            return v1.combine(got[0], got[4])[0], per_expert
+
+        return step
+    v2: Any = deep_ep.ElasticBuffer(
+        dist.group.WORLD, num_max_tokens_per_rank=NUM_TOKENS, hidden=HIDDEN, num_topk=NUM_TOPK, num_cpu_timeout_secs=30
+    )
+
+    def expand() -> tuple[torch.Tensor, torch.Tensor]:
+        got = v2.dispatch(x, idx, weights, num_experts=NUM_EXPERTS, do_cpu_sync=False, do_expand=version == 3)
+        return v2.combine(got[0], got[3])[0], got[3].psum_num_recv_tokens_per_expert
+
+    return expand
+
+
+def _normal_first_in_a_graph(rank: int, num_ranks: int, version: int) -> None:
+    """The first calls of V1 (1), V2 (2) and V2 expanded (3) are recorded, then replayed 100 times."""
+    device = own_gpu(rank)
+    x = torch.zeros(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+    idx = torch.zeros(NUM_TOKENS, NUM_TOPK, dtype=torch.int64, device=device)
+    weights = torch.ones(NUM_TOKENS, NUM_TOPK, dtype=torch.float32, device=device)
+    step = _normal_calls(version, num_ranks, x, idx, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        back, counts = step()
+    num_local = NUM_EXPERTS // num_ranks
+    for seed in range(100):
+        rows, experts = _routing(seed, rank)
+        x.copy_(rows)
+        idx.copy_(experts)
+        graph.replay()
+        times = NUM_TOPK if version == 3 else _times(experts, num_ranks)
+        assert torch.equal(back.cpu().float(), rows.float() * times)
+        if version == 1:
+            want = torch.bincount(experts.flatten(), minlength=NUM_EXPERTS)
+        else:
+            everybody = torch.cat([_routing(seed, src)[1].flatten() for src in range(num_ranks)])
+            received = torch.bincount(everybody, minlength=NUM_EXPERTS)
+            want = received[rank * num_local : (rank + 1) * num_local].cumsum(0)
+        assert torch.equal(counts.cpu().long(), want)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_first_normal_calls_are_recorded_in_graphs(num_ranks: int, version: int) -> None:
+    run_ranks(_normal_first_in_a_graph, num_ranks, version)
+
+
+def _normal_dies_first(rank: int, num_ranks: int) -> str:
+    device = own_gpu(rank)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16, device=device)
+    idx, weights = torch.zeros(3, 1, dtype=torch.int64, device=device), torch.ones(3, 1, device=device)
+    buffer: Any = deep_ep.Buffer(dist.group.WORLD, num_nvl_bytes=32 << 20)
+    elastic: Any = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=64, hidden=64, num_topk=1)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, 4)
+    counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": is_in, "num_tokens_per_expert": per_expert}
+    for call_first in (
+        lambda: buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **counts),
+        lambda: elastic.dispatch(x, idx, weights, num_experts=4),
+    ):
+        with pytest.raises(RankFailedError, match="make a new one") as caught:
+            call_first()
+        assert caught.value.ranks == (1,)
+    return "ok"
+
+
+def test_a_death_before_the_first_normal_call_is_told() -> None:
+    assert run_ranks(_normal_dies_first, 2, dead={1}) == ["ok", DEAD]

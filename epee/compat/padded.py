@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from epee.compat.deep_ep.event import EventHandle, EventOverlap
+from epee.compat.deep_ep.event import EventHandle, EventOverlap, no_event
 from epee.compat.deep_ep.shared.known import KnownHandles
 from epee.compat.deep_ep.shared.layout import align_up
 from epee.compat.deep_ep.shared.rows import int64_routing
@@ -55,7 +55,7 @@ class Ways(NamedTuple):
     zero_copy: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _KnownPaddedHandle:
     """The buffer and the handle behind a handle's tuple; its sizes; the routing, on GPUs its shape only."""
 
@@ -86,6 +86,7 @@ class PaddedCalls:
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
+        self._lately = pool.lately
         self._handles: KnownHandles[_KnownPaddedHandle] = KnownHandles(5)
 
     def dispatch(
@@ -172,6 +173,53 @@ class PaddedCalls:
         )
         return got.x, _event(got, ways), _after(got, ways, when_received)
 
+    def dispatch_again(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        sizes: tuple[int, int],
+        how: tuple[bool, bool, bool],
+        active_ranks: torch.Tensor | None,
+    ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook] | None:
+        """Run a dispatch on a GPU as an earlier one, without event, hook and time-out.
+
+        Args:
+            x, topk_idx, sizes: as of `dispatch`.
+            how: as `Quantisation`.
+            active_ranks: as in `Ways`.
+
+        Returns:
+            None, and nothing has happened, where it is not like one before (`LatencyBuffer.again`).
+        """
+        core = self._lately.get(sizes)
+        if core is None or core.again is None:
+            return None
+        got = core.again.dispatch(x, topk_idx, None, active_ranks, *how, True)
+        if got is None:
+            return None
+        of_call = sizes[0], core.config.hidden, sizes[1]
+        handle = self._handles.handle(_KnownPaddedHandle(core, got.handle, of_call, topk_idx.shape))
+        return got.x, got.num_tokens_per_expert, handle, no_event(), None
+
+    def combine_again(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: object,
+        out: torch.Tensor | None,
+        active_ranks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook] | None:
+        """Run a combine on a GPU as an earlier one, as `dispatch_again`."""
+        known = self._handles.facts(handle)
+        again = known.core.again
+        if again is None or type(topk_idx) is not torch.Tensor or topk_idx.dtype is not torch.int64:
+            return None
+        if type(known.routing) is not torch.Size or topk_idx.shape != known.routing:
+            return None
+        got = again.combine(x, known.handle, topk_weights, out, None, active_ranks)
+        return None if got is None else (got.x, no_event(), None)
+
     def next_combine_buffer(self, handle: object) -> torch.Tensor:
         """Return memory for the expert outputs that a combine with `zero_copy` takes."""
         known = self._handles.facts(handle)
@@ -206,7 +254,7 @@ def _after(got: _Latent, ways: Ways, when_received: Callable[[_Latent], None] | 
 
 
 def _event(got: LatencyDispatched | LatencyCombined, ways: Ways) -> EventOverlap:
-    return EventOverlap(EventHandle.of(got.event.recorded()) if ways.async_finish else None)
+    return EventOverlap(EventHandle.of(got.event.recorded())) if ways.async_finish else no_event()
 
 
 def _check_same_routing(topk_idx: object, known: torch.Tensor | torch.Size) -> None:

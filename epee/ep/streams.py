@@ -64,7 +64,7 @@ class Lane:
         return Event(device, stream) if device.index is not None else DONE  # of CPUs there is one
 
 
-_CURRENT = Lane()
+CURRENT = Lane()
 
 
 class _OwnLane(Lane):
@@ -123,16 +123,16 @@ class Lanes:
             InvalidArgument: `previous_event` is no event.
         """
         if run.previous_event is None and not run.async_op:
-            return _CURRENT
+            return CURRENT
         event = check_event(run.previous_event)
         if self._device.type != "cuda":
             if event is not None:
                 event.synchronize()
-            return _CURRENT
+            return CURRENT
         caller = torch.cuda.current_stream(self._device)
         if not run.async_op:
             _wait(event, caller)
-            return _CURRENT
+            return CURRENT
         own = self.own_stream()
         if event is None:
             own.wait_stream(caller)

@@ -84,6 +84,15 @@ class Turns:
             raise InvalidState("a call on this buffer is in progress in this thread (signal handler or callback?)")
         return self._lock
 
+    def queue_here(self) -> AbstractContextManager[object] | None:
+        """Return the lock of calls that `queue` returns; None where that raises, or `with turns` has a GPU to change.
+
+        For calls that do the rest of `with turns` themselves: they look at `closing` behind the lock and at their end.
+        """
+        if os.getpid() != self._pid or self._lock._is_owned():  # type: ignore[attr-defined]  # as in `queue`
+            return None
+        return self._lock if self._index is None or self._index == _current_gpu() else None
+
     def __enter__(self) -> None:
         if self.is_closed or self.closing.asked:
             self._close()

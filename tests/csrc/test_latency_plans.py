@@ -21,7 +21,7 @@ from epee.ep.latency.gpu.params import (
     LatencyCombineParams,
     LatencyDispatchParams,
 )
-from epee.ep.latency.gpu_results import lost_weight
+from epee.ep.latency.gpu.results import lost_weight
 from epee.errors import InvalidArgument, InvalidState
 from epee.reference import latency as oracle
 from tests.csrc.emulated import has_compiler

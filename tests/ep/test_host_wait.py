@@ -48,7 +48,7 @@ def test_sleeps_again_and_again_once_a_wait_is_long(monkeypatch: pytest.MonkeyPa
 
     clock = Clock(5, answer)
     monkeypatch.setattr(machine, "time", clock)
-    assert machine.Machine.wait_mailbox(made, 0, 60.0) == [1, 0, 7, 0]
+    assert machine.Machine.wait_mailbox(made, 0, 2, 60.0) == [1, 0, 7, 0]
     assert len(clock.slept) == 5
     assert clock.slept[0][0] - 5.0 > machine.SPIN_S, "a short wait keeps the lock"
     assert all(seconds > 0 for _, seconds in clock.slept), "a sleep of nothing lets nobody in"
@@ -60,7 +60,7 @@ def test_an_answer_that_is_there_costs_neither_sleep_nor_look(monkeypatch: pytes
     made._mailboxes.words[0] = 1
     clock = Clock(1, lambda: None)
     monkeypatch.setattr(machine, "time", clock)
-    assert machine.Machine.wait_mailbox(made, 0, 60.0) == [1, 0, 0, 0]
+    assert machine.Machine.wait_mailbox(made, 0, 2, 60.0) == [1, 0, 0, 0]
     assert clock.now == 5.0
     assert made.asked == []
 
@@ -71,5 +71,5 @@ def test_ends_when_the_gpu_never_answers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(machine, "time", clock)
     monkeypatch.setattr(machine, "PAUSE_S", 1.0)
     with pytest.raises(CommTimeoutError, match="the GPU gave no answer"):
-        machine.Machine.wait_mailbox(made, 0, 3.0)
+        machine.Machine.wait_mailbox(made, 0, 2, 3.0)
     assert clock.now - 5.0 > 3.0 + machine.HOST_GRACE_S

@@ -27,19 +27,6 @@ def unsupported(name: str, why: str) -> NoReturn:
     raise UnsupportedError(f"{name} is not supported: {why}")
 
 
-class _Advised:
-    """Says with a failure what there is to do in DeepEP's terms. A class, as it stands around every call."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, EpeeError):
-            add_advice(error, LOW_LATENCY)
-
-
-_ADVISED = _Advised()
-
-
 class LowLatency:
     """The low-latency calls of DeepEP's `Buffer`, beside its normal ones.
 
@@ -103,7 +90,8 @@ class LowLatency:
             `recv_x [num_local_experts, num_ranks * max, hidden]` or (values, scales), counts `[num_local_experts]`
             int32, handle, event, hook (None unless asked for).
         """
-        count = None
+        sizes, count = (num_max_dispatch_tokens_per_rank, num_experts), None
+        how = use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0
         if cumulative_local_expert_recv_stats is not None or dispatch_wait_recv_cost_stats is not None:
 
             def count(got: LatencyDispatched) -> None:
@@ -112,15 +100,17 @@ class LowLatency:
                     cumulative_local_expert_recv_stats.add_(got.num_tokens_per_expert)
                 _add_cost(dispatch_wait_recv_cost_stats, got)
 
-        with _ADVISED:
-            return self._padded.dispatch(
-                x,
-                topk_idx,
-                (num_max_dispatch_tokens_per_rank, num_experts),
-                Quantisation(use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0),
-                self._ways(x, async_finish, return_recv_hook),
-                count,
-            )
+        try:
+            if async_finish is False and return_recv_hook is False and count is None:
+                active = self._active_for(x) if self.enable_shrink else None
+                found = self._padded.dispatch_again(x, topk_idx, sizes, how, active)
+                if found is not None:
+                    return found
+            ways = self._ways(x, async_finish, return_recv_hook)
+            return self._padded.dispatch(x, topk_idx, sizes, Quantisation(*how), ways, count)
+        except EpeeError as error:
+            add_advice(error, LOW_LATENCY)
+            raise
 
     def low_latency_combine(
         self,
@@ -160,16 +150,17 @@ class LowLatency:
 
         if use_logfmt and zero_copy:
             raise InvalidArgument("use_logfmt and zero_copy exclude each other; drop one")
-        with _ADVISED:
-            return self._padded.combine(
-                x,
-                topk_idx,
-                topk_weights,
-                handle,
-                out,
-                self._ways(x, async_finish, return_recv_hook, zero_copy),
-                count,
-            )
+        try:
+            if async_finish is False and return_recv_hook is False and zero_copy is False and count is None:
+                active = self._active_for(x) if self.enable_shrink else None
+                found = self._padded.combine_again(x, topk_idx, topk_weights, handle, out, active)
+                if found is not None:
+                    return found
+            ways = self._ways(x, async_finish, return_recv_hook, zero_copy)
+            return self._padded.combine(x, topk_idx, topk_weights, handle, out, ways, count)
+        except EpeeError as error:
+            add_advice(error, LOW_LATENCY)
+            raise
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a rank out of low-latency calls (`mask`), or count on it again. Local.
@@ -207,10 +198,11 @@ class LowLatency:
         return self._padded.next_combine_buffer(handle)
 
     def _ways(self, x: object, async_finish: bool, return_recv_hook: bool, zero_copy: bool = False) -> Ways:
-        active = None
-        if self.enable_shrink and isinstance(x, torch.Tensor):
-            active = self._active_on(x.device)
+        active = self._active_for(x) if self.enable_shrink else None
         return Ways(active, None, async_finish, return_recv_hook, zero_copy)
+
+    def _active_for(self, x: object) -> torch.Tensor | None:
+        return self._active_on(x.device) if isinstance(x, torch.Tensor) else None
 
     def _require_shrink(self) -> None:
         if not self.enable_shrink:

@@ -14,7 +14,7 @@ import torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # as torch asks itself
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # as torch asks itself
 
 
 def ranged(call: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -22,9 +22,9 @@ def ranged(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(call)
     def inner(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not _is_profiling():
+        if not is_profiling():
             return call(*args, **kwargs)
-        with torch.profiler.record_function(label(call.__name__, args)):
+        with torch.profiler.record_function(label(call.__name__.lstrip("_"), args)):
             return call(*args, **kwargs)
 
     return inner

@@ -82,6 +82,12 @@ class Share:
         that matters: this one may then take more, and does so later."""
         return self._seen == _num_changes
 
+    def still(self, stream: int) -> tuple[int, bool] | None:
+        """Return what `limit` returned last where it would return it again for an eager call on `stream`, the stream of
+        the last launch; else None."""
+        is_same = self._seen == _num_changes and self._stream == stream
+        return self._answer if is_same and self._asked == (stream, False) else None
+
     def limit(self, stream: int, is_capturing: bool) -> tuple[int, bool]:
         """Return how many multiprocessors a call on `stream` may take, and whether it has the GPU for itself.
 

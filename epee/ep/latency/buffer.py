@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from ..gpu.ranges import ranged
 from ..membership.birth import is_awaited
 from ..paths import Making, Path
 from ..turns import on_gpu
+from .again import CallsAgain
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCpuPath
 from .gpu_path import LatencyCudaPath, gpu_room_bytes, latency_config
@@ -53,6 +54,9 @@ class LatencyBuffer(SharedBuffer):
         timeout: seconds that a call waits for a silent peer by default; None for EPEE_TIMEOUT_S.
 
     After an error the buffer works. `sync` brings the ranks together again.
+
+    Attributes:
+        again: makes calls that are like earlier ones (`again.py`); None on CPUs.
 
     Raises:
         As `Buffer`.
@@ -87,8 +91,15 @@ class LatencyBuffer(SharedBuffer):
         else:
             self._rows = LatencyCudaPath(making, platform, self._timeout)
             self._rows.set_poison(poison)
-        self._plans = Plans(CallSizes(self._id, self.config, self._rows.take_sizes(self.config)))
+        self._make_plans(self.config)
         return self._rows
+
+    def _make_plans(self, config: BufferConfig) -> None:
+        sizes = CallSizes(self._id, config, self._rows.take_sizes(config))
+        self._plans = Plans(sizes)
+        self.again: CallsAgain | None = None
+        if isinstance(self._rows, LatencyCudaPath):
+            self.again = CallsAgain(self._turns, self._exchange, self._rows, self._plans, sizes, self._timeout)
 
     @classmethod
     def of_bytes(
@@ -155,7 +166,7 @@ class LatencyBuffer(SharedBuffer):
         config.check()
         other = self._beside(config)
         with on_gpu(self.config.device.index):
-            other._plans = Plans(CallSizes(other._id, config, self._rows.take_sizes(config)))
+            other._make_plans(config)
         return other
 
     @staticmethod
@@ -171,7 +182,6 @@ class LatencyBuffer(SharedBuffer):
         config.check()
         return max(room_bytes(config), gpu_room_bytes(config))
 
-    @ranged
     def dispatch(
         self,
         x: torch.Tensor,
@@ -214,17 +224,40 @@ class LatencyBuffer(SharedBuffer):
         Raises:
             As `Buffer.dispatch`.
         """
-        with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_DISPATCH, timeout)
-            while True:
-                with attempt, self._lanes.lane(check_run_options(num_sms, async_op, previous_event)) as lane:
-                    given = (x, topk_idx, topk_weights, active_ranks)
-                    flags = (return_hook, use_fp8, round_scale, use_ue8m0)
-                    timeout_s = check_wait(timeout_us, timeout, self._timeout)
-                    result = self._rows.dispatch(self._plans.dispatch(given, flags, async_op, timeout_s), lane)
-                    return result if result.hook is None else self._hooked(result)
+        has_limits = timeout is not None or timeout_us is not None or num_sms is not None
+        is_plain = async_op is False and return_hook is False and previous_event is None and not has_limits
+        again = self.again
+        if is_plain and again is not None:
+            found = again.dispatch(x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0)
+            if found is not None:
+                return found
+        return self._dispatch(
+            x,
+            (topk_idx, topk_weights, active_ranks),
+            (return_hook, use_fp8, round_scale, use_ue8m0),
+            (timeout, timeout_us),
+            (num_sms, async_op, previous_event),
+        )
 
     @ranged
+    def _dispatch(
+        self,
+        x: torch.Tensor,
+        others: tuple[Any, Any, Any],
+        flags: tuple[Any, Any, Any, Any],
+        timeouts: tuple[float | None, int | None],
+        run: tuple[Any, Any, Any],
+    ) -> LatencyDispatched:
+        """Run a dispatch the ordinary way: check it, enter its epoch, tell the peers where it is refused."""
+        with self._turns.queue(), self._turns:
+            attempt = self._attempt(OP_DISPATCH, timeouts[0])
+            while True:
+                with attempt, self._lanes.lane(check_run_options(*run)) as lane:
+                    timeout_s = check_wait(timeouts[1], timeouts[0], self._timeout)
+                    call = self._plans.dispatch((x, *others), flags, run[1], timeout_s)
+                    result = self._rows.dispatch(call, lane)
+                    return result if result.hook is None else self._hooked(result)
+
     def combine(
         self,
         y: torch.Tensor,
@@ -259,16 +292,41 @@ class LatencyBuffer(SharedBuffer):
         Raises:
             As `Buffer.combine`.
         """
+        has_limits = timeout is not None or timeout_us is not None or num_sms is not None
+        is_plain = async_op is False and return_hook is False and previous_event is None and not has_limits
+        again = self.again
+        if is_plain and again is not None:
+            found = again.combine(y, handle, topk_weights, out, partial_dtype, active_ranks)
+            if found is not None:
+                return found
+        return self._combine(
+            y,
+            handle,
+            (topk_weights, out, active_ranks, partial_dtype),
+            return_hook,
+            (timeout, timeout_us),
+            (num_sms, async_op, previous_event),
+        )
+
+    @ranged
+    def _combine(
+        self,
+        y: torch.Tensor,
+        handle: LatencyHandle,
+        others: tuple[Any, Any, Any, Any],
+        return_hook: object,
+        timeouts: tuple[float | None, int | None],
+        run: tuple[Any, Any, Any],
+    ) -> LatencyCombined:
+        """Run a combine the ordinary way, as `_dispatch`."""
         with self._turns.queue(), self._turns:
-            attempt = self._attempt(OP_COMBINE, timeout)
+            attempt = self._attempt(OP_COMBINE, timeouts[0])
             while True:
-                with attempt, self._lanes.lane(check_run_options(num_sms, async_op, previous_event)) as lane:
+                with attempt, self._lanes.lane(check_run_options(*run)) as lane:
                     known = check_latency_handle(handle, self._id, self._exchange.epoch)
-                    given = (y, topk_weights, out, active_ranks, partial_dtype)
-                    timeout_s = check_wait(timeout_us, timeout, self._timeout)
-                    result = self._rows.combine(
-                        self._plans.combine(known, given, return_hook, async_op, timeout_s), lane
-                    )
+                    timeout_s = check_wait(timeouts[1], timeouts[0], self._timeout)
+                    call = self._plans.combine(known, (y, *others), return_hook, run[1], timeout_s)
+                    result = self._rows.combine(call, lane)
                     return result if result.hook is None else self._hooked(result)
 
     def combine_input(self, handle: LatencyHandle) -> torch.Tensor:

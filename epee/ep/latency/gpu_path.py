@@ -3,7 +3,7 @@
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to
 attach memory at construction and to agree on who takes part (`sync`), in which processes that took the places of lost
 ranks come in (`membership/synced.py`). A call brings its plan (`plans.py`), on which hangs what the core has prepared
-for calls like it; small results are made when they are read (`gpu_results.py`).
+for calls like it; small results are made when they are read (`gpu/results.py`).
 
 Replacements. A graph has this rank's addresses, so its memory stays, and its blob lies behind the inbox that it lends
 for an epoch. Before it lends that, all words that others have stored are cleared, and the tags go on
@@ -26,6 +26,7 @@ the kernel runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -54,16 +55,25 @@ from ..gpu.report import given_up
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..paths import Making
-from ..streams import Lane
+from ..streams import CURRENT, Lane
 from .checks import check_hook
 from .gpu.core import LatencyCore
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
 from .gpu.params import OP_DISPATCH as KERNEL_DISPATCH
 from .gpu.params import LatencyConfig, Sections, room_bytes
 from .gpu.plan import Planner
+from .gpu.results import CudaLatencyCombined, CudaLatencyDispatched, CudaLatencyHandle
 from .gpu.types import CoreHandle, CoreOptions
-from .gpu_results import CudaLatencyCombined, CudaLatencyDispatched, CudaLatencyHandle
-from .types import Hook, LatencyCombineCall, LatencyCombined, LatencyDispatchCall, LatencyDispatched, LatencyHandle
+from .types import (
+    CombinePlan,
+    DispatchPlan,
+    Hook,
+    LatencyCombineCall,
+    LatencyCombined,
+    LatencyDispatchCall,
+    LatencyDispatched,
+    LatencyHandle,
+)
 
 _log = logging.getLogger(__name__)
 CLOSE_GRACE_S = 2.0
@@ -116,11 +126,12 @@ class LatencyCudaPath(Memory):
 
     def __init__(self, making: Making, platform: Platform, timeout: float) -> None:
         self.config, self.rank, self._control, _, self._watch, self._closing = making
-        self._platform = platform
+        self._platform, self._timeout_ns = platform, int(timeout * 1e9)
         self._lane = path_lane.lane_of(self._control)
         self._blobs: dict[int, bytes] = {}  # by which the peers' memory is mapped
         self._given_up = ""  # why no call can be made before the next sync
         self._look_at = 0.0  # when a call looks again for the dead
+        self._masked_look_at = 0.0  # when one that has a mask looks again whether times are quiet
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
@@ -177,6 +188,11 @@ class LatencyCudaPath(Memory):
     def takes_replacements(self) -> bool:
         """Whether `sync` takes in processes that took the places of lost ranks."""
         return self._lane.takes_replacements
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls have been begun on the GPU."""
+        return self._core.num_calls
 
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun: on the host, or on the GPU."""
@@ -273,6 +289,83 @@ class LatencyCudaPath(Memory):
         num_local = plan.sizes.config.num_local_experts
         return CudaLatencyCombined(got, topk_weights, core, num_local, lane, self.config.device, got.stream, hook)
 
+    def quiet_stream(self, op: int, is_strict: bool) -> int | None:
+        """Return the current stream where a call like an earlier one needs no look around, else None.
+
+        Then nothing has happened since a call looked last, and no look for the dead is due.
+        """
+        is_quiet = (
+            not (self._given_up or self._closing.asked or self._notifier.told)
+            and (not is_strict or time.monotonic() < self._look_at)
+            and self._lane.is_calm()
+        )
+        return self._core.quiet_stream(_KERNEL_OPS[op]) if is_quiet else None
+
+    def dispatch_again(
+        self,
+        plan: DispatchPlan,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        active_ranks: torch.Tensor | None,
+        stream: int,
+        reads_counts: bool,
+    ) -> LatencyDispatched | None:
+        """Run a dispatch like an earlier one on a quiet stream; None, and nothing has happened, where it cannot be."""
+        if plan.core is None:
+            return None
+        core = self._core
+        before = core.num_calls
+        try:
+            counts = plan.core.new_counts() if reads_counts else None
+            got = core.dispatch(
+                plan.core, x, topk_idx, topk_weights, active_ranks, None, self._timeout_ns, False, stream, counts
+            )
+            core.check()
+        except CommTimeoutError as error:
+            self._note_timeout("dispatch", error)
+            raise
+        except torch.OutOfMemoryError:
+            if core.num_calls == before:
+                return None
+            raise
+        buffer_id, config, _ = plan.sizes
+        made_by = buffer_id, core.num_calls, self._control.exchange.epoch
+        handle = CudaLatencyHandle(made_by, config.num_topk, got.handle, True)
+        rows = got.x if got.scales is None else (got.x, got.scales)
+        result = CudaLatencyDispatched(rows, handle, CURRENT, self.config.device, stream, None)
+        if counts is not None:
+            result.num_tokens_per_expert = counts
+        return result
+
+    def combine_again(
+        self,
+        plan: CombinePlan,
+        y: torch.Tensor,
+        handle: CoreHandle,
+        topk_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        active_ranks: torch.Tensor | None,
+        stream: int,
+    ) -> LatencyCombined | None:
+        """Run a combine like an earlier one, as `dispatch_again`."""
+        if plan.core is None:
+            return None
+        core = self._core
+        before = core.num_calls
+        try:
+            got = core.combine(plan.core, y, handle, topk_weights, out, active_ranks, self._timeout_ns, False, stream)
+            core.check()
+        except CommTimeoutError as error:
+            self._note_timeout("combine", error)
+            raise
+        except torch.OutOfMemoryError:
+            if core.num_calls == before:
+                return None
+            raise
+        num_local = plan.sizes.config.num_local_experts
+        return CudaLatencyCombined(got, topk_weights, handle, num_local, CURRENT, self.config.device, stream, None)
+
     def combine_input(self, config: BufferConfig) -> torch.Tensor:
         """Return uninitialised `[num_local_experts, num_ranks * max_tokens, hidden]`: y is read where it lies."""
         shape = (config.num_local_experts, config.num_ranks * config.max_tokens_per_rank, config.hidden)
@@ -364,14 +457,26 @@ class LatencyCudaPath(Memory):
             raise InvalidState(self._given_up)
         if is_capturing:
             return
+        state, now = self._lane.state(), time.monotonic()
         self._lane.require_place(not is_strict)
         if is_strict:
-            now = time.monotonic()
             if now >= self._look_at or self._notifier.told:
                 self._look_at = now + LOOK_S
                 if dead := self._dead():
                     raise self._death(op, dead)
             self._lane.require_all(op, self._core.num_calls)
+            self._note_calm(state)
+        elif now >= self._masked_look_at:
+            self._masked_look_at = now + LOOK_S
+            with contextlib.suppress(PeerError):  # the affair of the mask
+                self._lane.require_place(is_masked=False)
+                self._lane.require_all(op, self._core.num_calls)
+                self._note_calm(state)
+
+    def _note_calm(self, state: object) -> None:
+        """Note that nothing holds up any call, strict or not (`quiet_stream`)."""
+        if not self._control.exchange.membership.must_turn:
+            self._lane.note_calm(state)
 
     def _note_timeout(self, op: str, error: CommTimeoutError) -> None:
         """Raise that a dead rank is the cause of a time-out, where it is; else no call follows before a sync."""

@@ -31,7 +31,7 @@ from .checks import (
 from .types import CallSizes, CombinePlan, DispatchPlan, LatencyCombineCall, LatencyDispatchCall, LatencyHandle
 
 MAX_PLANS = 512
-_NO_KEY = (AttributeError, TypeError, RuntimeError)  # of what is no tensor, or none with strides
+NO_KEY = (AttributeError, TypeError, RuntimeError)  # of what is no tensor, or none with strides
 
 
 class Plans:
@@ -39,15 +39,27 @@ class Plans:
 
     Args:
         sizes: of the buffer; on CPUs nothing is remembered.
+
+    Attributes:
+        looks_at_ids: whether each call has its ids checked on the host.
     """
 
     def __init__(self, sizes: CallSizes) -> None:
         config = self._config = sizes.config
         self._sizes = sizes
         self._remembers = config.is_cuda
-        self._is_on_cpu = config.device == CPU  # where kernels do not look at ids, or are emulated
+        self.looks_at_ids = config.device == CPU  # where kernels do not look at ids, or are emulated
         self._dispatches: dict[Hashable, DispatchPlan] = {}
         self._combines: dict[Hashable, CombinePlan] = {}
+
+    def known_dispatch(self, given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any]) -> DispatchPlan | None:
+        """Return the plan of dispatches that look like these, if there is one; raises one of `NO_KEY` where there is
+        no key. Addresses and ids are still to be looked at."""
+        return self._dispatches.get(_dispatch_key(given, flags, False))
+
+    def known_combine(self, num_tokens: int, given: tuple[Any, Any, Any, Any, Any]) -> CombinePlan | None:
+        """Return the plan of combines without hooks, as `known_dispatch`; addresses are still to be looked at."""
+        return self._combines.get(_combine_key(num_tokens, given, False, False))
 
     def dispatch(
         self, given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any], async_op: bool, timeout_s: float
@@ -71,18 +83,18 @@ class Plans:
         try:
             key = _dispatch_key(given, flags, async_op)
             plan = self._dispatches.get(key)
-        except _NO_KEY:
+        except NO_KEY:
             key = plan = None
         x, topk_idx, topk_weights, active_ranks = given
         if plan is not None and not (plan.num_tokens and x.data_ptr() % 16):
-            if self._is_on_cpu:
+            if self.looks_at_ids:
                 check_topk_idx(topk_idx, self._config.num_experts)
             return LatencyDispatchCall(plan, x, topk_idx, topk_weights, active_ranks, timeout_s)
         call = check_latency_dispatch(self._sizes, GivenToDispatch(*given), DispatchFlags(*flags), async_op, timeout_s)
         is_whole = call.x.stride(1) == 1  # a layout without rows has another stride there
         is_as_given = call.x is x and call.topk_idx is topk_idx and call.topk_weights is topk_weights
         if key is not None and is_whole and is_as_given and call.active_ranks is active_ranks:
-            _remember(self._dispatches, key, call.plan)
+            remember(self._dispatches, key, call.plan)
         return call
 
     def combine(
@@ -108,14 +120,14 @@ class Plans:
         try:
             key = _combine_key(handle.num_tokens, given, return_hook, async_op) if self._remembers else None
             plan = self._combines.get(key)
-        except _NO_KEY:
+        except NO_KEY:
             key = plan = None
-        if plan is not None and handle.is_received and (out is None or not _meet(out, y, topk_weights)):
+        if plan is not None and handle.is_received and (out is None or not meet(out, y, topk_weights)):
             return LatencyCombineCall(plan, handle, y, topk_weights, out, active_ranks, timeout_s)
         call = check_latency_combine(self._sizes, handle, GivenToCombine(*given), return_hook, async_op, timeout_s)
         is_as_given = call.y is y and call.topk_weights is topk_weights and call.out is out
         if key is not None and is_as_given and call.active_ranks is active_ranks:
-            _remember(self._combines, key, call.plan)
+            remember(self._combines, key, call.plan)
         return call
 
 
@@ -125,7 +137,7 @@ class Plans:
 
 
 def _dispatch_key(given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any], async_op: bool) -> Hashable:
-    """Return what the checks of a dispatch look at; raises one of `_NO_KEY` for what has no such thing."""
+    """Return what the checks of a dispatch look at; raises one of `NO_KEY` for what has no such thing."""
     x, idx, weights, mask = given
     return_hook, use_fp8, round_scale, use_ue8m0 = flags
     return (
@@ -156,7 +168,7 @@ def _weights_key(weights: torch.Tensor) -> Hashable:
     return type(weights), shape, dtype, device, weights.is_contiguous(), weights.is_neg()
 
 
-def _meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> bool:
+def meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> bool:
     """Tell whether `out` shares memory with an input; all lie in one piece each."""
     start = out.data_ptr()
     end = start + out.numel() * 2
@@ -169,7 +181,8 @@ def _meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> b
     return start < first + weights.numel() * 4 and first < end
 
 
-def _remember(plans: dict[Hashable, Any], key: Hashable, plan: DispatchPlan | CombinePlan) -> None:
+def remember(plans: dict[Hashable, Any], key: Hashable, plan: DispatchPlan | CombinePlan) -> None:
+    """Keep a plan; not for ever, as callers may bring new shapes all the time."""
     if len(plans) >= MAX_PLANS:
         plans.clear()
     plans[key] = plan

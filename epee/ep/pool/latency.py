@@ -43,6 +43,10 @@ class LatencyRooms:
         group: of the ranks.
         timeout: seconds that a call waits for a silent peer; None for epee's default.
         nbytes: of memory to be made now; too few for any call are as 0: the first call makes it.
+
+    Attributes:
+        lately: buffers of calls on GPUs, by most tokens and experts, for calls like earlier ones: who uses one of them
+            needs not ask `buffer`. Emptied in place where that would do more than look one up.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None, nbytes: int) -> None:
@@ -51,6 +55,7 @@ class LatencyRooms:
         self._wholes: list[LatencyBuffer] = []  # each has memory of its own
         self._cores: dict[LatencyNeed, LatencyBuffer] = {}
         self._apart: set[LatencyBuffer] = set()  # whose ranks meet before their next call
+        self.lately: dict[tuple[int, int], LatencyBuffer] = {}
         self._wanted = nbytes if nbytes >= _least_bytes(group.size()) else 0  # still to be made
         if self._wanted and not LatencyBuffer.is_awaited(group, current_gpu(), self._wanted, _NO_SIZES):
             self._make_wanted(current_gpu())
@@ -74,6 +79,7 @@ class LatencyRooms:
 
     def meet_again(self) -> None:
         """Let the next call of each buffer begin with who is in the group then; see `BufferPool.meet_again`."""
+        self.lately.clear()
         for whole in list(self._wholes):
             if whole.takes_replacements:
                 self._apart.add(whole)
@@ -85,6 +91,7 @@ class LatencyRooms:
 
     def close(self) -> None:
         """Give all memory back. Local, idempotent."""
+        self.lately.clear()
         for whole in self._wholes:
             whole.close()
         self._wholes.clear()

@@ -8,6 +8,7 @@ is made, where it is told how much, and finds or makes the buffer of each call: 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,17 @@ class BufferPool:
             InvalidArgument: more memory must be made while a CUDA graph is recorded, or when a rank is lost.
         """
         self._check_open()
-        return self._latency.buffer(need, active_ranks)
+        core = self._latency.buffer(need, active_ranks)
+        if self.is_gpu(need.device):
+            self._latency.lately[need.max_tokens, need.num_experts] = core
+        return core
+
+    @property
+    def lately(self) -> Mapping[tuple[int, int], LatencyBuffer]:
+        """What `latency_buffer` has returned last for calls on GPUs of so many tokens at most and so many experts, as
+        long as it would return that again. It fits a call only if that is like an earlier one (`LatencyBuffer.again`).
+        """
+        return self._latency.lately
 
     def meet_again(self) -> None:
         """Let the next call of each latency buffer begin with who is in the group then. All ranks call it; handles end.

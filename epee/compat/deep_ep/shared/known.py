@@ -43,7 +43,7 @@ class KnownHandles(Generic[_Facts]):
 
     def handle(self, facts: _Facts) -> Any:
         """Return a handle behind which these facts stand; they make its entries."""
-        made = LateTuple.__new__(LateTuple, self._nothing, True)
+        made = tuple.__new__(LateTuple, self._nothing)
         made._owner, made._facts, made._made = self, facts, {}
         return made
 
@@ -83,9 +83,9 @@ class LateTuple(tuple[Any, ...]):
     _facts: Facts
     _made: dict[int, Any]
 
-    def __new__(cls, entries: Any = (), is_late: bool = False) -> Any:
+    def __new__(cls, entries: Any = ()) -> Any:
         """Return a plain tuple, as those expect who make a tuple of the kind that they were given."""
-        return tuple.__new__(cls if is_late else tuple, entries)
+        return tuple(entries)
 
     @overload  # type: ignore[override]
     def __getitem__(self, idx: int) -> Any: ...

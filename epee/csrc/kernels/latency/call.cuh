@@ -58,8 +58,8 @@ DEVICE u64* own_words(const LatencyCall& call, u64 offset) { return reinterpret_
 
 DEVICE int slot_of(const LatencyPlaces& at, u64 tag) { return static_cast<int>(tag & (at.num_slots - 1)); }
 
-/// Number of the section of (slot, source): the part of an area that one source writes in one call. How long a section is
-/// stays for the buffer's life, whatever sizes calls have; how it is cut into tokens is the call's own.
+/// Number of the section of (slot, source): the part of an area that one source writes in one call. Its length stays
+/// for the buffer's life, whatever sizes calls have; how it is cut into tokens is the call's own.
 DEVICE i64 section_of(const LatencyPlaces& at, u64 tag, int src) {
   return static_cast<i64>(slot_of(at, tag)) * kNumRanks + src;
 }

@@ -29,8 +29,8 @@ struct CombineShared {
 };
 
 DEVICE u64* weight_at(const LatencyCombineParams& p, u64 region, u64 tag, int src, int token, int k) {
-  return reinterpret_cast<u64*>(region + p.weights_offset) +
-         section_of(p.at, tag, src) * p.weights_section + token * p.num_topk + k;
+  return reinterpret_cast<u64*>(region + p.weights_offset) + section_of(p.at, tag, src) * p.weights_section +
+         token * p.num_topk + k;
 }
 
 /// Learns from the handle whose tokens are here, and who has tokens of this rank. The last warp, while the first one
@@ -236,8 +236,8 @@ DEVICE RowItem row_item(const LatencyCombineParams& p, int index, int num_tokens
 
 /// The place of a flag: every part of a partial has one.
 DEVICE u64* part_flag(const LatencyCombineParams& p, u64 region, u64 tag, int src, int token, int part) {
-  return reinterpret_cast<u64*>(region + p.at.flags_offset) +
-         section_of(p.at, tag, src) * p.at.flag_section + token * kRowParts + part;
+  return reinterpret_cast<u64*>(region + p.at.flags_offset) + section_of(p.at, tag, src) * p.at.flag_section +
+         token * kRowParts + part;
 }
 
 /// Sends the block's items as rows. No flag is released before the block has stored all: the link is the bottleneck to

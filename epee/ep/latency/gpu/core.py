@@ -140,6 +140,8 @@ class LatencyCore:
         stats: torch.Tensor | None = None,
         timeout_ns: int = 0,
         is_capturing: bool | None = None,
+        quiet: int | None = None,
+        counts: torch.Tensor | None = None,
     ) -> CoreReceived:
         """Send tokens, and receive them unless a hook is wanted; the caller has checked the arguments.
 
@@ -152,19 +154,21 @@ class LatencyCore:
             stats: `[num_local_experts]` int32 on the device to which the counts are added, or None.
             timeout_ns: bound of the kernel's waits, 0 for the plan's.
             is_capturing: whether the current stream is recording a graph, None where the caller does not know.
+            quiet: what `quiet_stream` has just returned; `is_capturing` is not looked at then.
+            counts: for the counts, of `plan.new_counts`; None for a part of the words.
         Raises:
             what an earlier call left behind; InvalidState: too many receive halves are outstanding.
         """
-        stream, is_capturing = self._begin(OP_DISPATCH, is_capturing)
+        stream, is_capturing = self._begin(OP_DISPATCH, is_capturing) if quiet is None else (quiet, False)
         out, words = plan.new_x(), plan.new_words()
         scales = None if plan.new_scales is None else plan.new_scales()
-        handle = CoreHandle(plan.config, plan.num_tokens, plan.space, words)
+        handle = CoreHandle(plan.config, plan.num_tokens, plan.space, words, counts)
         if self.is_poisoned:
             _poison(out, words, None if scales is None else scales.transpose(1, 2))
         if plan.calls.is_split:
             handle.clear()
         base = handle.address
-        got, recv_rows, recv_weights, recv_info, sent_to, counts, ranges, src_token, ids, weights = plan.offsets
+        got, recv_rows, recv_weights, recv_info, sent_to, own_counts, ranges, src_token, ids, weights = plan.offsets
         pointers = (  # one by one, which is cheaper than a loop
             self._mask_address if active_ranks is None else active_ranks.data_ptr(),
             base + plan.waits,
@@ -179,16 +183,18 @@ class LatencyCore:
             base + recv_weights,
             base + recv_info,
             base + sent_to,
-            base + counts,
+            base + own_counts if counts is None else counts.data_ptr(),
             base + ranges,
             base + src_token,
             base + ids,
             base + weights,
         )
-        what = (timeout_ns or plan.calls.timeout_ns, pointers)
-        held = (x, topk_idx, topk_weights, out, scales, words, active_ranks, stats) if plan.calls.is_split else ()
-        hook = self._run(plan.calls, what, held, stream, is_capturing)
-        return CoreReceived(out, scales, handle, hook, stream)
+        calls = plan.calls
+        what = (timeout_ns or calls.timeout_ns, pointers)
+        if quiet is not None and self._run_again(calls, what, quiet):
+            return CoreReceived(out, scales, handle, None, stream)
+        held = (x, topk_idx, topk_weights, out, scales, words, active_ranks, stats) if calls.is_split else ()
+        return CoreReceived(out, scales, handle, self._run(calls, what, held, stream, is_capturing), stream)
 
     def combine(
         self,
@@ -200,6 +206,7 @@ class LatencyCore:
         active_ranks: torch.Tensor | None = None,
         timeout_ns: int = 0,
         is_capturing: bool | None = None,
+        quiet: int | None = None,
     ) -> CoreCombined:
         """Sum the experts' rows of this rank's tokens; the caller has checked the arguments.
 
@@ -209,10 +216,10 @@ class LatencyCore:
             handle: of the dispatch.
             topk_weights: `[num_tokens, num_topk]` float32, contiguous, instead of the dispatch's.
             out: `[num_tokens, hidden]` bfloat16, contiguous, or None.
-            active_ranks, timeout_ns, is_capturing: as in `dispatch`.
+            active_ranks, timeout_ns, is_capturing, quiet: as in `dispatch`.
         Raises: as `dispatch`.
         """
-        stream, is_capturing = self._begin(OP_COMBINE, is_capturing)
+        stream, is_capturing = self._begin(OP_COMBINE, is_capturing) if quiet is None else (quiet, False)
         if out is None:
             out = plan.new_out()
             if self.is_poisoned:
@@ -235,9 +242,12 @@ class LatencyCore:
             base + recv_info,
             base + sent_to,
         )
-        what = (timeout_ns or plan.calls.timeout_ns, pointers)
-        held = (y, topk_weights, handle.words, out, words, active_ranks) if plan.calls.is_split else ()
-        hook = self._run(plan.calls, what, held, stream, is_capturing)
+        calls = plan.calls
+        what = (timeout_ns or calls.timeout_ns, pointers)
+        if quiet is not None and self._run_again(calls, what, quiet):
+            return CoreCombined(out, words, None, stream, self.config.num_ranks)
+        held = (y, topk_weights, handle.words, out, words, active_ranks) if calls.is_split else ()
+        hook = self._run(calls, what, held, stream, is_capturing)
         return CoreCombined(out, words, hook, stream, self.config.num_ranks)
 
     def refuse(self, op: int) -> None:
@@ -253,6 +263,21 @@ class LatencyCore:
         self._run(plan, (plan.timeout_ns, pointers), (), stream, is_capturing)
 
     # --- order of calls -------------------------------------------------------------------------------------------
+
+    def quiet_stream(self, op: int) -> int | None:
+        """Return the current stream where the start of a call would find nothing to do, else None.
+
+        That is: it is the stream of the last call and records no graph, nothing was reported, no call waits for its
+        hook, results are not to be filled.
+        """
+        stream = self.platform.stream()
+        is_quiet = (
+            stream == self._last_stream
+            and not self.platform.is_capturing()
+            and self._codes == NO_REPORTS
+            and not (self._open[op] or self.is_poisoned or self.is_closed)
+        )
+        return stream if is_quiet else None
 
     def _begin(self, op: int, is_capturing: bool | None, do_check: bool = True) -> tuple[int, bool]:
         """Refuse what cannot start, raise what earlier calls have left behind, join the streams.
@@ -281,6 +306,15 @@ class LatencyCore:
                 self.platform.wait(self.platform.mark(self._last_stream))
             self._last_stream = stream
         return stream
+
+    def _run_again(self, plan: CallPlan, what: Words, stream: int) -> bool:
+        """Launch both halves of a call in quiet times if the last such launch's sizes serve; tell whether they do."""
+        ready = plan.both
+        if ready is None or plan.is_split or self._share.still(stream) != ready.fitted:
+            return False
+        self.num_calls += 1
+        ready.launch(stream, what[0], (0, 1), what[1])
+        return True
 
     def _run(
         self, plan: CallPlan, what: Words, held: tuple[Any, ...], stream: int, is_capturing: bool

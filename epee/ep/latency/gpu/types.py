@@ -47,16 +47,27 @@ class CoreHandle:
         num_tokens: that this rank sent.
         words: the tensor; valid behind the receive half.
         address: of the tensor.
+
+    Args:
+        counts: `num_tokens_per_expert`, where that has memory of its own.
     """
 
-    __slots__ = ("_config", "_space", "address", "num_tokens", "words")
+    __slots__ = ("_config", "_counts", "_space", "address", "num_tokens", "words")
 
-    def __init__(self, config: LatencyConfig, num_tokens: int, space: LatencyHandleSpace, words: torch.Tensor) -> None:
+    def __init__(
+        self,
+        config: LatencyConfig,
+        num_tokens: int,
+        space: LatencyHandleSpace,
+        words: torch.Tensor,
+        counts: torch.Tensor | None = None,
+    ) -> None:
         self.num_tokens = num_tokens
         self.words = words
         self.address = words.data_ptr()
         self._space = space
         self._config = config
+        self._counts = counts
 
     def clear(self) -> None:
         """Say that nothing has come yet, until the hook has run."""
@@ -78,6 +89,8 @@ class CoreHandle:
     @property
     def num_tokens_per_expert(self) -> torch.Tensor:
         """`[num_local_experts]` int32."""
+        if self._counts is not None:
+            return self._counts
         return self._part("counts", (self._config.num_local_experts,), torch.int32)
 
     @property
@@ -136,9 +149,11 @@ class CoreCombined:
 
 
 def _view(words: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return what begins `start` words into `words`, whatever the mode in which it is made: an inference tensor if they
-    are one."""
+    """Return what begins `start` words into `words`, which have memory of their own, whatever the mode in which it is
+    made: an inference tensor if they are one."""
     if words.is_inference() == torch.is_inference_mode_enabled():  # to enter a mode costs more than a view
+        if dtype is words.dtype and len(shape) == 1:  # the counts, which many callers read
+            return words.as_strided(shape, (1,), start)
         return _cut(words, start, shape, dtype)
     with torch.inference_mode(words.is_inference()):
         return _cut(words, start, shape, dtype)
@@ -147,6 +162,6 @@ def _view(words: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.
 def _cut(words: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = math.prod(shape)
     if dtype == words.dtype and len(shape) == 1:
-        return words.as_strided(shape, (1,), words.storage_offset() + start)
+        return words.as_strided(shape, (1,), start)
     part = words[start : start - (-count * dtype.itemsize // words.itemsize)]
     return part.view(dtype)[:count].view(shape)

@@ -9,14 +9,31 @@ Who calls: the user's thread, at any time.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..event import Event
-from ..streams import Lane
-from .gpu.types import CoreCombined, CoreHandle
-from .types import Hook, LatencyCombined, LatencyDispatched, LatencyHandle
+from ...event import Event
+from ...streams import Lane
+from ..types import Hook, LatencyCombined, LatencyDispatched, LatencyHandle
+from .types import CoreCombined, CoreHandle
+
+_Made = TypeVar("_Made")
+
+
+class _Late(Generic[_Made]):
+    """An attribute that is made when it is first read, and can be set: as `functools.cached_property`, which takes a
+    lock besides. Of two threads that make one, both get the first."""
+
+    def __init__(self, make: Callable[[Any], _Made]) -> None:
+        self._make, self._name = make, make.__name__
+
+    def __get__(self, holder: Any, kind: type | None = None) -> _Made:
+        if holder is None:
+            return self  # type: ignore[return-value]  # of the class
+        made: _Made = holder.__dict__.setdefault(self._name, self._make(holder))
+        return made
 
 
 class CudaLatencyHandle(LatencyHandle):
@@ -32,16 +49,16 @@ class CudaLatencyHandle(LatencyHandle):
         self.num_tokens, self.num_topk = core.num_tokens, num_topk
         self.core, self.is_received = core, is_received
 
-    @cached_property
-    def got(self) -> torch.Tensor:  # type: ignore[override]  # settable, as all of them
+    @_Late
+    def got(self) -> torch.Tensor:
         return self.core.got
 
-    @cached_property
-    def layout_range(self) -> torch.Tensor:  # type: ignore[override]
+    @_Late
+    def layout_range(self) -> torch.Tensor:
         return self.core.layout_range
 
-    @cached_property
-    def src_token(self) -> torch.Tensor:  # type: ignore[override]
+    @_Late
+    def src_token(self) -> torch.Tensor:
         return self.core.src_token
 
 
@@ -70,21 +87,21 @@ class CudaLatencyDispatched(LatencyDispatched):
         if lane.is_own:
             self.event = lane.event(device, stream)  # recorded now
 
-    @cached_property
-    def event(self) -> Event:  # type: ignore[override]
+    @_Late
+    def event(self) -> Event:
         lane, device, stream = self._where
         return lane.event(device, stream)
 
-    @cached_property
-    def num_tokens_per_expert(self) -> torch.Tensor:  # type: ignore[override]
+    @_Late
+    def num_tokens_per_expert(self) -> torch.Tensor:
         return self._core.num_tokens_per_expert
 
-    @cached_property
-    def got(self) -> torch.Tensor:  # type: ignore[override]
+    @_Late
+    def got(self) -> torch.Tensor:
         return self._core.got
 
-    @cached_property
-    def wait_us(self) -> torch.Tensor:  # type: ignore[override]
+    @_Late
+    def wait_us(self) -> torch.Tensor:
         return self._core.wait_us
 
 
@@ -116,17 +133,17 @@ class CudaLatencyCombined(LatencyCombined):
         if lane.is_own:
             self.event = lane.event(device, stream)
 
-    @cached_property
-    def event(self) -> Event:  # type: ignore[override]
+    @_Late
+    def event(self) -> Event:
         lane, device, stream = self._where
         return lane.event(device, stream)
 
-    @cached_property
-    def got(self) -> torch.Tensor:  # type: ignore[override]
+    @_Late
+    def got(self) -> torch.Tensor:
         return self._core.got
 
-    @cached_property
-    def wait_us(self) -> torch.Tensor:  # type: ignore[override]
+    @_Late
+    def wait_us(self) -> torch.Tensor:
         return self._core.wait_us
 
     @property

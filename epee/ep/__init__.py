@@ -18,7 +18,7 @@ from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from .pool.needs import LatencyNeed, Need, Wish, latency_bytes
 from .pool.pool import BufferPool
-from .pool.throughput import Memory, Room, memory_for
+from .pool.throughput import MemoryBytes, Room, memory_for
 from .streams import Lane, is_capturing
 from .throughput.order import CombineOrder
 from .throughput.placement import check_topk_idx
@@ -37,7 +37,7 @@ __all__ = [
     "LatencyDispatched",
     "LatencyHandle",
     "LatencyNeed",
-    "Memory",
+    "MemoryBytes",
     "Need",
     "NoRoomError",
     "Payload",

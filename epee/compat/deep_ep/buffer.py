@@ -35,7 +35,7 @@ from epee.ep import (
     BufferPool,
     CombineOrder,
     Dispatched,
-    Memory,
+    MemoryBytes,
     Need,
     NoRoomError,
     Payload,
@@ -103,7 +103,7 @@ class Buffer(LowLatency, PoolOwner):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         latency_bytes = num_rdma_bytes if low_latency_mode else 0
-        pool = BufferPool(self.group, memory=Memory(num_nvl_bytes), latency_bytes=latency_bytes)
+        pool = BufferPool(self.group, memory=MemoryBytes(num_nvl_bytes), latency_bytes=latency_bytes)
         self.runtime: BufferPool | None = pool
         self._handles: KnownHandles[V1Handle] = KnownHandles(NUM_ENTRIES)
         self._wishes: dict[tuple[object, ...], tuple[Wish, Need]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.ep import Memory, memory_for
+from epee.ep import MemoryBytes, memory_for
 
 _ALIGN = 2 << 20
 NVLINK_GBS = 430.0  # of one H200, as DeepEP counts it (0.9 of the nominal rate)
@@ -19,16 +19,16 @@ def buffer_bytes(num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_
     return align_up(sum(memory_for(num_ranks, num_max_tokens_per_rank, hidden, num_topk)), _ALIGN)
 
 
-def memory_of(num_bytes: int, num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> Memory:
+def memory_of(num_bytes: int, num_ranks: int, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> MemoryBytes:
     """Return what a buffer makes at its construction: for its sizes, or else all bytes for the rank layout.
 
     What is more than the bytes is left out: rows of the expert layout first, which its first combine makes then.
     """
     if not (num_max_tokens_per_rank and hidden):
-        return Memory(num_bytes)
+        return MemoryBytes(num_bytes)
     wanted = memory_for(num_ranks, num_max_tokens_per_rank, hidden, num_topk)
     slots = min(wanted.slots, num_bytes)
-    return Memory(slots, wanted.expert if slots + wanted.expert <= num_bytes else 0)
+    return MemoryBytes(slots, wanted.expert if slots + wanted.expert <= num_bytes else 0)
 
 
 def theoretical_num_sms(

@@ -48,7 +48,7 @@ from ..paths import Making
 from ..streams import Lane
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot
-from .region import Cut, RegionFields, region_layout, room_bytes
+from .region import RegionFields, SectionCut, region_layout, room_bytes
 from .rows import (
     FP8,
     Floats,
@@ -97,7 +97,7 @@ class HostLatencyHandle(LatencyHandle):
     topk_weights: Floats = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32))
     sent: list[Ints] = field(default_factory=list)
     sources: list[Source | None] = field(default_factory=list)
-    cut: Cut = field(kw_only=True)
+    cut: SectionCut = field(kw_only=True)
 
 
 class LatencyCpuPath(Memory):
@@ -170,9 +170,9 @@ class LatencyCpuPath(Memory):
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
         self._flights.give_up(self._flights.begin(SectionHeader(op, 0, 0, 0), options), error)
 
-    def take_sizes(self, config: BufferConfig) -> Cut:
+    def take_sizes(self, config: BufferConfig) -> SectionCut:
         """Return how sections are cut for calls of these sizes; raises `InvalidArgument` where they do not fit."""
-        cut = Cut(config)
+        cut = SectionCut(config)
         length = self._layout["payload"].shape[-1]
         if cut.layout.nbytes > length:
             raise DoesNotFit(

@@ -2,7 +2,7 @@
 
 `wire.py` says who writes what and what orders it. The words have fixed places. The payload of (slot, source), a
 section, is as long in each call of the buffer's life and holds no words that anybody waits for, so calls of different
-sizes share it: each cuts it its own way (`Cut`), and only its source writes it, whatever the sizes.
+sizes share it: each cuts it its own way (`SectionCut`), and only its source writes it, whatever the sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LINE = 8  # words: one cache line per writer
 _ALIGN = 64
 
 
-class Cut:
+class SectionCut:
     """How a section is cut for calls of some sizes.
 
     Args:
@@ -62,7 +62,7 @@ class CutFields(NamedTuple):
 def region_layout(config: BufferConfig) -> Layout:
     """Return the fields of a rank's region, with room for its config's sizes or for all that fit its bytes."""
     if not config.room_bytes:
-        return _layout(config, Cut(config).layout.nbytes)
+        return _layout(config, SectionCut(config).layout.nbytes)
     sections = config.num_slots * config.num_ranks
     length = (config.room_bytes - _layout(config, 0).nbytes) // sections // _ALIGN * _ALIGN
     if length < _ALIGN:
@@ -72,7 +72,7 @@ def region_layout(config: BufferConfig) -> Layout:
 
 def room_bytes(config: BufferConfig) -> int:
     """Return how much memory serves calls of such sizes, where it serves others, too."""
-    return _layout(config, Cut(config).layout.nbytes).nbytes
+    return _layout(config, SectionCut(config).layout.nbytes).nbytes
 
 
 def _layout(config: BufferConfig, section_bytes: int) -> Layout:
@@ -104,7 +104,7 @@ class RegionFields:
         self._layout = layout
         self.words = region.words(base, layout.nbytes // 8)
         self._payload = layout.tensor(region, "payload", base)
-        self._cuts: dict[Cut, CutFields] = {}
+        self._cuts: dict[SectionCut, CutFields] = {}
 
     def at(self, name: str, *index: int) -> int:
         """Return the word index of a field's row (`[slot]`, `[source]` or `[slot][source]`)."""
@@ -115,14 +115,14 @@ class RegionFields:
         width = field.shape[-1]
         return self._layout.offset(name) // 8 + flat * width
 
-    def cut(self, cut: Cut) -> CutFields:
+    def cut(self, cut: SectionCut) -> CutFields:
         """Return the sections as calls of some sizes see them."""
         fields = self._cuts.get(cut)
         if fields is None:
             fields = self._cuts[cut] = CutFields(self._part(cut, "meta"), self._part(cut, "weights"))
         return fields
 
-    def _part(self, cut: Cut, name: str) -> Any:
+    def _part(self, cut: SectionCut, name: str) -> Any:
         field, first = cut.layout[name], cut.layout.offset(name)
         part = self._payload[:, :, first : first + field.nbytes].view(field.dtype)
         return part.unflatten(2, field.shape).numpy()

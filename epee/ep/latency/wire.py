@@ -10,8 +10,9 @@ has a **section** of its own that no other rank writes:
                                                     it ended (`control/withdrawal.py`)
                        head    [num_slots][source]  word 0 = tag of the call, stored last; header and a refusal's reason
                        early   [num_slots][source]  tag of a combine whose weights have arrived
-                       payload [num_slots][source]  what the call's sizes make of it (`region.Cut`): token, expert ids
-                                                    and weights of each row; weights of a combine; rows, then scales
+                       payload [num_slots][source]  what the call's sizes make of it (`region.SectionCut`): token,
+                                                    expert ids and weights of each row; weights of a combine; rows,
+                                                    then scales
 
 Order: a source writes a section of call n only after the owner has freed call `n - num_slots` (`freed`), then stores
 the tag. The owner waits for exactly this tag, reads, and frees the slot when its receive half is over, whether
@@ -53,7 +54,7 @@ from ...memory.signals import SEQ_BITS, SLEEP_S, SPIN_LOADS, YIELD_S, fence, fut
 from ..config import MAX_LATENCY_TOKENS, BufferConfig
 from ..control.withdrawal import EndWords
 from ..throughput.placement import Ints
-from .region import HEAD_WORDS, REASON_BYTES, Cut, RegionFields
+from .region import HEAD_WORDS, REASON_BYTES, RegionFields, SectionCut
 from .rows import Floats, WireRows
 
 OP_NAMES = ("none", "dispatch", "combine")
@@ -72,7 +73,7 @@ class SectionHeader(NamedTuple):
         refused: 1 when the rank cannot make this call; the reason follows.
         num_rows: rows in the section.
         had: combine: 1 when the source had this rank's tokens in its dispatch.
-        sizes: a code of the call's sizes (`Cut.code`).
+        sizes: a code of the call's sizes (`SectionCut.code`).
     """
 
     op: int
@@ -371,7 +372,7 @@ class Wire:
                 raise ProtocolError(f"rank {src}: {name} must be {low} ... {high}, got {value}; memory is corrupt")
         return head, reason.rstrip(b"\0").decode("utf-8", "replace")
 
-    def write_rows(self, dst: int, seq: int, rows: WireRows, index: torch.Tensor | None, cut: Cut) -> None:
+    def write_rows(self, dst: int, seq: int, rows: WireRows, index: torch.Tensor | None, cut: SectionCut) -> None:
         """Write rows (those of `index`, or all) into the section at `dst`."""
         region, slot = self.regions[dst], self.slot(seq)
         count = len(rows.data) if index is None else len(index)
@@ -391,7 +392,7 @@ class Wire:
         seq: int,
         num_rows: int,
         dtype: torch.dtype,
-        cut: Cut,
+        cut: SectionCut,
         scales: tuple[int, torch.dtype] | None = None,
     ) -> WireRows:
         """Return views of the rows (and scales: their number and dtype) that `src` wrote here."""
@@ -401,7 +402,7 @@ class Wire:
             return WireRows(data, None)
         return WireRows(data, region.rows(slot, src, num_rows, *scales, first=cut.scales_at))
 
-    def write_meta(self, dst: int, seq: int, tokens: Ints, ids: Ints, weights: Floats, cut: Cut) -> None:
+    def write_meta(self, dst: int, seq: int, tokens: Ints, ids: Ints, weights: Floats, cut: SectionCut) -> None:
         """Write tokens, their expert ids and weights beside the rows."""
         place = self.regions[dst].cut(cut).meta[self.slot(seq), self.rank, : len(tokens)]
         num_topk = cut.config.num_topk
@@ -409,7 +410,7 @@ class Wire:
         place[:, 1 : 1 + num_topk] = ids
         place[:, 1 + num_topk :] = weights.view(np.int32)
 
-    def read_meta(self, src: int, seq: int, num_rows: int, cut: Cut) -> tuple[Ints, Ints, Floats]:
+    def read_meta(self, src: int, seq: int, num_rows: int, cut: SectionCut) -> tuple[Ints, Ints, Floats]:
         """Return tokens, ids among this rank's experts (-1 elsewhere) and weights that `src` wrote, copied and checked.
 
         Raises:
@@ -426,11 +427,11 @@ class Wire:
         weights = meta[:, 1 + num_topk :].astype(np.int32).view(np.float32)
         return tokens, local, weights
 
-    def write_weights(self, dst: int, seq: int, weights: Floats, cut: Cut) -> None:
+    def write_weights(self, dst: int, seq: int, weights: Floats, cut: SectionCut) -> None:
         """Write the weights of a combine, a row for each token that was sent to `dst`."""
         self.regions[dst].cut(cut).weights[self.slot(seq), self.rank, : len(weights)] = weights
 
-    def read_weights(self, src: int, seq: int, num_rows: int, cut: Cut) -> Floats:
+    def read_weights(self, src: int, seq: int, num_rows: int, cut: SectionCut) -> Floats:
         """Return a copy of the weights that `src` pushed."""
         return self.regions[self.rank].cut(cut).weights[self.slot(seq), src, :num_rows].copy()
 

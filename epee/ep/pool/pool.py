@@ -21,7 +21,7 @@ from ..streams import Lane, Lanes, RunOptions
 from . import agreement
 from .latency import LatencyRooms, current_gpu
 from .needs import LatencyNeed, Need, Wish
-from .throughput import NO_MEMORY, Memory, Room, ThroughputRooms
+from .throughput import NO_MEMORY, MemoryBytes, Room, ThroughputRooms
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class BufferPool:
         self,
         group: dist.ProcessGroup,
         timeout: float | None = None,
-        memory: Memory = NO_MEMORY,
+        memory: MemoryBytes = NO_MEMORY,
         latency_bytes: int = 0,
     ) -> None:
         self.group = group

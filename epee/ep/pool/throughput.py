@@ -33,7 +33,7 @@ _LOCAL_EXPERTS, _ALIGNMENT = 64, 128  # for whose padding there is room in expan
 _LEAST_SLOT = 1 << 12  # bytes; with less, memory is made at the first call
 
 
-class Memory(NamedTuple):
+class MemoryBytes(NamedTuple):
     """Bytes of GPU memory for normal calls.
 
     Attributes:
@@ -45,10 +45,10 @@ class Memory(NamedTuple):
     expert: int = 0
 
 
-NO_MEMORY = Memory()
+NO_MEMORY = MemoryBytes()
 
 
-def memory_for(num_ranks: int, num_tokens: int, hidden: int, num_topk: int) -> Memory:
+def memory_for(num_ranks: int, num_tokens: int, hidden: int, num_topk: int) -> MemoryBytes:
     """Return the memory of a pool for bfloat16 rows; for the expert layout as well where `num_topk` is not 0.
 
     Args:
@@ -68,8 +68,8 @@ def memory_for(num_ranks: int, num_tokens: int, hidden: int, num_topk: int) -> M
     try:
         slots = (_NUM_SLOTS + 1) * Buffer.slot_bytes_for(config)
     except InvalidArgument:
-        return Memory((_NUM_SLOTS + 1) * num_ranks * num_tokens * 2 * hidden)
-    return Memory(slots, 2 * Buffer.expert_slot_bytes_for(config, _ALIGNMENT) if num_topk else 0)
+        return MemoryBytes((_NUM_SLOTS + 1) * num_ranks * num_tokens * 2 * hidden)
+    return MemoryBytes(slots, 2 * Buffer.expert_slot_bytes_for(config, _ALIGNMENT) if num_topk else 0)
 
 
 class Room:
@@ -114,7 +114,7 @@ class ThroughputRooms:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout: float | None, memory: Memory, device: torch.device | None
+        self, group: dist.ProcessGroup, timeout: float | None, memory: MemoryBytes, device: torch.device | None
     ) -> None:
         self._group = group
         self._timeout = timeout
@@ -230,12 +230,12 @@ class ThroughputRooms:
         if self.whole is not None:
             _log.info("%s: more is made", told)
             self.whole.all_gather_bytes(b"grow")  # all are here, or nobody begins
-        self._make_whole(Memory(max(slots, self._memory.slots), max(expert, self._memory.expert)), need.device)
+        self._make_whole(MemoryBytes(max(slots, self._memory.slots), max(expert, self._memory.expert)), need.device)
         room = self._cut_for(need)
         assert room is not None, told
         return room
 
-    def _make_whole(self, memory: Memory, device: torch.device) -> None:
+    def _make_whole(self, memory: MemoryBytes, device: torch.device) -> None:
         made = Buffer.of_bytes(
             self._group, memory.slots, memory.expert, device=device, num_slots=_NUM_SLOTS, timeout=self._timeout
         )

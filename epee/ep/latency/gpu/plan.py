@@ -311,7 +311,7 @@ class Planner:
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor, as torch counts them."""
-    return torch.empty(shape, device="meta").stride()
+    return torch.empty(shape, dtype=torch.int8, device="meta").stride()
 
 
 def _offsets(space: LatencyHandleSpace, parts: str) -> tuple[int, ...]:

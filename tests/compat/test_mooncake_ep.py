@@ -143,15 +143,31 @@ def test_a_rank_that_does_not_come_is_marked_and_left_out(tmp_path: Path, kind: 
     assert run_ranks(_lost, 4, str(tmp_path), kind, dead={2}) == [active, active, DEAD, active]
 
 
-def _replaced(slot: int, num_processes: int, folder: str) -> list[int]:
-    """Processes 0 and 1 are the ranks; process 2 takes rank 1's place when that is dead."""
-    rank, joins = (1, True) if slot == 2 else (slot, False)
-    if joins:
+def start_pair(slot: int, folder: str) -> Any:
+    """Begin a group of processes 0 and 1; process 2 comes in when rank 1 is lost, in its place."""
+    if slot == 2:
         stages.wait_for(folder, "lost")
     store = dist.FileStore(f"{folder}/store", 2)
-    options = pg.MooncakeBackendOptions(torch.ones(2, dtype=torch.int32), joins)
-    dist.init_process_group("mooncake-cpu", store=store, rank=rank, world_size=2, pg_options=options)
-    group = dist.group.WORLD
+    options = pg.MooncakeBackendOptions(torch.ones(2, dtype=torch.int32), slot == 2)
+    dist.init_process_group("mooncake-cpu", store=store, rank=min(slot, 1), world_size=2, pg_options=options)
+    return dist.group.WORLD
+
+
+def take_back(group: Any, buffer: Any, folder: str) -> None:
+    """Let rank 1's loss be known, and the newcomer in."""
+    while pg.get_active_ranks(group).sum() == 2:
+        dist.all_reduce(torch.ones(1))
+    stages.reach(folder, "lost")
+    while not pg.get_peer_state(group, [1])[0]:
+        time.sleep(0.01)
+    pg.recover_ranks(group, [1])
+    buffer.update_ep_member()
+
+
+def _replaced(slot: int, num_processes: int, folder: str) -> list[int]:
+    """Processes 0 and 1 are the ranks; process 2 takes rank 1's place when that is dead."""
+    joins = slot == 2
+    group = start_pair(slot, folder)
     buffer = ep.Buffer(group)
     active = torch.ones(2, dtype=torch.int32)
     if not joins:
@@ -160,13 +176,7 @@ def _replaced(slot: int, num_processes: int, folder: str) -> list[int]:
             os.kill(os.getpid(), signal.SIGKILL)
         for seed in range(1, 4):
             a_round(buffer, active, seed, [True, False], timeout_us=LONG_US)
-        while pg.get_active_ranks(group).sum() == 2:
-            dist.all_reduce(torch.ones(1))
-        stages.reach(folder, "lost")
-        while not pg.get_peer_state(group, [1])[0]:
-            time.sleep(0.01)
-        pg.recover_ranks(group, [1])
-        buffer.update_ep_member()
+        take_back(group, buffer, folder)
         active.fill_(1)
     for seed in range(4, 8):
         a_round(buffer, active, seed, [True, True], timeout_us=LONG_US)

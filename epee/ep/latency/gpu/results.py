@@ -62,7 +62,27 @@ class CudaLatencyHandle(LatencyHandle):
         return self.core.src_token
 
 
-class CudaLatencyDispatched(LatencyDispatched):
+class _Ends:
+    """What results of both kinds have of the end of their call."""
+
+    _core: CoreHandle | CoreCombined  # where the kernel writes
+    _where: tuple[Lane, torch.device, int]  # that the call's work is on; a raw stream
+
+    @_Late
+    def event(self) -> Event:
+        lane, device, stream = self._where
+        return lane.event(device, stream)
+
+    @_Late
+    def got(self) -> torch.Tensor:
+        return self._core.got
+
+    @_Late
+    def wait_us(self) -> torch.Tensor:
+        return self._core.wait_us
+
+
+class CudaLatencyDispatched(_Ends, LatencyDispatched):  # type: ignore[misc]  # made late, and never None
     """What a dispatch of CUDA tensors brings.
 
     Args:
@@ -83,29 +103,17 @@ class CudaLatencyDispatched(LatencyDispatched):
         hook: Hook | None,
     ) -> None:
         self.x, self.handle, self.hook = x, handle, hook
-        self._core, self._where = handle.core, (lane, device, stream)
+        self._core = self._handle = handle.core
+        self._where = lane, device, stream
         if lane.is_own:
             self.event = lane.event(device, stream)  # recorded now
 
     @_Late
-    def event(self) -> Event:
-        lane, device, stream = self._where
-        return lane.event(device, stream)
-
-    @_Late
     def num_tokens_per_expert(self) -> torch.Tensor:
-        return self._core.num_tokens_per_expert
-
-    @_Late
-    def got(self) -> torch.Tensor:
-        return self._core.got
-
-    @_Late
-    def wait_us(self) -> torch.Tensor:
-        return self._core.wait_us
+        return self._handle.num_tokens_per_expert
 
 
-class CudaLatencyCombined(LatencyCombined):
+class CudaLatencyCombined(_Ends, LatencyCombined):  # type: ignore[misc]  # likewise
     """What a combine of CUDA tensors brings.
 
     Args:
@@ -132,19 +140,6 @@ class CudaLatencyCombined(LatencyCombined):
         self._weights, self._handle, self._num_local_experts = weights, handle, num_local_experts
         if lane.is_own:
             self.event = lane.event(device, stream)
-
-    @_Late
-    def event(self) -> Event:
-        lane, device, stream = self._where
-        return lane.event(device, stream)
-
-    @_Late
-    def got(self) -> torch.Tensor:
-        return self._core.got
-
-    @_Late
-    def wait_us(self) -> torch.Tensor:
-        return self._core.wait_us
 
     @property
     def lost_weight(self) -> torch.Tensor:

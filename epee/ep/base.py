@@ -118,6 +118,11 @@ class SharedBuffer:
         """The buffer that owns the memory of this one; itself where it has its own."""
         return cast(_Self, self._whole or self)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls in this memory."""
+        return self._path.is_recorded
+
     def _beside(self: _Self, config: BufferConfig) -> _Self:
         """Return another object over the same memory, with handles of its own.
 

@@ -101,6 +101,8 @@ def check_mask(config: BufferConfig, active_ranks: object) -> torch.Tensor | Non
     mask = check_tensor("active_ranks", active_ranks, (None,), (torch.int32,), config.device)
     if len(mask) < config.num_ranks:
         raise InvalidArgument(f"active_ranks must have an entry for each of {config.num_ranks} ranks, got {len(mask)}")
+    if config.is_cuda and not mask.is_contiguous():  # kernels write into it, so a copy will not do
+        raise InvalidArgument(f"active_ranks must be contiguous on a GPU, got strides {list(mask.stride())}")
     return mask
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +44,11 @@ _BOUNDS = {
 
 class DoesNotFit(InvalidArgument):
     """Calls of these sizes need more memory than the buffer has; the text says how much."""
+
+
+def sizes_code(*sizes: int) -> int:
+    """Return a number of 32 bits made of sizes, which ranks compare instead of them."""
+    return zlib.crc32(",".join(map(str, sizes)).encode())
 
 
 @dataclass(frozen=True)

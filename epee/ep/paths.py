@@ -37,6 +37,10 @@ class Path(Protocol):
     barrier_op: int
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls."""
+
+    @property
     def num_copied(self) -> int:
         """Results that were copied out because no slot was free."""
 

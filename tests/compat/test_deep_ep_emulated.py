@@ -17,6 +17,7 @@ import epee
 import epee.compat.deep_ep as deep_ep
 from epee import reference
 from epee.compat.deep_ep.shared.layout import recv_channel_prefix_matrix
+from epee.ep.pool import latency as latency_rooms
 from epee.ep.pool import needs, pool
 from epee.ep.pool import throughput as rooms
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
@@ -25,6 +26,7 @@ from tests.compat import test_deep_ep_elastic as v2
 from tests.compat.deep_ep_cases import v1_handle, world
 from tests.csrc.emulated import EmulatedKernel, has_compiler
 from tests.csrc.emulated_buffer import EmulatedBuffer
+from tests.csrc.test_latency_buffer_emulated import EmulatedLatencyBuffer
 from tests.ep.buffer_cases import make_input
 from tests.ep.test_latency_rejoin import die, lose, start
 from tests.harness import DEAD, run_mortal, run_ranks
@@ -367,6 +369,7 @@ def _early(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any) 
     rooms.Buffer = EmulatedBuffer  # type: ignore[misc]
     pool.BufferPool.is_gpu = lambda self, device: True  # type: ignore[method-assign]
     pool.current_gpu = lambda: torch.device("cpu")
+    latency_rooms.LatencyBuffer = EmulatedLatencyBuffer  # type: ignore[misc]
     return function(rank, num_ranks, *args)
 
 
@@ -438,3 +441,25 @@ def _dies_before_the_first_call(rank: int, num_ranks: int) -> str:
 
 def test_a_death_before_the_first_call_is_told_to_all() -> None:
     assert run_ranks(_early, 2, _dies_before_the_first_call, dead={1}, timeout_s=100) == ["ok", DEAD]
+
+
+def _bad_sizes(rank: int, num_ranks: int) -> None:
+    """Sizes that kernels do not serve, on rank 1: the others hear of it at once, in each kind of call."""
+    v1_buffer = deep_ep.Buffer(world(), num_nvl_bytes=3 << 20)
+    v2_buffer: Any = deep_ep.ElasticBuffer(world(), num_max_tokens_per_rank=8, hidden=64, num_cpu_timeout_secs=60)
+    latent: Any = deep_ep.Buffer(world(), num_rdma_bytes=64 << 20, low_latency_mode=True)
+    calls: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "v1": lambda given: v1_buffer.dispatch(**given),
+        "v2": lambda given: v2_buffer.dispatch(given["x"], given["topk_idx"], given["topk_weights"], num_experts=4),
+        "low latency": lambda given: latent.low_latency_dispatch(given["x"], given["topk_idx"], 8, 4, use_fp8=False),
+    }
+    good, bad = v1._tokens(rank, 3, 64), v1._tokens(rank, 3, 12)
+    for call in calls.values():
+        call(good)
+        with pytest.raises(InvalidArgument if rank else MismatchError, match="hidden" if rank else "refused"):
+            call(bad if rank else good)
+        call(good)
+
+
+def test_sizes_that_kernels_do_not_serve_are_refused_on_all() -> None:
+    run_ranks(_early, 2, _bad_sizes, timeout_s=60)

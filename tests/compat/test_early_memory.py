@@ -65,7 +65,7 @@ def _dies_first(rank: int, num_ranks: int) -> Any:
     status = torch.empty(num_ranks, dtype=torch.int32)
     buffer.low_latency_query_mask_buffer(status)
     large = Shape(num_experts=8, hidden=2048, num_topk=6, max_tokens=300)
-    with pytest.raises(InvalidArgument, match=r"need \d+ bytes of memory, which cannot be made when a rank is lost"):
+    with pytest.raises(InvalidArgument, match=r"need \d+ bytes of memory.*cannot be made when a rank is lost"):
         call(buffer, large, 9, ALIVE)
     call(buffer, SHAPE, 5, ALIVE)
     return status.tolist()
@@ -88,6 +88,7 @@ def _sizes_change(rank: int, num_ranks: int) -> None:
     call(buffer, Shape(8, 4096, 6, 400), 3, everybody, num_tokens=9)  # does not fit: more is made, once
     grown = buffer.runtime.nbytes
     assert grown > before or num_ranks == 1
+    assert len(buffer.runtime._latency.wholes) == 1
     for seed in range(5):
         call(buffer, Shape(8, 4096, 2, 1 + seed), seed, everybody)
         call(buffer, BIG, seed, everybody)
@@ -119,28 +120,45 @@ def test_mooncakes_fail_rank_before_the_first_call(backend: str) -> None:
     assert results == [active, DEAD, active, active]
 
 
-def _replaced(slot: int, num_processes: int, folder: str) -> list[int]:
+TINY, MANY = replace(SHAPE, max_tokens=16), replace(SHAPE, max_tokens=1000)
+# for what the constructor is given memory, what calls there were before a rank is lost, and the first one behind it
+RETURNS = {
+    "memory of the constructor": (SHAPE, [SHAPE], SHAPE),
+    "a death before all calls": (SHAPE, [], SHAPE),
+    "memory of a first call": (None, [TINY, SHAPE], SHAPE),
+    "memory that has grown": (SHAPE, [MANY, SHAPE], SHAPE),
+    "memory that grows behind it": (SHAPE, [SHAPE], MANY),
+    "memory of a first call, that grows": (None, [SHAPE], MANY),
+}
+
+
+def _replaced(slot: int, num_processes: int, folder: str, made_for: Any, before: list[Shape], after: Shape) -> Any:
     """Processes 0 and 1 are the ranks; process 2 takes rank 1's place, and waits for nobody in its constructor."""
-    joins = slot == 2
     group = start_pair(slot, folder)
-    buffer = ep.Buffer(group, ep.Buffer.get_ep_buffer_size_hint(4, 512, 2, 8))
+    num_bytes = 0 if made_for is None else hint(made_for, 2)
+    buffer = ep.Buffer(group, num_bytes)
     active = torch.ones(2, dtype=torch.int32)
+    if slot < 2:
+        for seed, shape in enumerate(before):
+            a_round(buffer, active, seed, [True, True], timeout_us=LONG_US, shape=shape)
     if slot == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if not joins:
-        for seed in range(3):
-            a_round(buffer, active, seed, [True, False], timeout_us=LONG_US)
+    if slot == 0:
+        for shape in before[-1:]:
+            a_round(buffer, active, 7, [True, False], timeout_us=LONG_US, shape=shape)
         take_back(group, buffer, folder)
         active.fill_(1)
     stages.reach(folder, f"made-{slot}")
     stages.wait_for(folder, f"made-{2 - slot}")  # the newcomer's constructor has returned before anybody's call
-    for seed in range(4, 8):
-        a_round(buffer, active, seed, [True, True], timeout_us=LONG_US)
+    for seed in range(4):
+        a_round(buffer, active, seed, [True, True], timeout_us=LONG_US, shape=after if seed % 2 == 0 else SHAPE)
+    assert len(buffer._pool._latency.wholes) == 1
     return active.tolist()
 
 
-def test_a_replacement_with_bytes_comes_in_with_its_first_call() -> None:
-    assert run_mortal(_replaced, 3, dead={1}, timeout_s=60) == [[1, 1], DEAD, [1, 1]]
+@pytest.mark.parametrize("case", RETURNS)
+def test_a_replacement_finds_the_memory_of_the_others(case: str) -> None:
+    assert run_mortal(_replaced, 3, *RETURNS[case], dead={1}, timeout_s=60) == [[1, 1], DEAD, [1, 1]]
 
 
 def test_hints_grow_with_every_size() -> None:

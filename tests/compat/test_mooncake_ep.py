@@ -55,15 +55,16 @@ def a_round(
     use_hook: bool = False,
     zero_copy: bool = False,
     is_async: bool = False,
+    shape: Shape = SHAPE,
 ) -> None:
     """One dispatch and combine, compared with the oracle; `got` is what must be reported of each rank."""
     rank, num_ranks = buffer.rank, buffer.group_size
-    given = inputs(SHAPE, NUM_TOKENS[:num_ranks], seed)
+    given = inputs(shape, [min(count, shape.max_tokens) for count in NUM_TOKENS[:num_ranks]], seed)
     mine, mask = given[rank], [got] * num_ranks
-    packed = oracle.dispatch(given, SHAPE.num_experts, SHAPE.max_tokens, use_fp8=use_fp8 is not False, got=mask)
+    packed = oracle.dispatch(given, shape.num_experts, shape.max_tokens, use_fp8=use_fp8 is not False, got=mask)
     ends = {"async_finish": is_async, "return_recv_hook": use_hook}
     recv_x, counts, handle, event, hook = buffer.dispatch(
-        mine.x, mine.topk_idx, active, SHAPE.max_tokens, SHAPE.num_experts, timeout_us, use_fp8, **ends
+        mine.x, mine.topk_idx, active, shape.max_tokens, shape.num_experts, timeout_us, use_fp8, **ends
     )
     assert (hook is not None) == use_hook
     if hook is not None:
@@ -73,13 +74,13 @@ def a_round(
     assert isinstance(recv_x, tuple) == (use_fp8 is not False)
     check_rows(recv_x, counts, packed[rank])
     assert torch.equal(handle[1], packed[rank].layout_range)
-    assert handle[2:] == (SHAPE.max_tokens, SHAPE.hidden, SHAPE.num_experts)
+    assert handle[2:] == (shape.max_tokens, shape.hidden, shape.num_experts)
     outputs = expert_outputs(packed, seed)
     y = outputs[rank]
     if zero_copy:
         buffer.get_next_combine_buffer(handle).copy_(y)
         y = torch.full_like(y, float("nan"))
-    out = torch.empty(len(mine.x), SHAPE.hidden, dtype=BF16) if seed % 2 else None
+    out = torch.empty(len(mine.x), shape.hidden, dtype=BF16) if seed % 2 else None
     combined, event, hook = buffer.combine(
         y, mine.topk_idx, mine.topk_weights, active, timeout_us, handle, zero_copy, **ends, out=out
     )

@@ -347,3 +347,26 @@ def room_shape(room: epee.Buffer, num_ranks: int, **changes: Any) -> epee.Buffer
 def make_shaped(num_ranks: int, timeout: float = LONG_S, num_slots: int = 2) -> epee.Buffer:
     """What stands for `survival_buffer_cases.make` where its cases run in a room."""
     return room_shape(make_room(timeout=timeout, num_slots=num_slots), num_ranks)
+
+
+def weights_beside_rows_of_another(rank: int, num_ranks: int) -> bool:
+    """A combine whose y is the live result of another shape sends weights back, and leaves that result as it is."""
+    room = make_room()
+    sizes = {"num_experts": 4, "hidden": 16, "num_topk": 2}
+    large, small = (room.of_sizes(**sizes, max_tokens_per_rank=most) for most in (8, 4))
+    x = torch.full((4, 16), 1.0 + rank, dtype=torch.bfloat16)
+    idx, weights = torch.tensor([[0, 3], [1, 2], [2, 0], [3, 1]]), torch.rand(4, 2)
+    held, other = large.dispatch(x, idx, weights), small.dispatch(x, idx, weights)
+    parts = lambda: (held.x, held.topk_idx, held.topk_weights, held.handle.src_token)  # noqa: E731
+    before = [part.clone() for part in parts()]
+    back = torch.full((held.x.shape[0], 2), 7.0)
+    returned = small.combine(held.x, other.handle, topk_weights=back).topk_weights
+    room.barrier()
+    is_right = torch.equal(returned, torch.full((4, 2), 7.0) * _num_ranks_of(idx, num_ranks))
+    return is_right and all(torch.equal(old, new) for old, new in zip(before, parts(), strict=True))
+
+
+def _num_ranks_of(idx: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """`[num_tokens, 1]`: how many ranks each token goes to, of 4 experts."""
+    owners = idx // (4 // num_ranks)
+    return torch.tensor([[len(set(row))] for row in owners.tolist()])

@@ -77,6 +77,10 @@ def test_rooms_that_differ_or_hold_nothing_are_refused() -> None:
         assert all(words in text for words, (_, text) in zip(says, found, strict=True)), found
 
 
+def test_weights_do_not_touch_a_result_of_another_shape() -> None:
+    assert run(2, "weights_beside_rows_of_another") == [True, True]
+
+
 def test_cpu_buffers_serve_one_shape() -> None:
     run_ranks(room_cases.on_cpus, 2)
 

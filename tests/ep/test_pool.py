@@ -116,7 +116,7 @@ def _life(rank: int, num_ranks: int) -> None:
     x, topk_idx = torch.ones(5, 64, dtype=torch.bfloat16), torch.arange(10).view(5, 2) % num_ranks
     room.core.dispatch(x, topk_idx)
     assert room.core.nbytes > 128 * num_ranks * 128
-    assert latency_bytes(num_ranks, 4, 64, num_ranks, 2) > padded.nbytes > 2 * num_ranks * 4 * 64 * 4
+    assert padded.nbytes > latency_bytes(num_ranks, 4, 64, num_ranks, 2) > 2 * num_ranks * 4 * 64 * 4
     assert pool.nbytes > room.core.nbytes + padded.nbytes
     pool.check()
     grown = pool.room(replace(need, num_tokens=129))

@@ -58,7 +58,7 @@ def _dies_first(rank: int, num_ranks: int) -> list[int]:
         os.kill(os.getpid(), signal.SIGKILL)
     for seed, shape in enumerate((BIG, SMALL, MIDDLE)):
         call(buffer, device, shape, seed, ALIVE)
-    with pytest.raises(InvalidArgument, match=r"need \d+ bytes of memory, which cannot be made when a rank is lost"):
+    with pytest.raises(InvalidArgument, match=r"need \d+ bytes of memory.*cannot be made when a rank is lost"):
         call(buffer, device, Shape(8, 8192, 6, 300), 9, ALIVE)
     call(buffer, device, SMALL, 5, ALIVE)
     status = torch.empty(num_ranks, dtype=torch.int32, device=device)

@@ -19,7 +19,7 @@ from ..config import DTYPE_CODES, LAYOUTS
 from .params import COMBINE_FACT_BITS
 
 SCALE_KINDS = {None: 0, torch.float32: 1, torch.int32: 2}
-_CALL = "the handle in use (number of the dispatch that made it, 0 for none)"
+_CALL = "the handle in use (number of the dispatch that made it, 0 where a call brings its routing)"
 _SHAPE = (
     "the shape or the capacity (a number made of hidden, num_experts, num_topk, max_tokens_per_rank, dtype, the rows "
     "that there is room for, and capacity)"

@@ -211,7 +211,7 @@ class CallsAgain:
 
     def _is_mask(self, mask: Any) -> bool:
         is_usual = type(mask) is _Tensor and mask.dtype is _INT32 and mask.device == self._device
-        return is_usual and mask.dim() == 1 and mask.numel() >= self._num_ranks
+        return is_usual and mask.dim() == 1 and mask.numel() >= self._num_ranks and mask.is_contiguous()
 
     def _tell(self, op: int, error: Exception, before: int) -> None:
         """Tell the peers of an error that has come before they have heard of the call, as `CallAttempt` does."""

@@ -19,9 +19,8 @@ from ..control.bootstrap import group_of, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
 from ..gpu.ranges import ranged
-from ..membership.birth import is_awaited
+from ..membership.birth import awaited_bytes
 from ..paths import Making, Path
-from ..turns import on_gpu
 from .again import CallsAgain
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCpuPath
@@ -128,21 +127,20 @@ class LatencyBuffer(SharedBuffer):
         return made
 
     @classmethod
-    def is_awaited(
-        cls, group: dist.ProcessGroup, device: torch.device | None, nbytes: int, sizes: tuple[int, int, int, int]
-    ) -> bool:
-        """Tell whether this process has a lost rank's place, and the others' buffer runs that it would come into.
+    def awaited_bytes(cls, group: dist.ProcessGroup, device: torch.device | None, nbytes: int) -> int:
+        """Return the bytes of the others' running buffer into which a process that has a lost rank's place would come.
 
-        Making it then waits until they `sync`. Local.
+        Making one of so many (`of_bytes`) then waits until they `sync`. Local.
 
         Args:
             group, device: as of a buffer.
-            nbytes: of `of_bytes`; 0 for a buffer of `sizes`: experts, hidden, top-k, tokens.
+            nbytes: that are looked for first.
+
+        Returns:
+            0 where there is none, or this process has nobody's place.
         """
-        num_ranks = size_of(group)
-        config = BufferConfig(num_ranks, *sizes, torch.bfloat16, is_latency=True)
-        config = _whole_config(num_ranks, nbytes, config.num_slots) if nbytes else config
-        return is_awaited(group, replace(config, path="cpu" if cls._platform_of(device) is None else "cuda"))
+        path = "cpu" if cls._platform_of(device) is None else "cuda"
+        return awaited_bytes(group, replace(_whole_config(size_of(group), nbytes, 2), path=path))
 
     def of_sizes(self, *, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int) -> LatencyBuffer:
         """Return a buffer for calls of other sizes in the memory of this one. Local.
@@ -163,22 +161,23 @@ class LatencyBuffer(SharedBuffer):
             num_topk=num_topk,
             max_tokens_per_rank=max_tokens_per_rank,
         )
-        config.check()
-        other = self._beside(config)
-        with on_gpu(self.config.device.index):
+        with self._turns.queue(), self._turns:
+            config.check()
+            other = self._beside(config)
             other._make_plans(config)
-        return other
+            return other
 
     @staticmethod
-    def bytes_for(num_ranks: int, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int) -> int:
-        """Return the bytes of memory in which calls of such sizes fit, on CPUs and on GPUs.
+    def bytes_for(
+        num_ranks: int, num_experts: int, hidden: int, num_topk: int, max_tokens_per_rank: int, num_slots: int = 2
+    ) -> int:
+        """Return the bytes of memory in which calls of such sizes fit, on CPUs and on GPUs; arguments as of a buffer.
 
         Raises:
             InvalidArgument: no buffer can be made for such sizes.
         """
-        config = BufferConfig(
-            num_ranks, num_experts, hidden, num_topk, max_tokens_per_rank, torch.bfloat16, is_latency=True
-        )
+        sizes = num_experts, hidden, num_topk, max_tokens_per_rank
+        config = BufferConfig(num_ranks, *sizes, torch.bfloat16, num_slots, is_latency=True)
         config.check()
         return max(room_bytes(config), gpu_room_bytes(config))
 

@@ -114,6 +114,7 @@ class LatencyCpuPath(Memory):
     """
 
     barrier_op = OP_GATHER
+    is_recorded = False
     max_num_sms = 0
     num_copied = 0
     nbytes = 0  # the memory of an epoch is the lane's, and counted there

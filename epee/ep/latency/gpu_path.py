@@ -176,6 +176,11 @@ class LatencyCudaPath(Memory):
         return self._platform.limits.num_sms
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls."""
+        return self._core.is_recorded
+
+    @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
         return self._core.nbytes

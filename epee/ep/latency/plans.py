@@ -144,7 +144,7 @@ def _dispatch_key(given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, 
         type(x), x.shape, x.stride(), x.dtype, x.device,
         type(idx), idx.shape, idx.dtype, idx.device, idx.is_contiguous(),
         None if weights is None else _weights_key(weights),
-        None if mask is None else (type(mask), mask.shape, mask.dtype, mask.device),
+        None if mask is None else _mask_key(mask),
         id(return_hook), id(use_fp8), id(round_scale), id(use_ue8m0), async_op,
     )  # fmt: skip
 
@@ -158,9 +158,13 @@ def _combine_key(
         num_tokens, type(y), y.shape, y.dtype, y.device, y.is_contiguous(),
         None if weights is None else _weights_key(weights),
         None if out is None else (type(out), out.shape, out.dtype, out.device, out.is_contiguous(), out.requires_grad),
-        None if mask is None else (type(mask), mask.shape, mask.dtype, mask.device),
+        None if mask is None else _mask_key(mask),
         partial_dtype, id(return_hook), async_op,
     )  # fmt: skip
+
+
+def _mask_key(mask: torch.Tensor) -> Hashable:
+    return type(mask), mask.shape, mask.dtype, mask.device, mask.is_contiguous()
 
 
 def _weights_key(weights: torch.Tensor) -> Hashable:

@@ -7,7 +7,6 @@ sizes share it: each cuts it its own way (`SectionCut`), and only its source wri
 
 from __future__ import annotations
 
-import zlib
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from ...errors import InvalidArgument
 from ...memory.host import HostRegion
 from ...memory.layout import Field, Layout
-from ..config import BufferConfig
+from ..config import BufferConfig, sizes_code
 from ..control.withdrawal import LINE_WORDS
 
 REASON_BYTES = 240
@@ -48,8 +47,7 @@ class SectionCut:
     def code(self) -> int:
         """What ranks compare of the sizes."""
         config = self.config
-        sizes = f"{config.num_experts} {config.hidden} {config.num_topk} {config.max_tokens_per_rank}"
-        return zlib.crc32(sizes.encode())
+        return sizes_code(config.num_experts, config.hidden, config.num_topk, config.max_tokens_per_rank)
 
 
 class CutFields(NamedTuple):

@@ -328,12 +328,22 @@ def _join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig, tim
     return None if number is None else _open(mine, roster, number, config, group.rank(), 0, timeout_s)
 
 
-def is_awaited(group: dist.ProcessGroup, config: BufferConfig) -> bool:
-    """Tell whether a buffer runs that this process, which has a lost rank's place, would come into. Local."""
+def awaited_bytes(group: dist.ProcessGroup, config: BufferConfig) -> int:
+    """Return how much memory has a running buffer that this process, which has a lost rank's place, would come into.
+
+    Of those that are like `config` but for their bytes, one with the same, or else the oldest; 0: there is none. Local.
+    """
     seat = seat_of(group, config.num_ranks)
     if seat is None or not seat.is_joiner or not config.takes_replacements:
-        return False
-    return _running(registry_of(group, seat), Roster(seat), group.rank(), config) is not None
+        return 0
+    at = CONFIG_NAMES.index("room_bytes")
+    own = config.words()
+    found = []
+    for _, _, line in _open_lines(registry_of(group, seat), Roster(seat), group.rank(), config):
+        theirs = line.config(len(CONFIG_NAMES))
+        if theirs[:at] + theirs[at + 1 :] == own[:at] + own[at + 1 :] and theirs[at]:
+            found.append(theirs[at])
+    return own[at] if own[at] in found else found[0] if found else 0
 
 
 def _refuse_to_join(group: dist.ProcessGroup, seat: GroupInView, config: BufferConfig) -> None:
@@ -352,6 +362,15 @@ def _refuse_to_join(group: dist.ProcessGroup, seat: GroupInView, config: BufferC
 
 def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig) -> int | None:
     """Return the number of the oldest running buffer that this process does not have; None when there is none."""
+    for number, holder, line in _open_lines(mine, roster, own_rank, config):
+        if _fits(line, holder, config, own_rank):
+            return number
+    return None
+
+
+def _open_lines(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig) -> Iterator[tuple[int, int, Line]]:
+    """Return number, a holder and its line of each running buffer of a kind that this process has not had, oldest
+    first."""
     others: dict[int, Registry] = {}
     for rank, member in roster.view.members.items():
         endpoint = parse_endpoint(member.endpoint)
@@ -360,11 +379,9 @@ def _running(mine: Registry, roster: Roster, own_rank: int, config: BufferConfig
             others[rank] = found
     lines = {rank: _of_kind(registry.numbers(), config) for rank, registry in others.items()}
     for number in sorted({number for held in lines.values() for number in held} - mine.had):
-        holders = [rank for rank, held in lines.items() if number in held]
-        is_closed = any(registry.has_closed(number) for registry in others.values())
-        if not is_closed and _fits(lines[holders[0]][number], holders[0], config, own_rank):
-            return number
-    return None
+        holder = next(rank for rank, held in lines.items() if number in held)
+        if not any(registry.has_closed(number) for registry in others.values()):
+            yield number, holder, lines[holder][number]
 
 
 def _of_kind(lines: dict[int, Line], config: BufferConfig) -> dict[int, Line]:

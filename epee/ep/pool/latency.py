@@ -4,36 +4,30 @@ Other libraries' buffers are told bytes at construction and sizes in each call. 
 all ranks in the constructor, and a call of new sizes finds its place there without a word to the others: a rank that
 dies before its first call is a death like any other, and a first call can be recorded in a CUDA graph.
 
-What does not fit grows, once: the ranks meet on the host through the buffer that they have, so that nobody waits for
-one that is lost, then make another one together. Without bytes the first call makes memory, of its sizes.
+There is one memory for GPUs and one for CPUs. What does not fit makes a larger one in its place: the ranks meet on the
+host through the one that they have, so that nobody waits for one that is lost, and make it together. Without bytes the
+first call makes memory. Either has room for more tokens than it needs (`num_tokens_made_for`), so it happens rarely.
+Handles keep the memory of their calls, and what a CUDA graph has recorded stays until the end.
 
-A process that takes a lost rank's place while a buffer of the others runs comes into it with its first call, as they
-meet it in theirs (`meet_again`).
+A process that takes a lost rank's place comes into the memory that the others have (`LatencyBuffer.awaited_bytes`),
+with its first call, while they meet it before theirs (`meet_again`); then calls look for room, or all grow together.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TypedDict, TypeGuard, cast
+from typing import TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 
 from ...errors import CommTimeoutError, InvalidArgument, PeerError, RankFailedError
-from ..config import DoesNotFit
+from ..config import MAX_LATENCY_TOKENS, DoesNotFit
 from ..latency.buffer import LatencyBuffer
 from ..streams import is_capturing
-from .needs import LatencyNeed, latency_bytes
+from .needs import LatencyNeed, latency_bytes, num_tokens_made_for
 
 _log = logging.getLogger(__name__)
-_NO_SIZES = (1, 8, 1, 1)
-
-
-class _Sizes(TypedDict):
-    num_experts: int
-    hidden: int
-    num_topk: int
-    max_tokens_per_rank: int
 
 
 class LatencyRooms:
@@ -46,94 +40,121 @@ class LatencyRooms:
 
     Attributes:
         lately: buffers of calls on GPUs, by most tokens and experts, for calls like earlier ones: who uses one of them
-            needs not ask `buffer`. Emptied in place where that would do more than look one up.
+            must not need more than that. Emptied whenever the next call may need anything else.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None, nbytes: int) -> None:
         self._group = group
         self._timeout = timeout
-        self._wholes: list[LatencyBuffer] = []  # each has memory of its own
+        self._whole: dict[str, LatencyBuffer] = {}  # with memory of their own, by type of device
+        self._kept: list[LatencyBuffer] = []  # whose memory graphs have recorded
         self._cores: dict[LatencyNeed, LatencyBuffer] = {}
         self._apart: set[LatencyBuffer] = set()  # whose ranks meet before their next call
         self.lately: dict[tuple[int, int], LatencyBuffer] = {}
         self._wanted = nbytes if nbytes >= _least_bytes(group.size()) else 0  # still to be made
-        if self._wanted and not LatencyBuffer.is_awaited(group, current_gpu(), self._wanted, _NO_SIZES):
-            self._make_wanted(current_gpu())
+        device = current_gpu()
+        if self._wanted and not LatencyBuffer.awaited_bytes(group, device, self._wanted):
+            self._make(self._wanted, device)
 
     @property
     def wholes(self) -> list[LatencyBuffer]:
         """The buffers with memory of their own."""
-        return self._wholes
+        return [*self._whole.values(), *self._kept]
 
     def buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
         """Return the buffer for a call; see `BufferPool.latency_buffer`."""
+        if self._apart:
+            self._meet(need, active_ranks)
         core = self._cores.get(need)
         if core is None:
             core = self._cores[need] = self._find(need)
-        if self._apart and core.whole in self._apart:
-            agreed = core.sync()
-            self._apart.discard(core.whole)
-            if _is_mask(active_ranks, len(agreed)):  # else a GPU would wait until the time-out for who is not in
-                active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
         return core
 
     def meet_again(self) -> None:
-        """Let the next call of each buffer begin with who is in the group then; see `BufferPool.meet_again`."""
+        """Let the next call begin with who is in the group then; see `BufferPool.meet_again`."""
         self.lately.clear()
-        for whole in list(self._wholes):
+        for kind, whole in list(self._whole.items()):
             if whole.takes_replacements:
                 self._apart.add(whole)
-                continue
-            self._wanted = max(self._wanted, whole.config.room_bytes)
-            self._cores = {need: core for need, core in self._cores.items() if core.whole is not whole}
-            self._wholes.remove(whole)
-            whole.close()
+            else:
+                self._wanted = max(self._wanted, whole.config.room_bytes)
+                self._replace(kind)
 
     def close(self) -> None:
         """Give all memory back. Local, idempotent."""
-        self.lately.clear()
-        for whole in self._wholes:
+        for whole in self.wholes:
             whole.close()
-        self._wholes.clear()
-        self._cores.clear()
-        self._apart.clear()
+        for part in (self._whole, self._kept, self._cores, self._apart, self.lately):
+            part.clear()
+
+    def _meet(self, need: LatencyNeed, active_ranks: torch.Tensor | None) -> None:
+        whole = self._whole.get(need.device.type)
+        if whole is None or whole not in self._apart:
+            return
+        agreed = whole.sync()
+        self._apart.discard(whole)
+        if _is_mask(active_ranks, len(agreed)):  # else a GPU would wait until the time-out for who is not in
+            active_ranks[: len(agreed)] *= agreed.to(active_ranks.device)
 
     def _find(self, need: LatencyNeed) -> LatencyBuffer:
-        if self._wanted and not is_capturing():
-            self._make_wanted(None if need.device.type == "cpu" else need.device)
-        for whole in self._wholes:
-            if whole.config.device == need.device:
-                try:
-                    return whole.of_sizes(**_sizes(need))
-                except DoesNotFit as error:
-                    _log.debug("%s", error)
-        return self._grow(need)
+        whole = self._whole.get(need.device.type) or self._make_first(need)
+        try:
+            if whole.config.device != need.device:
+                raise InvalidArgument(
+                    f"x must be on {whole.config.device}, where this buffer has its memory, got {need.device}; call "
+                    "torch.cuda.set_device before the buffer is made"
+                )
+            return _cut(whole, need)
+        except DoesNotFit as error:
+            return _cut(self._grow(need, whole, error), need)
+        except InvalidArgument as error:
+            whole.refuse(error)  # of this rank's sizes alone, as far as it knows
+            raise
 
-    def _grow(self, need: LatencyNeed) -> LatencyBuffer:
-        """Make a buffer for calls of these sizes. Collective."""
-        needed = latency_bytes(self._group.size(), need.max_tokens, need.hidden, need.num_experts, need.num_topk)
-        have = sum(whole.nbytes for whole in self._wholes)
-        told = f"low-latency calls of {need.max_tokens} tokens of hidden {need.hidden} need {needed} bytes of memory"
-        remedy = f"this buffer has {have}; make it with that many (get_low_latency_rdma_size_hint)"
-        if is_capturing():
-            raise InvalidArgument(f"{told}, which cannot be made while a CUDA graph is recorded; {remedy}")
+    def _make_first(self, need: LatencyNeed) -> LatencyBuffer:
+        """Make memory, or come into that of the others. Collective."""
         device = None if need.device.type == "cpu" else need.device
-        sizes = need.num_experts, need.hidden, need.num_topk, need.max_tokens
-        if self._wholes and not LatencyBuffer.is_awaited(self._group, device, 0, sizes):
-            try:
-                self._wholes[0].all_gather_bytes(b"grow")  # all are here, or nobody begins
-            except (RankFailedError, PeerError, CommTimeoutError) as error:
-                raise InvalidArgument(f"{told}, which cannot be made when a rank is lost; {remedy}") from error
-        _log.info("%s, this buffer has %d: more is made", told, have)
-        made = LatencyBuffer(self._group, **_sizes(need), device=device, timeout=self._timeout)
-        self._wholes.append(made)
+        needed = self._wanted or _bytes_for(need, self._group.size())
+        self._require_no_graph(need, needed)
+        return self._make(LatencyBuffer.awaited_bytes(self._group, device, needed) or needed, device)
+
+    def _grow(self, need: LatencyNeed, whole: LatencyBuffer, reason: DoesNotFit) -> LatencyBuffer:
+        """Make larger memory in the place of `whole`. Collective."""
+        needed = max(_bytes_for(need, self._group.size()), whole.config.room_bytes)
+        self._require_no_graph(need, needed)
+        try:
+            whole.all_gather_bytes(b"grow")  # all are here, or nobody begins
+        except (RankFailedError, PeerError, CommTimeoutError) as error:
+            raise InvalidArgument(f"{reason}; it cannot be made when a rank is lost") from error
+        _log.info("%s: %d bytes are made", reason, needed)
+        return self._make(needed, None if need.device.type == "cpu" else need.device)
+
+    def _require_no_graph(self, need: LatencyNeed, needed: int) -> None:
+        if is_capturing():
+            raise InvalidArgument(
+                f"low-latency calls of {need.max_tokens} tokens of hidden {need.hidden} need {needed} bytes of memory, "
+                "which cannot be made while a CUDA graph is recorded; make the buffer with as many "
+                "(get_low_latency_rdma_size_hint), or one call of these sizes before"
+            )
+
+    def _make(self, nbytes: int, device: torch.device | None) -> LatencyBuffer:
+        made = LatencyBuffer.of_bytes(self._group, nbytes, device=device, timeout=self._timeout)
+        _log.info("memory for low-latency calls: %d bytes on %s", made.nbytes, made.config.device)
+        kind = made.config.device.type
+        if kind in self._whole:
+            self._replace(kind)
+        self._whole[kind] = made
+        self._wanted = 0
         return made
 
-    def _make_wanted(self, device: torch.device | None) -> None:
-        made = LatencyBuffer.of_bytes(self._group, self._wanted, device=device, timeout=self._timeout)
-        _log.info("memory for low-latency calls: %d bytes on %s", made.nbytes, made.config.device)
-        self._wholes.append(made)
-        self._wanted = 0
+    def _replace(self, kind: str) -> None:
+        """Let go of memory: it goes with the last handle of its calls."""
+        whole = self._whole.pop(kind)
+        self.lately.clear()
+        self._apart.discard(whole)
+        self._cores = {need: core for need, core in self._cores.items() if core.whole is not whole}
+        if whole.is_recorded:
+            self._kept.append(whole)
 
 
 def current_gpu() -> torch.device | None:
@@ -141,18 +162,24 @@ def current_gpu() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
+def _cut(whole: LatencyBuffer, need: LatencyNeed) -> LatencyBuffer:
+    return whole.of_sizes(
+        num_experts=need.num_experts,
+        hidden=need.hidden,
+        num_topk=need.num_topk,
+        max_tokens_per_rank=need.max_tokens,
+    )
+
+
+def _bytes_for(need: LatencyNeed, num_ranks: int) -> int:
+    """Return the bytes that are made for calls of such sizes, and of more tokens."""
+    num_tokens = max(need.max_tokens, min(num_tokens_made_for(need.max_tokens), MAX_LATENCY_TOKENS))
+    return latency_bytes(num_ranks, num_tokens, need.hidden, need.num_experts, need.num_topk)
+
+
 def _least_bytes(num_ranks: int) -> int:
     """Return the bytes of a call of one small token."""
     return latency_bytes(num_ranks, 1, 8, num_ranks, 1)
-
-
-def _sizes(need: LatencyNeed) -> _Sizes:
-    return {
-        "num_experts": need.num_experts,
-        "hidden": need.hidden,
-        "num_topk": need.num_topk,
-        "max_tokens_per_rank": need.max_tokens,
-    }
 
 
 def _is_mask(given: object, num_ranks: int) -> TypeGuard[torch.Tensor]:

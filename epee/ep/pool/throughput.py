@@ -4,7 +4,7 @@ On GPUs one `Buffer` made from bytes (`Buffer.of_bytes`) serves calls of all siz
 same memory (`Buffer.of_sizes`), which no other rank need hear of. Sizes that bound a call are the largest that fit,
 where the caller does not name them, so all ranks find the same. What does not fit grows: the ranks meet through the
 buffer that they have, then make a larger one together, never while a CUDA graph is recorded; handles of the old one
-serve on, and it goes with the last of them.
+serve on, and it goes with the last of them, or at the end where graphs have recorded its memory.
 
 On CPUs memory is address space until it is used: a buffer is made at the first call of a shape, by all ranks, and anew
 when a call needs more. Whether one must be made is decided from numbers that are equal on all ranks.
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ...errors import InvalidArgument
 from ..buffer import Buffer
 from ..config import CPU, MAX_TOPK, BufferConfig, DoesNotFit
+from ..control.bootstrap import refuse as refuse_birth
 from ..gpu.report import NoRoomError
 from ..streams import is_capturing
 from .needs import MOST_BLIND_TOKENS, Need, num_tokens_made_for
@@ -123,13 +124,15 @@ class ThroughputRooms:
         self._cut: dict[tuple[object, ...], Room] = {}
         self._made: dict[tuple[object, ...], Room] = {}
         self._last: Buffer | None = None
+        self._kept: list[Buffer] = []  # whose memory graphs have recorded
         if device is not None and memory.slots >= (_NUM_SLOTS + 1) * _LEAST_SLOT:
             self._make_whole(memory, device)
 
     @property
     def wholes(self) -> list[Buffer]:
         """The buffers in use that have memory of their own."""
-        return [*([] if self.whole is None else [self.whole]), *(room.core for room in self._made.values())]
+        whole = [] if self.whole is None else [self.whole]
+        return [*whole, *self._kept, *(room.core for room in self._made.values())]
 
     @property
     def lane(self) -> Buffer | None:
@@ -148,6 +151,7 @@ class ThroughputRooms:
         """Return the room of calls that are made without asking; see `BufferPool.standing_room`."""
         if self.whole is None:
             return None
+        self._last = self.whole  # through which all will agree, where they must
         room = self._cut_for(need)
         if room is None or not room.fits(need):
             self.whole.refuse(NoRoomError("a rank has more tokens than the buffer has room for"))
@@ -162,6 +166,7 @@ class ThroughputRooms:
         self.whole = self._last = None
         self._cut.clear()
         self._made.clear()
+        self._kept.clear()
 
     def _note(self, room: Room) -> None:
         """Let a call in `room` run behind those in others: the calls of one pool run one after another."""
@@ -173,35 +178,50 @@ class ThroughputRooms:
     # -- GPUs
 
     def _cut_for(self, need: Need) -> Room | None:
-        """Return the room of a shape over the memory that there is; None where none is, or nothing fits."""
-        if self.whole is None or self.whole.config.device != need.device:
+        """Return the room of a shape over the memory that there is; None where none is, or nothing fits.
+
+        Raises:
+            InvalidArgument: the kernels do not serve such sizes, or the tensors are elsewhere; the peers are told.
+        """
+        if self.whole is None:
             return None
         key = (*_key(need), need.itemsize)
         room = self._cut.get(key)
         if room is None:
-            num_tokens = need.num_tokens if need.num_rows else self._most_tokens(need)
             try:
-                core = self.whole.of_sizes(
-                    num_experts=need.num_experts,
-                    hidden=need.hidden,
-                    num_topk=need.num_topk,
-                    max_tokens_per_rank=num_tokens,
-                    dtype=_WIDEST[need.itemsize],
-                    max_recv_rows=need.num_rows_of(self._group.size(), num_tokens),
-                )
+                room = self._make_cut(need, self.whole)
             except DoesNotFit as error:
                 _log.debug("%s", error)
                 return None
-            room = self._cut[key] = Room(core, num_tokens, need.itemsize, is_apart=False)
+            except InvalidArgument as error:
+                self.whole.refuse(error)
+                raise
+            self._cut[key] = room
         return room
 
-    def _most_tokens(self, need: Need) -> int:
+    def _make_cut(self, need: Need, whole: Buffer) -> Room:
+        if whole.config.device != need.device:
+            raise InvalidArgument(
+                f"x must be on {whole.config.device}, where this buffer has its memory, got {need.device}; call "
+                "torch.cuda.set_device before the buffer is made"
+            )
+        num_tokens = need.num_tokens if need.num_rows else self._most_tokens(need, whole)
+        core = whole.of_sizes(
+            num_experts=need.num_experts,
+            hidden=need.hidden,
+            num_topk=need.num_topk,
+            max_tokens_per_rank=num_tokens,
+            dtype=_WIDEST[need.itemsize],
+            max_recv_rows=need.num_rows_of(self._group.size(), num_tokens),
+        )
+        return Room(core, num_tokens, need.itemsize, is_apart=False)
+
+    def _most_tokens(self, need: Need, whole: Buffer) -> int:
         """Return how many tokens of each rank a slot has room for, at least 1."""
-        assert self.whole is not None
         least, most = 1, MOST_BLIND_TOKENS
         while least < most:
             middle = (least + most + 1) // 2
-            if self.whole.fits(self._config(need, middle)):
+            if whole.fits(self._config(need, middle)):
                 least = middle
             else:
                 most = middle - 1
@@ -216,8 +236,14 @@ class ThroughputRooms:
         """Make memory in which such a call fits. Collective."""
         num_tokens = need.num_tokens if need.num_rows else num_tokens_made_for(need.num_tokens)
         config = self._config(need, num_tokens)
-        slots = (_NUM_SLOTS + 1) * Buffer.slot_bytes_for(config)
-        expert = 0 if need.layout == "rank" or not self._memory.expert else 2 * Buffer.expert_slot_bytes_for(config)
+        try:
+            slots = (_NUM_SLOTS + 1) * Buffer.slot_bytes_for(config)
+        except InvalidArgument as error:
+            if self.whole is None:  # the others are making memory, or are told the same
+                refuse_birth(self._group, config, error)
+            raise
+        lends_expert = need.layout != "rank" and self._memory.expert > 0
+        expert = 2 * Buffer.expert_slot_bytes_for(config, _ALIGNMENT) if lends_expert else 0
         have = 0 if self.whole is None else self.whole.nbytes
         told = (
             f"calls of {num_tokens} tokens of hidden {need.hidden} need {slots} bytes of memory, this buffer has {have}"
@@ -240,6 +266,8 @@ class ThroughputRooms:
             self._group, memory.slots, memory.expert, device=device, num_slots=_NUM_SLOTS, timeout=self._timeout
         )
         _log.info("memory for dispatch and combine: %d bytes on %s", made.nbytes, device)
+        if self.whole is not None and self.whole.is_recorded:
+            self._kept.append(self.whole)
         self.whole = self._last = made
         self._memory = memory
         self._cut.clear()

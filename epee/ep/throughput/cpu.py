@@ -75,6 +75,7 @@ class CpuPath:
     """
 
     barrier_op = OP_GATHER
+    is_recorded = False
 
     def __init__(self, making: Making, poison: bool) -> None:
         self.config = config = making.config

@@ -220,6 +220,11 @@ class CudaPath(Memory):
         return self.control.exchange.membership.takes_replacements
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls."""
+        return self._core.is_recorded
+
+    @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
         return self._core.nbytes

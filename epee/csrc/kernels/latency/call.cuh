@@ -36,9 +36,10 @@
 
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock, the mask and the news, all near
 enum Half : int { kSendHalf = 1, kReceiveHalf = 2 };
-enum HeadFlag : u32 { kHeadExcluded = 1u << 16, kHeadRefused = 1u << 17 };
-constexpr u32 kHeadTokens = 0xFFFF;
-constexpr int kHeadKindShift = 18;
+// A head: how many tokens follow, a flag, and above them what all ranks must agree about (`LatencyConfig.kind_of`).
+enum HeadFlag : u32 { kHeadExcluded = 1u << kHeadTokenBits, kHeadRefused = 2u << kHeadTokenBits };
+constexpr u32 kHeadTokens = (1u << kHeadTokenBits) - 1;
+constexpr int kHeadKindShift = kHeadTokenBits + 2;
 
 /// A block's view of the call.
 struct CallShared {

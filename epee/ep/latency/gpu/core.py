@@ -327,8 +327,6 @@ class LatencyCore:
             held: tensors that must live until the receive half is launched.
             stream, is_capturing: the current stream.
         """
-        if not is_capturing:
-            self.num_calls += 1
         calls = self._open[plan.op]
         if plan.is_split:
             half = Half(plan.op, calls, partial(self._receive, plan, what, held))
@@ -360,10 +358,17 @@ class LatencyCore:
         share.stream = stream
         if width > share.width:
             share.width = width
+        if halves & SEND_HALF and not is_capturing:
+            self.num_calls += 1  # behind all that can fail: the peers hear of it
         timeout_ns, pointers = what
         ready.launch(stream, timeout_ns, turn, pointers)
 
     # --- view and memory ------------------------------------------------------------------------------------------
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls."""
+        return self._share.in_graphs
 
     def tags(self) -> int:
         """Return the highest call number that this rank has used; waits for the GPU."""

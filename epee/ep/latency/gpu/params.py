@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch
 from ....errors import InvalidArgument
 from ....jit.params import constants_source, struct_source
 from ....memory.layout import Field, Layout, align_up
-from ...config import DoesNotFit
+from ...config import DoesNotFit, sizes_code
 from ...gpu.params import MAX_EXPERTS, MAX_RANKS, NUM_REPORTS
 from ...throughput.shapes import Limits
 
@@ -35,8 +34,10 @@ COMBINE_FLAGS = 4  # of a partial that goes as a row: blocks that send a part of
 PARTIAL_SHARES = 3  # blocks that sum a partial that goes in packets
 PACKET_SHARES = 20  # warps that expand a record in packets
 PACKET_TOKENS = 32  # up to so many tokens of a rank cross in packets
-CODE_BITS = 11  # that name a call's sizes in its kind, above
-KIND_BITS = 3
+HEAD_TOKEN_BITS = 11  # of a head; two flags and the kind follow
+KIND_BITS = 3  # of the kind; the code of the call's sizes follows
+_CODE_BITS = 32 - HEAD_TOKEN_BITS - 2 - KIND_BITS
+assert 1 << HEAD_TOKEN_BITS > MAX_TOKENS
 _AREA_ALIGN = 256
 _LEAST_PAD = 4 * _AREA_ALIGN  # more than what alignment of the areas can cost
 _PACKETS = 1 / 3  # of a section's bytes: at 43 tokens and more 32 of them fit there in packets
@@ -161,6 +162,7 @@ def kernel_head(num_ranks: int, stall_one_in: int = 0) -> str:
         "kStallOneIn": stall_one_in,
         "kPacketWarps": PACKET_SHARES,
         "kFlagsOfToken": COMBINE_FLAGS,
+        "kHeadTokenBits": HEAD_TOKEN_BITS,
     }
     structs = (LatencyCall, LatencyPlaces, LatencyDispatchParams, LatencyCombineParams)
     return "".join([constants_source(constants), *(struct_source(struct) for struct in structs)])
@@ -213,10 +215,12 @@ class LatencyConfig:
                 )
         if self.max_in_flight not in (1, 2, 4):
             raise InvalidArgument(f"max_in_flight must be 1, 2 or 4, got {self.max_in_flight}")
-        if self.room is not None and not self.needs.fit(self.room):
+        if self.room is not None and self.needs.longer_than(self.room):
+            short = self.needs.longer_than(self.room)
             raise DoesNotFit(
                 f"calls of {self.max_tokens} tokens of hidden {self.hidden} with top-{self.num_topk} need "
-                f"{room_bytes(self)} bytes of memory, the buffer has {region_layout(self).nbytes}; make it with more"
+                f"{room_bytes(self)} bytes of memory made for any sizes (of_bytes), the buffer has "
+                f"{region_layout(self).nbytes}, whose sections are too short for {', '.join(short)}; make it with more"
             )
 
     @property
@@ -282,13 +286,10 @@ class LatencyConfig:
         """The fields of a rank's lent region."""
         return region_layout(self)
 
-    @property
-    def code(self) -> int:
-        """What ranks compare in each call of the sizes: 11 bits, 0 where memory serves no others."""
-        if self.room is None:
-            return 0
-        sizes = f"{self.num_experts} {self.hidden} {self.num_topk} {self.max_tokens}".encode()
-        return 1 + zlib.crc32(sizes) % ((1 << CODE_BITS) - 1)
+    def kind_of(self, kind: int) -> int:
+        """Return what ranks compare in each call: its kind, and 16 bits made of the sizes."""
+        code = sizes_code(self.num_experts, self.hidden, self.num_topk, self.max_tokens)
+        return kind | (code & (1 << _CODE_BITS) - 1) << KIND_BITS
 
     def places(self, op: str) -> LatencyPlaces:
         """Return where `op` ("dispatch" or "combine") has its words and records."""
@@ -357,10 +358,10 @@ class Sections:
         areas = [int(share * part) // _AREA_ALIGN * _AREA_ALIGN for part in _SHARES]
         return cls(words.head_words, words.tokens, words.weights, *areas)
 
-    def fit(self, room: Sections) -> bool:
-        """Tell whether sections of `room` are long enough; fewer packets are slower, not too few."""
+    def longer_than(self, room: Sections) -> list[str]:
+        """Return for what sections of `room` are too short; fewer packets are slower, not too few."""
         names = ("head_words", "tokens", "weights", "dispatch_rows", "combine_rows")
-        return all(getattr(self, name) <= getattr(room, name) for name in names)
+        return [name for name in names if getattr(self, name) > getattr(room, name)]
 
 
 def room_bytes(config: LatencyConfig) -> int:

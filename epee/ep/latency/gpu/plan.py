@@ -27,7 +27,6 @@ from .params import (
     DISPATCH_PARTS,
     DISPATCH_POINTERS,
     HANDLE_PARTS,
-    KIND_BITS,
     OP_COMBINE,
     OP_DISPATCH,
     SCALE_BLOCK,
@@ -225,7 +224,7 @@ class Planner:
         constants = {
             "x_stride": x_stride,
             "num_tokens": num_tokens,
-            "kind": options.kind | config.code << KIND_BITS,
+            "kind": config.kind_of(options.kind),
             "scale_kind": options.scale_kind,
             "row_words": config.hidden * dtype.itemsize // 4,
             "scale_words": num_scales,
@@ -260,7 +259,7 @@ class Planner:
             "y_stride": 2 * config.hidden,
             "has_weights": int(has_weights),
             "num_tokens": num_tokens,
-            "kind": int(is_wide) | 2 * int(has_weights) | config.code << KIND_BITS,
+            "kind": config.kind_of(int(is_wide) | 2 * int(has_weights)),
         }
         name = "combine_latency_f32" if is_wide else "combine_latency_bf16"
         num_ranks = config.num_ranks

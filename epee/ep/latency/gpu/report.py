@@ -49,9 +49,10 @@ def _describe(code: int, op: str, head: str, peer: int, facts: tuple[int, int, i
             f"k {where}; it was taken as -1"
         )
     if code == MISMATCH:
+        mine, other = _kinds(op, expected, got)
         return MismatchError(
-            f"{head}: ranks disagree about the call: this rank has {_kind(op, expected)}, rank {peer} has "
-            f"{_kind(op, got)}; its part was left out, all ranks must make the same calls"
+            f"{head}: ranks disagree about the call: this rank has {mine}, rank {peer} has {other}; its part was left "
+            "out, all ranks must make the same calls"
         )
     if code == REFUSED:
         return MismatchError(f"{head}: rank {peer} refused the call, so its part was left out; see the error there")
@@ -68,7 +69,9 @@ def _describe(code: int, op: str, head: str, peer: int, facts: tuple[int, int, i
     return ProtocolError(f"{head}: rank {peer} sent {what} that cannot be right: {got}, limit {expected}")
 
 
-def _kind(op: str, kind: int) -> str:
-    names, code, kind = _KINDS.get(op, ()), kind >> KIND_BITS, kind & (1 << KIND_BITS) - 1
-    name = names[kind] if kind < len(names) else f"kind {kind}"
-    return f"{name} (sizes {code})" if code else name
+def _kinds(op: str, *words: int) -> list[str]:
+    """Return what two ranks have said of a call, in words, their sizes (a number made of them) where those differ."""
+    names, codes = _KINDS.get(op, ()), [word >> KIND_BITS for word in words]
+    kinds = [word & (1 << KIND_BITS) - 1 for word in words]
+    told = [names[kind] if kind < len(names) else f"kind {kind}" for kind in kinds]
+    return told if codes[0] == codes[1] else [f"{name} of sizes {code}" for name, code in zip(told, codes, strict=True)]

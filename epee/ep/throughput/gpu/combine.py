@@ -46,13 +46,20 @@ def _place_expert_rows(shape: Shape, y: torch.Tensor, handle: ThroughputHandle) 
     return CombineSource(place.regions, 0 if is_there else 1, place.slot_bytes, False, place.number)
 
 
-def place_rows(machine: Machine, y: torch.Tensor) -> CombineSource:
-    """Find `y`, rows of the rank layout, in the lent memory, or decide that the kernel copies it there."""
+def place_rows(machine: Machine, y: torch.Tensor, writer: Shape | None = None) -> CombineSource:
+    """Find `y`, rows of the rank layout, in the lent memory, or decide that the kernel copies it there.
+
+    Args:
+        machine: whose memory.
+        y: the rows.
+        writer: the shape in which weights will be written beside them: not into a slot that another shape has filled,
+            where something of a result that lives may lie in their place.
+    """
     slot_bytes = machine.config.slot_bytes
     offset = y.data_ptr() - machine.slots[machine.config.rank].address
     slot, rest = divmod(offset, slot_bytes)
     is_lent = rest == 0 and 0 <= slot <= machine.config.num_slots  # a result is never in the landing slot
-    if y.numel() and is_lent and slot not in machine.pool.haunted:
+    if y.numel() and is_lent and slot not in machine.pool.haunted and writer in (None, machine.filled_by[slot]):
         return CombineSource(machine.slots, slot, slot_bytes, False)
     return CombineSource(machine.slots, machine.landing, slot_bytes, y.numel() > 0)
 
@@ -156,7 +163,8 @@ def launch_combine(
 ) -> torch.Tensor | None:
     """Launch a combine into `out`; returns the weights that come back, if any go out. `memo` as in `plan_of`."""
     machine = shape.machine
-    place = _place_expert_rows(shape, y, handle) if handle.is_expert else place_rows(machine, y)
+    writer = None if topk_weights is None else shape
+    place = _place_expert_rows(shape, y, handle) if handle.is_expert else place_rows(machine, y, writer)
     out_weights = _send_weights(shape, place, handle, topk_weights)
     short = place.is_copied, place.number, options.num_sms, machine.max_sms
     plan = None if memo is None else memo.get(short)

@@ -93,6 +93,11 @@ class Throughput:
         return other
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls."""
+        return self._machine.is_recorded
+
+    @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
         return self._machine.nbytes
@@ -157,6 +162,7 @@ class Throughput:
         taken = None if is_expert else machine.take(stream, is_granted=True)
         try:
             slot = machine.grant_landing() if taken is None else taken.slot
+            machine.filled_by[slot] = self._shape
             if machine.is_poisoned:
                 machine.poison_slot(slot)
             mailbox = machine.open_mailbox() if facts.is_exact and is_fresh else None
@@ -222,6 +228,7 @@ class Throughput:
         taken = machine.take(stream, is_granted=False)
         if taken is None:
             return None
+        machine.filled_by[taken.slot] = self._shape
         machine.poison_slot(taken.slot)
         return machine.lease(taken)[: rows * hidden * dtype.itemsize].view(dtype).view(rows, hidden)
 

@@ -82,6 +82,7 @@ class Machine:
         interrupt: called while the host waits for the GPU; may call `abort`.
         reason_of: knows what peers have said about calls that they refused.
         is_poisoned: fill receive memory with 0xFF before each use.
+        filled_by: in whose shape a slot was filled last; what else lies in it is where that shape has it.
     """
 
     def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
@@ -95,6 +96,7 @@ class Machine:
         self.interrupt: Callable[[], None] = _nothing
         self.reason_of: ReasonOf | None = None
         self.is_poisoned = False
+        self.filled_by: list[object] = [None] * (config.num_slots + 1)
         self._all_gather = all_gather
         self._kernels: dict[str, Launcher] = {}
         head = kernel_head(config.num_ranks, platform.limits.max_warps, platform.limits.stall_one_in)
@@ -132,6 +134,11 @@ class Machine:
         self._gone: set[int] = set()  # ranks, and ghosts, whose processes have ended
         self.members = frozenset(range(config.num_ranks))
         platform.synchronize()  # calls may come on any stream
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls."""
+        return self._share_of_gpu.in_graphs
 
     @property
     def nbytes(self) -> int:

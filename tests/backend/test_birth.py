@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.backend.bootstrap import birth
+from epee.backend.bootstrap import birth, record
 from epee.errors import InvalidArgument, MismatchError, PeerError, ProtocolError, ResourceError
 from epee.memory.host import HostRegion
 from tests.harness import run_ranks
@@ -234,7 +234,7 @@ def test_nobody_waits_for_a_late_rank_once_another_has_failed(tmp_path: Path) ->
 def test_a_damaged_error_record_is_a_protocol_error(raw: bytes) -> None:
     region = HostRegion.create(4096, "test")
     with pytest.raises(ProtocolError):
-        birth._parse(raw, 1, birth._own_record(2, 65536, region))
+        record.parse(raw, 1, record.own_record(2, 65536, region))
     region.close()
 
 

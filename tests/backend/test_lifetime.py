@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.backend.bootstrap import record
 from epee.errors import AbortedError, ForkError, PeerError, ProtocolError, RankFailedError, UnsupportedError
 from tests.forked import Program
 from tests.harness import DEAD, run_ranks
@@ -309,9 +310,9 @@ def test_an_open_receive_does_not_spin(any_source: bool) -> None:
 def other_host(rank: int, num_ranks: int, folder: str) -> str:
     from epee.backend.bootstrap import birth
 
-    real = birth._own_record
+    real = birth.own_record
     if rank == 1:
-        birth._own_record = lambda *args: replace(real(*args), host="node7", boot_id="another-boot")  # type: ignore[assignment]
+        birth.own_record = lambda *args: replace(real(*args), host="node7", boot_id="another-boot")  # type: ignore[assignment]
     with pytest.raises(UnsupportedError) as caught:
         cases.init(rank, num_ranks, folder)
     return str(caught.value)
@@ -330,26 +331,24 @@ def test_a_group_that_spans_hosts_is_refused_on_every_rank(tmp_path: Path) -> No
 def test_a_record_that_does_not_fit_is_a_protocol_error(field: str, value: object) -> None:
     import json
 
-    from epee.backend.bootstrap import birth
     from epee.memory.host import HostRegion
 
     region = HostRegion.create(4096, "test")
-    mine = birth._own_record(2, 65536, region)
+    mine = record.own_record(2, 65536, region)
     good = json.dumps(asdict(mine)).encode()
-    assert birth._parse(good, 1, mine) == mine
+    assert record.parse(good, 1, mine) == mine
     with pytest.raises(ProtocolError, match="rank 1"):
-        birth._parse(json.dumps({**asdict(mine), field: value}).encode(), 1, mine)
+        record.parse(json.dumps({**asdict(mine), field: value}).encode(), 1, mine)
     region.close()
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff\xfe", b"[]", b"{}", b"[1" * 3000, b'{"a": 1}', b"null"])
 def test_a_damaged_record_is_a_protocol_error(raw: bytes) -> None:
-    from epee.backend.bootstrap import birth
     from epee.memory.host import HostRegion
 
     region = HostRegion.create(4096, "test")
     with pytest.raises(ProtocolError):
-        birth._parse(raw, 1, birth._own_record(2, 65536, region))
+        record.parse(raw, 1, record.own_record(2, 65536, region))
     region.close()
 
 

@@ -138,7 +138,7 @@ def test_a_rank_cannot_write_anothers_outbox() -> None:
 
 def in_advance(rank: int, num_ranks: int, folder: str) -> str:
     """Before rank 1 puts its record there somebody puts another one under its key, which can be guessed."""
-    real = birth._exchange
+    real = birth.exchange  # type: ignore[attr-defined]
 
     def exchange(this: BootstrapAttempt, mine: Any, *rest: Any) -> Any:
         if rank == 0:
@@ -149,7 +149,7 @@ def in_advance(rank: int, num_ranks: int, folder: str) -> str:
             stages.wait_for(folder, "refused")
         return real(this, mine, *rest)
 
-    birth._exchange = exchange
+    birth.exchange = exchange  # type: ignore[attr-defined,assignment]
     try:
         with pytest.raises(PeerError if rank else AuthError) as caught:
             cases.init(rank, num_ranks, folder, timeout_s=20)
@@ -168,7 +168,7 @@ def test_a_record_that_was_set_in_advance_is_refused_in_words(tmp_path: Path) ->
 
 def changed_greeting(rank: int, num_ranks: int, folder: str) -> str:
     """Rank 0 reads another greeting of rank 1 than rank 1 has written."""
-    real = birth._read
+    real = BootstrapAttempt.read
 
     def read(this: BootstrapAttempt, peer: int, what: str, deadline: float) -> bytes:
         raw = real(this, peer, what, deadline)
@@ -176,7 +176,7 @@ def changed_greeting(rank: int, num_ranks: int, folder: str) -> str:
             return json.dumps({**json.loads(raw), "nonce": "0" * 32}).encode()
         return raw
 
-    birth._read = read
+    BootstrapAttempt.read = read  # type: ignore[assignment,method-assign]
     with pytest.raises((AuthError, PeerError)) as caught:
         cases.init(rank, num_ranks, folder, timeout_s=20)
     return f"{type(caught.value).__name__}: {caught.value}"

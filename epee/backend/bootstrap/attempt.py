@@ -16,9 +16,13 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from ...errors import (
+    CommTimeoutError,
     EpeeError,
     InvalidArgument,
     MismatchError,
@@ -63,6 +67,24 @@ class BootstrapAttempt:
     def key(self, rank: int) -> str:
         """Return the key of a rank's record."""
         return f"epee/{self.number}/{rank}"
+
+    def read(self, peer: int, what: str, deadline: float) -> bytes:
+        """Return a record of `peer`; raise what it tells instead if it has failed."""
+        try:
+            self.store.wait([self.key(peer) + what], time_left(deadline))
+            raw = bytes(self.store.get(self.key(peer) + what))
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as exc:
+            raise CommTimeoutError(
+                f"init (rank={self.rank}, peer={peer}): no word from rank {peer}: {str(exc).splitlines()[0]}; "
+                "start all ranks with the same rendezvous, and rank numbers that differ",
+                [peer],
+            ) from exc
+        self.others_know = True
+        fields = read_fields(raw, peer)
+        if "failed" in fields:
+            raise failure(fields, self.rank, self.num_ranks)
+        self.others_know = False
+        return raw
 
     def explain(self, error: BaseException, watch: DeathWatch) -> BaseException:
         """Return what to raise for `error`: what `heard` says if that is more.
@@ -125,6 +147,11 @@ class BootstrapAttempt:
             time.sleep(0.01)
         text = f"init (rank={self.rank}, peer={peer}): rank {peer} failed without a word"
         return error or PeerError(text, [peer], "init")
+
+
+def time_left(deadline: float) -> timedelta:
+    """Return the time until `deadline` (`time.monotonic()`), for a store; never nothing."""
+    return timedelta(seconds=max(0.1, deadline - time.monotonic()))
 
 
 def _of_a_peer(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ LAYERS = (
     {"env"},
     {"memory", "jit"},
     {"view"},
+    {"link"},
     {"backend", "ep", "collectives", "doctor"},
     {"nn", "compat"},
     {"demo"},

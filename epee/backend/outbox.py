@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -182,13 +182,13 @@ def count_of(word: int) -> int:
     return count if word == counted(count) else -1
 
 
-def consumed_of(words: memoryview) -> int:
+def consumed_of(words: Mapping[int, int] | memoryview) -> int:
     """Return the last call that the rank of these words is through with."""
     first, second = words[CONSUMED], words[CONSUMED_TOO]
     return int(first if first < second else second)
 
 
-def has_left(words: memoryview) -> bool:
+def has_left(words: Mapping[int, int] | memoryview) -> bool:
     """Return whether the rank of these words has left the group, or never came into it; a damaged word says no."""
     return words[LIFE] in _GONE
 
@@ -229,7 +229,10 @@ class Outboxes:
         first_cell: word index of the cells; a call with sequence number s has cell s modulo NUM_CELLS.
         staging_bytes: size of one staging buffer.
         payload_bytes: offsets handed out by peers must end at or below this.
+        exports: tells ranks of other hosts what is stored here; None in a group on one host.
     """
+
+    exports: Any = None
 
     def __init__(
         self, rank: int, regions: list[HostRegion], staging_bytes: int, epoch: int, capacity: int | None = None

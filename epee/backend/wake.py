@@ -8,6 +8,8 @@ the sleep is timed.
 
 A receive from any source waits for a word of each of several ranks. It sleeps on the BELL word of its own outbox, which
 never changes while it sleeps; a sender that finds BELL set wakes whoever sleeps there. Nobody writes a foreign outbox.
+
+In a group over several hosts the ranks of the others are told as well (`hosts/exports.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ _take, _give_back = _fence.acquire, _fence.release
 def publish_word(box: Outboxes, index: int, value: int) -> None:
     """Store `value` in word `index` of this rank's outbox and wake the peers' waiters."""
     box.own[index] = value
+    if box.exports is not None:
+        box.exports.word(index, value)
     if _take(False):
         _give_back()
     else:

@@ -47,6 +47,7 @@ class Hello:
         lane: rank 0's choice for the group; -1 on the others.
         folder: of a new job, made by rank 0; "" when it may not be needed.
         nonce: random, so that what was told in another attempt does not fit this one (`proof.py`).
+        host: which host it runs on (`link/topology.py`).
     """
 
     num_ranks: int
@@ -54,6 +55,7 @@ class Hello:
     lane: int
     folder: str
     nonce: str
+    host: str
 
 
 class Seat(NamedTuple):
@@ -172,17 +174,17 @@ def new_folder(kind: str = "") -> JobDirectory:
         raise shortage("cannot make a folder for the job", exc) from exc
 
 
-def own_hello(rank: int, num_ranks: int) -> tuple[Hello, JobDirectory | None]:
-    """Return what this rank tells, and the folder that rank 0 has made when it is in no job."""
+def own_hello(rank: int, num_ranks: int, host: str) -> tuple[Hello, JobDirectory | None]:
+    """Return what this rank, which runs on `host`, tells, and the folder that rank 0 has made when it is in no job."""
     with _lock:
         usable = {path: job.slot for path, job in _jobs.items() if job.has_home and job.runtime.error is None}
     mine = dict(list(usable.items())[-MAX_JOBS_TOLD:])
     nonce = secrets.token_hex(NONCE_BYTES)
     if rank != 0:
-        return Hello(num_ranks, mine, -1, "", nonce), None
+        return Hello(num_ranks, mine, -1, "", nonce, host), None
     directory = None if mine else new_folder()
     lane = secrets.randbelow(LANE_LIMIT)
-    return Hello(num_ranks, mine, lane, "" if directory is None else str(directory.path), nonce), directory
+    return Hello(num_ranks, mine, lane, "" if directory is None else str(directory.path), nonce, host), directory
 
 
 def common_job(hellos: Sequence[Hello]) -> str:
@@ -243,8 +245,10 @@ def parse_hello(fields: dict[str, Any], rank: int, num_ranks: int) -> Hello:
             raise ValueError(f"lane is {hello.lane!r}")
         if rank == 0 and hello.lane < 0:
             raise ValueError("rank 0 names no lane")
-        if type(hello.num_ranks) is not int or not isinstance(hello.nonce, str):
-            raise TypeError(f"num_ranks is {hello.num_ranks!r}, nonce {hello.nonce!r}")
+        if type(hello.num_ranks) is not int or not isinstance(hello.nonce, str) or not isinstance(hello.host, str):
+            raise TypeError(f"num_ranks is {hello.num_ranks!r}, nonce {hello.nonce!r}, host {hello.host!r}")
+        if len(bytes.fromhex(hello.nonce)) != NONCE_BYTES:
+            raise ValueError("nonce has another size")
     except (TypeError, ValueError) as exc:
         raise ProtocolError(f"rank {rank}'s greeting in the store cannot be read ({exc}); is the store ours?") from exc
     if hello.num_ranks != num_ranks:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import epee
 from epee.backend.bootstrap import record
-from epee.errors import AbortedError, ForkError, PeerError, ProtocolError, RankFailedError, UnsupportedError
+from epee.errors import AbortedError, ForkError, PeerError, ProtocolError, RankFailedError
 from tests.forked import Program
 from tests.harness import DEAD, run_ranks
 from tests.survive import stages
@@ -307,26 +307,18 @@ def test_an_open_receive_does_not_spin(any_source: bool) -> None:
         assert share < 0.15, f"{100 * share:.1f} % of a core"
 
 
-def other_host(rank: int, num_ranks: int, folder: str) -> str:
-    from epee.backend.bootstrap import birth
-
-    real = birth.own_record
-    if rank == 1:
-        birth.own_record = lambda *args: replace(real(*args), host="node7", boot_id="another-boot")  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError) as caught:
-        cases.init(rank, num_ranks, folder)
-    return str(caught.value)
-
-
-def test_a_group_that_spans_hosts_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for told in run_ranks(other_host, 2, str(tmp_path), backend=None):
-        assert "one host" in told
-        assert "node7" in told
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("protocol", 99), ("num_ranks", 3), ("staging_bytes", 4096), ("blob", "00"), ("pid", "7"), ("blob", 5)],
+    [
+        ("protocol", 99),
+        ("num_ranks", 3),
+        ("staging_bytes", 4096),
+        ("blob", "00"),
+        ("pid", "7"),
+        ("blob", 5),
+        ("port", 1 << 16),
+        ("address", "here"),
+    ],
 )
 def test_a_record_that_does_not_fit_is_a_protocol_error(field: str, value: object) -> None:
     import json

@@ -24,10 +24,12 @@ import weakref
 from dataclasses import asdict
 
 from ...errors import ProtocolError
+from ...link.topology import Topology, own_host_key
 from ...memory.host import HostRegion
 from ...view.job import Seat, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
 from ..engine.engine import Engine
+from ..hosts.birth import create_over_hosts
 from ..membership.epochs import Survival
 from ..options import MODES
 from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
@@ -62,6 +64,12 @@ def create_engine(this: BootstrapAttempt, timeout_s: float, staging_bytes: int, 
     try:
         if num_ranks > 1:
             greeting = _greet(this, deadline)
+            topology = Topology(rank, [hello.host for hello in greeting.hellos])
+            if topology.num_hosts > 1:
+                greeting.withdraw()  # a job lives on one host
+                engine = create_over_hosts(this, greeting, topology, timeout_s, staging_bytes, mode)
+                keep(engine)
+                return engine
             capacity = greeting.capacity
         layout = outbox_layout(capacity, staging_bytes)
         this.region = region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
@@ -137,7 +145,7 @@ def _attach(peer: int, record: RankRecord, owner: OutboxOwner) -> HostRegion:
 
 def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:
     """Hear from all ranks which jobs they are in; all come to the same choice for the group."""
-    mine, directory = own_hello(this.rank, this.num_ranks)
+    mine, directory = own_hello(this.rank, this.num_ranks, own_host_key())
     try:
         told = [json.dumps(asdict(mine)).encode()] * this.num_ranks
         this.store.set(this.key(this.rank) + "/hello", told[this.rank])

@@ -5,13 +5,15 @@ Records are JSON of a fixed set of fields; nothing is unpickled. Each proves who
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
-from ...errors import ProtocolError, UnsupportedError, shortage
+from ... import env
+from ...errors import ProtocolError, shortage
 from ...memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ...view.job import Seat, pack_member
 from ...view.transport.auth import Token
@@ -41,6 +43,9 @@ class RankRecord:
     nonce: str  # of the process, hexadecimal
     member: str  # of a job that this group founds, else ""
     epoch: int  # that this rank knows, in a job that runs already
+    address: str  # where its links are made, in a group over several hosts, else ""
+    port: int
+    link_mac: bool  # EPEE_LINK_MAC
 
 
 _KINDS = get_type_hints(RankRecord)  # some 0.2 ms each time
@@ -74,6 +79,9 @@ def own_record(
         seat.job.runtime.member.nonce.hex() if seat is not None else bytes(NONCE_BYTES).hex(),
         pack_member(seat.job.runtime.member) if seat is not None and seat.is_founder else "",
         survival.epoch if survival is not None else 1,
+        "",
+        0,
+        env.get_bool("EPEE_LINK_MAC"),
     )
 
 
@@ -99,9 +107,6 @@ def exchange(this: BootstrapAttempt, mine: RankRecord, proof: Proof, deadline: f
         this.others_know = True  # every rank compares the same records
         records.append(parse(text.encode(), peer, mine))
         this.others_know = False
-    this.others_know = True
-    _check_host(records)
-    this.others_know = False
     return records
 
 
@@ -117,8 +122,10 @@ def parse(raw: bytes, peer: int, mine: RankRecord) -> RankRecord:
             raise ValueError("blob has another size")
         if len(bytes.fromhex(record.nonce)) != NONCE_BYTES:
             raise ValueError("nonce has another size")
-        if not 0 < record.pid < 1 << 31:
-            raise ValueError(f"pid is {record.pid}")
+        if not 0 < record.pid < 1 << 31 or not 0 <= record.port < 1 << 16:
+            raise ValueError(f"pid is {record.pid}, port {record.port}")
+        if record.address:
+            ipaddress.ip_address(record.address)
     except (ValueError, TypeError, KeyError) as exc:
         raise ProtocolError(f"rank {peer}'s record in the store cannot be read ({exc}); is the store ours?") from exc
     if record.protocol != PROTOCOL:
@@ -126,24 +133,8 @@ def parse(raw: bytes, peer: int, mine: RankRecord) -> RankRecord:
             f"rank {peer} speaks version {record.protocol} of the backend's protocol, this rank {PROTOCOL}; "
             "install one version of epee everywhere"
         )
-    for name in ("num_ranks", "staging_bytes", "mode"):
+    for name in ("num_ranks", "staging_bytes", "mode", "link_mac"):
         here, there = getattr(mine, name), getattr(record, name)
         if here != there:
             raise ProtocolError(f"{name} must be equal on all ranks: {here} here, {there} on rank {peer}")
     return record
-
-
-def _check_host(records: list[RankRecord]) -> None:
-    """Refuse groups whose ranks cannot share memory; every rank sees the same records and says the same."""
-    first = records[0]
-    for rank, record in enumerate(records):
-        if record.boot_id != first.boot_id:
-            raise UnsupportedError(
-                f"a group of the backend epee lives on one host so far; rank 0 runs on {first.host}, rank {rank} on "
-                f"{record.host}; use gloo or nccl for groups that span hosts, epee inside each host"
-            )
-        if record.namespace != first.namespace:
-            raise UnsupportedError(
-                f"ranks 0 and {rank} run on host {first.host} in different PID namespaces (containers); "
-                "run them in one, or share it (--pid=host)"
-            )

@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import MismatchError, ProtocolError
 from ..outbox import PREAMBLE, Outboxes
 from ..tensors import Array
-from .plan import Plan, Planned, Sink
+from .plan import Plan, Planned, Range, Sink
 from .rounds import CHUNK_BYTES
 
 
@@ -64,6 +64,18 @@ class AllToAll(Plan):
             if rank != self._rank and len(part):
                 place = start + rank * self._length
                 view[place : place + len(part)] = part
+
+    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return the segments of the readers."""
+        itemsize, sent = self._dtype.itemsize, self._sent
+        if self._total <= self._compact_bytes:
+            if k:
+                return ()
+            return [(sum(sent[:rank]) * itemsize, sent[rank] * itemsize) for rank in readers]
+        lengths = [max(0, min(self._length, sent[rank] - k * self._length)) for rank in readers]
+        half = k % 2 * self._chunk_bytes
+        places = [half + rank * self._length * itemsize for rank in readers]
+        return [(place, length * itemsize) for place, length in zip(places, lengths, strict=True)]
 
     def agree(self, box: Outboxes, offsets: list[int], op: Planned) -> None:
         """Compare everybody's lists and derive the rounds and the places."""

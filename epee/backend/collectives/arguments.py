@@ -247,7 +247,8 @@ def gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor,
     elif outputs:
         raise InvalidArgument(f"gather: outputs belong to the root only (rank {root}), got {len(outputs)} on this rank")
     signature = _signature("gather", tensor.dtype, tensor.numel(), root=root)
-    return Spread("gather", signature, source(tensor, carrier), True, sinks, box)
+    reader = position_of(box, root, "gather")
+    return Spread("gather", signature, source(tensor, carrier), True, sinks, box, reader)
 
 
 def scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Plan:

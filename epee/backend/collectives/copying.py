@@ -14,7 +14,7 @@ import numpy as np
 
 from ..outbox import Outboxes
 from ..tensors import Array
-from .plan import Plan, Sink
+from .plan import Plan, Range, Sink
 from .rounds import cut, lay_out
 from .segments import Segmented
 
@@ -31,11 +31,19 @@ class Spread(Plan):
     """
 
     def __init__(
-        self, name: str, signature: int, source: Array, puts: bool, sinks: dict[int, Any], box: Outboxes
+        self,
+        name: str,
+        signature: int,
+        source: Array,
+        puts: bool,
+        sinks: dict[int, Any],
+        box: Outboxes,
+        reader: int | None = None,
     ) -> None:
         super().__init__(name, signature)
         self._source = source
         self._sinks = sinks
+        self._reader = reader  # the only position that reads the blocks; None: all do
         self._rank = box.rank
         self._dtype = source.dtype
         self._count = len(source)
@@ -55,6 +63,12 @@ class Spread(Plan):
         place = offset // self._dtype.itemsize
         part = self._source if self.rounds == 1 else self._source[k * self._length : (k + 1) * self._length]
         box.views[self._dtype][self._rank][place : place + len(part)] = part
+
+    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return the part of the block that is used; nothing for a host without the destination of a gather."""
+        if self._reader is not None and self._reader not in readers:
+            return ()
+        return ((0, min(self._length, self._count - k * self._length) * self._dtype.itemsize),)
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Copy round `k` of every wanted block."""

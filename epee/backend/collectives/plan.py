@@ -17,6 +17,8 @@ from ..outbox import CELL_PAYLOAD_BYTES, Outboxes
 from ..tensors import Array
 from .signature import OP_CODE, REFUSED, pack
 
+Range = tuple[int, int]  # first byte, number of bytes
+
 
 class Planned(Protocol):
     """What a plan asks of the call that runs it."""
@@ -73,6 +75,18 @@ class Plan:
 
     def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
         """Reduce this rank's share of round `k`, found at `offsets[rank]` of each outbox, into `offset` of its own."""
+
+    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return which bytes of round `k`'s block these ranks read, counted from where `put` wrote it; all, if unsure.
+
+        Args:
+            readers: positions of the ranks of one host, ascending.
+        """
+        return ((0, self.round_bytes or self.put_bytes),)
+
+    def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return the same for this rank's reduced share of round `k`."""
+        return ((0, self.merge_bytes),)
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Read round `k` from `offsets[rank]` of each outbox (of the merged shares in two-phase calls)."""

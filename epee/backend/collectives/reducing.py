@@ -18,7 +18,7 @@ import numpy as np
 from ...memory.layout import align_up
 from ..outbox import ALIGN_BYTES, Outboxes
 from ..tensors import Array
-from .plan import Plan, Sink
+from .plan import Plan, Range, Sink
 from .reduce import Reducer
 from .rounds import cut, lay_out
 from .segments import Segmented
@@ -40,6 +40,7 @@ class AllReduce(Plan):
         self._reducer = reducer
         self._rank = box.rank
         self._takes = root in (-1, box.rank)
+        self._root = root
         self._count = count = len(array)
         self._itemsize = itemsize = array.itemsize
         nbytes = count * itemsize
@@ -73,6 +74,24 @@ class AllReduce(Plan):
             view[place : place + low] = self._array[first : first + low]
         if high < length:
             view[place + high : place + length] = self._array[first + high : last]
+
+    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return everything in one step, if a reader takes the result; in two the shares of the readers."""
+        if not self._share:
+            return ((0, self.put_bytes),) if self._root == -1 or self._root in readers else ()
+        parts = [self._part(k, rank) for rank in readers]
+        return [(low * self._itemsize, (high - low) * self._itemsize) for low, high in parts]
+
+    def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return the share, if a reader takes the result."""
+        low, high = self._part(k, self._rank)
+        return ((0, (high - low) * self._itemsize),) if self._root == -1 or self._root in readers else ()
+
+    def _part(self, k: int, rank: int) -> tuple[int, int]:
+        """Return the elements of round `k`, from its first one on, that are a rank's share."""
+        length = min(self._length, self._count - k * self._length)
+        low = min(length, rank * self._share)
+        return low, min(length, low + self._share)
 
     def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
         """Reduce this rank's share of round `k`."""

@@ -10,7 +10,7 @@ import numpy as np
 from ...memory.layout import align_up
 from ..outbox import ALIGN_BYTES, Outboxes
 from ..tensors import Array
-from .plan import Plan, Sink
+from .plan import Plan, Range, Sink
 from .rounds import cut, lay_out
 
 
@@ -42,6 +42,12 @@ class Segmented(Plan):
             if rank != self._rank and len(part):
                 start = place + rank * self._length
                 view[start : start + len(part)] = part
+
+    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return the segments of the readers."""
+        itemsize = self._sink.array.itemsize
+        length = max(0, min(self._length, len(self._sink.array) - k * self._length))
+        return [(rank * self._length * itemsize, length * itemsize) for rank in readers]
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Make round `k` of this rank's result."""

@@ -74,7 +74,7 @@ def _end(engine: EngineFace) -> None:
         time.sleep(0.001)
     if got and not entry.asleep:
         engine.mail.close()
-        box.close()
+        (box.exports.end if box.exports is not None else box.close)()
 
 
 def _wake_peers_of_head(engine: EngineFace) -> None:

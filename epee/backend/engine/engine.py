@@ -74,14 +74,21 @@ class Engine:
         untold: a loss that no call could tell, because the call that it would fail had ended before; the next one does.
     """
 
-    def __init__(self, box: Outboxes, watch: DeathWatch, timeout_s: float, first_number: int = 1) -> None:
+    def __init__(
+        self,
+        box: Outboxes,
+        watch: DeathWatch,
+        timeout_s: float,
+        first_number: int = 1,
+        waiting: Callable[[Engine, Entry], Waiting] | None = None,
+    ) -> None:
         self.box = box
         self.watch = watch
         self.timeout_s = timeout_s
         self.flags = 0
         self._flags_lock = threading.Lock()
         self.entry = Entry(self)
-        self.waits = Waiting(self, self.entry)
+        self.waits = (waiting or Waiting)(self, self.entry)
         self.seq = 0
         self.queue: deque[Operation] = deque()
         self.mail = Mailroom(box, first_number)
@@ -360,12 +367,16 @@ class Engine:
         while queue and queue[0].done:
             op = queue[0]
             if op.error is not None and op.published:
-                own[op.cell + GAVE_UP] = failed_by_view(op.tag) if op.by_view else op.tag
+                own[op.cell + GAVE_UP] = gave_up = failed_by_view(op.tag) if op.by_view else op.tag
+                if self.box.exports is not None:
+                    self.box.exports.word(op.cell + GAVE_UP, gave_up)
                 if op.by_view:  # who was voted out and has not heard of it yet must not complete it
                     own[op.cell] = 0
             elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header
             own[CONSUMED] = own[CONSUMED_TOO] = op.seq
+            if self.box.exports is not None:
+                self.box.exports.consumed(op.seq)
             self.contributors = op.box.members if op.error is None else ()
             if self.survival is not None:
                 self.unsettled.note(op)

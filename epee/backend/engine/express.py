@@ -42,7 +42,7 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
     box, plan, cell, seq = op.box, op.plan, op.cell, op.seq
     preamble = plan.preamble
     used = 0 if preamble is None else (8 * len(preamble) + 63) & -64
-    if plan.rounds > 1 or seq > box.cells_free_until:
+    if plan.rounds > 1 or seq > box.cells_free_until or box.exports is not None:
         return False
     own, tag, base = box.own, op.tag, 0
     if plan.put_bytes:

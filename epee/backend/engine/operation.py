@@ -138,6 +138,8 @@ class Operation:
         if plan.preamble is not None:
             own[cell + PREAMBLE : cell + PREAMBLE + len(plan.preamble)] = memoryview(plan.preamble)
         self.offsets[box.rank] = self.base
+        if box.exports is not None:
+            box.exports.call(plan, cell, self.base)
         publish_word(box, cell, self.tag)
         self.published = True
         if plan.rounds > 1:
@@ -164,7 +166,10 @@ class Operation:
     def _fill(self, box: Outboxes) -> None:
         plan = self.plan
         if plan.put_bytes:
-            plan.put(box, self.filled, self.base + self.filled % plan.num_halves * plan.round_bytes)
+            offset = self.base + self.filled % plan.num_halves * plan.round_bytes
+            plan.put(box, self.filled, offset)
+            if box.exports is not None:
+                box.exports.block(plan, self.filled, offset)
         publish_word(box, self.cell + FILLED, counted(self.filled + 1))
         self.filled += 1
 
@@ -424,6 +429,8 @@ class Operation:
         offsets = [offset + half * plan.round_bytes for offset in self.offsets]
         own = self.base + plan.num_halves * plan.round_bytes + half * plan.merge_bytes
         plan.merge(box, k, offsets, own)
+        if box.exports is not None:
+            box.exports.share(plan, k, own)
         publish_word(box, self.cell + MERGED, counted(k + 1))
         self.merged += 1
 

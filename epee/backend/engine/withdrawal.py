@@ -21,13 +21,24 @@ time-out. A crash between two stores leaves a rank that the next epoch has no mo
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from ...errors import CommTimeoutError
 from ...view.protocol.withdrawal import GRACE_S, End, Look, Stance, end_of, gave_up, names_of
 from ..collectives.signature import REFUSED
-from ..outbox import COMPLETES, GAVE_UP, SIGNATURE, Outboxes, consumed_of, failed_by_view, has_left
+from ..outbox import (
+    COMPLETES,
+    CONSUMED,
+    CONSUMED_TOO,
+    GAVE_UP,
+    LIFE,
+    SIGNATURE,
+    Outboxes,
+    consumed_of,
+    failed_by_view,
+    has_left,
+)
 from ..wake import publish_word
 
 _MEANING = {
@@ -51,6 +62,10 @@ class Withdrawable(Protocol):
     deadline: float
     completing: bool
     lost: Collection[int]
+
+    @property
+    def name(self) -> str:
+        """The collective's name."""
 
     def fail(self, error: BaseException) -> None:
         """End it with `error`."""
@@ -91,11 +106,13 @@ class Withdrawal:
         self._grace_s = min(GRACE_S, patience_s)
         self._until = time.monotonic() + self._grace_s
         box.own[op.cell + GAVE_UP] = op.tag
+        if box.exports is not None:
+            box.exports.word(op.cell + GAVE_UP, op.tag)
         publish_word(box, op.cell, 0)
 
     def is_over(self, op: Withdrawable, box: Outboxes) -> bool:
         """See how the call ends. True when it does so here: it has failed, or `op.completing` says that it must be."""
-        look = end_of({box.members[peer]: _stance_of(box.words[peer], op) for peer in box.peers}, op.lost)
+        look = end_of({box.members[peer]: _stance_at(box, peer, op) for peer in box.peers}, op.lost)
         if look.end is End.COMPLETES:
             op.completing = True
             return True
@@ -121,7 +138,17 @@ class Withdrawal:
         return CommTimeoutError(f"{where}: {'; '.join(told)}", look.ranks or self.silent or others)
 
 
-def _stance_of(words: memoryview, op: Withdrawable) -> Stance:
+def _stance_at(box: Outboxes, peer: int, op: Withdrawable) -> Stance:
+    """Return what becomes of the call at a peer; one on another host must be asked (`hosts/looks.py`)."""
+    exports = box.exports
+    if exports is None or exports.topology.is_here(peer):
+        return _stance_of(box.words[peer], op)
+    indices = (CONSUMED, CONSUMED_TOO, LIFE, op.cell, op.cell + GAVE_UP, op.cell + SIGNATURE)
+    words = exports.looks.at(peer, indices, (op.name, op.tag))
+    return Stance.OPEN if words is None else _stance_of(words, op)
+
+
+def _stance_of(words: Mapping[int, int] | memoryview, op: Withdrawable) -> Stance:
     """Return what becomes of the call at a peer. Each word is loaded before those that were stored before it.
 
     A part that was taken back is told from one that never came by GAVE_UP. Who ended the call with another error, or

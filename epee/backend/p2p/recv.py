@@ -414,7 +414,7 @@ class Receiver(Books):
         if number:
             index = box.verdict_base[peer] + 8 + number % NUM_VERDICTS * VERDICT_WORDS
             if verdict == REFUSED:
-                box.own[index + 1] = message.signature
+                publish_word(box, index + 1, message.signature)
             publish_word(box, index, number << 2 | verdict)
         if message in self._posted:
             self._posted.remove(message)
@@ -428,7 +428,7 @@ class Receiver(Books):
         """Say that the slots read so far may be written again; the sender sleeps on that when the lane is full."""
         box = self._box
         freed = lane.next_slot - 1
-        if freed - lane.woken > NUM_LANE_SLOTS // 4:
+        if freed - lane.woken > NUM_LANE_SLOTS // 4 or box.exports is not None:
             publish_word(box, box.verdict_base[peer], freed)
             lane.woken = freed
         else:

@@ -10,10 +10,10 @@ cannot be decided yet, the message is kept as open, and the next send of its tag
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import InvalidState, MismatchError, ProtocolError
-from ...memory.signals import fence
 from ..engine.operation import Block
 from ..outbox import (
     BELL,
@@ -52,6 +52,7 @@ class _Fragment(NamedTuple):
     Attributes:
         number: of the message in its lane.
         bytes_done: of the message, with this fragment.
+        nbytes: of the fragment.
         kind: DATA or CANCELLED.
         first_word: of the outbox.
         slot_number: of its first slot, counted from the lane's beginning.
@@ -60,6 +61,7 @@ class _Fragment(NamedTuple):
 
     number: int
     bytes_done: int
+    nbytes: int
     kind: int
     first_word: int
     slot_number: int
@@ -108,8 +110,7 @@ class Sender(Books):
             return message.heir_of is not None  # else it is not written, and the receiver never delivers it
         box, number = self._box, message.number
         mark = box.lane_base[message.peer] + (number - 1) % NUM_LANE_SLOTS * LANE_SLOT_WORDS + TAKEN_BACK
-        box.own[mark] = number
-        fence()
+        publish_word(box, mark, number)  # with a fence
         return self._outcome(message.peer, lane, message) == CLAIMED
 
     def cancel(self, message: Message) -> None:
@@ -205,14 +206,26 @@ class Sender(Books):
         """Return what becomes of a message that was taken back; CLAIMED: not known yet."""
         if message.verdict is not None:
             return message.verdict
-        words, number = self._box.words[peer], message.number
-        claimed = words[self._verdicts + CLAIM]  # first: who claims another message has answered this one
-        verdict = words[self._verdict_index(number)]
+        number = message.number
+        claim, answer = self._verdicts + CLAIM, self._verdict_index(number)
+        words = self._words_behind(peer, (claim, answer), number)
+        if words is None:
+            return CLAIMED
+        claimed = words[claim]  # first: who claims another message has answered this one
+        verdict = words[answer]
         if verdict >> 2 != number:
             return CLAIMED if claimed == number else DECLINED  # as soon as the receiver comes to it
-        if verdict & 3 in (MATCHED, REFUSED):
-            self._verdict(peer, lane, message)
+        if verdict & 3 in (MATCHED, REFUSED) and self._verdict(peer, lane, message) is not None:
+            return CLAIMED  # it is on its way from another host
         return verdict & 3
+
+    def _words_behind(self, peer: int, indices: tuple[int, int], number: int) -> Mapping[int, int] | memoryview | None:
+        """Return words of a rank as they are behind this rank's mark on a message; None: its host has not answered."""
+        exports = self._box.exports
+        if exports is None or exports.topology.is_here(peer):
+            return self._box.words[peer]
+        found: Mapping[int, int] | None = exports.looks.at(peer, indices, ("message", peer, number))
+        return found
 
     def _forget(self, peer: int, lane: SendLane) -> None:
         """Drop the oldest messages that were given up and that the receiver has passed."""
@@ -315,7 +328,7 @@ class Sender(Books):
         _HEADER.pack_into(
             box.own, 8 * (index + SLOT_MESSAGE), number, message.user_tag, message.signature, total, nbytes, kind
         )
-        fragment = _Fragment(number, done + nbytes, kind, index, lane.next_slot, used)
+        fragment = _Fragment(number, done + nbytes, nbytes, kind, index, lane.next_slot, used)
         self.entry = (self._written, (peer, lane, message, fragment))
         self._written(peer, lane, message, fragment)
         self.entry = None
@@ -323,7 +336,7 @@ class Sender(Books):
     def _written(self, peer: int, lane: SendLane, message: Message, fragment: _Fragment) -> None:
         """Publish a fragment and book it."""
         box = self._box
-        number, bytes_done, kind, first_word, slot_number, used = fragment
+        number, bytes_done, _, kind, first_word, slot_number, used = fragment
         message.number = number
         message.bytes_done = bytes_done
         if bytes_done == message.nbytes and kind == DATA:
@@ -332,6 +345,9 @@ class Sender(Books):
         elif kind == CANCELLED:
             message.written = True
         lane.next_message = number + 1
+        if box.exports is not None:
+            start = box.lane_data[peer] + (slot_number - 1) % NUM_LANE_SLOTS * LANE_SLOT_BYTES
+            box.exports.fragment(peer, start, fragment.nbytes, first_word + SLOT_MESSAGE, first_word + TAKEN_BACK)
         publish_word(box, first_word, box.epoch_bits | slot_number)
         lane.next_slot = slot_number + used
         if box.words[peer][BELL]:

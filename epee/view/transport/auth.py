@@ -143,6 +143,7 @@ class Initiator:
     def __init__(self, token: Token, job_id: bytes, me: Identity, peer: Identity) -> None:
         self._token = token
         self._peer = peer
+        self._transcript = b""
         self._hello = _HEAD.pack(_MAGIC, PROTOCOL) + _HELLO.pack(
             job_id, *me, peer.slot, peer.nonce, secrets.token_bytes(_CHALLENGE_BYTES)
         )
@@ -166,7 +167,13 @@ class Initiator:
         slot, _, nonce, _ = _ANSWER.unpack(body)
         if (slot, nonce) != (self._peer.slot, self._peer.nonce):
             raise AuthError(f"slot {slot} answers for slot {self._peer.slot}, or its process is another one")
+        self._transcript = transcript
         return self._token.derive(b"initiator", transcript), Sealer(self._token.derive(b"frames", transcript))
+
+    def key(self, purpose: bytes) -> bytes:
+        """Return 32 bytes that only the two ends know, others for each purpose; after `answer`."""
+        assert self._transcript
+        return self._token.derive(b"key for " + purpose, self._transcript)
 
 
 class Responder:
@@ -206,6 +213,11 @@ class Responder:
         if not hmac.compare_digest(self._token.derive(b"initiator", self._transcript), proof):
             raise AuthError("a process that connected does not hold the job's token")
         return Opener(self._token.derive(b"frames", self._transcript))
+
+    def key(self, purpose: bytes) -> bytes:
+        """Return what the initiator's `key` returns; after `finish`."""
+        assert self._transcript
+        return self._token.derive(b"key for " + purpose, self._transcript)
 
 
 def refusal() -> bytes:

@@ -420,6 +420,15 @@ def _make(folder_fd: int, name: str, content: bytes) -> int:
     return fd
 
 
+def token_of_file() -> Token | None:
+    """Return the token of EPEE_TOKEN_FILE; None where it names none.
+
+    Raises:
+        AuthError, InvalidArgument: it is no file of this user's alone, or of another size.
+    """
+    return _read_token(-1) if env.get("EPEE_TOKEN_FILE") else None
+
+
 def _read_token(folder_fd: int) -> Token:
     """Read the job's token from EPEE_TOKEN_FILE or from its folder."""
     named = str(env.get("EPEE_TOKEN_FILE"))

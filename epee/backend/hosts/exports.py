@@ -1,0 +1,171 @@
+"""What a rank tells the other hosts of its outbox: the same stores in the same order, as frames to its gateways.
+
+Where a word lies says who reads it: a lane or a verdict belongs to one rank, so it goes to that rank's host, or to none
+if that is this one; all other words go to every host. Bytes go where a plan says that they are read (`Plan.exports`),
+once per host, before the word that announces them. What the network has not taken yet lies in the outbox itself; it
+stays as it is, since a cell, a slot or a part of staging memory is written again only when all its readers have told
+that they are through with it, which they do behind having got it.
+
+How far this rank is (CONSUMED) rides on every frame. Where a rank has nothing to say for some milliseconds, the thread
+of the links tells it (`tell_progress`): others may wait for room.
+
+Calls come under the engine's lock, `tell_progress` from the thread. A call that is broken off by an exception and run
+again tells the same again, which changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...link.frames import NO_WORD
+from ...link.poller import Links
+from ...link.topology import Topology
+from ...memory.host import HEADER_BYTES
+from ..collectives.plan import Plan
+from ..outbox import CELL_WORDS, CONSUMED, LANE_WORDS, LIFE, NUM_CELLS, SOURCE_WORDS, Outboxes, has_left
+from .looks import Looks
+from .mirror import LIFE_LOST, Ear
+
+ABANDON_S = 5.0
+_UNTOLD_CALLS = NUM_CELLS // 4  # after so many calls peers hear at once how far this rank is
+
+
+class Exports:
+    """The way of one rank's stores to the other hosts of its group.
+
+    Args:
+        topology: who is where.
+        box: the outboxes of all ranks, mirrors among them.
+        links: to the partners.
+        ears: what the partners' frames go to.
+
+    Attributes:
+        looks: what other hosts are asked.
+        lost: partners whose link has ended.
+    """
+
+    def __init__(self, topology: Topology, box: Outboxes, links: Links, ears: dict[int, Ear]) -> None:
+        self.topology = topology
+        self.links = links
+        self.looks = Looks(topology, links, ears)
+        self.lost: set[int] = set()
+        self._box = box
+        self._ears = ears
+        self._gateways = topology.gateways()  # by host
+        self._bytes = memoryview(box.regions[box.rank].mapping)[HEADER_BYTES:]
+        self._told = dict.fromkeys(self._gateways.values(), 0)
+        self._held: dict[int, tuple[int, Any]] = {}  # by gateway: bytes that go out with the next word
+        self._verdicts, self._lanes = box.verdict_base[0], box.lane_base[0]
+        self._lanes_end = self._lanes + box.capacity * LANE_WORDS
+
+    # ---- words
+
+    def word(self, index: int, value: int) -> None:
+        """Tell that word `index` of this rank's outbox has `value`, behind all that was told before."""
+        if index < self._verdicts:
+            for gateway in self._gateways.values():
+                self._write(gateway, index, value)
+            return
+        base, size = (self._lanes, LANE_WORDS) if index >= self._lanes else (self._verdicts, SOURCE_WORDS)
+        reader = self._gateway_of((index - base) // size)
+        if reader is not None:
+            self._write(reader, index, value)
+
+    def _gateway_of(self, peer: int) -> int | None:
+        """Return the gateway on the host of a rank; None where that is this host."""
+        return self._gateways.get(self.topology.host_of[peer])
+
+    def _write(self, gateway: int, index: int, value: int) -> None:
+        offset, data = self._held.pop(gateway, (0, b""))
+        note = self._told[gateway] = self._box.own[CONSUMED]
+        self.links.write(gateway, offset, data, index, value, note)
+
+    # ---- bytes
+
+    def call(self, plan: Plan, cell: int, base: int) -> None:
+        """Tell the header of a call in the cell at word `cell`, and its first block at byte `base`; the tag follows."""
+        first, end = 8 * (cell + 1), 8 * (cell + 8)
+        if plan.preamble is not None:
+            end += 8 * len(plan.preamble)
+        is_inside = first < base < 8 * (cell + CELL_WORDS)
+        for host, gateway in self._gateways.items():
+            ranges = plan.exports(self._box, 0, self.topology.hosts[host]) if plan.put_bytes else ()
+            last = end
+            if is_inside:
+                last = max([end, *(base + start + nbytes for start, nbytes in ranges)])
+            else:
+                self._send(gateway, base, ranges)
+            self._held[gateway] = first, self._bytes[first:last]
+
+    def block(self, plan: Plan, k: int, offset: int) -> None:
+        """Tell the block of round `k`, which lies at byte `offset`; its counter follows."""
+        for host, gateway in self._gateways.items():
+            self._send(gateway, offset, plan.exports(self._box, k, self.topology.hosts[host]))
+
+    def share(self, plan: Plan, k: int, offset: int) -> None:
+        """Tell this rank's reduced share of round `k`, which lies at byte `offset`; its counter follows."""
+        for host, gateway in self._gateways.items():
+            self._send(gateway, offset, plan.exports_merged(self._box, k, self.topology.hosts[host]))
+
+    def fragment(self, peer: int, offset: int, nbytes: int, first_word: int, end_word: int) -> None:
+        """Tell a fragment for `peer`: its bytes and the words of its slot; the slot's tag follows."""
+        gateway = self._gateway_of(peer)
+        if gateway is not None:
+            self._send(gateway, offset, ((0, nbytes),))
+            self._held[gateway] = 8 * first_word, self._bytes[8 * first_word : 8 * end_word]
+
+    def _send(self, gateway: int, base: int, ranges: Any) -> None:
+        note = self._box.own[CONSUMED]
+        for start, nbytes in ranges:
+            if nbytes:
+                first = base + start
+                self.links.write(gateway, first, self._bytes[first : first + nbytes], NO_WORD, 0, note)
+
+    # ---- progress
+
+    def consumed(self, seq: int) -> None:
+        """Hear that this rank is through with call `seq`."""
+        if seq - min(self._told.values()) >= _UNTOLD_CALLS:
+            self.tell_progress()
+
+    def tell_progress(self) -> None:
+        """Tell the hosts that do not know it yet how far this rank is."""
+        own = self._box.own
+        consumed = own[CONSUMED]
+        for gateway, told in self._told.items():
+            if told < consumed:
+                self._told[gateway] = consumed
+                self.links.write(gateway, 0, b"", NO_WORD, 0, consumed)
+
+    # ---- the end
+
+    def lose(self, peer: int) -> None:
+        """Note that the link to a partner has ended."""
+        self.lost.add(peer)
+        self._ears[peer].lose()
+
+    def end(self) -> None:
+        """Leave the memory to the thread of the links, for as long as others of this host hear through this rank."""
+        self.links.end(lambda: not self._is_needed(), self._close)
+
+    def abandon(self) -> None:
+        """End the links at once: the group was not made."""
+        self.links.end(lambda: True, int)
+        self.links.join(ABANDON_S)
+
+    def _close(self) -> None:
+        self._bytes.release()
+        self._box.exports = None  # else the two would keep each other, and the mappings, until a collection
+        self._box.close()
+        self._ears.clear()
+
+    def _is_needed(self) -> bool:
+        """Return whether ranks of this host may still hear something through this one."""
+        box, topology = self._box, self.topology
+        others = [rank for rank in topology.here if rank != box.rank and not has_left(box.words[rank])]
+        return bool(others) and any(not _is_over(box.words[rank]) for rank in topology.sources())
+
+
+def _is_over(words: memoryview) -> bool:
+    """Return whether a remote rank has left, or nothing more is heard of it."""
+    return has_left(words) or words[LIFE] == LIFE_LOST

@@ -1,0 +1,60 @@
+"""The waits of a group over several hosts: as `engine/waiting.py`, and whoever polls or yields moves bytes, too.
+
+A waiter that polls has its hand on the sockets (`Links.pump`), so two ranks that wait for each other both send and
+receive. One that sleeps in the kernel, on a word of a peer or of a mirror, leaves the sockets to the thread of the
+links, which wakes it like any writer of the word.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ...link.poller import Links
+from ...memory.signals import YIELD_S
+from ..engine.entry import CHANGING, Entry, Guarded
+from ..engine.operation import Block
+from ..engine.waiting import Waiting
+
+_PUMPS = 40  # before the first yield; each takes some microseconds
+
+
+class LinkedWaiting(Waiting):
+    """The sleep of one group in one process, and its hand on the links."""
+
+    def __init__(self, guarded: Guarded, entry: Entry, links: Links) -> None:
+        super().__init__(guarded, entry)
+        self._links = links
+
+    def spin(self, block: Block) -> bool:
+        """Poll, and pump; True when the block's word is there."""
+        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
+        pump = self._links.pump
+        for _ in range(_PUMPS if self._own_core else 2):
+            if words[index] >= value:
+                return True
+            pump()
+        return bool(words[index] >= value)
+
+    def yield_until(self, block: Block, now: float) -> bool:
+        """Yield and pump for up to `YIELD_S`; True when the word is there."""
+        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
+        until = now + YIELD_S
+        while now < until and not self._guarded.flags & ~CHANGING:
+            if words[index] >= value:
+                return True
+            if not self._links.pump():
+                os.sched_yield()
+            now = time.monotonic()
+        return bool(words[index] >= value)
+
+    def sleep_on(self, block: Block) -> None:
+        """Sleep on a word, the links in the thread's hands."""
+        self._links.pump()
+        self._links.rest()
+        super().sleep_on(block)
+
+    def nap(self, rounds: int) -> None:
+        """Wait for room, or for any of several words, and pump."""
+        self._links.pump()
+        super().nap(rounds)

@@ -1,0 +1,169 @@
+"""Under which address ranks of other hosts reach this process, and the socket that listens there.
+
+In this order: what the program says (`set_host_ip`, else EPEE_HOST_IP); the first address of the interfaces that it
+allows (`set_device_filter`: names of interfaces, or of RDMA devices, whose interfaces are meant); the address from
+which this process reaches the rendezvous. A socket is bound to that address alone, never to all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import env
+from ..errors import InvalidArgument, ResourceError
+
+BACKLOG = 256
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_NOWHERE = "192.0.2.1"  # of RFC 5737: a route there is the default route; nothing is sent
+
+
+@dataclass
+class _Settings:
+    host_ip: str = ""
+    device_filter: tuple[str, ...] = ()
+
+
+_settings = _Settings()
+
+
+def set_host_ip(address: str) -> None:
+    """Set the address under which peers on other hosts reach this process, for groups that are made from now on.
+
+    Raises:
+        InvalidArgument: not an IPv4 or IPv6 address.
+    """
+    _settings.host_ip = _checked(address, "host ip")
+
+
+def set_device_filter(names: Sequence[str]) -> None:
+    """Allow only these interfaces or RDMA devices for groups over several hosts; an empty list allows all.
+
+    Raises:
+        InvalidArgument: not a list of names.
+    """
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise InvalidArgument(f"device filter must be a list of device names, got {names!r}")
+    _settings.device_filter = tuple(names)
+
+
+def preferred_device() -> str:
+    """Return the first RDMA device that exists and passes the filter, "" when there is none."""
+    folder = Path("/sys/class/infiniband")
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return next((name for name in found if not _settings.device_filter or name in _settings.device_filter), "")
+
+
+def own_address(store: Any = None) -> str:
+    """Return the address for links of this process.
+
+    Args:
+        store: of the group; a `TCPStore` (or one behind prefixes) says where the rendezvous is.
+
+    Raises:
+        InvalidArgument: EPEE_HOST_IP is no address, or no allowed interface has one.
+        ResourceError: no address was found.
+    """
+    if _settings.host_ip:
+        return _settings.host_ip
+    named = str(env.get("EPEE_HOST_IP"))
+    if named:
+        return _checked(named, "EPEE_HOST_IP")
+    if _settings.device_filter:
+        return _address_of_devices(_settings.device_filter)
+    for place in (_rendezvous_of(store), str(env.get("MASTER_ADDR")), _NOWHERE):
+        address = _address_towards(place) if place else ""
+        if address:
+            return address
+    raise ResourceError(
+        "no address was found under which ranks of other hosts could reach this process; set EPEE_HOST_IP"
+    )
+
+
+def listen(address: str) -> socket.socket:
+    """Return a non-blocking socket that listens at a free port of this address alone.
+
+    Raises:
+        ResourceError: the address is none of this machine's, or no descriptor is left.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    except OSError as exc:
+        raise ResourceError(f"cannot listen at {address}: {exc}; free descriptors") from exc
+    try:
+        listener.bind((address, 0))
+        listener.listen(BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise ResourceError(
+            f"cannot listen at {address}: {exc}; is it an address of this machine? EPEE_HOST_IP or set_host_ip names "
+            "another"
+        ) from exc
+    return listener
+
+
+def _checked(address: str, what: str) -> str:
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError as exc:
+        raise InvalidArgument(f"{what} must be an IPv4 or IPv6 address, got {address!r}") from exc
+
+
+def _rendezvous_of(store: Any) -> str:
+    """Return the host of a store that has one."""
+    for _ in range(8):  # prefixes lie around prefixes
+        host = getattr(store, "host", "")
+        if isinstance(host, str) and host:
+            return host
+        store = getattr(store, "underlying_store", None)
+        if store is None:
+            break
+    return ""
+
+
+def _address_towards(place: str) -> str:
+    """Return the own address of the route to a place, "" if there is none."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(place, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # of a datagram socket: looks up the route, sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _address_of_devices(names: Sequence[str]) -> str:
+    for name in names:
+        for interface in _interfaces_of(name):
+            for address in _addresses_of(interface):
+                return address
+    raise InvalidArgument(
+        f"none of the devices {', '.join(names)} has an address for links between hosts; name an interface of "
+        "/sys/class/net, or set the address itself (set_host_ip)"
+    )
+
+
+def _interfaces_of(name: str) -> list[str]:
+    net = Path(f"/sys/class/infiniband/{name}/device/net")
+    return sorted(path.name for path in net.iterdir()) if net.is_dir() else [name]
+
+
+def _addresses_of(interface: str) -> Iterator[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            yield socket.inet_ntoa(found[20:24])
+        except OSError:  # it has none of this kind
+            pass
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.is_file() else ():
+        digits, _, _, scope, _, name = line.split()
+        if name == interface and scope == "00":
+            yield str(ipaddress.ip_address(bytes.fromhex(digits)))

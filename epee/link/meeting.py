@@ -1,0 +1,280 @@
+"""How the processes of a group that are partners over the network find each other: one connection per pair.
+
+Data path: each listens at an address of its own that its record in the store tells. Of a pair the lower rank connects,
+again and again until the deadline; then the mutual handshake of `view/transport/auth.py`, under the group's token:
+hello, challenge, proof. What is left is a socket and two keys, one for each direction.
+
+What a stranger can do on the port: lose its connection. It has `HANDSHAKE_S` seconds, at most the bytes of one
+handshake message in memory here, and there are `MAX_STRANGERS` at most; the oldest makes room. Once all partners are
+there nobody listens any more.
+
+A partner that dies on the way is the caller's to notice (`check`); its connection is made again, in vain.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..errors import CommTimeoutError, EpeeError
+from ..view.transport.auth import (
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    Identity,
+    Initiator,
+    Responder,
+    Token,
+    refusal,
+)
+
+HANDSHAKE_S = 5.0
+MAX_STRANGERS = 64
+_AGAIN_S = 0.05
+_SLICE_S = 0.1
+_FORTH, _BACK = b"link forth", b"link back"  # from who connected, and to it
+
+
+class Partner(NamedTuple):
+    """Where a partner listens, and who it is."""
+
+    address: str
+    port: int
+    who: Identity
+
+
+class Met(NamedTuple):
+    """A connection that is past its handshake: the keys are of what is sent and of what is received."""
+
+    connection: socket.socket
+    out_key: bytes
+    in_key: bytes
+
+
+class _Talk:
+    """One handshake under way: what is still to be read, and what to do with it.
+
+    Attributes:
+        deadline: `time.monotonic()` value at which it is given up.
+    """
+
+    def __init__(self, connection: socket.socket, wanted: int, now: float) -> None:
+        self.connection = connection
+        self.wanted = wanted
+        self.got = bytearray()
+        self.deadline = now + HANDSHAKE_S
+
+    def read(self) -> bytes:
+        """Return the next message when it is complete, else b"".
+
+        Raises:
+            OSError: the other side has gone.
+        """
+        data = self.connection.recv(self.wanted - len(self.got))
+        if not data:
+            raise ConnectionResetError("the other side has closed the connection")
+        self.got += data
+        if len(self.got) < self.wanted:
+            return b""
+        message, self.got = bytes(self.got), bytearray()
+        return message
+
+    def say(self, message: bytes) -> None:
+        """Send a message of the handshake: a fresh socket takes far more."""
+        if self.connection.send(message) != len(message):
+            raise ConnectionResetError("the other side does not read")
+
+
+class _Dial(_Talk):
+    """The side that connects."""
+
+    def __init__(self, rank: int, connection: socket.socket, initiator: Initiator, now: float) -> None:
+        super().__init__(connection, CHALLENGE_BYTES, now)
+        self.rank = rank
+        self.initiator = initiator
+        self.has_greeted = False
+
+
+class _Answer(_Talk):
+    """The side that is connected to."""
+
+    def __init__(self, connection: socket.socket, responder: Responder, now: float) -> None:
+        super().__init__(connection, HELLO_BYTES, now)
+        self.responder = responder
+
+
+class Meeting:
+    """Makes the connections of one process.
+
+    Args:
+        token, job_id: of the group.
+        me: this process.
+        partners: by rank.
+        listener: where the higher ones of a pair are found; closed by `run`.
+    """
+
+    def __init__(
+        self, token: Token, job_id: bytes, me: Identity, partners: Mapping[int, Partner], listener: socket.socket
+    ) -> None:
+        self._token, self._job_id, self._me = token, job_id, me
+        self._partners = partners
+        self._listener = listener
+        self._met: dict[int, Met] = {}
+        self._select = selectors.DefaultSelector()
+        self._talks: set[_Talk] = set()
+        self._again = {rank: 0.0 for rank in partners if rank > me.slot}  # whom to call, and when
+
+    def run(self, deadline: float, check: Callable[[], None]) -> dict[int, Met]:
+        """Return the connections with all partners.
+
+        Args:
+            deadline: `time.monotonic()` value.
+            check: called now and then; raises to end the wait.
+
+        Raises:
+            CommTimeoutError: somebody did not come in time.
+        """
+        self._select.register(self._listener, selectors.EVENT_READ)
+        try:
+            while len(self._met) < len(self._partners):
+                now = time.monotonic()
+                if now > deadline:
+                    raise self._late()
+                check()
+                self._call(now)
+                for key, _ in self._select.select(_SLICE_S):
+                    if key.fileobj is self._listener:
+                        self._accept(time.monotonic())
+                    elif key.data in self._talks:
+                        self._go_on(key.data)
+                self._expire(time.monotonic())
+            met, self._met = self._met, {}
+            return met
+        finally:
+            self._end()
+
+    def _late(self) -> CommTimeoutError:
+        missing = sorted(set(self._partners) - set(self._met))
+        where = ", ".join(f"{rank} ({self._partners[rank].address}:{self._partners[rank].port})" for rank in missing)
+        return CommTimeoutError(
+            f"init (rank={self._me.slot}): no connection with rank(s) {where}; can the hosts reach each other there? "
+            "EPEE_HOST_IP names another address, `epee doctor --peer HOST:PORT` tries one",
+            missing,
+        )
+
+    # ---- who connects
+
+    def _call(self, now: float) -> None:
+        for rank, when in list(self._again.items()):
+            if now < when:
+                continue
+            partner = self._partners[rank]
+            self._again[rank] = now + HANDSHAKE_S + _AGAIN_S
+            family = socket.AF_INET6 if ":" in partner.address else socket.AF_INET
+            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            try:
+                connection.connect((partner.address, partner.port))
+            except BlockingIOError:
+                pass
+            except OSError:
+                connection.close()
+                self._again[rank] = now + _AGAIN_S
+                continue
+            talk = _Dial(rank, connection, Initiator(self._token, self._job_id, self._me, partner.who), now)
+            self._talks.add(talk)
+            self._select.register(connection, selectors.EVENT_WRITE, talk)
+
+    def _dialled(self, talk: _Dial) -> None:
+        if not talk.has_greeted:
+            code = talk.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, "cannot connect")
+            talk.say(talk.initiator.hello())
+            talk.has_greeted = True
+            self._select.modify(talk.connection, selectors.EVENT_READ, talk)
+            return
+        message = talk.read()
+        if message:
+            proof, _ = talk.initiator.answer(message)
+            talk.say(proof)
+            self._again.pop(talk.rank, None)
+            self._keep(talk, talk.rank, talk.initiator.key(_FORTH), talk.initiator.key(_BACK))
+
+    # ---- who is connected to
+
+    def _accept(self, now: float) -> None:
+        for _ in range(MAX_STRANGERS):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # nobody is left in the queue, or no descriptor here: they stay in it
+                return
+            answers = [talk for talk in self._talks if isinstance(talk, _Answer)]
+            if len(answers) >= MAX_STRANGERS:
+                self._drop(min(answers, key=lambda talk: talk.deadline))
+            connection.setblocking(False)
+            talk = _Answer(connection, Responder(self._token, self._job_id, self._me), now)
+            self._talks.add(talk)
+            self._select.register(connection, selectors.EVENT_READ, talk)
+
+    def _answered(self, talk: _Answer) -> None:
+        message = talk.read()
+        if not message:
+            return
+        if talk.wanted == HELLO_BYTES:
+            try:
+                challenge = talk.responder.challenge(message)
+            except EpeeError:
+                talk.say(refusal())
+                raise
+            talk.say(challenge)
+            talk.wanted = PROOF_BYTES
+            return
+        talk.responder.finish(message)
+        who = talk.responder.peer
+        expected = None if who is None else self._partners.get(who.slot)
+        if who is None or expected is None or expected.who != who or who.slot > self._me.slot:
+            raise ConnectionResetError("nobody who is waited for")
+        self._keep(talk, who.slot, talk.responder.key(_BACK), talk.responder.key(_FORTH))
+
+    # ---- both
+
+    def _go_on(self, talk: _Talk) -> None:
+        try:
+            if isinstance(talk, _Dial):
+                self._dialled(talk)
+            elif isinstance(talk, _Answer):
+                self._answered(talk)
+        except BlockingIOError:
+            return
+        except (OSError, EpeeError):  # nothing it said was used; a partner's connection is made again
+            self._drop(talk)
+
+    def _keep(self, talk: _Talk, rank: int, out_key: bytes, in_key: bytes) -> None:
+        self._select.unregister(talk.connection)
+        self._talks.discard(talk)
+        old = self._met.pop(rank, None)
+        if old is not None:  # a partner that lost its end of the first one has called again
+            old.connection.close()
+        self._met[rank] = Met(talk.connection, out_key, in_key)
+
+    def _drop(self, talk: _Talk) -> None:
+        self._select.unregister(talk.connection)
+        self._talks.discard(talk)
+        talk.connection.close()
+        if isinstance(talk, _Dial) and talk.rank in self._again:
+            self._again[talk.rank] = time.monotonic() + _AGAIN_S
+
+    def _expire(self, now: float) -> None:
+        for talk in [talk for talk in self._talks if now > talk.deadline]:
+            self._drop(talk)
+
+    def _end(self) -> None:
+        for talk in list(self._talks):
+            self._drop(talk)
+        for met in self._met.values():
+            met.connection.close()
+        self._select.close()
+        self._listener.close()

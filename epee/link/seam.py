@@ -1,0 +1,57 @@
+"""What the code above a link asks of it, whichever engine moves the bytes.
+
+A link joins this process to one process of another host. What is promised, in the words of `notes/between_hosts.md`:
+
+    order      a word is seen behind the bytes that were written before it, on the same link
+    no wait    a write never blocks; what the network does not take waits here, in the caller's memory
+    bounds     the receiver checks where a write goes before it stores a byte: no engine writes into memory by itself
+    fence      after `close` nothing of the peer changes memory here
+    progress   whoever waits pumps; when nobody does, a thread (`poller.py`)
+
+`tcp.py` is the first engine: sockets, nothing to install.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol
+
+
+class Loss(enum.Enum):
+    """Why a link has ended. A hint, never a proof: the process behind it may live."""
+
+    CLOSED = "it closed the connection"
+    RESET = "the connection was reset"
+    DAMAGED = "what it sent could not be right"
+
+
+class Link(Protocol):
+    """One process of another host.
+
+    Attributes:
+        lost: why the link has ended; None while it works.
+    """
+
+    lost: Loss | None
+
+    def write(self, offset: int, data: Any, word: int, value: int, note: int) -> None:
+        """Store `data` at byte `offset` of what the peer keeps of this rank, then `value` in word `word`.
+
+        Args:
+            data: a flat buffer of any length, empty for the word alone; it must stay as it is until the peer's memory
+                shows it.
+            word: its index, or `frames.NO_WORD`.
+            note: a number that only grows; the peer learns it whatever else the write says.
+        """
+
+    def ask(self, words: Any, number: int) -> None:
+        """Ask for words (rank, index) of ranks of the peer's host, behind all that was written before."""
+
+    def tell(self, number: int, values: Any) -> None:
+        """Answer the ASK with this number."""
+
+    def pump(self) -> bool:
+        """Move what can be moved now, both ways; return whether anything came. Never blocks."""
+
+    def close(self) -> None:
+        """End the link; idempotent."""

@@ -1,0 +1,141 @@
+"""The `tcp` engine: one socket per link, driven by whoever waits.
+
+Data path: `write` seals a header and gives it to the socket together with the caller's memory (`sendmsg`, no copy);
+what the socket does not take stays queued and goes out with the next pump. `pump` reads straight into the receiver's
+memory where a payload is long (`stream.py`). Whatever goes wrong ends the link (`lost`); nothing raises here.
+
+No TCP_USER_TIMEOUT: the kernel would declare a living reader dead that stands still with a full window (measured, 2.3 s
+after a stop: `notes/between_hosts.md`, 1.3). Keepalive finds out about a peer's machine that is gone while nothing is
+under way. The caller holds the lock of the links (`poller.py`) in every method.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import EpeeError
+from .frames import ASK, MAX_PAYLOAD, NO_WORD, TELL, WRITE, Frame, FrameOpener, FrameSealer, pack_asked, pack_told
+from .seam import Loss
+from .stream import Instream, Outstream, Sink
+
+logger = logging.getLogger("epee")
+
+SOCKET_BUFFER_BYTES = 4 << 20
+MAX_READS = 64  # of one pump: a peer that sends without end must not keep this process in it
+KEEPALIVE_S, KEEPALIVE_PROBES = 1, 10
+
+
+def set_up(connection: socket.socket) -> None:
+    """Set the options of a link's socket."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+class TcpLink:
+    """A link over one socket; see `seam.Link`.
+
+    Args:
+        peer: rank of the other process.
+        connection: connected, and past its handshake.
+        sealer, opener: of the two directions.
+        sink: where the peer's frames go.
+
+    Attributes:
+        fd: of the socket; -1 once it is closed.
+    """
+
+    def __init__(
+        self, peer: int, connection: socket.socket, sealer: FrameSealer, opener: FrameOpener, sink: Sink
+    ) -> None:
+        self.peer = peer
+        self.fd = connection.fileno()
+        self.lost: Loss | None = None
+        self._socket = connection
+        self._out = Outstream(sealer)
+        self._in = Instream(opener, sink)
+
+    @property
+    def is_flushed(self) -> bool:
+        """True when the socket has taken everything."""
+        return not self._out
+
+    def write(self, offset: int, data: Any, word: int, value: int, note: int) -> None:
+        """As `Link.write`; long data go as several frames, the word behind the last."""
+        nbytes = len(data)
+        if nbytes > MAX_PAYLOAD:
+            for first in range(0, nbytes - MAX_PAYLOAD, MAX_PAYLOAD):
+                part = data[first : first + MAX_PAYLOAD]
+                self._out.put(Frame(WRITE, MAX_PAYLOAD, offset + first, NO_WORD, 0, note), part)
+            first += MAX_PAYLOAD
+            offset, data, nbytes = offset + first, data[first:], nbytes - first
+        self._out.put(Frame(WRITE, nbytes, offset, word, value, note), data)
+        self.flush()
+
+    def ask(self, words: Sequence[tuple[int, int]], number: int) -> None:
+        """As `Link.ask`."""
+        payload = pack_asked(words)
+        self._out.put(Frame(ASK, len(payload), 0, NO_WORD, number), payload)
+        self.flush()
+
+    def tell(self, number: int, values: Sequence[int]) -> None:
+        """As `Link.tell`."""
+        payload = pack_told(values)
+        self._out.put(Frame(TELL, len(payload), 0, NO_WORD, number), payload)
+        self.flush()
+
+    def flush(self) -> None:
+        """Give the socket what it takes now."""
+        out = self._out
+        while self.lost is None and (views := out.views()):
+            try:
+                out.log.note(self._socket.sendmsg, views)
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                self._lose(Loss.RESET, exc)
+
+    def pump(self) -> bool:
+        """As `Link.pump`."""
+        came = False
+        if self._out:
+            self.flush()
+        for _ in range(MAX_READS):
+            if self.lost is not None:
+                break
+            try:
+                room = self._in.room()
+                count = self._in.log.note(self._socket.recv_into, room)
+                came = True
+                if not count:
+                    self._lose(Loss.CLOSED, None)
+                    break
+                self._in.settle()
+            except BlockingIOError:
+                break
+            except OSError as exc:
+                self._lose(Loss.RESET, exc)
+                break
+            except EpeeError as exc:
+                self._lose(Loss.DAMAGED, exc)
+                break
+            if count < len(room):
+                break  # the socket is empty, or soon readable again
+        return came
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self.fd = -1
+        self._socket.close()
+
+    def _lose(self, loss: Loss, exc: Exception | None) -> None:
+        self.lost = loss
+        logger.info("link to rank %d ended: %s%s", self.peer, loss.value, f" ({exc})" if exc else "")

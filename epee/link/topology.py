@@ -1,0 +1,101 @@
+"""Which ranks share a host, and who receives for whom: pure functions of the host keys that all ranks have told.
+
+A *host* is a set of ranks that share memory and see each other's processes: one boot of one kernel and one PID
+namespace. So containers of one machine are hosts of their own unless they share a PID namespace. Hosts are numbered by
+their lowest rank; the *position* of a rank is its place among the ranks of its host, ascending.
+
+What rank s tells the ranks of another host goes to one of them, its *gateway* there: the rank at position (position of
+s) modulo (ranks of that host). With equally many ranks on each host every rank is the gateway of one rank per host and
+has it as its own gateway; together they are a *rail*. All of it is the same on all ranks, as they hold the same keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import env
+from ..errors import InvalidArgument, shortage
+
+KEY_DIGITS = 16  # hexadecimal
+
+
+def own_host_key() -> str:
+    """Return the key of the host that this process runs on, `KEY_DIGITS` hexadecimal digits.
+
+    Tests may say what stands for the host (`EPEE_HOST_KEY`, with `EPEE_TEST=1`): ranks of one machine are then hosts
+    of their own, which share no memory though they could.
+
+    Raises:
+        InvalidArgument: `EPEE_HOST_KEY` is set outside a test.
+        ResourceError: the system does not say which machine this is.
+    """
+    named = str(env.get("EPEE_HOST_KEY"))
+    if named and not env.get_bool("EPEE_TEST"):
+        raise InvalidArgument("EPEE_HOST_KEY is for tests: it needs EPEE_TEST=1; unset it")
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError as exc:
+        raise shortage("cannot see which machine this is", exc) from exc
+    return hashlib.sha256(f"{boot_id} {namespace} {named}".encode()).hexdigest()[:KEY_DIGITS]
+
+
+class Topology:
+    """Where the ranks of a group are, as one of them sees it.
+
+    Attributes:
+        rank: this one.
+        hosts: per host its ranks, ascending; hosts by their lowest rank.
+        host_of: per rank the index of its host.
+        host: the index of this rank's own.
+    """
+
+    def __init__(self, rank: int, keys: Sequence[str]) -> None:
+        """Take the host key of every rank, in rank order."""
+        ranks_of: dict[str, list[int]] = {}
+        for peer, key in enumerate(keys):
+            ranks_of.setdefault(key, []).append(peer)
+        self.rank = rank
+        self.hosts = tuple(tuple(ranks) for ranks in ranks_of.values())
+        number = {key: host for host, key in enumerate(ranks_of)}
+        self.host_of = tuple(number[key] for key in keys)
+        self.host = self.host_of[rank]
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return len(self.hosts)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this host, this one too, ascending."""
+        return self.hosts[self.host]
+
+    @property
+    def elsewhere(self) -> tuple[int, ...]:
+        """The ranks of other hosts, ascending."""
+        return tuple(peer for peer, host in enumerate(self.host_of) if host != self.host)
+
+    def is_here(self, peer: int) -> bool:
+        """Return whether a rank shares this rank's host."""
+        return self.host_of[peer] == self.host
+
+    def gateway(self, source: int, host: int) -> int:
+        """Return the rank of `host` that receives what `source`, of another host, tells the ranks there."""
+        there = self.hosts[host]
+        return there[self.hosts[self.host_of[source]].index(source) % len(there)]
+
+    def gateways(self) -> dict[int, int]:
+        """Return per other host the gateway of this rank there."""
+        return {host: self.gateway(self.rank, host) for host in range(self.num_hosts) if host != self.host}
+
+    def sources(self) -> tuple[int, ...]:
+        """Return the ranks of other hosts whose gateway this rank is, ascending."""
+        return tuple(peer for peer in self.elsewhere if self.gateway(peer, self.host) == self.rank)
+
+    def partners(self) -> tuple[int, ...]:
+        """Return the ranks that this one has a connection with: its gateways, and those it is the gateway of."""
+        return tuple(sorted({*self.gateways().values(), *self.sources()}))

@@ -33,6 +33,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests over several hosts, with the reason, where none can be made; with EPEE_REQUIRE_HOSTS=1 they fail."""
+    for mark in item.iter_markers("hosts"):
+        from tests.hosts import can_make_hosts
+
+        reason = can_make_hosts(*mark.args)
+        if reason and os.environ.get("EPEE_REQUIRE_HOSTS") == "1":
+            pytest.fail(f"no hosts can be made here, and EPEE_REQUIRE_HOSTS=1: {reason}", pytrace=False)
+        if reason:
+            pytest.skip(f"no hosts can be made here: {reason}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tell the processes of the harness what is asked for, before there is any."""
     if config.getoption("--poisoned-defaults"):

@@ -73,7 +73,13 @@ def _do(task: Task, connection: Connection) -> bool:
 
 def with_group(backend: str, path: str, function: Callable[..., Any], rank: int, num_ranks: int, *args: Any) -> Any:
     """Call `function(rank, num_ranks, *args)` with a default process group that is destroyed afterwards."""
-    store = dist.FileStore(path, num_ranks)
+    return in_group(backend, dist.FileStore(path, num_ranks), function, rank, num_ranks, *args)
+
+
+def in_group(
+    backend: str, store: dist.Store, function: Callable[..., Any], rank: int, num_ranks: int, *args: Any
+) -> Any:
+    """Do what `with_group` does, with any store."""
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     if backend == "gloo":
         dist.barrier()  # its ranks connect one by one: none may be done and gone before the last has all connections

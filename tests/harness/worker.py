@@ -22,11 +22,14 @@ class RankFailure(AssertionError):
 class Worker:
     """One process. `result` is None while it works; it gets one task at a time, importable or plain all of it.
 
-    It answers ("ok", result) or ("error", traceback) and may `tell` values before. After an error it has ended.
+    It answers ("ok", result) or ("error", traceback) and may `tell` values before. After an error it has ended. `made`
+    is a process that does `rank.main` already, and our end of its connection; else the server forks one.
     """
 
-    def __init__(self) -> None:
-        self.process, self.connection = _spare.pop() if _spare else server.fork(rank.main)
+    def __init__(self, made: tuple[Any, Any] | None = None) -> None:
+        self.process: Any
+        self.connection: Any
+        self.process, self.connection = made or (_spare.pop() if _spare else server.fork(rank.main))
         self.told: list[Any] = []
         self.result: tuple[str, Any] | None = ("ok", None)
         self.tag: Any = None
@@ -83,7 +86,7 @@ def take_until(workers: Sequence[Worker], until: Callable[[], bool], timeout_s: 
         if not working or left <= 0:
             return False
         for connection in wait(list(working), timeout=left):
-            working[connection].take()  # type: ignore[index]
+            working[connection].take()
     return True
 
 

@@ -94,10 +94,9 @@ class TcpLink:
 
     def flush(self) -> None:
         """Give the socket what it takes now."""
-        out = self._out
-        while self.lost is None and (views := out.views()):
+        if self.lost is None:
             try:
-                out.log.note(self._socket.sendmsg, views)
+                self._out.send(self._socket.sendmsg)
             except BlockingIOError:
                 return
             except OSError as exc:
@@ -105,31 +104,24 @@ class TcpLink:
 
     def pump(self) -> bool:
         """As `Link.pump`."""
-        came = False
+        came = 0
         if self._out:
             self.flush()
-        for _ in range(MAX_READS):
-            if self.lost is not None:
-                break
-            try:
-                room = self._in.room()
-                count = self._in.log.note(self._socket.recv_into, room)
-                came = True
-                if not count:
+        try:
+            while self.lost is None and came < MAX_READS:
+                more = self._in.receive(self._socket.recv_into)
+                came += 1
+                if more < 0:
                     self._lose(Loss.CLOSED, None)
+                if more <= 0:
                     break
-                self._in.settle()
-            except BlockingIOError:
-                break
-            except OSError as exc:
-                self._lose(Loss.RESET, exc)
-                break
-            except EpeeError as exc:
-                self._lose(Loss.DAMAGED, exc)
-                break
-            if count < len(room):
-                break  # the socket is empty, or soon readable again
-        return came
+        except BlockingIOError:
+            pass
+        except OSError as exc:
+            self._lose(Loss.RESET, exc)
+        except EpeeError as exc:
+            self._lose(Loss.DAMAGED, exc)
+        return came > 0
 
     def close(self) -> None:
         """Close the socket; idempotent."""

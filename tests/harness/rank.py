@@ -71,6 +71,21 @@ def _do(task: Task, connection: Connection) -> bool:
     return answer[0] == "ok"
 
 
+def at_place(rank: int, call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `call` as it is made on a host of its own, where the test says that ranks have places.
+
+    `EPEE_TEST_PLACEMENT` of the test's process has the host of each rank, again and again: "01" is two hosts in turns.
+    """
+    placement = os.environ.get("EPEE_TEST_PLACEMENT", "")
+    return (_on_loopback, int(placement[rank % len(placement)]), *call) if placement else call
+
+
+def _on_loopback(host: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function where `host` is this process's host, as far as epee can tell."""
+    os.environ.update(EPEE_TEST="1", EPEE_HOST_KEY=str(host), EPEE_HOST_IP=f"127.0.77.{host + 1}")
+    return function(*args)
+
+
 def with_group(backend: str, path: str, function: Callable[..., Any], rank: int, num_ranks: int, *args: Any) -> Any:
     """Call `function(rank, num_ranks, *args)` with a default process group that is destroyed afterwards."""
     return in_group(backend, dist.FileStore(path, num_ranks), function, rank, num_ranks, *args)

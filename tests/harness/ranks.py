@@ -29,7 +29,7 @@ def started(
             call: tuple[Any, ...] = (function, rank, num_ranks, *args)
             if backend is not None:
                 call = (process.with_group, backend, str(Path(folder) / "store"), *call)
-            worker.start(*call, timeout_s=timeout_s, is_last=True)
+            worker.start(*process.at_place(rank, call), timeout_s=timeout_s, is_last=True)
         yield workers
 
 

@@ -31,6 +31,7 @@ from ..outbox import (
 )
 from ..wake import publish_word
 from .operation import Operation
+from .waiting import Waiting
 from .withdrawal import withdrawn
 
 
@@ -42,7 +43,7 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
     box, plan, cell, seq = op.box, op.plan, op.cell, op.seq
     preamble = plan.preamble
     used = 0 if preamble is None else (8 * len(preamble) + 63) & -64
-    if plan.rounds > 1 or seq > box.cells_free_until or box.exports is not None:
+    if plan.rounds > 1 or seq > box.cells_free_until:
         return False
     own, tag, base = box.own, op.tag, 0
     if plan.put_bytes:
@@ -66,16 +67,18 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
         own[cell + MERGED] = own[cell + DRAINED] = COUNTED_0
         op.filled = 1
     op.offsets[box.rank] = base
+    if box.exports is not None:
+        box.exports.call(plan, cell, base)
     publish_word(box, cell, tag)
     op.published = True
-    if not _met(op, engine.waits.num_loads, sealed, check):
+    if not _met(op, engine.waits, sealed, check):
         return False
     if preamble is not None:
         plan.agree(box, op.offsets, op)
         op.agreed = True
         if plan.rounds > 1:
             return False
-    if plan.merge_bytes and not _merge(op, engine.waits.num_loads):
+    if plan.merge_bytes and not _merge(op, engine.waits):
         return False
     if engine.flags:
         return False
@@ -94,12 +97,12 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
     return True
 
 
-def _met(op: Operation, num_loads: int, sealed: int, check: int) -> bool:
+def _met(op: Operation, waits: Waiting, sealed: int, check: int) -> bool:
     """Note where the peers' parts are, if all have called the same; False: not all are here, or something is odd.
 
     Args:
         op: the call.
-        num_loads: how often to look at a word that is not there yet.
+        waits: polls for a word that is not there yet.
         sealed: this rank's OFFSET word, which peers' mostly equal.
         check: what every OFFSET word of the call is sealed with.
     """
@@ -108,12 +111,8 @@ def _met(op: Operation, num_loads: int, sealed: int, check: int) -> bool:
     limit = box.payload_bytes - plan.read_bytes
     for peer in box.peers:
         words = box.words[peer]
-        if words[cell] != tag:
-            for _ in range(num_loads):
-                if words[cell] == tag:
-                    break
-            else:
-                return False
+        if words[cell] != tag and not waits.poll(words, cell, tag):
+            return False
         offset = base
         word = words[cell + OFFSET]
         if word != sealed:  # it need not lie where ours does
@@ -127,17 +126,13 @@ def _met(op: Operation, num_loads: int, sealed: int, check: int) -> bool:
     return base <= limit
 
 
-def _merge(op: Operation, num_loads: int) -> bool:
+def _merge(op: Operation, waits: Waiting) -> bool:
     """Reduce this rank's share, and see the others' be reduced; False when that takes them a while."""
     box, index = op.box, op.cell + MERGED
     if any(words[op.cell + FILLED] != COUNTED_1 for words in box.peer_words):
         return False
     op.merge(box)
-    for words in box.peer_words:
-        if words[index] != COUNTED_1:
-            for _ in range(num_loads):
-                if words[index] == COUNTED_1:
-                    break
-            else:
-                return False
+    for words in box.peer_words:  # noqa: SIM110 - a loop costs half
+        if words[index] != COUNTED_1 and not waits.poll(words, index, COUNTED_1):
+            return False
     return True

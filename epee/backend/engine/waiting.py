@@ -55,6 +55,13 @@ class Waiting:
 
     # ---- waiting, with the lock held
 
+    def poll(self, words: memoryview, index: int, value: int) -> bool:
+        """Poll for some microseconds; True when the word is there, and is this."""
+        for _ in range(self.num_loads):  # noqa: SIM110 - a loop costs half
+            if words[index] == value:
+                return True
+        return False
+
     def spin(self, block: Block) -> bool:
         """Poll for some microseconds; True when the block's word is there."""
         words, index, value = self._guarded.box.words[block.rank], block.word, block.value

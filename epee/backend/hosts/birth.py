@@ -110,7 +110,7 @@ def create_over_hosts(
                 raise error from exc
             raise
         undo.pop_all()
-    return Engine(box, watch, timeout_s, waiting=functools.partial(LinkedWaiting, links=exports.links))
+    return Engine(box, watch, timeout_s, waiting=functools.partial(LinkedWaiting, exports=exports))
 
 
 class _Look:

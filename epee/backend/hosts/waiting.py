@@ -2,7 +2,8 @@
 
 A waiter that polls has its hand on the sockets (`Links.pump`), so two ranks that wait for each other both send and
 receive. One that sleeps in the kernel, on a word of a peer or of a mirror, leaves the sockets to the thread of the
-links, which wakes it like any writer of the word.
+links, which wakes it like any writer of the word. Before anybody waits for long, the other hosts hear how far this rank
+is: they may be waiting for room, and so might everybody.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import os
 import time
 
-from ...link.poller import Links
 from ...memory.signals import YIELD_S
 from ..engine.entry import CHANGING, Entry, Guarded
 from ..engine.operation import Block
 from ..engine.waiting import Waiting
+from .exports import Exports
 
 _PUMPS = 40  # before the first yield; each takes some microseconds
 
@@ -22,9 +23,18 @@ _PUMPS = 40  # before the first yield; each takes some microseconds
 class LinkedWaiting(Waiting):
     """The sleep of one group in one process, and its hand on the links."""
 
-    def __init__(self, guarded: Guarded, entry: Entry, links: Links) -> None:
+    def __init__(self, guarded: Guarded, entry: Entry, exports: Exports) -> None:
         super().__init__(guarded, entry)
-        self._links = links
+        self._exports, self._links = exports, exports.links
+
+    def poll(self, words: memoryview, index: int, value: int) -> bool:
+        """Poll, and pump; True when the word is there, and is this."""
+        pump = self._links.pump
+        for _ in range(_PUMPS if self._own_core else 2):
+            pump()
+            if words[index] == value:
+                return True
+        return False
 
     def spin(self, block: Block) -> bool:
         """Poll, and pump; True when the block's word is there."""
@@ -51,10 +61,12 @@ class LinkedWaiting(Waiting):
     def sleep_on(self, block: Block) -> None:
         """Sleep on a word, the links in the thread's hands."""
         self._links.pump()
+        self._exports.tell_progress()
         self._links.rest()
         super().sleep_on(block)
 
     def nap(self, rounds: int) -> None:
         """Wait for room, or for any of several words, and pump."""
         self._links.pump()
+        self._exports.tell_progress()
         super().nap(rounds)

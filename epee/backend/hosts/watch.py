@@ -8,7 +8,7 @@ has lost its own link to it: in all three cases nothing more is heard of it, or 
 from __future__ import annotations
 
 from ...view.process.detector import DeathWatch
-from ..outbox import LIFE, Outboxes
+from ..outbox import LIFE, Outboxes, has_left
 from .exports import Exports
 from .mirror import LIFE_LOST
 
@@ -32,6 +32,7 @@ class HostsWatch(DeathWatch):
         lost = [
             rank
             for rank in topology.elsewhere
-            if words[rank][LIFE] == LIFE_LOST or topology.gateway(rank, topology.host) in here
+            if words[rank][LIFE] == LIFE_LOST
+            or (topology.gateway(rank, topology.host) in here and not has_left(words[rank]))
         ]
-        return tuple(sorted({*here, *lost, *exports.lost}))
+        return tuple(sorted({*here, *lost, *(rank for rank in exports.lost if not has_left(words[rank]))}))

@@ -55,22 +55,31 @@ def create_engine(this: BootstrapAttempt, timeout_s: float, staging_bytes: int, 
         ResourceError: no memory or descriptor is left here.
     """
     deadline = time.monotonic() + timeout_s
+    greeting = None
+    if this.num_ranks > 1:
+        greeting = _greeted(this, deadline)
+        topology = Topology(this.rank, [hello.host for hello in greeting.hellos])
+        if topology.num_hosts > 1:
+            greeting.withdraw()  # a job lives on one host
+            engine = create_over_hosts(this, greeting, topology, deadline, timeout_s, staging_bytes, mode)
+            keep(engine)
+            return engine
+    engine = _create_here(this, greeting, deadline, timeout_s, staging_bytes, mode)
+    keep(engine)
+    return engine
+
+
+def _create_here(
+    this: BootstrapAttempt, greeting: Greeting | None, deadline: float, timeout_s: float, staging_bytes: int, mode: str
+) -> Engine:
+    """Make this rank's part of a group whose ranks share memory."""
     rank, num_ranks = this.rank, this.num_ranks
     watch = DeathWatch()
     regions: list[HostRegion] = []
-    box = greeting = seat = survival = None
+    box = seat = survival = None
     half_made = contextlib.ExitStack()
-    capacity = num_ranks
+    capacity = num_ranks if greeting is None else greeting.capacity
     try:
-        if num_ranks > 1:
-            greeting = _greet(this, deadline)
-            topology = Topology(rank, [hello.host for hello in greeting.hellos])
-            if topology.num_hosts > 1:
-                greeting.withdraw()  # a job lives on one host
-                engine = create_over_hosts(this, greeting, topology, timeout_s, staging_bytes, mode)
-                keep(engine)
-                return engine
-            capacity = greeting.capacity
         layout = outbox_layout(capacity, staging_bytes)
         this.region = region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         if greeting is not None:
@@ -121,7 +130,6 @@ def create_engine(this: BootstrapAttempt, timeout_s: float, staging_bytes: int, 
     engine = Engine(box, watch, timeout_s)
     if survival is not None:
         survival.attach(engine)
-    keep(engine)
     return engine
 
 
@@ -141,6 +149,18 @@ def _attach(peer: int, record: RankRecord, owner: OutboxOwner) -> HostRegion:
         region.close()
         raise ProtocolError(f"rank {peer}'s record names process {record.pid}, its memory {region.owner_pid}")
     return region
+
+
+def _greeted(this: BootstrapAttempt, deadline: float) -> Greeting:
+    """Do as `_greet`; tell the peers if it fails."""
+    try:
+        return _greet(this, deadline)
+    except BaseException as exc:
+        error = this.explain(exc, DeathWatch())
+        this.fail(error)
+        if error is not exc:
+            raise error from exc
+        raise
 
 
 def _greet(this: BootstrapAttempt, deadline: float) -> Greeting:

@@ -61,7 +61,13 @@ class _Memory(NamedTuple):
 
 
 def create_over_hosts(
-    this: BootstrapAttempt, greeting: Greeting, topology: Topology, timeout_s: float, staging_bytes: int, mode: str
+    this: BootstrapAttempt,
+    greeting: Greeting,
+    topology: Topology,
+    deadline: float,
+    timeout_s: float,
+    staging_bytes: int,
+    mode: str,
 ) -> Engine:
     """Make this rank's part of a group whose ranks run on several hosts; returns when all have made theirs.
 
@@ -69,7 +75,6 @@ def create_over_hosts(
         as `create_engine`, and:
         InvalidArgument: EPEE_REQUIRE_TOKEN_FILE=1 and no file; an address that is none.
     """
-    deadline = time.monotonic() + timeout_s
     watch = HostsWatch()
     with contextlib.ExitStack() as undo:
         undo.callback(watch.close)

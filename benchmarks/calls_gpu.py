@@ -268,10 +268,10 @@ def time_barrier(rank: int, num_ranks: int, num_calls: int) -> Rows:
     idx = torch.arange(32, device="cuda").view(16, 2) % (4 * num_ranks)
     buffer.dispatch(x, idx, num_experts=4 * num_ranks)
     assert buffer.runtime is not None
-    (room,) = buffer.runtime._rooms.values()
-    path: Any = room.core._path
+    whole: Any = buffer.runtime._rooms.whole
+    path: Any = whole._path
     core = path._core
-    machine, barrier = core._machine, core._barrier
+    machine, barrier = core.machine, core._barrier
     stream = machine.platform.stream()
 
     def launch() -> None:
@@ -281,7 +281,7 @@ def time_barrier(rank: int, num_ranks: int, num_calls: int) -> Rows:
 
     rows: Rows = {}
     rows["V2 names"] = block_times(buffer.barrier, num_calls)
-    rows["Buffer"] = block_times(room.core.barrier, num_calls)
+    rows["Buffer"] = block_times(whole.barrier, num_calls)
     rows["launch"] = block_times(launch, num_calls)
     one, many = graph_of(buffer.barrier, 1), graph_of(buffer.barrier, IN_GRAPH)
     rows["graph of one"] = block_times(one.replay, num_calls)

@@ -12,7 +12,7 @@ def warmup(
     ),
 ) -> None:
     """Compile the GPU kernels into the cache; needs NVRTC (`pip install 'epee[cuda]'`), but no GPU."""
-    from ..ep.gpu.warmup import warm_up
+    from .kernels import warm_up
 
     count = warm_up(num_ranks, architecture)
     typer.echo(f"{count} kernels are in the cache")

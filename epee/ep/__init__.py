@@ -8,6 +8,7 @@ their own. `BufferPool` makes the buffers that their calls need, and asks the ot
 
 from __future__ import annotations
 
+from .again import NO_FACTS, topk_facts
 from .buffer import Buffer
 from .config import PAYLOAD_DTYPES
 from .control.bootstrap import group_of
@@ -24,6 +25,7 @@ from .throughput.order import CombineOrder
 from .throughput.placement import check_topk_idx
 
 __all__ = [
+    "NO_FACTS",
     "PAYLOAD_DTYPES",
     "Buffer",
     "BufferPool",
@@ -51,4 +53,5 @@ __all__ = [
     "latency_bytes",
     "load_counter",
     "memory_for",
+    "topk_facts",
 ]

@@ -9,13 +9,14 @@ instead of waiting, and everybody's call numbers stay in step.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, UnsupportedError
+from .again import CheckedCalls, RowsAgain
 from .base import SharedBuffer
-from .checked import CheckedCalls
 from .checks import GivenRouting, check_handle, check_run
 from .config import PAYLOAD_DTYPES, BufferConfig
 from .control.bootstrap import group_of, size_of
@@ -166,6 +167,7 @@ class Buffer(SharedBuffer):
             other = self._beside(config)
             other._checked = CheckedCalls(config)
             other._rows = other._gpu = path.of_sizes(config, other._id)
+            other.again = other._calls_again(other._gpu)
             return other
 
     def fits(self, config: BufferConfig) -> bool:
@@ -223,14 +225,18 @@ class Buffer(SharedBuffer):
         self._rows: CpuPath | CudaPath
         self._gpu: CudaPath | None = None  # the same, where calls may be like earlier ones
         self._checked = CheckedCalls(self.config)
+        self.again: RowsAgain | None = None
         if platform is None:
             self._rows = CpuPath(making, poison)
         else:
             self._rows = self._gpu = CudaPath(making, platform, self._timeout)
             self._rows.set_poison(poison)
+            self.again = self._calls_again(self._gpu)
         return self._rows
 
-    @ranged
+    def _calls_again(self, path: CudaPath) -> RowsAgain:
+        return RowsAgain(self._turns, self._exchange, path, self._checked, self._id, self._timeout)
+
     def dispatch(
         self,
         x: Payload,
@@ -293,24 +299,38 @@ class Buffer(SharedBuffer):
             EvictedError: the others have gone on without this rank.
             InvalidState, ForkError, AbortedError: closed, re-entered, forked, or closed by another thread meanwhile.
         """
+        again = self.again
+        if again is not None and timeout is None and previous_event is None and async_op is False:
+            others = is_token_in_rank, handle, capacity
+            found = again.dispatch(x, topk_idx, topk_weights, others, layout, expert_alignment, num_sms, sync)
+            if found is not None:
+                return found
+        routing = GivenRouting(topk_idx, is_token_in_rank, handle, capacity)
+        run = RunOptions(num_sms, async_op, previous_event, sync)
+        return self._dispatch(x, routing, topk_weights, layout, expert_alignment, run, timeout)
+
+    @ranged
+    def _dispatch(
+        self,
+        x: Payload,
+        routing: GivenRouting,
+        topk_weights: torch.Tensor | None,
+        layout: str,
+        expert_alignment: int,
+        run: RunOptions,
+        timeout: float | None,
+    ) -> Dispatched:
+        """Run a dispatch the ordinary way: check it, enter its epoch, tell the peers where it is refused."""
         with self._turns.queue(), self._turns:
-            is_plain = timeout is None and previous_event is None and async_op is False
-            if is_plain and self._gpu is not None and self._gpu.is_quiet():
-                routing = GivenRouting(topk_idx, is_token_in_rank, handle, capacity)
-                found = self._dispatch_again(x, routing, topk_weights, layout, expert_alignment, num_sms, sync)
-                if found is not None:
-                    return found
-            run = RunOptions(num_sms, async_op, previous_event, sync)
             attempt = self._attempt(OP_DISPATCH, timeout)
             while True:
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
-                    known = None if handle is None else check_handle(handle, self._id, self._exchange.epoch)
-                    routing = GivenRouting(topk_idx, is_token_in_rank, known, capacity)
+                    if routing.handle is not None:
+                        check_handle(routing.handle, self._id, self._exchange.epoch)
                     members = self._exchange.reduced_members
                     call = self._checked.dispatch(x, routing, topk_weights, layout, expert_alignment, members)
                     return self._rows.dispatch(call, deadline, lane, run)
 
-    @ranged
     def combine(
         self,
         y: torch.Tensor,
@@ -347,14 +367,27 @@ class Buffer(SharedBuffer):
             As `dispatch`; `out` is not written when an error is raised. On GPUs nobody waits for a combine: what goes
             wrong on the way is raised by the next call, or by `check`, and `out` is then undefined.
         """
-        with self._turns.queue(), self._turns:
-            is_plain = timeout is None and previous_event is None and async_op is False
+        again = self.again
+        if again is not None and timeout is None and previous_event is None and async_op is False:
             has_rows_only = topk_weights is None and bias is None and out is None
-            if is_plain and has_rows_only and self._gpu is not None and self._gpu.is_quiet():
-                found = self._combine_again(y, handle, num_sms)
-                if found is not None:
-                    return found
-            run = RunOptions(num_sms, async_op, previous_event)
+            found = again.combine(y, handle, num_sms) if has_rows_only else None
+            if found is not None:
+                return found
+        run = RunOptions(num_sms, async_op, previous_event)
+        return self._combine(y, handle, (topk_weights, bias, out), run, timeout)
+
+    @ranged
+    def _combine(
+        self,
+        y: torch.Tensor,
+        handle: Handle,
+        others: tuple[Any, Any, Any],
+        run: RunOptions,
+        timeout: float | None,
+    ) -> Combined:
+        """Run a combine the ordinary way, as `_dispatch`."""
+        topk_weights, bias, out = others
+        with self._turns.queue(), self._turns:
             attempt = self._attempt(OP_COMBINE, timeout)
             while True:
                 with attempt as deadline, self._lanes.lane(check_run(run)) as lane:
@@ -362,34 +395,6 @@ class Buffer(SharedBuffer):
                     members = self._exchange.reduced_members
                     call = self._checked.combine(y, known, topk_weights, bias, out, members)
                     return self._rows.combine(call, deadline, lane, run)
-
-    def _dispatch_again(
-        self,
-        x: Payload,
-        routing: GivenRouting,
-        topk_weights: torch.Tensor | None,
-        layout: str,
-        expert_alignment: int,
-        num_sms: int | None,
-        sync: bool,
-    ) -> Dispatched | None:
-        """Run a dispatch like an earlier one; None, and nothing has happened, where it is none."""
-        is_known = routing.handle is None or self._is_current(routing.handle)
-        if self._gpu is None or not is_known or type(sync) is not bool or type(num_sms) is bool:
-            return None
-        call = self._checked.dispatch_again(x, routing, topk_weights, layout, expert_alignment)
-        return None if call is None else self._gpu.dispatch_again(call, num_sms, sync)
-
-    def _combine_again(self, y: torch.Tensor, handle: Handle, num_sms: int | None) -> Combined | None:
-        if self._gpu is None or type(num_sms) is bool or not self._is_current(handle):
-            return None
-        call = self._checked.combine_again(y, handle)
-        return None if call is None else self._gpu.combine_again(call, num_sms)
-
-    def _is_current(self, handle: object) -> bool:
-        """Tell whether `check_handle` would let a handle pass."""
-        is_ours = isinstance(handle, Handle) and handle.buffer_id == self._id
-        return is_ours and handle.epoch == self._exchange.epoch  # type: ignore[attr-defined]  # a handle, as was seen
 
     def combine_input(self, handle: Handle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `y` that `combine` need not copy. Local.

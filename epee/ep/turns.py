@@ -37,10 +37,13 @@ class Closing:
 _current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
+_NOTHING = nullcontext()  # keeps nothing, so it serves all
+
+
 def on_gpu(index: int | None) -> AbstractContextManager[object]:
     """Make a GPU the current one; None stands for the CPU."""
-    if index is None or torch.cuda.current_device() == index:
-        return nullcontext()
+    if index is None or _current_gpu() == index:
+        return _NOTHING
     return torch.cuda.device(index)
 
 

@@ -345,7 +345,7 @@ def aborted(rank: int, num_ranks: int, platform: str) -> tuple[str, str]:
     core = make_core(PLAN, rank, platform)
     error = ("", "")
     if rank == 0:
-        core.abort()
+        core.device.abort()
         send(core, FEW, inputs_of(PLAN, FEW, rank), options(FEW, LONG_S))
         wait_for(core)
         error = error_of(core.check)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 
 import epee
-from epee.ep import checked
+from epee.ep import again
 from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
 from tests.harness import run_ranks
@@ -53,7 +54,7 @@ def _count_again(buffer: epee.Buffer) -> list[str]:
 def _same(rank: int, num_ranks: int) -> None:
     with _buffer() as buffer:
         seen = _count_again(buffer)
-        results = []
+        results, handles = [], []
         for turn in range(3):
             x, idx, weights = _inputs(rank + 10)
             got = buffer.dispatch(x, idx, weights, sync=turn != 1)
@@ -64,10 +65,16 @@ def _same(rank: int, num_ranks: int) -> None:
             back = buffer.combine(got.x, got.handle).x
             parts = (got.x, got.topk_idx, got.topk_weights, got.handle.src_token)
             results.append([part[:num_recv].clone() for part in parts] + [back])
+            handles.append(got.handle)
         for part, other in zip(results[0], results[2], strict=True):
             assert torch.equal(part, other)
         for part, other in zip(results[0], results[1], strict=True):
             assert torch.equal(part, other)
+        late = {"src_rank", "src_token"}  # that were read meanwhile
+        assert handles[2].__dict__.keys() - late == handles[0].__dict__.keys() - late
+        kept = {"seq", "core", "kept", *late}
+        assert all(handles[2].__dict__[name] == value for name, value in vars(handles[0]).items() if name not in kept)
+        assert handles[2].core.__dict__.keys() == handles[0].core.__dict__.keys()
         assert seen.count("dispatch_again") == 1, "only the third call is like an earlier one"
         assert seen.count("combine_again") >= 1
         buffer.all_gather_bytes(b"done")
@@ -150,7 +157,7 @@ def test_what_is_made_late_is_of_its_own_call() -> None:
 
 
 def _bounded(rank: int, num_ranks: int) -> None:
-    checked._MOST_FACTS = 4
+    again._MOST_FACTS = 4
     with _buffer() as buffer:
         x, idx, weights = _inputs()
         for num_tokens in (*range(TOKENS), *range(TOKENS)):
@@ -160,3 +167,64 @@ def _bounded(rank: int, num_ranks: int) -> None:
 
 def test_facts_are_not_remembered_for_ever() -> None:
     run_ranks(emulated, 1, _bounded, timeout_s=200)
+
+
+def _other_rows(rank: int, num_ranks: int) -> None:
+    """Combines are alike however many rows they have."""
+    with _buffer() as buffer:
+        seen = _count_again(buffer)
+        x, _, weights = _inputs()
+        rows = set()
+        for step in range(4):
+            idx = (torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % EXPERTS + step).clamp(max=EXPERTS - 1)
+            idx[: step + rank] = -1
+            got = buffer.dispatch(x, idx, weights)
+            assert isinstance(got.x, torch.Tensor)
+            rows.add(len(got.x))
+            chosen = (idx >= 0).any(1)
+            num_dst = torch.stack([(idx // (EXPERTS // num_ranks) == r).any(1) for r in range(num_ranks)]).sum(0)
+            back = buffer.combine(got.x.clone(), got.handle).x
+            wanted = torch.where(chosen[:, None], x.float() * num_dst[:, None], torch.zeros(()))
+            assert torch.allclose(back.float(), wanted, rtol=2**-7)
+        assert len(rows) > 1
+        assert seen.count("combine_again") >= 2
+        buffer.all_gather_bytes(b"done")
+
+
+def test_combines_are_alike_however_many_rows_they_have() -> None:
+    run_ranks(emulated, 2, _other_rows, timeout_s=200)
+
+
+def _untold(rank: int, num_ranks: int) -> str:
+    """One rank's call like an earlier one fails before the other hears of it."""
+    with _buffer() as buffer:
+        x, idx, weights = _inputs()
+        for _ in range(3):
+            buffer.dispatch(x, idx, weights)
+        path = buffer._gpu
+        assert path is not None
+        core, start = path._core, path._core.start_dispatch
+        errors: list[Exception] = [torch.OutOfMemoryError(), ValueError("a handler's")] if rank == 0 else []
+
+        def fails(*args: Any, **options: Any) -> Any:
+            if errors and len(args) > 5:
+                raise errors.pop(0)
+            return start(*args, **options)
+
+        core.start_dispatch = fails  # type: ignore[method-assign]
+        told = ""
+        for _ in range(2):
+            try:
+                buffer.dispatch(x, idx, weights)
+            except (ValueError, epee.MismatchError) as error:
+                told += f"{type(error).__name__}: {error}"
+        core.start_dispatch = start  # type: ignore[method-assign]
+        buffer.dispatch(x, idx, weights)
+        buffer.all_gather_bytes(b"done")
+        return told
+
+
+def test_an_error_before_a_call_is_told_to_the_peer() -> None:
+    here, there = run_ranks(emulated, 2, _untold, timeout_s=200)
+    assert here.startswith("ValueError: a handler's") or "a handler's" in here
+    assert "refused" in there

@@ -160,7 +160,7 @@ def _left(rank: int, num_ranks: int) -> None:
         for _ in range(3):
             _round(buffer)
         assert seen[-2:] == list(OP)
-        core._report.words[0] = 1  # a time-out, of an earlier call
+        core.device.report.words[0] = 1  # a time-out, of an earlier call
         with pytest.raises(epee.errors.CommTimeoutError):
             dispatch(buffer, inputs(SHAPE, (4,), 1)[0])
         with pytest.raises(InvalidState, match="has timed out on this rank"):

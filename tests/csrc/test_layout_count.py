@@ -12,6 +12,7 @@ from epee.ep.gpu.layout import COUNT_KERNELS, LayoutCounter, count_head, count_l
 from epee.errors import InvalidArgument, InvalidState
 from epee.jit.params import kernel_symbol
 from epee.jit.source import flatten
+from epee.memory.fresh import Allocate
 from tests.csrc.compiled import compile_once, resources
 from tests.csrc.emulated import EmulatedPlatform, has_compiler
 
@@ -22,18 +23,22 @@ with_compiler = [
 emulated = pytest.param("emulated", marks=with_compiler)
 
 
-class _Poisoned(torch.Tensor):
+def _poisoned(make: Allocate) -> Allocate:
     """Results are what nobody has written yet."""
 
-    def new_empty(self, *sizes: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
-        plain = self.as_subclass(torch.Tensor).new_empty(*sizes, **options)
-        return plain.view(torch.uint8).fill_(0xA5).view(plain.dtype)
+    def poison() -> torch.Tensor:
+        made = make()
+        made.view(torch.uint8).fill_(0xA5)
+        return made
+
+    return poison
 
 
 def counter_on_cpu(num_threads: int) -> LayoutCounter:
     """A counter whose results start poisoned."""
     counter = LayoutCounter(EmulatedPlatform(), num_threads)
-    counter._count, counter._flag = counter._count.as_subclass(_Poisoned), counter._flag.as_subclass(_Poisoned)
+    allocators_of = counter._allocators_of
+    counter._allocators_of = lambda *sizes: tuple(map(_poisoned, allocators_of(*sizes)))  # type: ignore
     return counter
 
 

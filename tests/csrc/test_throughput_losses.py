@@ -58,7 +58,7 @@ def _one_sided_barrier(buffer: Throughput, rank: int) -> str:
 def _two_handles(rank: int, num_ranks: int, last: int) -> tuple[str, str]:
     """Rank 0 combines by the first of two handles, rank 1 by the second, behind a call `last` that failed on rank 0."""
     buffer = make_buffer(CASE, rank, "emulated", num_slots=4)
-    while buffer.tags() < last - 3:
+    while buffer.machine.tags() < last - 3:
         buffer.barrier(LONG_S)
     both = [_send(buffer, rank, shift=shift) for shift in (0.0, 100.0)]
     barrier = _one_sided_barrier(buffer, rank)
@@ -94,7 +94,7 @@ def _late_first_block(rank: int, num_ranks: int) -> str:
     d = _send(buffer, rank)
     _one_sided_barrier(buffer, rank)
     if rank == 1:
-        buffer._machine.platform.pause("combine", 14, 0.5)  # its other blocks have seen the difference by then
+        buffer.machine.platform.pause("combine", 14, 0.5)  # its other blocks have seen the difference by then
     options = CombineOptions(timeout_s=LONG_S)
     return _error_of(buffer, lambda: buffer.combine(d.x, d.handle, None, (), None, options))
 
@@ -149,7 +149,7 @@ def _late_reader(rank: int, num_ranks: int) -> str:
     buffer.barrier(LONG_S)
     d = _send(buffer, rank)
     if rank == 1:
-        buffer._machine.platform.pause("order", 13, 1.0)
+        buffer.machine.platform.pause("order", 13, 1.0)
     options = CombineOptions(timeout_s=0.5 if rank == 0 else LONG_S, order=CombineOrder("rank"))
     return _error_of(buffer, lambda: buffer.combine(d.x, d.handle, None, (), None, options))
 

@@ -38,7 +38,7 @@ def open_buffer(rank: int, case: Case = CASE, **pauses: dict[int, float]) -> Thr
 
 
 def _pause(buffer: Throughput, **pauses: dict[int, float]) -> None:
-    platform = buffer._machine.platform
+    platform = buffer.machine.platform
     assert isinstance(platform, EmulatedPlatform)
     for file, places in pauses.items():
         for place, seconds in places.items():

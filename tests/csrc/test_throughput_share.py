@@ -40,7 +40,8 @@ def test_too_many_buffers_are_refused_with_the_way_out() -> None:
 def test_only_buffers_on_other_streams_or_in_graphs_count() -> None:
     device = torch.device("cuda", 63)
     first, second = Share(device, SMS), Share(device, SMS)
-    first.stream, first.width = 7, SMS
+    first.stream = 7
+    first.widen(SMS)
     assert second.limit(7, False) == (SMS, True)
     assert second.limit(8, False) == (SMS - RESERVE, False)
     assert second.limit(7, True) == (SMS - RESERVE, False)  # a graph may be replayed on any stream

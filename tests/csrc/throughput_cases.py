@@ -159,7 +159,7 @@ def make_buffer(
 def poison(buffer: Throughput) -> None:
     """Fill this rank's receive slots with 0xFF; the ranks meet before and after."""
     all_gather_bytes(b"before")
-    region = buffer._machine.slots[buffer.config.rank]
+    region = buffer.machine.slots[buffer.config.rank]
     region.lease(0, region.nbytes, None).fill_(255)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -171,7 +171,7 @@ def run_case(rank: int, num_ranks: int, case: Case, platform_name: str) -> dict[
     if platform_name == "cuda":
         torch.cuda.set_device(device_of(rank))
     buffer = make_buffer(case, rank, platform_name)
-    device = buffer._machine.platform.device
+    device = buffer.machine.platform.device
     given = inputs_of(case, rank)
     x, scales = given.x if isinstance(given.x, tuple) else (given.x, None)
     x = x.to(device)

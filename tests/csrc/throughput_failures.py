@@ -30,7 +30,7 @@ def open_buffer(rank: int, platform: str, **sizes: int) -> Throughput:
 
 def _send(buffer: Throughput, rank: int, options: DispatchOptions = OPTIONS, **changes: Any) -> DispatchResult:
     given = inputs_of(CASE, rank)
-    device = buffer._machine.platform.device
+    device = buffer.machine.platform.device
     arguments: dict[str, Any] = {"x": given.x, "route": given.topk_idx, "topk_weights": given.topk_weights} | changes
     for name, value in arguments.items():
         arguments[name] = None if value is None else value.to(device)
@@ -46,7 +46,7 @@ def _error_of(call: Any) -> tuple[str, str]:
 
 
 def _wait_for_gpu(buffer: Throughput) -> None:
-    if buffer._machine.platform.device.type == "cuda":
+    if buffer.machine.platform.device.type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -95,7 +95,7 @@ def refused_combine(rank: int, num_ranks: int, platform: str) -> Any:
 def overflow(rank: int, num_ranks: int, platform: str) -> Any:
     buffer = open_buffer(rank, platform, max_recv_rows=6)
     error = _error_of(lambda: _send(buffer, rank))
-    region = buffer._machine.slots[rank]
+    region = buffer.machine.slots[rank]
     _wait_for_gpu(buffer)
     untouched = bool((region.lease(0, region.nbytes, None) == 255).all())
     few = torch.full((1, CASE.num_topk), 0)
@@ -175,13 +175,13 @@ def combine_of_failed(rank: int, num_ranks: int, platform: str) -> Any:
 def hoard(rank: int, num_ranks: int, platform: str) -> Any:
     buffer = open_buffer(rank, platform, num_slots=2)
     held = [_send(buffer, rank) for _ in range(4)]
-    copies = buffer.num_copies
+    copies = buffer.machine.pool.num_copies
     rows = [d.x.clone() for d in held]
     for d in held[1:]:
         expect_equal(d.x, held[0].x, "a result that was held")
     del d, held
     later = _send(buffer, rank)
-    return copies, buffer.num_copies, bool((rows[0] == later.x).all())
+    return copies, buffer.machine.pool.num_copies, bool((rows[0] == later.x).all())
 
 
 def overflow_unseen(rank: int, num_ranks: int, platform: str) -> Any:
@@ -223,8 +223,8 @@ def silent_at_barrier(rank: int, num_ranks: int, platform: str) -> Any:
     buffer.barrier(10.0)
     _wait_for_gpu(buffer)
     differs = _error_of(buffer.check)
-    tags = [int.from_bytes(tag, "little") for tag in all_gather_bytes(buffer.tags().to_bytes(8, "little"))]
-    buffer.set_view([True] * num_ranks, max(tags) + 8, {})
+    tags = [int.from_bytes(tag, "little") for tag in all_gather_bytes(buffer.machine.tags().to_bytes(8, "little"))]
+    buffer.machine.set_view([True] * num_ranks, max(tags) + 8, {})
     all_gather_bytes(b"both have the view")
     buffer.barrier(10.0)
     return error, differs, _works(buffer, rank)

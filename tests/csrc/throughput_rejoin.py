@@ -60,7 +60,7 @@ def machine_of(buffer: epee.Buffer) -> Any:
     """What the buffer is made of."""
     path = buffer._path
     assert isinstance(path, CudaPath)
-    return path._core._machine
+    return path._core.machine
 
 
 def addresses(buffer: epee.Buffer) -> list[list[int]]:

@@ -83,7 +83,7 @@ def draw_round(seed: int, number: int, num_ranks: int) -> Round:
 
 def play(buffer: Throughput, this: Round, rank: int, members: Collection[int] | None = None) -> None:
     """Run a round on one rank, which is one of `members` (None: of all); raises at the first difference."""
-    device = buffer._machine.platform.device
+    device = buffer.machine.platform.device
     whole = inputs_of(this.case, rank)  # what the kernels get: they leave out who is no member
     case, inputs = seen_by(this.case, members)
     want = reference.dispatch(inputs, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment)
@@ -93,7 +93,7 @@ def play(buffer: Throughput, this: Round, rank: int, members: Collection[int] | 
     assert route is not None
     alone = random.Random(case.seed * 8 + rank)  # what the ranks need not agree about
     throughput_dispatch.FEW_TOKENS = alone.choice([0, FEW_TOKENS])
-    limit = buffer._machine.platform.limits.num_sms
+    limit = buffer.machine.platform.limits.num_sms
     num_sms = alone.choice([None, 1, 2, max(1, limit // 3), limit // 2 + 1])
     options = DispatchOptions(case.layout, case.expert_alignment, this.sync, num_sms, TIMEOUT_S)
     weights = None if given.topk_weights is None else given.topk_weights.to(device)
@@ -168,4 +168,4 @@ def stress(rank: int, num_ranks: int, platform: str, num_rounds: int, seed: int,
         torch.cuda.synchronize()
     for buffer in buffers:
         buffer.check()
-    return sum(buffer.num_copies for buffer in buffers)
+    return sum(buffer.machine.pool.num_copies for buffer in buffers)

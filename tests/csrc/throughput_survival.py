@@ -55,7 +55,7 @@ def open_core(rank: int, num_ranks: int, platform: str, base: Case = BASE, num_s
         torch.cuda.set_device(device_of(rank))
     case = replace(base, num_tokens=(MOST_TOKENS,) * num_ranks, expert_alignment=8)
     core = make_buffer(case, rank, platform, num_slots=num_slots)
-    core._machine._all_gather = Circle(rank, num_ranks)
+    core.machine._all_gather = Circle(rank, num_ranks)
     play(core, Round(0, replace(case, layout="expert", routing="repeats"), True, "ordinary", False, False), rank)
     return core
 
@@ -81,10 +81,10 @@ class Circle:
 
 def enter(core: Throughput, members: Collection[int], tag: int, is_open: bool = True) -> None:
     """Go on in a view of `members`."""
-    circle = core._machine._all_gather
+    circle = core.machine._all_gather
     assert isinstance(circle, Circle)
     circle.enter(members, tag)
-    core.set_view([rank in members for rank in range(core.config.num_ranks)], tag, is_open=is_open)
+    core.machine.set_view([rank in members for rank in range(core.config.num_ranks)], tag, is_open=is_open)
 
 
 def rounds(base: Case, num_ranks: int, seed: int, count: int) -> Iterator[Round]:
@@ -112,7 +112,7 @@ def play_all(core: Throughput, seed: int, count: int, members: Collection[int], 
 
 def settle(core: Throughput) -> None:
     """Wait for the GPU."""
-    core._machine.platform.synchronize()
+    core.machine.platform.synchronize()
 
 
 def error_of(call: Callable[[], Any]) -> EpeeError | None:
@@ -136,7 +136,7 @@ def whole(region: LentRegion) -> torch.Tensor:
 
 def emulated_platform(core: Throughput) -> EmulatedPlatform:
     """The platform of a core whose kernels can be made to stand still."""
-    platform = core._machine.platform
+    platform = core.machine.platform
     assert isinstance(platform, EmulatedPlatform)
     return platform
 
@@ -154,7 +154,7 @@ def masked(rank: int, num_ranks: int, platform: str, members: tuple[int, ...], b
     """Some ranks are out, and their memory stays as it was, but for the control words that they write themselves."""
     base = CONFIGS[base_idx]
     core = open_core(rank, num_ranks, platform, base)
-    machine = core._machine
+    machine = core.machine
     regions = [machine._control[rank], machine.slots[rank]]
     settle(core)
     all_gather_bytes(b"all have left the first round")
@@ -208,7 +208,7 @@ def ordered(rank: int, num_ranks: int, platform: str, layout: str, members: tupl
 def send(core: Throughput, case: Case, rank: int, options: DispatchOptions) -> DispatchResult:
     """Dispatch this rank's tokens of a case."""
     given = inputs_of(case, rank)
-    device = core._machine.platform.device
+    device = core.machine.platform.device
     assert isinstance(given.x, torch.Tensor)
     assert given.topk_idx is not None
     weights = None if given.topk_weights is None else given.topk_weights.to(device)
@@ -242,8 +242,8 @@ class DeathTeller:
     def _run(self) -> None:
         while True:
             self.dead = self._watch.dead()
-            self._core.mark_dead(self.dead)
-            self._core.bury(self.dead)
+            self._core.machine.device.mark_dead(self.dead)
+            self._core.machine.bury(self.dead)
             time.sleep(0.003)
 
 
@@ -311,7 +311,7 @@ def killed(rank: int, num_ranks: int, platform: str, layout: str, way: str, deat
 
 def check_old_handle(core: Throughput, old: ThroughputHandle) -> None:
     """A handle of an earlier view is refused on all ranks, by the kernels themselves, and nothing else suffers."""
-    x = torch.zeros(old.num_tokens, BASE.hidden, dtype=torch.bfloat16, device=core._machine.platform.device)
+    x = torch.zeros(old.num_tokens, BASE.hidden, dtype=torch.bfloat16, device=core.machine.platform.device)
     y = torch.zeros(old.num_recv or 0, BASE.hidden, dtype=torch.bfloat16, device=x.device)
 
     def again() -> None:
@@ -327,7 +327,7 @@ def check_old_handle(core: Throughput, old: ThroughputHandle) -> None:
     for call in (again, back):
         error = error_of(call)
         assert isinstance(error, StaleHandleError), error
-    play_all(core, 11, 2, [rank for rank in range(core.config.num_ranks) if rank in core._machine.members])
+    play_all(core, 11, 2, [rank for rank in range(core.config.num_ranks) if rank in core.machine.members])
 
 
 # --- late -------------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def late(rank: int, num_ranks: int, platform: str) -> list[str]:
             error = error_of(lambda: send_whole(core, replace(case, seed=number), rank, 0.3))  # noqa: B023
             errors.append(type(error).__name__)
             core.refuse(0.3)
-    tag = max(gather_int(core.tags())) + 8
+    tag = max(gather_int(core.machine.tags())) + 8
     enter(core, range(num_ranks), tag)
     play_all(core, 8, 10, range(num_ranks))
     return errors
@@ -367,7 +367,7 @@ def late_stores(rank: int, num_ranks: int, platform: str) -> None:
         many = replace(case, num_tokens=(2,) * last + (MOST_TOKENS,))
         error = error_of(lambda: send(core, many, rank, DispatchOptions(sync=False, timeout_s=SHORT_S)))
         pause(core, 0)
-        core._machine._report.words[:] = memoryview(bytes(8 * len(core._machine._report.words))).cast("Q")
+        core.machine.device.report.words[:] = memoryview(bytes(8 * len(core.machine.device.report.words))).cast("Q")
         all_gather_bytes(b"all have been stored")
         del error
     else:
@@ -375,7 +375,7 @@ def late_stores(rank: int, num_ranks: int, platform: str) -> None:
         assert isinstance(error_of(core.check), CommTimeoutError)
         del d
         enter(core, range(last), 1000)
-        assert core._machine.pool.haunted
+        assert core.machine.pool.haunted
         refused = graph_in_haunted_slot(core, case)
         assert isinstance(refused, ResourceError if rank == 0 else MismatchError), refused
         # lies where the late rows would lie if the slot of the failed call had been lent again
@@ -390,15 +390,15 @@ def late_stores(rank: int, num_ranks: int, platform: str) -> None:
         if place is not None:
             expect_equal(place, kept, "a combine input")
         del d, place
-    tag = max(gather_int(core.tags())) + 8
+    tag = max(gather_int(core.machine.tags())) + 8
     enter(core, range(num_ranks), tag)
-    assert not core._machine.pool.haunted
+    assert not core.machine.pool.haunted
     play_all(core, 9, 6, range(num_ranks))
 
 
 def graph_in_haunted_slot(core: Throughput, case: Case) -> EpeeError | None:
     """A call of rank 0 that grants a haunted slot, as graphs do that were recorded before."""
-    machine, rank = core._machine, core.config.rank
+    machine, rank = core.machine, core.config.rank
     take = machine.take
     slot = min(machine.pool.haunted)
     if rank == 0:
@@ -418,14 +418,14 @@ def replayed_before(rank: int, num_ranks: int, platform: str, first: str) -> str
         What the first call of the view says, one that fails on all ranks or one that does not.
     """
     core, case = open_core(rank, num_ranks, platform), replace(BASE, num_tokens=(5,) * num_ranks)
-    tag = max(gather_int(core.tags())) + 8
+    tag = max(gather_int(core.machine.tags())) + 8
     enter(core, range(num_ranks), tag, is_open=False)
     all_gather_bytes(b"all are ready")
     if rank == 0:
         replay_all_kinds(core, case)
-    core.open_view()
+    core.machine.open_view()
     all_gather_bytes(b"all are there")
-    assert core.tags() == tag
+    assert core.machine.tags() == tag
     error = None
     if first == "barrier":
         core.barrier(LONG_S)
@@ -441,7 +441,7 @@ def replayed_before(rank: int, num_ranks: int, platform: str, first: str) -> str
 
 def replay_all_kinds(core: Throughput, case: Case) -> None:
     """Launch what graphs with all kinds of calls launch, which the host does not count; drop what they report."""
-    machine, rank = core._machine, core.config.rank
+    machine, rank = core.machine, core.config.rank
     counted = machine.num_calls
     for layout in ("rank", "expert", "rank"):
         d = send(core, case, rank, DispatchOptions(layout, case.expert_alignment, sync=False, timeout_s=LONG_S))
@@ -465,7 +465,7 @@ def views(rank: int, num_ranks: int, platform: str, num_views: int, seed: int) -
     rng = random.Random(seed)
     case = replace(BASE, num_tokens=(3,) * num_ranks)
     for number in range(num_views):
-        tag = max(gather_int(core.tags())) + rng.choice([1, 2, 3, 8, 100])
+        tag = max(gather_int(core.machine.tags())) + rng.choice([1, 2, 3, 8, 100])
         members = sorted(rng.sample(range(num_ranks), rng.randrange(1, num_ranks + 1)))
         if rank in members:
             enter(core, members, tag)

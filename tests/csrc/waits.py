@@ -116,7 +116,7 @@ def throughput(rank: int, num_ranks: int, op: str) -> tuple[bool, bool]:
         given = throughput_cases.inputs_of(CASE, rank)
         core.dispatch(given.x, None, given.topk_idx, given.topk_weights, None, throughput_cases.DispatchOptions())
 
-    return first_comes_the_last(rank, core._machine._news.words, {"barrier": barrier, "dispatch": dispatch}[op])
+    return first_comes_the_last(rank, core.machine.device.news.words, {"barrier": barrier, "dispatch": dispatch}[op])
 
 
 def latency(rank: int, num_ranks: int) -> tuple[bool, bool]:
@@ -131,7 +131,7 @@ def latency(rank: int, num_ranks: int) -> tuple[bool, bool]:
         d.hook()
         core.check()
 
-    return first_comes_the_last(rank, core._abort.words, dispatch)
+    return first_comes_the_last(rank, core.device.news.words, dispatch)
 
 
 def collective(rank: int, num_ranks: int) -> tuple[bool, bool]:

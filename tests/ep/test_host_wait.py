@@ -35,7 +35,10 @@ def a_machine() -> Any:
     asked: list[int] = []
     words = memoryview(bytearray(16)).cast("Q")
     return SimpleNamespace(
-        _mailboxes=SimpleNamespace(words=words), _mailbox_words=2, asked=asked, interrupt=lambda: asked.append(1)
+        _mailboxes=SimpleNamespace(words=words, address=0),
+        _mailbox_words=2,
+        asked=asked,
+        interrupt=lambda: asked.append(1),
     )
 
 

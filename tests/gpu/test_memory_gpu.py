@@ -33,6 +33,9 @@ def _device(rank: int) -> int:
     return device
 
 
+NUM_LOOKS = 6
+
+
 def _free(device: int) -> int:
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info(device)[0]
@@ -109,14 +112,20 @@ def _no_leak(rank: int, num_ranks: int, way: str) -> list[int]:
         all_gather_bytes(b"detached")
         region.close()
 
+    def five_turns() -> tuple[int, int]:
+        all_gather_bytes(b"before")
+        free, fds = _free(device), len(os.listdir("/proc/self/fd"))
+        all_gather_bytes(b"measured")
+        for _ in range(5):
+            turn()
+        all_gather_bytes(b"after")
+        return free - _free(device), len(os.listdir("/proc/self/fd")) - fds
+
     turn()
-    all_gather_bytes(b"before")
-    free, fds = _free(device), len(os.listdir("/proc/self/fd"))
-    all_gather_bytes(b"measured")
-    for _ in range(5):
-        turn()
-    all_gather_bytes(b"after")
-    return [free - _free(device), len(os.listdir("/proc/self/fd")) - fds]
+    found = [
+        five_turns() for _ in range(NUM_LOOKS)
+    ]  # the GPU's other programs come and go: what is lost, is lost each time
+    return [min(num_bytes for num_bytes, _ in found), max(num_fds for _, num_fds in found)]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -78,10 +78,10 @@ def _graph(rank: int, num_ranks: int) -> str:
         torch.cuda.synchronize()
         error = throughput_survival.error_of(core.check)
         assert isinstance(error, (ResourceError, MismatchError)), error  # each hears of the first that refuses
-        core.bury([num_ranks - 1])  # as if its process had ended
+        core.machine.bury([num_ranks - 1])  # as if its process had ended
         throughput_survival.play_all(core, 3, 2, left)
         _replay(core, case, graph, x, idx, out, left)
-    tag = max(throughput_survival.gather_int(core.tags())) + 8
+    tag = max(throughput_survival.gather_int(core.machine.tags())) + 8
     throughput_survival.enter(core, range(num_ranks), tag)
     _replay(core, case, graph, x, idx, out, range(num_ranks))
     return "good"

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 
+from epee.cli.kernels import warm_up
 from epee.ep.gpu.layout import COUNT_KERNELS
 from epee.ep.gpu.params import KERNELS, kernel_head
-from epee.ep.gpu.warmup import warm_up
 from epee.ep.latency.gpu import params as latency_kernels
 from epee.errors import CompileError, InvalidArgument
 from epee.jit import kernel as kernel_module

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from epee.compat.deep_ep import low_latency
 from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
-from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, cuda_event_of
+from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, cuda_event_of, no_event
 from epee.compat.deep_ep.low_latency import LowLatency, unsupported
 from epee.compat.deep_ep.shared.known import KnownHandles
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.compat.deep_ep.shared.owner import PoolOwner, Running
+from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
     cut,
@@ -32,6 +32,7 @@ from epee.compat.deep_ep.shared.rows import (
 )
 from epee.compat.deep_ep.v1_handle import NUM_ENTRIES, V1Handle
 from epee.ep import (
+    NO_FACTS,
     BufferPool,
     CombineOrder,
     Dispatched,
@@ -45,6 +46,7 @@ from epee.ep import (
     count_layout,
     group_of,
     load_counter,
+    topk_facts,
 )
 from epee.errors import InvalidArgument
 
@@ -57,6 +59,14 @@ Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
 _default_config = cache(dispatch_config)
+
+
+class _Options(NamedTuple):
+    """How a dispatch with routing is asked for; see `Buffer.dispatch`."""
+
+    expert_alignment: int
+    num_worst_tokens: int
+    config: Config
 
 
 class Buffer(LowLatency, PoolOwner):
@@ -158,7 +168,11 @@ class Buffer(LowLatency, PoolOwner):
             `num_tokens_per_rank [num_ranks]` int32, None (no RDMA ranks), `num_tokens_per_expert [num_experts]`
             int32, `is_token_in_rank [num_tokens, num_ranks]` bool, the event.
         """
-        with self._pool().lane(topk_idx.device, async_finish, cuda_event_of(previous_event)) as lane:
+        pool = self._pool()
+        if topk_idx.is_cuda and previous_event is None and not async_finish:
+            found = count_layout(topk_idx, self.group_size, num_experts)
+            return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, no_event()
+        with pool.lane(topk_idx.device, async_finish, cuda_event_of(previous_event)) as lane:
             found = count_layout(topk_idx, self.group_size, num_experts)
             if not topk_idx.is_cuda:  # there the dispatch will look, without making the host wait
                 check_topk_idx(topk_idx, num_experts)
@@ -204,18 +218,18 @@ class Buffer(LowLatency, PoolOwner):
             expert (empty with `num_worst_tokens`), handle, event. With `handle`: `recv_x`, four times None, event.
         """
         used = config or _default_config(self.group_size, Buffer.num_sms)
-        given = (x, is_token_in_rank, topk_idx, topk_weights)
         with self._run(device_of(x), async_finish, previous_event) as run:
             if handle is not None:
                 known = self._known(handle)
                 again = self._dispatch_again(x, known, topk_idx, topk_weights, used)
                 rows = payload_filled_up(again.x, known.num_rows)
-                event = run.event((given, known.handle), (again.x, rows), again)
+                if run is GPU_AT_ONCE:
+                    return rows, None, None, None, None, no_event()
+                event = run.event((x, known.handle), (again.x, rows), again)
                 return rows, None, None, None, None, event
             counts = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-            got, known, listed = self._dispatch_fresh(
-                x, counts, topk_idx, topk_weights, expert_alignment, num_worst_tokens, used, run
-            )
+            options = _Options(expert_alignment, num_worst_tokens, used)
+            got, known, listed = self._dispatch_fresh(x, counts, topk_idx, topk_weights, options, run)
             num_rows = known.num_rows
             rows = payload_filled_up(got.x, num_rows)
             recv_idx = recv_weights = None
@@ -223,6 +237,9 @@ class Buffer(LowLatency, PoolOwner):
                 recv_idx, recv_weights = filled_up(got.topk_idx, num_rows, -1), filled_up(got.topk_weights, num_rows, 0)
                 if topk_idx.dtype != torch.int64 and recv_idx is not None:
                     recv_idx = recv_idx.to(topk_idx.dtype)
+            if run is GPU_AT_ONCE:
+                return rows, recv_idx, recv_weights, listed, self._handles.handle(known), no_event()
+            given = (x, is_token_in_rank, topk_idx, topk_weights)
             event = run.event(given, (got.x, got.handle, rows, recv_idx, recv_weights), got)
         return rows, recv_idx, recv_weights, listed, self._handles.handle(known), event
 
@@ -241,11 +258,50 @@ class Buffer(LowLatency, PoolOwner):
         counts: _Counts,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        expert_alignment: int,
-        num_worst_tokens: int,
-        config: Config,
+        options: _Options,
         run: Running,
     ) -> tuple[Dispatched, V1Handle, list[int]]:
+        """Dispatch with routing, in a room that is found by what the call looks like, or else by asking the ranks."""
+        pool = self._pool()
+        key = self._key(x, counts, topk_idx, topk_weights, options) if run is GPU_AT_ONCE else None
+        like = None if key is None else pool.recall(key)
+        may_stand = True
+        if like is not None:
+            assert topk_idx is not None
+            assert topk_weights is not None
+            try:
+                got = like.dispatch(x, topk_idx, topk_weights)
+            except NoRoomError:  # a peer's call does not fit, and all have heard of it in this call
+                if options.num_worst_tokens:
+                    raise
+                got, may_stand = None, False
+            if got is not None:
+                num_rows = options.num_worst_tokens or got.handle.num_recv
+                listed = [] if options.num_worst_tokens else got.num_tokens_per_expert
+                is_token_in_rank: Any = counts[1]
+                num_channels = options.config.num_channels
+                made = V1Handle(like.room, got.handle, num_rows, like.extra, is_token_in_rank, num_channels, None)
+                return got, made, listed
+        return self._dispatch_asking(x, counts, topk_idx, topk_weights, options, run, (key, may_stand))
+
+    def _dispatch_asking(
+        self,
+        x: Payload,
+        counts: _Counts,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        options: _Options,
+        run: Running,
+        found: tuple[object, bool],
+    ) -> tuple[Dispatched, V1Handle, list[int]]:
+        """Dispatch in a room that is found by the call's needs; the ranks are asked where none stands for all.
+
+        Args:
+            x, counts, topk_idx, topk_weights, options, run: of the call.
+            found: under which key to remember how it is made, None for none; whether a room may stand for all ranks.
+        """
+        key, may_stand = found
+        expert_alignment, num_worst_tokens, config = options
         pool = self._pool()
         device = device_of(x)
         is_gpu = pool.is_gpu(device)
@@ -262,7 +318,6 @@ class Buffer(LowLatency, PoolOwner):
         _, is_token_in_rank, per_expert = counts
         assert is_token_in_rank is not None
         assert per_expert is not None
-        local_counts = None
 
         def dispatch_in(room: Room) -> Dispatched:
             """Dispatch in a room."""
@@ -276,17 +331,22 @@ class Buffer(LowLatency, PoolOwner):
                 sync=not is_blind,
             )
 
-        found = self._standing(need, dispatch_in) if is_gpu and routing is not None and not is_blind else None
-        if found is not None:
-            room, got = found
-            wishes: Sequence[Wish] = [wish] * self.group_size
+        may_stand = may_stand and is_gpu and routing is not None and not is_blind
+        local_counts = None
+        standing = self._standing(need, dispatch_in) if may_stand else None
+        wishes: Sequence[Wish] = [wish] * self.group_size
+        if standing is not None:
+            room, got = standing
         else:
             room, wishes = self._room(wish, device, is_blind)
             local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
             got = dispatch_in(room)
+        if key is not None and topk_idx is not None and topk_weights is not None and (is_blind or standing is not None):
+            how = expert_alignment, room.num_sms(config.num_sms), not is_blind
+            pool.remember(key, room, (x, topk_idx, topk_weights), how, wishes)
+        stream = pool.own_stream(device) if run.has_own_stream else None
         listed = [] if num_worst_tokens else got.num_tokens_per_expert if local_counts is None else local_counts
         num_rows = num_worst_tokens or got.handle.num_recv
-        stream = pool.own_stream(device) if run.has_own_stream else None
         known = V1Handle(room, got.handle, num_rows, wishes, is_token_in_rank, config.num_channels, stream)
         return got, known, listed
 
@@ -336,16 +396,20 @@ class Buffer(LowLatency, PoolOwner):
         """
         known = self._known(handle)
         num_recv = known.handle.num_recv
-        rows: Any = cut(x, num_recv, known.num_rows)
-        weights: Any = cut(topk_weights, num_recv, known.num_rows)
+        rows: Any = x
+        weights: Any = topk_weights
+        if num_recv != known.num_rows:
+            rows, weights = cut(x, num_recv, known.num_rows), cut(topk_weights, num_recv, known.num_rows)
         with self._run(device_of(x), async_finish, previous_event) as run:
             got = known.room.core.combine(
                 rows,
                 known.handle if bias is None else known.handle.in_order(_ORDER),
                 topk_weights=weights,
-                bias=as_bias(bias),
+                bias=None if bias is None else as_bias(bias),
                 num_sms=None if config is None else known.room.num_sms(config.num_sms),
             )
+            if run is GPU_AT_ONCE:
+                return got.x, got.topk_weights, no_event()
             given = (x, topk_weights, bias, known.handle)
             return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
 
@@ -357,6 +421,28 @@ class Buffer(LowLatency, PoolOwner):
         except InvalidArgument as error:
             pool.refuse(error)
             raise
+
+    def _key(
+        self,
+        x: Payload,
+        counts: _Counts,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        options: _Options,
+    ) -> object:
+        """Return what dispatches that look like this one have in common; None where only checks can tell."""
+        counted: tuple[Any, Any, Any] = counts
+        per_rank, is_in, per_expert = counted
+        expert_alignment, num_worst_tokens, config = options
+        num_sms = config.num_sms
+        are_usual = type(expert_alignment) is type(num_worst_tokens) is type(num_sms) is int
+        if not (are_usual and type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor):
+            return None
+        try:
+            facts = topk_facts(x, topk_idx, topk_weights)
+        except NO_FACTS:
+            return None
+        return facts, is_in.shape, is_in.dtype, per_expert.shape, expert_alignment, num_worst_tokens, num_sms
 
     def _wished(
         self,

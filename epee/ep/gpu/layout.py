@@ -15,6 +15,7 @@ import torch
 
 from ...errors import InvalidArgument, InvalidState
 from ...jit.params import constants_source, struct_source
+from ...memory.fresh import Allocate, allocator
 from ..turns import on_gpu
 from .platform import CudaPlatform, Platform
 
@@ -22,6 +23,7 @@ MAX_TOPK = 32  # lanes of a warp, for slots of a token and for ranks
 MAX_EXPERTS = 8192  # whose counters fit into the shared memory of any kernel
 NUM_BLOCKS = 8  # the largest cluster that every GPU has room for
 NUM_THREADS = 1024
+_MOST_SIZES = 1024  # that are remembered: callers may bring new ones all the time
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
 
@@ -134,8 +136,7 @@ class LayoutCounter:
         self._args = self._kernel.args
         self._platform = platform
         self._num_threads = num_threads
-        self._count = torch.empty(0, dtype=torch.int32, device=platform.device)  # `new_empty` is the cheapest way
-        self._flag = torch.empty(0, dtype=torch.bool, device=platform.device)
+        self._allocators: dict[tuple[int, int, int], tuple[Allocate, Allocate, Allocate]] = {}
         self._sizes: tuple[int, int, int] | None = None
         self._lock = threading.Lock()  # the arguments are one for all threads
 
@@ -143,10 +144,10 @@ class LayoutCounter:
         """Return what `count_layout` returns."""
         topk_idx = topk_idx.contiguous()
         num_tokens, num_topk = topk_idx.shape
-        new = self._count.new_empty
-        found = DispatchLayout(new(num_ranks), new(num_experts), self._flag.new_empty(num_tokens, num_ranks))
         args = self._args
         with self._lock, on_gpu(self._platform.device.index):
+            per_rank, per_expert, flags = self._allocators_of(num_tokens, num_ranks, num_experts)
+            found = DispatchLayout(per_rank(), per_expert(), flags())
             if self._sizes != (num_topk, num_ranks, num_experts):
                 self._set_sizes(num_topk, num_ranks, num_experts)
             args.num_tokens = num_tokens
@@ -158,6 +159,22 @@ class LayoutCounter:
             shared_bytes = 4 * (num_ranks + num_experts)
             self._kernel(NUM_BLOCKS, self._num_threads, shared_bytes, self._platform.stream())
         return found
+
+    def _allocators_of(self, num_tokens: int, num_ranks: int, num_experts: int) -> tuple[Allocate, Allocate, Allocate]:
+        """Return what makes the results of a count."""
+        key = num_tokens, num_ranks, num_experts
+        made = self._allocators.get(key)
+        if made is None:
+            device, flags = self._platform.device, (num_tokens, num_ranks)
+            made = (
+                allocator((num_ranks,), torch.int32, device),
+                allocator((num_experts,), torch.int32, device),
+                allocator(flags, torch.bool, device),
+            )
+            if len(self._allocators) >= _MOST_SIZES:
+                self._allocators.clear()
+            self._allocators[key] = made
+        return made
 
     def _set_sizes(self, num_topk: int, num_ranks: int, num_experts: int) -> None:
         args = self._args

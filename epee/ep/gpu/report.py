@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ...errors import (
     AbortedError,
@@ -57,7 +58,31 @@ class NoRoomError(MismatchError):
     """A rank's call needs a larger buffer. All ranks get it in the same call, so that they can make one together."""
 
 
+NO_REPORTS = memoryview(bytes(8 * NUM_REPORTS)).cast("Q")  # the codes, every `REPORT_WORDS`th word, when all are read
 ReasonOf = Callable[[int, int], str]  # (rank, call) -> why that rank refused it, "" where that is not known
+
+
+class Report(NamedTuple):
+    """What a kernel says of a failure, in the order of its words (`csrc/common/report.cuh`)."""
+
+    code: int
+    tag: int
+    op: int
+    peer: int
+    expected: int
+    got: int
+    where: int
+
+
+def take_oldest(words: memoryview) -> Report | None:
+    """Return the oldest unread report, and mark it as read; None when there is none."""
+    pending = [i for i in range(NUM_REPORTS) if words[i * REPORT_WORDS]]
+    if not pending:
+        return None
+    at = min(pending, key=lambda i: words[i * REPORT_WORDS + 1]) * REPORT_WORDS
+    report = Report(*words[at : at + len(Report._fields)])
+    words[at] = 0
+    return report
 
 
 def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None) -> EpeeError | None:
@@ -68,12 +93,10 @@ def take_report(words: memoryview, rank: int, reason_of: ReasonOf | None = None)
         rank: this rank.
         reason_of: knows what peers have said about calls that they refused.
     """
-    pending = [i for i in range(NUM_REPORTS) if words[i * REPORT_WORDS]]
-    if not pending:
+    report = take_oldest(words)
+    if report is None:
         return None
-    at = min(pending, key=lambda i: words[i * REPORT_WORDS + 1]) * REPORT_WORDS
-    code, tag, op, peer, expected, got, where = words[at : at + 7]
-    words[at] = 0
+    code, tag, op, peer, expected, got, where = report
     name, seq, src = OP_NAMES.get(op, f"op {op}"), untag(tag)[1], _signed(peer)
     if code == REFUSED and got in (OTHER_CALL, OTHER_BARRIER):
         other = "barrier" if got == OTHER_BARRIER else _OTHER.get(name) or OP_NAMES.get(expected, "another call")

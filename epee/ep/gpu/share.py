@@ -32,7 +32,7 @@ class Share:
 
     def __init__(self, device: torch.device, num_sms: int) -> None:
         self._stream: int | None = None
-        self._width = 0
+        self.width = 0
         self._in_graphs = False
         self._num_sms = num_sms
         self._seen = -1  # how much had changed when `limit` looked last, what it was asked, and its answer
@@ -55,16 +55,10 @@ class Share:
             self._stream = stream
             _note_change()
 
-    @property
-    def width(self) -> int:
-        """See above."""
-        return self._width
-
-    @width.setter
-    def width(self, width: int) -> None:
-        if width != self._width:
-            self._width = width
-            _note_change()
+    def widen(self, width: int) -> None:
+        """Note that kernels have taken more multiprocessors at once than before."""
+        self.width = width
+        _note_change()
 
     @property
     def in_graphs(self) -> bool:

@@ -135,7 +135,9 @@ class LatencyCudaPath(Memory):
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
         self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
-        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-latency-{self.rank}")
+        self._notifier = DeathNotifier(
+            self._core.device.mark_dead, self._core.device.waiting, f"epee-latency-{self.rank}"
+        )
         try:
             self._notifier.start(self._lane.processes)
             self._lane.memory = self
@@ -178,7 +180,7 @@ class LatencyCudaPath(Memory):
     @property
     def is_recorded(self) -> bool:
         """Whether a CUDA graph has recorded calls."""
-        return self._core.is_recorded
+        return self._core.device.is_recorded
 
     @property
     def nbytes(self) -> int:
@@ -232,12 +234,12 @@ class LatencyCudaPath(Memory):
 
     def abort(self) -> None:
         """End the waits of the kernels in flight, from any thread."""
-        self._core.abort()
+        self._core.device.abort()
 
     def close(self) -> None:
         """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
         self._notifier.stop()
-        self._core.drain(CLOSE_GRACE_S)
+        self._core.device.drain(CLOSE_GRACE_S)
         self._core.close()
         self._lane.memory = Memory()  # no circle keeps a closed path
 

@@ -258,7 +258,7 @@ class SyncedLane(BufferLane):
 
     def _is_whole(self) -> bool:
         """Tell whether all ranks of the buffer are in the epoch. Every call asks; two words a rank while that is so."""
-        view = self.roster.view
+        view = self.roster.state[1]
         if view is not self._whole:
             if any(self._has_left(rank) for rank in range(self._config.num_ranks) if rank != self._rank):
                 return False

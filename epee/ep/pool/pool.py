@@ -16,12 +16,13 @@ import torch.distributed as dist
 from ...errors import EpeeError, InvalidState
 from ..base import SharedBuffer
 from ..control.bootstrap import all_gather_bytes
+from ..handle import Payload
 from ..latency.buffer import LatencyBuffer
 from ..streams import Lane, Lanes, RunOptions
 from . import agreement
 from .latency import LatencyRooms, current_gpu
 from .needs import LatencyNeed, Need, Wish
-from .throughput import NO_MEMORY, MemoryBytes, Room, ThroughputRooms
+from .throughput import NO_MEMORY, Like, MemoryBytes, Room, ThroughputRooms
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +82,35 @@ class BufferPool:
         """
         self._check_open()
         return self._rooms.standing(need)
+
+    def recall(self, key: object) -> Like | None:
+        """Return how calls with this key are made, while the room of the one that was remembered serves them.
+
+        The memory is what it was then; whatever else is not as it was, the call itself finds.
+        """
+        return self._rooms.recall(key)
+
+    def remember(
+        self,
+        key: object,
+        room: Room,
+        given: tuple[Payload, torch.Tensor, torch.Tensor],
+        options: tuple[int, int | None, bool],
+        extra: object,
+    ) -> None:
+        """Keep how calls with this key are made, after one of them in a room that all ranks find without asking.
+
+        Args:
+            key: equal for calls for whose tensors `topk_facts` and whose options are equal.
+            room: of the call.
+            given: its x, topk_idx and topk_weights.
+            options: its expert_alignment, num_sms and sync.
+            extra: for the caller.
+        """
+        again = room.core.again
+        plan = None if again is None else again.plan_like(*given, *options)
+        if plan is not None:
+            self._rooms.remember(key, Like(room, plan, extra))
 
     def latency_buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
         """Return the buffer for a call. Collective when more memory must be made, and behind `meet_again`.

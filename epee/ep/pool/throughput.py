@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,16 @@ from ..buffer import Buffer
 from ..config import CPU, MAX_TOPK, BufferConfig, DoesNotFit
 from ..control.bootstrap import refuse as refuse_birth
 from ..gpu.report import NoRoomError
+from ..handle import Dispatched, Payload
 from ..streams import is_capturing
+from ..throughput.gpu.dispatch import DispatchPlan
 from .needs import MOST_BLIND_TOKENS, Need, num_tokens_made_for
 
 _log = logging.getLogger(__name__)
 _WIDEST = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _NUM_SLOTS = 2  # results that may live at once; there is one slot more
 _LOCAL_EXPERTS, _ALIGNMENT = 64, 128  # for whose padding there is room in expanded rows
+_MOST_LIKES = 1024  # that are remembered: callers may bring new shapes all the time
 _LEAST_SLOT = 1 << 12  # bytes; with less, memory is made at the first call
 
 
@@ -90,6 +93,7 @@ class Room:
         self.core = core
         self.num_tokens = num_tokens
         self.itemsize = itemsize
+        self._most_sms = core.max_num_sms
         if is_apart:
             closer = weakref.finalize(self, core.close)
             closer.atexit = False
@@ -100,8 +104,33 @@ class Room:
 
     def num_sms(self, wanted: int) -> int | None:
         """Return the multiprocessors of a call that is asked to use `wanted`; 0 is the default."""
-        most = self.core.max_num_sms
+        most = self._most_sms
         return min(wanted, most) if wanted > 0 and most else None
+
+
+class Like:
+    """How calls are made that look like one that has been made without asking the ranks; see `BufferPool.recall`.
+
+    Args:
+        room: of the call.
+        plan: of its dispatch.
+        extra: what the caller needs to know of such calls.
+
+    Attributes:
+        room, extra: as above.
+    """
+
+    __slots__ = ("_again", "_plan", "extra", "room")
+
+    def __init__(self, room: Room, plan: DispatchPlan, extra: Any) -> None:
+        assert room.core.again is not None, "on CPUs the ranks are asked"
+        self.room, self.extra = room, extra
+        self._again, self._plan = room.core.again.dispatch_like, plan
+
+    def dispatch(self, x: Payload, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched | None:
+        """Make the call; None, and nothing has happened, where it must go the ordinary way. Raises as
+        `Buffer.dispatch`."""
+        return self._again(self._plan, x, topk_idx, topk_weights)
 
 
 class ThroughputRooms:
@@ -125,6 +154,7 @@ class ThroughputRooms:
         self._made: dict[tuple[object, ...], Room] = {}
         self._last: Buffer | None = None
         self._kept: list[Buffer] = []  # whose memory graphs have recorded
+        self._likes: dict[object, Like] = {}  # over the memory that there is
         if device is not None and memory.slots >= (_NUM_SLOTS + 1) * _LEAST_SLOT:
             self._make_whole(memory, device)
 
@@ -159,12 +189,28 @@ class ThroughputRooms:
         self._note(room)
         return room
 
+    def recall(self, key: object) -> Like | None:
+        """Return how calls with this key are made; see `BufferPool.recall`."""
+        like = self._likes.get(key)
+        if like is not None:
+            self._last = like.room.core
+            if len(self._made) > 1:
+                self._note(like.room)
+        return like
+
+    def remember(self, key: object, like: Like) -> None:
+        """Keep how calls with this key are made, while the memory serves."""
+        if len(self._likes) >= _MOST_LIKES:
+            self._likes.clear()
+        self._likes[key] = like
+
     def close(self) -> None:
         """Close what is in use; what was replaced is closed with its last handle. Local, idempotent."""
         for whole in self.wholes:
             whole.close()
         self.whole = self._last = None
         self._cut.clear()
+        self._likes.clear()
         self._made.clear()
         self._kept.clear()
 
@@ -271,6 +317,7 @@ class ThroughputRooms:
         self.whole = self._last = made
         self._memory = memory
         self._cut.clear()
+        self._likes.clear()
 
     # -- CPUs
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from ...memory.fresh import Late
 from ..event import DONE, Event
 from ..gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ..handle import Dispatched, DispatchRouting, Handle
@@ -179,7 +180,8 @@ class CudaHandle(Handle):
             return self
         other = self._twin()
         other.core = object.__new__(ThroughputHandle)  # `replace` takes ten times as long
-        other.core.__dict__.update(self.core.__dict__, has_weights=False, _addresses=b"")
+        other.core.__dict__.update(self.core.__dict__, has_weights=False)
+        other.core.__dict__.pop("addresses", None)  # without those of weights
         return other
 
     @property
@@ -263,30 +265,30 @@ class CudaDispatched(Dispatched):
         self.handle, self.num_ranks, self.readers = handle, handle.num_ranks, got.readers
         self.epoch, self.lost_ranks = epoch, lost_ranks
 
-    @cached_property
-    def topk_idx(self) -> torch.Tensor | None:  # type: ignore[override]  # made late
+    @Late
+    def topk_idx(self) -> torch.Tensor | None:
         """See `Dispatched`."""
         return self._got.topk_idx
 
-    @cached_property
-    def topk_weights(self) -> torch.Tensor | None:  # type: ignore[override]
+    @Late
+    def topk_weights(self) -> torch.Tensor | None:
         """See `Dispatched`."""
         return self._got.topk_weights
 
-    @cached_property
-    def num_tokens_per_expert(self) -> list[int]:  # type: ignore[override]
+    @Late
+    def num_tokens_per_expert(self) -> list[int]:
         """See `Dispatched`."""
         if self.handle.capacity is not None:
             self.event.wait()
         return self.handle.num_tokens_per_expert
 
-    @cached_property
-    def num_dropped(self) -> torch.Tensor | None:  # type: ignore[override]
+    @Late
+    def num_dropped(self) -> torch.Tensor | None:
         """See `Dispatched`."""
         return self.handle.num_dropped
 
-    @cached_property
-    def event(self) -> Event:  # type: ignore[override]
+    @Late
+    def event(self) -> Event:
         """See `Dispatched`; that of a call on the buffer's own stream is set, as it has been recorded."""
         device = self._got.handle.words.device
         return DONE if device.type == "cpu" else Event(device, self.readers[0])

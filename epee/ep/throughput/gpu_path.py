@@ -49,6 +49,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -77,15 +78,17 @@ from ..gpu.params import REMEMBERED_CALLS
 from ..gpu.platform import Platform
 from ..gpu.report import REFUSED_NO_ROOM, NoRoomError
 from ..handle import Combined, Dispatched, DispatchRouting, Handle
+from ..handle import Payload as GivenPayload
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..paths import Making
 from ..streams import Lane, RunOptions
+from .gpu.combine import CombinePlan
 from .gpu.core import Throughput
-from .gpu.dispatch import Payload
+from .gpu.dispatch import DispatchPlan
 from .gpu.place import ExpertPlace
 from .gpu.slots import FIRST_GHOST
-from .gpu.types import CombineOptions, DispatchOptions, DispatchResult
+from .gpu.types import CombineOptions, DispatchOptions, DispatchResult, ThroughputHandle
 from .gpu_handle import CudaDispatched, CudaHandle
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
@@ -124,6 +127,7 @@ class CudaPath(Memory):
         timeout: seconds that ranks wait for each other here, and later when memory is attached.
 
     Attributes:
+        machine: kernels, memory, and the order of calls, on the GPU.
         num_copied: results that were copied out because no slot was free.
     """
 
@@ -140,10 +144,12 @@ class CudaPath(Memory):
         self._fresh: dict[int, set[int]] = {}  # the ghosts of ranks that have changed hands since the last epoch
         deadline = time.monotonic() + timeout
         self._core = self._make_core(deadline)
-        self._is_core_quiet = self._core.quiet_test
-        self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
-        self._core.set_hooks(self._interrupt, lambda src, call: control.exchange.words.reason_of(src, call))
-        self._notifier = DeathNotifier(self._core.mark_dead, self._core.waiting, f"epee-throughput-{self.rank}")
+        self.machine = self._core.machine
+        self._device = self.machine.device
+        self._numbers = CallNumbers(self.machine.tags, platform.is_capturing)
+        self.machine.interrupt = self._interrupt
+        self.machine.reason_of = lambda src, call: control.exchange.words.reason_of(src, call)
+        self._notifier = DeathNotifier(self._device.mark_dead, self._device.waiting, f"epee-throughput-{self.rank}")
         try:
             self._notifier.start(self._lane.processes)
             self._lane.memory = self
@@ -202,12 +208,12 @@ class CudaPath(Memory):
 
     def set_poison(self, is_poisoned: bool) -> None:
         """Fill receive memory with 0xFF before each use, or not."""
-        self._core.set_poison(is_poisoned)
+        self.machine.is_poisoned = is_poisoned
 
     @property
     def num_copied(self) -> int:
         """Results that were copied out because no slot was free."""
-        return self._core.num_copies
+        return self.machine.pool.num_copies
 
     @property
     def max_num_sms(self) -> int:
@@ -222,16 +228,16 @@ class CudaPath(Memory):
     @property
     def is_recorded(self) -> bool:
         """Whether a CUDA graph has recorded calls."""
-        return self._core.is_recorded
+        return self._device.is_recorded
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
-        return self._core.nbytes
+        return self.machine.nbytes
 
     def num_announced(self, op: int) -> int:
         """Return how many calls of this kind the peers have heard of: on the host, or on the GPU."""
-        return self.control.exchange.seq if op == OP_GATHER else self._core.num_calls
+        return self.control.exchange.seq if op == OP_GATHER else self.machine.num_calls
 
     def is_told(self, error: Exception) -> bool:
         """Tell whether the peers cannot be told: the buffer is done. An earlier call's error they do not know of."""
@@ -263,7 +269,7 @@ class CudaPath(Memory):
                 call.memo,
             )
             if not is_capturing:
-                core.check()  # what the kernels of this call have reported already
+                self.machine.check()  # what the kernels of this call have reported already
         except EpeeError as error:
             self._blame_death("dispatch", error, is_capturing)
             raise
@@ -292,7 +298,7 @@ class CudaPath(Memory):
                 call.y, handle.core, call.topk_weights, bias, call.out, options, call.memo
             )
             if not is_capturing:
-                self._core.check()  # what the kernels of this call have reported already
+                self.machine.check()  # what the kernels of this call have reported already
         except EpeeError as error:
             self._blame_death("combine", error, is_capturing)
             raise
@@ -302,7 +308,7 @@ class CudaPath(Memory):
         return Combined(
             out,
             weights,
-            lane.event(self.config.device, self._core.stream),
+            lane.event(self.config.device, self.machine.stream),
             self.config.num_ranks,
             self.control.exchange.epoch,
             lost,
@@ -311,7 +317,7 @@ class CudaPath(Memory):
 
     def barrier_again(self, timeout_s: float) -> bool:
         """Let the streams meet in quiet times; else return False."""
-        if not self.is_quiet():
+        if self.quiet_stream() is None:
             return False
         try:
             self._core.start_barrier(timeout_s)
@@ -348,7 +354,7 @@ class CudaPath(Memory):
         if self._platform.is_capturing():
             raise InvalidState("sync waits for the GPU, so it cannot be recorded in a CUDA graph; call it before")
         marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
-        return path_lane.sync(self.control, self._lane, marks, active_ranks, self._core.tags(), deadline)
+        return path_lane.sync(self.control, self._lane, marks, active_ranks, self.machine.tags(), deadline)
 
     # -- entering an epoch (`Memory`)
 
@@ -361,7 +367,7 @@ class CudaPath(Memory):
             self._ghosts.watch(ghost, *before)
             self._fresh.setdefault(rank, set()).add(ghost)
             if is_dead:
-                self._core.bury([ghost])
+                self.machine.bury([ghost])
         self._notifier.follow(rank, process)
 
     def prepare(self, agreed: Agreed, fresh: Collection[int]) -> None:
@@ -371,7 +377,7 @@ class CudaPath(Memory):
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
         step = TAG_JUMP if agreed.is_fresh else REMEMBERED_CALLS
         ghosts = {rank: self._fresh.get(rank, set()) for rank in fresh}
-        self._core.set_view(active, agreed.used + step, ghosts, is_open=False)
+        self.machine.set_view(active, agreed.used + step, ghosts, is_open=False)
         self._fresh.clear()
 
     def _bury(self) -> None:
@@ -380,11 +386,11 @@ class CudaPath(Memory):
         Not of what is put down to a rank that has changed hands since it was granted: it is its ghost's, until
         `prepare` says so, whatever has become of the process that has the rank now.
         """
-        self._core.bury([*(rank for rank in self._watch.dead() if rank not in self._fresh), *self._ghosts.dead()])
+        self.machine.bury([*(rank for rank in self._watch.dead() if rank not in self._fresh), *self._ghosts.dead()])
 
     def fill(self, region: HostRegion) -> None:
         """Lend this rank's memory on the GPU."""
-        lend_blob(region, inbox_layout(self.config).nbytes, b"".join(self._core.blobs))
+        lend_blob(region, inbox_layout(self.config).nbytes, b"".join(self.machine.blobs))
 
     def move(self, regions: Mapping[int, HostRegion]) -> None:
         """Map the memory of those who lend another than before, where theirs was.
@@ -397,12 +403,12 @@ class CudaPath(Memory):
             blob = lent_blob(regions[rank], at)
             half = len(blob) // 2
             try:
-                self._core.replace_peer(rank, (blob[:half], blob[half:]))
+                self.machine.replace_peer(rank, (blob[:half], blob[half:]))
             except EpeeError as error:
                 if self._lane.lends(rank) and not is_leaving(*self._lane.processes[rank]):
                     raise
                 _log.info("rank %d has ended, or let go of its memory, before it was mapped: %s", rank, error)
-        self._core.open_view()
+        self.machine.open_view()
 
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' next call as the rank that cannot make it. Nothing while a graph is recorded."""
@@ -421,24 +427,24 @@ class CudaPath(Memory):
         is_capturing = self._platform.is_capturing()
         self._face_death("check", is_capturing, needs_all=False)
         try:
-            self._core.check()
+            self.machine.check()
         except EpeeError as error:
             self._blame_death("check", error, is_capturing)
             raise
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
-        self._core.join()
+        self.machine.join()
 
     def abort(self) -> None:
         """End the waits of the kernels in flight, from any thread."""
-        self._core.abort()
+        self._device.abort()
 
     def close(self) -> None:
         """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
         self._notifier.stop()
-        self._core.drain(CLOSE_GRACE_S)
-        self._core.close()
+        self._device.drain(CLOSE_GRACE_S)
+        self.machine.close()
         self._ghosts.close()
         self._lane.memory = Memory()  # no circle keeps a closed path
 
@@ -450,9 +456,9 @@ class CudaPath(Memory):
     def _interrupt(self) -> None:
         """Called while the host waits for the GPU: a death, or the wish to close, ends the kernels' waits."""
         if self._closing.asked:
-            self._core.abort()
+            self._device.abort()
         elif self._dead():
-            self._core.mark_dead(self._watch.dead())
+            self._device.mark_dead(self._watch.dead())
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -467,7 +473,7 @@ class CudaPath(Memory):
         dead = self._watch.dead()
         if dead or self._ghost_of:
             self._bury()
-        return tuple(rank for rank in dead if rank in self._core.members)
+        return tuple(rank for rank in dead if rank in self.machine.members)
 
     def _face_death(self, op: str, is_capturing: bool, needs_all: bool = True) -> None:
         """Refuse a call once a rank is dead or, if it `needs_all`, gone from the epoch in another way."""
@@ -475,69 +481,131 @@ class CudaPath(Memory):
             return
         state = self._lane.state()
         told = self._notifier.told  # before the kernel of the system says so; what kernels were told stays true
-        if dead := self._dead() or tuple(rank for rank in told if rank in self._core.members):
+        if dead := self._dead() or tuple(rank for rank in told if rank in self.machine.members):
             raise self._death(op, dead)
         self._lane.require_place(is_masked=False)
         if needs_all:
-            self._lane.require_members(op, self._core.num_calls)
+            self._lane.require_members(op, self.machine.num_calls)
             self._lane.note_calm(state)
 
-    def is_quiet(self) -> bool:
-        """Tell whether a call like an earlier one needs no look around: nothing has happened since the last one looked.
+    def quiet_stream(self) -> int | None:
+        """Return the current stream where a call like an earlier one needs no look around, else None.
 
-        A death that nobody has told of yet is met by the call, and told to its kernels.
+        Then nothing has happened since the last one looked. A death that nobody has told of yet is met by the call, and
+        told to its kernels.
         """
-        return (
-            self._is_core_quiet()
-            and not self._notifier.told
+        is_quiet = (
+            not (self._closing.asked or self._notifier.told)
             and self._lane.is_calm()
             and self.control.exchange.reduced_members is None
         )
+        return self.machine.quiet_stream() if is_quiet else None
 
-    def dispatch_again(self, call: DispatchCall, num_sms: int | None, sync: bool) -> Dispatched | None:
-        """Run a dispatch like an earlier one, in quiet times; None, and nothing has happened, where that cannot be."""
-        core, known = self._core, call.handle
-        is_exact = sync if known is None else known.is_exact
-        plan = core.known_dispatch(call.memo, is_exact, num_sms)
-        if plan is None:
-            return None
-        known_core = None if known is None else _own(known).core
-        payload = call.payload
-        route = call.topk_idx if call.mask is None else call.mask
+    def dispatch_again(
+        self,
+        plan: DispatchPlan,
+        x: GivenPayload,
+        route: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        known: CudaHandle | None,
+        stream: int,
+        is_late: bool = True,
+    ) -> CudaDispatched | None:
+        """Run a dispatch like an earlier one on a quiet stream; None, and nothing has happened, where it cannot be.
+
+        Args:
+            plan: of the call.
+            x, topk_weights, known: as they came; `known` is the handle.
+            route: `topk_idx`, or the mask.
+            stream: what `quiet_stream` has just returned.
+            is_late: what few programs read of the result is made when it is read.
+        """
+        core, machine = self._core, self.machine
+        before = machine.num_calls
+        values, scales = (x, None) if isinstance(x, torch.Tensor) else x
         try:
-            got = core.start_dispatch(
-                plan, Payload(payload.rows, payload.scales, call.topk_weights), route, known_core, self._timeout
-            )
-            core.check()  # what the kernels of this call have reported already
+            known_core = None if known is None else known.core
+            payload = values, scales, topk_weights
+            got = core.start_dispatch(plan, payload, route, known_core, self._timeout, stream, is_late)
+            machine.check()  # what the kernels of this call have reported already
         except torch.OutOfMemoryError:
-            return None  # before its first launch
+            if machine.num_calls == before:
+                return None
+            raise
         except EpeeError as error:
             self._blame_death("dispatch", error, is_capturing=False)
             raise
-        exchange = self.control.exchange
-        handle = self._handle(call, got, None if known is None else _own(known))
-        return CudaDispatched(got, payload.scale_dtype, handle, exchange.epoch, ())
+        epoch = self.control.exchange.epoch
+        if known is None:
+            handle = self._handle_of(plan, got, epoch)
+        else:
+            handle = known if got.handle is known.core else replace(known, core=got.handle)
+        result = CudaDispatched(got, None if scales is None else scales.dtype, handle, epoch, ())
+        if not is_late:
+            result.topk_idx, result.topk_weights = got.topk_idx, got.topk_weights
+            result.num_tokens_per_expert = handle.num_tokens_per_expert
+        return result
 
-    def combine_again(self, call: CombineCall, num_sms: int | None) -> Combined | None:
-        """Run a combine like an earlier one, as `dispatch_again`."""
-        core, whole = self._core, _own(call.handle)
-        handle = whole.core
-        plan = core.known_combine(call.memo, call.y, handle, num_sms)
-        if plan is None:
-            return None
+    def combine_again(
+        self, plan: CombinePlan, y: torch.Tensor, handle: CudaHandle, slot: int, stream: int
+    ) -> Combined | None:
+        """Run a combine of rows alone like an earlier one, as `dispatch_again`.
+
+        Args:
+            plan: of the call.
+            y, handle: as they came.
+            slot: of `combine.find_rows`.
+            stream: what `quiet_stream` has just returned.
+        """
+        machine = self.machine
+        before = machine.num_calls
         try:
-            out = call.y.new_empty((handle.num_tokens, self.config.hidden))
+            out = plan.new_out()
+            plan.start(machine, y, handle.core, slot, (), out, None, self._timeout, stream)
+            machine.check()
         except torch.OutOfMemoryError:
-            return None
-        try:
-            core.start_combine(plan, call.y, handle, out, self._timeout)
-            core.check()
+            if machine.num_calls == before:
+                return None
+            raise
         except EpeeError as error:
             self._blame_death("combine", error, is_capturing=False)
             raise
-        event = Event(self.config.device, core.stream)
-        lost = self._lost_weight(whole, ())
-        return Combined(out, None, event, self.config.num_ranks, self.control.exchange.epoch, lost=lost)
+        config = self.config
+        lost = None if handle.capacity is None and handle.routing is None else self._lost_weight(handle, ())
+        epoch = self.control.exchange.epoch
+        return Combined(out, None, Event(config.device, stream), config.num_ranks, epoch, (), lost)
+
+    def known_dispatch(self, memo: dict[Any, DispatchPlan], is_exact: bool, num_sms: int | None) -> DispatchPlan | None:
+        """Return the plan of a dispatch whose like has been made, or None; arguments as of `Throughput`'s."""
+        plan = self._core.known_dispatch(memo, is_exact, num_sms)
+        if plan is not None and not plan.handle_facts:
+            plan.handle_facts = self._handle_facts(plan)
+        return plan
+
+    def known_combine(self, memo: dict[Any, CombinePlan], is_copied: bool, num_sms: int | None) -> CombinePlan | None:
+        """Return the plan of a combine of rank-layout rows alone, likewise."""
+        return self._core.known_combine(memo, is_copied, num_sms)
+
+    def _handle_facts(self, plan: DispatchPlan) -> dict[str, Any]:
+        """Return what the handles of a plan's dispatches have in common."""
+        made = self._new_handle(plan.new_handle(0), 0)
+        return {name: value for name, value in made.__dict__.items() if name not in {"core", "kept"}}
+
+    def _handle_of(self, plan: DispatchPlan, got: DispatchResult, epoch: int) -> CudaHandle:
+        """Return the handle of a dispatch like an earlier one, which has noted what all of them have in common."""
+        core = got.handle
+        handle = object.__new__(CudaHandle)  # and the fields at once, as one by one takes longer
+        handle.__dict__.update(
+            plan.handle_facts,
+            seq=core.call_idx,
+            epoch=epoch,
+            core=core,
+            num_rows=plan.most_rows if core.num_recv is None else core.num_recv,
+            kept=got.kept,
+        )
+        if got.sources is not None:
+            handle.row_src_rank, handle.row_src_token, handle.row_src_k = got.sources
+        return handle
 
     def _lost_weight(self, handle: CudaHandle, lost: Sequence[int]) -> Callable[[], torch.Tensor] | None:
         """Return what tells the weights that a combine has lost, or None where nothing can be lost."""
@@ -561,7 +629,7 @@ class CudaPath(Memory):
             raise self._death(op, dead) from error
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
-        seq, epoch = self._core.num_calls, self.control.exchange.epoch
+        seq, epoch = self.machine.num_calls, self.control.exchange.epoch
         names = ", ".join(str(rank) for rank in dead)
         return RankFailedError(
             f"{context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)}: rank {names} is dead (its process "
@@ -576,13 +644,20 @@ class CudaPath(Memory):
     def _handle(self, call: DispatchCall, got: DispatchResult, known: CudaHandle | None) -> CudaHandle:
         if known is not None:
             return known if got.handle is known.core else replace(known, core=got.handle)
-        config, core = self.config, got.handle
+        handle = self._new_handle(got.handle, got.x.shape[0])
+        handle.row_src_rank, handle.row_src_token, handle.row_src_k = got.src_rank, got.row_src_token, got.src_k
+        handle.kept, handle.routing = got.kept, self._routing(call)
+        return handle
+
+    def _new_handle(self, core: ThroughputHandle, num_rows: int) -> CudaHandle:
+        """Return the handle of a dispatch of now, without its sources."""
+        config = self.config
         return CudaHandle(
             self._buffer_id,
             core.call_idx,
             self.control.exchange.epoch,
-            call.layout,
-            call.expert_alignment,
+            core.layout,
+            core.expert_alignment,
             core.num_tokens,
             config.num_topk,
             core.has_topk,
@@ -590,13 +665,12 @@ class CudaPath(Memory):
             self.rank,
             config.num_ranks,
             config.num_local_experts,
-            got.x.shape[0],
-            got.src_rank,
-            got.row_src_token,
-            got.src_k,
-            got.kept,
-            self._routing(call),
-            capacity=call.capacity,
+            num_rows,
+            row_src_rank=None,
+            row_src_token=None,
+            row_src_k=None,
+            kept=None,
+            capacity=core.capacity,
         )
 
     def _routing(self, call: DispatchCall) -> DispatchRouting | None:

@@ -291,6 +291,15 @@ class HandleSpace:
     num_dropped: int
     total: int
 
+    @cached_property
+    def read_at(self) -> tuple[int, ...]:
+        """Where the parts that kernels read and write by themselves begin, in bytes, in the order of their arguments.
+
+        See `gpu/params._HANDLE_NAMES`.
+        """
+        parts = self.send_prefix, self.expert_of, self.weights_of, self.ordinals
+        return tuple(4 * at for at in (*parts, self.count_matrix, self.row_base, self.recv_info))
+
 
 def handle_space(config: ThroughputConfig, num_tokens: int) -> HandleSpace:
     """Lay out the handle of a dispatch of `num_tokens` tokens."""

@@ -57,8 +57,10 @@ class KnownHandles(Generic[_Facts]):
         Raises:
             InvalidArgument: it is none of this buffer's.
         """
+        known: _Facts
         if type(handle) is LateTuple and handle._owner is self:
-            return cast(_Facts, handle._facts)
+            known = handle._facts
+            return known
         key = handle[0] if isinstance(handle, (tuple, list)) and handle else None
         facts = self._facts.get(key) if isinstance(key, torch.Tensor) else None
         if facts is None:
@@ -80,7 +82,7 @@ class LateTuple(tuple[Any, ...]):
     """
 
     _owner: KnownHandles[Any]
-    _facts: Facts
+    _facts: Any  # as of `KnownHandles`
     _made: dict[int, Any]
 
     def __new__(cls, entries: Any = ()) -> Any:

@@ -119,7 +119,9 @@ class Running:
         return after(self._is_async)
 
 
-_AT_ONCE = (Running(False, None), Running(True, None))  # they keep nothing, so they serve all such calls
+# calls on the current stream, at once, without an event: they keep nothing, so one serves all such calls
+GPU_AT_ONCE = Running(True, None)
+_AT_ONCE = (Running(False, None), GPU_AT_ONCE)
 
 
 def _advise(error: BaseException) -> None:

@@ -18,7 +18,6 @@ A crash of a peer leaves its words unset: kernels wait for the time-out, then le
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,10 +26,10 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument, InvalidState
+from ...gpu.device import Device
 from ...gpu.lent import AllGather
-from ...gpu.params import MAX_RANKS, NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
-from ...gpu.platform import Launcher, LentRegion, Platform
-from ...gpu.share import Share
+from ...gpu.params import MAX_RANKS
+from ...gpu.platform import LentRegion, Platform
 from .half import OPS, Half
 from .params import (
     BOTH_HALVES,
@@ -45,7 +44,7 @@ from .params import (
     kernel_head,
 )
 from .plan import CallPlan, CombinePlan, DispatchPlan, Planner
-from .report import NO_REPORTS, take_report
+from .report import take_report
 from .types import CoreCombined, CoreHandle, CoreReceived
 
 Words = tuple[int, tuple[int, ...]]  # time-out in nanoseconds, pointers in the order of the kernel's arguments
@@ -71,6 +70,7 @@ class LatencyCore:
             at construction.
 
     Attributes:
+        device: kernels, reports, the order of calls.
         active_ranks: `[num_ranks]` int32 on the device, the mask of calls that bring none.
         nbytes: GPU memory that this rank lends.
         plans: makes the plans of calls.
@@ -81,20 +81,13 @@ class LatencyCore:
     def __init__(self, platform: Platform, config: LatencyConfig, all_gather: AllGather) -> None:
         config.check()
         self.config, self.platform = config, platform
-        self.is_closed = False
         self.is_poisoned = False
         self.num_calls = 0
-        self._kernels: dict[str, Launcher] = {}
-        head = kernel_head(config.num_ranks, platform.limits.stall_one_in)
-        for path, params in KERNELS.items():
-            self._kernels.update(platform.kernels(path, head, params))
-        self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
-        self._codes = self._report.words[::REPORT_WORDS]
-        self._abort = platform.host_words(NEWS_WORDS)
+        self.device = Device(platform, kernel_head(config.num_ranks, platform.limits.stall_one_in), KERNELS)
         self._lost = platform.host_words(1)
         self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
         self._mask_address = self.active_ranks.data_ptr()
-        self.plans = Planner(platform, config, self._kernels)
+        self.plans = Planner(platform, config, self.device.kernels)
         self._planners = {config: self.plans}
         self._own: LentRegion = platform.create(config.region_layout.nbytes)
         self.nbytes = self._own.nbytes
@@ -102,10 +95,9 @@ class LatencyCore:
         self._write_peers()
         self._agreed: tuple[list[bool], int] = [True] * config.num_ranks, 0  # who takes part, the last call's number
         self._is_open = True  # whether calls reach the others in that view
-        self._share = Share(platform.device, platform.limits.num_sms)
-        self._last_stream: int | None = None
+        self._share = self.device.share
         self._open: dict[int, deque[Half]] = {OP_DISPATCH: deque(), OP_COMBINE: deque()}
-        for name, kernel in self._kernels.items():
+        for name, kernel in self.device.kernels.items():
             self._set_constants(kernel.args, "dispatch" if "dispatch" in name else "combine", config)
         platform.synchronize()  # calls may come on any stream
 
@@ -122,7 +114,7 @@ class LatencyCore:
         """
         if config not in self._planners:
             config.check()
-            kernels = {name: kernel.bind() for name, kernel in self._kernels.items()}
+            kernels = {name: kernel.bind() for name, kernel in self.device.kernels.items()}
             for name, kernel in kernels.items():
                 self._set_constants(kernel.args, "dispatch" if "dispatch" in name else "combine", config)
             self._planners[config] = Planner(self.platform, config, kernels)
@@ -267,17 +259,9 @@ class LatencyCore:
     def quiet_stream(self, op: int) -> int | None:
         """Return the current stream where the start of a call would find nothing to do, else None.
 
-        That is: it is the stream of the last call and records no graph, nothing was reported, no call waits for its
-        hook, results are not to be filled.
+        Beside what `Device.quiet_stream` looks at that is calls that wait for their hooks, and results to be filled.
         """
-        stream = self.platform.stream()
-        is_quiet = (
-            stream == self._last_stream
-            and not self.platform.is_capturing()
-            and self._codes == NO_REPORTS
-            and not (self._open[op] or self.is_poisoned or self.is_closed)
-        )
-        return stream if is_quiet else None
+        return None if self._open[op] or self.is_poisoned else self.device.quiet_stream()
 
     def _begin(self, op: int, is_capturing: bool | None, do_check: bool = True) -> tuple[int, bool]:
         """Refuse what cannot start, raise what earlier calls have left behind, join the streams.
@@ -285,8 +269,7 @@ class LatencyCore:
         Returns:
             The raw current stream, and whether it is recording a graph.
         """
-        if self.is_closed:
-            raise InvalidState("the buffer is closed; make a new one")
+        self.device.require_open()
         if len(self._open[op]) >= self.config.max_in_flight:
             raise InvalidState(
                 f"{OPS[op]}: the oldest of {len(self._open[op])} calls has not received yet, "
@@ -301,10 +284,8 @@ class LatencyCore:
     def _join(self, is_capturing: bool) -> int:
         """Let the current stream go on behind the buffer's last one, and return it."""
         stream = self.platform.stream()
-        if not is_capturing and stream != self._last_stream:
-            if self._last_stream is not None:
-                self.platform.wait(self.platform.mark(self._last_stream))
-            self._last_stream = stream
+        if not is_capturing:
+            self.device.follow(stream)
         return stream
 
     def _run_again(self, plan: CallPlan, what: Words, stream: int) -> bool:
@@ -357,18 +338,13 @@ class LatencyCore:
         width = ready.fit(max_sms, is_alone)
         share.stream = stream
         if width > share.width:
-            share.width = width
+            share.widen(width)
         if halves & SEND_HALF and not is_capturing:
             self.num_calls += 1  # behind all that can fail: the peers hear of it
         timeout_ns, pointers = what
         ready.launch(stream, timeout_ns, turn, pointers)
 
     # --- view and memory ------------------------------------------------------------------------------------------
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a CUDA graph has recorded calls."""
-        return self._share.in_graphs
 
     def tags(self) -> int:
         """Return the highest call number that this rank has used; waits for the GPU."""
@@ -472,7 +448,7 @@ class LatencyCore:
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
-        if not self.is_closed:
+        if not self.device.is_closed:
             self._join(self.platform.is_capturing())
 
     def lost(self) -> tuple[int, ...]:
@@ -485,43 +461,18 @@ class LatencyCore:
 
     def check(self) -> None:
         """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
-        if self._codes != NO_REPORTS:
-            error = take_report(self._report.words, self.config.rank)
+        if self.device.has_reports:
+            error = take_report(self.device.report.words, self.config.rank)
             if error is not None:
                 raise error
 
-    def drain(self, grace_s: float) -> None:
-        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
-        if self.is_closed or self._last_stream is None or self.platform.is_capturing():
-            return
-        mark, deadline = self.platform.mark(self._last_stream), time.monotonic() + grace_s
-        while not self.platform.is_done(mark):
-            if time.monotonic() > deadline:
-                self.abort()
-                break
-            time.sleep(1e-4)
-        self.platform.synchronize()
-
-    def abort(self) -> None:
-        """End every wait of the kernels in flight, from any thread; close the buffer afterwards."""
-        self._abort.words[0] = 1
-
-    def mark_dead(self, ranks: Sequence[int]) -> None:
-        """Say which ranks are dead: waits for them end, also in kernels in flight. Any thread, one at a time."""
-        self._abort.words[1] = sum(1 << rank for rank in ranks)
-
-    def waiting(self) -> int:
-        """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
-        return self._abort.words[2]
-
     def close(self) -> None:
         """Give up all memory; results live on. Idempotent. No kernel may be in flight."""
-        if self.is_closed:
+        if self.device.is_closed:
             return
-        self.is_closed = True
+        self.device.close()
         for calls in self._open.values():
             calls.clear()  # their hooks must not launch anything any more
-        self._share.leave()
         for region in self._peers:
             if region is not None:
                 region.close()
@@ -557,7 +508,7 @@ class LatencyCore:
         """Fill in what all calls of the same sizes have in common."""
         layout = config.region_layout
         call = args.call
-        call.own, call.report, call.abort = self._own.address, self._report.address, self._abort.address
+        call.own, call.report, call.abort = self._own.address, self.device.report.address, self.device.news.address
         call.lost, call.rank = self._lost.address, config.rank
         call.op = OP_DISPATCH if op == "dispatch" else OP_COMBINE
         call.peers_offset, call.reported_offset = layout.offset("peers"), layout.offset("reported")

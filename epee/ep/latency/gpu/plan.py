@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ....memory.fresh import Allocate, allocator
 from ...gpu.platform import Launcher, Platform
 from .params import (
     BOTH_HALVES,
@@ -42,7 +43,6 @@ from .params import (
 )
 from .types import CoreOptions
 
-Allocate = Callable[[], torch.Tensor]
 FP8 = torch.float8_e4m3fn
 LaunchOf = Callable[[int, int], Launch]  # (halves, multiprocessors it may take at most) -> sizes
 _POINTERS = {LatencyDispatchParams: DISPATCH_POINTERS, LatencyCombineParams: COMBINE_POINTERS}
@@ -204,7 +204,6 @@ class Planner:
 
     def __init__(self, platform: Platform, config: LatencyConfig, kernels: Mapping[str, Launcher]) -> None:
         self._config, self._kernels, self._limits, self._device = config, kernels, platform.limits, platform.device
-        self._like: dict[torch.dtype, torch.Tensor] = {}
 
     def dispatch(self, num_tokens: int, x_stride: int, options: CoreOptions) -> DispatchPlan:
         """Prepare dispatches of so many tokens, whose rows lie `x_stride` bytes apart.
@@ -298,19 +297,8 @@ class Planner:
         return self._calls(op, name, CoreOptions(), {"num_tokens": 0, "refused": 1}, one_block)
 
     def _allocate(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Allocate:
-        """Return what allocates such tensors, uninitialised: like an empty one, which is cheaper than to name facts.
-
-        `new_empty` takes a third longer than `new_empty_strided`.
-        """
-        if dtype not in self._like:
-            self._like[dtype] = torch.empty(0, dtype=dtype, device=self._device)
-        like = self._like[dtype]
-        return partial(like.new_empty_strided, shape, strides or _strides(shape))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, as torch counts them."""
-    return torch.empty(shape, dtype=torch.int8, device="meta").stride()
+        """Return what allocates such tensors, uninitialised."""
+        return allocator(shape, dtype, self._device, strides)
 
 
 def _offsets(space: LatencyHandleSpace, parts: str) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from ....errors import (
     context,
 )
 from ....memory.signals import untag
-from ...gpu.params import NUM_REPORTS, OP_NAMES, REPORT_WORDS
-from ...gpu.report import ABORTED, BAD_COUNT, BAD_EXPERT, MISMATCH, REFUSED, TIMEOUT
+from ...gpu.params import OP_NAMES
+from ...gpu.report import ABORTED, BAD_COUNT, BAD_EXPERT, MISMATCH, REFUSED, TIMEOUT, take_oldest
 from .params import KIND_BITS
 
 _KINDS = {
@@ -25,17 +25,14 @@ _KINDS = {
         "float32 partials and topk_weights",
     ),
 }
-NO_REPORTS = memoryview(bytes(8 * NUM_REPORTS)).cast("Q")  # the codes, every `REPORT_WORDS`th word, when all are read
 
 
 def take_report(words: memoryview, rank: int) -> EpeeError | None:
     """Return the oldest unread report as an exception and mark it as read; None when there is none."""
-    pending = [i for i in range(NUM_REPORTS) if words[i * REPORT_WORDS]]
-    if not pending:
+    report = take_oldest(words)
+    if report is None:
         return None
-    at = min(pending, key=lambda i: words[i * REPORT_WORDS + 1]) * REPORT_WORDS
-    code, tag, op, peer, expected, got, where = words[at : at + 7]
-    words[at] = 0
+    code, tag, op, peer, expected, got, where = report
     name, seq = OP_NAMES.get(op, f"op {op}"), untag(tag)[1]
     return _describe(code, name, context(name, rank=rank, peer=peer, seq=seq), peer, (expected, got, where))
 

@@ -9,31 +9,13 @@ Who calls: the user's thread, at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
-
 import torch
 
+from ....memory.fresh import Late
 from ...event import Event
 from ...streams import Lane
 from ..types import Hook, LatencyCombined, LatencyDispatched, LatencyHandle
 from .types import CoreCombined, CoreHandle
-
-_Made = TypeVar("_Made")
-
-
-class _Late(Generic[_Made]):
-    """An attribute that is made when it is first read, and can be set: as `functools.cached_property`, which takes a
-    lock besides. Of two threads that make one, both get the first."""
-
-    def __init__(self, make: Callable[[Any], _Made]) -> None:
-        self._make, self._name = make, make.__name__
-
-    def __get__(self, holder: Any, kind: type | None = None) -> _Made:
-        if holder is None:
-            return self  # type: ignore[return-value]  # of the class
-        made: _Made = holder.__dict__.setdefault(self._name, self._make(holder))
-        return made
 
 
 class CudaLatencyHandle(LatencyHandle):
@@ -49,15 +31,15 @@ class CudaLatencyHandle(LatencyHandle):
         self.num_tokens, self.num_topk = core.num_tokens, num_topk
         self.core, self.is_received = core, is_received
 
-    @_Late
+    @Late
     def got(self) -> torch.Tensor:
         return self.core.got
 
-    @_Late
+    @Late
     def layout_range(self) -> torch.Tensor:
         return self.core.layout_range
 
-    @_Late
+    @Late
     def src_token(self) -> torch.Tensor:
         return self.core.src_token
 
@@ -68,16 +50,16 @@ class _Ends:
     _core: CoreHandle | CoreCombined  # where the kernel writes
     _where: tuple[Lane, torch.device, int]  # that the call's work is on; a raw stream
 
-    @_Late
+    @Late
     def event(self) -> Event:
         lane, device, stream = self._where
         return lane.event(device, stream)
 
-    @_Late
+    @Late
     def got(self) -> torch.Tensor:
         return self._core.got
 
-    @_Late
+    @Late
     def wait_us(self) -> torch.Tensor:
         return self._core.wait_us
 
@@ -108,7 +90,7 @@ class CudaLatencyDispatched(_Ends, LatencyDispatched):  # type: ignore[misc]  # 
         if lane.is_own:
             self.event = lane.event(device, stream)  # recorded now
 
-    @_Late
+    @Late
     def num_tokens_per_expert(self) -> torch.Tensor:
         return self._handle.num_tokens_per_expert
 

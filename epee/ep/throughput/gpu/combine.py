@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....memory.fresh import allocator
 from ....memory.layout import Layout
 from ...gpu.platform import LentRegion
 from ...gpu.signature import combine_signature
@@ -55,13 +56,17 @@ def place_rows(machine: Machine, y: torch.Tensor, writer: Shape | None = None) -
         writer: the shape in which weights will be written beside them: not into a slot that another shape has filled,
             where something of a result that lives may lie in their place.
     """
-    slot_bytes = machine.config.slot_bytes
-    offset = y.data_ptr() - machine.slots[machine.config.rank].address
-    slot, rest = divmod(offset, slot_bytes)
-    is_lent = rest == 0 and 0 <= slot <= machine.config.num_slots  # a result is never in the landing slot
-    if y.numel() and is_lent and slot not in machine.pool.haunted and writer in (None, machine.filled_by[slot]):
-        return CombineSource(machine.slots, slot, slot_bytes, False)
-    return CombineSource(machine.slots, machine.landing, slot_bytes, y.numel() > 0)
+    slot, is_copied = find_rows(machine, y, writer)
+    return CombineSource(machine.slots, slot, machine.config.slot_bytes, is_copied)
+
+
+def find_rows(machine: Machine, y: torch.Tensor, writer: Shape | None = None) -> tuple[int, bool]:
+    """Return the slot from which the peers pull, and whether `y` is copied there; arguments as of `place_rows`."""
+    if y.numel():
+        slot = machine.slot_at(y.data_ptr())
+        if slot is not None and slot not in machine.pool.haunters and writer in (None, machine.filled_by[slot]):
+            return slot, False
+    return machine.landing, y.numel() > 0
 
 
 class CombineFacts(NamedTuple):
@@ -102,11 +107,17 @@ class CombinePlan:
         shape: of the calls.
         facts: of the calls.
         place: of the rows.
+
+    Attributes:
+        max_sms: multiprocessors that the calls may take.
+        new_out: makes what the sums go into, uninitialised.
     """
 
     def __init__(self, shape: Shape, facts: CombineFacts, place: CombineSource) -> None:
         machine, config = shape.machine, shape.config
         limits = machine.platform.limits
+        self.max_sms = machine.max_sms
+        self.new_out = allocator((facts.num_tokens, config.hidden), facts.dtype, machine.platform.device)
         row_bytes = config.hidden * facts.dtype.itemsize
         num_entries = config.num_topk if facts.is_expert else config.num_ranks
         is_few = facts.num_tokens <= FEW_TOKENS

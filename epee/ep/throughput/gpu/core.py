@@ -15,22 +15,20 @@ that was granted in a failed call: see `slots.py`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ....errors import ResourceError
 from ...gpu.lent import AllGather
-from ...gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
+from ...gpu.params import RECV_INFO_COUNTS
 from ...gpu.platform import Platform
-from ...gpu.report import REFUSED_INVALID_ARGUMENT, ReasonOf
-from ..shapes import HandleSpace, LaunchShape, ThroughputConfig, handle_space
-from .combine import CombinePlan, launch_combine, launch_refusal, place_rows
+from ...gpu.report import REFUSED_INVALID_ARGUMENT
+from ..shapes import LaunchShape, ThroughputConfig
+from .combine import CombinePlan, launch_combine, launch_refusal
 from .dispatch import (
-    Announcement,
     DispatchPlan,
     Payload,
     allocate_expanded,
@@ -42,7 +40,7 @@ from .dispatch import (
 from .machine import Machine
 from .order import launch_order
 from .shape import Shape
-from .types import CombineOptions, DispatchFacts, DispatchOptions, DispatchResult, ThroughputHandle
+from .types import CombineOptions, DispatchOptions, DispatchResult, ThroughputHandle
 
 _ONE_WARP = LaunchShape(1, 32, 0, 0, 0)
 
@@ -55,19 +53,23 @@ class Throughput:
         config: sizes, equal on all ranks.
         all_gather: gives everybody's bytes in rank order; called at construction and at the first expert-layout combine
             of a view (never while a graph is recorded). A replacement gives its own for everybody at construction, and
-            maps the others' memory later (`replace_peer`).
+            maps the others' memory later (`Machine.replace_peer`).
+
+    Attributes:
+        machine: kernels, memory, and the order of calls; shared by all that are over one memory.
+        config: sizes.
     """
 
     def __init__(self, platform: Platform, config: ThroughputConfig, all_gather: AllGather) -> None:
-        self._machine = Machine(platform, config, all_gather)
+        self.machine = Machine(platform, config, all_gather)
         self._set_shape(config)
-        self._no_words = torch.empty(0, dtype=torch.int32, device=platform.device)  # to make others from is quicker
-        self._barrier = self._machine.stage("barrier", _ONE_WARP)
+        self._barrier = self.machine.stage("barrier", _ONE_WARP)
 
     def _set_shape(self, config: ThroughputConfig) -> None:
         self.config = config
-        self._shape = Shape(self._machine, config)
-        self._spaces: dict[int, HandleSpace] = {}
+        self._shape = Shape(self.machine, config)
+        self._counts = slice(RECV_INFO_COUNTS, RECV_INFO_COUNTS + config.num_local_experts)
+        self._num_info_words = config.info_words // 2
 
     def of_sizes(self, config: ThroughputConfig) -> Throughput:
         """Return an end for calls of other sizes over the same memory, with which it has all else in common. Local.
@@ -78,7 +80,7 @@ class Throughput:
         Raises:
             InvalidArgument: the kernels cannot do it, or a slot has no room for it.
         """
-        mine = self._machine.config
+        mine = self.machine.config
         config = replace(
             config,
             rank=mine.rank,
@@ -91,26 +93,6 @@ class Throughput:
         other = copy.copy(self)
         other._set_shape(config)
         return other
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a CUDA graph has recorded calls."""
-        return self._machine.is_recorded
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of GPU memory that this rank lends."""
-        return self._machine.nbytes
-
-    @property
-    def stream(self) -> int:
-        """The raw stream of the last call."""
-        return self._machine.stream
-
-    @property
-    def num_copies(self) -> int:
-        """Results that were copied out because no slot was free."""
-        return self._machine.pool.num_copies
 
     def dispatch(
         self,
@@ -135,11 +117,11 @@ class Throughput:
         Raises:
             what an earlier call left behind; with `options.sync` also what this one met.
         """
-        machine = self._machine
+        machine = self.machine
         machine.begin()
-        payload = Payload(x, scales, topk_weights)
+        payload = x, scales, topk_weights
         plan = plan_of(self._shape, handle, payload, route, options, memo)
-        return self.start_dispatch(plan, payload, route, handle, options.timeout_s)
+        return self.start_dispatch(plan, payload, route, handle, options.timeout_s, machine.stream)
 
     def start_dispatch(
         self,
@@ -148,15 +130,15 @@ class Throughput:
         route: torch.Tensor | None,
         handle: ThroughputHandle | None,
         timeout_s: float,
+        stream: int,
+        is_late: bool = True,
     ) -> DispatchResult:
-        """Send rows as planned, in a call that has begun; arguments as of `dispatch`."""
-        machine, facts = self._machine, plan.facts
-        stream, is_expert = machine.stream, facts.is_expert
-        is_fresh = handle is None
+        """Send rows as planned, in a call that has begun on the raw `stream`; arguments as of `dispatch` and others."""
+        machine, is_expert = self.machine, plan.is_expert
         if handle is None:
-            handle = self._new_handle(facts)
-        elif payload.topk_weights is not None and (is_expert or handle.capacity is not None):  # for `lost_weight`
-            handle = handle.with_weights(payload.topk_weights)
+            handle = plan.new_handle(machine.num_calls + 1)
+        elif payload[2] is not None and (is_expert or handle.capacity is not None):  # for `lost_weight`
+            handle = handle.with_weights(payload[2])
         # all memory before the first kernel: behind it there is no way back without the peers
         expanded = allocate_expanded(machine, plan, payload, handle, stream) if is_expert else None
         taken = None if is_expert else machine.take(stream, is_granted=True)
@@ -165,52 +147,34 @@ class Throughput:
             machine.filled_by[slot] = self._shape
             if machine.is_poisoned:
                 machine.poison_slot(slot)
-            mailbox = machine.open_mailbox() if facts.is_exact and is_fresh else None
-            plan.start(machine, payload, handle, route, Announcement(slot, mailbox), expanded, timeout_s, stream)
-            if mailbox is not None:
-                self._wait_counts(handle, mailbox, timeout_s)
+            mailbox = machine.open_mailbox() if plan.has_mailbox else 0
+            plan.start(machine, payload, handle, route, (slot, mailbox, 0), expanded, timeout_s, stream)
+            if mailbox:
+                self._wait_counts(plan, handle, mailbox, timeout_s)
         except BaseException:
             if taken is not None:
                 taken()
             raise
         if expanded is not None:
             return cut_expanded(expanded, handle)
-        return view_slot(machine, plan, handle, taken, stream)
+        return view_slot(machine, plan, handle, taken, stream, is_late)
 
-    @property
-    def quiet_test(self) -> Callable[[], bool]:
-        """What tells whether a call need not begin: nothing is to be done or seen that the last one has not."""
-        return self._machine.is_quiet
-
-    def known_dispatch(self, memo: dict[Any, DispatchPlan] | None, is_exact: bool, num_sms: int | None) -> Any:
+    def known_dispatch(self, memo: dict[Any, DispatchPlan], is_exact: bool, num_sms: int | None) -> DispatchPlan | None:
         """Return the plan of a call whose like has been made, or None; `memo` as in `dispatch`."""
-        return None if memo is None else memo.get(short_key(self._machine, is_exact, num_sms))
+        return memo.get(short_key(self.machine, is_exact, num_sms))
 
-    def known_combine(
-        self, memo: dict[Any, CombinePlan] | None, y: torch.Tensor, handle: ThroughputHandle, num_sms: int | None
-    ) -> tuple[CombinePlan, int] | None:
-        """Return the plan of a combine without weights whose like has been made and the slot of `y`, or None."""
-        if memo is None or handle.is_expert:
-            return None
-        place = place_rows(self._machine, y)
-        plan = memo.get((place.is_copied, 0, num_sms, self._machine.max_sms))
-        return None if plan is None else (plan, place.slot)
+    def known_combine(self, memo: dict[Any, CombinePlan], is_copied: bool, num_sms: int | None) -> CombinePlan | None:
+        """Return the plan of a combine of rank-layout rows alone whose like has been made, or None.
 
-    def start_combine(
-        self,
-        planned: tuple[CombinePlan, int],
-        y: torch.Tensor,
-        handle: ThroughputHandle,
-        out: torch.Tensor,
-        timeout_s: float,
-    ) -> None:
-        """Bring rows back into `out` as `known_combine` says, in a call that has begun."""
-        plan, slot = planned
-        plan.start(self._machine, y, handle, slot, (), out, None, timeout_s, self._machine.stream)
+        Args:
+            memo: as in `combine`.
+            is_copied, num_sms: see `find_rows`; of the call.
+        """
+        return memo.get((is_copied, 0, num_sms, self.machine.max_sms))
 
     def combine_input(self, handle: ThroughputHandle, dtype: torch.dtype) -> torch.Tensor | None:
         """Return `[num_recv, hidden]` memory from which a combine needs no copy, or None when no slot is free."""
-        machine, hidden = self._machine, self.config.hidden
+        machine, hidden = self.machine, self.config.hidden
         stream = machine.begin()
         if handle.num_recv == 0:
             return torch.empty(0, hidden, dtype=dtype, device=machine.platform.device)
@@ -255,7 +219,7 @@ class Throughput:
         Returns:
             `[num_tokens, hidden]`, and the weights `[num_tokens, num_topk]` or None.
         """
-        stream = self._machine.begin()
+        stream = self.machine.begin()
         if out is None:
             out = y.new_empty((handle.num_tokens, self.config.hidden))
         if options.order is None:
@@ -268,12 +232,12 @@ class Throughput:
 
     def barrier(self, timeout_s: float) -> None:
         """All ranks meet on the device, on their current streams; the host waits for nobody."""
-        self._machine.begin()
+        self.machine.begin()
         self.start_barrier(timeout_s)
 
     def start_barrier(self, timeout_s: float) -> None:
         """Launch a barrier in a call that has begun."""
-        machine = self._machine
+        machine = self.machine
         machine.announce()
         machine.launch(self._barrier, timeout_s, machine.stream)
 
@@ -287,132 +251,33 @@ class Throughput:
             tell: gets the call's number before the peers can see that it is refused; the host waits for the GPU then.
             code: why, as `gpu/report.py` has it.
         """
-        machine = self._machine
+        machine = self.machine
         stream = machine.begin(do_check=False)
         if tell is not None:
             tell(machine.num_finished() + 1)
         nothing = torch.empty(0, self.config.hidden, dtype=self.config.dtype, device=machine.platform.device)
-        payload = Payload(nothing, None, None)
+        payload = nothing, None, None
         # nobody stores into the slot of a refused call
         plan = plan_of(self._shape, None, payload, None, DispatchOptions(sync=False), None)
-        handle = self._new_handle(plan.facts)
-        announcement = Announcement(0, None, code)
-        plan.start(machine, payload, handle, None, announcement, None, timeout_s, stream)
+        handle = plan.new_handle(machine.num_calls + 1)
+        plan.start(machine, payload, handle, None, (0, 0, code), None, timeout_s, stream)
         launch_refusal(
             self._shape, timeout_s, stream
         )  # ends the call, for peers that combine as for those that dispatch
 
-    def set_hooks(self, interrupt: Callable[[], None], reason_of: ReasonOf) -> None:
-        """Set what is called while the host waits, and what knows why peers have refused calls."""
-        self._machine.interrupt, self._machine.reason_of = interrupt, reason_of
-
-    def set_poison(self, is_poisoned: bool) -> None:
-        """Fill receive memory with 0xFF before each use, or not."""
-        self._machine.is_poisoned = is_poisoned
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that the peers have heard of; those recorded in graphs do not count."""
-        return self._machine.num_calls
-
-    @property
-    def members(self) -> frozenset[int]:
-        """Ranks that take part in calls, as far as kernels know."""
-        return self._machine.members
-
-    def tags(self) -> int:
-        """Return the highest call number that this rank has used; waits for the GPU."""
-        return self._machine.tags()
-
-    def set_view(
-        self,
-        active: Sequence[bool],
-        tag: int,
-        ghosts: Mapping[int, Collection[int]] = MappingProxyType({}),
-        is_open: bool = True,
-    ) -> None:
-        """Go on in an agreed view: every member calls this with equal arguments, no call of any of them is in flight.
-
-        Handles from before do not serve any more: kernels refuse them, also in graphs. Errors that nobody has heard of
-        yet are dropped.
-
-        Args:
-            active: `num_ranks` flags: who takes part. Who does not is neither written to, awaited, nor counted.
-            tag: above every member's `tags()`, so that nothing of earlier calls passes for new.
-            ghosts: ranks that another process has now, with numbers of the processes that had them, from `FIRST_GHOST`
-                on. What those have stored is forgotten, and what they might still write is not lent.
-            is_open: False: the members' memory is not mapped yet, and no member stores here before this has returned;
-                until `open_view` dispatches of graphs fail, and kernels reach no peer.
-        """
-        self._machine.set_view(active, tag, ghosts, is_open)
-
-    def open_view(self) -> None:
-        """Let kernels run in the view that was set last; no call of this rank is in flight."""
-        self._machine.open_view()
-
-    @property
-    def blobs(self) -> tuple[bytes, bytes]:
-        """By which another process maps what this rank has lent from the beginning."""
-        return self._machine.blobs
-
-    def replace_peer(self, rank: int, blobs: Sequence[bytes]) -> None:
-        """Map what a process that has `rank` now lends; raises, and may be repeated, as `Machine.replace_peer`."""
-        self._machine.replace_peer(rank, blobs)
-
-    def mark_dead(self, ranks: Sequence[int]) -> None:
-        """Say which ranks are dead: calls in flight that have them in their view end with an error. Any thread."""
-        self._machine.mark_dead(ranks)
-
-    def waiting(self) -> int:
-        """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
-        return self._machine.waiting()
-
-    def bury(self, ranks: Sequence[int]) -> None:
-        """Hear that processes of ranks, or ghosts, have ended, with their GPUs' work: what they might write is free."""
-        self._machine.bury(ranks)
-
-    def join(self) -> None:
-        """Let the current stream go on behind everything that this buffer has put on any other."""
-        self._machine.join()
-
-    def drain(self, grace_s: float) -> None:
-        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
-        self._machine.drain(grace_s)
-
-    def abort(self) -> None:
-        """End every wait of the kernels in flight, from any thread; close the buffer afterwards."""
-        self._machine.abort()
-
     def check(self) -> None:
         """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
-        self._machine.check()
+        self.machine.check()
 
     def close(self) -> None:
         """Give up all memory; tensors over it keep what they use. Idempotent. No kernel may be in flight."""
-        self._machine.close()
+        self.machine.close()
 
-    def _new_handle(self, facts: DispatchFacts) -> ThroughputHandle:
-        num_tokens = facts.num_tokens
-        space = self._spaces.get(num_tokens)
-        if space is None:
-            space = self._spaces.setdefault(num_tokens, handle_space(self.config, num_tokens))
-        return ThroughputHandle(
-            self._machine.num_calls + 1,
-            facts.layout,
-            facts.expert_alignment,
-            num_tokens,
-            space,
-            self._no_words.new_empty(space.total),
-            facts.has_topk,
-            facts.has_weights,
-            capacity=facts.capacity,
-        )
-
-    def _wait_counts(self, handle: ThroughputHandle, mailbox: int, timeout_s: float) -> None:
+    def _wait_counts(self, plan: DispatchPlan, handle: ThroughputHandle, mailbox: int, timeout_s: float) -> None:
         """Wait until the layout kernel has all counts; they become the handle's."""
-        info = self._machine.wait_mailbox(mailbox, self.config.info_words // 2, timeout_s)
+        info = self.machine.wait_mailbox(mailbox, self._num_info_words, timeout_s)
         if info is None:
-            self._machine.check()
+            self.machine.check()
             raise ResourceError("dispatch failed and left no report")
-        handle.num_recv = info[RECV_INFO_EXPANDED if handle.is_expert else RECV_INFO_ROWS]
-        handle.num_tokens_per_expert = info[RECV_INFO_COUNTS : RECV_INFO_COUNTS + self.config.num_local_experts]
+        handle.num_recv = info[plan.num_rows_at]
+        handle.num_tokens_per_expert = info[self._counts]

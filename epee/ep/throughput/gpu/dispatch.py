@@ -10,18 +10,26 @@ arguments but addresses and the numbers of the call, which `start` writes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...gpu.params import FEW_KERNEL
+from ...gpu.params import FEW_KERNEL, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ...gpu.signature import dispatch_signature
 from ...gpu.stage import HandlePlace, Stage
-from ..shapes import FEW_TOKENS, LaunchShape, dispatch_shape, few_shape, layout_shape, num_expander_blocks
+from ..shapes import (
+    FEW_TOKENS,
+    LaunchShape,
+    dispatch_shape,
+    few_shape,
+    handle_space,
+    layout_shape,
+    num_expander_blocks,
+)
 from .machine import Machine
 from .shape import Shape
 from .slots import Taken
-from .types import DispatchFacts, DispatchOptions, DispatchResult, FieldAt, ThroughputHandle
+from .types import DispatchFacts, DispatchOptions, DispatchResult, FieldAt, HandleForm, ThroughputHandle
 
 SMALL_TOKENS = 1024
 FEW_SMS = 65  # for few tokens by default: none of them is busy for long, and more gain nothing
@@ -29,20 +37,12 @@ FOUR_STAGES_BELOW_BYTES = 8 << 10
 _ONE_WARP = 32
 
 
-class Payload(NamedTuple):
-    """What a dispatch sends: `[num_tokens, hidden]`, `[num_tokens, num_scales]`, `[num_tokens, num_topk]`."""
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-
-
-class Announcement(NamedTuple):
-    """This rank's part of the exchange: the slot it grants, a mailbox or None, a refusal or 0."""
-
-    slot: int
-    mailbox: int | None
-    refused: int = 0
+# What a dispatch sends: `[num_tokens, hidden]`, `[num_tokens, num_scales]`, `[num_tokens, num_topk]`. A plain tuple, as
+# is the next one: to make one of a class of its own takes ten times as long.
+Payload: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
+# A rank's part of the exchange: the slot that it grants; the address where the kernel answers, 0 for nowhere; why it
+# has no rows, as `gpu/report.py` has it: then only what the peers wait for is launched, else 0.
+Part: TypeAlias = "tuple[int, int, int]"
 
 
 class Fields(NamedTuple):
@@ -65,8 +65,14 @@ class DispatchPlan:
     Attributes:
         facts: of the calls.
         fields: of a rank-layout result.
+        max_sms: multiprocessors that the calls may take.
         most_rows: of a result: as many as may come.
         num_topk: of the shape.
+        is_expert: whether the layout is "expert".
+        has_mailbox: whether the host waits for the counts.
+        num_rows_at: where the number of rows is among what the host waits for.
+        new_handle: makes a handle of the number of the call.
+        handle_facts: what handles have in common, for who makes them of what `new_handle` returns; at first empty.
     """
 
     def __init__(self, shape: Shape, facts: DispatchFacts) -> None:
@@ -74,8 +80,13 @@ class DispatchPlan:
         self.facts = facts
         self.fields = _fields(shape, facts)
         is_expert, alignment = facts.is_expert, facts.expert_alignment
+        self.max_sms = machine.max_sms
         self.most_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)
         self.num_topk = config.num_topk
+        self.is_expert, self.has_mailbox = is_expert, facts.is_exact and facts.is_fresh
+        self.num_rows_at = RECV_INFO_EXPANDED if is_expert else RECV_INFO_ROWS
+        self.handle_facts: dict[str, Any] = {}
+        self.new_handle = HandleForm(facts, handle_space(config, facts.num_tokens), machine.platform.device).make
         self._num_senders = self._num_channels = self._few_warps = 0
         limits = machine.platform.limits
         few = None
@@ -108,38 +119,40 @@ class DispatchPlan:
         payload: Payload,
         handle: ThroughputHandle,
         route: torch.Tensor | None,
-        announcement: Announcement,
+        part: Part,
         expanded: DispatchResult | None,
         timeout_s: float,
         stream: int,
     ) -> None:
-        """Launch a dispatch, in the expert layout into `expanded`; of a refused one only what the peers wait for."""
-        facts, a, b = self.facts, self._layout_args, self._payload_args
+        """Launch a dispatch, in the expert layout into `expanded`."""
+        a, b = self._layout_args, self._payload_args
+        x, scales, weights = payload
+        a.grant, a.mailbox, a.refused = part
+        addresses = handle.addresses
         for place in self._handles:
-            place.write(handle.addresses)
-        weights = payload.topk_weights
-        if route is not None:
-            if facts.has_topk:
+            place.write(addresses)
+        if route is None:
+            a.topk_weights = a.weights_of = 0
+        else:
+            if self.facts.has_topk:
                 a.topk_idx = route.data_ptr()
             else:
                 a.token_in_rank = route.data_ptr()
-        if route is not None and weights is not None:
-            a.topk_weights = weights.data_ptr()
-        else:
-            a.topk_weights = a.weights_of = 0
-        a.mailbox = 0 if announcement.mailbox is None else machine.mailbox_address(announcement.mailbox)
-        a.grant, a.refused = announcement.slot, announcement.refused
+            if weights is not None:
+                a.topk_weights = weights.data_ptr()
+            else:
+                a.topk_weights = a.weights_of = 0
         if weights is not None:
             # An empty tensor's address is 0, which would say "no weights" to the expanders of a rank without tokens.
             b.weights_of = weights.data_ptr() or handle.words.data_ptr()
-        b.x = payload.x.data_ptr()
-        if payload.scales is not None:
-            b.scales = payload.scales.data_ptr()
+        b.x = x.data_ptr()
+        if scales is not None:
+            b.scales = scales.data_ptr()
         if expanded is not None:
             _set_out(b, expanded)
         machine.announce()
         machine.launch(self._first, timeout_s, stream)
-        if self._payload is not None and not announcement.refused:
+        if self._payload is not None and not part[2]:
             machine.launch(self._payload, timeout_s, stream)
 
     def _payload_shape(self, machine: Machine) -> LaunchShape:
@@ -254,7 +267,7 @@ def plan_of(
 def _facts_of(
     handle: ThroughputHandle | None, payload: Payload, route: torch.Tensor | None, options: DispatchOptions
 ) -> DispatchFacts:
-    x, scales = payload.x, payload.scales
+    x, scales, topk_weights = payload
     is_by_experts = route is not None and route.dtype != torch.bool
     return DispatchFacts(
         num_tokens=x.shape[0],
@@ -267,7 +280,7 @@ def _facts_of(
         layout=options.layout if handle is None else handle.layout,
         expert_alignment=options.expert_alignment if handle is None else handle.expert_alignment,
         has_topk=is_by_experts if handle is None else handle.has_topk,
-        has_weights=payload.topk_weights is not None,
+        has_weights=topk_weights is not None,
         is_fresh=route is not None,
         is_exact=options.sync,
         num_sms=options.num_sms,
@@ -305,7 +318,7 @@ def allocate_expanded(
 ) -> DispatchResult:
     """Return room for an expert-layout result in full capacity."""
     rows, device = plan.most_rows, machine.platform.device
-    x, scales = payload.x, payload.scales
+    x, scales, _ = payload
     num_scales = 0 if scales is None else scales.shape[1]
     weights = torch.empty(rows, dtype=torch.float32, device=device)
     sources = torch.empty(3, rows, dtype=torch.int64, device=device)
@@ -344,20 +357,32 @@ def cut_expanded(full: DispatchResult, handle: ThroughputHandle) -> DispatchResu
 
 
 def view_slot(
-    machine: Machine, plan: DispatchPlan, handle: ThroughputHandle, taken: Taken | None, stream: int
+    machine: Machine,
+    plan: DispatchPlan,
+    handle: ThroughputHandle,
+    taken: Taken | None,
+    stream: int,
+    is_late: bool,
 ) -> DispatchResult:
-    """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot."""
+    """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot.
+
+    With `is_late` those that are not always read are made when they are.
+    """
     rows = plan.most_rows if handle.num_recv is None else handle.num_recv
     views, at = machine.views(taken), plan.fields
     readers = [stream] if taken is None else taken.streams
     kept = machine.kept_rows(taken, at.kept, (rows, plan.num_topk), readers) if plan.facts.is_fresh else None
     x = views.alias(at.x, rows)
     scales = None if at.scales is None else views.alias(at.scales, rows)
-    late = views, at.topk_idx, at.topk_weights, rows
-    got = DispatchResult(x, scales, None, None, handle, readers, kept, late=late)
-    if taken is not None:
-        return got
-    scales, topk_idx, topk_weights = (
-        None if value is None else value.clone() for value in (scales, got.topk_idx, got.topk_weights)
-    )
-    return DispatchResult(x.clone(), scales, topk_idx, topk_weights, handle, readers, kept)
+    if taken is not None and is_late:
+        late = views, at.topk_idx, at.topk_weights, rows
+        return DispatchResult(x, scales, None, None, handle, readers, kept, late=late)
+    topk_idx = None if at.topk_idx is None else views.alias(at.topk_idx, rows)
+    topk_weights = None if at.topk_weights is None else views.alias(at.topk_weights, rows)
+    if taken is None:
+        x, scales, topk_idx, topk_weights = x.clone(), _clone(scales), _clone(topk_idx), _clone(topk_weights)
+    return DispatchResult(x, scales, topk_idx, topk_weights, handle, readers, kept)
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -16,29 +16,27 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ....errors import CommTimeoutError, InvalidArgument, InvalidState, ResourceError
+from ...gpu.device import Device
 from ...gpu.lent import AllGather, Lending
 from ...gpu.params import (
     CONTROL_LAYOUT,
     KERNELS,
-    NEWS_WORDS,
-    NUM_REPORTS,
     OP_BARRIER,
     OP_COMBINE,
     OP_DISPATCH,
-    REPORT_WORDS,
     DispatchParams,
     FewParams,
     LayoutParams,
     kernel_head,
 )
-from ...gpu.platform import Launcher, LentRegion, Platform
+from ...gpu.platform import LentRegion, Platform
 from ...gpu.report import ReasonOf, blame, is_echo, take_report
-from ...gpu.share import Share
 from ...gpu.stage import Stage
 from ..shapes import LaunchShape, ThroughputConfig
 from .place import ExpertPlace, Places
@@ -74,6 +72,7 @@ class Machine:
     """Kernels and memory of one rank; see `Throughput` for the arguments.
 
     Attributes:
+        device: kernels, reports, the order of calls.
         slots: the receive regions of all ranks.
         members: ranks that take part.
         stream: raw, of the last call.
@@ -89,7 +88,6 @@ class Machine:
         config.check()
         self.config = config
         self.platform = platform
-        self.is_closed = False
         self.is_capturing = False
         self.stream = 0
         self.num_calls = 0
@@ -98,32 +96,27 @@ class Machine:
         self.is_poisoned = False
         self.filled_by: list[object] = [None] * (config.num_slots + 1)
         self._all_gather = all_gather
-        self._kernels: dict[str, Launcher] = {}
         head = kernel_head(config.num_ranks, platform.limits.max_warps, platform.limits.stall_one_in)
-        for path, params in KERNELS.items():
-            self._kernels.update(platform.kernels(path, head, params))
+        self.device = Device(platform, head, KERNELS)
         self._lending = Lending(platform, config.rank)
         self._control = self._lending.meet(None, CONTROL_LAYOUT.nbytes, all_gather).regions
         self.slots = self._lending.meet(None, (config.num_slots + 1) * config.slot_bytes, all_gather).regions
+        self._slots_address, self._slot_bytes = self.slots[config.rank].address, config.slot_bytes
         self._places = Places(self._lending, platform.keeps_addresses)
         if config.room_expert_slot_bytes:
             self._places.meet(config.room_expert_slot_bytes, range(config.num_ranks), all_gather)
-        self._report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
-        self._report_codes = self._report.words[::REPORT_WORDS]
-        self._news = platform.host_words(NEWS_WORDS)
         self._mailbox_words = config.most_info_words // 2
         self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
         self._next_mailbox = 0
         self._exchanged = platform.host_words(1)
         self.pool = ReceiveSlotPool(platform, config.num_slots, self._exchanged.words)
-        self._last_stream: int | None = None
-        self._share_of_gpu = Share(platform.device, platform.limits.num_sms)
+        self._share = self.device.share
         self.max_sms, self._is_alone = platform.limits.num_sms, True
         self._kept: dict[int, weakref.ref[KeptRows]] = {}  # of the last result in each slot
         self._slot_words: dict[int, torch.Tensor] = {}
         self._views: dict[int, SlotViews] = {}
         self._lent: dict[int, Taken] = {}  # slots whose aliases are looked after
-        for name, kernel in self._kernels.items():
+        for name, kernel in self.device.kernels.items():
             for part in parts_of(kernel.args):
                 self._set_constants(name, part)
         self._view = ViewWords(self._control[config.rank])
@@ -136,32 +129,27 @@ class Machine:
         platform.synchronize()  # calls may come on any stream
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether a CUDA graph has recorded calls."""
-        return self._share_of_gpu.in_graphs
-
-    @property
     def nbytes(self) -> int:
         """Bytes of GPU memory of this rank."""
         return self._lending.nbytes
 
     def stage(self, name: str, shape: LaunchShape, mode: str = "plain", grid: int = 0) -> Stage:
         """Return a kernel to be launched again and again, in `grid` blocks where that is not what `shape` says."""
-        return Stage(self._kernels[name], grid or shape.grid, shape, mode)
+        return Stage(self.device.kernels[name], grid or shape.grid, shape, mode)
 
     def launch(self, stage: Stage, timeout_s: float, stream: int) -> None:
         """Launch a kernel of a call that has been announced, its waits bounded by `timeout_s`."""
         call, shape, mode, grid = stage.call, stage.shape, stage.mode, stage.grid
         call.timeout_ns = int(timeout_s * 1e9)
         call.ordinal = 0 if self.is_capturing else self.num_calls
-        share, at_once = self._share_of_gpu, grid
+        share, at_once = self._share, grid
         if mode == "early":
             if self._is_alone or 2 * grid <= self.max_sms:
                 at_once *= 2  # the next kernel's blocks take their places beside this one's
             else:
                 mode = "plain"
         if share.width < at_once:
-            share.width = at_once
+            share.widen(at_once)
         stage.kernel(grid, shape.block, shape.shared_bytes, stream, mode)
 
     def announce(self) -> None:
@@ -169,33 +157,30 @@ class Machine:
         if not self.is_capturing:
             self.num_calls += 1
 
-    def is_quiet(self) -> bool:
-        """Tell whether `begin` would find nothing to do: the same stream, no report, no graph, nobody else's change."""
-        return (
-            self.platform.stream() == self._last_stream
-            and not self.platform.is_capturing()
-            and self._share_of_gpu.is_as_seen()
-            and not any(self._report_codes)
-            and not (self.is_capturing or self.is_poisoned or self.is_closed or self.pool.haunted)
-        )
+    def quiet_stream(self) -> int | None:
+        """Return the current stream where `begin` would find nothing to do, else None.
+
+        Beside what `Device.quiet_stream` looks at that is what other buffers do on the GPU, and slots that are haunted.
+        """
+        is_busy = self.is_capturing or self.is_poisoned or self.pool.haunters or not self._share.is_as_seen()
+        return None if is_busy else self.device.quiet_stream()
 
     def begin(self, do_check: bool = True) -> int:
         """Start a call: raise what earlier ones have left behind, return the current stream.
 
         What the call puts on the stream runs behind everything that this buffer has put on any other.
         """
-        if self.is_closed:
-            raise InvalidState("the buffer is closed; make a new one")
+        self.device.require_open()
         stream = self.stream = self.platform.stream()
         self.is_capturing = self.platform.is_capturing()
         if do_check and not self.is_capturing:
             self.check()
         if do_check:  # a refusal is one block that waits for nobody
             if not self.is_capturing:
-                self._share_of_gpu.stream = stream
-            self.max_sms, self._is_alone = self._share_of_gpu.limit(stream, self.is_capturing)
+                self._share.stream = stream
+            self.max_sms, self._is_alone = self._share.limit(stream, self.is_capturing)
         if self.is_capturing:
-            self._share_of_gpu.in_graphs = True
+            self._share.in_graphs = True
             return stream
         self._join(stream)
         if self._view.haunted and self._view.haunted != self.pool.haunted:
@@ -204,25 +189,22 @@ class Machine:
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
-        if not self.is_closed and not self.platform.is_capturing():
+        if not self.device.is_closed and not self.platform.is_capturing():
             self._join(self.platform.stream())
 
     def _join(self, stream: int) -> None:
-        self._share_of_gpu.stream = stream
-        if self._last_stream != stream:
-            if self._last_stream is not None:
-                self.platform.wait(self.platform.mark(self._last_stream))
-            self._last_stream = stream
+        self._share.stream = stream
+        self.device.follow(stream)
 
     def check(self) -> None:
         """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
-        if not any(self._report_codes):
+        if not self.device.has_reports:
             return
-        error = take_report(self._report.words, self.config.rank, self.reason_of)
+        error = take_report(self.device.report.words, self.config.rank, self.reason_of)
         if error is not None:
             if is_echo(error) and (dead := self._await_news()):
                 error = blame(error, dead, self.config.rank)
-            while (later := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
+            while (later := take_report(self.device.report.words, self.config.rank, self.reason_of)) is not None:
                 _log.warning("after the error that is raised now, another call failed: %s", later)
             try:
                 raise error
@@ -233,7 +215,7 @@ class Machine:
         """Return the members that are known to be dead; a peer may have heard of it a little earlier than this rank."""
         deadline = time.monotonic() + NEWS_S
         while True:
-            dead = [rank for rank in sorted(self.members) if self._news.words[1] >> rank & 1]
+            dead = [rank for rank in sorted(self.members) if self.device.is_marked(rank)]
             if dead or time.monotonic() > deadline:
                 return dead
             time.sleep(1e-3)
@@ -241,23 +223,6 @@ class Machine:
     def num_finished(self) -> int:
         """Return how many calls this rank's kernels have finished; waits for the GPU."""
         return self._view.seq
-
-    def drain(self, grace_s: float) -> None:
-        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
-        if self.is_closed or self._last_stream is None or self.platform.is_capturing():
-            return
-        mark = self.platform.mark(self._last_stream)
-        deadline = time.monotonic() + grace_s
-        while not self.platform.is_done(mark):
-            if time.monotonic() > deadline:
-                self.abort()
-                break
-            time.sleep(1e-4)
-        self.platform.synchronize()
-
-    def abort(self) -> None:
-        """End every wait of the kernels in flight, from any thread."""
-        self._news.words[0] = 1
 
     # --- view -----------------------------------------------------------------------------------------------------
 
@@ -267,9 +232,25 @@ class Machine:
         return max(self._view.seq, self.num_calls)
 
     def set_view(
-        self, active: Sequence[bool], tag: int, ghosts: Mapping[int, Collection[int]], is_open: bool = True
+        self,
+        active: Sequence[bool],
+        tag: int,
+        ghosts: Mapping[int, Collection[int]] = MappingProxyType({}),
+        is_open: bool = True,
     ) -> None:
-        """Go on in an agreed view, from call number `tag` on; see `Throughput.set_view`."""
+        """Go on in an agreed view: every member calls this with equal arguments, no call of any of them is in flight.
+
+        Handles from before do not serve any more: kernels refuse them, also in graphs. Errors that nobody has heard of
+        yet are dropped.
+
+        Args:
+            active: `num_ranks` flags: who takes part. Who does not is neither written to, awaited, nor counted.
+            tag: above every member's `tags()`, so that nothing of earlier calls passes for new.
+            ghosts: ranks that another process has now, with numbers of the processes that had them, from `FIRST_GHOST`
+                on. What those have stored is forgotten, and what they might still write is not lent.
+            is_open: False: the members' memory is not mapped yet, and no member stores here before this has returned;
+                until `open_view` dispatches of graphs fail, and kernels reach no peer.
+        """
         self.platform.synchronize()
         self._reclaim()
         for rank, others in ghosts.items():
@@ -292,7 +273,7 @@ class Machine:
         self.members = members
         self._places.open()
         self.platform.synchronize()
-        while (error := take_report(self._report.words, self.config.rank, self.reason_of)) is not None:
+        while (error := take_report(self.device.report.words, self.config.rank, self.reason_of)) is not None:
             _log.info("the view has changed behind a call that failed: %s", error)
 
     def _clear_source(self, rank: int) -> None:
@@ -316,7 +297,7 @@ class Machine:
         return words.view(field.dtype).view(field.shape).select(_FIELDS_BY_RANK[name], rank)
 
     def open_view(self) -> None:
-        """Let kernels run in the view that was set last, from its number on.
+        """Let kernels run in the view that was set last, from its number on; no call of this rank is in flight.
 
         Replays meanwhile have used the numbers of the view's calls, and have stored them where no other rank writes.
         """
@@ -344,16 +325,8 @@ class Machine:
         for regions, blob in zip((self._control, self.slots), blobs, strict=True):
             self._lending.put(regions, rank, blob)
 
-    def mark_dead(self, ranks: Sequence[int]) -> None:
-        """Say which ranks are dead: waits of calls with them end, also in kernels in flight. Any thread."""
-        self._news.words[1] = sum(1 << rank for rank in ranks)
-
-    def waiting(self) -> int:
-        """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
-        return self._news.words[2]
-
     def bury(self, ranks: Sequence[int]) -> None:
-        """Hear that the processes of ranks have ended, with all that their GPUs did: they store nothing any more."""
+        """Hear that processes of ranks, or ghosts, have ended, with all work of their GPUs: they store nothing more."""
         if not self._gone.issuperset(ranks):
             self._gone |= set(ranks)
             self.pool.release(self._gone)
@@ -385,7 +358,8 @@ class Machine:
     def take(self, stream: int, is_granted: bool) -> Taken | None:
         """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
         call = self.num_calls + 1 if is_granted else None
-        self._reclaim()
+        if self._lent:
+            self._reclaim()
         if self.is_capturing:
             return self._take_for_graph(stream, call)
         slot = self.pool.take(stream, call)
@@ -398,8 +372,9 @@ class Machine:
 
     def _reclaim(self) -> None:
         """Give back slots whose results have died."""
-        for idle in [slot for slot in self._lent if self._views[slot].is_idle()]:
-            self._lent.pop(idle)()
+        for slot in tuple(self._lent):
+            if self._views[slot].is_idle():
+                self._lent.pop(slot)()
 
     @property
     def landing(self) -> int:
@@ -407,6 +382,11 @@ class Machine:
         if self.pool.haunted:
             self._reclaim()
         return self.pool.landing
+
+    def slot_at(self, address: int) -> int | None:
+        """Return the slot of this rank that begins at an address; None where none does."""
+        slot, rest = divmod(address - self._slots_address, self._slot_bytes)
+        return slot if rest == 0 and 0 <= slot <= self.config.num_slots else None
 
     def grant_landing(self) -> int:
         """Return the landing slot for a call that grants it to the peers; raises as `ReceiveSlotPool.landing`."""
@@ -481,8 +461,7 @@ class Machine:
 
     def close(self) -> None:
         """Give up all memory; tensors over it keep what they use. Idempotent."""
-        self.is_closed = True
-        self._share_of_gpu.leave()
+        self.device.close()
         self._slot_words.clear()
         self._views.clear()
         self._lent.clear()
@@ -494,7 +473,7 @@ class Machine:
         call = args.call
         for rank, region in enumerate(self._control):
             call.control[rank] = region.address
-        call.report, call.abort, call.rank = self._report.address, self._news.address, config.rank
+        call.report, call.abort, call.rank = self.device.report.address, self.device.news.address, config.rank
         call.exchanged = self._exchanged.address
         call.op = OP_BARRIER if name == "barrier" else OP_COMBINE if "combine" in name else OP_DISPATCH
         if isinstance(args, LayoutParams):
@@ -507,23 +486,20 @@ class Machine:
     # --- the host's wait ------------------------------------------------------------------------------------------
 
     def open_mailbox(self) -> int:
-        """Return a cleared mailbox: the index of its first word."""
+        """Return the address of a cleared mailbox, to which kernels write."""
         at = self._next_mailbox * self._mailbox_words
         self._next_mailbox = (self._next_mailbox + 1) % NUM_MAILBOXES
         self._mailboxes.words[at] = 0
-        return at
+        return self._mailboxes.address + 8 * at
 
-    def mailbox_address(self, mailbox: int) -> int:
-        """Return where kernels write to a mailbox."""
-        return self._mailboxes.address + 8 * mailbox
-
-    def wait_mailbox(self, mailbox: int, num_words: int, timeout_s: float) -> list[int] | None:
+    def wait_mailbox(self, address: int, num_words: int, timeout_s: float) -> list[int] | None:
         """Wait for a kernel's answer: its first 64-bit words as 32-bit words, or None when the call has failed.
 
         Who only polls starves the other threads, the one that tells of deaths among them: letting go of the lock for a
         moment wakes them up in vain, so this one sleeps.
         """
         words = self._mailboxes.words
+        mailbox = (address - self._mailboxes.address) >> 3
         started = 0.0
         while not words[mailbox]:
             for _ in range(1000):
@@ -539,7 +515,7 @@ class Machine:
                     time.sleep(PAUSE_S)
         if words[mailbox] != 1:
             return None
-        return list(words[mailbox : mailbox + num_words].cast("B").cast("i"))
+        return words[mailbox : mailbox + num_words].cast("B").cast("i").tolist()
 
 
 def parts_of(args: Any) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ class ReceiveSlotPool:
     Attributes:
         num_slots: slots that results may hold. There is one more, the landing place, at first number `num_slots`.
         num_copies: calls whose result had to be copied out, for want of a slot.
+        haunters: zombies that may write a slot, by slot; only read.
 
     Args:
         exchanged: a word in pinned memory: number of the last call that all ranks were seen to join.
@@ -50,7 +51,7 @@ class ReceiveSlotPool:
         self._readers: dict[int, list[int]] = {}
         self._granted = [0] * (num_slots + 1)  # number of the last call that granted a slot
         self._in_graphs: set[int] = set()
-        self._haunted: dict[int, set[int]] = {}  # slot -> zombies that may write it
+        self.haunters: dict[int, set[int]] = {}
         self._landing = num_slots
         self._exchanged = exchanged
 
@@ -63,7 +64,7 @@ class ReceiveSlotPool:
         """
         with self._lock:
             if not self._has_clean_landing():
-                zombies = sorted(set().union(*self._haunted.values()))
+                zombies = sorted(set().union(*self.haunters.values()))
                 raise ResourceError(
                     f"every free slot may still be written by {_names(zombies)}, which the view leaves out and whose "
                     "process lives; end that process, drop results, or make a new buffer"
@@ -87,8 +88,8 @@ class ReceiveSlotPool:
         with self._lock:
             for slot, granted in enumerate(self._granted):
                 if slot in self._in_graphs or (granted and granted >= self._exchanged[0]):
-                    self._haunted.setdefault(slot, set()).update(zombies)
-            self._haunted = {slot: ranks for slot, ranks in self._haunted.items() if ranks}
+                    self.haunters.setdefault(slot, set()).update(zombies)
+            self.haunters = {slot: ranks for slot, ranks in self.haunters.items() if ranks}
             self._has_clean_landing()  # now, before results take the slots that are left
 
     def pass_on(self, rank: int, ghosts: Collection[int], is_member: bool) -> None:
@@ -102,23 +103,23 @@ class ReceiveSlotPool:
         if is_member:
             self.haunt(ghosts)
         with self._lock:
-            for haunters in self._haunted.values():
+            for haunters in self.haunters.values():
                 if rank in haunters:
                     haunters.remove(rank)
                     haunters.update(ghosts)
-            self._haunted = {slot: haunters for slot, haunters in self._haunted.items() if haunters}
+            self.haunters = {slot: haunters for slot, haunters in self.haunters.items() if haunters}
 
     def release(self, ranks: Iterable[int]) -> None:
         """These ranks are dead, or have left all earlier calls: they write no slot that they were not granted anew."""
         with self._lock:
             gone = set(ranks)
-            left = {slot: haunters - gone for slot, haunters in self._haunted.items()}
-            self._haunted = {slot: haunters for slot, haunters in left.items() if haunters}
+            left = {slot: haunters - gone for slot, haunters in self.haunters.items()}
+            self.haunters = {slot: haunters for slot, haunters in left.items() if haunters}
 
     @property
     def haunted(self) -> frozenset[int]:
         """Slots that zombies may still write."""
-        return frozenset(self._haunted) if self._haunted else _NOTHING
+        return frozenset(self.haunters) if self.haunters else _NOTHING
 
     def take(self, stream: int, call: int | None, for_graph: bool = False) -> int | None:
         """Return a free slot that work on `stream` may write from now on, or None when there is none.
@@ -152,8 +153,8 @@ class ReceiveSlotPool:
 
     def _has_clean_landing(self) -> bool:
         """Put a free slot in the place of a haunted landing slot; False when there is none."""
-        if self._landing in self._haunted:
-            clean = [slot for slot in self._free if slot not in self._haunted]
+        if self._landing in self.haunters:
+            clean = [slot for slot in self._free if slot not in self.haunters]
             if not clean:
                 return False
             self._free.remove(clean[0])
@@ -164,8 +165,8 @@ class ReceiveSlotPool:
     def _pick(self, is_granted: bool) -> int | None:
         """Choose a free slot: the one granted last for another grant, so that the others are soon safe to fill."""
         free = self._free
-        if self._haunted:
-            free = [slot for slot in free if slot not in self._haunted]
+        if self.haunters:
+            free = [slot for slot in free if slot not in self.haunters]
         if not free:
             return None
         if is_granted:

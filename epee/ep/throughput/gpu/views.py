@@ -23,6 +23,8 @@ from collections.abc import Callable
 
 import torch
 
+from ....memory.fresh import first_rows
+
 _MOST_ORIGINALS = 256  # of a slot: callers may bring new shapes all the time
 _count_users: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -51,8 +53,7 @@ class SlotViews:
         original = self._originals.get(at)
         if original is None:
             original = self._make(*at)
-        alias = original.detach()
-        return alias if num_rows == at[2][0] else alias.narrow(0, 0, num_rows)
+        return first_rows(original, num_rows)
 
     def is_idle(self) -> bool:
         """Tell whether all aliases have died."""

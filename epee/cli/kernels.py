@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import InvalidArgument
-from ...jit.kernel import cubin_of
-from ..latency.gpu import params as latency_kernels
-from ..throughput.shapes import Limits
-from .layout import COUNT_KERNELS, count_head
-from .params import KERNELS, MAX_RANKS, kernel_head
+from ..ep.gpu.layout import COUNT_KERNELS, count_head
+from ..ep.gpu.params import KERNELS, MAX_RANKS, kernel_head
+from ..ep.latency.gpu import params as latency_kernels
+from ..ep.throughput.shapes import Limits
+from ..errors import InvalidArgument
+from ..jit.kernel import cubin_of
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 

@@ -1,0 +1,129 @@
+"""What one buffer has of a GPU, whatever its calls are: loaded kernels, words in pinned memory, the order of its calls.
+
+Data path: none. Kernels write reports and how long they have waited into pinned words, and read there whether they are
+to give up and who is dead; the host looks at these words and never waits for them.
+
+Protocol on the host: whatever a call puts on a stream runs behind everything that the buffer has put on any other.
+Calls begin with `check`, and between two calls in quiet times nothing is done (`quiet_stream`).
+
+A crash of a peer ends no wait by itself: somebody tells the kernels (`mark_dead`), or ends all waits (`abort`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
+
+from ...errors import InvalidState
+from .params import NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
+from .platform import Launcher, Platform
+from .report import NO_REPORTS
+from .share import Share
+
+
+class Device:
+    """A buffer's part of a GPU.
+
+    Args:
+        platform: the GPU.
+        head: of the kernels' sources.
+        kernels: files, and the kernels in them with their arguments.
+
+    Attributes:
+        platform: as above.
+        kernels: by name.
+        report: words into which kernels report.
+        share: of the multiprocessors.
+        num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
+        is_closed: nothing is launched any more.
+    """
+
+    def __init__(
+        self, platform: Platform, head: str, kernels: Mapping[str, Mapping[str, type[ctypes.Structure]]]
+    ) -> None:
+        self.platform = platform
+        self.kernels: dict[str, Launcher] = {}
+        for path, params in kernels.items():
+            self.kernels.update(platform.kernels(path, head, params))
+        self.report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
+        self._codes = self.report.words[::REPORT_WORDS]
+        self.news = platform.host_words(NEWS_WORDS)  # give up, who is dead, how long kernels have waited
+        self.share = Share(platform.device, platform.limits.num_sms)
+        self.num_calls = 0
+        self.is_closed = False
+        self._last_stream: int | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a CUDA graph has recorded calls."""
+        return self.share.in_graphs
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether a kernel has reported something that nobody has read; costs a few loads of host memory."""
+        return self._codes != NO_REPORTS
+
+    # -- order of calls
+
+    def require_open(self) -> None:
+        """Raise where the buffer is closed."""
+        if self.is_closed:
+            raise InvalidState("the buffer is closed; make a new one")
+
+    def quiet_stream(self) -> int | None:
+        """Return the current stream where the start of a call would find nothing to do here, else None.
+
+        That is: it is the stream of the last call and records no graph, nothing was reported, the buffer is open.
+        """
+        stream = self.platform.stream()
+        is_quiet = (
+            stream == self._last_stream
+            and not self.platform.is_capturing()
+            and self._codes == NO_REPORTS
+            and not self.is_closed
+        )
+        return stream if is_quiet else None
+
+    def follow(self, stream: int) -> None:
+        """Let what comes on the current stream, the raw `stream`, run behind what the buffer has put on any other."""
+        if stream != self._last_stream:
+            if self._last_stream is not None:
+                self.platform.wait(self.platform.mark(self._last_stream))
+            self._last_stream = stream
+
+    def drain(self, grace_s: float) -> None:
+        """Wait for the kernels in flight; abort them when they take longer than `grace_s`."""
+        if self.is_closed or self._last_stream is None or self.platform.is_capturing():
+            return
+        mark, deadline = self.platform.mark(self._last_stream), time.monotonic() + grace_s
+        while not self.platform.is_done(mark):
+            if time.monotonic() > deadline:
+                self.abort()
+                break
+            time.sleep(1e-4)
+        self.platform.synchronize()
+
+    def close(self) -> None:
+        """Leave the GPU to others. Idempotent; no kernel may be in flight."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.share.leave()
+
+    # -- news for kernels
+
+    def abort(self) -> None:
+        """End every wait of the kernels in flight, from any thread; close the buffer afterwards."""
+        self.news.words[0] = 1
+
+    def mark_dead(self, ranks: Sequence[int]) -> None:
+        """Say which ranks are dead: waits for them end, also in kernels in flight. Any thread, one at a time."""
+        self.news.words[1] = sum(1 << rank for rank in ranks)
+
+    def is_marked(self, rank: int) -> bool:
+        """Tell whether kernels were told that a rank is dead."""
+        return bool(self.news.words[1] >> rank & 1)
+
+    def waiting(self) -> int:
+        """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
+        return self.news.words[2]

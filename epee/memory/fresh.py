@@ -1,0 +1,77 @@
+"""Tensors that a call makes: uninitialised ones, others over the memory of one that there is, and those made when read.
+
+torch's public ways cost the host a few microseconds each, as they look for modes, defaults and gradients. What the
+compiler of torch calls in its generated code does only what is needed, for a fraction of that; it is private, so where
+a torch has no such function the public one is taken, and gives the same tensor.
+
+Who calls: a call of a buffer. Its turn has made the buffer's GPU the current one then, as the private function makes a
+tensor there. In inference mode private ways would make inference tensors of memory that is no such tensor's: there the
+public ones are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_cut: Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor] | None = getattr(
+    _guards, "_reinterpret_tensor", None
+)
+_is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
+Allocate = Callable[[], torch.Tensor]
+_Made = TypeVar("_Made")
+
+
+def allocator(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
+) -> Allocate:
+    """Return what makes tensors of a shape, uninitialised; to be made once for many.
+
+    Args:
+        shape, dtype: of the tensors.
+        device: of the tensors, and the current one whenever one is made.
+        strides: in elements; None for contiguous tensors.
+    """
+    size = tuple(shape)
+    steps = _strides(size) if strides is None else tuple(strides)
+    private = getattr(_guards, f"_empty_strided_{device.type}", None) if device.type in {"cpu", "cuda"} else None
+    if private is not None:
+        return partial(private, size, steps, dtype)
+    return lambda: torch.empty_strided(size, steps, dtype=dtype, device=device)
+
+
+def first_rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return a tensor over the first rows of a contiguous matrix: one of its own, which no gradient finds a way into.
+
+    What is done to it does not count as a change of the matrix, or of other such tensors, for autograd.
+    """
+    rows, columns = matrix.shape
+    if rows == num_rows:
+        return matrix.detach()
+    if _cut is None or _is_inference():
+        return matrix.detach().narrow(0, 0, num_rows)
+    return _cut(matrix, (num_rows, columns), (columns, 1), 0)
+
+
+class Late(Generic[_Made]):
+    """An attribute that is made when it is first read, and can be set: as `functools.cached_property`, which takes a
+    lock besides. Of two threads that make one, both get the first."""
+
+    def __init__(self, make: Callable[[Any], _Made]) -> None:
+        self._make, self._name = make, make.__name__
+        self.__doc__ = make.__doc__
+
+    def __get__(self, holder: Any, kind: type | None = None) -> _Made:
+        if holder is None:
+            return self  # type: ignore[return-value]  # of the class
+        made: _Made = holder.__dict__.setdefault(self._name, self._make(holder))
+        return made
+
+
+def _strides(size: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, as torch counts them."""
+    return torch.empty(size, dtype=torch.int8, device="meta").stride()

@@ -57,6 +57,7 @@ class Links:
         for fd in self._by_fd:
             self._poll.register(fd, select.EPOLLIN)
         self._writers: set[int] = set()
+        self._is_broken_off = False  # an exception of a signal handler came between: all links are looked at next time
         self._thread = threading.Thread(target=self._main, name="epee-links", daemon=True)
 
     def start(self, on_loss: Callable[[int], None], on_idle: Callable[[], None]) -> None:
@@ -94,8 +95,10 @@ class Links:
         with self.lock:
             link = self.links[peer]
             if link.lost is None:
+                self._is_broken_off = True
                 link.write(offset, data, word, value, note)
                 self._wrote(link)
+                self._is_broken_off = False
 
     def ask(self, peer: int, words: Sequence[tuple[int, int]], number: int) -> None:
         """As `Link.ask`, of `peer`."""
@@ -125,7 +128,9 @@ class Links:
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
         came = False
-        for fd, _ in events:
+        ready = list(self._by_fd) if self._is_broken_off else [fd for fd, _ in events]
+        self._is_broken_off = True
+        for fd in ready:
             link = self._by_fd.get(fd)
             if link is None:  # the bell, or a link that was dropped just now
                 continue
@@ -135,6 +140,7 @@ class Links:
             elif fd in self._writers and link.is_flushed:
                 self._writers.discard(fd)
                 self._poll.modify(fd, select.EPOLLIN)
+        self._is_broken_off = False
         return came
 
     def _drop(self, link: TcpLink) -> None:

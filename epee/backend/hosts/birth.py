@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ... import env
-from ...errors import AuthError, InvalidArgument, ProtocolError
+from ...errors import AuthError, EpeeError, InvalidArgument, ProtocolError, shortage
 from ...link.address import listen, own_address
 from ...link.frames import FrameOpener, FrameSealer
 from ...link.meeting import Meeting, Met, Partner
@@ -109,13 +109,19 @@ def create_over_hosts(
             watch.attach(box, exports)
             await_all(this, box, watch, deadline)
         except BaseException as exc:
-            error = this.explain(exc, watch)
+            error = this.explain(_in_words(exc), watch)
             this.fail(error)
             if error is not exc:
                 raise error from exc
             raise
         undo.pop_all()
     return Engine(box, watch, timeout_s, waiting=functools.partial(LinkedWaiting, exports=exports))
+
+
+def _in_words(exc: BaseException) -> BaseException:
+    if isinstance(exc, OSError) and not isinstance(exc, EpeeError):
+        return shortage("cannot make the links of the group", exc)
+    return exc
 
 
 class _Look:

@@ -1,0 +1,114 @@
+"""Groups whose ranks run on several hosts: every operation on every placement, and the bytes that cross the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epee.link.topology import Topology
+from tests.backend.cases import all_gather_single, reduce_scatter_single
+
+from . import interface_bytes, run_on_hosts, run_on_loopbacks
+from .calls import FLOAT, everything, full
+
+PLACEMENTS = [(0, 1), (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
+SIZES = (1, 1000, 40_000, 700_000)
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_operation_on_hosts_equals_its_closed_form(placement: tuple[int, ...]) -> None:
+    assert len(set(run_on_hosts(everything, placement, SIZES, timeout_s=80))) == 1
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 0, 1)])
+def test_every_operation_on_loopbacks_equals_its_closed_form(placement: tuple[int, ...]) -> None:
+    run_on_loopbacks(everything, placement, (1, 3_000_000), timeout_s=80)
+
+
+@pytest.mark.hosts
+def test_payloads_are_proved_where_that_is_asked_for() -> None:
+    run_on_hosts(everything, (0, 0, 1), (1, 40_000, 700_000), env={"EPEE_LINK_MAC": "1"}, timeout_s=80)
+
+
+# ---- bytes
+
+COUNT = 1 << 20  # elements: 4 MiB
+NBYTES = 4 * COUNT
+
+
+def _all_gather(num_ranks: int, rank: int) -> None:
+    rows = torch.empty(num_ranks * COUNT, dtype=FLOAT, device="cpu")
+    all_gather_single(rows, full(COUNT, rank))
+
+
+def _all_to_all(num_ranks: int, rank: int) -> None:
+    rows = torch.empty(num_ranks * COUNT, dtype=FLOAT, device="cpu")
+    dist.all_to_all_single(rows, full(num_ranks * COUNT, rank))
+
+
+def _gather(num_ranks: int, rank: int) -> None:
+    rows = [full(COUNT, 0) for _ in range(num_ranks)] if rank == 0 else None
+    dist.gather(full(COUNT, rank), rows, dst=0)
+
+
+def _scatter(num_ranks: int, rank: int) -> None:
+    dist.scatter(full(COUNT, 0), [full(COUNT, 1)] * num_ranks if rank == 0 else None, src=0)
+
+
+def _reduce_scatter(num_ranks: int, rank: int) -> None:
+    reduce_scatter_single(full(COUNT, 0), full(num_ranks * COUNT, rank))
+
+
+# what each host sends when there are two hosts with two ranks each (h = 0 has the root), in blocks of NBYTES
+CALLS: dict[str, tuple[Callable[[int, int], object], tuple[float, float]]] = {
+    "broadcast": (lambda n, r: dist.broadcast(full(COUNT, r), 0), (1, 0)),
+    "all_gather": (_all_gather, (2, 2)),
+    "all_to_all": (_all_to_all, (4, 4)),
+    "gather": (_gather, (0, 2)),
+    "scatter": (_scatter, (2, 0)),
+    "reduce": (lambda n, r: dist.reduce(full(COUNT, r), 0), (1.5, 1.5)),
+    "all_reduce": (lambda n, r: dist.all_reduce(full(COUNT, r)), (1.5, 1.5)),
+    "reduce_scatter": (_reduce_scatter, (4, 4)),
+}
+
+
+def _sent(rank: int, num_ranks: int, names: list[str]) -> list[int]:
+    """Return the bytes that this rank's host has sent for each call."""
+    found = []
+    for name in names:
+        call, _ = CALLS[name]
+        call(num_ranks, rank)
+        dist.barrier()
+        before = interface_bytes()[1]
+        dist.barrier()
+        call(num_ranks, rank)
+        dist.barrier()
+        found.append(interface_bytes()[1] - before)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.hosts
+def test_bytes_cross_the_network_once_per_host() -> None:
+    names = list(CALLS)
+    told: list[Any] = run_on_hosts(_sent, (0, 0, 1, 1), names, timeout_s=80)
+    for number, name in enumerate(names):
+        for host, rank in ((0, 0), (1, 2)):
+            blocks = CALLS[name][1][host]
+            assert told[rank][number] <= blocks * NBYTES * 1.08 + (64 << 10), (name, host, told[rank][number] / NBYTES)
+
+
+def _hosts(rank: int, num_ranks: int) -> tuple[int, ...]:
+    group: Any = dist.group.WORLD
+    topology: Topology = group._engine.box.exports.topology
+    return topology.host_of
+
+
+@pytest.mark.hosts
+def test_hosts_are_told_apart_by_their_namespaces() -> None:
+    assert run_on_hosts(_hosts, (0, 1, 1, 0)) == [(0, 1, 1, 0)] * 4

@@ -35,6 +35,7 @@ NOT_RUN = {
     "tests/backend/test_async.py::test_a_waiting_receive_does_not_block_collectives": _THREADS,
     "tests/backend/test_staging.py::test_calls_on_other_tensors_are_issued_at_once": _THREADS,
     "tests/backend/test_collectives_benchmark.py": "measures",
+    "tests/backend/test_hosts_benchmark.py": "measures",
     "tests/ep/test_buffer_benchmark.py": "measures",
     "tests/backend/test_withdrawal": _SLOW,
     "tests/backend/test_collectives.py::test_more_than_two_to_the_31_elements_work": _SLOW,

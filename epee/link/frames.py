@@ -34,6 +34,8 @@ WRITE, ASK, TELL = 1, 2, 3
 NO_WORD = (1 << 64) - 1
 MAX_ASKED = 512  # words of one ASK
 _HEADER = struct.Struct("<BBHIQQQQQ")
+_pack, _unpack = _HEADER.pack, _HEADER.unpack
+_blake2b, _is_equal = hashlib.blake2b, hmac.compare_digest
 _NUMBER = struct.Struct("<Q")
 _HAS_TRAILER = 1
 ASKED = struct.Struct("<QQ")  # a rank, and the index of a word of its own
@@ -71,12 +73,16 @@ class FrameSealer:
         self._key = key
         self.covers_payloads = covers_payloads
 
-    def seal(self, frame: Frame, number: int, payload: Any = b"") -> Sequence[Any]:
-        """Return what to send, in order, for the frame with this number: header, payload, trailer."""
-        flags = _HAS_TRAILER if self.covers_payloads and frame.nbytes else 0
+    def seal(self, frame: Sequence[int], number: int, payload: Any = b"") -> Sequence[Any]:
+        """Return what to send, in order, for the frame with this number: header, payload, trailer.
+
+        Args:
+            frame: the fields of a `Frame`.
+        """
         kind, nbytes, offset, word, value, note = frame
-        head = _HEADER.pack(kind, flags, 0, nbytes, offset, word, value, note, number)
-        head += hashlib.blake2b(head, key=self._key, digest_size=_MAC_BYTES).digest()
+        flags = _HAS_TRAILER if self.covers_payloads and nbytes else 0
+        head = _pack(kind, flags, 0, nbytes, offset, word, value, note, number)
+        head += _blake2b(head, key=self._key, digest_size=_MAC_BYTES).digest()
         if not nbytes:
             return (head,)
         return (head, payload, payload_mac(self._key, number, payload)) if flags else (head, payload)
@@ -97,9 +103,9 @@ class FrameOpener:
             ProtocolError: it says what no frame says; the peer runs another version, or is damaged.
         """
         body, mac = header[:-_MAC_BYTES], header[-_MAC_BYTES:]
-        if not hmac.compare_digest(hashlib.blake2b(body, key=self._key, digest_size=_MAC_BYTES).digest(), mac):
+        if not _is_equal(_blake2b(body, key=self._key, digest_size=_MAC_BYTES).digest(), mac):
             raise AuthError(f"frame {number} of a link has a wrong MAC; the connection ends")
-        kind, flags, reserved, nbytes, offset, word, value, note, told = _HEADER.unpack(body)
+        kind, flags, reserved, nbytes, offset, word, value, note, told = _unpack(body)
         if told != number or reserved or kind not in (WRITE, ASK, TELL) or nbytes > MAX_PAYLOAD:
             raise ProtocolError(f"frame {number} of a link says what it cannot ({kind}, {nbytes} bytes, no {told})")
         if flags != (_HAS_TRAILER if self.covers_payloads and nbytes else 0):
@@ -108,13 +114,13 @@ class FrameOpener:
 
     def check(self, payload: Any, trailer: Any, number: int) -> None:
         """Check a payload against its trailer; raises `AuthError`."""
-        if not hmac.compare_digest(payload_mac(self._key, number, payload), bytes(trailer)):
+        if not _is_equal(payload_mac(self._key, number, payload), bytes(trailer)):
             raise AuthError(f"the payload of frame {number} of a link has a wrong MAC; the connection ends")
 
 
 def payload_mac(key: bytes, number: int, payload: Any) -> bytes:
     """Return the MAC of the payload of a frame; another than any header's: that has no person."""
-    mac = hashlib.blake2b(_NUMBER.pack(number), key=key, digest_size=_MAC_BYTES, person=b"payload")
+    mac = _blake2b(_NUMBER.pack(number), key=key, digest_size=_MAC_BYTES, person=b"payload")
     mac.update(payload)
     return mac.digest()
 

@@ -92,13 +92,22 @@ class Links:
 
     def write(self, peer: int, offset: int, data: Any, word: int, value: int, note: int) -> None:
         """As `Link.write`, to `peer`; nothing where the link has ended."""
+        link = self.links[peer]
         with self.lock:
-            link = self.links[peer]
             if link.lost is None:
                 self._is_broken_off = True
                 link.write(offset, data, word, value, note)
-                self._wrote(link)
+                if not link.is_flushed or link.lost is not None:
+                    self._wrote(link)
                 self._is_broken_off = False
+
+    def flush(self, peer: int) -> None:
+        """Send what waits for a word (`tcp.CORK_BYTES`)."""
+        link = self.links[peer]
+        with self.lock:
+            if link.lost is None:
+                link.flush()
+                self._wrote(link)
 
     def ask(self, peer: int, words: Sequence[tuple[int, int]], number: int) -> None:
         """As `Link.ask`, of `peer`."""

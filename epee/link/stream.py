@@ -44,8 +44,11 @@ class Outstream:
         """Return the number of frames that are not out yet."""
         return len(self._queue)
 
-    def put(self, frame: Frame, payload: Any = b"") -> None:
-        """Queue a frame; `payload`, a flat buffer of `frame.nbytes` bytes, must stay as it is until it is sent."""
+    def put(self, frame: Sequence[int], payload: Any = b"") -> None:
+        """Queue a frame (the fields of a `Frame`).
+
+        `payload`, a flat buffer of as many bytes as the frame says, must stay as it is until it is sent.
+        """
         queue = self._queue
         number, start = queue[-1][0:3:2] if queue else self._past
         parts = self._sealer.seal(frame, number + 1, payload)
@@ -148,32 +151,30 @@ class Instream:
 
     def _settle(self, end: int) -> None:
         """Apply every frame that is complete, now that `end` bytes have come."""
-        while self._advance(end):
-            pass
-
-    def _advance(self, end: int) -> bool:
-        start, number, frame, place = self._at
-        first = start + HEADER_BYTES
-        if end < first:
-            return False
-        if frame is None or place is None:
-            frame = self._opener.open(bytes(self._bytes(start, first)), number)
-            place = self._place_of(frame)
-            self._at = (start, number, frame, place)
-        last = first + frame.nbytes
-        low = first if first > self._base else self._base
-        high = last if last < end else end
-        if low < high:  # else it came straight to its place
-            place[low - first : high - first] = self._bytes(low, high)
-        trailer = TRAILER_BYTES if self._opener.covers_payloads and frame.nbytes else 0
-        if end < last + trailer:
-            return False
-        if trailer:
-            self._opener.check(place, self._bytes(last, last + trailer), number)
-            place = self._stored(frame, place)
-        self._sink.apply(frame, place)
-        self._at = (last + trailer, number + 1, None, None)
-        return True
+        opener, sink, buffer = self._opener, self._sink, self._buffer
+        while True:
+            start, number, frame, place = self._at
+            first, base = start + HEADER_BYTES, self._base
+            if end < first:
+                return
+            if frame is None or place is None:
+                frame = opener.open(bytes(buffer[start - base : first - base]), number)
+                place = self._place_of(frame)
+                self._at = (start, number, frame, place)
+            last = first + frame.nbytes
+            low = first if first > base else base
+            high = last if last < end else end
+            if low < high:  # else it came straight to its place
+                place[low - first : high - first] = buffer[low - base : high - base]
+            if opener.covers_payloads and frame.nbytes:
+                if end < last + TRAILER_BYTES:
+                    return
+                opener.check(place, buffer[last - base : last - base + TRAILER_BYTES], number)
+                place, last = self._stored(frame, place), last + TRAILER_BYTES
+            if end < last:
+                return
+            sink.apply(frame, place)
+            self._at = (last, number + 1, None, None)
 
     def _place_of(self, frame: Frame) -> memoryview:
         """Return where the payload is collected: in its place at once, unless it must be checked before."""
@@ -192,11 +193,8 @@ class Instream:
         place[:] = payload
         return place
 
-    def _bytes(self, start: int, end: int) -> memoryview:
-        return self._buffer[start - self._base : end - self._base]
-
     def _shift(self, start: int, end: int) -> None:
         """Move what is not used up to the beginning of a new buffer."""
         fresh = memoryview(bytearray(BUFFER_BYTES))
-        fresh[: end - start] = self._bytes(start, end)
+        fresh[: end - start] = self._buffer[start - self._base : end - self._base]
         self._buffer, self._base = fresh, start

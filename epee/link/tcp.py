@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import EpeeError
-from .frames import ASK, MAX_PAYLOAD, NO_WORD, TELL, WRITE, Frame, FrameOpener, FrameSealer, pack_asked, pack_told
+from .frames import ASK, MAX_PAYLOAD, NO_WORD, TELL, WRITE, FrameOpener, FrameSealer, pack_asked, pack_told
 from .seam import Loss
 from .stream import Instream, Outstream, Sink
 
 logger = logging.getLogger("epee")
 
 SOCKET_BUFFER_BYTES = 4 << 20
+CORK_BYTES = 64 << 10  # a shorter payload without a word waits for the word that announces it
+MAX_CORKED = 8
 MAX_READS = 64  # of one pump: a peer that sends without end must not keep this process in it
 KEEPALIVE_S, KEEPALIVE_PROBES = 1, 10
 
@@ -71,25 +73,23 @@ class TcpLink:
     def write(self, offset: int, data: Any, word: int, value: int, note: int) -> None:
         """As `Link.write`; long data go as several frames, the word behind the last."""
         nbytes = len(data)
-        if nbytes > MAX_PAYLOAD:
-            for first in range(0, nbytes - MAX_PAYLOAD, MAX_PAYLOAD):
-                part = data[first : first + MAX_PAYLOAD]
-                self._out.put(Frame(WRITE, MAX_PAYLOAD, offset + first, NO_WORD, 0, note), part)
-            first += MAX_PAYLOAD
-            offset, data, nbytes = offset + first, data[first:], nbytes - first
-        self._out.put(Frame(WRITE, nbytes, offset, word, value, note), data)
-        self.flush()
+        while nbytes > MAX_PAYLOAD:
+            self._out.put((WRITE, MAX_PAYLOAD, offset, NO_WORD, 0, note), data[:MAX_PAYLOAD])
+            offset, data, nbytes = offset + MAX_PAYLOAD, data[MAX_PAYLOAD:], nbytes - MAX_PAYLOAD
+        self._out.put((WRITE, nbytes, offset, word, value, note), data)
+        if word != NO_WORD or nbytes > CORK_BYTES or len(self._out) > MAX_CORKED:
+            self.flush()
 
     def ask(self, words: Sequence[tuple[int, int]], number: int) -> None:
         """As `Link.ask`."""
         payload = pack_asked(words)
-        self._out.put(Frame(ASK, len(payload), 0, NO_WORD, number), payload)
+        self._out.put((ASK, len(payload), 0, NO_WORD, number, 0), payload)
         self.flush()
 
     def tell(self, number: int, values: Sequence[int]) -> None:
         """As `Link.tell`."""
         payload = pack_told(values)
-        self._out.put(Frame(TELL, len(payload), 0, NO_WORD, number), payload)
+        self._out.put((TELL, len(payload), 0, NO_WORD, number, 0), payload)
         self.flush()
 
     def flush(self) -> None:

@@ -26,6 +26,7 @@ from ..outbox import CELL_WORDS, CONSUMED, LANE_WORDS, LIFE, NUM_CELLS, SOURCE_W
 from .looks import Looks
 from .mirror import LIFE_LOST, Ear
 
+NOTHING: tuple[int, Any] = (0, b"")
 ABANDON_S = 5.0
 _UNTOLD_CALLS = NUM_CELLS // 4  # after so many calls peers hear at once how far this rank is
 
@@ -55,6 +56,7 @@ class Exports:
         self._bytes = memoryview(box.regions[box.rank].mapping)[HEADER_BYTES:]
         self._told = dict.fromkeys(self._gateways.values(), 0)
         self._held: dict[int, tuple[int, Any]] = {}  # by gateway: bytes that go out with the next word
+        self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not told yet
         self._verdicts, self._lanes = box.verdict_base[0], box.lane_base[0]
         self._lanes_end = self._lanes + box.capacity * LANE_WORDS
 
@@ -71,13 +73,21 @@ class Exports:
         if reader is not None:
             self._write(reader, index, value)
 
+    def later(self, index: int) -> None:
+        """Tell word `index` of this rank's outbox, which one rank reads, with the next word that goes to its host."""
+        reader = self._gateway_of((index - self._verdicts) // SOURCE_WORDS)
+        if reader is not None:
+            self._late.setdefault(reader, {})[index] = None
+
     def _gateway_of(self, peer: int) -> int | None:
         """Return the gateway on the host of a rank; None where that is this host."""
         return self._gateways.get(self.topology.host_of[peer])
 
     def _write(self, gateway: int, index: int, value: int) -> None:
-        offset, data = self._held.pop(gateway, (0, b""))
+        offset, data = self._held.pop(gateway, NOTHING)
         note = self._told[gateway] = self._box.own[CONSUMED]
+        if gateway in self._late:
+            self._tell_late(gateway, note)
         self.links.write(gateway, offset, data, index, value, note)
 
     # ---- bytes
@@ -128,9 +138,16 @@ class Exports:
         if seq - min(self._told.values()) >= _UNTOLD_CALLS:
             self.tell_progress()
 
+    def _tell_late(self, gateway: int, note: int) -> None:
+        for index in self._late.pop(gateway, {}):
+            self.links.write(gateway, 8 * index, self._bytes[8 * index : 8 * index + 8], NO_WORD, 0, note)
+
     def tell_progress(self) -> None:
         """Tell the hosts that do not know it yet how far this rank is."""
         own = self._box.own
+        for gateway in list(self._late):
+            self._tell_late(gateway, own[CONSUMED])
+            self.links.flush(gateway)
         consumed = own[CONSUMED]
         for gateway, told in self._told.items():
             if told < consumed:

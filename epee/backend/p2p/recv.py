@@ -428,11 +428,13 @@ class Receiver(Books):
         """Say that the slots read so far may be written again; the sender sleeps on that when the lane is full."""
         box = self._box
         freed = lane.next_slot - 1
-        if freed - lane.woken > NUM_LANE_SLOTS // 4 or box.exports is not None:
+        if freed - lane.woken > NUM_LANE_SLOTS // 4:
             publish_word(box, box.verdict_base[peer], freed)
             lane.woken = freed
         else:
             box.own[box.verdict_base[peer]] = freed
+            if box.exports is not None:
+                box.exports.later(box.verdict_base[peer])
 
     def _to_private(self, peer: int, lane: RecvLane, incoming: IncomingMessage) -> None:
         """Move what has arrived of a message out of the lane: its receive was given up."""

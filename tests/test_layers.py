@@ -21,8 +21,8 @@ LAYERS = (
     {"memory", "jit"},
     {"view"},
     {"link"},
-    {"backend", "ep", "collectives", "doctor"},
-    {"nn", "compat"},
+    {"backend", "ep", "collectives"},
+    {"nn", "compat", "doctor"},
     {"demo"},
     {"cli"},
 )

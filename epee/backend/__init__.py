@@ -1,4 +1,4 @@
-"""A `torch.distributed` backend for CPU tensors of ranks on one host.
+"""A `torch.distributed` backend for CPU tensors of ranks on one host or on several.
 
 The job in four files: `group.py` (what torch calls), `collectives/arguments.py` (arguments to plans), `engine.py`
 (order, waiting), `operation.py` (the protocol of a call). Memory is in `outbox.py`, point-to-point in `p2p/channel.py`.
@@ -11,9 +11,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..link.address import preferred_device, set_device_filter, set_host_ip
+from ..link.topology import placement
 from .options import BackendOptions
 
-__all__ = ["BackendOptions", "create", "register"]
+__all__ = [
+    "BackendOptions",
+    "create",
+    "placement",
+    "preferred_device",
+    "register",
+    "set_device_filter",
+    "set_host_ip",
+]
 
 
 def register(name: str = "epee", creator: Any = None) -> None:

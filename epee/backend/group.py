@@ -387,6 +387,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """
         return self._engine.members.group_size
 
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host, ascending; hosts by their lowest rank. Containers of one machine are hosts, too.
+
+        A group on one host has one, with all ranks that the group counts (`num_slots`).
+        """
+        return self._view.hosts()
+
     def get_peer_state(self, ranks: Sequence[int]) -> list[bool]:
         """Return for each rank whether it takes part or is ready to (see `recover_ranks`). A collective call.
 
@@ -402,7 +410,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return sum(self.get_peer_state(range(MAX_RANKS)))
 
     def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""
+        """Return the group's part in the view of its job, for what is built on it.
+
+        None for a group of one rank, and for one over several hosts.
+        """
         return self._view.in_view(num_ranks)
 
     def waiting_ranks(self) -> tuple[int, ...]:
@@ -429,6 +440,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         Raises:
             CommTimeoutError: a process does not come, or the view did not change in time.
             InvalidState: a group that takes nobody in: of one rank, or made with `new_group`.
+            UnsupportedError: a group over several hosts.
         """
         self._view.recover(ranks, timeout_s)
 
@@ -446,7 +458,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             InvalidArgument: ranks beyond `size` take part.
             RankFailedError: mode "raise", and a rank has been lost that no call had reported yet. The newcomers are in;
                 call it again.
-            CommTimeoutError, InvalidState: as `recover_ranks`.
+            CommTimeoutError, InvalidState, UnsupportedError: as `recover_ranks`.
         """
         self._view.extend_to(size, timeout_s, self._meet)
 

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, InvalidState, RankFailedError
+from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError
+from ..link.topology import placement
 from ..view.group import GroupInView
 from .engine.ending import leavers
 from .engine.engine import Engine
 from .engine.entry import ENDED
 from .membership.admission import Admission
 from .options import MAX_RANKS
+
+Hosts = tuple[tuple[int, ...], ...]
 
 
 class ViewCalls:
@@ -27,6 +30,12 @@ class ViewCalls:
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
         self._rank = rank
+        exports = engine.box.exports
+        self._over_hosts: Hosts = () if exports is None else exports.topology.hosts
+
+    def hosts(self) -> Hosts:
+        """Return per host its ranks; all in one where the group shares memory."""
+        return self._over_hosts or (tuple(range(self._engine.members.group_size)),)
 
     def peer_state(self, ranks: Sequence[int], all_reduce: Callable[[list[torch.Tensor], Any], Any]) -> list[bool]:
         """Return for each rank whether it takes part, or every member has heard that it is ready to; `all_reduce`s."""
@@ -40,7 +49,7 @@ class ViewCalls:
         return [bool(state[rank]) for rank in ranks]
 
     def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job; None for a group of one rank."""
+        """Return the group's part in the view of its job; None for a group of one rank or over several hosts."""
         survival = self._engine.survival
         return None if survival is None else survival.in_view(num_ranks)
 
@@ -85,6 +94,11 @@ class ViewCalls:
         return [rank for rank in self._engine.members.members if rank >= size]
 
     def _admission(self) -> Admission:
+        if self._over_hosts:
+            raise UnsupportedError(
+                f"a group over several hosts has no view yet, so it takes nobody in ({placement(self._over_hosts)}), "
+                "and a lost rank ends it; start all ranks anew"
+            )
         if self._engine.survival is None:
             raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")
         return self._engine.survival.admission

@@ -1,28 +1,102 @@
-"""`epee doctor`: what this machine can do for epee, or why a job hangs; everything else is `epee.doctor`."""
+"""`epee doctor`: what this machine can do for epee, why a job hangs, or whether another host is reached; everything
+else is `epee.doctor`."""
 
 from __future__ import annotations
+
+import contextlib
+import json
 
 import typer
 
 
 def doctor(
+    port: int | None = typer.Argument(None, min=1, max=65535, help="With --listen: the port; by default a free one."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of a table."),
     pid: int | None = typer.Option(None, min=1, help="Say instead what the ranks of this process's job are doing."),
+    peer: str | None = typer.Option(None, metavar="HOST:PORT", help="Say instead whether this can be connected to."),
+    listen: bool = typer.Option(False, "--listen", help="Wait instead for `epee doctor --peer` of another host."),
+    seconds: float = typer.Option(60.0, min=0.1, max=86400, help="How long to listen."),
 ) -> None:
     """Say what this machine can do for epee, what not, and what to do about it.
 
-    Looks at versions, cores, memory, limits, what processes may share, settings, GPUs with their driver and links.
-    Tries things rather than guessing; changes nothing. Exit code 0 when epee works on CPU tensors here, else 1.
+    Looks at versions, cores, memory, limits, what processes may share, what groups over several hosts would use,
+    settings, GPUs with their driver and links. Tries things rather than guessing; changes nothing. Exit code 0 when
+    epee works on CPU tensors here, else 1.
 
     With --pid of any rank of a job that hangs: per rank which operation it is in, for whom it waits and since when, and
     whether it runs, is stopped or dead. Read from outside: no rank has to answer.
-    """
-    if pid is not None:
-        from ..doctor import hang
 
-        report_of_job = hang.look(pid)
-        typer.echo(hang.as_json(report_of_job) if as_json else hang.as_text(report_of_job))
-        raise typer.Exit(0)
+    With --listen [PORT] here and --peer on another host: whether that one reaches this one, at the address that groups
+    over several hosts would use. Exit code 0 when it does, on both.
+    """
+    _check(port, pid, peer, listen, as_json)
+    if pid is not None:
+        _hang(pid, as_json)
+    elif peer is not None:
+        _peer(peer, as_json)
+    elif listen:
+        _listen(port or 0, seconds)
+    else:
+        _machine(as_json)
+
+
+def _check(port: int | None, pid: int | None, peer: str | None, listen: bool, as_json: bool) -> None:
+    from ..errors import InvalidArgument
+
+    given = [
+        name for name, value in (("--pid", pid), ("--peer", peer), ("--listen", listen or None)) if value is not None
+    ]
+    if len(given) > 1:
+        raise InvalidArgument(f"{' and '.join(given)} exclude each other; give one of them")
+    if port is not None and not listen:
+        raise InvalidArgument(f"a port belongs to --listen, got {port} without; `epee doctor --listen {port}`")
+    if listen and as_json:
+        raise InvalidArgument("--listen tells what happens line by line and has no --json; leave it out")
+
+
+def _hang(pid: int, as_json: bool) -> None:
+    from ..doctor import hang
+
+    found = hang.look_everywhere(pid)
+    typer.echo(hang.all_as_json(*found) if as_json else hang.all_as_text(*found))
+
+
+def _peer(peer: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    from ..doctor import reach, report
+    from ..doctor.finding import Verdict
+
+    found = reach.reach(*reach.parse_peer(peer))
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+    else:
+        Console().print(report.as_table([found]))
+    raise typer.Exit(1 if found.verdict is Verdict.NO else 0)
+
+
+def _listen(port: int, seconds: float) -> None:
+    from ..doctor import network, reach
+    from ..link.address import choose_address, listen
+
+    choice = choose_address()
+    num_doctors = 0
+    with contextlib.closing(listen(choice.address, port)) as listener, contextlib.suppress(KeyboardInterrupt):
+        place = reach.shown(*listener.getsockname()[:2])
+        typer.echo(f"listening for {seconds:g} s at {network.where(choice.address)}, chosen by {choice.reason}")
+        typer.echo(f"run on another host:  epee doctor --peer {place}")
+        for visit in reach.visits(listener, seconds):
+            num_doctors += visit.is_doctor
+            told = (
+                "all of its bytes came" if visit.is_doctor else "not by `epee doctor --peer`, or its bytes did not come"
+            )
+            typer.echo(f"reached from {visit.address}: {told}")
+    if not num_doctors:
+        typer.echo("nobody came; does `epee doctor --peer` there time out? then a firewall is on the way")
+    raise typer.Exit(0 if num_doctors else 1)
+
+
+def _machine(as_json: bool) -> None:
     from rich.console import Console
 
     from ..doctor import report

@@ -29,7 +29,7 @@ class Finding:
     """One line.
 
     Attributes:
-        section: "versions", "machine", "sharing", "settings" or "gpu".
+        section: "versions", "machine", "sharing", "hosts", "settings", "gpu" or "peer".
         name: what was looked at.
         verdict: whether it will do.
         value: what was found.
@@ -90,7 +90,7 @@ def examine(
                 name,
                 Verdict.NO,
                 f"no answer within {timeout_s:.0f} s",
-                "something below hangs: look at `dmesg` and at network file systems",
+                "something below hangs: look at `dmesg`, at network file systems and at name servers",
             )
         ]
     return found

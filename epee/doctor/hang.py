@@ -5,13 +5,20 @@ stopped or hold the GIL. A wait of the backend that has slept writes its call to
 (`backend/membership/epochs.py`); a rank without a line computes, is between two calls, or waits in a `Buffer`, which
 has no line of its own.
 
+A group over several hosts has no board. Of it `backend/hosts/report.py` tells how far each rank is, those of other
+hosts as far as this host has heard, and that tells who is behind.
+
 Who writes, who reads: this module only reads. What a rank writes meanwhile may be half a line; it is for people.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
+from ..backend.hosts.report import Progress, look_at_groups
+from ..errors import ResourceError
 from ..view.report import JobReport, RankReport, look_at_job
 
 _MEANING = {
@@ -21,6 +28,15 @@ _MEANING = {
     "dead": "its process has ended",
     "unknown": "its board cannot be read",
 }
+_MEANING_OVER_HOSTS = {
+    "stopped": _MEANING["stopped"],
+    "dead": _MEANING["dead"],
+    "elsewhere": "it runs on another host, look there",
+    "lost": "the link between its host and this one has ended",
+    "unknown": "the process of this host that hears of it has ended",
+}
+_LIMITS = "run this on each host: it sees the processes of its own, and no messages from rank to rank"
+Group = Sequence[Progress]
 
 
 def look(pid: int) -> JobReport:
@@ -31,6 +47,21 @@ def look(pid: int) -> JobReport:
         ProtocolError: its board is damaged.
     """
     return look_at_job(pid)
+
+
+def look_everywhere(pid: int) -> tuple[JobReport | None, list[Group]]:
+    """Return what the ranks of process `pid`'s job are doing, and those of its groups over several hosts.
+
+    Raises:
+        as `look`; a process that has such groups needs no job.
+    """
+    groups: list[Group] = list(look_at_groups(pid))
+    try:
+        return look(pid), groups
+    except ResourceError:
+        if not groups:
+            raise
+        return None, groups
 
 
 def suspects(report: JobReport) -> list[str]:
@@ -49,6 +80,49 @@ def _doing(rank: RankReport) -> str:
     """What a rank does that others wait for, as far as its board tells."""
     calls = [f"{row.op} seq {row.seq}" for row in rank.rows if row.op]
     return f"it is in {', '.join(calls)} itself" if calls else "it computes, or waits elsewhere"
+
+
+def suspects_over_hosts(group: Group) -> list[str]:
+    """Return a line for each rank of a group over several hosts that cannot run, or has not made a call that others
+    are in, lowest rank first."""
+    newest = max((rank for rank in group if rank.op), key=lambda rank: rank.num_ended, default=None)
+    done = newest.num_ended if newest is not None else -1
+    waiting = ", ".join(str(rank.rank) for rank in group if rank.op and rank.num_ended == done)
+    lines = []
+    for rank in group:
+        if newest is not None and rank.num_made <= done and rank.health != "left":
+            why = _MEANING_OVER_HOSTS.get(rank.health, "it computes, or waits elsewhere")
+            lines.append(f"rank {rank.rank} has not made {newest.op} seq {done + 1}, for which {waiting} wait: {why}")
+        elif rank.health in _MEANING_OVER_HOSTS and rank.health != "elsewhere":
+            lines.append(f"rank {rank.rank} is {rank.health}: {_MEANING_OVER_HOSTS[rank.health]}")
+    return lines
+
+
+def _text_over_hosts(group: Group) -> str:
+    lines = [f"a group over several hosts, {len(group)} ranks, as this host knows them; {_LIMITS}"]
+    for rank in group:
+        process = f" (process {rank.pid})" if rank.pid else ""
+        more = f" and {rank.num_made - rank.num_ended - 1} more" if rank.num_made > rank.num_ended + 1 else ""
+        call = f", in {rank.op} seq {rank.num_ended + 1}{more}" if rank.op else ""
+        done = f"{rank.num_ended} calls ended" if rank.num_ended >= 0 else "how far it was is not known"
+        lines.append(f"rank {rank.rank}{process}: {rank.health}, {done}{call}")
+    return "\n".join([*lines, "", *(suspects_over_hosts(group) or ["nobody is behind"])])
+
+
+def all_as_text(report: JobReport | None, groups: Sequence[Group]) -> str:
+    """Return both reports for people."""
+    parts = [] if report is None else [as_text(report)]
+    return "\n\n".join([*parts, *map(_text_over_hosts, groups)])
+
+
+def all_as_json(report: JobReport | None, groups: Sequence[Group]) -> str:
+    """Return both reports as one JSON object."""
+    told: dict[str, Any] = {} if report is None else json.loads(as_json(report))
+    if groups:
+        told["groups_over_hosts"] = [
+            {"ranks": [rank._asdict() for rank in group], "suspects": suspects_over_hosts(group)} for group in groups
+        ]
+    return json.dumps(told, indent=2)
 
 
 def as_text(report: JobReport) -> str:

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from .. import env
 from ..errors import ProtocolError
-from . import machine, settings, sharing
+from . import machine, network, settings, sharing
 from .finding import Finding, Verdict, examine, from_dict
 
 GPU_TIMEOUT_S = 90.0
-CPU_SECTIONS = ("versions", "machine", "sharing", "settings")
+CPU_SECTIONS = ("versions", "machine", "sharing", "hosts", "settings")
 _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.NO: "red"}
 
 CHECKS: tuple[tuple[str, str, Callable[[], list[Finding]]], ...] = (
@@ -37,6 +37,9 @@ CHECKS: tuple[tuple[str, str, Callable[[], list[Finding]]], ...] = (
     ("sharing", "between processes", sharing.between_children),
     ("sharing", "descriptors by socket", sharing.over_socket),
     ("sharing", "ptrace", sharing.ptrace_scope),
+    ("hosts", "host", network.host),
+    ("hosts", "address", network.address),
+    ("hosts", "token", network.token),
     ("settings", "variables", settings.variables),
     ("settings", "kernel cache", settings.kernel_cache),
 )

@@ -22,7 +22,7 @@ from ..errors import EpeeError, InvalidArgument, UnsupportedError
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
 from .config import BufferConfig
-from .control.bootstrap import bear, size_of
+from .control.bootstrap import bear, require_one_host, size_of
 from .control.bootstrap import refuse as refuse_birth
 from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
 from .control.messages import ControlPlane
@@ -65,6 +65,7 @@ class SharedBuffer:
         on_stall: str | None = None,
         refusal: EpeeError | None = None,
     ) -> None:
+        require_one_host(group)
         self._turns = Turns()
         self._whole: SharedBuffer | None = None  # which owns the memory; None: this one does
         self._id = next(_buffer_ids)

@@ -14,14 +14,21 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import env
 from ..errors import InvalidArgument, ResourceError
 
 BACKLOG = 256
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h
 _NOWHERE = "192.0.2.1"  # of RFC 5737: a route there is the default route; nothing is sent
+
+
+class Choice(NamedTuple):
+    """An address for links, and what it was chosen by, for people."""
+
+    address: str
+    reason: str
 
 
 @dataclass
@@ -61,7 +68,12 @@ def preferred_device() -> str:
 
 
 def own_address(store: Any = None) -> str:
-    """Return the address for links of this process.
+    """Return the address for links of this process; see `choose_address`."""
+    return choose_address(store).address
+
+
+def choose_address(store: Any = None) -> Choice:
+    """Return the address for links of this process, and by what it was chosen.
 
     Args:
         store: of the group; a `TCPStore` (or one behind prefixes) says where the rendezvous is.
@@ -71,26 +83,49 @@ def own_address(store: Any = None) -> str:
         ResourceError: no address was found.
     """
     if _settings.host_ip:
-        return _settings.host_ip
+        return Choice(_settings.host_ip, "set_host_ip")
     named = str(env.get("EPEE_HOST_IP"))
     if named:
-        return _checked(named, "EPEE_HOST_IP")
+        return Choice(_checked(named, "EPEE_HOST_IP"), "EPEE_HOST_IP")
     if _settings.device_filter:
-        return _address_of_devices(_settings.device_filter)
-    for place in (_rendezvous_of(store), str(env.get("MASTER_ADDR")), _NOWHERE):
+        return Choice(_address_of_devices(_settings.device_filter), "set_device_filter")
+    store_host, master = _rendezvous_of(store), str(env.get("MASTER_ADDR"))
+    for place, reason in (
+        (store_host, f"the route to the store at {store_host}"),
+        (master, f"the route to MASTER_ADDR, {master}"),
+        (_NOWHERE, "the default route"),
+    ):
         address = _address_towards(place) if place else ""
         if address:
-            return address
+            return Choice(address, reason)
     raise ResourceError(
         "no address was found under which ranks of other hosts could reach this process; set EPEE_HOST_IP"
     )
 
 
-def listen(address: str) -> socket.socket:
-    """Return a non-blocking socket that listens at a free port of this address alone.
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address of this machine, "" if none is known to."""
+    for _, name in socket.if_nameindex():
+        if address in _addresses_of(name):
+            return name
+    return ""
+
+
+def mtu_of(interface: str) -> int:
+    """Return the largest packet of an interface, in bytes; 0 if it does not say."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return 0
+    return int(struct.unpack_from("i", found, 16)[0])
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a non-blocking socket that listens at a port of this address alone; 0: one that is free.
 
     Raises:
-        ResourceError: the address is none of this machine's, or no descriptor is left.
+        ResourceError: the address is none of this machine's, the port is taken, or no descriptor is left.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -98,13 +133,15 @@ def listen(address: str) -> socket.socket:
     except OSError as exc:
         raise ResourceError(f"cannot listen at {address}: {exc}; free descriptors") from exc
     try:
-        listener.bind((address, 0))
+        if port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run linger
+        listener.bind((address, port))
         listener.listen(BACKLOG)
     except OSError as exc:
         listener.close()
         raise ResourceError(
-            f"cannot listen at {address}: {exc}; is it an address of this machine? EPEE_HOST_IP or set_host_ip names "
-            "another"
+            f"cannot listen at {address}{f', port {port}' if port else ''}: {exc}; is it an address of this machine"
+            f"{', and the port free' if port else ''}? EPEE_HOST_IP or set_host_ip names another address"
         ) from exc
     return listener
 

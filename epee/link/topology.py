@@ -43,6 +43,22 @@ def own_host_key() -> str:
     return hashlib.sha256(f"{boot_id} {namespace} {named}".encode()).hexdigest()[:KEY_DIGITS]
 
 
+def placement(hosts: Sequence[Sequence[int]]) -> str:
+    """Return who runs where, for messages: "host 0: ranks 0-3; host 1: ranks 4, 6"; ranks are ascending."""
+    return "; ".join(f"host {host}: {_named(ranks)}" for host, ranks in enumerate(hosts))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
 class Topology:
     """Where the ranks of a group are, as one of them sees it.
 

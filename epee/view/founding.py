@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import EpeeError, ProtocolError, ResourceError, UnsupportedError, shortage
+from ..errors import EpeeError, ProtocolError, ResourceError
 from .job import Job, Seat, hold_jobs, new_folder, pack_member, parse_member, start_job, told_fields
 from .transport.directory import JobDirectory
 from .transport.wire import LANE_LIMIT, MAX_MEMBERS
@@ -49,7 +48,6 @@ class Presence(NamedTuple):
 
     jobs: dict[str, Standing]
     lane: int
-    namespace: str
 
 
 class GroupSeat(NamedTuple):
@@ -62,6 +60,8 @@ class GroupSeat(NamedTuple):
 def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> GroupSeat:
     """Return this rank's seat in the youngest job that all ranks share, or in a new one. Collective.
 
+    The ranks are known to run on one host.
+
     The job is held for the caller: `seat.job.release()` gives it up.
 
     Args:
@@ -72,12 +72,10 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Grou
     Raises:
         ResourceError: a rank has no memory, descriptor or folder; the same on all.
         ProtocolError: what a rank tells cannot be right.
-        UnsupportedError: the ranks run in different PID namespaces.
     """
     held = hold_jobs()
     try:
         told = [_presence(fields, peer) for peer, fields in enumerate(_tell(gather, _own_presence(held, lane)))]
-        _check_namespaces(told)
         path = next((path for path in reversed(told[0].jobs) if _is_shared(path, told)), "")
         if not path:
             return GroupSeat(_found(rank, gather, told[0].lane), [1] * num_ranks)
@@ -100,12 +98,7 @@ def _own_presence(held: Sequence[Job], lane: int) -> dict[str, Any]:
         room -= len(json.dumps([job.path, standing])) + 8
         if room > 0:
             jobs = {job.path: standing, **jobs}
-    try:
-        namespace, problem = os.readlink("/proc/self/ns/pid"), ""
-    except OSError as exc:
-        namespace, problem = "", str(shortage("cannot see which PID namespace this is", exc))
-    wished = lane or 1 + secrets.randbelow(LANE_LIMIT - 1)
-    return _said({"jobs": jobs, "lane": wished, "namespace": namespace}, problem)
+    return {"jobs": jobs, "lane": lane or 1 + secrets.randbelow(LANE_LIMIT - 1)}
 
 
 def _is_shared(path: str, told: Sequence[Presence]) -> bool:
@@ -178,11 +171,11 @@ def _fields(data: bytes, peer: int) -> dict[str, Any]:
 
 def _presence(fields: dict[str, Any], peer: int) -> Presence:
     """Return a checked `Presence`."""
-    jobs, lane, namespace = fields["jobs"], fields["lane"], fields["namespace"]
+    jobs, lane = fields["jobs"], fields["lane"]
     try:
-        if type(lane) is not int or not 0 < lane < LANE_LIMIT or not isinstance(namespace, str):
-            raise ValueError("lane or namespace")
-        return Presence({path: _standing(*standing) for path, standing in jobs.items()}, lane, namespace)
+        if type(lane) is not int or not 0 < lane < LANE_LIMIT:
+            raise ValueError("lane")
+        return Presence({path: _standing(*standing) for path, standing in jobs.items()}, lane)
     except (ValueError, TypeError, AttributeError) as exc:
         told = str(fields)[:200]
         raise ProtocolError(f"rank {peer} tells of its jobs what cannot be right ({exc}): {told}") from exc
@@ -196,12 +189,3 @@ def _standing(slot: Any, incarnation: Any, epoch: Any, members: Any) -> Standing
     if not all(one < MAX_MEMBERS and other for one, other in pairs):
         raise ValueError("slots")
     return Standing(slot, incarnation, epoch, dict(pairs[1:]))
-
-
-def _check_namespaces(told: Sequence[Presence]) -> None:
-    for peer, each in enumerate(told):
-        if each.namespace != told[0].namespace:
-            raise UnsupportedError(
-                f"ranks 0 and {peer} run on one host in different PID namespaces (containers); run them in one, or "
-                "share it (--pid=host)"
-            )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import epee
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.registry import Registry
-from epee.errors import InvalidArgument, PeerError, ProtocolError, ResourceError, UnsupportedError
+from epee.errors import InvalidArgument, PeerError, ProtocolError, ResourceError
 from epee.view import founding
 from epee.view.job import hold_jobs, jobs
 from tests.harness import DEAD, run_mortal, run_ranks
@@ -284,7 +284,7 @@ def test_who_was_voted_out_of_one_job_is_in_the_next(tmp_path: Path) -> None:
 
 def test_a_job_is_shared_if_its_newest_view_has_all_ranks() -> None:
     def presence(slot: int, epoch: int, members: dict[int, int]) -> founding.Presence:
-        return founding.Presence({"job": founding.Standing(slot, 1, epoch, members)}, 1, "")
+        return founding.Presence({"job": founding.Standing(slot, 1, epoch, members)}, 1)
 
     both, alone, replaced = {0: 1, 1: 1}, {0: 1}, {0: 1, 1: 2}
     assert founding._is_shared("job", [presence(0, 1, both), presence(1, 1, both)])
@@ -361,18 +361,18 @@ def told(*answers: bytes) -> founding.Gather:
         b"\xff" * 64,
         b"[" * 4000,
         b"[1, 2]",
-        b'{"jobs": {}, "lane": 1}',
-        b'{"jobs": [], "lane": 1, "namespace": ""}',
-        b'{"jobs": {}, "lane": true, "namespace": ""}',
-        b'{"jobs": {}, "lane": -3, "namespace": ""}',
-        b'{"jobs": {"a": 3}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": [0, 1, 1]}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": [64, 1, 1, []]}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": [0, 0, 1, []]}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": ["0", 1, 1, []]}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": [0, 1, 1, [[0]]]}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": [0, 1, 1, [[0, 1], [64, 1]]]}, "lane": 1, "namespace": ""}',
-        b'{"jobs": {"a": [0, 1, -1, [[0, 1]]]}, "lane": 1, "namespace": ""}',
+        b'{"jobs": {}, "lane": 1, "namespace": ""}',
+        b'{"jobs": [], "lane": 1}',
+        b'{"jobs": {}, "lane": true}',
+        b'{"jobs": {}, "lane": -3}',
+        b'{"jobs": {"a": 3}, "lane": 1}',
+        b'{"jobs": {"a": [0, 1, 1]}, "lane": 1}',
+        b'{"jobs": {"a": [64, 1, 1, []]}, "lane": 1}',
+        b'{"jobs": {"a": [0, 0, 1, []]}, "lane": 1}',
+        b'{"jobs": {"a": ["0", 1, 1, []]}, "lane": 1}',
+        b'{"jobs": {"a": [0, 1, 1, [[0]]]}, "lane": 1}',
+        b'{"jobs": {"a": [0, 1, 1, [[0, 1], [64, 1]]]}, "lane": 1}',
+        b'{"jobs": {"a": [0, 1, -1, [[0, 1]]]}, "lane": 1}',
     ],
 )
 def test_what_cannot_be_right_is_refused(words: bytes) -> None:
@@ -381,18 +381,13 @@ def test_what_cannot_be_right_is_refused(words: bytes) -> None:
     assert jobs() == []
 
 
-def test_ranks_of_two_containers_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="ranks 0 and 1 run on one host in different PID namespaces"):
-        founding.find_place(0, 2, told(b'{"jobs": {}, "lane": 1, "namespace": "pid:[1]"}'))
-
-
 def test_a_member_that_cannot_be_right_is_refused() -> None:
     with pytest.raises(ProtocolError, match="rank 1's record names a member that cannot be right"):
         founding.find_place(
             0,
             2,
             told(
-                b'{"jobs": {}, "lane": 1, "namespace": "%s"}' % os.readlink("/proc/self/ns/pid").encode(),
+                b'{"jobs": {}, "lane": 1}',
                 b'{"folder": ""}',
                 b'{"member": "[0, 1, 2]"}',
             ),

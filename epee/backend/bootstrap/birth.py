@@ -34,7 +34,7 @@ from ..membership.epochs import Survival
 from ..options import MODES
 from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
 from .attempt import BootstrapAttempt, read_fields, time_left
-from .home import FOLDER_KEY, Home, pack_home
+from .home import FOLDER_KEY, HOSTS, Home, pack_home, pack_place
 from .proof import prove, transcript
 from .readiness import await_all
 from .record import Proof, RankRecord, exchange, own_record
@@ -50,7 +50,7 @@ def create_engine(this: BootstrapAttempt, timeout_s: float, staging_bytes: int, 
         RankFailedError: a rank died on the way.
         MismatchError: a rank refused its options.
         PeerError: a rank could not make its part.
-        UnsupportedError: the ranks run on several hosts, or this machine cannot share memory.
+        UnsupportedError: this machine cannot share memory.
         ProtocolError: a record is damaged, or of another version or group.
         ResourceError: no memory or descriptor is left here.
     """
@@ -61,6 +61,8 @@ def create_engine(this: BootstrapAttempt, timeout_s: float, staging_bytes: int, 
         topology = Topology(this.rank, [hello.host for hello in greeting.hellos])
         if topology.num_hosts > 1:
             greeting.withdraw()  # a job lives on one host
+            if this.rank == 0:
+                this.store.set(FOLDER_KEY, json.dumps({HOSTS: topology.num_hosts}))
             engine = create_over_hosts(this, greeting, topology, deadline, timeout_s, staging_bytes, mode)
             keep(engine)
             return engine
@@ -104,7 +106,8 @@ def _create_here(
             if rank == 0:
                 home = Home(seat.lane, num_ranks, staging_bytes, mode)
                 seat.job.directory.write_home(pack_home(home))
-                this.store.set(FOLDER_KEY, prove(seat.job.directory.token, seat.job.path, FOLDER_KEY.encode()))
+                place = pack_place(seat.job.path, own_host_key())
+                this.store.set(FOLDER_KEY, prove(seat.job.directory.token, place, FOLDER_KEY.encode()))
         if survival is not None:
             survival.begin(max(record.epoch for record in records), time_left(deadline).total_seconds())
         box = Outboxes(rank, regions, staging_bytes, 1, capacity)

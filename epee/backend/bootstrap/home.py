@@ -1,9 +1,9 @@
 """What a process must know to join a running group, in the place of a lost rank or beyond, and where it finds it.
 
 The first group of a job is its *home*: who joins the job joins that group. Rank 0 of the founders leaves a note in
-the job's folder (`Home`: id of the lane, sizes, mode) and the folder's path in the store. Each process tells the blob
-of its outbox, for which lane it is, and how many ranks it was told that the group has, in its `Member.endpoint`
-(`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it
+the job's folder (`Home`: id of the lane, sizes, mode) and the folder's path and host in the store. Each process tells
+the blob of its outbox, for which lane it is, and how many ranks it was told that the group has, in its
+`Member.endpoint` (`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it
 (`OutboxEndpoint`).
 
 Both are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
@@ -23,6 +23,7 @@ from ..outbox import OutboxOwner
 
 VERSION = 2
 FOLDER_KEY = "epee/job"
+HOSTS = "hosts"  # what rank 0 writes there instead, of a group that nobody can join: on how many hosts it runs
 _HOME = struct.Struct("<IQIQI")
 _EXTRA = struct.Struct(f"<QI{BLOB_BYTES}s")
 
@@ -51,6 +52,17 @@ class OutboxEndpoint(NamedTuple):
     start_time: int
     num_ranks: int
     owner: OutboxOwner
+
+
+def pack_place(folder: str, host: str) -> str:
+    """Return what rank 0 writes into the store: the job's folder, and the host that it is on."""
+    return f"{folder}\n{host}"
+
+
+def parse_place(text: str) -> tuple[str, str]:
+    """Return folder and host of a record in the store; "" for a host that it does not tell."""
+    folder, _, host = text.partition("\n")
+    return folder, host
 
 
 def pack_home(home: Home) -> bytes:

@@ -14,7 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 from ... import env
-from ...errors import AuthError, InvalidArgument, InvalidState
+from ...errors import AuthError, InvalidArgument, InvalidState, UnsupportedError
+from ...link.topology import own_host_key
 from ...memory.host import HostRegion
 from ...view.job import Job, Seat, job_name
 from ...view.process.detector import DeathWatch
@@ -30,7 +31,7 @@ from ..p2p.channel import first_number
 from ..wake import publish_word
 from .attempt import read_fields
 from .birth import keep
-from .home import FOLDER_KEY, Home, outbox_of, pack_extra, parse_home
+from .home import FOLDER_KEY, HOSTS, Home, outbox_of, pack_extra, parse_home, parse_place
 from .proof import proved
 
 STORE_WAIT_S = 2.0
@@ -41,18 +42,20 @@ def find_folder(store: Any) -> JobDirectory:
 
     Raises:
         InvalidState: there is no running job, or there are several and the store does not say which.
+        UnsupportedError: the ranks run on several hosts, or on another one than this process.
     """
     try:
         store.wait([FOLDER_KEY], timedelta(seconds=STORE_WAIT_S))
         return _open_told(bytes(store.get(FOLDER_KEY)))
-    except AuthError:
+    except (AuthError, UnsupportedError):
         raise
     except RuntimeError as exc:  # the store has died or is another one: the folder itself can be found
         jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for ours
         if len(jobs) != 1:
             raise InvalidState(
                 f"is_extension=True: the store names no running job ({str(exc).splitlines()[0]}) and {len(jobs)} jobs "
-                f"of {job_name()} run here; use the store of the running ranks"
+                f"of {job_name()} run here; use the store of the running ranks, and start it on "
+                "their host: who joins shares their memory"
             ) from exc
         return JobDirectory.open(jobs[0])
 
@@ -60,7 +63,18 @@ def find_folder(store: Any) -> JobDirectory:
 def _open_told(raw: bytes) -> JobDirectory:
     """Open the folder that rank 0 has named in the store; `AuthError` unless the job's own token proves it."""
     fields = read_fields(raw, 0)
-    directory = JobDirectory.open(str(fields.get("record", "")))
+    if HOSTS in fields:
+        raise UnsupportedError(
+            f"is_extension=True: the group runs on {str(fields[HOSTS])[:4]} hosts, and groups over several hosts "
+            "take nobody in yet; start all ranks anew"
+        )
+    folder, host = parse_place(str(fields.get("record", "")))
+    if host not in ("", own_host_key()):
+        raise UnsupportedError(
+            "is_extension=True: the running ranks are on another host, and who joins shares their memory; start this "
+            "process on their host (a container: in their PID namespace, --pid=host)"
+        )
+    directory = JobDirectory.open(folder)
     try:
         proved(directory.token, fields, FOLDER_KEY.encode(), "the job's")
     except BaseException:
@@ -75,7 +89,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
     Args:
         num_ranks: the world size that this process was started with; the group has at least so many ranks then.
     Raises:
-        InvalidState: no group can be joined.
+        InvalidState: no group can be joined. UnsupportedError: its ranks run on other hosts.
         SlotTakenError: another process has this rank.
         InvalidArgument: the group has another mode.
         CommTimeoutError: no member has called `recover_ranks` or `extend_group_size_to` within `timeout_s`.

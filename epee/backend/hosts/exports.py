@@ -171,10 +171,11 @@ class Exports:
         self.links.join(ABANDON_S)
 
     def _close(self) -> None:
-        self._bytes.release()
         self._box.exports = None  # else the two would keep each other, and the mappings, until a collection
+        for ear in self._ears.values():
+            ear.close()
+        self._bytes.release()
         self._box.close()
-        self._ears.clear()
 
     def _is_needed(self) -> bool:
         """Return whether ranks of this host may still hear something through this one."""

@@ -49,12 +49,11 @@ class Ear:
         """Take the group's outboxes, and the ranks of this host; before the first frame."""
         self._box, self._here = box, frozenset(here)
         self._local_words = [box.words[rank] for rank in here]
-        self._words = box.words[self.peer]
+        self._words, self._bytes = box.words[self.peer], memoryview(b"")
         self._lanes = box.lane_base[0]
         if self._mirror is not None:
-            mapping = memoryview(self._mirror.mapping)
             self._words = self._mirror.words(0, len(self._words))
-            self._bytes = mapping[HEADER_BYTES : HEADER_BYTES + box.payload_bytes]
+            self._bytes = memoryview(self._mirror.mapping)[HEADER_BYTES : HEADER_BYTES + box.payload_bytes]
 
     def bind(self, links: Links) -> None:
         """Take the links, through which questions are answered."""
@@ -87,6 +86,13 @@ class Ear:
             self._answer(value, bytes(payload))
         elif kind == TELL:
             self.told[value] = parse_told(bytes(payload))
+
+    def close(self) -> None:
+        """Let go of all memory; no frame comes any more."""
+        self._local_words = []
+        for view in (self._words, self._bytes):
+            view.release()
+        self._mirror = None
 
     def lose(self) -> None:
         """Note that nothing more will be heard of the rank, unless it has said goodbye, and wake who waits for it."""

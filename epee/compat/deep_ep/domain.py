@@ -1,17 +1,45 @@
-"""How many ranks there are along each kind of link: one host, so all of them along NVLink (or shared memory)."""
+"""How many ranks there are along each kind of link: hosts (DeepEP's RDMA ranks), and ranks of a host (NVLink ranks).
+
+DeepEP's two numbers also say who is where: rank r is NVLink rank r modulo n of host r // n, for n ranks per host. So
+they exist only where all hosts have equally many ranks, numbered in a row; torchrun starts them so.
+"""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
+from epee.backend import placement
 from epee.ep import group_of
+
+from ...errors import UnsupportedError
 
 
 def get_physical_domain_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return (RDMA ranks, NVLink ranks): 1 and the size of the group."""
-    return 1, group_of(group).size()
+    """Return (RDMA ranks, NVLink ranks): the number of hosts, and the number of ranks on each. Local.
+
+    A group of another backend than "epee" does not say where its ranks run; they count as those of one host, and what
+    makes memory on it finds out.
+
+    Raises:
+        UnsupportedError: hosts have different numbers of ranks, or ranks of a host do not follow each other.
+    """
+    members = group_of(group)
+    hosts = getattr(members, "hosts", None) or (tuple(range(members.size())),)
+    num_local = len(hosts[0])
+    for host, ranks in enumerate(hosts):
+        if ranks != tuple(range(host * num_local, (host + 1) * num_local)):
+            raise UnsupportedError(
+                "DeepEP's domain sizes need equally many ranks on all hosts, numbered in a row on each, got "
+                f"{placement(hosts)}; start them so (torchrun with one --nproc-per-node does), or look at group.hosts"
+            )
+    return len(hosts), num_local
 
 
 def get_logical_domain_size(group: dist.ProcessGroup | None, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Return (scale-out ranks, scale-up ranks): 1 and the size of the group."""
-    return get_physical_domain_size(group)
+    """Return (scale-out ranks, scale-up ranks): the physical sizes; without the hybrid mode 1 and all ranks. Local.
+
+    Raises:
+        UnsupportedError: as `get_physical_domain_size`.
+    """
+    num_hosts, num_local = get_physical_domain_size(group)
+    return (num_hosts, num_local) if allow_hybrid_mode else (1, num_hosts * num_local)

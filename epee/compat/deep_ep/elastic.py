@@ -107,7 +107,7 @@ class ElasticBuffer(PoolOwner):
         self.num_allocated_qps = num_allocated_qps
         self.num_rdma_ranks, self.num_nvlink_ranks = get_physical_domain_size(self.group)
         self.num_scaleout_ranks, self.num_scaleup_ranks = get_logical_domain_size(self.group, allow_hybrid_mode)
-        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.explicitly_destroy = explicitly_destroy
         self.nccl_comm_handle = None
         if num_bytes is None:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...backend import BackendOptions, create, register
+from ...backend import BackendOptions, create, preferred_device, register, set_device_filter, set_host_ip
 from ...errors import InvalidArgument, PeerError
-from . import network as _network
 from .responses import ProposalStatus, ProposeViewUpdateResponse, SyncAfterFailureResponse, SyncStatus
 
 __all__ = [
@@ -50,17 +49,19 @@ __all__ = [
 
 _MAX_RANKS = 64  # Mooncake's kMaxNumRanks; a group of the backend "epee" has no more either
 
-set_host_ip = _network.set_host_ip
-set_device_filter = _network.set_device_filter
-
 
 def get_preferred_hca(*where: Any) -> str:
-    """Return the RDMA device to use, "" without one; takes `(location)` or, as Mooncake did, `(backend, location)`."""
-    return _network.get_preferred_hca(str(where[-1]) if where else "")
+    """Return the first RDMA device that exists and passes the filter, "" without one.
+
+    Args:
+        where: `(location)` (such as "cpu:0" or "cuda:1") or, as Mooncake did, `(backend, location)`; topology is not
+            looked at.
+    """
+    return preferred_device()
 
 
 def set_transfer_engine(engine: Any) -> None:
-    """Accepted for compatibility: groups on one host share memory and need no transfer engine."""
+    """Accepted for compatibility: ranks of one host share memory, and hosts talk over TCP."""
 
 
 class MooncakeBackendOptions(BackendOptions):
@@ -151,6 +152,10 @@ def get_current_epoch(backend: Any) -> int:
     return int(backend.epoch)
 
 
+def _is_over_hosts(backend: Any) -> bool:
+    return len(backend.hosts) > 1
+
+
 def _reject(backend: Any, reason: str) -> ProposeViewUpdateResponse:
     return ProposeViewUpdateResponse(ProposalStatus.Rejected, backend.epoch, reject_reason=reason)
 
@@ -163,6 +168,8 @@ def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRespo
     """
     active = _active(backend)
     lost = [rank for rank in _checked(ranks) if rank not in active]
+    if lost and _is_over_hosts(backend):
+        return _reject(backend, f"rank {lost[0]} is lost, and a group over several hosts takes nobody in yet")
     if lost:
         absent = sorted(set(lost) - backend.ready_ranks())
         if absent:
@@ -197,10 +204,11 @@ def extend_group_size_to(backend: Any, size: int) -> None:
 
     Raises:
         InvalidArgument: nobody waits for one of the new ranks, or ranks beyond `size` take part.
+        UnsupportedError: a group over several hosts.
     """
     ready = backend.ready_ranks()
     absent = [rank for rank in range(backend.num_slots, size) if rank not in ready]
-    if absent:
+    if absent and not _is_over_hosts(backend):
         raise InvalidArgument(
             f"extend_group_size_to({size}): no process waits for rank {absent[0]} (the group has {backend.num_slots} "
             "ranks); start it with is_extension=True"

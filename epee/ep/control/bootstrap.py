@@ -10,9 +10,7 @@ them.
 from __future__ import annotations
 
 import struct
-import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -23,31 +21,45 @@ from ...errors import (
     InvalidArgument,
     MismatchError,
     ProtocolError,
-    ResourceError,
     UnsupportedError,
 )
+from ...link.topology import KEY_DIGITS, own_host_key, placement
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...view.process.detector import DeathWatch
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from .words import inbox_layout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 TEXT_BYTES = 400
-_HOST_BYTES = 16
-_RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{_HOST_BYTES}s{BLOB_BYTES}s{TEXT_BYTES}s")
+_RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{KEY_DIGITS}s{BLOB_BYTES}s{TEXT_BYTES}s")
 
 
 def host_id() -> bytes:
-    """Return 16 bytes that are equal for two processes exactly when they run under the same kernel.
+    """Return `KEY_DIGITS` bytes that are equal for two processes exactly when they share a host (`link/topology.py`).
 
     Raises:
-        ResourceError: /proc cannot be read, or no descriptor is left.
+        InvalidArgument, ResourceError: as `own_host_key`.
     """
-    path = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        return uuid.UUID(path.read_text().strip()).bytes
-    except (OSError, ValueError) as exc:
-        raise ResourceError(f"cannot tell this host from others: {path}: {exc}") from exc
+    return own_host_key().encode()
+
+
+def require_one_host(group: object) -> None:
+    """Refuse a group of the backend "epee" whose ranks run on several hosts; all ranks of it find the same. Local.
+
+    Raises:
+        UnsupportedError: they do.
+    """
+    hosts = getattr(group, "hosts", ())
+    if len(hosts) > 1:
+        raise _on_several_hosts(hosts)
+
+
+def _on_several_hosts(hosts: Sequence[Sequence[int]]) -> UnsupportedError:
+    return UnsupportedError(
+        f"a Buffer lives on one host so far, and the ranks of this group run on {len(hosts)} ({placement(hosts)}); "
+        "make it in a group of the ranks of one host (dist.new_group). Containers of one machine are hosts unless they "
+        "share a PID namespace (--pid=host)"
+    )
 
 
 def size_of(group: dist.ProcessGroup) -> int:
@@ -95,7 +107,7 @@ class Born:
 
 def refuse(group: dist.ProcessGroup, config: BufferConfig, refusal: EpeeError) -> NoReturn:
     """Tell the other ranks, in the round that compares arguments, that this one cannot make its buffer; raise it."""
-    gather_present(group, pack(config, bytes(_HOST_BYTES), b"", refusal))
+    gather_present(group, pack(config, bytes(KEY_DIGITS), b"", refusal))
     raise refusal
 
 
@@ -142,9 +154,11 @@ def judge(records: Mapping[int, BufferRecord]) -> None:
     for rank, record in records.items():
         if record.refused:
             raise MismatchError(f"Buffer: rank {rank} refused its arguments, so no buffer was made: {record.text}")
-    for rank, record in records.items():
-        if record.host != first.host:
-            raise UnsupportedError(f"rank {lead} and rank {rank} run on different hosts; epee serves one host so far")
+    hosts: dict[bytes, list[int]] = {}
+    for rank in sorted(records):
+        hosts.setdefault(records[rank].host, []).append(rank)
+    if len(hosts) > 1:
+        raise _on_several_hosts(list(hosts.values()))
     for rank, record in records.items():
         for name, mine, other in zip(CONFIG_NAMES, first.words, record.words, strict=True):
             if mine != other:

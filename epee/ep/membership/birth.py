@@ -45,6 +45,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, UnsupportedError
+from ...link.topology import KEY_DIGITS
 from ...memory.claim import has_ended
 from ...view.founding import GroupSeat, find_place
 from ...view.group import GroupInView
@@ -187,7 +188,7 @@ def _known_registry(group: dist.ProcessGroup) -> Registry | None:
 
 def _find_place(group: dist.ProcessGroup, config: BufferConfig) -> GroupSeat:
     """Compare what the ranks of another backend's group were given, and find their places in a job."""
-    host, refusal = bytes(16), None
+    host, refusal = bytes(KEY_DIGITS), None
     try:
         host = host_id()
     except EpeeError as exc:
@@ -208,7 +209,7 @@ def _make(
     timeout_s: float,
     enter: Enter,
 ) -> Begun:
-    registry, roster, host, extra, refusal = None, None, bytes(16), b"", None
+    registry, roster, host, extra, refusal = None, None, bytes(KEY_DIGITS), b"", None
     try:
         registry, roster, host = registry_of(group, seat), Roster(seat), host_id()
         extra = _EXTRA.pack(registry.newest, roster.newest)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...errors import EpeeError, InvalidState
 from ..base import SharedBuffer
-from ..control.bootstrap import all_gather_bytes
+from ..control.bootstrap import all_gather_bytes, require_one_host
 from ..handle import Payload
 from ..latency.buffer import LatencyBuffer
 from ..streams import Lane, Lanes, RunOptions
@@ -38,6 +38,10 @@ class BufferPool:
 
     Attributes:
         group: of the ranks.
+
+    Raises:
+        UnsupportedError: a group of the backend "epee" over several hosts; on other groups their first call, or memory
+            that is made now, finds that.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class BufferPool:
         memory: MemoryBytes = NO_MEMORY,
         latency_bytes: int = 0,
     ) -> None:
+        require_one_host(group)
         self.group = group
         self._rooms = ThroughputRooms(group, timeout, memory, current_gpu())
         self._lanes: dict[torch.device, Lanes] = {}

@@ -35,6 +35,8 @@ def close(engine: EngineFace, aborted: bool) -> None:
     if engine.flags & (CLOSED | FORKED):
         return
     engine.raise_flag(CLOSED | (ABORTED if aborted else 0))
+    if engine.box.exports is not None:
+        engine.box.exports.tell_ends(engine.seq)
     publish_word(engine.box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
     _wake_peers_of_head(engine)
     entry = engine.entry

@@ -139,13 +139,17 @@ class Withdrawal:
 
 
 def _stance_at(box: Outboxes, peer: int, op: Withdrawable) -> Stance:
-    """Return what becomes of the call at a peer; one on another host must be asked (`hosts/looks.py`)."""
-    exports = box.exports
-    if exports is None or exports.topology.is_here(peer):
-        return _stance_of(box.words[peer], op)
+    """Return what becomes of the call at a peer.
+
+    A mirror of one on another host is enough where it says what stays true: that it has given the call up, or has left
+    (it has told before how its calls had ended, `Exports.tell_ends`). Else the host is asked (`hosts/looks.py`).
+    """
+    exports, words = box.exports, box.words[peer]
+    if exports is None or exports.topology.is_here(peer) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
+        return _stance_of(words, op)
     indices = (CONSUMED, CONSUMED_TOO, LIFE, op.cell, op.cell + GAVE_UP, op.cell + SIGNATURE)
-    words = exports.looks.at(peer, indices, (op.name, op.tag))
-    return Stance.OPEN if words is None else _stance_of(words, op)
+    found = exports.looks.at(peer, indices, (op.name, op.tag))
+    return Stance.OPEN if found is None else _stance_of(found, op)
 
 
 def _stance_of(words: Mapping[int, int] | memoryview, op: Withdrawable) -> Stance:

@@ -22,7 +22,7 @@ from ...link.poller import Links
 from ...link.topology import Topology
 from ...memory.host import HEADER_BYTES
 from ..collectives.plan import Plan
-from ..outbox import CELL_WORDS, CONSUMED, LANE_WORDS, LIFE, NUM_CELLS, SOURCE_WORDS, Outboxes, has_left
+from ..outbox import CELL_WORDS, CONSUMED, GAVE_UP, LANE_WORDS, LIFE, NUM_CELLS, SOURCE_WORDS, Outboxes, has_left
 from .looks import Looks
 from .mirror import LIFE_LOST, Ear
 
@@ -155,6 +155,13 @@ class Exports:
                 self.links.write(gateway, 0, b"", NO_WORD, 0, consumed)
 
     # ---- the end
+
+    def tell_ends(self, seq: int) -> None:
+        """Tell how the last calls have ended here, up to call `seq`: who still asks finds this rank gone."""
+        box, own = self._box, self._box.own
+        for number in range(max(box.least_consumed(), seq - NUM_CELLS) + 1, seq + 1):
+            mark = box.first_cell + number % NUM_CELLS * CELL_WORDS + GAVE_UP
+            self.word(mark, own[mark])
 
     def lose(self, peer: int) -> None:
         """Note that the link to a partner has ended."""

@@ -15,7 +15,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import epee
-from epee.backend.collectives.reducing import ONE_STEP_BYTES
+from epee.backend.collectives.reducing import AllReduce
+from epee.backend.collectives.reducing_hosts import is_less
 
 from . import common, two_hosts
 
@@ -71,7 +72,9 @@ def bytes_out_of_a_host(op: str, nbytes: int, ranks_per_host: int) -> int:
     if op == "all_to_all":
         return ranks_per_host**2 * nbytes
     if op == "all_reduce":
-        return ranks_per_host * nbytes if nbytes <= ONE_STEP_BYTES else (ranks_per_host + 1) * nbytes // 2
+        if is_less([tuple(range(ranks_per_host))] * 2, nbytes):
+            return nbytes
+        return ranks_per_host * nbytes if nbytes <= AllReduce.one_step_bytes else (ranks_per_host + 1) * nbytes // 2
     return ranks_per_host * nbytes
 
 

@@ -155,8 +155,8 @@ def _verdict(x: torch.Tensor) -> str:
         except CommTimeoutError as exc:
             if "given up, on all ranks" in str(exc):
                 return "late"
-            assert "repeat the call" in str(exc)
-            assert time.monotonic() < until
+            if "repeat the call" not in str(exc) or time.monotonic() > until:
+                raise
 
 
 @pytest.mark.hosts

@@ -71,8 +71,8 @@ CALLS: dict[str, tuple[Callable[[int, int], object], tuple[float, float]]] = {
     "all_to_all": (_all_to_all, (4, 4)),
     "gather": (_gather, (0, 2)),
     "scatter": (_scatter, (2, 0)),
-    "reduce": (lambda n, r: dist.reduce(full(COUNT, r), 0), (1.5, 1.5)),
-    "all_reduce": (lambda n, r: dist.all_reduce(full(COUNT, r)), (1.5, 1.5)),
+    "reduce": (lambda n, r: dist.reduce(full(COUNT, r), 0), (0, 1)),
+    "all_reduce": (lambda n, r: dist.all_reduce(full(COUNT, r)), (1, 1)),
     "reduce_scatter": (_reduce_scatter, (4, 4)),
 }
 

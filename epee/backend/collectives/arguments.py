@@ -34,7 +34,8 @@ from .copying import Barrier, Scatter, Spread
 from .packing import FinishAfter, GatheredPart, PackedTensors, pack, shapes_word
 from .plan import Plan
 from .reduce import Reducer, check
-from .reducing import AllReduce, ReduceScatter
+from .reducing import ReduceScatter
+from .reducing_hosts import plan_reduction
 from .signature import MAX_COUNT, NO_REDUCE, OP_CODE
 from .signature import pack as pack_signature
 
@@ -146,7 +147,7 @@ def all_reduce(box: Outboxes, tensor: torch.Tensor, op: int, root: int | None = 
     else:
         sink = Target(source(tensor, carrier))
     signature = _signature(name, dtype, len(sink.array), op, -1 if root is None else root)
-    return AllReduce(name, signature, sink, reducer, box, position)
+    return plan_reduction(name, signature, sink, reducer, op, box, position)
 
 
 def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int) -> Plan:
@@ -156,7 +157,8 @@ def all_reduce_coalesced(box: Outboxes, tensors: Sequence[torch.Tensor], op: int
     reducer = _reducer(op, tensors[0].dtype, name)
     refuse_shared(tensors, f"{name}: tensors")
     packed = PackedTensors(tensors, carrier, f"{name}: tensors", fill=True)
-    plan = AllReduce(name, _signature(name, tensors[0].dtype, len(packed.array), op), packed, reducer, box)
+    signature = _signature(name, tensors[0].dtype, len(packed.array), op)
+    plan = plan_reduction(name, signature, packed, reducer, op, box)
     plan.detail = shapes_word([tensor.numel() for tensor in tensors])
     return plan
 

@@ -23,12 +23,11 @@ from .reduce import Reducer
 from .rounds import cut, lay_out
 from .segments import Segmented
 
-ONE_STEP_BYTES = 256 << 10
-
 
 class AllReduce(Plan):
     """all_reduce in place on `sink.array`; with `root` >= 0 only that rank gets the result."""
 
+    one_step_bytes = 256 << 10
     _private: Array | None = None
     _share = 0  # elements of a rank's share of a round; 0 in one step
 
@@ -44,7 +43,8 @@ class AllReduce(Plan):
         self._count = count = len(array)
         self._itemsize = itemsize = array.itemsize
         nbytes = count * itemsize
-        if nbytes <= ONE_STEP_BYTES and nbytes <= box.staging_bytes:
+        self._summed: Sequence[int] = range(box.num_ranks)  # positions of those whose values a share is made of
+        if nbytes <= self.one_step_bytes and nbytes <= box.staging_bytes:
             self.put_bytes = self.read_bytes = nbytes
             self._scratch = reducer.scratch(count) if reducer.is_wide else None
         else:
@@ -68,8 +68,7 @@ class AllReduce(Plan):
             return
         first, last = k * self._length, min((k + 1) * self._length, self._count)
         length = last - first
-        low = min(length, self._rank * self._share)
-        high = min(length, low + self._share)
+        low, high = self._part(k, self._rank)
         if low:
             view[place : place + low] = self._array[first : first + low]
         if high < length:
@@ -95,20 +94,20 @@ class AllReduce(Plan):
 
     def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
         """Reduce this rank's share of round `k`."""
-        first, last = k * self._length, min((k + 1) * self._length, self._count)
-        low = min(last - first, self._rank * self._share)
-        high = min(last - first, low + self._share)
+        first = k * self._length
+        low, high = self._part(k, self._rank)
         if low == high:
             return
+        views = box.views[self._array.dtype]
         parts = []
-        for rank, view in enumerate(box.views[self._array.dtype]):
+        for rank in self._summed:
             if rank == self._rank:
                 parts.append(self._array[first + low : first + high])
             else:
                 place = offsets[rank] // self._itemsize
-                parts.append(view[place + low : place + high])
+                parts.append(views[rank][place + low : place + high])
         place = offset // self._itemsize
-        self._reducer.reduce(parts, box.views[self._array.dtype][self._rank][place : place + high - low], self._scratch)
+        self._reducer.reduce(parts, views[self._rank][place : place + high - low], self._scratch)
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Reduce everything (one step) or fetch the shares (two)."""
@@ -126,12 +125,15 @@ class AllReduce(Plan):
         if not self._takes:
             return
         out = self._array if self._private is None else self._private
-        first, last = k * self._length, min((k + 1) * self._length, self._count)
-        for rank, view in enumerate(views):
-            low = first + min(last - first, rank * self._share)
-            high = min(last, low + self._share)
+        first = k * self._length
+        self._fetch(box, k, offsets, out[first : min(first + self._length, self._count)])
+
+    def _fetch(self, box: Outboxes, k: int, offsets: list[int], out: Array) -> None:
+        """Fill `out`, the elements of round `k`, from everybody's shares."""
+        for rank, view in enumerate(box.views[self._array.dtype]):
+            low, high = self._part(k, rank)
             if low < high:
-                place = offsets[rank] // itemsize
+                place = offsets[rank] // self._itemsize
                 out[low:high] = view[place : place + high - low]
 
     def commit(self) -> None:

@@ -17,7 +17,9 @@ for _name in ("typer", "rich"):
 from benchmarks import common, hosts, two_hosts  # noqa: E402
 from epee.backend.collectives import reduce  # noqa: E402
 from epee.backend.collectives.plan import Sink  # noqa: E402
+from epee.backend.collectives.reducing_hosts import plan_reduction  # noqa: E402
 from epee.backend.tensors import carrier_of  # noqa: E402
+from epee.link.topology import Topology  # noqa: E402
 
 
 @pytest.mark.slow

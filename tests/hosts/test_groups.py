@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[Callable[[int, int], object], tuple[float, float]]] = {
     "scatter": (_scatter, (2, 0)),
     "reduce": (lambda n, r: dist.reduce(full(COUNT, r), 0), (0, 1)),
     "all_reduce": (lambda n, r: dist.all_reduce(full(COUNT, r)), (1, 1)),
-    "reduce_scatter": (_reduce_scatter, (4, 4)),
+    "reduce_scatter": (_reduce_scatter, (2, 2)),
 }
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.backend.cases import reduce_scatter_single
+
 from . import run_on_loopbacks
 
 Op = dist.ReduceOp
@@ -32,10 +34,15 @@ def combined(parts: list[torch.Tensor], name: str) -> torch.Tensor:
 
 
 def oracle(placement: tuple[int, ...], count: int, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Return the reduction of everybody's values."""
+    return by_hosts(placement, [values(rank, count, dtype) for rank in range(len(placement))], name)
+
+
+def by_hosts(placement: tuple[int, ...], given: list[torch.Tensor], name: str) -> torch.Tensor:
     """Reduce inside each host, ranks ascending, then over hosts."""
     hosts: dict[int, list[torch.Tensor]] = {}
-    for rank, host in enumerate(placement):
-        hosts.setdefault(host, []).append(values(rank, count, dtype))
+    for part, host in zip(given, placement, strict=True):
+        hosts.setdefault(host, []).append(part)
     return combined([combined(parts, name) for parts in hosts.values()], name)
 
 
@@ -49,6 +56,11 @@ def sums(rank: int, num_ranks: int, placement: tuple[int, ...]) -> None:
             y = values(rank, count, dtype)
             dist.reduce(y, 1, op=getattr(Op, name))
             assert torch.equal(y, want if rank == 1 else values(rank, count, dtype)), (dtype, name, count)
+            rows = torch.stack([values(10 * peer + rank, count, dtype) for peer in range(num_ranks)])
+            row = torch.empty(count, dtype=dtype, device="cpu")
+            reduce_scatter_single(row, rows.view(-1), op=getattr(Op, name))
+            given = [values(10 * rank + peer, count, dtype) for peer in range(num_ranks)]
+            assert torch.equal(row, by_hosts(placement, given, name)), (dtype, name, count)
     mean = torch.full((COUNT,), float(rank), dtype=torch.float32, device="cpu")
     dist.all_reduce(mean, op=Op.AVG)
     assert torch.equal(mean, torch.full((COUNT,), (num_ranks - 1) / 2, dtype=torch.float32, device="cpu"))

@@ -34,8 +34,7 @@ from .copying import Barrier, Scatter, Spread
 from .packing import FinishAfter, GatheredPart, PackedTensors, pack, shapes_word
 from .plan import Plan
 from .reduce import Reducer, check
-from .reducing import ReduceScatter
-from .reducing_hosts import plan_reduction
+from .reducing_hosts import plan_reduce_scatter, plan_reduction
 from .signature import MAX_COUNT, NO_REDUCE, OP_CODE
 from .signature import pack as pack_signature
 
@@ -281,7 +280,7 @@ def reduce_scatter(box: Outboxes, output: torch.Tensor, inputs: Sequence[torch.T
         segments.append(source(tensor, carrier))
     sink = _apart(output, inputs, carrier, "reduce_scatter: output", box)
     signature = _signature("reduce_scatter", output.dtype, output.numel(), op)
-    return ReduceScatter("reduce_scatter", signature, segments, sink, reducer, box)
+    return plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box)
 
 
 def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor, op: int) -> Plan:
@@ -295,7 +294,7 @@ def reduce_scatter_single(box: Outboxes, output: torch.Tensor, tensor: torch.Ten
     segments = [values[rank * count : (rank + 1) * count] for rank in box.members]
     sink = _apart(output, [tensor], carrier, "reduce_scatter: output", box)
     signature = _signature("reduce_scatter", output.dtype, count, op)
-    return ReduceScatter("reduce_scatter", signature, segments, sink, reducer, box)
+    return plan_reduce_scatter("reduce_scatter", signature, segments, sink, reducer, op, box)
 
 
 def reduce_scatter_coalesced(
@@ -319,7 +318,7 @@ def reduce_scatter_coalesced(
         pack(pieces, segments[position])
     sink = PackedTensors(outputs, carrier, f"{name}: outputs", fill=False)
     signature = _signature(name, inputs[0].dtype, len(sink.array), op)
-    plan = ReduceScatter(name, signature, list(segments), sink, reducer, box)
+    plan = plan_reduce_scatter(name, signature, list(segments), sink, reducer, op, box)
     plan.detail = shapes_word(counts)
     return plan
 

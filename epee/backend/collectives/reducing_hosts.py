@@ -1,10 +1,13 @@
-"""all_reduce and reduce of more data over several hosts: a sum inside each host first, which then crosses the network.
+"""Reductions of more data over several hosts: a sum inside each host first, which then crosses the network.
 
 Two steps, as on one host, but each host makes a sum of its own: of its n ranks the i-th reduces the i-th of n shares of
 a round, over the values of this host alone (nothing of them leaves it), and tells its share to the other hosts
 (MERGED). Whoever takes the result reduces, piece by piece, the shares of all hosts. So a host sends to every other one
 as many bytes as the tensor has, where n / R of everybody's values and then the sums would be (n + 1) / H times that; it
 is done where it is less (`is_less`), as between few hosts with many ranks.
+
+In a reduce_scatter a rank of another host gets one row from each host: the sum over the ranks of that host, made by the
+one of them that is at its own position (modulo their number).
 
 Order: inside a host ranks ascending, rounded to the tensor's dtype; then hosts ascending (by their lowest rank),
 rounded once more. All ranks do the same on the same values, so results are equal everywhere, bit for bit; with another
@@ -25,7 +28,7 @@ from ..outbox import ALIGN_BYTES, Outboxes
 from ..tensors import Array
 from .plan import Range
 from .reduce import AVG, Reducer
-from .reducing import AllReduce
+from .reducing import AllReduce, ReduceScatter
 from .rounds import cut, lay_out
 
 SMALL_BYTES = 64 << 10  # of all values of a host: less is told to everybody at once
@@ -48,6 +51,18 @@ def is_less(hosts: Hosts, nbytes: int) -> bool:
     """Return whether sums inside the hosts first are fewer bytes on the network than shares of everybody."""
     num_ranks = sum(len(host) for host in hosts)
     return num_ranks * nbytes > SMALL_BYTES * len(hosts) and num_ranks >= len(hosts) ** 2
+
+
+def plan_reduce_scatter(
+    name: str, signature: int, segments: Sequence[Array], sink: Any, reducer: Reducer, op: int, box: Outboxes
+) -> ReduceScatter:
+    """Return the plan of a reduce_scatter of `segments`, one per rank, into `sink.array`."""
+    if box.exports is not None and op != AVG:
+        hosts: Hosts = box.exports.topology.hosts
+        is_large = sink.array.nbytes * box.num_ranks > SMALL_BYTES
+        if is_large and len(hosts) < box.num_ranks:
+            return HostsReduceScatter(name, signature, segments, sink, reducer, box, hosts)
+    return ReduceScatter(name, signature, segments, sink, reducer, box)
 
 
 class HostsAllReduce(AllReduce):
@@ -94,3 +109,85 @@ class HostsAllReduce(AllReduce):
                 place = offsets[ranks[at]] // self._itemsize + low - at * self._shares[host]
                 parts.append(views[ranks[at]][place : place + high - low])
             self._reducer.reduce(parts, out[low:high], self._scratch)
+
+
+class HostsReduceScatter(ReduceScatter):
+    """reduce_scatter with a sum per host; see above."""
+
+    def __init__(
+        self,
+        name: str,
+        signature: int,
+        segments: Sequence[Array],
+        sink: Any,
+        reducer: Reducer,
+        box: Outboxes,
+        hosts: Hosts,
+    ) -> None:
+        super().__init__(name, signature, segments, sink, reducer, box)
+        self._hosts = hosts
+        self._here = next(ranks for ranks in hosts if box.rank in ranks)
+        self._served = {rank: self._serves(rank) for rank in range(box.num_ranks)}
+        self._itemsize = itemsize = sink.array.itemsize
+        row_bytes = self._length * itemsize
+        most = max(len(served) for served in self._served.values())
+        rounds = cut(len(sink.array), itemsize * box.num_ranks, box.staging_bytes)
+        lay_out(self, rounds, row_bytes * box.num_ranks, row_bytes * most, puts=True)
+        self._partial = np.empty(min(self._length, len(sink.array)), sink.array.dtype)
+
+    def _serves(self, rank: int) -> list[int]:
+        """Return the ranks of other hosts for which a rank adds up the values of its host, ascending."""
+        own = next(ranks for ranks in self._hosts if rank in ranks)
+        others = [ranks for ranks in self._hosts if ranks is not own]
+        at = own.index(rank)
+        return sorted(peer for ranks in others for place, peer in enumerate(ranks) if place % len(own) == at)
+
+    def _bounds(self, k: int) -> tuple[int, int]:
+        return k * self._length, min((k + 1) * self._length, len(self._sink.array))
+
+    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return nothing: only this host reads the values."""
+        return ()
+
+    def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return the rows of the readers."""
+        first, last = self._bounds(k)
+        row_bytes = self._length * self._itemsize
+        served = enumerate(self._served[self._rank])
+        return [(row * row_bytes, (last - first) * self._itemsize) for row, peer in served if peer in readers]
+
+    def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
+        """Add up the values of this host for each rank that this one serves."""
+        first, last = self._bounds(k)
+        views = box.views[self._partial.dtype]
+        for row, peer in enumerate(self._served[self._rank]):
+            place = offset // self._itemsize + row * self._length
+            parts = [self._values(box, rank, offsets[rank], peer, first, last) for rank in self._here]
+            self._reducer.reduce(parts, views[self._rank][place : place + last - first], self._scratch)
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Add up the rows of all hosts; `offsets` are those of the shares."""
+        first, last = self._bounds(k)
+        if first >= last:
+            return
+        out: Array = self._sink.array if self._private is None else self._private
+        half = k % self.num_halves
+        back = self.num_halves * self.round_bytes + half * (self.merge_bytes - self.round_bytes)
+        own = self._partial[: last - first]
+        parts = [self._values(box, rank, offsets[rank] - back, self._rank, first, last) for rank in self._here]
+        self._reducer.reduce(parts, own, self._scratch)
+        rows = [own if ranks is self._here else self._row(box, ranks, offsets, last - first) for ranks in self._hosts]
+        self._reducer.reduce(rows, out[first:last], self._scratch)
+
+    def _values(self, box: Outboxes, rank: int, offset: int, peer: int, first: int, last: int) -> Array:
+        """Return what a rank of this host gives for `peer` in the round whose block lies at `offset`."""
+        if rank == self._rank:
+            return self._segments[peer][first:last]
+        place = offset // self._itemsize + peer * self._length
+        return box.views[self._partial.dtype][rank][place : place + last - first]
+
+    def _row(self, box: Outboxes, ranks: Sequence[int], offsets: list[int], length: int) -> Array:
+        """Return the sum of another host for this rank."""
+        server = next(rank for rank in ranks if self._rank in self._served[rank])
+        place = offsets[server] // self._itemsize + self._served[server].index(self._rank) * self._length
+        return box.views[self._partial.dtype][server][place : place + length]

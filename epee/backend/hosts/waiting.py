@@ -47,13 +47,18 @@ class LinkedWaiting(Waiting):
         return bool(words[index] >= value)
 
     def yield_until(self, block: Block, now: float) -> bool:
-        """Yield and pump for up to `YIELD_S`; True when the word is there."""
+        """Yield and pump until nothing has come for `YIELD_S`; True when the word is there.
+
+        As long as bytes come they are moved here: to hand the sockets to the thread costs two switches.
+        """
         words, index, value = self._guarded.box.words[block.rank], block.word, block.value
         until = now + YIELD_S
         while now < until and not self._guarded.flags & ~CHANGING:
             if words[index] >= value:
                 return True
-            if not self._links.pump():
+            if self._links.pump():
+                until = now + YIELD_S
+            else:
                 os.sched_yield()
             now = time.monotonic()
         return bool(words[index] >= value)

@@ -44,7 +44,7 @@ def set_host_ip(address: str) -> None:
     """Set the address under which peers on other hosts reach this process, for groups that are made from now on.
 
     Raises:
-        InvalidArgument: not an IPv4 or IPv6 address.
+        InvalidArgument: not an IPv4 or IPv6 address, or the one that stands for all of a machine.
     """
     _settings.host_ip = _checked(address, "host ip")
 
@@ -55,7 +55,8 @@ def set_device_filter(names: Sequence[str]) -> None:
     Raises:
         InvalidArgument: not a list of names.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+    is_list = isinstance(names, Sequence) and not isinstance(names, (str, bytes))
+    if not is_list or not all(isinstance(name, str) and name for name in names):
         raise InvalidArgument(f"device filter must be a list of device names, got {names!r}")
     _settings.device_filter = tuple(names)
 
@@ -90,14 +91,19 @@ def choose_address(store: Any = None) -> Choice:
     if _settings.device_filter:
         return Choice(_address_of_devices(_settings.device_filter), "set_device_filter")
     store_host, master = _rendezvous_of(store), str(env.get("MASTER_ADDR"))
+    loopback: Choice | None = None
     for place, reason in (
         (store_host, f"the route to the store at {store_host}"),
         (master, f"the route to MASTER_ADDR, {master}"),
         (_NOWHERE, "the default route"),
     ):
         address = _address_towards(place) if place else ""
-        if address:
+        if address and (not _is_loopback(address) or place == "localhost" or _is_loopback(place)):
             return Choice(address, reason)
+        if address and loopback is None:  # a machine may know its own name as 127.0.1.1, where no other reaches it
+            loopback = Choice(address, reason)
+    if loopback is not None:
+        return loopback
     raise ResourceError(
         "no address was found under which ranks of other hosts could reach this process; set EPEE_HOST_IP"
     )
@@ -148,9 +154,24 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 def _checked(address: str, what: str) -> str:
     try:
-        return str(ipaddress.ip_address(address))
+        if not isinstance(address, str):  # `ip_address` takes numbers and bytes
+            raise ValueError("no text")
+        found = ipaddress.ip_address(address)
     except ValueError as exc:
         raise InvalidArgument(f"{what} must be an IPv4 or IPv6 address, got {address!r}") from exc
+    if found.is_unspecified or found == ipaddress.ip_address("::ffff:0.0.0.0"):
+        raise InvalidArgument(
+            f"{what} must be one address, got {address!r}, which stands for all: a socket would listen to every "
+            "network; name the interface's own"
+        )
+    return str(found)
+
+
+def _is_loopback(place: str) -> bool:
+    try:
+        return ipaddress.ip_address(place).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _rendezvous_of(store: Any) -> str:

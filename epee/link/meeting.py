@@ -2,17 +2,20 @@
 
 Data path: each listens at an address of its own that its record in the store tells. Of a pair the lower rank connects,
 again and again until the deadline; then the mutual handshake of `view/transport/auth.py`, under the group's token:
-hello, challenge, proof. What is left is a socket and two keys, one for each direction.
+hello, challenge, proof; then a welcome, without which who connected could not know that the other has not given it up
+meanwhile. What is left is a socket and two keys, one for each direction.
 
 What a stranger can do on the port: lose its connection. It has `HANDSHAKE_S` seconds, at most the bytes of one
-handshake message in memory here, and there are `MAX_STRANGERS` at most; the oldest makes room. Once all partners are
-there nobody listens any more.
+handshake message in memory here, and there are `MAX_STRANGERS` at most; the oldest makes room, one that has said
+nothing before one that has said a right hello. Once all partners are there nobody listens any more.
 
 A partner that dies on the way is the caller's to notice (`check`); its connection is made again, in vain.
 """
 
 from __future__ import annotations
 
+import errno
+import hmac
 import selectors
 import socket
 import time
@@ -36,6 +39,7 @@ MAX_STRANGERS = 64
 _AGAIN_S = 0.05
 _SLICE_S = 0.1
 _FORTH, _BACK = b"link forth", b"link back"  # from who connected, and to it
+_WELCOME, _WELCOME_BYTES = b"link welcome", 32  # a key that serves as a message: only the two ends know it
 
 
 class Partner(NamedTuple):
@@ -144,13 +148,14 @@ class Meeting:
                 if now > deadline:
                     raise self._late()
                 check()
+                self._expire(now)  # before somebody is called again, so there is one call to a partner at a time
                 self._call(now)
-                for key, _ in self._select.select(_SLICE_S):
-                    if key.fileobj is self._listener:
-                        self._accept(time.monotonic())
-                    elif key.data in self._talks:
+                events = self._select.select(_SLICE_S)
+                for key, _ in events:
+                    if key.data in self._talks:
                         self._go_on(key.data)
-                self._expire(time.monotonic())
+                if any(key.fileobj is self._listener for key, _ in events):  # last: who has spoken is heard before
+                    self._accept()
             met, self._met = self._met, {}
             return met
         finally:
@@ -197,25 +202,33 @@ class Meeting:
             self._select.modify(talk.connection, selectors.EVENT_READ, talk)
             return
         message = talk.read()
-        if message:
+        if not message:
+            return
+        if talk.wanted == CHALLENGE_BYTES:
             proof, _ = talk.initiator.answer(message)
             talk.say(proof)
-            self._again.pop(talk.rank, None)
-            self._keep(talk, talk.rank, talk.initiator.key(_FORTH), talk.initiator.key(_BACK))
+            talk.wanted = _WELCOME_BYTES
+            return
+        if not hmac.compare_digest(message, talk.initiator.key(_WELCOME)):
+            raise ConnectionResetError("no welcome")
+        self._again.pop(talk.rank, None)
+        self._keep(talk, talk.rank, talk.initiator.key(_FORTH), talk.initiator.key(_BACK))
 
     # ---- who is connected to
 
-    def _accept(self, now: float) -> None:
+    def _accept(self) -> None:
         for _ in range(MAX_STRANGERS):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # nobody is left in the queue, or no descriptor here: they stay in it
+            except OSError as exc:  # nobody is left in the queue, or no descriptor here: they stay in it
+                if exc.errno in (errno.EMFILE, errno.ENFILE):
+                    time.sleep(_AGAIN_S)  # else the queue would wake this process all the time
                 return
             answers = [talk for talk in self._talks if isinstance(talk, _Answer)]
             if len(answers) >= MAX_STRANGERS:
-                self._drop(min(answers, key=lambda talk: talk.deadline))
+                self._drop(min(answers, key=lambda talk: (talk.wanted != HELLO_BYTES, talk.deadline)))
             connection.setblocking(False)
-            talk = _Answer(connection, Responder(self._token, self._job_id, self._me), now)
+            talk = _Answer(connection, Responder(self._token, self._job_id, self._me), time.monotonic())
             self._talks.add(talk)
             self._select.register(connection, selectors.EVENT_READ, talk)
 
@@ -237,6 +250,7 @@ class Meeting:
         expected = None if who is None else self._partners.get(who.slot)
         if who is None or expected is None or expected.who != who or who.slot > self._me.slot:
             raise ConnectionResetError("nobody who is waited for")
+        talk.say(talk.responder.key(_WELCOME))
         self._keep(talk, who.slot, talk.responder.key(_BACK), talk.responder.key(_FORTH))
 
     # ---- both
@@ -272,8 +286,8 @@ class Meeting:
             self._drop(talk)
 
     def _end(self) -> None:
-        for talk in list(self._talks):
-            self._drop(talk)
+        for talk in self._talks:
+            talk.connection.close()
         for met in self._met.values():
             met.connection.close()
         self._select.close()

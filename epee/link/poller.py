@@ -10,22 +10,32 @@ at once.
 One lock guards the links; who does not get it leaves the work to the thread that has it. A group that ends leaves the
 links to the thread (`end`): others of this host may still need what comes through them, and what was written last must
 go out. The thread is a daemon; at the end of the process it is waited for, for a bounded time.
+
+A signal handler may raise between any two lines here as well. So the lock is taken by one call in C whose result is
+noted by the same call; what is set up for a link is set up again, whatever it was, when the links are next looked at
+(`_is_broken_off`); and a link that is lost stays in the table until all has been done about it.
+
+A forked child drops its copies of the sockets: a connection that a child keeps open would not end with its owner.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..errors import ResourceError
 from .tcp import TcpLink
 
 BACK_S = 0.005
-FLUSH_S = 5.0
+FLUSH_S = 5.0  # for what is queued to go out, and for the peers to close
+CLOSE_S = 2.0  # of it, for the peers to close
 LINGER_S = 10.0
 IDLE_S = 1.0  # how long the thread sleeps in the kernel before it looks whether it is to end
 
@@ -43,8 +53,8 @@ class Links:
     def __init__(self, links: Iterable[TcpLink]) -> None:
         self.links = {link.peer: link for link in links}
         self.lock: Any = threading.RLock()
-        self._on_loss: Callable[[int], None]
-        self._on_idle: Callable[[], None]
+        self._on_loss: Callable[[int], object] = int
+        self._on_idle: Callable[[], object] = int
         self._poll = select.epoll()
         self._by_fd = {link.fd: link for link in self.links.values()}
         self._bell, self._ring = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -59,6 +69,7 @@ class Links:
         self._writers: set[int] = set()
         self._is_broken_off = False  # an exception of a signal handler came between: all links are looked at next time
         self._thread = threading.Thread(target=self._main, name="epee-links", daemon=True)
+        _made.add(self)
 
     def start(self, on_loss: Callable[[int], None], on_idle: Callable[[], None]) -> None:
         """Begin to move bytes.
@@ -66,22 +77,31 @@ class Links:
         Args:
             on_loss: called with the peer, the lock held, for each link that has ended.
             on_idle: called by the thread before it sleeps: to write what has waited for a reason to.
+
+        Raises:
+            ResourceError: the system has no thread left; the links are closed.
         """
         self._on_loss, self._on_idle = on_loss, on_idle
         self._turn.set()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            self._close()
+            raise ResourceError(f"no thread can be started for links between hosts: {exc}; raise ulimit -u") from exc
 
     # ---- who waits
 
     def pump(self) -> bool:
         """Move what can be moved now; return whether anything came. Never blocks."""
         self._pumped = time.monotonic()
-        if not self.lock.acquire(False):
-            return False
+        held = False
         try:
-            return self._handle(self._poll.poll(0.0)) if not self._is_closed else False
+            # taken and noted without a call of Python's between, where an exception could part the one from the other
+            (held,) = map(self.lock.acquire, (False,))
+            return self._handle(self._poll.poll(0.0)) if held and not self._is_closed else False
         finally:
-            self.lock.release()
+            if held:
+                self.lock.release()
 
     def rest(self) -> None:
         """Say that this caller sleeps now: the thread takes over."""
@@ -92,52 +112,45 @@ class Links:
 
     def write(self, peer: int, offset: int, data: Any, word: int, value: int, note: int) -> None:
         """As `Link.write`, to `peer`; nothing where the link has ended."""
-        link = self.links[peer]
         with self.lock:
-            if link.lost is None:
-                self._is_broken_off = True
+            link = self.links.get(peer)
+            if link is not None and link.lost is None:  # `_send` without its calls
+                was, self._is_broken_off = self._is_broken_off, True
                 link.write(offset, data, word, value, note)
-                if not link.is_flushed or link.lost is not None:
-                    self._wrote(link)
-                self._is_broken_off = False
-
-    def flush(self, peer: int) -> None:
-        """Send what waits for a word (`tcp.CORK_BYTES`)."""
-        link = self.links[peer]
-        with self.lock:
-            if link.lost is None:
-                link.flush()
-                self._wrote(link)
+                if not link.is_flushed:
+                    self._watch(link.fd, link)
+                self._is_broken_off = was
 
     def ask(self, peer: int, words: Sequence[tuple[int, int]], number: int) -> None:
         """As `Link.ask`, of `peer`."""
-        with self.lock:
-            link = self.links[peer]
-            if link.lost is None:
-                link.ask(words, number)
-                self._wrote(link)
+        self._send(peer, lambda link: link.ask(words, number))
 
     def tell(self, peer: int, number: int, values: Sequence[int]) -> None:
         """As `Link.tell`, to `peer`."""
-        with self.lock:
-            link = self.links[peer]
-            if link.lost is None:
-                link.tell(number, values)
-                self._wrote(link)
+        self._send(peer, lambda link: link.tell(number, values))
 
-    def _wrote(self, link: TcpLink) -> None:
-        """See to it that what the socket of a link has not taken goes out later. The lock is held."""
-        if link.lost is not None:
-            self._drop(link)
-        elif not link.is_flushed and link.fd not in self._writers:
-            self._writers.add(link.fd)
-            self._poll.modify(link.fd, select.EPOLLIN | select.EPOLLOUT)
+    def flush(self, peer: int) -> None:
+        """Send what waits for a word (`tcp.CORK_BYTES`)."""
+        self._send(peer, TcpLink.flush)
+
+    def _send(self, peer: int, put: Callable[[TcpLink], None]) -> None:
+        with self.lock:
+            link = self.links.get(peer)
+            if link is not None and link.lost is None:
+                was, self._is_broken_off = self._is_broken_off, True
+                put(link)
+                if not link.is_flushed:
+                    self._watch(link.fd, link)
+                self._is_broken_off = was
 
     # ---- moving
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
+        was = self._is_broken_off
+        if not events and not was:
+            return False
         came = False
-        ready = list(self._by_fd) if self._is_broken_off else [fd for fd, _ in events]
+        ready = list(self._by_fd) if was else [fd for fd, _ in events]
         self._is_broken_off = True
         for fd in ready:
             link = self._by_fd.get(fd)
@@ -145,45 +158,49 @@ class Links:
                 continue
             came |= link.pump()
             if link.lost is not None:
-                self._drop(link)
-            elif fd in self._writers and link.is_flushed:
-                self._writers.discard(fd)
-                self._poll.modify(fd, select.EPOLLIN)
+                self._drop(fd, link)
+            elif was or (fd in self._writers and link.is_flushed):
+                self._watch(fd, link)
         self._is_broken_off = False
         return came
 
-    def _drop(self, link: TcpLink) -> None:
-        """End a link that is lost: after this nothing of its peer is applied."""
-        if link.fd not in self._by_fd:
-            return
-        self._poll.unregister(link.fd)
-        self._writers.discard(link.fd)
-        del self._by_fd[link.fd]
+    def _watch(self, fd: int, link: TcpLink) -> None:
+        """Wake for what comes and, while the socket of a link has not taken everything, for room. The lock is held."""
+        if link.is_flushed:
+            self._poll.modify(fd, select.EPOLLIN)
+            self._writers.discard(fd)
+        elif fd not in self._writers or self._is_broken_off:
+            self._poll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
+            self._writers.add(fd)
+
+    def _drop(self, fd: int, link: TcpLink) -> None:
+        """End a link that is lost: after this nothing of its peer is applied. Done again when it was broken off."""
+        with contextlib.suppress(OSError):  # it is not there any more
+            self._poll.unregister(fd)
+        self._writers.discard(fd)
         link.close()
-        self._on_loss(link.peer)
+        if not link.is_finished:
+            self._on_loss(link.peer)
+        self._by_fd.pop(fd, None)
 
     def _main(self) -> None:
-        while not self._is_closed:
-            if self._linger is not None and self._linger():
-                break
+        try:
+            self._serve()
+        finally:
+            self._shut()
+
+    def _serve(self) -> None:
+        while self._linger is None or not self._linger():
             if time.monotonic() - self._pumped < BACK_S:
                 self._turn.clear()
                 self._turn.wait(BACK_S)
                 continue
             self._on_idle()
-            try:
-                events = self._poll.poll(IDLE_S if self._linger is None else 0.01)
-            except ValueError:  # closed meanwhile
-                return
-            if self._is_closed:
-                return
+            events = self._poll.poll(IDLE_S if self._linger is None else 0.01)
             if time.monotonic() - self._pumped < BACK_S:
                 continue  # a caller does it
             with self.lock:
-                if not self._is_closed:
-                    self._handle(events)
-
-        self._shut()
+                self._handle(events)
 
     # ---- the end
 
@@ -193,14 +210,16 @@ class Links:
         The caller does not wait; at the end of the process `await_ends` does. `closed` is called last.
         """
         until = time.monotonic() + LINGER_S
-        self._on_closed = closed
         with self.lock:
             if self._is_closed or self._linger is not None:
                 return
+            self._on_closed = closed
             _ending.append(self)
             self._linger = lambda: linger() or time.monotonic() > until
             os.write(self._ring, b"!")
         self.rest()
+        if self._thread.ident is None:
+            self._shut()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end."""
@@ -208,26 +227,56 @@ class Links:
             self._thread.join(timeout_s)
 
     def _shut(self) -> None:
-        """Send what is queued, for `FLUSH_S` at most, and close everything; idempotent."""
-        deadline = time.monotonic() + FLUSH_S
-        while time.monotonic() < deadline and any(not (link.is_flushed or link.lost) for link in self.links.values()):
-            with self.lock:
-                self._handle(self._poll.poll(0.001))
+        """Send what is queued and let the peers close, for `FLUSH_S` at most, then close everything; idempotent."""
+        try:
+            now = time.monotonic()
+            deadline, closing = now + FLUSH_S, 0.0
+            while self._by_fd and now < (closing or deadline):
+                with self.lock:
+                    for link in self._by_fd.values():
+                        if link.is_flushed and not link.is_finished:
+                            link.finish()
+                    self._handle(self._poll.poll(0.001))
+                now = time.monotonic()
+                if not closing and all(link.is_finished for link in self._by_fd.values()):
+                    closing = min(deadline, now + CLOSE_S)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         with self.lock:
             if self._is_closed:
                 return
             self._is_closed = True
             for link in self.links.values():
                 link.close()
+            self._by_fd.clear()
+            self.links.clear()  # they refer to what refers to this
             self._poll.close()
             os.close(self._bell)
             os.close(self._ring)
-        self._on_closed()
-        if self in _ending:
-            _ending.remove(self)
+        closed = self._on_closed
+        self._on_loss = self._on_idle = self._on_closed = int
+        try:
+            closed()
+        finally:
+            if self in _ending:
+                _ending.remove(self)
+
+    def _forget(self) -> None:
+        """Drop the descriptors, in a forked child; nothing is said to the peers."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.lock = threading.RLock()  # another thread may have held it
+            for link in self.links.values():
+                link.forget()
+            self._poll.close()
+            os.close(self._bell)
+            os.close(self._ring)
 
 
 _ending: list[Links] = []
+_made: weakref.WeakSet[Links] = weakref.WeakSet()
 
 
 def await_ends() -> None:
@@ -236,5 +285,11 @@ def await_ends() -> None:
         links.join(LINGER_S + FLUSH_S)
 
 
+def _forget_all() -> None:
+    _ending.clear()
+    for links in _made:
+        links._forget()
+
+
 atexit.register(await_ends)
-os.register_at_fork(after_in_child=_ending.clear)
+os.register_at_fork(after_in_child=_forget_all)

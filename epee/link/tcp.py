@@ -4,6 +4,11 @@ Data path: `write` seals a header and gives it to the socket together with the c
 what the socket does not take stays queued and goes out with the next pump. `pump` reads straight into the receiver's
 memory where a payload is long (`stream.py`). Whatever goes wrong ends the link (`lost`); nothing raises here.
 
+The end is found by reading. A socket that takes nothing more may still hold what the peer has said before it left, and
+that counts: a rank that has said goodbye is not lost. So a send that fails only stops the sending. For the same reason
+a link ends in two steps: `finish` says that nothing more comes, the peer closes, then this side does; a socket closed
+at once answers what comes late with a reset, which destroys what is still under way to the peer.
+
 No TCP_USER_TIMEOUT: the kernel would declare a living reader dead that stands still with a full window (measured, 2.3 s
 after a stop: `notes/between_hosts.md`, 1.3). Keepalive finds out about a peer's machine that is gone while nothing is
 under way. The caller holds the lock of the links (`poller.py`) in every method.
@@ -11,6 +16,7 @@ under way. The caller holds the lock of the links (`poller.py`) in every method.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Sequence
@@ -53,6 +59,7 @@ class TcpLink:
 
     Attributes:
         fd: of the socket; -1 once it is closed.
+        is_finished: this side has said that nothing more comes; an end of the link is no loss any more.
     """
 
     def __init__(
@@ -61,6 +68,8 @@ class TcpLink:
         self.peer = peer
         self.fd = connection.fileno()
         self.lost: Loss | None = None
+        self.is_finished = False
+        self._mute: OSError | None = None  # why the socket takes nothing more
         self._socket = connection
         self._out = Outstream(sealer)
         self._in = Instream(opener, sink)
@@ -94,13 +103,13 @@ class TcpLink:
 
     def flush(self) -> None:
         """Give the socket what it takes now."""
-        if self.lost is None:
+        if self.lost is None and self._mute is None:
             try:
                 self._out.send(self._socket.sendmsg)
             except BlockingIOError:
                 return
             except OSError as exc:
-                self._lose(Loss.RESET, exc)
+                self._mute = exc  # the next `pump` reads what is still there, and finds the end
 
     def pump(self) -> bool:
         """As `Link.pump`."""
@@ -112,19 +121,33 @@ class TcpLink:
                 more = self._in.receive(self._socket.recv_into)
                 came += 1
                 if more < 0:
-                    self._lose(Loss.CLOSED, None)
+                    self._lose(Loss.CLOSED if self._mute is None else Loss.RESET, self._mute)
                 if more <= 0:
                     break
         except BlockingIOError:
-            pass
+            if self._mute is not None:
+                self._lose(Loss.RESET, self._mute)
+        except EpeeError as exc:  # before OSError: AuthError is both
+            self._lose(Loss.DAMAGED, exc)
         except OSError as exc:
             self._lose(Loss.RESET, exc)
-        except EpeeError as exc:
-            self._lose(Loss.DAMAGED, exc)
         return came > 0
 
+    def finish(self) -> None:
+        """Say that nothing more comes, when everything is out; what the peer says is still applied until it closes."""
+        self.is_finished = True
+        with contextlib.suppress(OSError):  # the connection has ended
+            self._socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
-        """Close the socket; idempotent."""
+        """End the connection; idempotent."""
+        self.fd = -1
+        with contextlib.suppress(OSError):  # it has ended; else the peer hears of it, though a child holds a copy
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def forget(self) -> None:
+        """Drop this process's copy of the socket, in a forked child: the connection is the parent's."""
         self.fd = -1
         self._socket.close()
 

@@ -131,36 +131,33 @@ def test_a_late_rank_fails_the_call_on_all_alike_and_the_next_one_works() -> Non
     assert told == [["6.0", "late", "6.0"]] * 4
 
 
-def around_the_time_out(rank: int, num_ranks: int, num_rounds: int) -> list[str]:
-    """Rank 0 comes when the others' time-out passes, a little before or after: all must tell the same of the call."""
+def around_the_time_out(rank: int, num_ranks: int, num_rounds: int) -> int:
+    """Rank 0 comes when the others' time-out passes, a little before or after; who gets an error repeats the call.
+
+    Were the ranks to end a call differently, the repetition of one would pair with the barrier of another.
+    """
     group: Any = dist.group.WORLD
-    told = []
+    num_late = 0
     for number in range(num_rounds):
-        group.set_timeout(timedelta(seconds=30.0))
         dist.barrier()
         group.set_timeout(timedelta(seconds=0.05))
         if rank == 0:
             time.sleep(0.04 + 0.02 * number / num_rounds)
-        told.append(_verdict(full(3, rank)))
-    return told
-
-
-def _verdict(x: torch.Tensor) -> str:
-    """Sum until the call has ended or is given up; where that is open, as the error then says, repeat it."""
-    until = time.monotonic() + BOUND_S
-    while True:
+        x = full(3, rank)
         try:
             dist.all_reduce(x)
-            return "ended"
-        except CommTimeoutError as exc:
-            if "given up, on all ranks" in str(exc):
-                return "late"
-            if "repeat the call" not in str(exc) or time.monotonic() > until:
-                raise
+        except CommTimeoutError:
+            assert torch.equal(x, full(3, rank))
+            num_late += 1
+            group.set_timeout(timedelta(seconds=30.0))
+            dist.all_reduce(x)
+        group.set_timeout(timedelta(seconds=30.0))
+        assert torch.equal(x, full(3, sum(range(num_ranks))))
+    return num_late
 
 
 @pytest.mark.hosts
 @pytest.mark.parametrize("placement", [(0, 1), (0, 0, 1, 1), (0, 1, 2)])
-def test_all_ranks_tell_the_same_of_a_call_around_its_time_out(placement: tuple[int, ...]) -> None:
-    told = run_on_hosts(around_the_time_out, placement, 60, timeout_s=80)
-    assert all(answer == told[0] for answer in told), [row for row in zip(*told, strict=True) if len(set(row)) > 1]
+def test_calls_around_their_time_out_end_alike_on_all_ranks(placement: tuple[int, ...]) -> None:
+    num_late = run_on_hosts(around_the_time_out, placement, 60, timeout_s=80)
+    assert max(num_late) > 0

@@ -270,8 +270,7 @@ def time_barrier(rank: int, num_ranks: int, num_calls: int) -> Rows:
     assert buffer.runtime is not None
     whole: Any = buffer.runtime._rooms.whole
     path: Any = whole._path
-    core = path._core
-    machine, barrier = core.machine, core._barrier
+    machine, barrier = path.machine, path.machine._barrier
     stream = machine.platform.stream()
 
     def launch() -> None:

@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import epee
 from benchmarks import calls_gpu
 from epee.ep.gpu.platform import CudaPlatform
-from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.ep.throughput.shapes import ThroughputConfig
+from tests.csrc.throughput_end import ThroughputEnd
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 256, 8, 7168
 WIRE_GBPS = 389.0  # the best copy seen on 4x H200, per direction
@@ -112,7 +112,7 @@ def fp8_pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (blocks / scale[..., None]).view(x.shape).to(FP8), scale.contiguous()
 
 
-def check_rank_layout(buffer: Throughput, data: Inputs, num_sms: int) -> None:
+def check_rank_layout(buffer: ThroughputEnd, data: Inputs, num_sms: int) -> None:
     """Dispatch and combine in the rank layout, bit for bit."""
     rank = data.rank
     options = DispatchOptions(num_sms=num_sms, timeout_s=TIMEOUT_S)
@@ -165,7 +165,7 @@ def expert_rows(data: Inputs, alignment: int) -> tuple[torch.Tensor, torch.Tenso
     return columns[:, 0], columns[:, 1], columns[:, 2]
 
 
-def check_expert_layout(buffer: Throughput, data: Inputs, alignment: int) -> None:
+def check_expert_layout(buffer: ThroughputEnd, data: Inputs, alignment: int) -> None:
     """Dispatch and combine in the expert layout, bit for bit."""
     rank = data.rank
     options = DispatchOptions(layout="expert", expert_alignment=alignment, timeout_s=TIMEOUT_S)
@@ -216,7 +216,7 @@ def expect(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 class Bench:
     """Times calls on one rank."""
 
-    def __init__(self, buffer: Throughput, num_calls: int) -> None:
+    def __init__(self, buffer: ThroughputEnd, num_calls: int) -> None:
         self.buffer, self.num_calls = buffer, num_calls
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
@@ -247,7 +247,7 @@ class Bench:
 
 
 def dispatch_call(
-    buffer: Throughput, data: Inputs, options: DispatchOptions, fp8: bool
+    buffer: ThroughputEnd, data: Inputs, options: DispatchOptions, fp8: bool
 ) -> Callable[[], DispatchResult]:
     """A fresh dispatch without CPU sync."""
     rank = data.rank
@@ -255,7 +255,7 @@ def dispatch_call(
     return lambda: buffer.dispatch(x, scales, data.topk_idx[rank], data.topk_weights[rank], None, options)
 
 
-def cases_for(buffer: Throughput, data: Inputs, tokens: int, num_sms: int, with_expert: bool) -> list[Case]:
+def cases_for(buffer: ThroughputEnd, data: Inputs, tokens: int, num_sms: int, with_expert: bool) -> list[Case]:
     """What is timed at one size."""
     plain = DispatchOptions(sync=False, timeout_s=TIMEOUT_S, num_sms=num_sms)
     out = torch.empty(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -287,13 +287,13 @@ def cases_for(buffer: Throughput, data: Inputs, tokens: int, num_sms: int, with_
 GRAPH_TOKENS, GRAPH_PAIRS = 128, 8
 
 
-def make_buffer(rank: int, num_ranks: int, tokens: int, num_slots: int) -> Throughput:
+def make_buffer(rank: int, num_ranks: int, tokens: int, num_slots: int) -> ThroughputEnd:
     """A buffer for the standard setting."""
     rows = math.ceil(1.5 * tokens * NUM_TOPK)  # half as many again as a balanced routing brings
     config = ThroughputConfig(
         rank, num_ranks, NUM_EXPERTS, HIDDEN, NUM_TOPK, tokens, torch.bfloat16, num_ranks * tokens, rows, num_slots
     )
-    return Throughput(CudaPlatform(torch.device("cuda", rank)), config, all_gather_bytes)
+    return ThroughputEnd(CudaPlatform(torch.device("cuda", rank)), config, all_gather_bytes)
 
 
 def graph_times(rank: int, num_ranks: int, num_sms: int | None, num_calls: int) -> dict[str, float]:
@@ -438,7 +438,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def time_all(rank: int, args: argparse.Namespace, buffer: Throughput, results: dict[str, Any]) -> None:
+def time_all(rank: int, args: argparse.Namespace, buffer: ThroughputEnd, results: dict[str, Any]) -> None:
     """Time every case at every size."""
     bench = Bench(buffer, args.calls)
     for tokens in args.tokens:

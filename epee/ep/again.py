@@ -23,27 +23,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..memory.looks import Looks, looks_of
 from .attempt import refuse
 from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, check_dispatch, check_payload
 from .config import BufferConfig
 from .control.inbox import OP_COMBINE, OP_DISPATCH, Exchange
 from .gpu.ranges import is_profiling
 from .handle import Combined, Handle, Payload
-from .throughput.gpu.combine import CombinePlan, find_rows
+from .throughput.gpu.combine import AnyCombinePlan, find_rows
 from .throughput.gpu.dispatch import DispatchPlan
 from .throughput.gpu_handle import CudaDispatched, CudaHandle
 from .throughput.gpu_path import CudaPath
-from .throughput.order import RANKS_THEN_BIAS
 from .turns import Turns
 
 _MOST_FACTS = 1024  # that are remembered: callers may bring new shapes all the time
 NO_FACTS = (AttributeError, RuntimeError, TypeError, ValueError)  # of what is no tensor, or no dense one
 _MAY_BE_NEGATED = frozenset({torch.float16, torch.float32, torch.float64})  # parts of complex numbers, lazily
 _MOST_KEYS = 1024  # of a kind, that lead to plans
+_BY_TOPK = (None, None, None)  # no mask, no handle, no capacity
 _ALIGNMENT = 16  # of rows, as `checks.check_rows` says
 
 
@@ -88,7 +89,7 @@ class CheckedCalls:
     ) -> CombineCall:
         """Return a checked combine; arguments and errors as of `check_combine`."""
         call = check_combine(self._config, y, handle, topk_weights, bias, out, members)
-        is_plain = bias is None and out is None and call.order is RANKS_THEN_BIAS
+        is_plain = bias is None and out is None
         facts = self._facts(combine_facts, y, handle, topk_weights) if is_plain else None
         if facts is not None and _are_whole(y, topk_weights):
             return call._replace(memo=self._note(facts))
@@ -118,6 +119,14 @@ class CheckedCalls:
         return facts
 
 
+class _Found(NamedTuple):
+    """The plan of dispatches that are alike: their options, and what tells whether tensors are like theirs, if any."""
+
+    plan: DispatchPlan
+    options: object
+    looks: Looks | None
+
+
 class RowsAgain:
     """Makes the calls of one buffer that are like earlier ones.
 
@@ -140,8 +149,9 @@ class RowsAgain:
         self._turns, self._closing, self._exchange, self._path = turns, turns.closing, exchange, path
         self._machine = path.machine
         self._checked, self._id, self._timeout_s = checked, buffer_id, timeout_s
-        self._dispatches: dict[Any, DispatchPlan] = {}
-        self._combines: dict[Any, CombinePlan] = {}
+        self._dispatches: dict[Any, _Found] = {}
+        self._last: Any = None  # of them, the last one of a dispatch by `topk_idx` whose `looks` are known
+        self._combines: dict[Any, AnyCombinePlan] = {}
 
     def dispatch(
         self,
@@ -216,16 +226,16 @@ class RowsAgain:
         x: Payload,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        expert_alignment: int,
+        how: tuple[str, int],
         num_sms: int | None,
         sync: bool,
     ) -> DispatchPlan | None:
         """Return the plan of dispatches whose arguments look like these of one that has been made, if it has one.
 
-        It serves while what these tensors look like is what they look like here (`checked.topk_facts`).
+        It serves while what these tensors look like is what they look like here (`topk_facts`); `how`: layout and
+        alignment.
         """
-        how = "rank", expert_alignment
-        return self._dispatch_plan(x, topk_idx, topk_weights, (None, None, None), how, num_sms, sync)
+        return self._dispatch_plan(x, topk_idx, topk_weights, _BY_TOPK, how, num_sms, sync)
 
     def combine(self, y: torch.Tensor, handle: object, num_sms: int | None) -> Combined | None:
         """Run a combine of rows alone, as `dispatch`."""
@@ -269,47 +279,73 @@ class RowsAgain:
             is_exact = handle.is_exact
         if type(sync) is not bool or not (num_sms is None or type(num_sms) is int):
             return None
+        options = how, type(how[1]), num_sms, is_exact
+        is_usual = topk_weights is not None and handle is None and others[0] is None and others[2] is None
+        last: Any = self._last if is_usual else None
+        max_sms = self._machine.max_sms
         try:
-            facts = dispatch_facts(x, topk_idx, topk_weights, others, *how)
-            key = facts, num_sms, is_exact
-            plan = self._dispatches.get(key)
             rows = x if isinstance(x, torch.Tensor) else x[0]
             if rows.data_ptr() % _ALIGNMENT:
                 return None
+            is_last = last is not None and last.options == options and last.looks(x, topk_idx, topk_weights)
+            if is_last and last.plan.max_sms == max_sms:
+                return last.plan
+            key = _key_of(x, topk_idx, topk_weights, others, options)
+            found = self._dispatches.get(key)
+            if found is not None and found.plan.max_sms == max_sms:
+                if is_usual and found.looks is not None:
+                    self._last = found
+                return found.plan
+            facts = dispatch_facts(x, topk_idx, topk_weights, others, *how)
         except NO_FACTS:
             return None
-        if plan is None or plan.max_sms != self._machine.max_sms:
-            memo = self._checked.memo_of(facts)
-            plan = None if memo is None else self._path.known_dispatch(memo, is_exact, num_sms)
-            if plan is not None:
-                _remember(self._dispatches, key, plan)
+        memo = self._checked.memo_of(facts)
+        plan = None if memo is None else self._path.known_dispatch(memo, is_exact, num_sms)
+        if plan is not None:
+            _remember(self._dispatches, key, _Found(plan, options, looks_of(x, topk_idx, topk_weights)))
         return plan
 
-    def _combine_plan(self, y: Any, handle: CudaHandle, num_sms: Any) -> tuple[CombinePlan, int] | None:
+    def _combine_plan(self, y: Any, handle: CudaHandle, num_sms: Any) -> tuple[AnyCombinePlan, int] | None:
         """Return the plan of combines whose arguments look like these, if there is one, and the slot of `y`."""
         if handle.layout != "rank" or not (num_sms is None or type(num_sms) is int):
             return None
         try:
-            facts = combine_facts(y, handle, None)
-            if y.data_ptr() % _ALIGNMENT:
+            address = y.data_ptr()
+            if address % _ALIGNMENT:
                 return None
-            slot, is_copied = find_rows(self._machine, y)
-            key = facts, num_sms, is_copied
+            slot, is_copied = find_rows(self._machine, address)
+            (num_rows, hidden), dtype = y.shape, y.dtype
+            is_negative = dtype in _MAY_BE_NEGATED and y.is_neg()
+            looks = num_rows == handle.num_rows, hidden, y.stride(), dtype, y.device, is_negative
+            key = looks, handle.form, num_sms, is_copied
             plan = self._combines.get(key)
+            if plan is not None and plan.max_sms == self._machine.max_sms:
+                return plan, slot
+            facts = combine_facts(y, handle, None)
         except NO_FACTS:
             return None
-        if plan is None or plan.max_sms != self._machine.max_sms:
-            memo = self._checked.memo_of(facts)
-            plan = None if memo is None else self._path.known_combine(memo, is_copied, num_sms)
-            if plan is None:
-                return None
-            _remember(self._combines, key, plan)
+        memo = self._checked.memo_of(facts)
+        plan = None if memo is None else self._path.known_combine(memo, is_copied, num_sms)
+        if plan is None:
+            return None
+        _remember(self._combines, key, plan)
         return plan, slot
 
     def _tell(self, op: int, error: Exception, before: int) -> None:
         """Tell the peers of an error that has come before they have heard of the call, as `CallAttempt` does."""
         if self._machine.num_calls == before and not self._path.is_told(error):
             refuse(self._exchange, self._path, op, error, time.monotonic() + self._timeout_s, self._timeout_s)
+
+
+def _key_of(x: Any, topk_idx: Any, topk_weights: Any, others: tuple[Any, Any, Any], options: Any) -> object:
+    """Return what `dispatch_facts` says, and the options; of frequent kinds of calls with less ado."""
+    mask, handle, capacity = others
+    if mask is None and capacity is None:
+        if handle is None and topk_weights is not None:
+            return topk_facts(x, topk_idx, topk_weights), options
+        if handle is not None and topk_idx is None and topk_weights is None:
+            return _facts_of(x) if isinstance(x, torch.Tensor) else tuple(map(_facts_of, x)), handle.form, options
+    return dispatch_facts(x, topk_idx, topk_weights, others, *options[0]), options
 
 
 def dispatch_facts(
@@ -343,13 +379,25 @@ def dispatch_facts(
 
 def topk_facts(x: Any, topk_idx: Any, topk_weights: Any) -> tuple[object, ...]:
     """Return what the rules look at of the tensors of a dispatch by `topk_idx`, as `dispatch_facts`."""
+    kind = None
     if isinstance(x, torch.Tensor):
         kind = x.dtype
-        rows: tuple[object, ...] = x.shape, x.stride(), kind, x.device, kind in _MAY_BE_NEGATED and x.is_neg()
+        rows: tuple[object, ...] = x.shape, x.stride(), x.device, kind in _MAY_BE_NEGATED and x.is_neg()
     else:
         rows = tuple(map(_facts_of, x))
-    weights = topk_weights.shape, topk_weights.stride(), topk_weights.dtype, topk_weights.device, topk_weights.is_neg()
-    return rows, topk_idx.shape, topk_idx.stride(), topk_idx.dtype, topk_idx.device, weights
+    return (
+        rows,
+        kind,
+        topk_idx.shape,
+        topk_idx.stride(),
+        topk_idx.dtype,
+        topk_idx.device,
+        topk_weights.shape,
+        topk_weights.stride(),
+        topk_weights.dtype,
+        topk_weights.device,
+        topk_weights.is_neg(),
+    )
 
 
 def combine_facts(y: Any, handle: Handle, topk_weights: Any) -> tuple[object, ...]:

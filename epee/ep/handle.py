@@ -92,6 +92,11 @@ class Handle(ABC):
         other.order = order
         return other
 
+    @property
+    def sent_topk_idx(self) -> torch.Tensor | None:
+        """`[num_tokens, num_topk]` int64: the routing of the dispatch, where the handle has a copy; else None."""
+        return None
+
     def _twin(self: SomeHandle) -> SomeHandle:
         """Return a copy, with what has been worked out from the rows; a quarter of `copy`'s time."""
         other = object.__new__(type(self))

@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import TracebackType
 
 import torch
@@ -60,6 +61,7 @@ class Turns:
         self.is_closed = True  # until `open`
         self._lock = threading.RLock()  # knows who holds it: no word of ours that an interrupt could leave behind
         self._pid = os.getpid()
+        _forget_in_children()
         self._index: int | None = None
         self._gpu: AbstractContextManager[object] | None = None  # gives the thread its own one back
 
@@ -92,7 +94,7 @@ class Turns:
 
         For calls that do the rest of `with turns` themselves: they look at `closing` behind the lock and at their end.
         """
-        if os.getpid() != self._pid or self._lock._is_owned():  # type: ignore[attr-defined]  # as in `queue`
+        if _process() != self._pid or self._lock._is_owned():  # type: ignore[attr-defined]  # as in `queue`
             return None
         return self._lock if self._index is None or self._index == _current_gpu() else None
 
@@ -139,3 +141,15 @@ class Turns:
         if not self.is_closed:
             self.is_closed = True
             self._give_back()
+
+
+@cache
+def _process() -> int:
+    """Return the number of this process; the system is asked once, as that costs a call more than all else here."""
+    return os.getpid()
+
+
+@cache
+def _forget_in_children() -> None:
+    """Let children of this process ask anew."""
+    os.register_at_fork(after_in_child=_process.cache_clear)

@@ -44,12 +44,13 @@ def allocator(
     return lambda: torch.empty_strided(size, steps, dtype=dtype, device=device)
 
 
-def first_rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
+def first_rows(matrix: torch.Tensor, shape: tuple[int, int], num_rows: int) -> torch.Tensor:
     """Return a tensor over the first rows of a contiguous matrix: one of its own, which no gradient finds a way into.
 
-    What is done to it does not count as a change of the matrix, or of other such tensors, for autograd.
+    What is done to it does not count as a change of the matrix, or of other such tensors, for autograd. `shape`: of the
+    matrix, as to ask torch takes longer than to know.
     """
-    rows, columns = matrix.shape
+    rows, columns = shape
     if rows == num_rows:
         return matrix.detach()
     if _cut is None or _is_inference():

@@ -1,4 +1,4 @@
-"""V1's calls that look like earlier ones: their plans are remembered, and forgotten when the memory is another."""
+"""Calls of V1 and V2 that look like earlier ones: plans are remembered, and forgotten when the memory is another."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import epee.compat.deep_ep as deep_ep
+from epee.ep import again
 from epee.ep.pool import needs, pool
 from epee.ep.pool import throughput as rooms
+from epee.ep.throughput.gpu_path import CudaPath
 from epee.errors import InvalidArgument, MismatchError, RankFailedError
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat.deep_ep_cases import world
@@ -31,15 +33,15 @@ class _Seen:
     """Counts the calls that were made as one like an earlier one, and those that were to be and could not."""
 
     def __init__(self) -> None:
-        self.made, self.failed, original = 0, 0, rooms.Like.dispatch
+        self.made, self.failed, original = 0, 0, again.RowsAgain.dispatch_like
 
-        def dispatch(like: rooms.Like, *args: Any) -> Any:
+        def dispatch(rows: again.RowsAgain, *args: Any) -> Any:
             """Dispatch, and count."""
-            got = original(like, *args)
+            got = original(rows, *args)
             self.made, self.failed = self.made + (got is not None), self.failed + (got is None)
             return got
 
-        rooms.Like.dispatch = dispatch  # type: ignore[method-assign]
+        again.RowsAgain.dispatch_like = dispatch  # type: ignore[method-assign]
 
 
 def _same(rank: int, num_ranks: int) -> None:
@@ -79,6 +81,56 @@ def _same(rank: int, num_ranks: int) -> None:
 
 def test_a_call_like_an_earlier_one_gives_the_same() -> None:
     _run(2, _same)
+
+
+def _same_v2(rank: int, num_ranks: int, do_expand: bool) -> None:
+    """V2's calls like earlier ones, in its own order of additions; the caller changes `topk_idx` behind each."""
+    buffer, seen, combined = deep_ep.ElasticBuffer(world(), num_max_tokens_per_rank=8), _Seen(), []
+    original = CudaPath.combine_again
+
+    def combine_again(*args: Any) -> Any:
+        """Combine, and count."""
+        got = original(*args)
+        combined.append(got is not None)
+        return got
+
+    CudaPath.combine_again = combine_again  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(5, 64, generator=generator).bfloat16()
+    wanted = torch.stack([torch.randperm(4 * num_ranks, generator=generator)[:3] for _ in range(5)])
+    wanted[1, 2] = -1
+    weights = torch.rand(5, 3, generator=generator)
+    for do_cpu_sync in (True, False):
+        results = []
+        for _ in range(4):
+            idx = wanted.clone()
+            recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(
+                x, idx, weights, num_experts=4 * num_ranks, do_cpu_sync=do_cpu_sync, do_expand=do_expand
+            )
+            idx.fill_(-1)  # the handle has a copy
+            assert isinstance(recv_x, torch.Tensor)
+            assert recv_weights is not None
+            assert event.event is None
+            back = buffer.combine(recv_x, handle)[0]
+            assert torch.equal(handle.topk_idx, wanted)
+            num_rows = int(handle.core.recv_counts[0])
+            parts = [part[:num_rows].clone() for part in (recv_x, recv_idx, recv_weights) if part is not None]
+            listed = handle.num_recv_tokens_per_expert_list
+            psum = handle.psum_num_recv_tokens_per_expert.clone()
+            results.append(([*parts, back, psum, handle.dst_buffer_slot_idx], listed, len(recv_x)))
+        for parts, *others in results[1:]:
+            assert others == list(results[0][1:])
+            for part, other in zip(parts, results[0][0], strict=True):
+                assert torch.equal(part.float(), other.float())
+    assert seen.made >= 4
+    assert do_expand or sum(combined) >= 4
+    buffer._pool().host_barrier()
+
+
+@pytest.mark.parametrize("do_expand", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_v2_calls_like_earlier_ones_give_the_same(num_ranks: int, do_expand: bool) -> None:
+    _run(num_ranks, _same_v2, do_expand)
 
 
 def _wrong(rank: int, num_ranks: int) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.ep.throughput.order import CombineOrder
 from epee.errors import EpeeError
 from tests.csrc.emulated import all_gather_bytes, has_compiler
 from tests.csrc.throughput_cases import Case, inputs_of, make_buffer
+from tests.csrc.throughput_end import ThroughputEnd
 from tests.harness import run_ranks
 
 pytestmark = [
@@ -28,7 +28,7 @@ BIG = Case((0, 4096), hidden=64)  # rank 1 is still placing its tokens when rank
 LONG_S = 8.0
 
 
-def _error_of(buffer: Throughput, call: Callable[[], object]) -> str:
+def _error_of(buffer: ThroughputEnd, call: Callable[[], object]) -> str:
     try:
         call()
         buffer.check()
@@ -37,14 +37,14 @@ def _error_of(buffer: Throughput, call: Callable[[], object]) -> str:
     return ""
 
 
-def _send(buffer: Throughput, rank: int, case: Case = CASE, shift: float = 0.0, sync: bool = True) -> DispatchResult:
+def _send(buffer: ThroughputEnd, rank: int, case: Case = CASE, shift: float = 0.0, sync: bool = True) -> DispatchResult:
     given = inputs_of(case, rank)
     assert isinstance(given.x, torch.Tensor)
     options = DispatchOptions(timeout_s=LONG_S, sync=sync)
     return buffer.dispatch(given.x + shift, None, given.topk_idx, given.topk_weights, None, options)
 
 
-def _one_sided_barrier(buffer: Throughput, rank: int) -> str:
+def _one_sided_barrier(buffer: ThroughputEnd, rank: int) -> str:
     """A barrier that times out on rank 0 and ends well on rank 1."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:

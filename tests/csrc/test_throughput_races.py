@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from epee import reference
-from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.ep.throughput.order import CombineOrder
 from epee.errors import EpeeError
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes, has_compiler
 from tests.csrc.throughput_cases import Case, check_case, expect_equal, expert_output, inputs_of, make_buffer
+from tests.csrc.throughput_end import ThroughputEnd
 from tests.harness import run_ranks
 
 pytestmark = [
@@ -30,14 +30,14 @@ SEND = DispatchOptions(timeout_s=8.0)
 BACK = CombineOptions(timeout_s=8.0)
 
 
-def open_buffer(rank: int, case: Case = CASE, **pauses: dict[int, float]) -> Throughput:
+def open_buffer(rank: int, case: Case = CASE, **pauses: dict[int, float]) -> ThroughputEnd:
     """A buffer; `pauses` are seconds for each place, by kernel file."""
     buffer = make_buffer(case, rank, "emulated")
     _pause(buffer, **pauses)
     return buffer
 
 
-def _pause(buffer: Throughput, **pauses: dict[int, float]) -> None:
+def _pause(buffer: ThroughputEnd, **pauses: dict[int, float]) -> None:
     platform = buffer.machine.platform
     assert isinstance(platform, EmulatedPlatform)
     for file, places in pauses.items():
@@ -45,7 +45,7 @@ def _pause(buffer: Throughput, **pauses: dict[int, float]) -> None:
             platform.pause(file, place, seconds)
 
 
-def _send(buffer: Throughput, rank: int, options: DispatchOptions = SEND, case: Case = CASE) -> DispatchResult:
+def _send(buffer: ThroughputEnd, rank: int, options: DispatchOptions = SEND, case: Case = CASE) -> DispatchResult:
     given = inputs_of(case, rank)
     assert isinstance(given.x, torch.Tensor)
     return buffer.dispatch(given.x, None, given.topk_idx, given.topk_weights, None, options)
@@ -60,7 +60,7 @@ def _error_of(call: Any) -> str:
 
 
 def _combine_error(
-    buffer: Throughput, d: DispatchResult, weights: torch.Tensor | None = None, options: CombineOptions = BACK
+    buffer: ThroughputEnd, d: DispatchResult, weights: torch.Tensor | None = None, options: CombineOptions = BACK
 ) -> str:
     def call() -> None:
         buffer.combine(d.x, d.handle, weights, (), None, options)
@@ -69,7 +69,7 @@ def _combine_error(
     return _error_of(call)
 
 
-def _is_right(buffer: Throughput, rank: int, case: Case = CASE) -> bool:
+def _is_right(buffer: ThroughputEnd, rank: int, case: Case = CASE) -> bool:
     """Whether a dispatch brings the right bits."""
     inputs = [inputs_of(case, src) for src in range(case.num_ranks)]
     want = reference.dispatch(inputs, case.num_experts)[rank].x

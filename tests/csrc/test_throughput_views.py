@@ -16,7 +16,8 @@ OFFSET = 64
 def make() -> tuple[SlotViews, torch.Tensor]:
     """A slot of bytes that count up, and those bytes for comparison."""
     values = torch.arange(256, dtype=torch.int64).to(torch.uint8)
-    return SlotViews(values.clone()), values
+    base = values.clone()
+    return SlotViews(base, values.view(torch.int64)), values
 
 
 def test_an_alias_shows_the_slot_at_its_place() -> None:

@@ -17,11 +17,11 @@ import torch
 
 from epee import reference
 from epee.ep.gpu.platform import CudaPlatform
-from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, ThroughputHandle
 from epee.ep.throughput.shapes import ThroughputConfig
 from epee.reference import Received, Routed
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
+from tests.csrc.throughput_end import ThroughputEnd
 from tests.harness import run_ranks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -139,7 +139,7 @@ def make_buffer(
     max_recv_rows: int = 0,
     stall_one_in: int = 0,
     num_sms: int = 3,
-) -> Throughput:
+) -> ThroughputEnd:
     """The rank's end of a buffer, its memory filled with 0xFF; for `stall_one_in` see `kernel_head`. `num_sms` are the
     multiprocessors of an emulated GPU."""
     platform = EmulatedPlatform(num_sms) if platform_name == "emulated" else CudaPlatform(device_of(rank))
@@ -151,12 +151,12 @@ def make_buffer(
         rank, case.num_ranks, case.num_experts, case.hidden, case.num_topk, most, DTYPES[case.dtype],
         max_recv_rows or case.num_ranks * most, rows, num_slots,
     )  # fmt: skip
-    buffer = Throughput(platform, config, all_gather_bytes)
+    buffer = ThroughputEnd(platform, config, all_gather_bytes)
     poison(buffer)
     return buffer
 
 
-def poison(buffer: Throughput) -> None:
+def poison(buffer: ThroughputEnd) -> None:
     """Fill this rank's receive slots with 0xFF; the ranks meet before and after."""
     all_gather_bytes(b"before")
     region = buffer.machine.slots[buffer.config.rank]
@@ -208,7 +208,7 @@ def run_case(rank: int, num_ranks: int, case: Case, platform_name: str) -> dict[
     return got
 
 
-def ends_of(buffer: Throughput, handle: ThroughputHandle) -> dict[str, torch.Tensor]:
+def ends_of(buffer: ThroughputEnd, handle: ThroughputHandle) -> dict[str, torch.Tensor]:
     """What the kernel of a dispatch has summed up for readers on the GPU."""
     lengths = dict.fromkeys(("slot_ends", "recv_slots"), buffer.config.num_local_experts)
     lengths["token_ends"] = buffer.config.num_ranks

@@ -10,25 +10,25 @@ import torch
 import torch.distributed as dist
 
 from epee import reference
-from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult
 from epee.errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, MismatchError
 from tests.csrc.emulated import all_gather_bytes
 from tests.csrc.throughput_cases import Case, device_of, ends_of, expect_equal, expert_output, inputs_of, make_buffer
+from tests.csrc.throughput_end import ThroughputEnd
 from tests.harness import run_ranks
 
 CASE = Case((9, 7), hidden=64)
 OPTIONS = DispatchOptions(timeout_s=10.0)
 
 
-def open_buffer(rank: int, platform: str, **sizes: int) -> Throughput:
+def open_buffer(rank: int, platform: str, **sizes: int) -> ThroughputEnd:
     """A buffer for `CASE`."""
     if platform == "cuda":
         torch.cuda.set_device(device_of(rank))
     return make_buffer(CASE, rank, platform, **sizes)
 
 
-def _send(buffer: Throughput, rank: int, options: DispatchOptions = OPTIONS, **changes: Any) -> DispatchResult:
+def _send(buffer: ThroughputEnd, rank: int, options: DispatchOptions = OPTIONS, **changes: Any) -> DispatchResult:
     given = inputs_of(CASE, rank)
     device = buffer.machine.platform.device
     arguments: dict[str, Any] = {"x": given.x, "route": given.topk_idx, "topk_weights": given.topk_weights} | changes
@@ -45,12 +45,12 @@ def _error_of(call: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _wait_for_gpu(buffer: Throughput) -> None:
+def _wait_for_gpu(buffer: ThroughputEnd) -> None:
     if buffer.machine.platform.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _works(buffer: Throughput, rank: int) -> int:
+def _works(buffer: ThroughputEnd, rank: int) -> int:
     return _send(buffer, rank).x.shape[0]
 
 
@@ -128,7 +128,7 @@ def late_peer(rank: int, num_ranks: int, platform: str) -> Any:
     return error, _works(buffer, rank)
 
 
-def _fail_late(buffer: Throughput, rank: int) -> tuple[DispatchResult, tuple[str, str]]:
+def _fail_late(buffer: ThroughputEnd, rank: int) -> tuple[DispatchResult, tuple[str, str]]:
     """A dispatch without CPU sync that rank 1 enters when rank 0 has given it up; returns what rank 0 raised then."""
     _await_time_out(rank)
     given = inputs_of(CASE, rank)

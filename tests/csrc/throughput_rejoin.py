@@ -23,7 +23,9 @@ import epee
 from epee.ep.control.membership import Agreed
 from epee.ep.gpu.platform import LentRegion
 from epee.ep.membership.registry import Line
-from epee.ep.throughput import gpu_path
+from epee.ep.throughput.gpu import epochs as epochs_of_gpus
+from epee.ep.throughput.gpu.dispatch import plan_of
+from epee.ep.throughput.gpu.epochs import Epochs
 from epee.ep.throughput.gpu.types import DispatchOptions
 from epee.ep.throughput.gpu_path import CudaPath
 from epee.errors import (
@@ -60,7 +62,7 @@ def machine_of(buffer: epee.Buffer) -> Any:
     """What the buffer is made of."""
     path = buffer._path
     assert isinstance(path, CudaPath)
-    return path._core.machine
+    return path.machine
 
 
 def addresses(buffer: epee.Buffer) -> list[list[int]]:
@@ -187,8 +189,8 @@ def dies_halfway(slot: int, num_processes: int, folder: str, point: str) -> str:
     num_ranks, victim = 3, 1
     group, _ = begin(slot, num_ranks, folder, [victim])
     if slot == 3 and point == "mapped":
-        move = CudaPath.move
-        CudaPath.move = lambda *args: (move(*args), die())  # type: ignore[method-assign, assign, func-returns-value]
+        move = Epochs.move
+        Epochs.move = lambda *args: (move(*args), die())  # type: ignore[method-assign, assign, func-returns-value]
     elif slot == 3:
         die_at(point)
     buffer = make(num_ranks)
@@ -261,11 +263,14 @@ def replay_shut(buffer: epee.Buffer, case: Case) -> None:
     given, counted = inputs_of(case, buffer.rank), machine.num_calls
     options = DispatchOptions(case.layout, case.expert_alignment, sync=False, timeout_s=60.0)
     x = given.x[0] if isinstance(given.x, tuple) else given.x
-    path._core.dispatch(x, None, given.topk_idx, None, None, options)
+    payload, stream = (x, None, None), machine.begin()
+    plan_of(path.shape, None, payload, given.topk_idx, options, None).start(
+        payload, given.topk_idx, None, options.timeout_s, stream
+    )
     machine.num_calls = counted
     machine.platform.synchronize()
     with pytest.raises(ResourceError, match="had entered the view"):
-        path._core.check()
+        machine.check()
 
 
 def refuse_to_map(machine: Any, rank: int, which: int, times: int = 1) -> None:
@@ -361,9 +366,9 @@ def zombies_successor_dies(slot: int, num_processes: int, folder: str) -> str:
     """Rank 1 stands still, is voted out and replaced; who replaces it dies before the survivors prepare."""
     num_ranks, victim = 3, 1
     group, rank = begin(slot, num_ranks, folder, [victim], on_stall="evict", op_timeout=3.0)
-    prepare = CudaPath.prepare
+    prepare = Epochs.prepare
     if slot >= num_ranks:
-        CudaPath.prepare = lambda *args: die()  # type: ignore[method-assign]
+        Epochs.prepare = lambda *args: die()  # type: ignore[method-assign]
     buffer = make(num_ranks, num_slots=4)
     case = case_for(num_ranks, CASE, "rank", 1)
     if slot == victim:
@@ -378,13 +383,13 @@ def zombies_successor_dies(slot: int, num_processes: int, folder: str) -> str:
     stages.await_stop(pid)
     lose(group, folder, victim, "lost 1")
 
-    def late(self: CudaPath, agreed: Agreed, fresh: Collection[int]) -> None:
+    def late(self: Epochs, agreed: Agreed, fresh: Collection[int]) -> None:
         while victim not in self._watch.dead():
             time.sleep(0.001)
-        self._dead()  # as a call would that fails for another reason
+        self.dead()  # as a call would that fails for another reason
         prepare(self, agreed, fresh)
 
-    CudaPath.prepare = late  # type: ignore[method-assign]
+    Epochs.prepare = late  # type: ignore[method-assign]
     pool = machine_of(buffer).pool
     buffer.sync()
     assert pool.haunted
@@ -408,12 +413,12 @@ def fails_and_comes_again(slot: int, num_processes: int, folder: str, point: str
     """
     num_ranks, victim = 3, 1
     group, rank = begin(slot, num_ranks, folder, [victim])
-    works = {name: getattr(CudaPath, name) for name in ("fill", "prepare", "move")}
+    works = {name: getattr(Epochs, name) for name in ("fill", "prepare", "move")}
     if slot == 3:
-        setattr(CudaPath, point, fails_when(folder, "moved-2" if point == "move" else ""))
+        setattr(Epochs, point, fails_when(folder, "moved-2" if point == "move" else ""))
         with pytest.raises(ResourceError, match="nothing left"):
             make(num_ranks)
-        setattr(CudaPath, point, works[point])
+        setattr(Epochs, point, works[point])
         stages.reach(folder, "failed")
         comes = Line.come_to_sync
 
@@ -427,12 +432,12 @@ def fails_and_comes_again(slot: int, num_processes: int, folder: str, point: str
         until_some_die(buffer, folder, victim)
         lose(group, folder, victim, "lost 1")
         if point == "move":
-            CudaPath.move = held(folder, "failed" if rank == 0 else "", "move", f"moved-{rank}")  # type: ignore
+            Epochs.move = held(folder, "failed" if rank == 0 else "", "move", f"moved-{rank}")  # type: ignore
         else:
-            CudaPath.prepare = held(folder, "again", "prepare", f"prepared-{rank}")  # type: ignore[method-assign]
+            Epochs.prepare = held(folder, "again", "prepare", f"prepared-{rank}")  # type: ignore[method-assign]
         assert buffer.sync().tolist() == [1] * num_ranks
         for name, method in works.items():
-            setattr(CudaPath, name, method)
+            setattr(Epochs, name, method)
         stages.wait_for(folder, "failed", WAIT_S)
         with pytest.raises(PeerError, match=r"buffer.sync\(\)"):
             step(buffer, case_for(num_ranks, CASE, "rank", 0))
@@ -453,7 +458,7 @@ def fails_when(folder: str, stage: str) -> Callable[..., None]:
 
 def held(folder: str, stage: str, name: str, done: str) -> Callable[..., None]:
     """A step of the path behind a stage of the others, if one is named; tells when it is done."""
-    works = getattr(CudaPath, name)
+    works = getattr(Epochs, name)
 
     def waits(*args: Any) -> None:
         if stage:
@@ -466,7 +471,7 @@ def held(folder: str, stage: str, name: str, done: str) -> Callable[..., None]:
 
 def replaced_far_on(slot: int, num_processes: int, folder: str, jump: int) -> str:
     """A replacement as far on as after so many calls; rank 1 comes a while after the others to the first calls."""
-    gpu_path.TAG_JUMP = jump  # type: ignore[attr-defined]
+    epochs_of_gpus.TAG_JUMP = jump  # type: ignore[attr-defined]
     num_ranks, victim = 3, 1
     group, rank = begin(slot, num_ranks, folder, [victim])
     buffer = make(num_ranks)

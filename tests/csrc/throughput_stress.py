@@ -16,7 +16,6 @@ import torch
 
 from epee import reference
 from epee.ep.throughput.gpu import dispatch as throughput_dispatch
-from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions
 from epee.ep.throughput.shapes import FEW_TOKENS
 from epee.reference import Received
@@ -31,6 +30,7 @@ from tests.csrc.throughput_cases import (
     make_buffer,
     seen_by,
 )
+from tests.csrc.throughput_end import ThroughputEnd
 
 STALL_ONE_IN = 24
 MOST_TOKENS = 24
@@ -81,7 +81,7 @@ def draw_round(seed: int, number: int, num_ranks: int) -> Round:
     return Round(config, case, rng.random() < 0.6, source, rng.random() < 0.3, rng.random() < 0.5)
 
 
-def play(buffer: Throughput, this: Round, rank: int, members: Collection[int] | None = None) -> None:
+def play(buffer: ThroughputEnd, this: Round, rank: int, members: Collection[int] | None = None) -> None:
     """Run a round on one rank, which is one of `members` (None: of all); raises at the first difference."""
     device = buffer.machine.platform.device
     whole = inputs_of(this.case, rank)  # what the kernels get: they leave out who is no member

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from epee import reference
 from epee.ep.gpu.platform import LentRegion
 from epee.ep.throughput.gpu import dispatch as throughput_dispatch
-from epee.ep.throughput.gpu.core import Throughput
 from epee.ep.throughput.gpu.slots import Taken
 from epee.ep.throughput.gpu.types import CombineOptions, DispatchOptions, DispatchResult, ThroughputHandle
 from epee.ep.throughput.order import CombineOrder
@@ -39,6 +38,7 @@ from tests.csrc.throughput_cases import (
     make_buffer,
     seen_by,
 )
+from tests.csrc.throughput_end import ThroughputEnd
 from tests.csrc.throughput_stress import CONFIGS, MOST_TOKENS, Round, draw_round, play
 from tests.harness import run_ranks
 from tests.harness.meeting import meet
@@ -49,7 +49,7 @@ PLACE_SEND = 4  # of `common/stall.cuh`: a sender's next token
 BASE = CONFIGS[3]
 
 
-def open_core(rank: int, num_ranks: int, platform: str, base: Case = BASE, num_slots: int = 2) -> Throughput:
+def open_core(rank: int, num_ranks: int, platform: str, base: Case = BASE, num_slots: int = 2) -> ThroughputEnd:
     """A buffer for the rounds of `base`, behind one round of the expert layout, which makes its memory."""
     if platform == "cuda":
         torch.cuda.set_device(device_of(rank))
@@ -79,7 +79,7 @@ class Circle:
         return [self._store.get(head + str(src)) if src in self._members else b"" for src in range(self._num_ranks)]
 
 
-def enter(core: Throughput, members: Collection[int], tag: int, is_open: bool = True) -> None:
+def enter(core: ThroughputEnd, members: Collection[int], tag: int, is_open: bool = True) -> None:
     """Go on in a view of `members`."""
     circle = core.machine._all_gather
     assert isinstance(circle, Circle)
@@ -98,7 +98,7 @@ def rounds(base: Case, num_ranks: int, seed: int, count: int) -> Iterator[Round]
             yield this
 
 
-def play_all(core: Throughput, seed: int, count: int, members: Collection[int], base: Case = BASE) -> None:
+def play_all(core: ThroughputEnd, seed: int, count: int, members: Collection[int], base: Case = BASE) -> None:
     """Play some rounds among `members`."""
     rank, num_ranks = core.config.rank, core.config.num_ranks
     for this in rounds(base, num_ranks, seed, count):
@@ -110,7 +110,7 @@ def play_all(core: Throughput, seed: int, count: int, members: Collection[int], 
     core.check()
 
 
-def settle(core: Throughput) -> None:
+def settle(core: ThroughputEnd) -> None:
     """Wait for the GPU."""
     core.machine.platform.synchronize()
 
@@ -134,14 +134,14 @@ def whole(region: LentRegion) -> torch.Tensor:
     return region.lease(0, region.nbytes, None)
 
 
-def emulated_platform(core: Throughput) -> EmulatedPlatform:
+def emulated_platform(core: ThroughputEnd) -> EmulatedPlatform:
     """The platform of a core whose kernels can be made to stand still."""
     platform = core.machine.platform
     assert isinstance(platform, EmulatedPlatform)
     return platform
 
 
-def pause(core: Throughput, seconds: float) -> None:
+def pause(core: ThroughputEnd, seconds: float) -> None:
     """Let the senders of this process stand still at each token; only emulated ones can."""
     for file in ("few", "dispatch", "expert"):
         emulated_platform(core).pause(file, PLACE_SEND, seconds)
@@ -205,7 +205,7 @@ def ordered(rank: int, num_ranks: int, platform: str, layout: str, members: tupl
     all_gather_bytes(b"over")
 
 
-def send(core: Throughput, case: Case, rank: int, options: DispatchOptions) -> DispatchResult:
+def send(core: ThroughputEnd, case: Case, rank: int, options: DispatchOptions) -> DispatchResult:
     """Dispatch this rank's tokens of a case."""
     given = inputs_of(case, rank)
     device = core.machine.platform.device
@@ -215,7 +215,7 @@ def send(core: Throughput, case: Case, rank: int, options: DispatchOptions) -> D
     return core.dispatch(given.x.to(device), None, given.topk_idx.to(device), weights, None, options)
 
 
-def send_whole(core: Throughput, case: Case, rank: int, timeout_s: float) -> None:
+def send_whole(core: ThroughputEnd, case: Case, rank: int, timeout_s: float) -> None:
     """The same, and raise what became of it."""
     send(core, case, rank, DispatchOptions(timeout_s=timeout_s))
     settle(core)
@@ -228,7 +228,7 @@ def send_whole(core: Throughput, case: Case, rank: int, timeout_s: float) -> Non
 class DeathTeller:
     """Tells a core of deaths, as `Buffer`'s thread does."""
 
-    def __init__(self, core: Throughput) -> None:
+    def __init__(self, core: ThroughputEnd) -> None:
         rank = core.config.rank
         pids = gather_int(os.getpid())
         self._watch = DeathWatch()
@@ -309,7 +309,7 @@ def killed(rank: int, num_ranks: int, platform: str, layout: str, way: str, deat
         check_old_handle(core, old)
 
 
-def check_old_handle(core: Throughput, old: ThroughputHandle) -> None:
+def check_old_handle(core: ThroughputEnd, old: ThroughputHandle) -> None:
     """A handle of an earlier view is refused on all ranks, by the kernels themselves, and nothing else suffers."""
     x = torch.zeros(old.num_tokens, BASE.hidden, dtype=torch.bfloat16, device=core.machine.platform.device)
     y = torch.zeros(old.num_recv or 0, BASE.hidden, dtype=torch.bfloat16, device=x.device)
@@ -396,7 +396,7 @@ def late_stores(rank: int, num_ranks: int, platform: str) -> None:
     play_all(core, 9, 6, range(num_ranks))
 
 
-def graph_in_haunted_slot(core: Throughput, case: Case) -> EpeeError | None:
+def graph_in_haunted_slot(core: ThroughputEnd, case: Case) -> EpeeError | None:
     """A call of rank 0 that grants a haunted slot, as graphs do that were recorded before."""
     machine, rank = core.machine, core.config.rank
     take = machine.take
@@ -439,7 +439,7 @@ def replayed_before(rank: int, num_ranks: int, platform: str, first: str) -> str
     return type(error).__name__
 
 
-def replay_all_kinds(core: Throughput, case: Case) -> None:
+def replay_all_kinds(core: ThroughputEnd, case: Case) -> None:
     """Launch what graphs with all kinds of calls launch, which the host does not count; drop what they report."""
     machine, rank = core.machine, core.config.rank
     counted = machine.num_calls

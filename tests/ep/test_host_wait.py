@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epee.ep.throughput.gpu import machine
+from epee.ep.gpu import device
 from epee.errors import CommTimeoutError
 
 TICK_S = 1e-4  # that the clock below goes on with each look
@@ -30,49 +30,43 @@ class Clock:
             self._then()
 
 
-def a_machine() -> Any:
-    """As much of a machine as waits, with a mailbox of two words; counts interrupts."""
-    asked: list[int] = []
-    words = memoryview(bytearray(16)).cast("Q")
-    return SimpleNamespace(
-        _mailboxes=SimpleNamespace(words=words, address=0),
-        _mailbox_words=2,
-        asked=asked,
-        interrupt=lambda: asked.append(1),
-    )
+def mailboxes() -> tuple[device.Mailboxes, memoryview, list[int]]:
+    """Mailboxes of two words, their words, and where interrupts are noted."""
+    words = memoryview(bytearray(16 * device.NUM_MAILBOXES)).cast("Q")
+    platform: Any = SimpleNamespace(host_words=lambda count: SimpleNamespace(words=words, address=0))
+    return device.Mailboxes(platform, 2), words, []
 
 
 def test_sleeps_again_and_again_once_a_wait_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = a_machine()
-    words = made._mailboxes.words
+    made, words, asked = mailboxes()
 
     def answer() -> None:
         words[1], words[0] = 7, 1
 
     clock = Clock(5, answer)
-    monkeypatch.setattr(machine, "time", clock)
-    assert machine.Machine.wait_mailbox(made, 0, 2, 60.0) == [1, 0, 7, 0]
+    monkeypatch.setattr(device, "time", clock)
+    assert made.wait(0, 2, 60.0, lambda: asked.append(1)) == [1, 0, 7, 0]
     assert len(clock.slept) == 5
-    assert clock.slept[0][0] - 5.0 > machine.SPIN_S, "a short wait keeps the lock"
+    assert clock.slept[0][0] - 5.0 > device.SPIN_S, "a short wait keeps the lock"
     assert all(seconds > 0 for _, seconds in clock.slept), "a sleep of nothing lets nobody in"
-    assert len(made.asked) > 5
+    assert len(asked) > 5
 
 
 def test_an_answer_that_is_there_costs_neither_sleep_nor_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = a_machine()
-    made._mailboxes.words[0] = 1
+    made, words, asked = mailboxes()
+    words[0] = 1
     clock = Clock(1, lambda: None)
-    monkeypatch.setattr(machine, "time", clock)
-    assert machine.Machine.wait_mailbox(made, 0, 2, 60.0) == [1, 0, 0, 0]
+    monkeypatch.setattr(device, "time", clock)
+    assert made.wait(0, 2, 60.0, lambda: asked.append(1)) == [1, 0, 0, 0]
     assert clock.now == 5.0
-    assert made.asked == []
+    assert asked == []
 
 
 def test_ends_when_the_gpu_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = a_machine()
+    made, _, asked = mailboxes()
     clock = Clock(0, lambda: None)
-    monkeypatch.setattr(machine, "time", clock)
-    monkeypatch.setattr(machine, "PAUSE_S", 1.0)
+    monkeypatch.setattr(device, "time", clock)
+    monkeypatch.setattr(device, "PAUSE_S", 1.0)
     with pytest.raises(CommTimeoutError, match="the GPU gave no answer"):
-        machine.Machine.wait_mailbox(made, 0, 2, 3.0)
-    assert clock.now - 5.0 > 3.0 + machine.HOST_GRACE_S
+        made.wait(0, 2, 3.0, lambda: asked.append(1))
+    assert clock.now - 5.0 > 3.0 + device.HOST_GRACE_S

@@ -54,9 +54,9 @@ def test_first_rows_are_those_of_a_narrowed_alias(
 ) -> None:
     matrix = torch.arange(100 + 4 * columns, dtype=torch.int64, device=CPU)[100:].view(4, columns).detach()
     with torch.inference_mode(is_inference):
-        rows = fresh.first_rows(matrix, num_rows)
+        rows = fresh.first_rows(matrix, (4, columns), num_rows)
         monkeypatch.setattr(fresh, "_cut", None)
-        other = fresh.first_rows(matrix, num_rows)
+        other = fresh.first_rows(matrix, (4, columns), num_rows)
     assert rows.shape == other.shape == (num_rows, columns)
     assert (rows.stride(), rows.dtype, rows.device) == (other.stride(), other.dtype, other.device)
     assert rows.storage_offset() == other.storage_offset() == 100
@@ -67,8 +67,8 @@ def test_first_rows_are_those_of_a_narrowed_alias(
 
 def test_no_gradient_finds_its_way_from_rows_to_the_matrix() -> None:
     matrix = torch.zeros(4, 2, dtype=torch.float32, device=CPU)
-    rows = fresh.first_rows(matrix, 3)
+    rows = fresh.first_rows(matrix, (4, 2), 3)
     rows.mul_(torch.ones(1, dtype=torch.float32, device=CPU, requires_grad=True))
     assert rows.requires_grad
     assert not matrix.requires_grad
-    assert not fresh.first_rows(matrix, 3).requires_grad
+    assert not fresh.first_rows(matrix, (4, 2), 3).requires_grad

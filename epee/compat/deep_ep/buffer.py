@@ -28,9 +28,9 @@ from epee.compat.deep_ep.shared.rows import (
     filled_up,
     int64_routing,
     payload_filled_up,
-    values_of,
 )
 from epee.compat.deep_ep.v1_handle import NUM_ENTRIES, V1Handle
+from epee.compat.deep_ep.wishes import Counts, Wishes
 from epee.ep import (
     NO_FACTS,
     BufferPool,
@@ -50,11 +50,8 @@ from epee.ep import (
 )
 from epee.errors import InvalidArgument
 
-_MOST_WISHES = 1024  # that are remembered
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding
 V1Tuple: TypeAlias = tuple[torch.Tensor, ...]
-# num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-_Counts: TypeAlias = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
 Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
@@ -67,6 +64,14 @@ class _Options(NamedTuple):
     expert_alignment: int
     num_worst_tokens: int
     config: Config
+
+
+def _asked(options: _Options) -> object:
+    """Return what options are asked for; None where only checks can tell what they are."""
+    expert_alignment, num_worst_tokens, config = options
+    num_sms = config.num_sms
+    are_usual = type(expert_alignment) is type(num_worst_tokens) is type(num_sms) is int
+    return (expert_alignment, num_worst_tokens, num_sms) if are_usual else None
 
 
 class Buffer(LowLatency, PoolOwner):
@@ -116,7 +121,7 @@ class Buffer(LowLatency, PoolOwner):
         pool = BufferPool(self.group, memory=MemoryBytes(num_nvl_bytes), latency_bytes=latency_bytes)
         self.runtime: BufferPool | None = pool
         self._handles: KnownHandles[V1Handle] = KnownHandles(NUM_ENTRIES)
-        self._wishes: dict[tuple[object, ...], tuple[Wish, Need]] = {}
+        self._wishes = Wishes(self.group_size)
         self._init_low_latency(pool)
         load_counter()
 
@@ -230,13 +235,14 @@ class Buffer(LowLatency, PoolOwner):
             counts = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
             options = _Options(expert_alignment, num_worst_tokens, used)
             got, known, listed = self._dispatch_fresh(x, counts, topk_idx, topk_weights, options, run)
-            num_rows = known.num_rows
-            rows = payload_filled_up(got.x, num_rows)
-            recv_idx = recv_weights = None
-            if topk_idx is not None:
-                recv_idx, recv_weights = filled_up(got.topk_idx, num_rows, -1), filled_up(got.topk_weights, num_rows, 0)
-                if topk_idx.dtype != torch.int64 and recv_idx is not None:
-                    recv_idx = recv_idx.to(topk_idx.dtype)
+            rows, recv_idx, recv_weights = got.x, got.topk_idx, got.topk_weights
+            if num_worst_tokens:
+                rows, num_rows = payload_filled_up(rows, num_worst_tokens), num_worst_tokens
+                recv_idx, recv_weights = filled_up(recv_idx, num_rows, -1), filled_up(recv_weights, num_rows, 0)
+            if topk_idx is None:
+                recv_idx = recv_weights = None
+            elif topk_idx.dtype is not torch.int64 and recv_idx is not None:
+                recv_idx = recv_idx.to(topk_idx.dtype)
             if run is GPU_AT_ONCE:
                 return rows, recv_idx, recv_weights, listed, self._handles.handle(known), no_event()
             given = (x, is_token_in_rank, topk_idx, topk_weights)
@@ -255,7 +261,7 @@ class Buffer(LowLatency, PoolOwner):
     def _dispatch_fresh(
         self,
         x: Payload,
-        counts: _Counts,
+        counts: Counts,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         options: _Options,
@@ -263,8 +269,13 @@ class Buffer(LowLatency, PoolOwner):
     ) -> tuple[Dispatched, V1Handle, list[int]]:
         """Dispatch with routing, in a room that is found by what the call looks like, or else by asking the ranks."""
         pool = self._pool()
-        key = self._key(x, counts, topk_idx, topk_weights, options) if run is GPU_AT_ONCE else None
-        like = None if key is None else pool.recall(key)
+        key = like = None
+        if run is GPU_AT_ONCE:
+            asked = _asked(options)
+            like = None if asked is None else pool.latest(asked, x, topk_idx, topk_weights, *counts)
+            if like is None:
+                key = None if asked is None else self._key(x, counts, topk_idx, topk_weights, asked)
+                like = None if key is None else pool.recall(key)
         may_stand = True
         if like is not None:
             assert topk_idx is not None
@@ -287,7 +298,7 @@ class Buffer(LowLatency, PoolOwner):
     def _dispatch_asking(
         self,
         x: Payload,
-        counts: _Counts,
+        counts: Counts,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         options: _Options,
@@ -308,7 +319,7 @@ class Buffer(LowLatency, PoolOwner):
         is_blind = num_worst_tokens > 0 and is_gpu  # then the host waits for nobody
         try:
             routing = None if topk_idx is None else int64_routing(topk_idx)
-            wish, need = self._wished(x, counts, routing, topk_weights, num_worst_tokens, device)
+            wish, need = self._wishes.find(x, counts, routing, topk_weights, num_worst_tokens, device, is_gpu)
         except Exception as error:
             if is_blind:
                 pool.refuse(error)
@@ -342,8 +353,9 @@ class Buffer(LowLatency, PoolOwner):
             local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
             got = dispatch_in(room)
         if key is not None and topk_idx is not None and topk_weights is not None and (is_blind or standing is not None):
-            how = expert_alignment, room.num_sms(config.num_sms), not is_blind
-            pool.remember(key, room, (x, topk_idx, topk_weights), how, wishes)
+            how = ("rank", expert_alignment), room.num_sms(config.num_sms), not is_blind
+            looks = _asked(options), (x, topk_idx, topk_weights, *counts)
+            pool.remember(key, room, (x, topk_idx, topk_weights), how, wishes, looks)
         stream = pool.own_stream(device) if run.has_own_stream else None
         listed = [] if num_worst_tokens else got.num_tokens_per_expert if local_counts is None else local_counts
         num_rows = num_worst_tokens or got.handle.num_recv
@@ -425,115 +437,21 @@ class Buffer(LowLatency, PoolOwner):
     def _key(
         self,
         x: Payload,
-        counts: _Counts,
+        counts: Counts,
         topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        options: _Options,
+        asked: object,
     ) -> object:
         """Return what dispatches that look like this one have in common; None where only checks can tell."""
         counted: tuple[Any, Any, Any] = counts
         per_rank, is_in, per_expert = counted
-        expert_alignment, num_worst_tokens, config = options
-        num_sms = config.num_sms
-        are_usual = type(expert_alignment) is type(num_worst_tokens) is type(num_sms) is int
-        if not (are_usual and type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor):
+        if not type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor:
             return None
         try:
             facts = topk_facts(x, topk_idx, topk_weights)
         except NO_FACTS:
             return None
-        return facts, is_in.shape, is_in.dtype, per_expert.shape, expert_alignment, num_worst_tokens, num_sms
-
-    def _wished(
-        self,
-        x: Payload,
-        counts: _Counts,
-        routing: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
-        device: torch.device,
-    ) -> tuple[Wish, Need]:
-        """Return what this rank is about to dispatch, and needs; on GPUs once for calls whose shapes are alike."""
-        is_gpu = self._pool().is_gpu(device)
-        shapes = None
-        if is_gpu and routing is not None and all(isinstance(count, torch.Tensor) for count in counts):
-            values: Any = values_of(x)
-            _, is_in, per_expert = counts
-            assert is_in is not None
-            assert per_expert is not None
-            shapes = (
-                values.shape,
-                values.dtype,
-                routing.shape,
-                topk_weights is None,
-                is_in.shape,
-                is_in.dtype,
-                per_expert.shape,
-                num_worst_tokens,
-                device,
-            )
-            known = self._wishes.get(shapes)
-            if known is not None:
-                return known
-        wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens, is_gpu)
-        known = wish, Need.of([wish], device)
-        if shapes is not None:
-            if len(self._wishes) >= _MOST_WISHES:
-                self._wishes.clear()
-            self._wishes[shapes] = known
-        return known
-
-    def _wish(
-        self,
-        x: Payload,
-        counts: _Counts,
-        routing: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        num_worst_tokens: int,
-        is_gpu: bool,
-    ) -> Wish:
-        """Check what the other ranks are about to hear."""
-        values = values_of(x)
-        num_tokens, hidden = values.shape
-        per_rank, is_token_in_rank, per_expert = counts
-        if per_rank is None or is_token_in_rank is None or per_expert is None:
-            raise InvalidArgument(
-                "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert: give those of "
-                "get_dispatch_layout, or a handle"
-            )
-        if (routing is None) != (topk_weights is None):
-            raise InvalidArgument("topk_idx and topk_weights must be given both or neither")
-        if num_worst_tokens < 0 or (num_worst_tokens and routing is None):
-            raise InvalidArgument(
-                f"num_worst_tokens must be at least 0 and needs topk_idx and topk_weights, got {num_worst_tokens}"
-            )
-        num_experts = per_expert.numel()
-        if num_experts < 1 or num_experts % self.group_size:
-            raise InvalidArgument(
-                f"num_tokens_per_expert must have a multiple of {self.group_size} entries, got {num_experts}"
-            )
-        if is_token_in_rank.shape != (num_tokens, self.group_size) or is_token_in_rank.dtype != torch.bool:
-            raise InvalidArgument(
-                f"is_token_in_rank must be bool [{num_tokens}, {self.group_size}], "
-                f"got {is_token_in_rank.dtype} {list(is_token_in_rank.shape)}"
-            )
-        if routing is not None and not is_gpu:
-            check_topk_idx(routing, num_experts)
-            wanted = count_layout(routing, self.group_size, num_experts).is_token_in_rank
-            if not torch.equal(is_token_in_rank, wanted):
-                raise InvalidArgument(
-                    "is_token_in_rank must say where topk_idx goes; take it from get_dispatch_layout(topk_idx), or "
-                    "leave topk_idx out to route by is_token_in_rank alone"
-                )
-        return Wish(
-            hidden=hidden,
-            dtype=values.dtype,
-            num_topk=0 if routing is None else routing.shape[1],
-            num_experts=num_experts,
-            num_worst_tokens=num_worst_tokens,
-            num_tokens=num_tokens,
-            num_sent=(0,) * self.group_size if is_gpu else tuple(is_token_in_rank.sum(0).tolist()),
-        )
+        return facts, is_in.shape, is_in.dtype, per_expert.shape, asked
 
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, expert_alignment: int) -> list[int]:
         """Return the tokens of each local expert as all ranks counted them (routing without experts)."""

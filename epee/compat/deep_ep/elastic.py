@@ -10,7 +10,7 @@ Without CPU sync results have the worst case of rows: zeros, and ids of -1, behi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from epee.compat.deep_ep import experimental, sizing
 from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_domain_size
 from epee.compat.deep_ep.ep_handle import EPHandle
-from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap
-from epee.compat.deep_ep.shared.owner import PoolOwner
+from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, no_event
+from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
     column_major,
@@ -31,20 +31,25 @@ from epee.compat.deep_ep.shared.rows import (
     values_of,
 )
 from epee.ep import (
+    NO_FACTS,
     BufferPool,
     Combined,
     CombineOrder,
     Dispatched,
     Need,
     Payload,
+    Room,
     group_of,
     is_capturing,
+    topk_facts,
 )
 from epee.errors import InvalidArgument, InvalidState
 
 _DEFAULT_SMS = 24
+_SIZES = {int, type(None)}  # what types they have
 _EXPANDED_ORDER = CombineOrder(by="last_k", bias_first=True, round_partials=True)
 _SINGLE_ORDER = CombineOrder(by="k", bias_first=True)
+_LANE_ORDERS = CombineOrder(by="last_k"), CombineOrder(by="last_k", bias_first=True)  # without bias, and with one
 Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
@@ -59,6 +64,17 @@ class _Options:
     do_handle_copy: bool
     do_cpu_sync: bool | None
     do_expand: bool
+
+
+class _Form(NamedTuple):
+    """What the handles of dispatches that are alike have in common; see `EPHandle`."""
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    do_cpu_sync: bool
 
 
 class ElasticBuffer(PoolOwner):
@@ -245,7 +261,7 @@ class ElasticBuffer(PoolOwner):
             if handle is not None:
                 got = self._dispatch_again(x, topk_idx, topk_weights, handle, stats is not None, options)
             else:
-                got, handle = self._dispatch_fresh(x, topk_idx, topk_weights, options)
+                got, handle = self._dispatch_fresh(x, topk_idx, topk_weights, options, run)
                 if stats is not None:
                     stats += handle.num_unaligned_recv_tokens_per_expert
             num_rows = handle.num_rows
@@ -254,7 +270,9 @@ class ElasticBuffer(PoolOwner):
                 recv_x = recv_x[0], column_major(recv_x[1])
             recv_idx = None if options.do_expand else filled_up(got.topk_idx, num_rows, -1)
             recv_weights = None if topk_weights is None else filled_up(got.topk_weights, num_rows, 0)
-            results = (got.x, recv_x, recv_idx, recv_weights, handle.topk_idx)
+            if run is GPU_AT_ONCE:
+                return recv_x, recv_idx, recv_weights, handle, no_event()
+            results = (got.x, recv_x, recv_idx, recv_weights, handle.given_idx)
             event = run.event((x, topk_idx, topk_weights, stats, handle.core), (results, handle.core), got)
         return recv_x, recv_idx, recv_weights, handle, event
 
@@ -290,7 +308,9 @@ class ElasticBuffer(PoolOwner):
         waits = (previous_event, previous_event_before_epilogue)
         with self._run(device_of(x), async_with_compute_stream, *waits) as run:
             got = self._combine(x, known, topk_weights, bias, num_sms)
-            given = (x, topk_weights, bias, known.topk_idx, known.core)
+            if run is GPU_AT_ONCE:
+                return got.x, got.topk_weights, no_event()
+            given = (x, topk_weights, bias, known.given_idx, known.core)
             return got.x, got.topk_weights, run.event(given, (got.x, got.topk_weights))
 
     def _combine(
@@ -300,16 +320,19 @@ class ElasticBuffer(PoolOwner):
         rows: Any = cut(x, num_recv, known.num_rows)
         weights: Any = cut(topk_weights, num_recv, known.num_rows)
         if known.do_expand:
-            order = _EXPANDED_ORDER if self.allow_multiple_reduction else _SINGLE_ORDER
+            core = known.in_order(_EXPANDED_ORDER if self.allow_multiple_reduction else _SINGLE_ORDER)
         else:
-            order = CombineOrder(by="last_k", bias_first=bias is not None, topk_idx=known.topk_idx)
+            core = known.in_order(_LANE_ORDERS[bias is not None])
             if isinstance(weights, torch.Tensor):  # only then: on GPUs the ids are copied when they are asked for
                 local = known.core.recv_topk_idx
                 if local is not None and weights.shape == local.shape:
                     weights = weights.masked_fill(local < 0, 0)
-        sms = known.room.num_sms(num_sms)
         return known.room.core.combine(
-            rows, known.core.in_order(order), topk_weights=weights, bias=as_bias(bias), num_sms=sms
+            rows,
+            core,
+            topk_weights=weights,
+            bias=None if bias is None else as_bias(bias),
+            num_sms=known.room.num_sms(num_sms),
         )
 
     def _check_handle(self, handle: object) -> EPHandle:
@@ -321,8 +344,39 @@ class ElasticBuffer(PoolOwner):
         raise error
 
     def _dispatch_fresh(
-        self, x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, options: _Options
+        self,
+        x: Payload,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        options: _Options,
+        run: Running,
     ) -> tuple[Dispatched, EPHandle]:
+        """Dispatch with routing, in a room that is found by what the call looks like, or else by its needs."""
+        key = like = None
+        if run is GPU_AT_ONCE:
+            asked, pool = self._asked(options), self._pool()
+            like = None if asked is None else pool.latest(asked, x, topk_idx, topk_weights)
+            if like is None:
+                key = None if asked is None else _key(x, topk_idx, topk_weights, asked)
+                like = None if key is None else pool.recall(key)
+        if like is not None:
+            assert topk_idx is not None
+            assert topk_weights is not None
+            got = like.dispatch(x, topk_idx, topk_weights)
+            if got is not None:
+                kept = None if options.do_handle_copy else topk_idx  # the kernels have a copy
+                return got, self._handle(like.room, got, kept, like.extra)
+        return self._dispatch_sized(x, topk_idx, topk_weights, options, key)
+
+    def _dispatch_sized(
+        self,
+        x: Payload,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        options: _Options,
+        key: object,
+    ) -> tuple[Dispatched, EPHandle]:
+        """Dispatch in the room for the call's sizes; remember under `key`, if there is one, how."""
         pool = self._pool()
         try:
             values, routing = values_of(x), int64_routing(topk_idx)
@@ -337,37 +391,38 @@ class ElasticBuffer(PoolOwner):
         except Exception as error:
             pool.refuse(error)
             raise
-        layout = "expert" if options.do_expand else "rank"
+        how = "expert" if options.do_expand else "rank", alignment
         do_cpu_sync = options.do_cpu_sync is not False
         device = values.device
         is_gpu = pool.is_gpu(device)
         if is_gpu and options.do_cpu_sync is None and is_capturing():
-            do_cpu_sync = False
+            do_cpu_sync, key = False, None  # outside of graphs such calls are others
         num_rows = self.num_ranks * num_max if is_gpu else 0
-        kind = "both" if is_gpu else layout  # a room of its own for each layout would be memory there
+        kind = "both" if is_gpu else how[0]  # a room of its own for each layout would be memory there
         room = pool.room(Need(kind, num_experts, hidden, routing.shape[1], num_max, values.dtype, device, num_rows))
+        num_sms, is_exact = room.num_sms(options.num_sms), do_cpu_sync or not is_gpu
         got = room.core.dispatch(
-            x,
-            routing,
-            topk_weights,
-            layout=layout,
-            expert_alignment=alignment,
-            num_sms=room.num_sms(options.num_sms),
-            sync=do_cpu_sync or not is_gpu,
+            x, routing, topk_weights, layout=how[0], expert_alignment=alignment, num_sms=num_sms, sync=is_exact
         )
-        handle = EPHandle(
-            do_expand=options.do_expand,
-            num_experts=num_experts,
-            expert_alignment=alignment,
-            num_max_tokens_per_rank=num_max,
-            num_sms=options.num_sms or _DEFAULT_SMS,
-            topk_idx=routing.clone() if options.do_handle_copy and routing is topk_idx else routing,
-            num_recv_tokens_per_expert_list=got.num_tokens_per_expert if do_cpu_sync else [],
-            do_cpu_sync=do_cpu_sync,
-            room=room,
-            core=got.handle.unweighted(),
-        )
-        return got, handle
+        form = _Form(options.do_expand, num_experts, alignment, num_max, options.num_sms or _DEFAULT_SMS, do_cpu_sync)
+        if key is not None and topk_weights is not None:
+            looks = self._asked(options), (x, routing, topk_weights)
+            pool.remember(key, room, (x, routing, topk_weights), (how, num_sms, is_exact), form, looks)
+        kept = routing.clone() if options.do_handle_copy and routing is topk_idx else routing
+        return got, self._handle(room, got, kept, form)
+
+    def _handle(self, room: Room, got: Dispatched, topk_idx: torch.Tensor | None, form: _Form) -> EPHandle:
+        """Return the handle of a dispatch of a form; `topk_idx` None: to be taken from the kernels' copy, late."""
+        listed = got.num_tokens_per_expert if form.do_cpu_sync else []
+        return EPHandle(*form, room, got.handle.unweighted(), listed, topk_idx)
+
+    def _asked(self, options: _Options) -> object:
+        """Return what options are asked for; None where only checks can tell what they are."""
+        num_experts, num_max = options.num_experts, options.num_max_tokens_per_rank
+        sizes = num_experts, num_max, self.num_max_tokens_per_rank, options.expert_alignment, options.num_sms
+        if not _SIZES.issuperset(map(type, sizes)):
+            return None
+        return sizes, bool(options.do_expand), options.do_cpu_sync is not False
 
     def _sizes(self, options: _Options) -> tuple[int, int]:
         """Return num_max_tokens_per_rank and num_experts."""
@@ -425,6 +480,15 @@ class ElasticBuffer(PoolOwner):
     agrs_set_config = experimental.agrs_set_config
     agrs_get_inplace_tensor = experimental.agrs_get_inplace_tensor
     all_gather = experimental.all_gather
+
+
+def _key(x: Payload, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, asked: object) -> object:
+    """Return what dispatches that look like this one have in common; None where only checks can tell."""
+    try:
+        facts = topk_facts(x, topk_idx, topk_weights)
+    except NO_FACTS:
+        return None
+    return (facts, asked) if topk_idx is not None and topk_idx.dtype is torch.int64 else None
 
 
 def _refuse_in_graph() -> None:

@@ -10,14 +10,14 @@ deterministic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from epee.compat.deep_ep.shared.layout import align_up
 from epee.compat.deep_ep.shared.rows import filled_up
-from epee.ep import Handle, Room, count_layout
+from epee.ep import CombineOrder, Handle, Room, count_layout
 from epee.errors import UnsupportedError
 
 
@@ -28,10 +28,10 @@ class EPHandle:
     Attributes:
         do_expand: whether rows are per (expert, token), or per token.
         num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
-        topk_idx: `[num_tokens, num_topk]` int64, this rank's routing.
-        num_recv_tokens_per_expert_list: per local expert, rounded up to the alignment; empty without CPU sync.
         do_cpu_sync: whether results have as many rows as were received, or the worst case.
         room, core: epee's own.
+        num_recv_tokens_per_expert_list: per local expert, rounded up to the alignment; empty without CPU sync.
+        given_idx: this rank's routing, or None where `topk_idx` is made of the kernels' own copy when it is read.
     """
 
     do_expand: bool
@@ -39,15 +39,30 @@ class EPHandle:
     expert_alignment: int
     num_max_tokens_per_rank: int
     num_sms: int
-    topk_idx: torch.Tensor
-    num_recv_tokens_per_expert_list: list[int]
     do_cpu_sync: bool
     room: Room
     core: Handle
+    num_recv_tokens_per_expert_list: list[int]
+    given_idx: torch.Tensor | None
 
+    _ordered: tuple[CombineOrder, Handle] | None = field(default=None, init=False)
     token_metadata_at_forward: None = None  # DeepEP's, between hosts only
     channel_linked_list: None = None  # likewise
     cached_recv_src_metadata_before_sort: None = None  # nothing needs sorting here
+
+    @cached_property
+    def topk_idx(self) -> torch.Tensor:
+        """`[num_tokens, num_topk]` int64, this rank's routing."""
+        found = self.core.sent_topk_idx if self.given_idx is None else self.given_idx
+        assert found is not None
+        return found
+
+    def in_order(self, order: CombineOrder) -> Handle:
+        """Return epee's handle for combines that add up in an order, with this rank's routing; the last one is kept."""
+        if self._ordered is None or self._ordered[0] is not order:
+            own = order if self.given_idx is None else replace(order, topk_idx=self.given_idx)
+            self._ordered = order, self.core.in_order(own)
+        return self._ordered[1]
 
     @property
     def num_ranks(self) -> int:
@@ -74,7 +89,7 @@ class EPHandle:
         if self.do_cpu_sync or not self.core.is_exact:
             return self.core.num_recv
         num_local, alignment = self.num_experts // self.num_ranks, self.expert_alignment
-        per_token = min(self.topk_idx.shape[1], num_local)
+        per_token = min(self.core.num_topk, num_local)
         rows = self.num_ranks * self.num_max_tokens_per_rank * per_token + (alignment - 1) * num_local
         return align_up(rows, alignment)
 
@@ -105,7 +120,7 @@ class EPHandle:
         whose expert is local. Column 2 + k: expanded, the row of that k in the result; -1 elsewhere. Rows beyond those
         that arrived are -1.
         """
-        num_topk = self.topk_idx.shape[1]
+        num_topk = self.core.num_topk
         rows = self._expanded_row_of
         chosen = rows >= 0 if rows is not None else self._local_idx >= 0
         lanes = torch.arange(num_topk, dtype=torch.int64, device=chosen.device)
@@ -153,7 +168,7 @@ class EPHandle:
         if src_k is None:
             raise UnsupportedError("recv_src_metadata of an expanded dispatch is not known on this device")
         token = torch.searchsorted(self._token_ids, self._ids_of_rows)
-        shape = (len(self._token_ids), self.topk_idx.shape[1])
+        shape = (len(self._token_ids), self.core.num_topk)
         rows = torch.full(shape, -1, dtype=torch.int64, device=token.device)
         rows[token, src_k[self._real_rows]] = self._real_rows
         return rows

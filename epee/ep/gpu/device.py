@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from ...errors import InvalidState
+from ...errors import CommTimeoutError, InvalidState
 from .params import NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
 from .platform import Launcher, Platform
 from .report import NO_REPORTS
 from .share import Share
+
+NUM_MAILBOXES = 16
+HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
+SPIN_S = 1e-3  # how long the host's wait for the GPU keeps the interpreter's lock from other threads
+PAUSE_S = 2e-5  # for which it sleeps then, again and again
 
 
 class Device:
@@ -34,6 +39,7 @@ class Device:
         platform: as above.
         kernels: by name.
         report: words into which kernels report.
+        codes: of the reports, `NO_REPORTS` where there is none that nobody has read.
         share: of the multiprocessors.
         num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
         is_closed: nothing is launched any more.
@@ -47,7 +53,7 @@ class Device:
         for path, params in kernels.items():
             self.kernels.update(platform.kernels(path, head, params))
         self.report = platform.host_words(NUM_REPORTS * REPORT_WORDS)
-        self._codes = self.report.words[::REPORT_WORDS]
+        self.codes = self.report.words[::REPORT_WORDS]
         self.news = platform.host_words(NEWS_WORDS)  # give up, who is dead, how long kernels have waited
         self.share = Share(platform.device, platform.limits.num_sms)
         self.num_calls = 0
@@ -62,7 +68,7 @@ class Device:
     @property
     def has_reports(self) -> bool:
         """Whether a kernel has reported something that nobody has read; costs a few loads of host memory."""
-        return self._codes != NO_REPORTS
+        return self.codes != NO_REPORTS
 
     # -- order of calls
 
@@ -80,7 +86,7 @@ class Device:
         is_quiet = (
             stream == self._last_stream
             and not self.platform.is_capturing()
-            and self._codes == NO_REPORTS
+            and self.codes == NO_REPORTS
             and not self.is_closed
         )
         return stream if is_quiet else None
@@ -127,3 +133,50 @@ class Device:
     def waiting(self) -> int:
         """Return a number that changes while a kernel that has waited for a millisecond goes on waiting. Any thread."""
         return self.news.words[2]
+
+
+class Mailboxes:
+    """Pinned words in which kernels answer, and the host's wait for them; used in turn.
+
+    Args:
+        platform: the GPU.
+        num_words: of a mailbox.
+    """
+
+    def __init__(self, platform: Platform, num_words: int) -> None:
+        made = platform.host_words(NUM_MAILBOXES * num_words)
+        self._words, self._address, self._num_words = made.words, made.address, num_words
+        self._owner = made  # of the memory
+        self._next = 0
+
+    def open(self) -> int:
+        """Return the address of a cleared mailbox, to which kernels write."""
+        at = self._next * self._num_words
+        self._next = (self._next + 1) % NUM_MAILBOXES
+        self._words[at] = 0
+        return self._address + 8 * at
+
+    def wait(self, address: int, num_words: int, timeout_s: float, interrupt: Callable[[], None]) -> list[int] | None:
+        """Wait for a kernel's answer: its first 64-bit words as 32-bit words, or None when the call has failed.
+
+        Who only polls starves the other threads, the one that tells of deaths among them: letting go of the lock for a
+        moment wakes them up in vain, so this one sleeps. `interrupt` is called meanwhile, and may end the kernels.
+        """
+        words = self._words
+        mailbox = (address - self._address) >> 3
+        started = 0.0
+        while not words[mailbox]:
+            for _ in range(1000):
+                if words[mailbox]:
+                    break
+            else:
+                interrupt()
+                now = time.monotonic()
+                started = started or now
+                if now - started > timeout_s + HOST_GRACE_S:
+                    raise CommTimeoutError(f"dispatch: the GPU gave no answer for {timeout_s + HOST_GRACE_S:.1f} s")
+                if now - started > SPIN_S:
+                    time.sleep(PAUSE_S)
+        if words[mailbox] != 1:
+            return None
+        return words[mailbox : mailbox + num_words].cast("B").cast("i").tolist()

@@ -66,7 +66,7 @@ def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Call(ctypes.Structure):
-    """What every kernel gets first.
+    """What every kernel gets first; its last two words begin those that each call writes (`stage.CallWords`).
 
     `control`: control blocks of all ranks as this GPU addresses them; `report`, `abort`, `exchanged`: pinned host
     memory (`abort` as in `common/wait.cuh`); `ordinal`: number of the call on the host, which `exchanged` receives when
@@ -76,8 +76,8 @@ class Call(ctypes.Structure):
     _fields_ = (
         ("control", _RANKS),
         *_fields(_PTR, "report abort exchanged"),
-        *_fields(_WORD, "ordinal timeout_ns"),
         *_fields(_INT, "rank op"),
+        *_fields(_WORD, "ordinal timeout_ns"),
     )
 
 
@@ -95,10 +95,11 @@ class LayoutParams(ctypes.Structure):
         *_fields(_PTR, "topk_idx token_in_rank topk_weights"),
         *_HANDLE,
         ("mailbox", _PTR),
+        *_fields(_INT, "grant refused"),
         ("signature", _WORD),
         *_COUNTS,
         *_fields(_INT, "lanes_per_token expert_alignment max_tokens max_recv_rows max_expanded_rows"),
-        *_fields(_INT, "grant num_slots num_channels num_blocks kept_per_warp do_count refused capacity shape"),
+        *_fields(_INT, "num_slots num_channels num_blocks kept_per_warp do_count capacity shape"),
     )
 
 
@@ -107,13 +108,11 @@ class DispatchParams(ctypes.Structure):
 
     _fields_ = (
         ("call", Call),
+        *_fields(_PTR, "x scales"),
+        *_HANDLE,
         ("slots", _RANKS),
         *_fields(_WORD, "slot_bytes topk_idx_offset weights_offset scales_offset src_token_offset"),
-        ("x", _PTR),
-        ("x_stride", ctypes.c_int64),
-        ("scales", _PTR),
-        *_fields(ctypes.c_int64, "scale_row_stride scale_column_stride"),
-        *_HANDLE,
+        *_fields(ctypes.c_int64, "x_stride scale_row_stride scale_column_stride"),
         *_fields(_PTR, "out_x out_scales out_weights out_src_rank out_src_token out_src_k"),
         *_COUNTS,
         *_fields(_INT, "row_bytes chunk_bytes num_scales max_recv_rows max_expanded_rows expert_alignment"),
@@ -132,13 +131,14 @@ class CombineParams(ctypes.Structure):
 
     _fields_ = (
         ("call", Call),
-        ("slots", _RANKS),
-        *_fields(_WORD, "slot_bytes weights_offset"),
         *_HANDLE,
         *_fields(_PTR, "y bias_0 bias_1 out out_weights"),
+        *_fields(_INT, "slot refused"),
+        ("slots", _RANKS),
+        *_fields(_WORD, "slot_bytes weights_offset"),
         ("signature", _WORD),
         *_COUNTS,
-        *_fields(_INT, "row_bytes chunk_bytes num_stages max_entries max_rows num_slots slot refused"),
+        *_fields(_INT, "row_bytes chunk_bytes num_stages max_entries max_rows num_slots"),
         *_fields(_INT, "num_pull_blocks num_copy_blocks num_copy_warps is_bias_f32"),
     )
 
@@ -148,10 +148,10 @@ class OrderParams(ctypes.Structure):
 
     _fields_ = (
         ("call", Call),
-        ("slots", _RANKS),
-        ("slot_bytes", _WORD),
         *_HANDLE,
         *_fields(_PTR, "y bias_0 bias_1 out"),
+        ("slots", _RANKS),
+        ("slot_bytes", _WORD),
         *_COUNTS,
         *_fields(_INT, "row_bytes max_rows num_slots payload by bias_first round_partials is_expert is_bias_f32"),
     )

@@ -1,17 +1,23 @@
 """One kernel of a prepared call: its arguments, of which a call writes only what is its own.
 
 Data path: a plan (`throughput/gpu/dispatch.py`, `combine.py`) makes its stages once for calls that are alike, with all
-arguments that follow from what makes them alike; a call writes addresses and numbers of its own, then launches. The
-driver, and a graph that is recorded, copy the arguments at the launch, so the next call may write at once.
+arguments that follow from what makes them alike; a call writes addresses and numbers of its own (`call_words`), then
+launches. The driver, and a graph that is recorded, copy the arguments at the launch, so the next call may write them at
+once.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..throughput.shapes import LaunchShape
-from .params import HANDLE_BYTES
+from .params import HANDLE_BYTES, Call
 from .platform import Launcher
+
+_FIRST_OF_HANDLE = "send_prefix"
 
 
 class Stage:
@@ -37,22 +43,22 @@ class Stage:
         self.call: Any = first_part(self.args).call
 
 
-class HandlePlace:
-    """Where a struct of arguments has the addresses of a handle's parts.
+def call_words(args: Any, fields: str) -> Callable[..., None]:
+    """Return what writes the words that are a call's own, all at once: its number, its time-out, then `fields`.
 
     Args:
-        args: the struct.
+        args: the struct of a kernel, which has all of them side by side, behind the constants of its `Call`.
+        fields: names in the order in which they stand there; "handle" is the addresses of a handle's parts, as bytes.
     """
-
-    __slots__ = ("_bytes", "_start")
-
-    def __init__(self, args: Any) -> None:
-        self._start = type(args).send_prefix.offset
-        self._bytes = memoryview(args).cast("B")
-
-    def write(self, addresses: bytes) -> None:
-        """Write the addresses, all at once."""
-        self._bytes[self._start : self._start + HANDLE_BYTES] = addresses
+    kind, start = type(args), type(args).call.offset + Call.ordinal.offset
+    at, form = start + 16, "=QQ"
+    for name in fields.split():
+        first = _FIRST_OF_HANDLE if name == "handle" else name
+        size = HANDLE_BYTES if name == "handle" else getattr(kind, name).size
+        assert getattr(kind, first).offset == at, f"{kind.__name__}.{first} does not follow"
+        form += f"{size}s" if name == "handle" else {4: "i", 8: "Q"}[size]
+        at += size
+    return partial(struct.Struct(form).pack_into, memoryview(args).cast("B"), start)
 
 
 def first_part(args: Any) -> Any:

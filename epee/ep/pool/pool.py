@@ -8,12 +8,13 @@ is made, where it is told how much, and finds or makes the buffer of each call: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from ...errors import EpeeError, InvalidState
+from ...memory.looks import looks_of
 from ..base import SharedBuffer
 from ..control.bootstrap import all_gather_bytes, require_one_host
 from ..handle import Payload
@@ -38,6 +39,8 @@ class BufferPool:
 
     Attributes:
         group: of the ranks.
+        recall, latest: return how calls with a key, or with tensors that look alike, are made (`Like`), or None; see
+            `ThroughputRooms`.
 
     Raises:
         UnsupportedError: a group of the backend "epee" over several hosts; on other groups their first call, or memory
@@ -54,6 +57,8 @@ class BufferPool:
         require_one_host(group)
         self.group = group
         self._rooms = ThroughputRooms(group, timeout, memory, current_gpu())
+        self.recall: Callable[[object], Like | None] = self._rooms.recall
+        self.latest: Callable[..., Like | None] = self._rooms.latest
         self._lanes: dict[torch.device, Lanes] = {}
         self._is_closed = False
         self._latency = LatencyRooms(group, timeout, latency_bytes)
@@ -88,20 +93,14 @@ class BufferPool:
         self._check_open()
         return self._rooms.standing(need)
 
-    def recall(self, key: object) -> Like | None:
-        """Return how calls with this key are made, while the room of the one that was remembered serves them.
-
-        The memory is what it was then; whatever else is not as it was, the call itself finds.
-        """
-        return self._rooms.recall(key)
-
     def remember(
         self,
         key: object,
         room: Room,
         given: tuple[Payload, torch.Tensor, torch.Tensor],
-        options: tuple[int, int | None, bool],
+        options: tuple[tuple[str, int], int | None, bool],
         extra: object,
+        looks: tuple[object, tuple[object, ...]],
     ) -> None:
         """Keep how calls with this key are made, after one of them in a room that all ranks find without asking.
 
@@ -109,13 +108,14 @@ class BufferPool:
             key: equal for calls for whose tensors `topk_facts` and whose options are equal.
             room: of the call.
             given: its x, topk_idx and topk_weights.
-            options: its expert_alignment, num_sms and sync.
+            options: its layout and expert_alignment, num_sms, and sync.
             extra: for the caller.
+            looks: options and tensors by which `latest` is to know such calls.
         """
         again = room.core.again
         plan = None if again is None else again.plan_like(*given, *options)
         if plan is not None:
-            self._rooms.remember(key, Like(room, plan, extra))
+            self._rooms.remember(key, Like(room, plan, extra, looks[0], looks_of(*looks[1])))
 
     def latency_buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
         """Return the buffer for a call. Collective when more memory must be made, and behind `meet_again`.

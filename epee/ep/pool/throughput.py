@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...errors import InvalidArgument
+from ...memory.looks import Looks
 from ..buffer import Buffer
 from ..config import CPU, MAX_TOPK, BufferConfig, DoesNotFit
 from ..control.bootstrap import refuse as refuse_birth
@@ -115,22 +118,23 @@ class Like:
         room: of the call.
         plan: of its dispatch.
         extra: what the caller needs to know of such calls.
+        options: of the calls.
+        looks: tells whether tensors look like theirs; None where nothing can.
 
     Attributes:
-        room, extra: as above.
+        room, extra, options, looks: as above.
+        dispatch: makes the call, given x, topk_idx and topk_weights; None, and nothing has happened, where it must go
+            the ordinary way. Raises as `Buffer.dispatch`.
     """
 
-    __slots__ = ("_again", "_plan", "extra", "room")
+    __slots__ = ("dispatch", "extra", "looks", "options", "room")
 
-    def __init__(self, room: Room, plan: DispatchPlan, extra: Any) -> None:
+    def __init__(self, room: Room, plan: DispatchPlan, extra: Any, options: object, looks: Looks | None) -> None:
         assert room.core.again is not None, "on CPUs the ranks are asked"
-        self.room, self.extra = room, extra
-        self._again, self._plan = room.core.again.dispatch_like, plan
-
-    def dispatch(self, x: Payload, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Dispatched | None:
-        """Make the call; None, and nothing has happened, where it must go the ordinary way. Raises as
-        `Buffer.dispatch`."""
-        return self._again(self._plan, x, topk_idx, topk_weights)
+        self.room, self.extra, self.options, self.looks = room, extra, options, looks
+        self.dispatch: Callable[[Payload, torch.Tensor, torch.Tensor], Dispatched | None] = partial(
+            room.core.again.dispatch_like, plan
+        )
 
 
 class ThroughputRooms:
@@ -155,6 +159,7 @@ class ThroughputRooms:
         self._last: Buffer | None = None
         self._kept: list[Buffer] = []  # whose memory graphs have recorded
         self._likes: dict[object, Like] = {}  # over the memory that there is
+        self._latest: Like | None = None  # of them, with `looks`
         if device is not None and memory.slots >= (_NUM_SLOTS + 1) * _LEAST_SLOT:
             self._make_whole(memory, device)
 
@@ -190,18 +195,41 @@ class ThroughputRooms:
         return room
 
     def recall(self, key: object) -> Like | None:
-        """Return how calls with this key are made; see `BufferPool.recall`."""
+        """Return how calls with this key are made, while the room of the one that was remembered serves them.
+
+        The memory is what it was then; whatever else is not as it was, the call itself finds.
+        """
         like = self._likes.get(key)
         if like is not None:
-            self._last = like.room.core
-            if len(self._made) > 1:
-                self._note(like.room)
+            if like.looks is not None:
+                self._latest = like
+            self._use(like)
         return like
+
+    def latest(self, options: object, *tensors: Any) -> Like | None:
+        """Return what `recall` has returned last, where options are equal and tensors look alike; quicker than a key.
+
+        Args:
+            options, tensors: as they were remembered.
+        """
+        like: Any = self._latest
+        if like is None or like.options != options or not like.looks(*tensors):
+            return None
+        self._use(like)
+        found: Like = like
+        return found
+
+    def _use(self, like: Like) -> None:
+        """Note a call in a room, as `_note` where there are several."""
+        self._last = like.room.core
+        if len(self._made) > 1:
+            self._note(like.room)
 
     def remember(self, key: object, like: Like) -> None:
         """Keep how calls with this key are made, while the memory serves."""
         if len(self._likes) >= _MOST_LIKES:
             self._likes.clear()
+            self._latest = None
         self._likes[key] = like
 
     def close(self) -> None:
@@ -211,6 +239,7 @@ class ThroughputRooms:
         self.whole = self._last = None
         self._cut.clear()
         self._likes.clear()
+        self._latest = None
         self._made.clear()
         self._kept.clear()
 
@@ -318,6 +347,7 @@ class ThroughputRooms:
         self._memory = memory
         self._cut.clear()
         self._likes.clear()
+        self._latest = None
 
     # -- CPUs
 

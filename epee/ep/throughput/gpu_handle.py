@@ -7,17 +7,23 @@ combines. Everything else is worked out when it is first read, by closed form fr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from ...memory.fresh import Late
+from ..checks import DispatchCall
+from ..config import BufferConfig
+from ..control.inbox import Exchange
 from ..event import DONE, Event
 from ..gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ..handle import Dispatched, DispatchRouting, Handle
-from .gpu.types import DispatchResult, ThroughputHandle
+from .gpu.dispatch import DispatchPlan
+from .gpu.types import DispatchResult, ThroughputHandle, without_weights
 from .gpu.views import KeptRows
+from .order import CombineOrder
 
 
 @dataclass(eq=False)
@@ -43,6 +49,19 @@ class CudaHandle(Handle):
     row_src_k: torch.Tensor | None
     kept: KeptRows | None
     routing: DispatchRouting | None = None
+
+    @Late
+    def form(self) -> tuple[object, ...]:
+        """What the rules of a combine look at of a handle, as `again.combine_facts`."""
+        order = self.order
+        sums = None if order is None else (order.by, order.bias_first, order.round_partials)
+        return self.layout, self.expert_alignment, self.num_tokens, self.with_topk, self.capacity, sums
+
+    def in_order(self, order: CombineOrder | None) -> CudaHandle:
+        """See `Handle`."""
+        other = super().in_order(order)
+        other.__dict__.pop("form", None)
+        return other
 
     @property
     def num_recv(self) -> int:
@@ -170,6 +189,14 @@ class CudaHandle(Handle):
         )
 
     @property
+    def sent_topk_idx(self) -> torch.Tensor | None:
+        """See `Handle`; -1 for experts of ranks that the view leaves out."""
+        if not self.with_topk:
+            return None
+        shape = self.num_tokens, self.num_topk
+        return self.core.part("expert_of", self.num_tokens * self.num_topk).view(shape).to(torch.int64)
+
+    @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What is kept on the GPU and read by later calls. (The slot of the rows has `readers` of its own.)"""
         return self.core.words, self.row_src_rank, self.row_src_token, self.row_src_k
@@ -180,8 +207,8 @@ class CudaHandle(Handle):
             return self
         other = self._twin()
         other.core = object.__new__(ThroughputHandle)  # `replace` takes ten times as long
-        other.core.__dict__.update(self.core.__dict__, has_weights=False)
-        other.core.__dict__.pop("addresses", None)  # without those of weights
+        addresses = self.core.addresses
+        other.core.__dict__.update(self.core.__dict__, has_weights=False, addresses=without_weights(addresses))
         return other
 
     @property
@@ -237,6 +264,80 @@ class CudaHandle(Handle):
             return self._tokens[:, self.rank].to(torch.int64)
         first = self.rank * self.num_local_experts
         return self._count_matrix[:, first : first + self.num_local_experts].sum(1)
+
+
+class HandleMaker:
+    """Makes the handles of one buffer's dispatches.
+
+    Args:
+        config, rank, buffer_id, exchange: of the buffer.
+    """
+
+    def __init__(self, config: BufferConfig, rank: int, buffer_id: int, exchange: Exchange) -> None:
+        self._config, self._rank, self._id, self._exchange = config, rank, buffer_id, exchange
+
+    def made(self, call: DispatchCall, got: DispatchResult, known: CudaHandle | None) -> CudaHandle:
+        """Return the handle of a dispatch; `known` is that by which it went, if there is one."""
+        if known is not None:
+            return known if got.handle is known.core else replace(known, core=got.handle)
+        handle = self._new(got.handle, got.x.shape[0])
+        handle.row_src_rank, handle.row_src_token, handle.row_src_k = got.src_rank, got.row_src_token, got.src_k
+        handle.kept, handle.routing = got.kept, self._routing(call)
+        return handle
+
+    def facts(self, plan: DispatchPlan) -> dict[str, Any]:
+        """Return what the handles of a plan's dispatches have in common."""
+        made = self._new(plan.new_handle(0), 0)
+        form = made.form  # worked out once for all of them
+        return {"form": form, **{name: value for name, value in made.__dict__.items() if name not in {"core", "kept"}}}
+
+    def like(self, plan: DispatchPlan, got: DispatchResult, epoch: int) -> CudaHandle:
+        """Return the handle of a dispatch like an earlier one, which has noted what all of them have in common."""
+        core = got.handle
+        handle = object.__new__(CudaHandle)  # and the fields at once, as one by one takes longer
+        handle.__dict__.update(
+            plan.handle_facts,
+            seq=core.call_idx,
+            epoch=epoch,
+            core=core,
+            num_rows=plan.most_rows if core.num_recv is None else core.num_recv,
+            kept=got.kept,
+        )
+        if got.sources is not None:
+            handle.row_src_rank, handle.row_src_token, handle.row_src_k = got.sources
+        return handle
+
+    def _new(self, core: ThroughputHandle, num_rows: int) -> CudaHandle:
+        """Return the handle of a dispatch of now, without its sources."""
+        config = self._config
+        return CudaHandle(
+            self._id,
+            core.call_idx,
+            self._exchange.epoch,
+            core.layout,
+            core.expert_alignment,
+            core.num_tokens,
+            config.num_topk,
+            core.has_topk,
+            core,
+            self._rank,
+            config.num_ranks,
+            config.num_local_experts,
+            num_rows,
+            row_src_rank=None,
+            row_src_token=None,
+            row_src_k=None,
+            kept=None,
+            capacity=core.capacity,
+        )
+
+    def _routing(self, call: DispatchCall) -> DispatchRouting | None:
+        """Return a copy of the routing where the view leaves ranks out, for `lost_weight`."""
+        if self._exchange.reduced_members is None:
+            return None
+        return DispatchRouting(
+            *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
+        )
 
 
 class CudaDispatched(Dispatched):

@@ -6,8 +6,8 @@ but addresses and the numbers of the call, which `start` writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -15,12 +15,14 @@ from ....memory.fresh import allocator
 from ....memory.layout import Layout
 from ...gpu.platform import LentRegion
 from ...gpu.signature import combine_signature
-from ...gpu.stage import HandlePlace
+from ...gpu.stage import call_words
 from ..shapes import BULK_BYTES, FEW_TOKENS, PAYLOADS, combine_shape
+from .dispatch import plan_of
 from .machine import DEFAULT_SMS, Machine
+from .order import OrderPlan, order_plan_of
 from .place import ExpertPlace
 from .shape import Shape
-from .types import CombineOptions, ThroughputHandle
+from .types import CombineOptions, DispatchOptions, ThroughputHandle
 
 FEW_SMS = 16  # for few tokens by default: more ask for everything at once and are served later
 MAX_COPY_WARPS = 8  # they share the 16 barriers of a combining block
@@ -56,17 +58,22 @@ def place_rows(machine: Machine, y: torch.Tensor, writer: Shape | None = None) -
         writer: the shape in which weights will be written beside them: not into a slot that another shape has filled,
             where something of a result that lives may lie in their place.
     """
-    slot, is_copied = find_rows(machine, y, writer)
+    slot, is_copied = find_rows(machine, y.data_ptr(), writer)
     return CombineSource(machine.slots, slot, machine.config.slot_bytes, is_copied)
 
 
-def find_rows(machine: Machine, y: torch.Tensor, writer: Shape | None = None) -> tuple[int, bool]:
-    """Return the slot from which the peers pull, and whether `y` is copied there; arguments as of `place_rows`."""
-    if y.numel():
-        slot = machine.slot_at(y.data_ptr())
+def find_rows(machine: Machine, address: int, writer: Shape | None = None) -> tuple[int, bool]:
+    """Return the slot from which the peers pull, and whether the rows are copied there.
+
+    Args:
+        machine, writer: as of `place_rows`.
+        address: of the rows; 0 where there are none.
+    """
+    if address:
+        slot = machine.slot_at(address)
         if slot is not None and slot not in machine.pool.haunters and writer in (None, machine.filled_by[slot]):
             return slot, False
-    return machine.landing, y.numel() > 0
+    return machine.landing, address != 0
 
 
 class CombineFacts(NamedTuple):
@@ -116,7 +123,7 @@ class CombinePlan:
     def __init__(self, shape: Shape, facts: CombineFacts, place: CombineSource) -> None:
         machine, config = shape.machine, shape.config
         limits = machine.platform.limits
-        self.max_sms = machine.max_sms
+        self._machine, self.max_sms = machine, machine.max_sms
         self.new_out = allocator((facts.num_tokens, config.hidden), facts.dtype, machine.platform.device)
         row_bytes = config.hidden * facts.dtype.itemsize
         num_entries = config.num_topk if facts.is_expert else config.num_ranks
@@ -128,8 +135,8 @@ class CombinePlan:
             num_sms, num_copy_blocks = num_sms - 1, 1
         name = f"combine_throughput_{facts.layout}_{PAYLOADS[facts.dtype]}"
         self._stage = shape.stage(name, launch, "early", grid=num_sms + num_copy_blocks)
-        a = self._args = self._stage.args
-        self._handle = HandlePlace(a)
+        a = self._stage.args
+        self._write = call_words(a, "handle y bias_0 bias_1 out out_weights slot refused")
         _set_place(shape, a, place, facts)
         a.is_bias_f32 = int(facts.is_bias_f32)
         a.signature = combine_signature(facts.layout, facts.dtype, facts.has_weights, facts.is_ordered, facts.place)
@@ -140,7 +147,6 @@ class CombinePlan:
 
     def start(
         self,
-        machine: Machine,
         y: torch.Tensor,
         handle: ThroughputHandle,
         slot: int,
@@ -151,67 +157,144 @@ class CombinePlan:
         stream: int,
     ) -> None:
         """Launch a combine of `y`, which lies in `slot` or is copied there, into `out`."""
-        a = self._args
-        self._handle.write(handle.addresses)
-        a.y, a.out, a.slot = y.data_ptr(), out.data_ptr(), slot
-        a.bias_0 = bias[0].data_ptr() if bias else 0
-        a.bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
-        a.out_weights = 0 if out_weights is None else out_weights.data_ptr()
+        machine = self._machine
+        bias_0 = bias[0].data_ptr() if bias else 0
+        bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
+        weights = 0 if out_weights is None else out_weights.data_ptr()
+        number, timeout_ns = machine.next_number, int(timeout_s * 1e9)
+        self._write(
+            number, timeout_ns, handle.addresses, y.data_ptr(), bias_0, bias_1, out.data_ptr(), weights, slot, 0
+        )
         machine.announce()
-        machine.launch(self._stage, timeout_s, stream)
+        machine.launch_written(self._stage, stream)
 
 
-def launch_combine(
+class OrderedPlan:
+    """A combine in another order; as a `CombinePlan`.
+
+    Args:
+        meet: in which the ranks meet, and weights travel.
+        sums: adds up.
+    """
+
+    def __init__(self, meet: CombinePlan, sums: OrderPlan) -> None:
+        self._meet, self._sums = meet, sums
+        self.max_sms, self.new_out = meet.max_sms, sums.new_out
+
+    def start(
+        self,
+        y: torch.Tensor,
+        handle: ThroughputHandle,
+        slot: int,
+        bias: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        out_weights: torch.Tensor | None,
+        timeout_s: float,
+        stream: int,
+    ) -> None:
+        """Launch a combine of `y`, as `CombinePlan.start`."""
+        self._meet.start(y, handle, slot, (), out, out_weights, timeout_s, stream)
+        self._sums.start(y, handle, bias, out, timeout_s, stream)
+
+
+AnyCombinePlan: TypeAlias = CombinePlan | OrderedPlan
+
+
+def combine(
     shape: Shape,
     y: torch.Tensor,
     handle: ThroughputHandle,
     topk_weights: torch.Tensor | None,
     bias: Sequence[torch.Tensor],
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     options: CombineOptions,
-    stream: int,
-    memo: dict[Any, CombinePlan] | None = None,
-) -> torch.Tensor | None:
-    """Launch a combine into `out`; returns the weights that come back, if any go out. `memo` as in `plan_of`."""
+    memo: dict[Any, AnyCombinePlan] | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Bring rows back and sum them, in a call that has begun; the caller has checked the arguments.
+
+    Args:
+        shape: of the call.
+        y: `[num_recv, hidden]` contiguous, anywhere; from `combine_input` or a dispatch it is not copied.
+        handle: of the dispatch.
+        topk_weights: `[num_recv, num_topk]` or, expert layout, `[num_recv]`; float32 contiguous, or None.
+        bias: up to two contiguous `[num_tokens, hidden]`, both of y's dtype or both float32.
+        out: where to write, contiguous, or None.
+        options: how.
+        memo: as in `dispatch.plan_of`, for calls without bias; their handles' alignments are alike.
+    Returns:
+        `[num_tokens, hidden]`, and the weights `[num_tokens, num_topk]` or None.
+    """
     machine = shape.machine
+    if out is None:
+        out = y.new_empty((handle.num_tokens, shape.config.hidden))
     writer = None if topk_weights is None else shape
     place = _place_expert_rows(shape, y, handle) if handle.is_expert else place_rows(machine, y, writer)
     out_weights = _send_weights(shape, place, handle, topk_weights)
     short = place.is_copied, place.number, options.num_sms, machine.max_sms
     plan = None if memo is None else memo.get(short)
     if plan is None:
-        is_bias_f32 = bool(bias) and bias[0].dtype == torch.float32
-        facts = CombineFacts(
-            handle.layout,
-            handle.expert_alignment,
-            handle.num_tokens,
-            y.dtype,
-            topk_weights is not None,
-            is_bias_f32,
-            options.order is not None,
-            place.is_copied,
-            place.number,
-            options.num_sms,
-            handle.capacity,
-        )
-        plan = _plan_of(shape, facts, place)
+        plan = _plan_of(shape, y.dtype, handle, topk_weights is not None, bias, options, place)
         if memo is not None:
             memo[short] = plan
-    plan.start(machine, y, handle, place.slot, bias, out, out_weights, options.timeout_s, stream)
-    return out_weights
+    plan.start(y, handle, place.slot, bias, out, out_weights, options.timeout_s, machine.stream)
+    return out, out_weights
 
 
-def _plan_of(shape: Shape, facts: CombineFacts, place: CombineSource) -> CombinePlan:
+def _plan_of(
+    shape: Shape,
+    dtype: torch.dtype,
+    handle: ThroughputHandle,
+    has_weights: bool,
+    bias: Sequence[torch.Tensor],
+    options: CombineOptions,
+    place: CombineSource,
+) -> AnyCombinePlan:
     """Return how such combines are launched on as many multiprocessors as the call in progress may take."""
+    order = options.order
+    # in another order without tokens, unless weights are to come back: the ranks meet and learn where all rows lie
+    num_tokens = handle.num_tokens if order is None or has_weights else 0
+    facts = CombineFacts(
+        handle.layout,
+        handle.expert_alignment,
+        num_tokens,
+        dtype,
+        has_weights,
+        order is None and bool(bias) and bias[0].dtype == torch.float32,
+        order is not None,
+        place.is_copied,
+        place.number,
+        options.num_sms,
+        handle.capacity,
+    )
     key = facts, shape.machine.max_sms
     plan: CombinePlan | None = shape.plans.get(key)
     if plan is None:
         plan = CombinePlan(shape, facts, place)
         shape.keep_plan(key, plan)
-    return plan
+    if order is None:
+        return plan
+    return OrderedPlan(plan, order_plan_of(shape, handle, dtype, bias, order, place.number))
 
 
-def launch_refusal(shape: Shape, timeout_s: float, stream: int) -> None:
+def refuse(shape: Shape, code: int, timeout_s: float, tell: Callable[[int], None] | None = None) -> None:
+    """Take part in the peers' next call, whatever it is, only to tell them that this rank has none.
+
+    Args:
+        shape: any of the machine.
+        code: why, as `ep/gpu/report.py` has it.
+        timeout_s: of the refusal's kernels, which wait for nobody.
+        tell: gets the call's number before the peers can see that it is refused; the host waits for the GPU then.
+    """
+    machine, config = shape.machine, shape.config
+    stream = machine.begin(do_check=False)
+    if tell is not None:
+        tell(machine.num_finished() + 1)
+    nothing = torch.empty(0, config.hidden, dtype=config.dtype, device=machine.platform.device), None, None
+    plan_of(shape, None, nothing, None, DispatchOptions(sync=False), None).refuse(nothing, code, timeout_s, stream)
+    _launch_refusal(shape, timeout_s, stream)  # ends the call, for peers that combine as for those that dispatch
+
+
+def _launch_refusal(shape: Shape, timeout_s: float, stream: int) -> None:
     """Launch a combine that only tells the peers that this rank's call, which it has announced, was refused."""
     machine = shape.machine
     launch = combine_shape(BULK_BYTES, machine.config.num_ranks, 1, machine.platform.limits, False)
@@ -220,6 +303,37 @@ def launch_refusal(shape: Shape, timeout_s: float, stream: int) -> None:
     a.refused, a.num_tokens, a.num_pull_blocks, a.num_copy_blocks = 1, 0, 1, 0
     a.row_bytes, a.chunk_bytes, a.num_stages = BULK_BYTES, launch.chunk_bytes, launch.num_stages
     machine.launch(stage, timeout_s, stream)
+
+
+def combine_input(shape: Shape, handle: ThroughputHandle, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return `[num_recv, hidden]` memory from which a combine needs no copy, or None when no slot is free."""
+    machine, config = shape.machine, shape.config
+    stream = machine.begin()
+    if handle.num_recv == 0:
+        return torch.empty(0, config.hidden, dtype=dtype, device=machine.platform.device)
+    if handle.is_expert:
+        return _expert_input(shape, handle, dtype)
+    rows = config.recv_rows(handle.capacity) if handle.num_recv is None else handle.num_recv
+    taken = machine.take(stream, is_granted=False)
+    if taken is None:
+        return None
+    machine.filled_by[taken.slot] = shape
+    machine.poison_slot(taken.slot)
+    return machine.lease(taken)[: rows * config.hidden * dtype.itemsize].view(dtype).view(rows, config.hidden)
+
+
+def _expert_input(shape: Shape, handle: ThroughputHandle, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the same for rows of the expert layout."""
+    machine, config = shape.machine, shape.config
+    place = shape.expert_place(handle.expert_alignment)
+    rows = config.expanded_rows(handle.expert_alignment) if handle.num_recv is None else handle.num_recv
+    if place.is_leased:
+        return None
+    region, nbytes = place.regions[config.rank], rows * config.hidden * dtype.itemsize
+    machine.poison(region, 0, nbytes)
+    place.is_leased = True
+    released = None if machine.platform.is_capturing() else place.free
+    return region.lease(0, nbytes, released).view(dtype).view(rows, config.hidden)
 
 
 def _send_weights(
@@ -246,7 +360,7 @@ def _set_place(shape: Shape, args: Any, place: CombineSource, facts: CombineFact
     config = shape.config
     for rank, region in enumerate(place.regions):
         args.slots[rank] = region.address
-    args.slot_bytes, args.refused = place.slot_bytes, 0
+    args.slot_bytes = place.slot_bytes
     args.num_slots = ExpertPlace.num_slots if facts.is_expert else config.num_slots + 1
     is_expert, alignment = facts.is_expert, facts.expert_alignment
     args.max_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)

@@ -10,13 +10,15 @@ arguments but addresses and the numbers of the call, which `start` writes.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...gpu.params import FEW_KERNEL, RECV_INFO_EXPANDED, RECV_INFO_ROWS
+from ....errors import ResourceError
+from ...gpu.params import FEW_KERNEL, RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
 from ...gpu.signature import dispatch_signature
-from ...gpu.stage import HandlePlace, Stage
+from ...gpu.stage import Stage, call_words
 from ..shapes import (
     FEW_TOKENS,
     LaunchShape,
@@ -30,6 +32,7 @@ from .machine import Machine
 from .shape import Shape
 from .slots import Taken
 from .types import DispatchFacts, DispatchOptions, DispatchResult, FieldAt, HandleForm, ThroughputHandle
+from .views import KeptRows, SlotViews
 
 SMALL_TOKENS = 1024
 FEW_SMS = 65  # for few tokens by default: none of them is busy for long, and more gain nothing
@@ -64,27 +67,28 @@ class DispatchPlan:
 
     Attributes:
         facts: of the calls.
-        fields: of a rank-layout result.
         max_sms: multiprocessors that the calls may take.
         most_rows: of a result: as many as may come.
         num_topk: of the shape.
         is_expert: whether the layout is "expert".
         has_mailbox: whether the host waits for the counts.
-        num_rows_at: where the number of rows is among what the host waits for.
         new_handle: makes a handle of the number of the call.
         handle_facts: what handles have in common, for who makes them of what `new_handle` returns; at first empty.
     """
 
     def __init__(self, shape: Shape, facts: DispatchFacts) -> None:
         machine, config = shape.machine, shape.config
-        self.facts = facts
-        self.fields = _fields(shape, facts)
+        self._shape, self.facts = shape, facts
+        self._fields = _fields(shape, facts)
         is_expert, alignment = facts.is_expert, facts.expert_alignment
         self.max_sms = machine.max_sms
         self.most_rows = config.expanded_rows(alignment) if is_expert else config.recv_rows(facts.capacity)
         self.num_topk = config.num_topk
         self.is_expert, self.has_mailbox = is_expert, facts.is_exact and facts.is_fresh
-        self.num_rows_at = RECV_INFO_EXPANDED if is_expert else RECV_INFO_ROWS
+        self._is_fresh, self._has_topk = facts.is_fresh, facts.has_topk
+        self._num_rows_at = RECV_INFO_EXPANDED if is_expert else RECV_INFO_ROWS
+        self._counts = slice(RECV_INFO_COUNTS, RECV_INFO_COUNTS + config.num_local_experts)
+        self._num_info_words = config.info_words // 2
         self.handle_facts: dict[str, Any] = {}
         self.new_handle = HandleForm(facts, handle_space(config, facts.num_tokens), machine.platform.device).make
         self._num_senders = self._num_channels = self._few_warps = 0
@@ -109,13 +113,64 @@ class DispatchPlan:
             self._first = _layout_stage(shape, facts)
             layout, payload = self._first.args, self._payload.args
         self._layout_args, self._payload_args = layout, payload
-        self._handles = HandlePlace(layout), HandlePlace(payload)
+        self._write_layout = call_words(layout, "topk_idx token_in_rank topk_weights handle mailbox grant refused")
+        self._write_payload = call_words(payload, "x scales handle")
         self._set_layout(shape, layout, launch)
         self._set_payload(payload, launch)
 
     def start(
         self,
-        machine: Machine,
+        payload: Payload,
+        route: torch.Tensor | None,
+        handle: ThroughputHandle | None,
+        timeout_s: float,
+        stream: int,
+        is_late: bool = True,
+    ) -> DispatchResult:
+        """Send rows, in a call that has begun on the raw `stream`.
+
+        Args:
+            payload: what is sent. The caller has checked it; rows are 16-byte aligned, of unit stride.
+            route: `[num_tokens, num_topk]` int64, or `[num_tokens, num_ranks]` bool, contiguous; None with a handle.
+            handle: of an earlier dispatch, to go the same way again.
+            timeout_s: how long the GPU waits for a peer.
+            stream: see above.
+            is_late: what few programs read of the result is made when it is read.
+        Raises:
+            what this call has met, where the host waits for the counts.
+        """
+        machine = self._shape.machine
+        if handle is None:
+            handle = self.new_handle(machine.num_calls + 1)
+        elif payload[2] is not None and (self.is_expert or handle.capacity is not None):  # for `lost_weight`
+            handle = handle.with_weights(payload[2])
+        # all memory before the first kernel: behind it there is no way back without the peers
+        expanded = self._allocate_expanded(payload, handle, stream) if self.is_expert else None
+        taken = None if self.is_expert else machine.take(stream, is_granted=True)
+        try:
+            slot = machine.grant_landing() if taken is None else taken.slot
+            machine.filled_by[slot] = self._shape
+            if machine.is_poisoned:
+                machine.poison_slot(slot)
+            mailbox = machine.mailboxes.open() if self.has_mailbox else 0
+            self._launch(payload, handle, route, (slot, mailbox, 0), expanded, timeout_s, stream)
+            if mailbox:
+                self._wait_counts(handle, mailbox, timeout_s)
+        except BaseException:
+            if taken is not None:
+                taken()
+            raise
+        if expanded is not None:
+            return cut_expanded(expanded, handle)
+        return self._view(handle, taken, stream, is_late)
+
+    def refuse(self, payload: Payload, code: int, timeout_s: float, stream: int) -> None:
+        """Take the place of a dispatch only to tell the peers why there is none; nobody stores into its slot."""
+        handle = self.new_handle(self._shape.machine.num_calls + 1)
+        self._launch(payload, handle, None, (0, 0, code), None, timeout_s, stream)
+
+    def _launch(
+        self,
         payload: Payload,
         handle: ThroughputHandle,
         route: torch.Tensor | None,
@@ -124,36 +179,99 @@ class DispatchPlan:
         timeout_s: float,
         stream: int,
     ) -> None:
-        """Launch a dispatch, in the expert layout into `expanded`."""
-        a, b = self._layout_args, self._payload_args
+        """Launch the kernels, in the expert layout to write into `expanded`."""
+        machine, layout, sends = self._shape.machine, self._layout_args, self._payload_args
         x, scales, weights = payload
-        a.grant, a.mailbox, a.refused = part
-        addresses = handle.addresses
-        for place in self._handles:
-            place.write(addresses)
-        if route is None:
-            a.topk_weights = a.weights_of = 0
-        else:
-            if self.facts.has_topk:
-                a.topk_idx = route.data_ptr()
+        slot, mailbox, refused = part
+        addresses, timeout_ns = handle.addresses, int(timeout_s * 1e9)
+        topk_idx = mask = 0
+        if route is not None:
+            if self._has_topk:
+                topk_idx = route.data_ptr()
             else:
-                a.token_in_rank = route.data_ptr()
-            if weights is not None:
-                a.topk_weights = weights.data_ptr()
-            else:
-                a.topk_weights = a.weights_of = 0
+                mask = route.data_ptr()
+        sent = 0 if weights is None else weights.data_ptr()
+        given = sent if self._is_fresh else 0
+        from_scales = 0 if scales is None else scales.data_ptr()
+        number = machine.next_number
+        self._write_layout(number, timeout_ns, topk_idx, mask, given, addresses, mailbox, slot, refused)
+        self._write_payload(number, timeout_ns, x.data_ptr(), from_scales, addresses)
         if weights is not None:
             # An empty tensor's address is 0, which would say "no weights" to the expanders of a rank without tokens.
-            b.weights_of = weights.data_ptr() or handle.words.data_ptr()
-        b.x = x.data_ptr()
-        if scales is not None:
-            b.scales = scales.data_ptr()
+            sends.weights_of = sent or handle.words.data_ptr()
+        if weights is None or not self._is_fresh:
+            layout.weights_of = 0
         if expanded is not None:
-            _set_out(b, expanded)
+            _set_out(sends, expanded)
         machine.announce()
-        machine.launch(self._first, timeout_s, stream)
-        if self._payload is not None and not part[2]:
-            machine.launch(self._payload, timeout_s, stream)
+        machine.launch_written(self._first, stream)
+        if self._payload is not None and not refused:
+            machine.launch_written(self._payload, stream)
+
+    def _wait_counts(self, handle: ThroughputHandle, mailbox: int, timeout_s: float) -> None:
+        """Wait until the layout kernel has all counts; they become the handle's."""
+        machine = self._shape.machine
+        info = machine.mailboxes.wait(mailbox, self._num_info_words, timeout_s, machine.interrupt)
+        if info is None:
+            machine.check()
+            raise ResourceError("dispatch failed and left no report")
+        handle.num_recv = info[self._num_rows_at]
+        handle.num_tokens_per_expert = info[self._counts]
+
+    def _allocate_expanded(self, payload: Payload, handle: ThroughputHandle, stream: int) -> DispatchResult:
+        """Return room for an expert-layout result in full capacity."""
+        machine = self._shape.machine
+        rows, device = self.most_rows, machine.platform.device
+        x, scales, _ = payload
+        num_scales = 0 if scales is None else scales.shape[1]
+        weights = torch.empty(rows, dtype=torch.float32, device=device)
+        sources = torch.empty(3, rows, dtype=torch.int64, device=device)
+        full = DispatchResult(
+            torch.empty(rows, x.shape[1], dtype=x.dtype, device=device),
+            torch.empty(rows, num_scales, dtype=torch.int32, device=device) if num_scales else None,
+            None,
+            weights,
+            handle,
+            [stream],
+            sources=(sources[0], sources[1], sources[2]),
+        )
+        if machine.is_poisoned:
+            for tensor in (full.x, full.scales):
+                if tensor is not None:
+                    tensor.view(torch.uint8).fill_(0xFF)
+        return full
+
+    def _view(self, handle: ThroughputHandle, taken: Taken | None, stream: int, is_late: bool) -> DispatchResult:
+        """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot.
+
+        With `is_late` those that are not always read are made when they are.
+        """
+        machine = self._shape.machine
+        rows = self.most_rows if handle.num_recv is None else handle.num_recv
+        views, at = machine.views(taken), self._fields
+        readers = [stream] if taken is None else taken.streams
+        kept = self._kept_rows(views, taken, rows, readers) if self._is_fresh else None
+        x = views.alias(at.x, rows)
+        scales = None if at.scales is None else views.alias(at.scales, rows)
+        if taken is not None and is_late:
+            late = views, at.topk_idx, at.topk_weights, rows
+            return DispatchResult(x, scales, None, None, handle, readers, kept, late=late)
+        topk_idx = None if at.topk_idx is None else views.alias(at.topk_idx, rows)
+        topk_weights = None if at.topk_weights is None else views.alias(at.topk_weights, rows)
+        if taken is None:
+            x, scales, topk_idx, topk_weights = x.clone(), _clone(scales), _clone(topk_idx), _clone(topk_weights)
+        return DispatchResult(x, scales, topk_idx, topk_weights, handle, readers, kept)
+
+    def _kept_rows(self, views: SlotViews, taken: Taken | None, rows: int, readers: list[int]) -> KeptRows:
+        """Return what the handle of a result may be asked for later; in the landing slot it is copied at once."""
+        is_graphs = taken is not None and taken.is_graphs
+        stream = None if is_graphs else self._shape.machine.platform.stream
+        kept = KeptRows(views.words, self._fields.kept, (rows, self.num_topk), readers, stream)
+        if taken is None:
+            kept.keep()
+        elif not is_graphs:
+            views.kept = weakref.ref(kept)
+        return kept
 
     def _payload_shape(self, machine: Machine) -> LaunchShape:
         """Return the launch of the payload kernel, which in the expert layout takes every multiprocessor."""
@@ -313,31 +431,6 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def allocate_expanded(
-    machine: Machine, plan: DispatchPlan, payload: Payload, handle: ThroughputHandle, stream: int
-) -> DispatchResult:
-    """Return room for an expert-layout result in full capacity."""
-    rows, device = plan.most_rows, machine.platform.device
-    x, scales, _ = payload
-    num_scales = 0 if scales is None else scales.shape[1]
-    weights = torch.empty(rows, dtype=torch.float32, device=device)
-    sources = torch.empty(3, rows, dtype=torch.int64, device=device)
-    full = DispatchResult(
-        torch.empty(rows, x.shape[1], dtype=x.dtype, device=device),
-        torch.empty(rows, num_scales, dtype=torch.int32, device=device) if num_scales else None,
-        None,
-        weights,
-        handle,
-        [stream],
-        sources=(sources[0], sources[1], sources[2]),
-    )
-    if machine.is_poisoned:
-        for tensor in (full.x, full.scales):
-            if tensor is not None:
-                tensor.view(torch.uint8).fill_(0xFF)
-    return full
-
-
 def cut_expanded(full: DispatchResult, handle: ThroughputHandle) -> DispatchResult:
     """Cut an expert-layout result to its size, when that is known."""
     rows = handle.num_recv
@@ -354,34 +447,6 @@ def cut_expanded(full: DispatchResult, handle: ThroughputHandle) -> DispatchResu
     return DispatchResult(
         full.x[:rows], cut(full.scales), None, cut(full.topk_weights), handle, full.readers, sources=sources
     )
-
-
-def view_slot(
-    machine: Machine,
-    plan: DispatchPlan,
-    handle: ThroughputHandle,
-    taken: Taken | None,
-    stream: int,
-    is_late: bool,
-) -> DispatchResult:
-    """Return tensors over the slot that a rank-layout dispatch filled, or copies when it was the landing slot.
-
-    With `is_late` those that are not always read are made when they are.
-    """
-    rows = plan.most_rows if handle.num_recv is None else handle.num_recv
-    views, at = machine.views(taken), plan.fields
-    readers = [stream] if taken is None else taken.streams
-    kept = machine.kept_rows(taken, at.kept, (rows, plan.num_topk), readers) if plan.facts.is_fresh else None
-    x = views.alias(at.x, rows)
-    scales = None if at.scales is None else views.alias(at.scales, rows)
-    if taken is not None and is_late:
-        late = views, at.topk_idx, at.topk_weights, rows
-        return DispatchResult(x, scales, None, None, handle, readers, kept, late=late)
-    topk_idx = None if at.topk_idx is None else views.alias(at.topk_idx, rows)
-    topk_weights = None if at.topk_weights is None else views.alias(at.topk_weights, rows)
-    if taken is None:
-        x, scales, topk_idx, topk_weights = x.clone(), _clone(scales), _clone(topk_idx), _clone(topk_weights)
-    return DispatchResult(x, scales, topk_idx, topk_weights, handle, readers, kept)
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ....errors import CommTimeoutError, InvalidArgument, InvalidState, ResourceError
-from ...gpu.device import Device
+from ....errors import InvalidArgument, InvalidState, ResourceError
+from ...gpu.device import Device, Mailboxes
 from ...gpu.lent import AllGather, Lending
 from ...gpu.params import (
     CONTROL_LAYOUT,
@@ -36,31 +35,16 @@ from ...gpu.params import (
     kernel_head,
 )
 from ...gpu.platform import LentRegion, Platform
-from ...gpu.report import ReasonOf, blame, is_echo, take_report
+from ...gpu.report import NO_REPORTS, ReasonOf, blame, is_echo, take_report
 from ...gpu.stage import Stage
 from ..shapes import LaunchShape, ThroughputConfig
 from .place import ExpertPlace, Places
 from .slots import ReceiveSlotPool, Taken
 from .view import ViewWords
-from .views import KeptRows, SlotViews
+from .views import SlotViews
 
 DEFAULT_SMS = 24
-NUM_MAILBOXES = 16
 NEWS_S = 0.1  # how long a rank that others have left alone in a call waits to hear of a death
-HOST_GRACE_S = 10.0  # how much longer than the kernels the host waits for them
-SPIN_S = 1e-3  # how long the host's wait for the GPU keeps the interpreter's lock from other threads
-PAUSE_S = 2e-5  # for which it sleeps then, again and again
-_FIELDS_BY_RANK = {  # of the control block, which peers write: on which axis the rank stands
-    "counts": 1,
-    "dispatch_done": 0,
-    "combine_ready": 1,
-    "combine_done": 0,
-    "combine_failed": 1,
-    "barrier": 0,
-    "streams": 0,
-    "staged": 0,
-}
-_COMPARED = ("counts", "combine_ready")  # whose high halves are compared with a call's number: later, or not
 _log = logging.getLogger(__name__)
 
 
@@ -69,10 +53,18 @@ def _nothing() -> None:
 
 
 class Machine:
-    """Kernels and memory of one rank; see `Throughput` for the arguments.
+    """Kernels and memory of one rank. One call at a time; calls of all ranks in the same order.
+
+    Args:
+        platform: the GPU.
+        config: the sizes that memory is made for, equal on all ranks.
+        all_gather: gives everybody's bytes in rank order; called at construction and at the first expert-layout combine
+            of a view (never while a graph is recorded). A replacement gives its own for everybody at construction, and
+            maps the others' memory later (`replace_peer`).
 
     Attributes:
         device: kernels, reports, the order of calls.
+        mailboxes: where kernels answer.
         slots: the receive regions of all ranks.
         members: ranks that take part.
         stream: raw, of the last call.
@@ -105,15 +97,11 @@ class Machine:
         self._places = Places(self._lending, platform.keeps_addresses)
         if config.room_expert_slot_bytes:
             self._places.meet(config.room_expert_slot_bytes, range(config.num_ranks), all_gather)
-        self._mailbox_words = config.most_info_words // 2
-        self._mailboxes = platform.host_words(NUM_MAILBOXES * self._mailbox_words)
-        self._next_mailbox = 0
+        self.mailboxes = Mailboxes(platform, config.most_info_words // 2)
         self._exchanged = platform.host_words(1)
         self.pool = ReceiveSlotPool(platform, config.num_slots, self._exchanged.words)
-        self._share = self.device.share
+        self._share, self._codes = self.device.share, self.device.codes
         self.max_sms, self._is_alone = platform.limits.num_sms, True
-        self._kept: dict[int, weakref.ref[KeptRows]] = {}  # of the last result in each slot
-        self._slot_words: dict[int, torch.Tensor] = {}
         self._views: dict[int, SlotViews] = {}
         self._lent: dict[int, Taken] = {}  # slots whose aliases are looked after
         for name, kernel in self.device.kernels.items():
@@ -126,6 +114,7 @@ class Machine:
         self._view.write(*self._agreed)
         self._gone: set[int] = set()  # ranks, and ghosts, whose processes have ended
         self.members = frozenset(range(config.num_ranks))
+        self._barrier = self.stage("barrier", LaunchShape(1, 32, 0, 0, 0))
         platform.synchronize()  # calls may come on any stream
 
     @property
@@ -139,9 +128,14 @@ class Machine:
 
     def launch(self, stage: Stage, timeout_s: float, stream: int) -> None:
         """Launch a kernel of a call that has been announced, its waits bounded by `timeout_s`."""
-        call, shape, mode, grid = stage.call, stage.shape, stage.mode, stage.grid
+        call = stage.call
         call.timeout_ns = int(timeout_s * 1e9)
-        call.ordinal = 0 if self.is_capturing else self.num_calls
+        call.ordinal = self.number
+        self.launch_written(stage, stream)
+
+    def launch_written(self, stage: Stage, stream: int) -> None:
+        """Launch a kernel whose number of the call, and time-out, have been written (`call_words`)."""
+        shape, mode, grid = stage.shape, stage.mode, stage.grid
         share, at_once = self._share, grid
         if mode == "early":
             if self._is_alone or 2 * grid <= self.max_sms:
@@ -151,6 +145,21 @@ class Machine:
         if share.width < at_once:
             share.widen(at_once)
         stage.kernel(grid, shape.block, shape.shared_bytes, stream, mode)
+
+    def barrier(self, timeout_s: float) -> None:
+        """Let all ranks meet on the device, on the streams of the calls that have begun; the host waits for nobody."""
+        self.announce()
+        self.launch(self._barrier, timeout_s, self.stream)
+
+    @property
+    def number(self) -> int:
+        """Number of the call that was announced last; 0 while a graph is recorded."""
+        return 0 if self.is_capturing else self.num_calls
+
+    @property
+    def next_number(self) -> int:
+        """Number that `announce` will give the next call; 0 while a graph is recorded."""
+        return 0 if self.is_capturing else self.num_calls + 1
 
     def announce(self) -> None:
         """Count a call, right before its first kernel is launched: from then on peers hear of it."""
@@ -198,7 +207,7 @@ class Machine:
 
     def check(self) -> None:
         """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
-        if not self.device.has_reports:
+        if self._codes == NO_REPORTS:
             return
         error = take_report(self.device.report.words, self.config.rank, self.reason_of)
         if error is not None:
@@ -254,7 +263,7 @@ class Machine:
         self.platform.synchronize()
         self._reclaim()
         for rank, others in ghosts.items():
-            self._clear_source(rank)
+            self._view.clear_source(rank)
             self.pool.pass_on(rank, set(others) - self._gone, is_member=rank in self.members)
         outside = [rank for rank, is_in in enumerate(active) if not is_in and rank != self.config.rank]
         self.pool.haunt([rank for rank in outside if rank in self.members and rank not in self._gone])
@@ -269,32 +278,12 @@ class Machine:
         else:
             self._view.shut(tag)
             for rank in range(len(active)):
-                self._note_calls(rank, tag)
+                self._view.note_calls(rank, tag)
         self.members = members
         self._places.open()
         self.platform.synchronize()
         while (error := take_report(self.device.report.words, self.config.rank, self.reason_of)) is not None:
             _log.info("the view has changed behind a call that failed: %s", error)
-
-    def _clear_source(self, rank: int) -> None:
-        """Forget the words that a process of `rank` has stored here, so that none passes for one of its successor."""
-        for name in _FIELDS_BY_RANK:
-            self._words_of(rank, name).zero_()
-
-    def _note_calls(self, rank: int, tag: int) -> None:
-        """Let a rank have been in call `tag`, as far as words tell whose halves are compared with a call's number.
-
-        A word that is much older, or 0 on a newcomer, would pass for a later call as soon as the two are 2^31 apart.
-        """
-        half = (tag & 0xFFFFFFFF) << 32
-        for name in _COMPARED:
-            self._words_of(rank, name).fill_(half - (1 << 64) if half >> 63 else half)
-
-    def _words_of(self, rank: int, name: str) -> torch.Tensor:
-        """Return the words of a field of this rank's control block that `rank` writes."""
-        field = CONTROL_LAYOUT[name]
-        words = self._control[self.config.rank].lease(CONTROL_LAYOUT.offset(name), field.nbytes, None)
-        return words.view(field.dtype).view(field.shape).select(_FIELDS_BY_RANK[name], rank)
 
     def open_view(self) -> None:
         """Let kernels run in the view that was set last, from its number on; no call of this rank is in flight.
@@ -305,8 +294,8 @@ class Machine:
             return  # replays since then are calls
         self.platform.synchronize()
         active, tag = self._agreed
-        self._clear_source(self.config.rank)
-        self._note_calls(self.config.rank, tag)
+        self._view.clear_source(self.config.rank)
+        self._view.note_calls(self.config.rank, tag)
         self._view.write(active, tag, self.pool.haunted)
         self.platform.synchronize()
         self._is_open = True
@@ -357,18 +346,41 @@ class Machine:
 
     def take(self, stream: int, is_granted: bool) -> Taken | None:
         """Take a slot for a result, or for rows to combine, or None when there is none free; a graph must have one."""
-        call = self.num_calls + 1 if is_granted else None
-        if self._lent:
+        if is_granted and not (self.is_capturing or self.pool.haunters):
+            for slot in reversed(self._lent):  # the youngest first, as the pool does
+                views = self._views[slot]
+                if views.is_idle():
+                    return self._take_over(slot, views, stream)
+        elif self._lent:
             self._reclaim()
+        call = self.num_calls + 1 if is_granted else None
         if self.is_capturing:
             return self._take_for_graph(stream, call)
-        slot = self.pool.take(stream, call)
-        if slot is None:
+        new = self.pool.take(stream, call)
+        if new is None:
             return None
-        kept = self._kept.pop(slot, None)
-        if kept is not None and (rows := kept()) is not None:
-            rows.keep()  # the handle of the slot's last result is still there
-        return Taken(self.pool, slot, [stream], False)
+        self._save_rows(self._views.get(new))
+        return Taken(self.pool, new, [stream], False)
+
+    def _take_over(self, slot: int, views: SlotViews, stream: int) -> Taken:
+        """Take the slot of a result that has died for the next one: as giving it back and taking it, in less time."""
+        taken = self._lent[slot]
+        for reader in taken.streams:
+            if reader != stream:
+                self.platform.wait(self.platform.mark(reader))
+        if views.kept is not None:
+            self._save_rows(views)
+        self.pool.grant_again(slot, self.num_calls + 1)
+        del self._lent[slot]
+        taken.streams = [stream]  # the old ones are the old result's
+        return taken
+
+    def _save_rows(self, views: SlotViews | None) -> None:
+        """Copy what the handle of a slot's last result may be asked for, if that is still there."""
+        if views is not None and views.kept is not None:
+            rows, views.kept = views.kept(), None
+            if rows is not None:
+                rows.keep()
 
     def _reclaim(self) -> None:
         """Give back slots whose results have died."""
@@ -398,8 +410,8 @@ class Machine:
         """Take a slot for good. One that a handle may still be asked for cannot be copied now, so it stays free."""
         passed: list[int] = []
         while (slot := self.pool.take(stream, call, for_graph=True)) is not None:
-            kept = self._kept.get(slot)
-            rows = None if kept is None else kept()
+            views = self._views.get(slot)
+            rows = None if views is None or views.kept is None else views.kept()
             if rows is None or rows.is_kept:
                 break
             passed.append(slot)
@@ -428,28 +440,11 @@ class Machine:
         slot = self.pool.landing if taken is None else taken.slot
         views = self._views.get(slot)
         if views is None:
-            views = self._views[slot] = SlotViews(self._lease(slot, None))
+            words = self._lease(slot, None).view(torch.int64)
+            views = self._views[slot] = SlotViews(self._lease(slot, None), words)
         if taken is not None:
             self._lent[slot] = taken
         return views
-
-    def kept_rows(
-        self, taken: Taken | None, places: tuple[int | None, int], size: tuple[int, int], readers: list[int]
-    ) -> KeptRows:
-        """Return what the handle of a result may be asked for later; in the landing slot it is copied at once.
-        Arguments as of `KeptRows`."""
-        slot = self.pool.landing if taken is None else taken.slot
-        words = self._slot_words.get(slot)
-        if words is None:
-            words = self._slot_words[slot] = self._lease(slot, None).view(torch.int64)
-        is_graphs = taken is not None and taken.is_graphs
-        stream = None if is_graphs else self.platform.stream
-        kept = KeptRows(words, places, size, readers, stream)
-        if taken is None:
-            kept.keep()
-        elif not is_graphs:
-            self._kept[slot] = weakref.ref(kept)
-        return kept
 
     def lease(self, taken: Taken) -> torch.Tensor:
         """Return the bytes of a slot; it goes back to the pool when the last view has died."""
@@ -462,7 +457,6 @@ class Machine:
     def close(self) -> None:
         """Give up all memory; tensors over it keep what they use. Idempotent."""
         self.device.close()
-        self._slot_words.clear()
         self._views.clear()
         self._lent.clear()
         self._lending.close()
@@ -482,40 +476,6 @@ class Machine:
             for rank, region in enumerate(self.slots):
                 args.slots[rank] = region.address
             args.slot_bytes = config.slot_bytes
-
-    # --- the host's wait ------------------------------------------------------------------------------------------
-
-    def open_mailbox(self) -> int:
-        """Return the address of a cleared mailbox, to which kernels write."""
-        at = self._next_mailbox * self._mailbox_words
-        self._next_mailbox = (self._next_mailbox + 1) % NUM_MAILBOXES
-        self._mailboxes.words[at] = 0
-        return self._mailboxes.address + 8 * at
-
-    def wait_mailbox(self, address: int, num_words: int, timeout_s: float) -> list[int] | None:
-        """Wait for a kernel's answer: its first 64-bit words as 32-bit words, or None when the call has failed.
-
-        Who only polls starves the other threads, the one that tells of deaths among them: letting go of the lock for a
-        moment wakes them up in vain, so this one sleeps.
-        """
-        words = self._mailboxes.words
-        mailbox = (address - self._mailboxes.address) >> 3
-        started = 0.0
-        while not words[mailbox]:
-            for _ in range(1000):
-                if words[mailbox]:
-                    break
-            else:
-                self.interrupt()
-                now = time.monotonic()
-                started = started or now
-                if now - started > timeout_s + HOST_GRACE_S:
-                    raise CommTimeoutError(f"dispatch: the GPU gave no answer for {timeout_s + HOST_GRACE_S:.1f} s")
-                if now - started > SPIN_S:
-                    time.sleep(PAUSE_S)
-        if words[mailbox] != 1:
-            return None
-        return words[mailbox : mailbox + num_words].cast("B").cast("i").tolist()
 
 
 def parts_of(args: Any) -> tuple[Any, ...]:

@@ -1,12 +1,18 @@
-"""The launch that sums a combine's rows in an order that the caller asks for (`csrc/kernels/throughput/order.cuh`)."""
+"""Combines that add up in an order that the caller asks for (`csrc/kernels/throughput/order.cuh`).
+
+Three kernels: a combine without tokens, in which the ranks meet and learn where all rows lie; the sum; the end of the
+call. An `OrderPlan` is to such combines what a `CombinePlan` is to others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from ...gpu.stage import HandlePlace, Stage
+from ....memory.fresh import allocator
+from ...gpu.stage import call_words
 from ..order import ORDERS, CombineOrder
 from ..shapes import PAYLOADS, LaunchShape
 from .place import ExpertPlace
@@ -14,52 +20,97 @@ from .shape import Shape
 from .types import ThroughputHandle
 
 _THREADS = 256
-_KEY = ("order",)
 
 
-def launch_order(
+class OrderFacts(NamedTuple):
+    """What decides how the sum is launched, but for addresses.
+
+    Attributes:
+        is_expert, expert_alignment, num_tokens, capacity: of the handle.
+        dtype: of the rows.
+        is_bias_f32: there is a bias, and it is float32.
+        by, bias_first, round_partials: of the order.
+        place: number of the `ExpertPlace`, if the rows lie in one.
+    """
+
+    is_expert: bool
+    expert_alignment: int
+    num_tokens: int
+    capacity: int | None
+    dtype: torch.dtype
+    is_bias_f32: bool
+    by: str
+    bias_first: bool
+    round_partials: bool
+    place: int
+
+
+class OrderPlan:
+    """How sums with equal facts are launched, behind the combine in which the ranks meet.
+
+    Args:
+        shape: of the calls.
+        facts: of the calls.
+    """
+
+    def __init__(self, shape: Shape, facts: OrderFacts) -> None:
+        machine, config = shape.machine, shape.config
+        self._machine, self._has_tokens = machine, facts.num_tokens > 0
+        grid = min(facts.num_tokens, 8 * machine.max_sms)
+        self._stage = shape.stage("combine_throughput_order", LaunchShape(1, _THREADS, 0, 0, 0), grid=grid)
+        self._end = shape.stage("combine_throughput_order_end", LaunchShape(1, 32, 0, 0, 0))
+        self.new_out = allocator((facts.num_tokens, config.hidden), facts.dtype, machine.platform.device)
+        a = self._stage.args
+        if facts.is_expert:
+            place = shape.expert_place(facts.expert_alignment)
+            regions, a.slot_bytes, a.num_slots = place.regions, place.slot_bytes, ExpertPlace.num_slots
+            a.max_rows = config.expanded_rows(facts.expert_alignment)
+        else:
+            regions, a.slot_bytes, a.num_slots = machine.slots, config.slot_bytes, config.num_slots + 1
+            a.max_rows = config.recv_rows(facts.capacity)
+        for rank, region in enumerate(regions):
+            a.slots[rank] = region.address
+        a.is_bias_f32, a.is_expert = int(facts.is_bias_f32), int(facts.is_expert)
+        a.num_tokens, a.row_bytes = facts.num_tokens, config.hidden * facts.dtype.itemsize
+        a.payload, a.by = list(PAYLOADS).index(facts.dtype), ORDERS.index(facts.by)
+        a.bias_first, a.round_partials = int(facts.bias_first), int(facts.round_partials)
+        self._write = call_words(a, "handle y bias_0 bias_1 out")
+
+    def start(
+        self,
+        y: torch.Tensor,
+        handle: ThroughputHandle,
+        bias: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        timeout_s: float,
+        stream: int,
+    ) -> None:
+        """Launch the sum, in the call of the combine that was launched last, and the end of that call."""
+        machine = self._machine
+        if self._has_tokens:
+            bias_0 = bias[0].data_ptr() if bias else 0
+            bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
+            number, timeout_ns = machine.number, int(timeout_s * 1e9)
+            self._write(number, timeout_ns, handle.addresses, y.data_ptr(), bias_0, bias_1, out.data_ptr())
+            machine.launch_written(self._stage, stream)
+        machine.launch(self._end, timeout_s, stream)
+
+
+def order_plan_of(
     shape: Shape,
-    y: torch.Tensor,
     handle: ThroughputHandle,
+    dtype: torch.dtype,
     bias: Sequence[torch.Tensor],
-    out: torch.Tensor,
     order: CombineOrder,
-    stream: int,
-    timeout_s: float,
-) -> None:
-    """Launch the sum behind a combine of `y`; arguments as in `launch_combine`."""
-    machine, config = shape.machine, shape.config
-    stage, end = _stages(shape)
-    stage.grid = min(handle.num_tokens, 8 * machine.max_sms)
-    a = stage.args
-    HandlePlace(a).write(handle.addresses)
-    if handle.is_expert:
-        place = shape.expert_place(handle.expert_alignment)
-        regions, a.slot_bytes, a.num_slots = place.regions, place.slot_bytes, ExpertPlace.num_slots
-        a.max_rows = config.expanded_rows(handle.expert_alignment)
-    else:
-        regions, a.slot_bytes, a.num_slots = machine.slots, config.slot_bytes, config.num_slots + 1
-        a.max_rows = config.recv_rows(handle.capacity)
-    for rank, region in enumerate(regions):
-        a.slots[rank] = region.address
-    a.y, a.out = y.data_ptr(), out.data_ptr()
-    a.bias_0 = bias[0].data_ptr() if bias else 0
-    a.bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
-    a.is_bias_f32 = int(bool(bias) and bias[0].dtype == torch.float32)
-    a.num_tokens, a.row_bytes = handle.num_tokens, config.hidden * y.element_size()
-    a.payload, a.by = list(PAYLOADS).index(y.dtype), ORDERS.index(order.by)
-    a.bias_first, a.round_partials = int(order.bias_first), int(order.round_partials)
-    a.is_expert = int(handle.is_expert)
-    if handle.num_tokens:
-        machine.launch(stage, timeout_s, stream)
-    machine.launch(end, timeout_s, stream)
-
-
-def _stages(shape: Shape) -> tuple[Stage, Stage]:
-    """Return the kernel that sums, and the one that ends the call."""
-    stages: tuple[Stage, Stage] | None = shape.plans.get(_KEY)
-    if stages is None:
-        first = shape.stage("combine_throughput_order", LaunchShape(1, _THREADS, 0, 0, 0))
-        stages = first, shape.stage("combine_throughput_order_end", LaunchShape(1, 32, 0, 0, 0))
-        shape.keep_plan(_KEY, stages)
-    return stages
+    place: int,
+) -> OrderPlan:
+    """Return how such sums are launched; `place` as in `OrderFacts`, other arguments as of `combine.combine`."""
+    is_bias_f32 = bool(bias) and bias[0].dtype == torch.float32
+    looks = handle.is_expert, handle.expert_alignment, handle.num_tokens, handle.capacity
+    facts = OrderFacts(*looks, dtype, is_bias_f32, order.by, order.bias_first, order.round_partials, place)
+    key = facts, shape.machine.max_sms
+    plan: OrderPlan | None = shape.plans.get(key)
+    if plan is None:
+        plan = OrderPlan(shape, facts)
+        shape.keep_plan(key, plan)
+    return plan

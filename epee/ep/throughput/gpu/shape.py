@@ -17,6 +17,7 @@ A crash leaves nothing here: a shape is arithmetic and arguments, none of it is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ....memory.layout import Layout
@@ -49,6 +50,27 @@ class Shape:
         self.offsets = {name: config.slot_layout.offset(name) for name in _FIELDS}
         self.plans: dict[tuple[object, ...], Any] = {}
         self._expert_layouts: dict[int, tuple[Layout, int]] = {}  # by alignment, with what they need
+
+    def beside(self, config: ThroughputConfig) -> Shape:
+        """Return the shape of calls of other sizes on the machine. Local.
+
+        Args:
+            config: the sizes. Rank, ranks and slots are the machine's; all ranks make each call with equal sizes.
+
+        Raises:
+            InvalidArgument: the kernels cannot do it, or a slot has no room for it.
+        """
+        mine = self.machine.config
+        config = replace(
+            config,
+            rank=mine.rank,
+            num_ranks=mine.num_ranks,
+            num_slots=mine.num_slots,
+            room_slot_bytes=mine.slot_bytes,
+            room_expert_slot_bytes=mine.room_expert_slot_bytes,
+        )
+        config.check()
+        return Shape(self.machine, config)
 
     def signature(self, capacity: int | None) -> int:
         """Return what all ranks compare of a dispatch without a handle: the sizes, and the capacity of the call."""

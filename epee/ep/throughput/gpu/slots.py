@@ -145,6 +145,10 @@ class ReceiveSlotPool:
                 self._platform.wait(self._platform.mark(reader))
         return slot
 
+    def grant_again(self, slot: int, call: int) -> None:
+        """Let call number `call` grant to peers a slot that was not given back, whose result has died."""
+        self._granted[slot] = call
+
     def give_back(self, slot: int, streams: list[int]) -> None:
         """Free a slot that work queued on `streams` may still read."""
         with self._lock:

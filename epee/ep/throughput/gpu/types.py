@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,21 +12,31 @@ from ..order import CombineOrder
 from ..shapes import HandleSpace
 from .views import KeptRows, SlotViews
 
-_pack_addresses = struct.Struct("=7Q").pack
+_WORD_BITS, _HANDLE_BYTES = 64, 8 * 7
 
 
-def pack_addresses(base: int, at: tuple[int, ...], has_weights: bool, is_expert: bool) -> bytes:
-    """Return the addresses of a handle's parts, as kernels want them, behind that of its words."""
-    prefix, experts, weights, ordinals, counts, rows, info = at
-    return _pack_addresses(
-        base + prefix,
-        base + experts,
-        base + weights if has_weights else 0,
-        base + ordinals if is_expert else 0,
-        base + counts,
-        base + rows,
-        base + info,
-    )
+def address_rule(at: tuple[int, ...], has_weights: bool, is_expert: bool) -> tuple[int, int]:
+    """Return by what the addresses of a handle's parts follow from that of its words, for `pack_addresses`.
+
+    Args:
+        at: bytes from the beginning of the words to each part, in the kernels' order.
+        has_weights, is_expert: whether the handle has weights, and ordinals.
+    """
+    is_there = (True, True, has_weights, is_expert, True, True, True)
+    shifts = range(0, _WORD_BITS * len(at), _WORD_BITS)
+    ones = sum(1 << shift for shift, there in zip(shifts, is_there, strict=True) if there)
+    return ones, sum(offset << shift for offset, shift, there in zip(at, shifts, is_there, strict=True) if there)
+
+
+def pack_addresses(base: int, rule: tuple[int, int]) -> bytes:
+    """Return the addresses of a handle's parts, as kernels want them: one long number, whose digits have 64 bits."""
+    ones, offsets = rule
+    return (base * ones + offsets).to_bytes(_HANDLE_BYTES, "little")
+
+
+def without_weights(addresses: bytes) -> bytes:
+    """Return the addresses of a handle's parts without that of its weights, the third."""
+    return addresses[:16] + bytes(8) + addresses[24:]
 
 
 @dataclass(eq=False)
@@ -58,8 +67,8 @@ class ThroughputHandle:
     @Late
     def addresses(self) -> bytes:
         """Addresses of its parts for the kernels: `gpu/params._HANDLE_NAMES`, 0 for what it does not have."""
-        at = self.space.read_at
-        return pack_addresses(self.words.data_ptr(), at, self.has_weights, self.layout == "expert")
+        rule = address_rule(self.space.read_at, self.has_weights, self.layout == "expert")
+        return pack_addresses(self.words.data_ptr(), rule)
 
     @property
     def is_expert(self) -> bool:
@@ -208,7 +217,7 @@ class HandleForm:
         device: of their words.
     """
 
-    __slots__ = ("_at", "_constants", "_flags", "_new_words")
+    __slots__ = ("_constants", "_new_words", "_rule")
 
     def __init__(self, facts: DispatchFacts, space: HandleSpace, device: torch.device) -> None:
         self._new_words = allocator((space.total,), torch.int32, device)
@@ -225,13 +234,13 @@ class HandleForm:
             capacity=facts.capacity,
         )
         self._constants: dict[str, Any] = {**first.__dict__}
-        self._at, self._flags = space.read_at, (facts.has_weights, facts.is_expert)
+        self._rule = address_rule(space.read_at, facts.has_weights, facts.is_expert)
 
     def make(self, call_idx: int) -> ThroughputHandle:
         """Return the handle of a dispatch, its words uninitialised."""
         words = self._new_words()
         handle = object.__new__(ThroughputHandle)  # and the fields at once: half the time of one by one
-        addresses = pack_addresses(words.data_ptr(), self._at, *self._flags)
+        addresses = pack_addresses(words.data_ptr(), self._rule)
         handle.__dict__.update(self._constants, call_idx=call_idx, words=words, addresses=addresses)
         return handle
 

@@ -1,4 +1,4 @@
-"""The words of the control block that say who takes part, and from which call on.
+"""The words of the control block that say who takes part, and from which call on; how those of peers are forgotten.
 
 The host writes them while no call of any member is in flight; the kernels of this rank read them in every call, so that
 a graph replays into the view of its day (`csrc/common/call.cuh`). Peers neither read nor write them, so a member that
@@ -15,6 +15,18 @@ import torch
 
 from ...gpu.params import CONTROL_LAYOUT, HAUNTED_WORDS, SOME_HAUNTED
 from ...gpu.platform import LentRegion
+
+_FIELDS_BY_RANK = {  # of the control block, which peers write: on which axis the rank stands
+    "counts": 1,
+    "dispatch_done": 0,
+    "combine_ready": 1,
+    "combine_done": 0,
+    "combine_failed": 1,
+    "barrier": 0,
+    "streams": 0,
+    "staged": 0,
+}
+_COMPARED = ("counts", "combine_ready")  # whose high halves are compared with a call's number: later, or not
 
 
 class ViewWords:
@@ -67,6 +79,26 @@ class ViewWords:
             self._words("haunted")[index].copy_(_signed(bits >> 64 * index & (1 << 64) - 1)[0])
         flag = SOME_HAUNTED if slots else 0
         self._words("view").copy_(_signed(self._number << 32 | flag | self._mask))
+
+    # -- what peers store
+
+    def clear_source(self, rank: int) -> None:
+        """Forget the words that a process of `rank` has stored here, so that none passes for one of its successor."""
+        for name in _FIELDS_BY_RANK:
+            self._words_of(rank, name).zero_()
+
+    def note_calls(self, rank: int, tag: int) -> None:
+        """Let a rank have been in call `tag`, as far as words tell whose halves are compared with a call's number.
+
+        A word that is much older, or 0 on a newcomer, would pass for a later call as soon as the two are 2^31 apart.
+        """
+        half = (tag & 0xFFFFFFFF) << 32
+        for name in _COMPARED:
+            self._words_of(rank, name).fill_(half - (1 << 64) if half >> 63 else half)
+
+    def _words_of(self, rank: int, name: str) -> torch.Tensor:
+        """Return the words of a field that `rank` writes."""
+        return self._words(name).view(CONTROL_LAYOUT[name].shape).select(_FIELDS_BY_RANK[name], rank)
 
     def _words(self, name: str) -> torch.Tensor:
         field = CONTROL_LAYOUT[name]

@@ -19,6 +19,7 @@ later which shape is in use.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -34,9 +35,16 @@ class SlotViews:
 
     Args:
         base: its bytes, as a tensor from which no other is made.
+        words: the same as int64, over another storage: who uses them does not count.
+
+    Attributes:
+        words: see above.
+        kept: what the handle of the slot's last result may be asked for; None where nothing is to be saved.
     """
 
-    def __init__(self, base: torch.Tensor) -> None:
+    def __init__(self, base: torch.Tensor, words: torch.Tensor) -> None:
+        self.words = words
+        self.kept: weakref.ref[KeptRows] | None = None
         self._base = base
         self._storage = base.untyped_storage()
         self._address: int = self._storage._cdata
@@ -53,7 +61,7 @@ class SlotViews:
         original = self._originals.get(at)
         if original is None:
             original = self._make(*at)
-        return first_rows(original, num_rows)
+        return first_rows(original, at[2], num_rows)
 
     def is_idle(self) -> bool:
         """Tell whether all aliases have died."""

@@ -1,0 +1,122 @@
+"""What a rank is about to dispatch through V1's names: checked, and put into the few words that the ranks exchange.
+
+On GPUs nothing but shapes is looked at, so it is worked out once for calls whose shapes are alike. On CPUs the data is
+looked at as well: what is wrong is found before the ranks agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from epee.compat.deep_ep.shared.rows import values_of
+from epee.ep import Need, Payload, Wish, check_topk_idx, count_layout
+from epee.errors import InvalidArgument
+
+_MOST_WISHES = 1024  # that are remembered
+# num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+Counts: TypeAlias = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+
+
+class Wishes:
+    """The wishes of one buffer.
+
+    Args:
+        num_ranks: of the group.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._known: dict[tuple[object, ...], tuple[Wish, Need]] = {}
+
+    def find(
+        self,
+        x: Payload,
+        counts: Counts,
+        routing: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_worst_tokens: int,
+        device: torch.device,
+        is_gpu: bool,
+    ) -> tuple[Wish, Need]:
+        """Return what this rank is about to dispatch, and needs; on GPUs once for calls whose shapes are alike."""
+        shapes = None
+        if is_gpu and routing is not None and all(isinstance(count, torch.Tensor) for count in counts):
+            values: Any = values_of(x)
+            _, is_in, per_expert = counts
+            assert is_in is not None
+            assert per_expert is not None
+            shapes = (
+                values.shape,
+                values.dtype,
+                routing.shape,
+                topk_weights is None,
+                is_in.shape,
+                is_in.dtype,
+                per_expert.shape,
+                num_worst_tokens,
+                device,
+            )
+            known = self._known.get(shapes)
+            if known is not None:
+                return known
+        wish = self._wish(x, counts, routing, topk_weights, num_worst_tokens, is_gpu)
+        known = wish, Need.of([wish], device)
+        if shapes is not None:
+            if len(self._known) >= _MOST_WISHES:
+                self._known.clear()
+            self._known[shapes] = known
+        return known
+
+    def _wish(
+        self,
+        x: Payload,
+        counts: Counts,
+        routing: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_worst_tokens: int,
+        is_gpu: bool,
+    ) -> Wish:
+        """Check what the other ranks are about to hear."""
+        values = values_of(x)
+        num_tokens, hidden = values.shape
+        per_rank, is_token_in_rank, per_expert = counts
+        if per_rank is None or is_token_in_rank is None or per_expert is None:
+            raise InvalidArgument(
+                "dispatch needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert: give those of "
+                "get_dispatch_layout, or a handle"
+            )
+        if (routing is None) != (topk_weights is None):
+            raise InvalidArgument("topk_idx and topk_weights must be given both or neither")
+        if num_worst_tokens < 0 or (num_worst_tokens and routing is None):
+            raise InvalidArgument(
+                f"num_worst_tokens must be at least 0 and needs topk_idx and topk_weights, got {num_worst_tokens}"
+            )
+        num_experts = per_expert.numel()
+        if num_experts < 1 or num_experts % self._num_ranks:
+            raise InvalidArgument(
+                f"num_tokens_per_expert must have a multiple of {self._num_ranks} entries, got {num_experts}"
+            )
+        if is_token_in_rank.shape != (num_tokens, self._num_ranks) or is_token_in_rank.dtype != torch.bool:
+            raise InvalidArgument(
+                f"is_token_in_rank must be bool [{num_tokens}, {self._num_ranks}], "
+                f"got {is_token_in_rank.dtype} {list(is_token_in_rank.shape)}"
+            )
+        if routing is not None and not is_gpu:
+            check_topk_idx(routing, num_experts)
+            wanted = count_layout(routing, self._num_ranks, num_experts).is_token_in_rank
+            if not torch.equal(is_token_in_rank, wanted):
+                raise InvalidArgument(
+                    "is_token_in_rank must say where topk_idx goes; take it from get_dispatch_layout(topk_idx), or "
+                    "leave topk_idx out to route by is_token_in_rank alone"
+                )
+        return Wish(
+            hidden=hidden,
+            dtype=values.dtype,
+            num_topk=0 if routing is None else routing.shape[1],
+            num_experts=num_experts,
+            num_worst_tokens=num_worst_tokens,
+            num_tokens=num_tokens,
+            num_sent=(0,) * self._num_ranks if is_gpu else tuple(is_token_in_rank.sum(0).tolist()),
+        )

@@ -1,0 +1,53 @@
+"""Whether tensors look like others that were looked at before.
+
+To ask torch for shapes, strides, types and devices, and to compare the answers, costs the host microseconds a call. The
+compiler of torch guards its programs by one function that compares all of it. It is private, so it is used only where
+it proves to tell tensors apart, once in a process. Without it callers compare the answers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+Looks = Callable[..., bool]
+
+
+def looks_of(*tensors: Any) -> Looks | None:
+    """Return what tells whether as many values are tensors that look like these; None where that cannot be told so.
+
+    Alike are class, dtype, device, shape and strides, whether gradients are wanted, and what lazy operations, inference
+    mode and the like make of them. A False may mean no more than that the modes of the thread are others.
+    """
+    if any(type(tensor) is not torch.Tensor for tensor in tensors) or not _is_right():
+        return None
+    return _check_of(*tensors)
+
+
+def _check_of(*tensors: torch.Tensor) -> Looks | None:
+    try:
+        check: Looks = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return check
+
+
+@cache
+def _is_right() -> bool:
+    """Tell whether the function of this torch sees what it must see."""
+    with torch.inference_mode(False):
+        first = torch.zeros(4, 8, dtype=torch.float32, device="cpu")
+        wide = torch.zeros(4, 16, dtype=torch.float32, device="cpu")
+        check = _check_of(first, first)
+        if check is None:
+            return False
+        others = (first[:3], first[:, :7], wide[:, :8], wide[:, ::2], first.double(), first.to("meta"), None, (first,))
+        try:
+            negated = torch._neg_view(first)
+            return check(first, first.clone()) is True and not any(check(first, other) for other in (*others, negated))
+        except (AttributeError, TypeError, RuntimeError):
+            return False

@@ -15,7 +15,7 @@ from epee.errors import CommTimeoutError, EpeeError
 from tests.harness import DEAD, Worker, collect, take_until, tell
 
 from . import Hosts, run_on_hosts, started_on_hosts
-from .calls import full
+from .calls import everything, full
 
 TIMEOUT_S = 6.0
 PLACEMENT = (0, 0, 1, 1)
@@ -105,6 +105,15 @@ def test_a_cut_network_is_an_error_on_all(count: int) -> None:
 def test_a_network_that_is_cut_one_way_is_an_error_on_all() -> None:
     told = after_a_fault(lambda hosts, _: hosts.set_link(0, 1, is_cut=True), 1, wire="tun")
     check(told, (), ("CommTimeoutError", "RankFailedError"))
+
+
+@pytest.mark.hosts("tun")
+def test_a_network_that_delays_and_loses_changes_no_result() -> None:
+    with Hosts(2, "tun", seed=3) as hosts:
+        hosts.set_link(0, 1, delay_s=0.003, loss=0.02)
+        hosts.set_link(1, 0, delay_s=0.001, loss=0.01)
+        with started_on_hosts(hosts, everything, PLACEMENT, (1, 1000, 40_000), timeout_s=100.0) as workers:
+            collect(workers, (), 100.0)
 
 
 def late_once(rank: int, num_ranks: int) -> list[str]:

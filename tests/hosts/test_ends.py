@@ -1,0 +1,52 @@
+"""What is left of groups over hosts that have ended: nothing, whether or not Python collects garbage."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from . import run_on_loopbacks
+from .calls import full
+
+NUM_WARM, NUM_MORE = 5, 40
+PATIENCE_S = 20.0
+
+
+def left_over() -> tuple[int, int, int]:
+    """Return how many descriptors, threads and mappings of outboxes and mirrors this process has."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), sum("epee-" in line for line in maps)
+
+
+def make_and_end(rank: int, num_ranks: int) -> tuple[int, int, int]:
+    """Make groups and end them; return what is left over after some, having seen that it is no more after many."""
+    gc.disable()
+    found = (0, 0, 0)
+    for number in range(NUM_WARM + NUM_MORE):
+        group = dist.new_group(backend="epee")
+        x = full(5000, rank)
+        dist.all_reduce(x, group=group)
+        dist.broadcast(x, 1, group=group)
+        dist.destroy_process_group(group)
+        del group
+        if number == NUM_WARM:
+            dist.barrier()
+            time.sleep(0.5)  # the links end a moment later
+            found = left_over()
+    until = time.monotonic() + PATIENCE_S
+    while any(now > before for now, before in zip(left_over(), found, strict=True)):
+        assert time.monotonic() < until, (left_over(), found)
+        time.sleep(0.05)
+    dist.barrier()
+    return found
+
+
+def test_nothing_is_left_of_groups_that_have_ended() -> None:
+    for _, num_threads, num_mappings in run_on_loopbacks(make_and_end, (0, 0, 1, 1), backend="gloo", timeout_s=100):
+        assert num_mappings == 0
+        assert num_threads <= 2

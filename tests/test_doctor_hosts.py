@@ -24,7 +24,7 @@ from epee.doctor import network, reach
 from epee.doctor.finding import Finding, Verdict
 from epee.errors import EpeeError, InvalidArgument
 from epee.link import address
-from epee.link.address import Choice
+from epee.link.address import AddressChoice
 from tests.forked import Command
 
 OK, WARN, NO = Verdict.OK, Verdict.WARN, Verdict.NO
@@ -62,12 +62,16 @@ def test_the_key_of_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("choice", "verdict", "words"),
     [
-        (Choice(HERE, "EPEE_HOST_IP"), WARN, r"127.0.0.1 \(lo, MTU \d+ bytes\), chosen by EPEE_HOST_IP: no other host"),
-        (Choice("127.0.77.1", "a test"), WARN, r"127.0.77.1 \(its interface is not known\), chosen by a test"),
-        (Choice("192.0.2.77", "a test"), WARN, "cannot listen at 192.0.2.77: "),
+        (
+            AddressChoice(HERE, "EPEE_HOST_IP"),
+            WARN,
+            r"127.0.0.1 \(lo, MTU \d+ bytes\), chosen by EPEE_HOST_IP: no other",
+        ),
+        (AddressChoice("127.0.77.1", "a test"), WARN, r"127.0.77.1 \(its interface is not known\), chosen by a test"),
+        (AddressChoice("192.0.2.77", "a test"), WARN, "cannot listen at 192.0.2.77: "),
     ],
 )
-def test_the_address_is_judged(choice: Choice, verdict: Verdict, words: str) -> None:
+def test_the_address_is_judged(choice: AddressChoice, verdict: Verdict, words: str) -> None:
     found = one(network.address(choice))
     assert found.verdict is verdict
     assert re.match(words, found.value)

@@ -11,7 +11,7 @@ import ipaddress
 
 from .. import env
 from ..errors import EpeeError
-from ..link.address import Choice, choose_address, interface_of, listen, mtu_of
+from ..link.address import AddressChoice, choose_address, interface_of, listen, mtu_of
 from ..link.topology import own_host_key
 from ..view.transport.directory import token_of_file
 from .finding import Finding, Verdict
@@ -29,7 +29,7 @@ def host() -> list[Finding]:
     return [Finding("hosts", "host", Verdict.OK, f"{key}; ranks with this key share memory (a boot, a PID namespace)")]
 
 
-def address(choice: Choice | None = None) -> list[Finding]:
+def address(choice: AddressChoice | None = None) -> list[Finding]:
     """The address for links to other hosts, why it is that, and whether a process can listen there."""
     try:
         choice = choose_address() if choice is None else choice

@@ -24,7 +24,7 @@ _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h
 _NOWHERE = "192.0.2.1"  # of RFC 5737: a route there is the default route; nothing is sent
 
 
-class Choice(NamedTuple):
+class AddressChoice(NamedTuple):
     """An address for links, and what it was chosen by, for people."""
 
     address: str
@@ -73,7 +73,7 @@ def own_address(store: Any = None) -> str:
     return choose_address(store).address
 
 
-def choose_address(store: Any = None) -> Choice:
+def choose_address(store: Any = None) -> AddressChoice:
     """Return the address for links of this process, and by what it was chosen.
 
     Args:
@@ -84,14 +84,14 @@ def choose_address(store: Any = None) -> Choice:
         ResourceError: no address was found.
     """
     if _settings.host_ip:
-        return Choice(_settings.host_ip, "set_host_ip")
+        return AddressChoice(_settings.host_ip, "set_host_ip")
     named = str(env.get("EPEE_HOST_IP"))
     if named:
-        return Choice(_checked(named, "EPEE_HOST_IP"), "EPEE_HOST_IP")
+        return AddressChoice(_checked(named, "EPEE_HOST_IP"), "EPEE_HOST_IP")
     if _settings.device_filter:
-        return Choice(_address_of_devices(_settings.device_filter), "set_device_filter")
+        return AddressChoice(_address_of_devices(_settings.device_filter), "set_device_filter")
     store_host, master = _rendezvous_of(store), str(env.get("MASTER_ADDR"))
-    loopback: Choice | None = None
+    loopback: AddressChoice | None = None
     for place, reason in (
         (store_host, f"the route to the store at {store_host}"),
         (master, f"the route to MASTER_ADDR, {master}"),
@@ -99,9 +99,9 @@ def choose_address(store: Any = None) -> Choice:
     ):
         address = _address_towards(place) if place else ""
         if address and (not _is_loopback(address) or place == "localhost" or _is_loopback(place)):
-            return Choice(address, reason)
+            return AddressChoice(address, reason)
         if address and loopback is None:  # a machine may know its own name as 127.0.1.1, where no other reaches it
-            loopback = Choice(address, reason)
+            loopback = AddressChoice(address, reason)
     if loopback is not None:
         return loopback
     raise ResourceError(

@@ -50,7 +50,7 @@ class Partner(NamedTuple):
     who: Identity
 
 
-class Met(NamedTuple):
+class Connected(NamedTuple):
     """A connection that is past its handshake: the keys are of what is sent and of what is received."""
 
     connection: socket.socket
@@ -126,12 +126,12 @@ class Meeting:
         self._token, self._job_id, self._me = token, job_id, me
         self._partners = partners
         self._listener = listener
-        self._met: dict[int, Met] = {}
+        self._met: dict[int, Connected] = {}
         self._select = selectors.DefaultSelector()
         self._talks: set[_Talk] = set()
         self._again = {rank: 0.0 for rank in partners if rank > me.slot}  # whom to call, and when
 
-    def run(self, deadline: float, check: Callable[[], None]) -> dict[int, Met]:
+    def run(self, deadline: float, check: Callable[[], None]) -> dict[int, Connected]:
         """Return the connections with all partners.
 
         Args:
@@ -272,7 +272,7 @@ class Meeting:
         old = self._met.pop(rank, None)
         if old is not None:  # a partner that lost its end of the first one has called again
             old.connection.close()
-        self._met[rank] = Met(talk.connection, out_key, in_key)
+        self._met[rank] = Connected(talk.connection, out_key, in_key)
 
     def _drop(self, talk: _Talk) -> None:
         self._select.unregister(talk.connection)

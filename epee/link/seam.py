@@ -17,7 +17,7 @@ import enum
 from typing import Any, Protocol
 
 
-class Loss(enum.Enum):
+class LinkLoss(enum.Enum):
     """Why a link has ended. A hint, never a proof: the process behind it may live."""
 
     CLOSED = "it closed the connection"
@@ -32,7 +32,7 @@ class Link(Protocol):
         lost: why the link has ended; None while it works.
     """
 
-    lost: Loss | None
+    lost: LinkLoss | None
 
     def write(self, offset: int, data: Any, word: int, value: int, note: int) -> None:
         """Store `data` at byte `offset` of what the peer keeps of this rank, then `value` in word `word`.

@@ -2,7 +2,7 @@
 
 Data path: `Outstream.put` queues a frame, `send` gives the socket headers and the caller's own memory (no copy).
 `Instream.receive` has the socket fill the receiver's memory for the middle of a long payload, else a buffer; every
-frame that is complete is applied to the `Sink`, in order.
+frame that is complete is applied to the `FrameSink`, in order.
 
 An exception from a signal handler can come between any two lines. So how many bytes have passed the socket is not kept
 in a field that a line updates: the socket's method is called, and its result appended to a list, by one call in C
@@ -88,7 +88,7 @@ def _sum_up(counts: list[int]) -> int:
     return total
 
 
-class Sink(Protocol):
+class FrameSink(Protocol):
     """Where the frames of a peer go."""
 
     def place(self, frame: Frame) -> memoryview:
@@ -105,7 +105,7 @@ class Sink(Protocol):
 class Instream:
     """Frames on their way in."""
 
-    def __init__(self, opener: FrameOpener, sink: Sink) -> None:
+    def __init__(self, opener: FrameOpener, sink: FrameSink) -> None:
         self._opener = opener
         self._sink = sink
         self._counts = [0]  # what the socket has given

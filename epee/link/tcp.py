@@ -24,8 +24,8 @@ from typing import Any
 
 from ..errors import EpeeError
 from .frames import ASK, MAX_PAYLOAD, NO_WORD, TELL, WRITE, FrameOpener, FrameSealer, pack_asked, pack_told
-from .seam import Loss
-from .stream import Instream, Outstream, Sink
+from .seam import LinkLoss
+from .stream import FrameSink, Instream, Outstream
 
 logger = logging.getLogger("epee")
 
@@ -63,11 +63,11 @@ class TcpLink:
     """
 
     def __init__(
-        self, peer: int, connection: socket.socket, sealer: FrameSealer, opener: FrameOpener, sink: Sink
+        self, peer: int, connection: socket.socket, sealer: FrameSealer, opener: FrameOpener, sink: FrameSink
     ) -> None:
         self.peer = peer
         self.fd = connection.fileno()
-        self.lost: Loss | None = None
+        self.lost: LinkLoss | None = None
         self.is_finished = False
         self._mute: OSError | None = None  # why the socket takes nothing more
         self._socket = connection
@@ -121,16 +121,16 @@ class TcpLink:
                 more = self._in.receive(self._socket.recv_into)
                 came += 1
                 if more < 0:
-                    self._lose(Loss.CLOSED if self._mute is None else Loss.RESET, self._mute)
+                    self._lose(LinkLoss.CLOSED if self._mute is None else LinkLoss.RESET, self._mute)
                 if more <= 0:
                     break
         except BlockingIOError:
             if self._mute is not None:
-                self._lose(Loss.RESET, self._mute)
+                self._lose(LinkLoss.RESET, self._mute)
         except EpeeError as exc:  # before OSError: AuthError is both
-            self._lose(Loss.DAMAGED, exc)
+            self._lose(LinkLoss.DAMAGED, exc)
         except OSError as exc:
-            self._lose(Loss.RESET, exc)
+            self._lose(LinkLoss.RESET, exc)
         return came > 0
 
     def finish(self) -> None:
@@ -151,6 +151,6 @@ class TcpLink:
         self.fd = -1
         self._socket.close()
 
-    def _lose(self, loss: Loss, exc: Exception | None) -> None:
+    def _lose(self, loss: LinkLoss, exc: Exception | None) -> None:
         self.lost = loss
         logger.info("link to rank %d ended: %s%s", self.peer, loss.value, f" ({exc})" if exc else "")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epee.ep.gpu.device import Device
+from epee.ep.gpu.device import GpuDevice
 from epee.ep.gpu.params import REPORT_WORDS
 from epee.errors import InvalidState
 from tests.csrc.emulated import EmulatedPlatform
@@ -47,17 +47,17 @@ def platform() -> _Platform:
 
 
 @pytest.fixture
-def device(platform: _Platform) -> Device:
-    return Device(platform, "", {})
+def device(platform: _Platform) -> GpuDevice:
+    return GpuDevice(platform, "", {})
 
 
-def test_another_stream_waits_for_the_last_one(platform: _Platform, device: Device) -> None:
+def test_another_stream_waits_for_the_last_one(platform: _Platform, device: GpuDevice) -> None:
     for stream in (7, 7, 8, 8, 7):
         device.follow(stream)
     assert platform.notes == [("mark", 7), ("wait", 7), ("mark", 8), ("wait", 8)]
 
 
-def test_a_stream_is_quiet_when_nothing_has_happened_on_it(platform: _Platform, device: Device) -> None:
+def test_a_stream_is_quiet_when_nothing_has_happened_on_it(platform: _Platform, device: GpuDevice) -> None:
     assert device.quiet_stream() is None, "before the first call"
     device.follow(7)
     assert device.quiet_stream() == 7
@@ -81,7 +81,7 @@ def test_a_stream_is_quiet_when_nothing_has_happened_on_it(platform: _Platform, 
         device.require_open()
 
 
-def test_kernels_are_waited_for_and_aborted_when_they_take_too_long(platform: _Platform, device: Device) -> None:
+def test_kernels_are_waited_for_and_aborted_when_they_take_too_long(platform: _Platform, device: GpuDevice) -> None:
     device.drain(0.0)
     assert platform.notes == [], "nothing was launched"
     device.follow(7)
@@ -98,7 +98,7 @@ def test_kernels_are_waited_for_and_aborted_when_they_take_too_long(platform: _P
     assert platform.notes == []
 
 
-def test_the_dead_are_told_by_their_bits(device: Device) -> None:
+def test_the_dead_are_told_by_their_bits(device: GpuDevice) -> None:
     device.mark_dead([0, 3])
     assert [rank for rank in range(5) if device.is_marked(rank)] == [0, 3]
     device.news.words[2] = 9

@@ -18,7 +18,7 @@ import pytest
 from epee.errors import CommTimeoutError, ProtocolError
 from epee.link import meeting
 from epee.link.address import listen
-from epee.link.meeting import MAX_STRANGERS, Meeting, Met, Partner
+from epee.link.meeting import MAX_STRANGERS, Connected, Meeting, Partner
 from epee.view.transport.auth import CHALLENGE_BYTES, HELLO_BYTES, Identity, Initiator, Responder, Token
 from tests.harness import run_ranks
 
@@ -36,7 +36,7 @@ class Somebody:
         self.where = self.listener.getsockname()[:2]
         self.who = Identity(rank, 0, os.urandom(16))
         self.token, self.job = Token(token), job
-        self.met: dict[int, Met] = {}
+        self.met: dict[int, Connected] = {}
         self.error: BaseException | None = None
         self.most_talks = 0
 

@@ -18,7 +18,7 @@ from epee.errors import ResourceError
 from epee.link import poller
 from epee.link.frames import NO_WORD
 from epee.link.poller import Links
-from epee.link.seam import Loss
+from epee.link.seam import LinkLoss
 from tests.forked import Program
 from tests.harness import server
 
@@ -203,7 +203,7 @@ def test_a_loss_is_told_once_and_behind_what_came_before(how: str) -> None:
         link_b._socket.sendall(bytes(100))
     reset(link_b._socket) if how == "resets" else link_b.close() if how == "closes" else None
     until(lambda: a.lost)
-    assert link_a.lost is {"closes": Loss.CLOSED, "resets": Loss.RESET, "garbage": Loss.DAMAGED}[how]
+    assert link_a.lost is {"closes": LinkLoss.CLOSED, "resets": LinkLoss.RESET, "garbage": LinkLoss.DAMAGED}[how]
     assert link_a.fd == -1
     a.links.write(1, 0, b"x", 1, 1, 1)
     a.links.ask(1, [(0, 0)], 1)
@@ -412,7 +412,7 @@ def test_a_process_that_ends_at_once_sends_what_it_has_written() -> None:
                 link.close()
             text, _ = program.communicate(BOUND_S)
             assert program.returncode == 0, text
-    assert link.lost is Loss.CLOSED
+    assert link.lost is LinkLoss.CLOSED
     assert memory.words[1] == 16
     assert bytes(memory.bytes) == bytes([16]) * (1 << 20)
 
@@ -473,4 +473,4 @@ def test_a_forked_child_keeps_no_connection_alive() -> None:
         ours.close()
     assert told["child"][0] is True
     assert told["child"][2] is False
-    assert told["parent"] == [Loss.CLOSED]
+    assert told["parent"] == [LinkLoss.CLOSED]

@@ -10,7 +10,7 @@ import pytest
 from epee.errors import ProtocolError
 from epee.link import tcp
 from epee.link.frames import MAX_PAYLOAD, NO_WORD, WRITE, Frame, FrameOpener, FrameSealer
-from epee.link.seam import Loss
+from epee.link.seam import LinkLoss
 from epee.link.tcp import TcpLink
 
 from .pairs import KEY_A, KEY_B, Memory, pattern, reset, socket_pair, tcp_links, until
@@ -37,7 +37,7 @@ class Ends:
         self.b.pump()
 
 
-def lost(link: TcpLink) -> Loss | None:
+def lost(link: TcpLink) -> LinkLoss | None:
     """Pump until a link has ended; return why."""
     until(lambda: (link.pump() and link.lost) or link.lost)
     return link.lost
@@ -137,7 +137,7 @@ def test_a_peer_that_closes_is_lost_behind_what_it_said() -> None:
     with Ends() as ends:
         ends.b.write(0, b"goodbye!", 2, 1, 0)
         ends.b.close()
-        assert lost(ends.a) is Loss.CLOSED
+        assert lost(ends.a) is LinkLoss.CLOSED
         assert ends.memory_a.words[2] == 1
         assert ends.memory_a.bytes[:8] == b"goodbye!"
 
@@ -145,9 +145,9 @@ def test_a_peer_that_closes_is_lost_behind_what_it_said() -> None:
 def test_a_peer_that_is_killed_is_lost() -> None:
     with Ends() as ends:
         reset(ends.b._socket)
-        assert lost(ends.a) is Loss.RESET
+        assert lost(ends.a) is LinkLoss.RESET
         ends.a.write(0, b"x", NO_WORD, 0, 0)
-        assert ends.a.lost is Loss.RESET
+        assert ends.a.lost is LinkLoss.RESET
 
 
 def test_what_a_peer_said_before_it_left_counts_though_writes_to_it_fail() -> None:
@@ -158,7 +158,7 @@ def test_what_a_peer_said_before_it_left_counts_though_writes_to_it_fail() -> No
         until(lambda: ends.a._socket.recv(1, socket.MSG_PEEK))
         ends.b._socket.close()
         until(lambda: ends.a.write(0, b"x", NO_WORD, 0, 8) or ends.a._mute or ends.a.lost)
-        assert lost(ends.a) is Loss.RESET
+        assert lost(ends.a) is LinkLoss.RESET
         assert ends.memory_a.words[2] == 1, "the goodbye was there"
 
 
@@ -172,11 +172,11 @@ def test_what_is_under_way_arrives_though_the_peer_writes_to_an_end_that_has_fin
         for _ in range(50):
             ends.b.write(0, b"progress", NO_WORD, 0, 7)
             ends.a.pump()
-        assert lost(ends.b) is Loss.CLOSED
+        assert lost(ends.b) is LinkLoss.CLOSED
         assert ends.memory_b.words[2] == 1
         assert ends.memory_b.bytes == data
         ends.b.close()
-        assert lost(ends.a) is Loss.CLOSED
+        assert lost(ends.a) is LinkLoss.CLOSED
         assert ends.memory_a.note == 7, "what came late was applied, too"
 
 
@@ -201,7 +201,7 @@ def test_a_peer_that_sends_what_cannot_be_right_is_damaged_and_nothing_of_it_app
         }[what]
         + frame(1)
     )
-    assert lost(link) is Loss.DAMAGED
+    assert lost(link) is LinkLoss.DAMAGED
     assert bytes(memory.bytes) == bytes([0xA5]) * 1000
     assert memory.words == [0] * 16
     assert memory.seen == []
@@ -216,7 +216,7 @@ def test_a_wrong_payload_with_trailers_is_damage_and_stores_nothing() -> None:
     data = bytearray(b"".join(FrameSealer(KEY_B, True).seal(Frame(WRITE, 8, 0, 1, 1), 0, b"abcdefgh")))
     data[64] ^= 1
     theirs.sendall(data)
-    assert lost(link) is Loss.DAMAGED
+    assert lost(link) is LinkLoss.DAMAGED
     assert bytes(memory.bytes) == bytes([0xA5]) * 1000
     link.close()
     theirs.close()
@@ -230,7 +230,7 @@ def test_a_question_that_must_not_be_asked_is_damage() -> None:
 
         ends.memory_b.on_ask = refuse
         ends.a.ask([(0, 0)], 1)
-        assert lost(ends.b) is Loss.DAMAGED
+        assert lost(ends.b) is LinkLoss.DAMAGED
 
 
 def test_nothing_is_applied_after_close() -> None:
@@ -252,7 +252,7 @@ def test_the_end_of_a_link_is_no_exception_in_writes_and_pumps() -> None:
             ends.a.write(0, b"x" * 1000, 1, 1, 0)
             ends.a.ask([(0, 0)], 1)
             ends.a.tell(1, [2])
-        assert lost(ends.a) in (Loss.CLOSED, Loss.RESET)
+        assert lost(ends.a) in (LinkLoss.CLOSED, LinkLoss.RESET)
         ends.a.pump()
         ends.a.finish()
 

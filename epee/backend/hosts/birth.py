@@ -29,7 +29,7 @@ from ... import env
 from ...errors import AuthError, EpeeError, InvalidArgument, ProtocolError, shortage
 from ...link.address import listen, own_address
 from ...link.frames import FrameOpener, FrameSealer
-from ...link.meeting import Meeting, Met, Partner
+from ...link.meeting import Connected, Meeting, Partner
 from ...link.poller import Links
 from ...link.tcp import TcpLink, set_up
 from ...link.topology import Topology
@@ -53,7 +53,7 @@ logger = logging.getLogger("epee")
 _LOOK_S = 0.5  # how often a rank that waits for links looks whether somebody has failed
 
 
-class _Memory(NamedTuple):
+class _Mapped(NamedTuple):
     """The outboxes of all ranks as this one maps them, and the mirrors that it keeps for its host."""
 
     regions: list[HostRegion]
@@ -103,7 +103,7 @@ def create_over_hosts(
             }
             me = Identity(this.rank, 0, owners[this.rank].nonce)
             meeting = Meeting(proof.token, proof.told[:JOB_ID_BYTES], me, partners, listener)
-            met = meeting.run(deadline, _Look(this, watch))
+            met = meeting.run(deadline, _StoreLook(this, watch))
             exports = _link(topology, box, memory.mirrors, met, mine.link_mac)
             undo.callback(exports.abandon)
             watch.attach(box, exports)
@@ -124,7 +124,7 @@ def _in_words(exc: BaseException) -> BaseException:
     return exc
 
 
-class _Look:
+class _StoreLook:
     """Notices, while links are made, that a rank has failed or died."""
 
     def __init__(self, this: BootstrapAttempt, watch: HostsWatch) -> None:
@@ -195,7 +195,7 @@ def _map(
     region: HostRegion,
     deadline: float,
     undo: contextlib.ExitStack,
-) -> _Memory:
+) -> _Mapped:
     """Make the mirrors that this rank keeps, tell them to its host, and map everybody's."""
     mirrors = {peer: _signed(nbytes, f"mirror{peer}", owners[peer], undo) for peer in topology.sources()}
     text = json.dumps({str(peer): mirror.blob.hex() for peer, mirror in mirrors.items()})
@@ -213,7 +213,7 @@ def _map(
         if found.owner_pid != records[keeper].pid:
             raise ProtocolError(f"rank {keeper}'s record names process {records[keeper].pid}, its memory another")
         regions.append(found)
-    return _Memory(regions, mirrors)
+    return _Mapped(regions, mirrors)
 
 
 def _mirrors_of(this: BootstrapAttempt, peer: int, proof: Proof, deadline: float) -> dict[int, bytes]:
@@ -230,7 +230,7 @@ def _mirrors_of(this: BootstrapAttempt, peer: int, proof: Proof, deadline: float
 
 
 def _link(
-    topology: Topology, box: Outboxes, mirrors: dict[int, HostRegion], met: dict[int, Met], covers_payloads: bool
+    topology: Topology, box: Outboxes, mirrors: dict[int, HostRegion], met: dict[int, Connected], covers_payloads: bool
 ) -> Exports:
     """Make the links of the connections and let the frames come."""
     ears, links = {}, []

@@ -29,7 +29,7 @@ LIFE_LOST = 0xF0000  # the fifth value of LIFE, which only a gateway writes: not
 
 
 class Ear:
-    """Where the frames of one remote rank go; a `link.stream.Sink`.
+    """Where the frames of one remote rank go; a `link.stream.FrameSink`.
 
     Args:
         peer: the rank.
@@ -60,7 +60,7 @@ class Ear:
         self._links = links
 
     def place(self, frame: Frame) -> memoryview:
-        """As `Sink.place`."""
+        """As `FrameSink.place`."""
         _, nbytes, offset, word, _, _ = frame
         box = self._box
         word_ok = word in (NO_WORD, CONSUMED, LIFE) or box.first_cell <= word < len(self._words)
@@ -73,7 +73,7 @@ class Ear:
         return self._bytes[offset : offset + nbytes]
 
     def apply(self, frame: Frame, payload: memoryview) -> None:
-        """As `Sink.apply`."""
+        """As `FrameSink.apply`."""
         kind, _, _, word, value, note = frame
         if kind == WRITE:
             words = self._words

@@ -27,7 +27,7 @@ SPIN_S = 1e-3  # how long the host's wait for the GPU keeps the interpreter's lo
 PAUSE_S = 2e-5  # for which it sleeps then, again and again
 
 
-class Device:
+class GpuDevice:
     """A buffer's part of a GPU.
 
     Args:

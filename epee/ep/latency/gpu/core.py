@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument, InvalidState
-from ...gpu.device import Device
+from ...gpu.device import GpuDevice
 from ...gpu.lent import AllGather
 from ...gpu.params import MAX_RANKS
 from ...gpu.platform import LentRegion, Platform
@@ -83,7 +83,7 @@ class LatencyCore:
         self.config, self.platform = config, platform
         self.is_poisoned = False
         self.num_calls = 0
-        self.device = Device(platform, kernel_head(config.num_ranks, platform.limits.stall_one_in), KERNELS)
+        self.device = GpuDevice(platform, kernel_head(config.num_ranks, platform.limits.stall_one_in), KERNELS)
         self._lost = platform.host_words(1)
         self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
         self._mask_address = self.active_ranks.data_ptr()
@@ -259,7 +259,7 @@ class LatencyCore:
     def quiet_stream(self, op: int) -> int | None:
         """Return the current stream where the start of a call would find nothing to do, else None.
 
-        Beside what `Device.quiet_stream` looks at that is calls that wait for their hooks, and results to be filled.
+        Beside what `GpuDevice.quiet_stream` looks at that is calls that wait for their hooks, and results to be filled.
         """
         return None if self._open[op] or self.is_poisoned else self.device.quiet_stream()
 

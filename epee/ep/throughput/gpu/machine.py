@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ....errors import InvalidArgument, InvalidState, ResourceError
-from ...gpu.device import Device, Mailboxes
+from ...gpu.device import GpuDevice, Mailboxes
 from ...gpu.lent import AllGather, Lending
 from ...gpu.params import (
     CONTROL_LAYOUT,
@@ -89,7 +89,7 @@ class Machine:
         self.filled_by: list[object] = [None] * (config.num_slots + 1)
         self._all_gather = all_gather
         head = kernel_head(config.num_ranks, platform.limits.max_warps, platform.limits.stall_one_in)
-        self.device = Device(platform, head, KERNELS)
+        self.device = GpuDevice(platform, head, KERNELS)
         self._lending = Lending(platform, config.rank)
         self._control = self._lending.meet(None, CONTROL_LAYOUT.nbytes, all_gather).regions
         self.slots = self._lending.meet(None, (config.num_slots + 1) * config.slot_bytes, all_gather).regions
@@ -169,7 +169,7 @@ class Machine:
     def quiet_stream(self) -> int | None:
         """Return the current stream where `begin` would find nothing to do, else None.
 
-        Beside what `Device.quiet_stream` looks at that is what other buffers do on the GPU, and slots that are haunted.
+        Beside what `GpuDevice.quiet_stream` looks at that is what other buffers do on the GPU, and haunted slots.
         """
         is_busy = self.is_capturing or self.is_poisoned or self.pool.haunters or not self._share.is_as_seen()
         return None if is_busy else self.device.quiet_stream()

@@ -148,7 +148,6 @@ class Meeting:
                 if now > deadline:
                     raise self._late()
                 check()
-                self._expire(now)  # before somebody is called again, so there is one call to a partner at a time
                 self._call(now)
                 events = self._select.select(_SLICE_S)
                 for key, _ in events:
@@ -156,6 +155,7 @@ class Meeting:
                         self._go_on(key.data)
                 if any(key.fileobj is self._listener for key, _ in events):  # last: who has spoken is heard before
                     self._accept()
+                self._expire(time.monotonic())  # who has answered while this process stood still has been heard
             met, self._met = self._met, {}
             return met
         finally:

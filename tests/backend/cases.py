@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import os
 import threading
 import time
 import warnings
@@ -79,7 +80,10 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0)
         real = torch.randn((*shape, 2), generator=generator, dtype=torch.float64)
         return torch.view_as_complex(real).to(dtype)
     if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if "EPEE_HOST_KEY" in os.environ:  # hosts add up in an order of their own: whole numbers are exact in any
+            numbers = numbers.round()
+        return numbers.to(dtype)
     info = torch.iinfo(dtype)
     low, high = max(info.min, -(1 << 60)), min(info.max, 1 << 60)  # the whole range, so that sums leave it
     return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int64).to(dtype)

@@ -405,7 +405,8 @@ def test_a_talk_keeps_no_more_than_a_message_in_memory() -> None:
         right.start([left.partner])
         with call(right.where, b"x" * (HELLO_BYTES - 1)) as stranger:
             until(lambda: any(len(talk.got) == HELLO_BYTES - 1 for talk in right.meeting._talks))
-            stranger.sendall(bytes(1 << 20))
+            with contextlib.suppress(ConnectionError):  # closed at the first wrong byte
+                stranger.sendall(bytes(1 << 20))
             assert is_closed(stranger)
         left.start([right.partner])
         check_met(members)

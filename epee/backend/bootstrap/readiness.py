@@ -6,7 +6,7 @@ import time
 
 from ...errors import CommTimeoutError
 from ...view.process.detector import DeathWatch
-from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, Outboxes
+from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_LOST, LIFE_READY, Outboxes
 from ..wake import publish_word
 from .attempt import BootstrapAttempt, died
 
@@ -16,7 +16,7 @@ def await_all(this: BootstrapAttempt, box: Outboxes, watch: DeathWatch, deadline
     publish_word(box, LIFE, LIFE_READY)
     pause = 0.0001
     for peer in box.peers:
-        while box.words[peer][LIFE] == LIFE_BORN:
+        while box.words[peer][LIFE] in (LIFE_BORN, LIFE_LOST):  # of the latter the watch tells
             dead = watch.dead()
             if dead:
                 raise died(this.rank, dead)

@@ -347,7 +347,10 @@ class Operation:
         self.published = self.tag in (own[cell], own[cell + GAVE_UP])
         if has_begun_to_withdraw and self.withdrawal is None:
             self.withdraw(box, [])  # a peer may have seen it
-        if self.published and (self.plan.rounds > 1 or self.plan.merge_bytes):
+        has_counts = bool(self.plan.rounds > 1 or self.plan.merge_bytes)
+        if box.exports is not None and own[cell] == self.tag and not self.done:
+            box.exports.call_again(self.plan, cell, self.base, has_counts)
+        if self.published and has_counts:
             self.filled, self.merged, self.drained = (count_of(own[cell + word]) for word in (FILLED, MERGED, DRAINED))
 
     def _check_offsets(self, box: Outboxes, nbytes: int) -> None:

@@ -20,9 +20,11 @@ from .withdrawal import withdrawn
 ENDED = "its process has ended"
 HAS_LEFT = "has left the group (destroyed or aborted it)"
 GAVE_THE_CALL_UP = "gave the call up"
+MAY_HAVE_COMPLETED = "its process has ended, or is not heard of any more, and may have completed the call"
 LEAVE_GRACE_S = 0.5  # a process that leaves the group at its end leaves the view a moment later
 _MEANING: dict[str, tuple[type[PeerError], str]] = {
     ENDED: (RankFailedError, "make a new group without the rank"),
+    MAY_HAVE_COMPLETED: (RankFailedError, "make a new group without the rank"),
     HAS_LEFT: (PeerError, "make a new group, with or without the rank"),
     GAVE_THE_CALL_UP: (
         PeerError,
@@ -48,8 +50,10 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
         undecided = head.withdrawal.undecided if head.withdrawal is not None else []
         if undecided and now > head.deadline and engine.survival is not None:
             engine.survival.insist(head, undecided, now)  # without its view the verdict may never come
-        raise_if_overdue(engine, op, until, now)
-        return  # the next step finds out what becomes of it
+        if not undecided or engine.survival is not None or not set(undecided) <= set(engine.watch.dead()):
+            raise_if_overdue(engine, op, until, now)
+            return  # the next step finds out what becomes of it
+        head.fail(_peer_error(engine.box, undecided, head, now, MAY_HAVE_COMPLETED))  # they will not decide any more
     is_late = not _lost_peer(engine, block, head, now) and now > head.deadline
     if isinstance(head, Operation) and not head.done and _waits_for_the_lost(engine, head):
         is_late = True  # they settle nothing any more: the call ends like one that is given up, alike on all ranks

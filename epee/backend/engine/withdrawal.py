@@ -113,6 +113,10 @@ class Withdrawal:
     def is_over(self, op: Withdrawable, box: Outboxes) -> bool:
         """See how the call ends. True when it does so here: it has failed, or `op.completing` says that it must be."""
         look = end_of({box.members[peer]: _stance_at(box, peer, op) for peer in box.peers}, op.lost)
+        if look.end is End.FAILED and box.exports is not None:
+            # a part that is missing here may yet complete the call where this withdrawal has not arrived
+            unheard = [peer for peer in box.peers if _words_behind(box, peer, op) is None]
+            look = Look(End.OPEN, tuple(unheard)) if unheard else look
         if look.end is End.COMPLETES:
             op.completing = True
             return True
@@ -139,17 +143,23 @@ class Withdrawal:
 
 
 def _stance_at(box: Outboxes, peer: int, op: Withdrawable) -> Stance:
-    """Return what becomes of the call at a peer.
+    """Return what becomes of the call at a peer, behind this rank's withdrawal; OPEN where that is not known yet."""
+    words = _words_behind(box, peer, op)
+    return Stance.OPEN if words is None else _stance_of(words, op)
+
+
+def _words_behind(box: Outboxes, peer: int, op: Withdrawable) -> Mapping[int, int] | memoryview | None:
+    """Return words of a peer as they are where this rank's withdrawal has arrived; None: nobody has said so yet.
 
     A mirror of one on another host is enough where it says what stays true: that it has given the call up, or has left
     (it has told before how its calls had ended, `Exports.tell_ends`). Else the host is asked (`hosts/looks.py`).
     """
     exports, words = box.exports, box.words[peer]
     if exports is None or exports.topology.is_here(peer) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
-        return _stance_of(words, op)
+        return words
     indices = (CONSUMED, CONSUMED_TOO, LIFE, op.cell, op.cell + GAVE_UP, op.cell + SIGNATURE)
-    found = exports.looks.at(peer, indices, (op.name, op.tag))
-    return Stance.OPEN if found is None else _stance_of(found, op)
+    found: Mapping[int, int] | None = exports.looks.at(peer, indices, (op.name, op.tag))
+    return found
 
 
 def _stance_of(words: Mapping[int, int] | memoryview, op: Withdrawable) -> Stance:

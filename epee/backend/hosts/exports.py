@@ -22,9 +22,23 @@ from ...link.poller import Links
 from ...link.topology import Topology
 from ...memory.host import HEADER_BYTES
 from ..collectives.plan import Plan
-from ..outbox import CELL_WORDS, CONSUMED, GAVE_UP, LANE_WORDS, LIFE, NUM_CELLS, SOURCE_WORDS, Outboxes, has_left
+from ..outbox import (
+    CELL_WORDS,
+    CONSUMED,
+    DRAINED,
+    FILLED,
+    GAVE_UP,
+    LANE_WORDS,
+    LIFE,
+    LIFE_LOST,
+    MERGED,
+    NUM_CELLS,
+    SOURCE_WORDS,
+    Outboxes,
+    has_left,
+)
 from .looks import Looks
-from .mirror import LIFE_LOST, Ear
+from .mirror import Ear
 
 NOTHING: tuple[int, Any] = (0, b"")
 ABANDON_S = 5.0
@@ -77,7 +91,8 @@ class Exports:
         """Tell word `index` of this rank's outbox, which one rank reads, with the next word that goes to its host."""
         reader = self._gateway_of((index - self._verdicts) // SOURCE_WORDS)
         if reader is not None:
-            self._late.setdefault(reader, {})[index] = None
+            with self.links.lock:  # the thread of the links tells them, too
+                self._late.setdefault(reader, {})[index] = None
 
     def _gateway_of(self, peer: int) -> int | None:
         """Return the gateway on the host of a rank; None where that is this host."""
@@ -105,7 +120,18 @@ class Exports:
                 last = max([end, *(base + start + nbytes for start, nbytes in ranges)])
             else:
                 self._send(gateway, base, ranges)
-            self._held[gateway] = first, self._bytes[first:last]
+            self._held[gateway] = first, bytes(self._bytes[first:last])  # its counters go on before it is sent
+
+    def call_again(self, plan: Plan, cell: int, base: int, has_counts: bool) -> None:
+        """Tell a call that is published once more, its counts as well: an exception may have come before it was told.
+
+        What the counts announce has been told before they were stored.
+        """
+        own = self._box.own
+        self.call(plan, cell, base)
+        for word in (FILLED, MERGED, DRAINED) if has_counts else ():
+            self.word(cell + word, own[cell + word])
+        self.word(cell, own[cell])
 
     def block(self, plan: Plan, k: int, offset: int) -> None:
         """Tell the block of round `k`, which lies at byte `offset`; its counter follows."""
@@ -122,7 +148,7 @@ class Exports:
         gateway = self._gateway_of(peer)
         if gateway is not None:
             self._send(gateway, offset, ((0, nbytes),))
-            self._held[gateway] = 8 * first_word, self._bytes[8 * first_word : 8 * end_word]
+            self._held[gateway] = 8 * first_word, bytes(self._bytes[8 * first_word : 8 * end_word])
 
     def _send(self, gateway: int, base: int, ranges: Any) -> None:
         note = self._box.own[CONSUMED]
@@ -139,8 +165,10 @@ class Exports:
             self.tell_progress()
 
     def _tell_late(self, gateway: int, note: int) -> None:
-        for index in self._late.pop(gateway, {}):
-            self.links.write(gateway, 8 * index, self._bytes[8 * index : 8 * index + 8], NO_WORD, 0, note)
+        with self.links.lock:
+            for index in self._late.pop(gateway, {}):
+                value = bytes(self._bytes[8 * index : 8 * index + 8])
+                self.links.write(gateway, 8 * index, value, NO_WORD, 0, note)
 
     def tell_progress(self) -> None:
         """Tell the hosts that do not know it yet how far this rank is."""

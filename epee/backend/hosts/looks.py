@@ -62,12 +62,17 @@ class Looks:
         if look is None:
             look = self._open[about, host] = _Look()
             while len(self._open) > _MAX_OPEN:
-                del self._open[next(iter(self._open))]
+                self._forget(next(iter(self._open)))
         self._take(look, host, indices)
         now = time.monotonic()
         if not look.number and now - look.asked_at >= AGAIN_S:
             self._ask(look, host, indices, now)
         return None if look.words is None else look.words[peer]
+
+    def _forget(self, key: tuple[object, int]) -> None:
+        old, ear = self._open.pop(key), self._ears[self._gateways[key[1]]]
+        ear.asked.discard(old.number)
+        ear.told.pop(old.number, None)
 
     def _take(self, look: _Look, host: int, indices: Sequence[int]) -> None:
         told = self._ears[self._gateways[host]].told
@@ -84,4 +89,5 @@ class Looks:
         assert len(ranks) * len(indices) <= MAX_ASKED
         self._number += 1
         look.number, look.asked_at = self._number, now
+        self._ears[self._gateways[host]].asked.add(look.number)
         self._links.ask(self._gateways[host], [(rank, index) for rank in ranks for index in indices], look.number)

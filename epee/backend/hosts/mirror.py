@@ -23,9 +23,7 @@ from ...link.frames import ASK, NO_WORD, TELL, WRITE, Frame, parse_asked, parse_
 from ...link.poller import Links
 from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import fence, futex_wake
-from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, Outboxes, has_left
-
-LIFE_LOST = 0xF0000  # the fifth value of LIFE, which only a gateway writes: nothing more is heard of the rank
+from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, LIFE_LOST, SLEEPERS, Outboxes, has_left
 
 
 class Ear:
@@ -37,11 +35,13 @@ class Ear:
             nothing to write.
 
     Attributes:
-        told: answers to what was asked (number -> values), until somebody takes them.
+        asked: numbers of the questions that are open; no other answer is kept.
+        told: answers (number -> values), until somebody takes them.
     """
 
     def __init__(self, peer: int, mirror: HostRegion | None) -> None:
         self.peer = peer
+        self.asked: set[int] = set()
         self.told: dict[int, tuple[int, ...]] = {}
         self._mirror = mirror
 
@@ -84,8 +84,9 @@ class Ear:
                 self._wake(word)
         elif kind == ASK:
             self._answer(value, bytes(payload))
-        elif kind == TELL:
+        elif kind == TELL and value in self.asked:
             self.told[value] = parse_told(bytes(payload))
+            self.asked.discard(value)
 
     def close(self) -> None:
         """Let go of all memory; no frame comes any more."""

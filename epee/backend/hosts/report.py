@@ -29,6 +29,7 @@ from ..outbox import (
     CELL_BYTES,
     CELL_WORDS,
     LIFE,
+    LIFE_LOST,
     NUM_CELLS,
     OWNER,
     SIGNATURE,
@@ -38,7 +39,6 @@ from ..outbox import (
     has_left,
     outbox_layout,
 )
-from .mirror import LIFE_LOST
 
 _NAME = re.compile(r"/memfd:epee-(outbox|mirror)(\d{1,3}) \(deleted\)")
 _MAPPING = re.compile(rf"(?m)^\S+ \S+ \S+ \S+ (\d+) +{_NAME.pattern}$")

@@ -17,6 +17,7 @@ from ..engine.operation import Block
 from ..engine.waiting import Waiting
 from .exports import Exports
 
+MOST_YIELDS = 20  # however long bytes come: the caller must look at deadlines and deaths
 _PUMPS = 40  # before the first yield; each takes some microseconds
 
 
@@ -52,12 +53,12 @@ class LinkedWaiting(Waiting):
         As long as bytes come they are moved here: to hand the sockets to the thread costs two switches.
         """
         words, index, value = self._guarded.box.words[block.rank], block.word, block.value
-        until = now + YIELD_S
+        until, end = now + YIELD_S, now + MOST_YIELDS * YIELD_S
         while now < until and not self._guarded.flags & ~CHANGING:
             if words[index] >= value:
                 return True
             if self._links.pump():
-                until = now + YIELD_S
+                until = min(now + YIELD_S, end)
             else:
                 os.sched_yield()
             now = time.monotonic()

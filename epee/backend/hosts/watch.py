@@ -8,9 +8,8 @@ has lost its own link to it: in all three cases nothing more is heard of it, or 
 from __future__ import annotations
 
 from ...view.process.detector import DeathWatch
-from ..outbox import LIFE, Outboxes, has_left
+from ..outbox import LIFE, LIFE_LOST, Outboxes, has_left
 from .exports import Exports
-from .mirror import LIFE_LOST
 
 
 class HostsWatch(DeathWatch):

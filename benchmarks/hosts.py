@@ -28,8 +28,8 @@ FORMULAS = {
     "bytes": "all_reduce, send_recv: the tensor; all_to_all: what a rank sends to each other rank",
     "raw": "the bytes of `out` / ranks of a host, each way at once between each pair of ranks, over a Python socket; "
     "large ones vary by a third with where memory lies",
-    "out": "bytes that leave a host: all_to_all n^2 bytes; all_reduce the tensor where hosts add up first, else n bytes "
-    "up to 256 KiB, above (n + 1) / 2 bytes; "
+    "out": "bytes that leave a host: all_to_all n^2 bytes; all_reduce the tensor where hosts add up first, else n "
+    "bytes up to 256 KiB, above (n + 1) / 2 bytes; "
     "send_recv the tensor per round trip; n = ranks of a host",
     "counted": "what the interface of the first host has sent per call, headers and acknowledgements included, as the "
     "interface counts (segments of up to 64 KiB have one header)",

@@ -73,6 +73,8 @@ class BufferConfig:
             made for these sizes.
         room_expert_bytes: of a `Buffer` on GPUs: of the slots of the expert layout, lent at construction; 0: at its
             first combine.
+        num_hosts: on which the ranks run.
+        wide_partials: over several hosts: sums of one host travel in the dtype in which they are summed.
     """
 
     num_ranks: int
@@ -91,6 +93,8 @@ class BufferConfig:
     share: str = ""
     room_bytes: int = 0
     room_expert_bytes: int = 0
+    num_hosts: int = 1
+    wide_partials: bool = False
 
     @cached_property
     def is_cuda(self) -> bool:
@@ -131,8 +135,8 @@ class BufferConfig:
 
     @cached_property
     def is_lane(self) -> bool:
-        """Whether a view says who takes part: all but the only rank of a group."""
-        return self.num_ranks > 1
+        """Whether a view says who takes part: not where a rank is alone, nor over several hosts."""
+        return self.num_ranks > 1 and self.num_hosts == 1
 
     @cached_property
     def is_synced(self) -> bool:
@@ -206,6 +210,7 @@ class BufferConfig:
             self.max_recv_rows,
             self.room_bytes,
             self.room_expert_bytes,
+            int(self.wide_partials),
             PATHS.index(self.path),
             int(self.is_latency),
             FAULT_MODES.index(self.fault_mode),
@@ -226,6 +231,7 @@ CONFIG_NAMES = (
     "max_recv_rows",
     "room_bytes",
     "room_expert_bytes",
+    "wide_partials",
     "device",
     "kind of buffer",
     "fault_mode",

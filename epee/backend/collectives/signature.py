@@ -28,6 +28,9 @@ OPS: tuple[str, ...] = (
     "all_to_all",
     "barrier",
     "point_to_point",
+    "rows of a buffer's call",
+    "dispatch",
+    "combine",
 )
 OP_CODE = {name: code for code, name in enumerate(OPS)}
 REFUSED = OP_CODE["refused"]

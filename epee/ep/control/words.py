@@ -35,18 +35,50 @@ _REASON_WORDS = 1 + REASON_BYTES // 8
 assert BLOB_BYTES <= REASON_BYTES
 
 
+def num_row_words(config: BufferConfig) -> int:
+    """Return how many words a row has, its tag included."""
+    words = _COUNTS_AT + config.num_ranks + config.num_experts
+    return words + -words % LINE_WORDS
+
+
 def inbox_layout(config: BufferConfig) -> Layout:
     """Return the layout of a rank's inbox."""
-    row_words = _COUNTS_AT + config.num_ranks + config.num_experts
-    row_words += -row_words % LINE_WORDS
     return Layout(
-        Field("rows", torch.int64, (2, config.num_ranks, row_words)),
+        Field("rows", torch.int64, (2, config.num_ranks, num_row_words(config))),
         Field("data", torch.int64, (config.num_ranks, LINE_WORDS)),
         Field("reasons", torch.int64, (_NUM_REASONS, _REASON_WORDS)),
     )
 
 
-class InboxWords:
+class RowFormat:
+    """How a row is written and read.
+
+    Args:
+        config: of the buffer.
+
+    Attributes:
+        num_words: of a row, its tag included.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._num_ranks = config.num_ranks
+        self.num_words = num_row_words(config)
+
+    def pack(self, header: Header, text: bytes, counts: Ints | None) -> bytes:
+        """Return a row without its tag; zeros for counts that the receivers know."""
+        numbers = b"" if counts is None else counts.tobytes()
+        row = HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
+        return row.ljust(8 * (self.num_words - 1), b"\0")
+
+    def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
+        """Return what copies of all ranks' rows say, unchecked: headers, free bytes, `[num_ranks, ...]` counts."""
+        width, ranks = 8 * self.num_words, range(self._num_ranks)
+        headers = [HEADER.unpack_from(rows, src * width + 8) for src in ranks]
+        texts = [rows[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in ranks]
+        return headers, texts, np.frombuffer(rows, dtype=np.int64).reshape(self._num_ranks, -1)[:, _COUNTS_AT:]
+
+
+class InboxWords(RowFormat):
     """The inboxes of all members of an epoch, seen from one rank.
 
     Args:
@@ -60,9 +92,9 @@ class InboxWords:
     """
 
     def __init__(self, config: BufferConfig, rank: int, inboxes: Mapping[int, HostRegion]) -> None:
+        super().__init__(config)
         layout = inbox_layout(config)
-        self._num_ranks, self._rank = config.num_ranks, rank
-        self._row_words = layout["rows"].shape[2]
+        self._rank = rank
         self._rows_at = layout.offset("rows") // 8
         self._data_at = layout.offset("data") // 8
         self._reasons_at = layout.offset("reasons") // 8
@@ -84,18 +116,12 @@ class InboxWords:
 
     def row_at(self, parity: int, src: int) -> int:
         """Return the index of the tag of a rank's row, in any inbox."""
-        return self._rows_at + (parity * self._num_ranks + src) * self._row_words
-
-    def pack(self, header: Header, text: bytes, counts: Ints | None) -> bytes:
-        """Return a row without its tag; zeros for counts that the receivers know."""
-        numbers = b"" if counts is None else counts.tobytes()
-        row = HEADER.pack(*header) + text.ljust(REASON_BYTES, b"\0") + numbers
-        return row.ljust(8 * (self._row_words - 1), b"\0")
+        return self._rows_at + (parity * self._num_ranks + src) * self.num_words
 
     def store(self, parity: int, mark: int, row: bytes, ranks: Iterable[int]) -> None:
         """Write this rank's row into some inboxes, its tag last; storing it again changes nothing."""
         start, data = self.row_at(parity, self._rank), memoryview(row).cast("Q")
-        end = start + self._row_words
+        end = start + self.num_words
         for rank in ranks:
             words = self._words[rank]
             words[start + 1 : end] = data
@@ -114,17 +140,17 @@ class InboxWords:
     def copy_all(self, parity: int) -> bytes:
         """Return all rows of this inbox."""
         first = self.row_at(parity, 0)
-        return bytes(self.own[first : first + self._num_ranks * self._row_words])
+        return bytes(self.own[first : first + self._num_ranks * self.num_words])
 
     def copy(self, parity: int, mark: int, src: int) -> bytes:
         """Return a rank's row; from its writer's own inbox where it is not here."""
         at = self.row_at(parity, src)
         there = self.own if self.own[at] == mark else self._words[src]
-        return bytes(there[at : at + self._row_words])
+        return bytes(there[at : at + self.num_words])
 
     def blank(self, header: Header) -> bytes:
         """Return a row that says nothing but its header."""
-        return (bytes(8) + HEADER.pack(*header)).ljust(8 * self._row_words, b"\0")
+        return (bytes(8) + HEADER.pack(*header)).ljust(8 * self.num_words, b"\0")
 
     def header_if_here(self, parity: int, mark: int, src: int) -> Header | None:
         """Return the header of a rank's row, unchecked, if this inbox has the row with that tag."""
@@ -134,16 +160,9 @@ class InboxWords:
             return None
         return Header(*HEADER.unpack_from(row, 8))
 
-    def split(self, rows: bytes) -> tuple[list[tuple[int, ...]], list[bytes], Ints]:
-        """Return what copies of all ranks' rows say, unchecked: headers, free bytes, `[num_ranks, ...]` counts."""
-        width, ranks = 8 * self._row_words, range(self._num_ranks)
-        headers = [HEADER.unpack_from(rows, src * width + 8) for src in ranks]
-        texts = [rows[src * width + 8 * _TEXT_AT :][:REASON_BYTES] for src in ranks]
-        return headers, texts, np.frombuffer(rows, dtype=np.int64).reshape(self._num_ranks, -1)[:, _COUNTS_AT:]
-
     def own_part(self, rows: bytes) -> bytes:
         """Return this rank's row, without its tag, of copies of all ranks' rows."""
-        width = 8 * self._row_words
+        width = 8 * self.num_words
         return rows[self._rank * width + 8 : (self._rank + 1) * width]
 
     # ---- payload, reasons

@@ -20,40 +20,42 @@ Arguments come checked (`checks.py`); what comes from peers is checked here and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...errors import (
     AbortedError,
     CommTimeoutError,
-    InvalidArgument,
     NoQuorumError,
     PeerError,
-    ProtocolError,
-    context,
 )
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import CombineCall, DispatchCall, PayloadRows
-from ..config import LAYOUTS, BufferConfig
 from ..control.announce import combine_header, dispatch_header
 from ..control.inbox import OP_GATHER, ExchangedRows, Moved
 from ..control.messages import refused_alike
-from ..event import DONE
-from ..handle import Combined, Dispatched, DispatchRouting, Handle, HostHandle, Payload, mask_of
+from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, mask_of
 from ..paths import Making
 from ..streams import Lane, RunOptions
 from .arenas import Arenas
 from .order import RANKS_THEN_BIAS
-from .partial import count_local, lost_weight, pack_rows, without_destinations, without_sources
-from .placement import Counts, Segment, drop_rows, kept_rows, num_rows_needed, place
+from .partial import lost_weight, pack_rows, without_destinations, without_sources
+from .placement import Segment
 from .reduce import combine_expert_rows, combine_rank_rows, return_expert_weights, return_rank_weights
 from .reduce_ordered import combine_expert_rows_in_order, combine_rank_rows_in_order
-from .rows import pack_meta, received_meta, rows_of, typed, write_meta, write_rows
+from .rows import (
+    CallPlace,
+    dispatched,
+    new_handle,
+    pack_meta,
+    rows_of,
+    typed,
+    with_meta,
+    write_meta,
+    write_rows,
+)
 
 
 def _own(handle: Handle) -> HostHandle:
@@ -85,7 +87,6 @@ class CpuPath:
         self.num_copied = 0
         self._buffer_id = making.buffer_id
         self.arenas = Arenas(config, making.rank, self.exchange, poison)
-        self._most = {layout: _most_per_token(layout, config) for layout in LAYOUTS}
 
     max_num_sms = 0
 
@@ -207,65 +208,10 @@ class CpuPath:
     # -- dispatch
 
     def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> HostHandle:
-        assert call.plan is not None
-        counts = self._check_counts(rows, call.layout, call.expert_alignment, call.capacity)
-        plan, dropped, num_tokens = call.plan, None, call.payload.rows.shape[0]
-        if call.capacity is not None:
-            plan, dropped = drop_rows(plan, counts.per_rank[self.rank], num_tokens)
-        placement = place(counts, self.rank, call.layout, call.expert_alignment, self.config)
-        num_dropped_rows = 0 if call.capacity is None else int(rows.counts[:, self.rank].sum()) - placement.num_recv
-        return HostHandle(
-            buffer_id=self._buffer_id,
-            seq=self.exchange.seq,
-            epoch=self.exchange.epoch,
-            layout=call.layout,
-            expert_alignment=call.expert_alignment,
-            num_tokens=num_tokens,
-            num_topk=self.config.num_topk,
-            with_topk=call.topk_idx is not None,
-            plan=plan,
-            placement=placement,
-            routing=self._routing(call, dropped),
-            dropped=dropped,
-            num_dropped_rows=num_dropped_rows,
-            capacity=call.capacity,
-        )
-
-    def _routing(self, call: DispatchCall, dropped: torch.Tensor | None) -> DispatchRouting | None:
-        """Return a copy of the routing where some is or may be lost: for the capacity, or with ranks."""
-        if dropped is None and self.exchange.membership.raises and self.exchange.reduced_members is None:
-            return None
-        return DispatchRouting(
-            *(None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
-        )
-
-    def _check_counts(self, rows: ExchangedRows, layout: str, alignment: int, most: int | None) -> Counts:
-        """Return the counts, of which each rank keeps `most` rows, if it is given.
-
-        Raises unless the counts are possible and everybody has room; the same verdict on every rank.
-        """
-        num_ranks = self.config.num_ranks
-        per_rank, per_expert = rows.counts[:, :num_ranks], rows.counts[:, num_ranks:]
-        num_tokens = np.array([[header.num_tokens] for header in rows.headers], dtype=np.uint64)
-        # as unsigned numbers, counts below 0 are too large as well
-        possible = not (rows.counts.view(np.uint64) > num_tokens * self._most[layout]).any()
-        if layout == "expert":
-            possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
-        if not possible:
-            where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
-            raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
-        sent = per_rank.tolist()
-        counts = Counts(sent if most is None else kept_rows(sent, most), per_expert)
-        needed = num_rows_needed(counts, layout, alignment, self.config)
-        capacity = self.config.capacity(layout, alignment)
-        worst = max(range(num_ranks), key=needed.__getitem__)
-        if needed[worst] > capacity:
-            where = context("dispatch", seq=self.exchange.seq, epoch=self.exchange.epoch)
-            raise InvalidArgument(
-                f"{where}: rank {worst} would receive {needed[worst]} rows, its {layout} layout holds {capacity}; "
-                f"make the buffer with max_recv_rows={needed[worst]} or more, or dispatch fewer tokens"
-            )
-        return counts
+        exchange = self.exchange
+        may_lose = not (exchange.membership.raises and exchange.reduced_members is None)
+        place = CallPlace(self._buffer_id, exchange.seq, exchange.epoch, self.rank)
+        return new_handle(HostHandle, call, rows, place, self.config, may_lose)
 
     def _send(self, call: DispatchCall, handle: HostHandle, rows: ExchangedRows, slots: dict[int, Slots]) -> None:
         """Write this rank's rows at their destinations, the next rank first and this one last."""
@@ -292,12 +238,7 @@ class CpuPath:
         if call.handle is None or call.topk_weights is not None:
             words = self.config.meta_words(handle.layout)
             meta = arena.array(slot, "meta")[: sum(handle.num_received) * words].reshape(-1, words)
-            handle = received_meta(call, handle, meta, self.rank * self.config.num_local_experts)
-            if handle.num_dropped_rows:
-                slots = count_local(handle, slice(None))  # the exchange has counted those of dropped rows
-                handle.placement = handle.placement._replace(num_tokens_per_expert=slots)
-        if call.handle is not None and call.topk_weights is not None and handle.routing is not None:
-            handle = replace(handle, routing=handle.routing._replace(topk_weights=call.topk_weights.clone()))
+            handle = with_meta(call, handle, meta, self.rank * self.config.num_local_experts)
         source = None
         if missing:
             whole_recv = handle.num_recv
@@ -307,22 +248,7 @@ class CpuPath:
             x = self._result(call.payload, handle.num_recv, arena, slot)
         else:
             x = self._packed(call.payload, whole_recv, source, arena, slot)
-        weights = handle.recv_weights
-        if call.handle is not None and call.topk_weights is None and handle.layout == "rank":
-            weights = None
-        return Dispatched(
-            x=x,
-            # copies: the handle's own must not change with what the user does to these
-            topk_idx=None if handle.recv_topk_idx is None else handle.recv_topk_idx.clone(),
-            topk_weights=None if weights is None else weights.clone(),
-            num_tokens_per_expert=handle.num_tokens_per_expert,
-            handle=handle,
-            event=DONE,
-            num_ranks=self.config.num_ranks,
-            epoch=self.exchange.epoch,
-            lost_ranks=self._lost(missing),
-            num_dropped=handle.num_dropped,
-        )
+        return dispatched(call, handle, x, self._lost(missing))
 
     def _lost(self, missing: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the ranks that are not members, and those of `missing`."""
@@ -448,10 +374,3 @@ class CpuPath:
         if handle.layout == "rank":
             return return_rank_weights(handle, parts, num_topk, dtype)
         return return_expert_weights(handle, [part.view(-1) for part in parts], num_topk, dtype)
-
-
-def _most_per_token(layout: str, config: BufferConfig) -> npt.NDArray[np.uint64]:
-    """Return the highest counts that one token can cause: rows for each rank, then slots for each expert."""
-    rows = config.num_topk if layout == "expert" else 1
-    most = [rows] * config.num_ranks + [config.num_topk] * config.num_experts
-    return np.array(most, dtype=np.uint64)

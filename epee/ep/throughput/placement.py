@@ -10,13 +10,15 @@ look alike from then on: a dispatch copies segments, a combine reads the same se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, ProtocolError
 from ..config import BufferConfig, round_up
 
 # Routing is small integer work: numpy does it with a third of torch's cost per operation.
@@ -157,6 +159,50 @@ class Counts(NamedTuple):
 
     per_rank: list[list[int]]
     per_expert: Ints
+
+
+@cache
+def most_per_token(layout: str, config: BufferConfig) -> npt.NDArray[np.uint64]:
+    """Return the highest counts that one token can cause: rows for each rank, then slots for each expert."""
+    rows = config.num_topk if layout == "expert" else 1
+    most = [rows] * config.num_ranks + [config.num_topk] * config.num_experts
+    return np.array(most, dtype=np.uint64)
+
+
+def checked_counts(
+    told: Ints, num_tokens: Sequence[int], how: tuple[str, int, int | None], config: BufferConfig, where: str
+) -> Counts:
+    """Return what all ranks send, as they have told it, where that is possible and everybody has room.
+
+    Args:
+        told: `[num_ranks, num_ranks + num_experts]` int64, the counts of each rank's plan.
+        num_tokens: of each rank.
+        how: layout, alignment and capacity of the call.
+        where: the call, for messages.
+
+    Raises:
+        ProtocolError, InvalidArgument: it is not; the same verdict on every rank.
+    """
+    num_ranks, (layout, alignment, most) = config.num_ranks, how
+    per_rank, per_expert = told[:, :num_ranks], told[:, num_ranks:]
+    tokens = np.array(num_tokens, dtype=np.uint64)[:, None]
+    # as unsigned numbers, counts below 0 are too large as well
+    possible = not (told.view(np.uint64) > tokens * most_per_token(layout, config)).any()
+    if layout == "expert":
+        possible = possible and (per_expert.reshape(num_ranks, num_ranks, -1).sum(2) == per_rank).all()
+    if not possible:
+        raise ProtocolError(f"{where}: the exchanged counts are impossible; the memory of a rank is corrupt")
+    sent = per_rank.tolist()
+    counts = Counts(sent if most is None else kept_rows(sent, most), per_expert)
+    needed = num_rows_needed(counts, layout, alignment, config)
+    capacity = config.capacity(layout, alignment)
+    worst = max(range(num_ranks), key=needed.__getitem__)
+    if needed[worst] > capacity:
+        raise InvalidArgument(
+            f"{where}: rank {worst} would receive {needed[worst]} rows, its {layout} layout holds {capacity}; "
+            f"make the buffer with max_recv_rows={needed[worst]} or more, or dispatch fewer tokens"
+        )
+    return counts
 
 
 def num_rows_needed(counts: Counts, layout: str, alignment: int, config: BufferConfig) -> list[int]:

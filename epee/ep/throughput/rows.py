@@ -1,19 +1,27 @@
-"""What is written into a slot and read from it: rows, and what travels beside them."""
+"""What is written into a slot and read from it: rows, and what travels beside them; and the handle made of that."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...errors import context
 from ...memory.arena import Arena, Slots
 from ...memory.layout import Field
 from ..checks import DispatchCall, PayloadRows
-from ..handle import HostHandle
-from .placement import Ints, Segment
+from ..config import BufferConfig
+from ..control.inbox import ExchangedRows
+from ..event import DONE
+from ..handle import Dispatched, DispatchRouting, HostHandle, Payload
+from .partial import count_local
+from .placement import Ints, Segment, checked_counts, drop_rows
+from .placement import place as placed
+
+SomeHandle = TypeVar("SomeHandle", bound=HostHandle)
 
 
 def rows_of(slots: Slots, slot: int, name: str, first: int, count: int, width: int) -> torch.Tensor:
@@ -75,7 +83,7 @@ def write_meta(packed: Ints, handle: HostHandle, segment: Segment, target: Slots
         np.take(packed, handle.plan.tokens.numpy()[part], axis=0, out=place.reshape(-1, words), mode="clip")
 
 
-def received_meta(call: DispatchCall, handle: HostHandle, meta: Ints, first_expert: int) -> HostHandle:
+def received_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expert: int) -> SomeHandle:
     """Copy what travelled beside the rows out of the slot, and return the handle that knows it.
 
     That is `handle` itself where this dispatch has made it, else (a cached dispatch) a new one.
@@ -112,7 +120,7 @@ def received_meta(call: DispatchCall, handle: HostHandle, meta: Ints, first_expe
     return _with(handle, call, news)
 
 
-def _with(handle: HostHandle, call: DispatchCall, news: dict[str, torch.Tensor | None]) -> HostHandle:
+def _with(handle: SomeHandle, call: DispatchCall, news: dict[str, torch.Tensor | None]) -> SomeHandle:
     if call.handle is not None:
         return replace(handle, **news)  # type: ignore[arg-type]
     for name, value in news.items():
@@ -126,3 +134,97 @@ def _expert_weights(handle: HostHandle, received: npt.NDArray[np.floating[Any]] 
     weights = np.zeros(handle.num_recv, dtype=np.float32 if received is None else received.dtype)
     weights[rows.numpy()] = 1 if received is None else received
     return torch.from_numpy(weights)
+
+
+class CallPlace(NamedTuple):
+    """Which call makes a handle, on which rank.
+
+    Attributes:
+        buffer_id: of the buffer.
+        seq, epoch: of the call.
+        rank: this one.
+    """
+
+    buffer_id: int
+    seq: int
+    epoch: int
+    rank: int
+
+
+def new_handle(
+    kind: type[SomeHandle],
+    call: DispatchCall,
+    rows: ExchangedRows,
+    place: CallPlace,
+    config: BufferConfig,
+    may_lose: bool,
+) -> SomeHandle:
+    """Return the handle of a dispatch whose counts have been exchanged, without what travels beside the rows.
+
+    Args:
+        kind: of handle.
+        may_lose: ranks are lost, or may be in later calls: a copy of the routing says what went with them.
+
+    Raises:
+        ProtocolError, InvalidArgument: as `checked_counts`.
+    """
+    assert call.plan is not None
+    where = context("dispatch", seq=place.seq, epoch=place.epoch)
+    num_tokens = [header.num_tokens for header in rows.headers]
+    counts = checked_counts(rows.counts, num_tokens, (call.layout, call.expert_alignment, call.capacity), config, where)
+    plan, dropped = call.plan, None
+    if call.capacity is not None:
+        plan, dropped = drop_rows(plan, counts.per_rank[place.rank], call.payload.rows.shape[0])
+    placement = placed(counts, place.rank, call.layout, call.expert_alignment, config)
+    routing = None
+    if dropped is not None or may_lose:
+        copies = (None if given is None else given.clone() for given in (call.topk_idx, call.topk_weights, call.mask))
+        routing = DispatchRouting(*copies)
+    num_dropped = 0 if call.capacity is None else int(rows.counts[:, place.rank].sum()) - placement.num_recv
+    return kind(
+        buffer_id=place.buffer_id,
+        seq=place.seq,
+        epoch=place.epoch,
+        layout=call.layout,
+        expert_alignment=call.expert_alignment,
+        num_tokens=call.payload.rows.shape[0],
+        num_topk=config.num_topk,
+        with_topk=call.topk_idx is not None,
+        plan=plan,
+        placement=placement,
+        routing=routing,
+        dropped=dropped,
+        num_dropped_rows=num_dropped,
+        capacity=call.capacity,
+    )
+
+
+def with_meta(call: DispatchCall, handle: SomeHandle, meta: Ints, first_expert: int) -> SomeHandle:
+    """Return the handle with what travelled beside the rows, as `received_meta`, and what follows from that."""
+    handle = received_meta(call, handle, meta, first_expert)
+    if handle.num_dropped_rows:
+        slots = count_local(handle, slice(None))  # the exchange has counted those of dropped rows
+        handle.placement = handle.placement._replace(num_tokens_per_expert=slots)
+    if call.handle is not None and call.topk_weights is not None and handle.routing is not None:
+        handle = replace(handle, routing=handle.routing._replace(topk_weights=call.topk_weights.clone()))
+    return handle
+
+
+def dispatched(call: DispatchCall, handle: HostHandle, x: Payload, lost: tuple[int, ...]) -> Dispatched:
+    """Return what the caller of a dispatch gets."""
+    weights = handle.recv_weights
+    if call.handle is not None and call.topk_weights is None and handle.layout == "rank":
+        weights = None
+    return Dispatched(
+        x=x,
+        # copies: the handle's own must not change with what the user does to these
+        topk_idx=None if handle.recv_topk_idx is None else handle.recv_topk_idx.clone(),
+        topk_weights=None if weights is None else weights.clone(),
+        num_tokens_per_expert=handle.num_tokens_per_expert,
+        handle=handle,
+        event=DONE,
+        num_ranks=len(handle.num_received),
+        epoch=handle.epoch,
+        lost_ranks=lost,
+        num_dropped=handle.num_dropped,
+    )

@@ -20,7 +20,8 @@ from types import TracebackType
 
 from ..errors import EpeeError, InvalidArgument
 from .checks import check_timeout
-from .control.inbox import OP_NAMES, Exchange, Moved
+from .control.exchanging import RowExchange
+from .control.inbox import OP_NAMES, Moved
 from .paths import Path
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class CallAttempt:
 
     __slots__ = ("_deadline", "_default_s", "_exchange", "_last_seq", "_now", "_op", "_path", "_timeout")
 
-    def __init__(self, exchange: Exchange, path: Path, op: int, timeout: float | None, default_s: float) -> None:
+    def __init__(self, exchange: RowExchange, path: Path, op: int, timeout: float | None, default_s: float) -> None:
         self._exchange, self._path = exchange, path
         self._op, self._timeout, self._default_s = op, timeout, default_s
         self._now = time.monotonic()
@@ -121,7 +122,7 @@ class CallAttempt:
             raise
 
 
-def refuse(exchange: Exchange, path: Path, op: int, error: Exception, deadline: float, default_s: float) -> None:
+def refuse(exchange: RowExchange, path: Path, op: int, error: Exception, deadline: float, default_s: float) -> None:
     """Tell the peers that a call was refused; when even that fails, the refusal is still what is raised.
 
     They hear of it in the epoch that they are in.

@@ -12,20 +12,23 @@ import time
 import weakref
 from functools import partial
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from .. import env
 from ..errors import EpeeError, InvalidArgument, UnsupportedError
+from ..link.topology import Topology
+from ..view.process.detector import DeathWatch
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
 from .config import BufferConfig
-from .control.bootstrap import bear, require_one_host, size_of
+from .control.bootstrap import Born, bear, on_several_hosts, size_of, topology_of
 from .control.bootstrap import refuse as refuse_birth
+from .control.exchanging import RowExchange
 from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
-from .control.messages import ControlPlane
+from .control.messages import ControlPlaneOver
 from .gpu.platform import Platform
 from .gpu.ranges import ranged
 from .handle import mask_of
@@ -33,7 +36,10 @@ from .membership.group_view import seat_of
 from .membership.lane import retire
 from .paths import Making, Path, begin_lane, platform_of, return_all, with_policy
 from .streams import Lanes
-from .turns import Turns, on_gpu
+from .turns import Closing, Turns, on_gpu
+
+if TYPE_CHECKING:
+    from .hosts.exchange import HostsExchange
 
 _buffer_ids = itertools.count(1)
 _Self = TypeVar("_Self", bound="SharedBuffer")
@@ -65,7 +71,7 @@ class SharedBuffer:
         on_stall: str | None = None,
         refusal: EpeeError | None = None,
     ) -> None:
-        require_one_host(group)
+        self._topology = topology_of(group, size_of(group))
         self._turns = Turns()
         self._whole: SharedBuffer | None = None  # which owns the memory; None: this one does
         self._id = next(_buffer_ids)
@@ -79,6 +85,8 @@ class SharedBuffer:
             self._timeout = check_timeout(timeout, env.get_float("EPEE_TIMEOUT_S"))
             poison = env.get_bool("EPEE_POISON")
             platform = self._platform_of(device)
+            if self._topology is not None:
+                self.config = self._over_hosts(self.config, self._topology, platform is not None)
             if platform is not None:
                 self.config = self._on_gpu(config, platform)
             elif config.room_bytes and not config.is_latency:
@@ -90,16 +98,25 @@ class SharedBuffer:
             refuse_birth(group, self.config, told)
         retire()
         closing = self._turns.closing
-        born = bear(self.config)
-        self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
-        if self.config.is_lane:
-            begin_lane(group, seat, self._exchange, born.watch, self._timeout, closing.check)
+        self._exchange: RowExchange
+        if self._topology is None:
+            born = bear(self.config)
+            here = self._exchange = Exchange(self.config, self.rank, born.inboxes, born.watch, closing.check)
+            if self.config.is_lane:
+                begin_lane(group, seat, here, born.watch, self._timeout, closing.check)
+        else:
+            born = Born([], DeathWatch())
+            beyond = self._exchange = _exchange_over_hosts(group, self.config, self._timeout, closing)
         try:
-            self._control = ControlPlane(self.config, self.rank, self._exchange)
+            self._control: ControlPlaneOver[Any] = ControlPlaneOver(self.config, self.rank, self._exchange)
             self._lanes = Lanes(self.config.device)
-            making = Making(self.config, self.rank, self._control, self._id, born.watch, closing)
             with on_gpu(self.config.device.index):
-                self._path: Path = self._make_path(making, platform, poison)
+                self._path: Path
+                if self._topology is None:
+                    making = Making(self.config, self.rank, self._control, self._id, born.watch, closing)
+                    self._path = self._make_path(making, platform, poison)
+                else:
+                    self._path = self._make_path_over_hosts(beyond, self._topology, poison)
         except BaseException:
             born.close()
             self._exchange.release()
@@ -137,6 +154,14 @@ class SharedBuffer:
 
     def _on_gpu(self, config: BufferConfig, platform: Platform) -> BufferConfig:
         """Return the config of a buffer on a GPU; raises `InvalidArgument` for what its kernels cannot do."""
+        raise NotImplementedError
+
+    def _over_hosts(self, config: BufferConfig, topology: Topology, is_on_gpu: bool) -> BufferConfig:
+        """Return the config of a buffer over several hosts; raises `UnsupportedError` for what lives on one."""
+        raise on_several_hosts(f"a {type(self).__name__}", topology.hosts)
+
+    def _make_path_over_hosts(self, exchange: HostsExchange, topology: Topology, poison: bool) -> Path:
+        """Make what moves the rows between hosts. Local."""
         raise NotImplementedError
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
@@ -305,6 +330,20 @@ class SharedBuffer:
     def takes_replacements(self) -> bool:
         """Tell whether who takes a lost rank's place comes in: in a call, or in `sync` (`LatencyBuffer`, GPUs)."""
         return self._path.takes_replacements
+
+
+def _exchange_over_hosts(
+    group: dist.ProcessGroup, config: BufferConfig, timeout_s: float, closing: Closing
+) -> HostsExchange:
+    """Make the engine of a buffer over several hosts. Collective; raises as `hosts.birth.create_over_hosts`."""
+    from .hosts.birth import create_over_hosts
+    from .hosts.exchange import HostsExchange
+
+    try:
+        engine = create_over_hosts(group, config, timeout_s)
+    finally:
+        retire()
+    return HostsExchange(config, group.rank(), engine, closing.check)
 
 
 def _give_back(finalizer: weakref.finalize[..., SharedBuffer]) -> None:

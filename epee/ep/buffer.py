@@ -9,18 +9,19 @@ instead of waiting, and everybody's call numbers stay in step.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, UnsupportedError
+from ..link.topology import Topology
 from .again import CheckedCalls, RowsAgain
 from .base import SharedBuffer
 from .checks import GivenRouting, check_handle, check_run
 from .config import PAYLOAD_DTYPES, BufferConfig
-from .control.bootstrap import group_of, size_of
-from .control.inbox import OP_COMBINE, OP_DISPATCH
+from .control.bootstrap import group_of, on_several_hosts, size_of
+from .control.inbox import OP_COMBINE, OP_DISPATCH, Exchange
 from .gpu.platform import Platform
 from .gpu.ranges import ranged
 from .handle import Combined, Dispatched, Handle, Payload
@@ -28,6 +29,10 @@ from .paths import Making, Path
 from .streams import RunOptions
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath, throughput_config
+
+if TYPE_CHECKING:
+    from .hosts.exchange import HostsExchange
+    from .hosts.path import HostsPath
 
 
 class Buffer(SharedBuffer):
@@ -54,6 +59,8 @@ class Buffer(SharedBuffer):
         fault_mode, on_stall: on CPUs: what a lost rank is ("raise" an error, or "mask": calls go on
             without it), and what becomes of one that is silent until the time-out ("error", "evict", "wait"). None: the
             group's, on the backend "epee"; else "raise", and "error" ("evict" in mode "mask").
+        wide_partials: over several hosts: what one host has summed for a token travels in float32, twice the bytes of
+            bfloat16, and a combine rounds once in all. Changes nothing on one host.
 
     Memory: on CPUs each layout gets an arena at its first use, `2 * num_slots + 2` slots of `rows` rows; docs/buffer.md
     has the formula. That is address space: pages are taken when they are first written, and slots are reused lowest
@@ -65,12 +72,19 @@ class Buffer(SharedBuffer):
 
     `LatencyBuffer` is for small batches.
 
+    Over several hosts, CPU tensors only (docs/hosts.md): a token crosses the network once for each host that it goes
+    to, and comes back as one sum per host; what a lost rank leaves is an error on all.
+
     Raises:
         InvalidArgument: a rule above is broken (the peers raise `MismatchError`).
         MismatchError: the ranks disagree; the same text on all of them.
-        UnsupportedError: several hosts, not Linux on x86-64, or a device that is not served yet.
+        UnsupportedError: GPUs of several hosts, not Linux on x86-64, or a device that is not served yet.
         ResourceError: no memory, descriptors or permission.
     """
+
+    _rows: CpuPath | CudaPath | HostsPath
+    _gpu: CudaPath | None = None  # the same, where calls may be like earlier ones
+    again: RowsAgain | None = None
 
     def __init__(
         self,
@@ -87,10 +101,12 @@ class Buffer(SharedBuffer):
         timeout: float | None = None,
         fault_mode: str | None = None,
         on_stall: str | None = None,
+        wide_partials: bool = False,
     ) -> None:
         members = group_of(group)
         sizes = num_experts, hidden, num_topk, max_tokens_per_rank
         config = BufferConfig(size_of(members), *sizes, dtype, num_slots, max_recv_rows or 0)
+        config = replace(config, wide_partials=bool(wide_partials))
         refusal = None
         if max_recv_rows == 0:
             refusal = InvalidArgument("max_recv_rows must be None or an int of at least 1, got 0")
@@ -221,20 +237,30 @@ class Buffer(SharedBuffer):
         throughput_config(config, self.rank).check()
         return config
 
-    def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
-        self._rows: CpuPath | CudaPath
-        self._gpu: CudaPath | None = None  # the same, where calls may be like earlier ones
+    def _over_hosts(self, config: BufferConfig, topology: Topology, is_on_gpu: bool) -> BufferConfig:
+        if is_on_gpu:
+            raise on_several_hosts("a Buffer on GPUs", topology.hosts)
+        return replace(config, num_hosts=topology.num_hosts)
+
+    def _make_path_over_hosts(self, exchange: HostsExchange, topology: Topology, poison: bool) -> Path:
+        from .hosts.path import HostsPath
+
         self._checked = CheckedCalls(self.config)
-        self.again: RowsAgain | None = None
+        self._rows = HostsPath(self.config, self._control, self._id, exchange, topology, poison)
+        return self._rows
+
+    def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
+        self._checked = CheckedCalls(self.config)
         if platform is None:
             self._rows = CpuPath(making, poison)
         else:
-            self._rows = self._gpu = CudaPath(making, platform, self._timeout)
-            self._rows.set_poison(poison)
-            self.again = self._calls_again(self._gpu)
+            self._rows = self._gpu = gpu = CudaPath(making, platform, self._timeout)
+            gpu.set_poison(poison)
+            self.again = self._calls_again(gpu)
         return self._rows
 
     def _calls_again(self, path: CudaPath) -> RowsAgain:
+        assert isinstance(self._exchange, Exchange)
         return RowsAgain(self._turns, self._exchange, path, self._checked, self._id, self._timeout)
 
     def dispatch(

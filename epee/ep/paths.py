@@ -14,6 +14,7 @@ from ..view.group import GroupInView, check_policy
 from ..view.process.detector import DeathWatch
 from .config import PATHS, BufferConfig
 from .control.bootstrap import Born
+from .control.exchanging import RowExchange
 from .control.inbox import Exchange
 from .control.messages import ControlPlane
 from .control.words import inbox_layout
@@ -152,7 +153,7 @@ def begin_lane(
         enter(begun)
 
 
-def return_all(path: Path, born: Born, exchange: Exchange) -> None:
+def return_all(path: Path, born: Born, exchange: RowExchange) -> None:
     """Give back all that a buffer has."""
     path.close()
     born.close()
@@ -170,6 +171,16 @@ def with_policy(
     """
     given = {"fault_mode": fault_mode, "on_stall": on_stall}
     wrong = {name: value for name, value in given.items() if value is not None}
+    if config.num_hosts > 1:
+        check_policy(fault_mode, on_stall)
+        if wrong not in (
+            {},
+            {"fault_mode": "raise"},
+            {"on_stall": "error"},
+            {"fault_mode": "raise", "on_stall": "error"},
+        ):
+            raise UnsupportedError("over several hosts a lost rank ends the buffer; leave fault_mode and on_stall out")
+        return config
     if not config.is_lane or config.is_synced:
         if wrong and config.num_ranks > 1:
             raise InvalidArgument(f"{', '.join(wrong)}: only for `Buffer` on CPUs so far; leave it out")

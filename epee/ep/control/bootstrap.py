@@ -23,7 +23,7 @@ from ...errors import (
     ProtocolError,
     UnsupportedError,
 )
-from ...link.topology import KEY_DIGITS, own_host_key, placement
+from ...link.topology import KEY_DIGITS, Topology, own_host_key, placement
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...view.process.detector import DeathWatch
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
@@ -43,20 +43,28 @@ def host_id() -> bytes:
     return own_host_key().encode()
 
 
-def require_one_host(group: object) -> None:
-    """Refuse a group of the backend "epee" whose ranks run on several hosts; all ranks of it find the same. Local.
+def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology | None:
+    """Return where the ranks of a group run, None where that is one host.
 
-    Raises:
-        UnsupportedError: they do.
+    Local where the group knows it (the backend "epee"), else collective.
     """
-    hosts = getattr(group, "hosts", ())
-    if len(hosts) > 1:
-        raise _on_several_hosts(hosts)
+    hosts: Sequence[Sequence[int]] | None = getattr(group, "hosts", None)
+    if hosts is not None:
+        host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+        keys = [str(host_of.get(rank, 0)) for rank in range(num_ranks)]
+    else:
+        try:
+            mine = host_id()
+        except EpeeError:  # raised again, and told, where the arguments are compared
+            mine = bytes(KEY_DIGITS)
+        keys = [key.hex() for key in all_gather_bytes(group, mine)]
+    return Topology(group.rank(), keys) if len(set(keys)) > 1 else None
 
 
-def _on_several_hosts(hosts: Sequence[Sequence[int]]) -> UnsupportedError:
+def on_several_hosts(what: str, hosts: Sequence[Sequence[int]]) -> UnsupportedError:
+    """Return the refusal of a buffer that serves ranks of one host only."""
     return UnsupportedError(
-        f"a Buffer lives on one host so far, and the ranks of this group run on {len(hosts)} ({placement(hosts)}); "
+        f"{what} lives on one host so far, and the ranks of this group run on {len(hosts)} ({placement(hosts)}); "
         "make it in a group of the ranks of one host (dist.new_group). Containers of one machine are hosts unless they "
         "share a PID namespace (--pid=host)"
     )
@@ -141,8 +149,13 @@ class BufferRecord:
         self.text = text.rstrip(b"\0").decode("utf-8", "replace")
 
 
-def judge(records: Mapping[int, BufferRecord]) -> None:
-    """Raise unless all ranks can make a buffer together; the same on all of them."""
+def judge(records: Mapping[int, BufferRecord], num_hosts: int = 1) -> None:
+    """Raise unless all ranks can make a buffer together; the same on all of them.
+
+    Args:
+        records: by rank.
+        num_hosts: on which they have been found before.
+    """
     lead = min(records)
     first = records[lead]
     for rank, record in records.items():
@@ -157,8 +170,11 @@ def judge(records: Mapping[int, BufferRecord]) -> None:
     hosts: dict[bytes, list[int]] = {}
     for rank in sorted(records):
         hosts.setdefault(records[rank].host, []).append(rank)
-    if len(hosts) > 1:
-        raise _on_several_hosts(list(hosts.values()))
+    if len(hosts) != num_hosts:
+        raise ProtocolError(
+            f"the ranks of this group run on {len(hosts)} hosts ({placement(list(hosts.values()))}), it was made on "
+            f"{num_hosts}; were processes moved, or started anew?"
+        )
     for rank, record in records.items():
         for name, mine, other in zip(CONFIG_NAMES, first.words, record.words, strict=True):
             if mine != other:

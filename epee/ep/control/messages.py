@@ -9,18 +9,23 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 import torch
 
 from ...errors import EpeeError, MismatchError
 from ..config import DTYPE_CODES, MAX_EXPERT_ALIGNMENT, BufferConfig
+from .exchanging import RowExchange
 from .header import REFUSED
 from .inbox import OP_GATHER, REASON_BYTES, Exchange, Header, Moved
 
 _log = logging.getLogger(__name__)
 
 
-class ControlPlane:
+SomeExchange = TypeVar("SomeExchange", bound=RowExchange)
+
+
+class ControlPlaneOver(Generic[SomeExchange]):
     """The host side of a buffer.
 
     Args:
@@ -29,7 +34,7 @@ class ControlPlane:
         exchange: its row exchange.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, exchange: Exchange) -> None:
+    def __init__(self, config: BufferConfig, rank: int, exchange: SomeExchange) -> None:
         self.config = config
         self.rank = rank
         self.exchange = exchange
@@ -60,6 +65,9 @@ class ControlPlane:
         """Return the header of a call that moves no rows."""
         dtype = DTYPE_CODES.index(torch.bfloat16)
         return Header(op, 0, dtype, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, self.rank)
+
+
+ControlPlane = ControlPlaneOver[Exchange]  # of a buffer on one host
 
 
 @contextlib.contextmanager

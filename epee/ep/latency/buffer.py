@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..base import SharedBuffer
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, size_of
-from ..control.inbox import OP_COMBINE, OP_DISPATCH
+from ..control.inbox import OP_COMBINE, OP_DISPATCH, Exchange
 from ..gpu.platform import Platform
 from ..gpu.ranges import ranged
 from ..membership.birth import awaited_bytes
@@ -98,6 +98,7 @@ class LatencyBuffer(SharedBuffer):
         self._plans = Plans(sizes)
         self.again: CallsAgain | None = None
         if isinstance(self._rows, LatencyCudaPath):
+            assert isinstance(self._exchange, Exchange)
             self.again = CallsAgain(self._turns, self._exchange, self._rows, self._plans, sizes, self._timeout)
 
     @classmethod

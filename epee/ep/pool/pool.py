@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...errors import EpeeError, InvalidState
 from ...memory.looks import looks_of
 from ..base import SharedBuffer
-from ..control.bootstrap import all_gather_bytes, require_one_host
+from ..control.bootstrap import all_gather_bytes
 from ..handle import Payload
 from ..latency.buffer import LatencyBuffer
 from ..streams import Lane, Lanes, RunOptions
@@ -54,7 +54,6 @@ class BufferPool:
         memory: MemoryBytes = NO_MEMORY,
         latency_bytes: int = 0,
     ) -> None:
-        require_one_host(group)
         self.group = group
         self._rooms = ThroughputRooms(group, timeout, memory, current_gpu())
         self.recall: Callable[[object], Like | None] = self._rooms.recall

@@ -60,14 +60,18 @@ def pack_meta(call: DispatchCall, handle: HostHandle, words: int) -> Ints | None
         if weights is not None:
             packed[:, 1:].view(weights.dtype)[:, 0] = weights.reshape(-1)[slots]
         return packed
-    if call.handle is not None and weights is None:
-        return None
+    return None if call.handle is not None and weights is None else pack_tokens(call, handle.num_topk, words)
+
+
+def pack_tokens(call: DispatchCall, num_topk: int, words: int) -> Ints:
+    """Return what travels beside a token, `[num_tokens, words]` int64: token, expert ids, weights."""
     packed = np.zeros((call.payload.rows.shape[0], words), dtype=np.int64)
     packed[:, 0] = np.arange(len(packed))
     if call.topk_idx is not None:
-        packed[:, 1 : 1 + handle.num_topk] = call.topk_idx.numpy()
-    if weights is not None:
-        packed[:, 1 + handle.num_topk :].view(weights.dtype)[:, : handle.num_topk] = weights
+        packed[:, 1 : 1 + num_topk] = call.topk_idx.numpy()
+    if call.topk_weights is not None:
+        weights = call.topk_weights.numpy()
+        packed[:, 1 + num_topk :].view(weights.dtype)[:, :num_topk] = weights
     return packed
 
 

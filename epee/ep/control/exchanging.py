@@ -1,0 +1,53 @@
+"""What a buffer asks of its exchange of rows, on one host (`inbox.py`) and over several (`hosts/exchange.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..throughput.placement import Ints
+from .header import Header
+from .inbox import ExchangedRows
+from .membership import Membership
+
+
+class LastCall(Protocol):
+    """How the last call ends."""
+
+    def close(self) -> None:
+        """Note that it has ended on all ranks alike, as this one finds."""
+
+
+class RowExchange(Protocol):
+    """The exchange of rows.
+
+    Attributes:
+        membership: says what a new view does to a call.
+    """
+
+    membership: Membership
+
+    @property
+    def epoch(self) -> int:
+        """Of the view; 0 while membership cannot change."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Ranks of the epoch, ascending."""
+
+    @property
+    def reduced_members(self) -> Sequence[int] | None:
+        """The same where these are not all, else None."""
+
+    @property
+    def end(self) -> LastCall:
+        """How the last call ends."""
+
+    def call(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> ExchangedRows:
+        """Tell this rank's row and return everybody's."""
+
+    def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
+        """Tell this rank's row."""
+
+    def release(self) -> None:
+        """Let go of all memory."""

@@ -1,0 +1,162 @@
+"""Which token goes to which host, and how its record lies in memory: pure functions of routing and counts.
+
+A **record** is a token on its way to one host: its row and scales, and beside them who of that host's ranks gets it
+(bits of their positions there), its index at the source, expert ids and weights. A source has one record of a token for
+each host that has one of its destinations, its own host too. Records of a host are in order of the tokens.
+
+Tokens travel in chunks, `[k * length, (k + 1) * length)` in round k, so that every rank knows by itself in which round
+a token comes, and memory for two rounds is enough. A section holds the records of one round for one host:
+
+    count   8 words, the first is the number of records
+    meta    [count][words] int64: bits; then token, ids and weights as `throughput/rows.py` packs them (rank layout)
+    rows    [count][row words] int64
+    scales  [count][scale words] int32
+
+A cached dispatch sends no bits, tokens and ids: who has the handle knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...link.topology import Topology
+from ...memory.layout import align_up
+from ..config import BufferConfig
+from ..handle import HostHandle
+from ..throughput.placement import Ints
+from ..throughput.reduce import accumulator_dtype
+
+CHUNK_TOKENS = 128  # of a record of 14 KiB this is 1.9 MB: enough for a network of 50 GB/s (docs/decisions.md)
+CHUNK_BYTES = 1 << 20  # smaller records travel in longer chunks
+SUM_BYTES = 4 << 20  # of the rows of one round that a rank lends to those who sum them
+COUNT_BYTES = 64
+
+
+class Sent(NamedTuple):
+    """The records of one source for one host.
+
+    Attributes:
+        tokens: `[n]` int64, ascending.
+        bits: `[n]` int64: bit j is set when the rank at position j of the host gets the token.
+    """
+
+    tokens: Ints
+    bits: Ints
+
+    def chunk(self, k: int, length: int) -> tuple[int, int]:
+        """Return the first record of round k and the first one behind them."""
+        low, high = np.searchsorted(self.tokens, (k * length, (k + 1) * length)).tolist()
+        return low, high
+
+    def of(self, position: int) -> Ints:
+        """Return the indices of the records that the rank at a position gets."""
+        return np.flatnonzero(self.bits >> position & 1)
+
+
+def records_of(handle: HostHandle, topology: Topology) -> list[Sent]:
+    """Return what this rank sends to each host, by the rows of its handle."""
+    member = np.zeros((len(topology.host_of), handle.num_tokens), dtype=np.int64)
+    tokens = handle.plan.tokens.numpy()
+    for segment in handle.placement.meta_segments:
+        member[segment.dst_rank, tokens[segment.first : segment.first + segment.num_rows]] = 1
+    sent = []
+    for ranks in topology.hosts:
+        bits = (member[list(ranks)] << np.arange(len(ranks), dtype=np.int64)[:, None]).sum(0)
+        chosen = np.flatnonzero(bits)
+        sent.append(Sent(chosen, bits[chosen]))
+    return sent
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How the tokens of a call are cut.
+
+    Attributes:
+        length: tokens of a round, the same on all ranks.
+        count: of rounds, at least 1.
+    """
+
+    length: int
+    count: int
+
+    @classmethod
+    def of(cls, length: int, num_tokens: Sequence[int]) -> Rounds:
+        """Cut the tokens of all ranks."""
+        return cls(length, max(1, -(-max(num_tokens) // length)))
+
+
+class SectionLayout(NamedTuple):
+    """Where the parts of a section lie.
+
+    Attributes:
+        meta_words: 8-byte words beside a row, bits included; 0 when nothing travels there.
+        row_words: 8-byte words of a row.
+        scale_words: 4-byte words of its scales.
+    """
+
+    meta_words: int
+    row_words: int
+    scale_words: int
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record."""
+        return 8 * (self.meta_words + self.row_words) + 4 * self.scale_words
+
+    def nbytes(self, count: int) -> int:
+        """Return the bytes of a section with so many records."""
+        return COUNT_BYTES + count * self.record_bytes
+
+    def room(self, count: int) -> int:
+        """Return the bytes that are set aside for it."""
+        return align_up(self.nbytes(count), 64)
+
+    def meta_at(self, base: int) -> int:
+        """Return the index, in 8-byte words, of the meta of the section at byte `base`."""
+        return (base + COUNT_BYTES) // 8
+
+    def rows_at(self, base: int, count: int) -> int:
+        """Return the index, in 8-byte words, of its rows."""
+        return self.meta_at(base) + count * self.meta_words
+
+    def scales_at(self, base: int, count: int) -> int:
+        """Return the index, in 4-byte words, of its scales."""
+        return 2 * (self.rows_at(base, count) + count * self.row_words)
+
+
+def dispatch_length(config: BufferConfig) -> int:
+    """Return the tokens of a round of a dispatch, whatever its payload."""
+    record = 8 * (config.row_words + config.meta_words("rank") + 1) + 4 * config.scale_words
+    return min(config.max_tokens_per_rank, max(CHUNK_TOKENS, CHUNK_BYTES // record))
+
+
+def combine_length(config: BufferConfig) -> int:
+    """Return the tokens of a round of a combine: every rank lends its rows of as many tokens of every rank."""
+    row = config.hidden * accumulator_dtype(config.dtype).itemsize + config.num_topk * config.weight_dtype.itemsize
+    fits = SUM_BYTES // (row * config.num_ranks)
+    return min(config.max_tokens_per_rank, max(8, fits // 8 * 8))
+
+
+def staging_bytes(config: BufferConfig) -> int:
+    """Return the bytes that an engine must stage for the calls of such a buffer (of which it has four).
+
+    Two of them hold the two rounds of a call that are under way, the others those of the next call.
+    """
+    section = SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
+    dispatch = config.num_hosts * section.room(dispatch_length(config))
+    row = config.hidden * accumulator_dtype(config.dtype).itemsize + config.num_topk * config.weight_dtype.itemsize
+    combine = 2 * config.num_ranks * align_up(combine_length(config) * row, 64)  # lent rows, and sums of them
+    return align_up(max(dispatch, combine), 4096)
+
+
+def empty_rows(rows: int, columns: int, dtype: torch.dtype, poison: bool) -> torch.Tensor:
+    """Return `[rows, columns]` of uninitialised memory, 0xFF where that is asked for."""
+    made = torch.empty(rows, columns, dtype=dtype, device="cpu")
+    if poison:
+        made.view(torch.uint8).fill_(0xFF)
+    return made

@@ -1,0 +1,254 @@
+"""Dispatch and combine for CPU tensors of ranks on several hosts, in calls of the buffer's own engine.
+
+A dispatch is two of them: the rows of the call (`exchange.py`), from which all ranks know all places and reach the same
+verdict, then the records (`records.py`). A combine is its row and the partial sums (`partials.py`). What each of them
+writes and reads, and what a crash leaves, is said there; between two of them a rank holds nothing that others wait for
+but its part of the next one. Whoever leaves in between has the engine tell the others that it refuses that part.
+
+Results are ordinary memory of this process, sized by the counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ...backend.engine.engine import Engine
+from ...errors import AbortedError, CommTimeoutError, PeerError, UnsupportedError
+from ...link.topology import Topology
+from ..checks import CombineCall, DispatchCall
+from ..config import BufferConfig, round_up
+from ..control.announce import combine_header, dispatch_header
+from ..control.inbox import OP_GATHER, ExchangedRows
+from ..control.messages import ControlPlaneOver
+from ..event import DONE
+from ..handle import Combined, Dispatched, Handle, mask_of
+from ..handle import Payload as UserPayload
+from ..streams import Lane, RunOptions
+from ..throughput.order import RANKS_THEN_BIAS
+from ..throughput.partial import lost_weight
+from ..throughput.placement import Ints
+from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
+from .exchange import HostsExchange
+from .handle import TwoLevelHandle
+from .layout import Rounds, Sent, combine_length, dispatch_length, empty_rows, records_of
+from .partials import PartialsPlan
+from .records import Payload, RecordsPlan, Result
+
+Planned = TypeVar("Planned")
+
+
+def _own(handle: Handle) -> TwoLevelHandle:
+    """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
+    assert isinstance(handle, TwoLevelHandle)
+    return handle
+
+
+class HostsPath:
+    """What moves rows between the ranks of several hosts.
+
+    Args:
+        config: of the buffer.
+        control: its host side.
+        buffer_id: goes into handles.
+        exchange: of rows, with the engine.
+        topology: who is where.
+        poison: fill results with 0xFF before they are written.
+    """
+
+    barrier_op = OP_GATHER
+    is_recorded = False
+    takes_replacements = False
+    max_num_sms = 0
+    num_copied = 0
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        control: ControlPlaneOver[HostsExchange],
+        buffer_id: int,
+        exchange: HostsExchange,
+        topology: Topology,
+        poison: bool,
+    ) -> None:
+        self.config = config
+        self.rank = topology.rank
+        self.control = control
+        self.exchange = exchange
+        self._engine: Engine = exchange.engine
+        self._topology = topology
+        self._poison = poison
+        self._buffer_id = buffer_id
+        self._nbytes = sum(
+            exchange.engine.box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources())
+        )
+
+    # ---- what moves no rows
+
+    def num_announced(self, op: int) -> int:
+        """Return how many calls have been announced to the peers."""
+        return self.exchange.num_calls
+
+    def is_told(self, error: Exception) -> bool:
+        """Tell whether the peers know about `error`, or cannot be told: it was they who caused it."""
+        return isinstance(error, (CommTimeoutError, PeerError, AbortedError))
+
+    def refuse(self, op: int, error: Exception, deadline: float) -> None:
+        """Take part in the peers' call as the rank that cannot make it."""
+        self.control.refuse(op, error, deadline)
+
+    def barrier_again(self, timeout_s: float) -> bool:
+        """Return False: hosts that meet look around."""
+        return False
+
+    def barrier(self, deadline: float) -> None:
+        """Let the ranks' host threads meet; raises as `Buffer.barrier`."""
+        self.control.all_gather_bytes(b"", deadline)
+
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Meet, and return that all ranks take part; a mask that leaves one out is refused."""
+        assert active_ranks is not None
+        marks = active_ranks[: self.config.num_ranks]
+        if not bool(marks.all()):
+            raise UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
+        self.barrier(deadline)
+        return mask_of(self.exchange.members, self.config.num_ranks)
+
+    def check(self) -> None:
+        """Nothing fails behind the host's back here."""
+
+    def join(self) -> None:
+        """There are no streams here."""
+
+    def abort(self) -> None:
+        """End a call that is under way in another thread."""
+        self._engine.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's outbox and of the mirrors that it keeps; pages never touched cost nothing."""
+        return self._nbytes
+
+    def close(self) -> None:
+        """End the engine; idempotent."""
+        self.exchange.release()
+
+    def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised `[num_recv, hidden]` of ordinary memory."""
+        return torch.empty(handle.num_recv, self.config.hidden, dtype=dtype, device="cpu")
+
+    # ---- dispatch
+
+    def dispatch(self, call: DispatchCall, deadline: float, lane: Lane, run: RunOptions) -> Dispatched:
+        """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
+        counts = call.plan.counts if call.plan is not None else None
+        header = dispatch_header(call, self.rank, 0, call.expert_alignment)
+        rows = self.exchange.call(header, counts, b"", deadline)
+        handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
+        plan, x, scales = self._planned("dispatch", lambda: self._plan_records(call, handle, rows))
+        self.exchange.run(lambda box: plan, deadline)
+        if plan.meta[0]:
+            handle = self._with_meta(call, handle, plan)
+        values = x.view(call.payload.dtype)
+        result: UserPayload = values
+        if scales is not None:
+            assert call.payload.scale_dtype is not None
+            result = values, scales.view(call.payload.scale_dtype)
+        return dispatched(call, handle, result, ())
+
+    def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> TwoLevelHandle:
+        place = CallPlace(self._buffer_id, self.exchange.seq, self.exchange.epoch, self.rank)
+        handle = new_handle(TwoLevelHandle, call, rows, place, self.config, may_lose=False)
+        handle.sent = records_of(handle, self._topology)
+        handle.position = self._topology.here.index(self.rank)
+        handle.first_expert = self.rank * self.config.num_local_experts
+        return handle
+
+    def _planned(self, name: str, make: Callable[[], Planned]) -> Planned:
+        """Make a plan; the peers, which are in its call or will be, hear of it where that fails."""
+        try:
+            return make()
+        except BaseException as error:
+            told = error if isinstance(error, Exception) else AbortedError(f"{type(error).__name__} on the way")
+            self._engine.refuse(name, told)
+            raise
+
+    def _plan_records(
+        self, call: DispatchCall, handle: TwoLevelHandle, rows: ExchangedRows
+    ) -> tuple[RecordsPlan, torch.Tensor, torch.Tensor | None]:
+        payload, num_recv = call.payload, handle.num_recv
+        x = empty_rows(num_recv, payload.rows.shape[1], torch.int64, self._poison)
+        scales = None
+        if payload.scales is not None:
+            scales = empty_rows(num_recv, payload.scales.shape[1], torch.int32, self._poison)
+        for first, end in handle.placement.padding:
+            x[first:end] = 0
+            if scales is not None:
+                scales[first:end] = 0
+        is_fresh = call.handle is None
+        meta = None
+        if is_fresh or call.topk_weights is not None:
+            meta = pack_tokens(call, handle.num_topk, self.config.meta_words("rank"))
+        plan = RecordsPlan(
+            self._topology,
+            handle,
+            is_fresh,
+            Payload(payload, meta),
+            Result(x, scales),
+            self._starts(handle, rows) if is_fresh and handle.layout == "expert" else None,
+            Rounds.of(dispatch_length(self.config), [header.num_tokens for header in rows.headers]),
+        )
+        return plan, x, scales
+
+    def _starts(self, handle: TwoLevelHandle, rows: ExchangedRows) -> Ints:
+        """Return the first row of each (source, local expert)."""
+        first = self.config.num_ranks + handle.first_expert
+        mine = rows.counts[:, first : first + self.config.num_local_experts]
+        padded = np.array([round_up(int(count), handle.expert_alignment) for count in mine.sum(0)], dtype=np.int64)
+        return padded.cumsum() - padded + mine.cumsum(0) - mine
+
+    def _with_meta(self, call: DispatchCall, handle: TwoLevelHandle, plan: RecordsPlan) -> TwoLevelHandle:
+        """Return the handle with what has come beside the rows."""
+        told = [np.concatenate(rounds) for rounds in plan.meta]  # per source
+        if call.handle is None:
+            handle.received = [Sent(meta[:, 1].copy(), meta[:, 0].copy()) for meta in told]
+            if handle.layout == "expert":
+                handle.topk_ids = [meta[:, 2 : 2 + handle.num_topk].copy() for meta in told]
+        if handle.layout == "rank":
+            mine = [meta[sent.of(handle.position), 1:] for meta, sent in zip(told, handle.received, strict=True)]
+        else:
+            mine = [self._slots(call, handle, source, meta) for source, meta in enumerate(told)]
+        return with_meta(call, handle, np.concatenate(mine), handle.first_expert)
+
+    def _slots(self, call: DispatchCall, handle: TwoLevelHandle, source: int, meta: Ints) -> Ints:
+        """Return slot and weight of each row of a source in the expert layout, as `received_meta` reads them."""
+        records, k = handle.slots[source]
+        packed = np.zeros((len(records), 2), dtype=np.int64)
+        packed[:, 0] = handle.received[source].tokens[records] * handle.num_topk + k
+        if call.topk_weights is not None:
+            dtype = call.topk_weights.numpy().dtype
+            packed[:, 1:].view(dtype)[:, 0] = meta[:, 2 + handle.num_topk :].view(dtype)[records, k]
+        return packed
+
+    # ---- combine
+
+    def combine(self, call: CombineCall, deadline: float, lane: Lane, run: RunOptions) -> Combined:
+        """Run one combine (see the module's docstring); raises as `Buffer.combine`."""
+        handle = _own(call.handle)
+        if call.order is not RANKS_THEN_BIAS:
+            raise UnsupportedError(
+                "over several hosts a combine adds up by host (docs/numerics.md); make the handle in no other order"
+            )
+        header = combine_header(call, self.rank, 0, handle.expert_alignment)
+        rows = self.exchange.call(header, None, b"", deadline)
+        rounds = Rounds.of(combine_length(self.config), [header.num_tokens for header in rows.headers])
+        wide = self.config.wide_partials
+        plan = self._planned("combine", lambda: PartialsPlan(self._topology, call, handle, rounds, wide))
+        self.exchange.run(lambda box: plan, deadline)
+        lost = None if handle.routing is None else partial(lost_weight, handle.routing, (), self.config, handle.dropped)
+        x = plan.out if call.out is None else call.out
+        return Combined(x, plan.weights, DONE, self.config.num_ranks, self.exchange.epoch, (), lost)

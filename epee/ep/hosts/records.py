@@ -1,0 +1,245 @@
+"""The data call of a dispatch: every rank lays out its records, every rank takes the rows that are its own.
+
+Data path, for each round of tokens: a source copies its records into its own outbox, a section per host
+(`layout.py`). The engine carries each section once to its host, where it stands in the mirror of the source; the ranks
+of the source's own host read the outbox itself. Every rank looks through the records of its host and copies the rows
+that it gets straight to their final places. So nobody forwards anything and nobody waits for a forwarder: the gateway
+of a source only keeps the memory that all ranks of its host read.
+
+Who writes, who reads, what orders them: as in every call of the engine (`backend/engine/operation.py`): the count of
+filled rounds is stored behind the records, a round's memory is written again when all have drained it. Places follow
+from the counts that all ranks have exchanged before: rows of one source never meet those of another.
+
+What a crash leaves: a round that nobody counts. The call ends alike on all ranks; what was copied is dropped with it.
+
+Everything in a section is a peer's word: bits, tokens and ids are copied out before they are looked at, and no more
+rows are taken of a source than the exchanged counts have told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...backend.collectives.plan import Plan, Range
+from ...backend.collectives.signature import OP_CODE
+from ...backend.collectives.signature import pack as pack_signature
+from ...backend.outbox import Outboxes
+from ...errors import ProtocolError
+from ...link.topology import Topology
+from ..checks import PayloadRows
+from ..throughput.placement import Ints
+from .handle import TwoLevelHandle, local_slots
+from .layout import Rounds, SectionLayout, Sent
+
+_WORD, _HALF = np.dtype(np.int64), np.dtype(np.int32)
+
+
+class Payload:
+    """What one rank dispatches.
+
+    Attributes:
+        rows: `[num_tokens, row_words]` int64.
+        scales: `[num_tokens, scale_words]` int32, or None.
+        meta: `[num_tokens, words]` int64, what travels beside a token, or None.
+    """
+
+    def __init__(self, payload: PayloadRows, meta: Ints | None) -> None:
+        self.rows = payload.rows.numpy()
+        self.scales = None if payload.scales is None else payload.scales.numpy()
+        self.meta = meta
+
+    def layout(self) -> SectionLayout:
+        """Return how its records lie in a section; all ranks have agreed on what it follows from."""
+        meta_words = 0 if self.meta is None else 1 + self.meta.shape[1]
+        return SectionLayout(meta_words, self.rows.shape[1], 0 if self.scales is None else self.scales.shape[1])
+
+    def copy(self) -> Payload:
+        """Return a copy, apart from the caller's tensors."""
+        other = object.__new__(Payload)
+        other.rows, other.meta = self.rows.copy(), self.meta
+        other.scales = None if self.scales is None else self.scales.copy()
+        return other
+
+
+class Result:
+    """Where a rank's rows go.
+
+    Attributes:
+        rows: `[num_recv, row_words]` int64.
+        scales: `[num_recv, scale_words]` int32, or None.
+    """
+
+    def __init__(self, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
+        self.rows = rows.view(torch.int64).numpy()
+        self.scales = None if scales is None else scales.view(torch.int32).numpy()
+
+
+class RecordsPlan(Plan):
+    """Moves the rows of one dispatch.
+
+    Args:
+        topology: who is where.
+        handle: of the dispatch: what this rank sends, and the places of what it gets. Where the dispatch is a fresh
+            one, records and ids that come are put into it.
+        is_fresh: nobody knows yet which records come.
+        payload: of this rank.
+        result: of this rank.
+        starts: expert layout, fresh: `[num_ranks, num_local_experts]` int64, the first row of each (source, expert).
+        rounds: how the tokens are cut.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        handle: TwoLevelHandle,
+        is_fresh: bool,
+        payload: Payload,
+        result: Result,
+        starts: Ints | None,
+        rounds: Rounds,
+    ) -> None:
+        super().__init__("dispatch", pack_signature(OP_CODE["dispatch"]))
+        self._topology, self._handle, self._is_fresh = topology, handle, is_fresh
+        self._payload, self._result, self._starts = payload, result, starts
+        self._layout = payload.layout()
+        self._length, self._room = rounds.length, self._layout.room(rounds.length)
+        self.rounds = rounds.count
+        self.num_halves = min(2, rounds.count)
+        self.round_bytes = self._room * topology.num_hosts
+        self.put_bytes = self.read_bytes = self.num_halves * self.round_bytes
+        self._ranks = range(len(topology.host_of))
+        self.meta: list[list[Ints]] = [[] for _ in self._ranks]  # per source and round
+        firsts = np.array(handle.num_received, dtype=np.int64)
+        self._first_rows = firsts.cumsum() - firsts  # rank layout: of each source
+        self._before: dict[tuple[int, int], Any] = {}  # per source and round: rows taken in earlier rounds
+
+    # ---- what leaves
+
+    def put(self, box: Outboxes, k: int, offset: int) -> None:
+        """Lay out this rank's records of round `k`."""
+        for host, sent in enumerate(self._handle.sent):
+            low, high = sent.chunk(k, self._length)
+            self._lay(box, offset + host * self._room, sent, low, high)
+
+    def _lay(self, box: Outboxes, base: int, sent: Sent, low: int, high: int) -> None:
+        layout, payload, count = self._layout, self._payload, high - low
+        words = box.views[_WORD][box.rank]
+        tokens = sent.tokens[low:high]
+        if payload.meta is not None:
+            at, width = layout.meta_at(base), layout.meta_words
+            meta = words[at : at + count * width].reshape(count, width)
+            meta[:, 0] = sent.bits[low:high]
+            meta[:, 1:] = payload.meta[tokens]
+        at, width = layout.rows_at(base, count), layout.row_words
+        # "clip" cannot clip here, tokens are in range; the default mode would go through a temporary copy
+        np.take(payload.rows, tokens, axis=0, out=words[at : at + count * width].reshape(count, width), mode="clip")
+        if payload.scales is not None:
+            at, width = layout.scales_at(base, count), layout.scale_words
+            place = box.views[_HALF][box.rank][at : at + count * width].reshape(count, width)
+            np.take(payload.scales, tokens, axis=0, out=place, mode="clip")
+        words[base // 8] = count
+
+    def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
+        """Return the section of the readers' host, as far as it is filled."""
+        host = self._topology.host_of[readers[0]]
+        low, high = self._handle.sent[host].chunk(k, self._length)
+        return ((host * self._room, self._layout.nbytes(high - low)),)
+
+    # ---- what comes
+
+    def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
+        """Copy this rank's rows of round `k` out of everybody's records."""
+        for source in self._ranks:
+            base = offsets[source] + self._topology.host * self._room
+            count = int(box.views[_WORD][source][base // 8])
+            if not 0 <= count <= self._length:
+                raise self._damaged(source, k, f"{count} records, at most {self._length} can be")
+            if self._is_fresh:
+                self._take_fresh(box, k, source, base, count)
+            else:
+                self._take_known(box, k, source, base, count)
+
+    def _take_fresh(self, box: Outboxes, k: int, source: int, base: int, count: int) -> None:
+        layout = self._layout
+        at, width = layout.meta_at(base), layout.meta_words
+        meta = box.views[_WORD][source][at : at + count * width].reshape(count, width).copy()
+        self._check_tokens(source, k, meta[:, 1])
+        self.meta[source][k:] = [meta]  # again after an interrupt: the same
+        if self._handle.layout == "rank":
+            records = np.flatnonzero(meta[:, 0] >> self._handle.position & 1)
+            before = self._before.get((source, k), 0)
+            first = int(self._first_rows[source]) + int(before)
+            self._before[source, k + 1] = before + len(records)
+            self._check_taken(source, k, before + len(records), self._handle.num_received[source])
+            self._copy(box, source, base, count, records, slice(first, first + len(records)))
+            return
+        assert self._starts is not None
+        num_local = self._starts.shape[1]
+        records, _, experts = local_slots(meta[:, 2 : 2 + self._handle.num_topk], self._handle.first_expert, num_local)
+        before = self._before.get((source, k), np.zeros(num_local, dtype=np.int64))
+        counts = np.bincount(experts, minlength=num_local)
+        self._before[source, k + 1] = before + counts
+        self._check_taken(source, k, int((before + counts).sum()), self._handle.num_received[source])
+        within = np.arange(len(experts)) - (counts.cumsum() - counts)[experts]
+        rows = (self._starts[source] + before)[experts] + within
+        if len(rows) and int(rows.max()) >= len(self._result.rows):
+            raise self._damaged(source, k, "more rows for an expert than it has told")
+        self._copy(box, source, base, count, records, rows)
+
+    def _take_known(self, box: Outboxes, k: int, source: int, base: int, count: int) -> None:
+        low, high = self._handle.received[source].chunk(k, self._length)
+        if count != high - low:
+            raise self._damaged(source, k, f"{count} records, {high - low} by the handle")
+        if self._layout.meta_words:
+            at, width = self._layout.meta_at(base), self._layout.meta_words
+            self.meta[source][k:] = [box.views[_WORD][source][at : at + count * width].reshape(count, width).copy()]
+        taken = self._handle.taken[source]
+        which = taken.among(low, high)
+        self._copy(box, source, base, count, taken.records[which] - low, taken.rows[which])
+
+    def _copy(self, box: Outboxes, source: int, base: int, count: int, records: Ints, rows: slice | Ints) -> None:
+        """Copy the rows of some records of a section to their places."""
+        layout = self._layout
+        at, width = layout.rows_at(base, count), layout.row_words
+        found = box.views[_WORD][source][at : at + count * width].reshape(count, width)
+        _place(found, records, self._result.rows, rows)
+        if self._result.scales is not None:
+            at, width = layout.scales_at(base, count), layout.scale_words
+            found = box.views[_HALF][source][at : at + count * width].reshape(count, width)
+            _place(found, records, self._result.scales, rows)
+
+    # ---- checks
+
+    def _check_tokens(self, source: int, k: int, tokens: Ints) -> None:
+        first, end = k * self._length, (k + 1) * self._length
+        if len(tokens) and not (first <= tokens[0] and tokens[-1] < end and bool((np.diff(tokens) > 0).all())):
+            raise self._damaged(source, k, "tokens that do not ascend in their chunk")
+
+    def _check_taken(self, source: int, k: int, count: int, told: int) -> None:
+        if count > told or (k == self.rounds - 1 and count != told):
+            raise self._damaged(source, k, f"{count} rows for this rank, it has told {told}")
+
+    def _damaged(self, source: int, k: int, what: str) -> ProtocolError:
+        return ProtocolError(f"dispatch: rank {source} sends in round {k} {what}; its memory is damaged")
+
+    # ---- the end
+
+    def is_like(self, other: Plan) -> bool:
+        """Return False: a dispatch that was broken off is not gone on with, the step is made again."""
+        return False
+
+    def detach(self) -> None:
+        """Read a private copy of the payload; results are private as they are."""
+        self._payload = self._payload.copy()
+
+
+def _place(found: np.ndarray, records: Ints, out: np.ndarray, rows: slice | Ints) -> None:
+    """Copy rows `records` of `found` to `rows` of `out`."""
+    if isinstance(rows, slice):
+        np.take(found, records, axis=0, out=out[rows], mode="clip")
+    else:
+        out[rows] = found[records]

@@ -5,5 +5,16 @@ Clear, slow, and exact: `dispatch` gives the rows bit for bit, `combine` follows
 """
 
 from .exchange import Received, Routed, combine, combine_weights, dispatch, lost_weight, tokens_per_expert
+from .two_level import combine_by_host, combine_weights_by_host
 
-__all__ = ["Received", "Routed", "combine", "combine_weights", "dispatch", "lost_weight", "tokens_per_expert"]
+__all__ = [
+    "Received",
+    "Routed",
+    "combine",
+    "combine_by_host",
+    "combine_weights",
+    "combine_weights_by_host",
+    "dispatch",
+    "lost_weight",
+    "tokens_per_expert",
+]

@@ -66,7 +66,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Setup:
-    """A buffer and what is done with it."""
+    """A buffer and what is done with it.
+
+    Attributes:
+        host_of: of each rank; nothing where all ranks share a host.
+    """
 
     num_ranks: int
     num_local_experts: int
@@ -75,6 +79,8 @@ class Setup:
     dtype: str
     num_slots: int
     calls: tuple[Call, ...]
+    host_of: tuple[int, ...] = ()
+    wide_partials: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -94,6 +100,7 @@ def make_buffer(setup: Setup, **changes: Any) -> epee.Buffer:
         "num_slots": setup.num_slots,
         # the default of the expert layout is less than the worst case, which these routings like to reach
         "max_recv_rows": max([1, *(sum(call.num_tokens) * setup.num_topk for call in setup.calls)]),
+        "wide_partials": setup.wide_partials,
         **changes,
     }
     return epee.Buffer(dist.group.WORLD, **arguments)
@@ -377,7 +384,13 @@ def _check_combined(
 ) -> None:
     ranks = range(setup.num_ranks)
     y = [make_output(setup, call, rank, len(received[rank].src_rank)) for rank in ranks]
-    wanted = reference.combine(inputs, received, y, bias=[make_bias(setup, call, rank) for rank in ranks])
+    bias = [make_bias(setup, call, rank) for rank in ranks]
+    if setup.host_of:
+        wanted = reference.combine_by_host(
+            inputs, received, y, setup.host_of, wide_partials=setup.wide_partials, bias=bias
+        )
+    else:
+        wanted = reference.combine(inputs, received, y, bias=bias)
     for rank in ranks:
         same_bits(by_rank[rank]["x"], wanted[rank], f"{stage}, rank {rank}: {setup}, {call}")
     if not (call.with_weights_back and call.routing != "mask"):
@@ -385,7 +398,12 @@ def _check_combined(
         return
     shapes = [(len(there.src_rank), setup.num_topk)[: 2 if call.layout == "rank" else 1] for there in received]
     weights = [make_weights_back(call, rank, shapes[rank], torch.float32) for rank in ranks]
-    for rank, want in enumerate(reference.combine_weights(inputs, received, weights)):
+    by_host = setup.host_of
+    if by_host:
+        backs = reference.combine_weights_by_host(inputs, received, weights, by_host)
+    else:
+        backs = reference.combine_weights(inputs, received, weights)
+    for rank, want in enumerate(backs):
         same_bits(by_rank[rank]["topk_weights"], want, f"weights of {stage}, rank {rank}: {setup}, {call}")
 
 

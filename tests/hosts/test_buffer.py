@@ -31,7 +31,7 @@ def _agrees(placement: tuple[int, ...], num_setups: int, run: Any, length: int =
     num_ranks = len(placement)
 
     @settings(
-        max_examples=1,
+        max_examples=4,  # the first one is the simplest of all, whatever is asked for
         phases=(Phase.generate,),
         deadline=None,
         database=None,
@@ -55,12 +55,12 @@ def _agrees(placement: tuple[int, ...], num_setups: int, run: Any, length: int =
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_agrees_with_the_reference_on_hosts(placement: tuple[int, ...]) -> None:
     """Dispatch, cached dispatch and both combines, for everything that hypothesis can think of."""
-    _agrees(placement, 12, run_on_hosts)
+    _agrees(placement, 5, run_on_hosts)
 
 
 @pytest.mark.parametrize(("placement", "length"), [((0, 1), 1), ((0, 1, 0, 1), 3), ((0, 0, 1), 8)])
 def test_agrees_with_the_reference_in_many_rounds(placement: tuple[int, ...], length: int) -> None:
-    _agrees(placement, 12, run_on_loopbacks, length)
+    _agrees(placement, 5, run_on_loopbacks, length)
 
 
 LONG = Setup(

@@ -37,12 +37,14 @@ class TwoLevelHandle(HostHandle):
     Attributes:
         sent: per host, the records of this rank's tokens.
         received: per source, the records that it sent to this host.
+        num_source_tokens: of each rank, in the dispatch.
         topk_ids: expert layout: per source `[records, num_topk]` int64, the ids that came with them.
     """
 
     sent: list[Sent] = field(default_factory=list)
     received: list[Sent] = field(default_factory=list)
     topk_ids: list[Ints] = field(default_factory=list)
+    num_source_tokens: list[int] = field(default_factory=list)
     position: int = 0  # of this rank on its host
     first_expert: int = 0  # of this rank
 

@@ -24,7 +24,7 @@ import typer
 import epee
 from epee import reference
 
-from . import common
+from . import common, ep_hosts
 
 NAME = "ep"
 DTYPES = {
@@ -385,10 +385,23 @@ def main(
     experts: Annotated[int | None, typer.Option(help="Experts over all ranks, a multiple of --ranks.", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16, float32 or float64.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed rounds per operation.", min=50)] = 100,
+    hosts: Annotated[int, typer.Option(help="2: over two hosts of this machine (ep_hosts.py).", min=1, max=2)] = 1,
+    realtime: Annotated[bool, typer.Option(help="With --hosts: run the ranks under SCHED_RR (root).")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the numbers to ep.json in this folder.")] = None,
 ) -> None:
     """Dispatch and combine on CPU against gloo's all_to_all_single. Without options: a list of settings."""
+    if hosts > 1:
+        shape = {
+            "ranks_per_host": (ranks or 4) // hosts,
+            "num_tokens": tokens or 1024,
+            "hidden": hidden or 4096,
+            "num_topk": topk or 4,
+            "num_experts": experts or 32,
+        }
+        path = json or (out / f"{NAME}_hosts.json" if out is not None else None)
+        ep_hosts.main(shape, max(10, repeats // 10), 5, realtime, path)
+        return
     given = (ranks, tokens, hidden, topk, experts, dtype)
     shapes = list(DEFAULT_SHAPES)
     if any(value is not None for value in given):

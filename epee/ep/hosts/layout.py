@@ -33,7 +33,8 @@ from ..throughput.reduce import accumulator_dtype
 
 CHUNK_TOKENS = 128  # of a record of 14 KiB this is 1.9 MB: enough for a network of 50 GB/s (docs/decisions.md)
 CHUNK_BYTES = 1 << 20  # smaller records travel in longer chunks
-SUM_BYTES = 4 << 20  # of the rows of one round that a rank lends to those who sum them
+SUM_BYTES = 4 << 20  # of the rows of one round that a rank lends to those who sum them, or of their sums
+MIN_SUMMED = 8  # tokens of a round, however many ranks there are
 COUNT_BYTES = 64
 
 
@@ -135,11 +136,41 @@ def dispatch_length(config: BufferConfig) -> int:
     return min(config.max_tokens_per_rank, max(CHUNK_TOKENS, CHUNK_BYTES // record))
 
 
-def combine_length(config: BufferConfig) -> int:
-    """Return the tokens of a round of a combine: every rank lends its rows of as many tokens of every rank."""
-    row = config.hidden * accumulator_dtype(config.dtype).itemsize + config.num_topk * config.weight_dtype.itemsize
-    fits = SUM_BYTES // (row * config.num_ranks)
-    return min(config.max_tokens_per_rank, max(8, fits // 8 * 8))
+class Parts:
+    """Who sums for whom: a source is served by itself on its own host, and by its gateway on each other one.
+
+    Attributes:
+        served: per rank the sources that it serves, ascending.
+        lent: per rank the sources that other ranks of its host serve, ascending.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        ranks = range(len(topology.host_of))
+        self.served: list[list[int]] = [[] for _ in ranks]
+        for source in ranks:
+            for host in range(topology.num_hosts):
+                home = host == topology.host_of[source]
+                self.served[source if home else topology.gateway(source, host)].append(source)
+        self.lent = [[source for source in ranks if source not in self.served[rank]] for rank in ranks]
+        self.most_served = max(map(len, self.served))
+        self.most_lent = max(map(len, self.lent))
+
+
+def lent_dtype(layout: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the rows that a rank has for others: its caller's, or the sums of weighted ones."""
+    return dtype if layout == "rank" else accumulator_dtype(dtype)
+
+
+def combine_length(hidden: int, dtype: torch.dtype, parts: Parts) -> int:
+    """Return the tokens of a round of a combine.
+
+    Args:
+        hidden: elements of a row.
+        dtype: of lent rows.
+        parts: who sums for whom.
+    """
+    fits = SUM_BYTES // (hidden * dtype.itemsize * max(parts.most_lent, parts.most_served))
+    return max(MIN_SUMMED, fits // MIN_SUMMED * MIN_SUMMED)
 
 
 def staging_bytes(config: BufferConfig) -> int:
@@ -149,14 +180,8 @@ def staging_bytes(config: BufferConfig) -> int:
     """
     section = SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
     dispatch = config.num_hosts * section.room(dispatch_length(config))
-    row = config.hidden * accumulator_dtype(config.dtype).itemsize + config.num_topk * config.weight_dtype.itemsize
-    combine = 2 * config.num_ranks * align_up(combine_length(config) * row, 64)  # lent rows, and sums of them
-    return align_up(max(dispatch, combine), 4096)
-
-
-def empty_rows(rows: int, columns: int, dtype: torch.dtype, poison: bool) -> torch.Tensor:
-    """Return `[rows, columns]` of uninitialised memory, 0xFF where that is asked for."""
-    made = torch.empty(rows, columns, dtype=dtype, device="cpu")
-    if poison:
-        made.view(torch.uint8).fill_(0xFF)
-    return made
+    widest = accumulator_dtype(config.dtype).itemsize
+    row = config.hidden * widest + config.num_topk * config.weight_dtype.itemsize
+    ranks = config.num_ranks
+    sums = max(2 * SUM_BYTES, MIN_SUMMED * ranks * row) * row // (config.hidden * 2) + 256 * ranks
+    return align_up(max(dispatch, 2 * sums), 4096)

@@ -1,10 +1,11 @@
 """The data call of a combine: ranks lend their rows to their host, each host sums them, the sources add up the hosts.
 
-Data path, for each round of tokens: a rank copies what it has for the tokens of every source into its outbox, one row
-per token and source: in the rank layout the caller's row, in the expert layout the sum of its weighted rows. Only its
-host reads them. The gateway of a source on a host (the source itself on its own) sums the rows of its host's ranks, one
-row per record of the source, and lays the sums into its outbox; the engine carries them to the source's host alone. The
-source adds the hosts' sums, then its biases.
+Data path, for each round of tokens: the gateway of a source on a host (the source itself on its own) sums what the
+ranks of its host have for the source's tokens, one row per record, and lays the sums into its outbox; the engine
+carries them to the source's host alone. The source adds the hosts' sums, then its biases. What a rank has for a source
+that another rank serves it copies into its own outbox before, where only its host reads it; what it serves itself it
+reads where it lies. One row per token: in the rank layout the caller's, in the expert layout the sum of the rank's
+weighted rows.
 
 Order of additions, the same whatever the placement of other ranks (`reference/two_level.py`): expert layout: products
 `weight * row` of a rank by k ascending, each rounded first; then the ranks of a host ascending; the sum is rounded to
@@ -32,9 +33,9 @@ from ...backend.outbox import Outboxes
 from ...link.topology import Topology
 from ...memory.layout import align_up
 from ..checks import CombineCall
-from ..throughput.reduce import accumulator_dtype
+from ..throughput.reduce import accumulator_dtype, put
 from .handle import TwoLevelHandle
-from .layout import Rounds
+from .layout import Parts, Rounds, combine_length, lent_dtype
 
 _BYTE = np.dtype(np.uint8)
 
@@ -85,7 +86,8 @@ class PartialsPlan(Plan):
     Args:
         topology: who is where.
         call: the combine.
-        rounds: how the tokens are cut.
+        handle: its own.
+        num_tokens: of each rank.
         wide: sums travel in the dtype in which they are made.
 
     Attributes:
@@ -93,7 +95,9 @@ class PartialsPlan(Plan):
         weights: `[num_tokens, num_topk]`, the weights that came back, or None.
     """
 
-    def __init__(self, topology: Topology, call: CombineCall, handle: TwoLevelHandle, rounds: Rounds, wide: bool):
+    def __init__(
+        self, topology: Topology, call: CombineCall, handle: TwoLevelHandle, num_tokens: Sequence[int], wide: bool
+    ) -> None:
         super().__init__("combine", pack_signature(OP_CODE["combine"]))
         self._topology, self._call, self._handle = topology, call, handle
         self._y, self._y_weights, self._bias = call.y, call.topk_weights, call.bias
@@ -101,59 +105,54 @@ class PartialsPlan(Plan):
         hidden, dtype = call.y.shape[1], call.y.dtype
         self._wide = accumulator_dtype(dtype)
         kind = None if call.topk_weights is None else (handle.num_topk, call.topk_weights.dtype)
-        self._length = rounds.length
-        self._lent = Block(rounds.length, hidden, dtype if handle.layout == "rank" else self._wide, kind)
-        self._summed = Block(rounds.length, hidden, self._wide if wide else dtype, kind)
-        self._served = {host: self._sources_of(host) for host in range(topology.num_hosts)}
-        self.rounds, self.num_halves = rounds.count, min(2, rounds.count)
-        self.round_bytes = self._lent.nbytes * len(topology.host_of)
-        most = max(len(sources) for served in self._served.values() for sources in served.values())
-        self.merge_bytes = self._summed.nbytes * most
+        self._parts = Parts(topology)
+        self._length = length = combine_length(hidden, lent_dtype(handle.layout, dtype), self._parts)
+        self._lent = Block(length, hidden, lent_dtype(handle.layout, dtype), kind)
+        self._summed = Block(length, hidden, self._wide if wide else dtype, kind)
+        self.rounds = Rounds.of(length, num_tokens).count
+        self.num_halves = min(2, self.rounds)
+        self.round_bytes = self._lent.nbytes * self._parts.most_lent
+        self.merge_bytes = self._summed.nbytes * self._parts.most_served
         self.put_bytes = self.read_bytes = self.num_halves * (self.round_bytes + self.merge_bytes)
         self.out = torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu")
         self.weights: torch.Tensor | None = None
         if kind is not None:
             self.weights = torch.zeros(handle.num_tokens, kind[0], dtype=kind[1], device="cpu")
 
-    def _sources_of(self, host: int) -> dict[int, list[int]]:
-        """Return for each rank of a host the sources whose sums it makes, ascending."""
-        topology = self._topology
-        served: dict[int, list[int]] = {rank: [] for rank in topology.hosts[host]}
-        for source, home in enumerate(topology.host_of):
-            served[source if home == host else topology.gateway(source, host)].append(source)
-        return served
-
     # ---- a rank's rows
 
     def put(self, box: Outboxes, k: int, offset: int) -> None:
-        """Lend this rank's rows of round `k`, a section per source."""
-        for source in range(len(self._topology.host_of)):
-            base = offset + source * self._lent.nbytes
-            low, high = self._handle.received[source].chunk(k, self._length)
-            if low < high:
-                if self._handle.layout == "rank":
-                    self._lend_rows(box, base, source, low, high)
-                else:
-                    self._lend_sums(box, base, source, low, high)
+        """Lend this rank's rows of round `k` for sources that others serve, a section for each."""
+        for index, source in enumerate(self._parts.lent[box.rank]):
+            rows, weights = self._mine(source, k)
+            if len(rows):
+                base = offset + index * self._lent.nbytes
+                self._lent.rows(box, box.rank, base, len(rows)).copy_(rows)
+                if weights is not None:
+                    self._lent.weights(box, box.rank, base, len(rows)).copy_(weights)
 
-    def _lend_rows(self, box: Outboxes, base: int, source: int, low: int, high: int) -> None:
+    def _mine(self, source: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what this rank has for a source's tokens of round `k`, a row for each of its records, and weights."""
+        low, high = self._handle.received[source].chunk(k, self._length)
         taken = self._handle.taken[source]
+        if self._handle.layout == "expert":
+            return self._weighted(source, low, high)
         first, end = np.searchsorted(taken.records, (low, high)).tolist()
-        if first < end:
-            part = slice(int(taken.rows[first]), int(taken.rows[end - 1]) + 1)  # in one piece, as they came
-            self._lent.rows(box, box.rank, base, end - first).copy_(self._y[part])
-            if self._y_weights is not None:
-                self._lent.weights(box, box.rank, base, end - first).copy_(self._y_weights[part])
+        if first == end:
+            return self._y[:0], None
+        part = slice(int(taken.rows[first]), int(taken.rows[end - 1]) + 1)  # in one piece, as they came
+        return self._y[part], None if self._y_weights is None else self._y_weights[part]
 
-    def _lend_sums(self, box: Outboxes, base: int, source: int, low: int, high: int) -> None:
+    def _weighted(self, source: int, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sums of the weighted rows of each record, k ascending."""
         handle = self._handle
-        taken, slots_k = handle.taken[source], handle.slots[source][1]
+        taken = handle.taken[source]
         which = taken.among(low, high)
         mine = handle.received[source].of(handle.position)
         mine = mine[(mine >= low) & (mine < high)]
         index = torch.from_numpy(np.searchsorted(mine, taken.records[which]))
-        rows, k_of = torch.from_numpy(taken.rows[which]), torch.from_numpy(slots_k[which])
-        sums = self._lent.rows(box, box.rank, base, len(mine)).fill_(-0.0)
+        rows, k_of = torch.from_numpy(taken.rows[which]), torch.from_numpy(handle.slots[source][1][which])
+        sums = torch.full((len(mine), self._y.shape[1]), -0.0, dtype=self._wide, device="cpu")
         for k in range(handle.num_topk):
             chosen = (k_of == k).nonzero()[:, 0]
             if len(chosen):
@@ -161,9 +160,11 @@ class PartialsPlan(Plan):
                 if handle.recv_weights is not None:
                     values.mul_(handle.recv_weights[rows[chosen]].to(sums.dtype)[:, None])
                 sums.index_add_(0, index[chosen], values)
-        if self._y_weights is not None:
-            back = self._lent.weights(box, box.rank, base, len(mine)).zero_()
-            back[index, k_of] = self._y_weights[rows]
+        if self._y_weights is None:
+            return sums, None
+        back = torch.zeros(len(mine), handle.num_topk, dtype=self._y_weights.dtype, device="cpu")
+        back[index, k_of] = self._y_weights[rows]
+        return sums, back
 
     def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return nothing: rows are lent to one's own host alone."""
@@ -173,28 +174,37 @@ class PartialsPlan(Plan):
 
     def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
         """Sum the rows of this host for the sources that this rank serves."""
-        for index, source in enumerate(self._served[self._topology.host][box.rank]):
-            records = self._handle.received[source]
-            low, high = records.chunk(k, self._length)
+        for index, source in enumerate(self._parts.served[box.rank]):
+            low, high = self._handle.received[source].chunk(k, self._length)
             if low < high:
-                base = offset + index * self._summed.nbytes
-                self._sum(box, [each + source * self._lent.nbytes for each in offsets], base, records.bits[low:high])
+                self._sum(box, k, source, offsets, offset + index * self._summed.nbytes)
 
-    def _sum(self, box: Outboxes, places: list[int], base: int, bits: np.ndarray) -> None:
-        ranks, count = self._topology.here, len(bits)
-        members = [np.flatnonzero(bits >> position & 1) for position in range(len(ranks))]
-        lent = [self._lent.rows(box, rank, places[rank], len(who)) for rank, who in zip(ranks, members, strict=True)]
-        add_up(lent, [torch.from_numpy(who) for who in members], self._summed.rows(box, box.rank, base, count))
+    def _sum(self, box: Outboxes, k: int, source: int, offsets: list[int], base: int) -> None:
+        records = self._handle.received[source]
+        low, high = records.chunk(k, self._length)
+        rows, tokens, backs = [], [], []
+        for position, rank in enumerate(self._topology.here):
+            who = np.flatnonzero(records.bits[low:high] >> position & 1)
+            tokens.append(torch.from_numpy(who))
+            if rank == box.rank:
+                mine, weights = self._mine(source, k)
+                rows.append(mine)
+            else:
+                place = offsets[rank] + self._parts.lent[rank].index(source) * self._lent.nbytes
+                rows.append(self._lent.rows(box, rank, place, len(who)))
+                weights = self._lent.weights(box, rank, place, len(who)) if self._lent.weight_bytes else None
+            backs.append(weights)
+        add_up(rows, tokens, self._summed.rows(box, box.rank, base, high - low))
         if self._y_weights is not None:
-            total = self._summed.weights(box, box.rank, base, count).zero_()
-            for rank, who in zip(ranks, members, strict=True):
-                part = self._lent.weights(box, rank, places[rank], len(who))
-                total.index_add_(0, torch.from_numpy(who), part)
+            total = self._summed.weights(box, box.rank, base, high - low).zero_()
+            for index, part in zip(tokens, backs, strict=True):
+                if part is not None:
+                    total.index_add_(0, index, part)
 
     def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the sums for the readers' own tokens."""
         found: list[Range] = []
-        for index, source in enumerate(self._served[self._topology.host][box.rank]):
+        for index, source in enumerate(self._parts.served[box.rank]):
             if source in readers:
                 low, high = self._handle.received[source].chunk(k, self._length)
                 found += self._summed.ranges(index * self._summed.nbytes, high - low)
@@ -210,7 +220,7 @@ class PartialsPlan(Plan):
         for host, sent in enumerate(self._handle.sent):
             rank = box.rank if host == self._topology.host else self._topology.gateway(box.rank, host)
             low, high = sent.chunk(k, self._length)
-            base = offsets[rank] + self._served[host][rank].index(box.rank) * self._summed.nbytes
+            base = offsets[rank] + self._parts.served[rank].index(box.rank) * self._summed.nbytes
             parts.append(self._summed.rows(box, rank, base, high - low))
             tokens.append(torch.from_numpy(sent.tokens[low:high] - first))
             if self.weights is not None:
@@ -245,23 +255,26 @@ def add_up(
 
     Args:
         parts: `[n, hidden]` each.
-        tokens: `[n]` int64, where each row belongs; distinct within a part.
-        out: `[num_tokens, hidden]`.
+        tokens: `[n]` int64, where each row belongs; distinct within a part, ascending.
+        out: `[num_tokens, hidden]`, contiguous.
         bias: `[num_tokens, hidden]` each.
     """
     wide = accumulator_dtype(out.dtype)
     is_narrow = len(parts) <= 2 and not bias and all(part.dtype == out.dtype for part in parts)
     # a sum of two is rounded once anyway, so it may be made in place
     acc = out if out.dtype == wide or is_narrow else torch.empty(out.shape, dtype=wide, device="cpu")
-    is_empty = torch.ones(len(out), dtype=torch.bool, device="cpu")
-    acc.fill_(-0.0)
-    for part, mine in zip(parts, tokens, strict=True):
-        if len(mine) == len(acc):
-            acc.add_(part)
-        else:
-            acc.index_add_(0, mine, part.to(acc.dtype))
-        is_empty[mine] = False
-    acc.masked_fill_(is_empty[:, None], 0.0)
+    is_empty = np.ones(len(out), dtype=np.bool_)
+    for number, (part, mine) in enumerate(zip(parts, tokens, strict=True)):
+        rows = part if part.dtype == acc.dtype else part.to(acc.dtype)
+        if number == 0:
+            put(acc, rows, None if len(mine) == len(acc) else mine)
+        elif len(mine) == len(acc):
+            acc.add_(rows)
+        elif len(mine):
+            acc.index_add_(0, mine, rows)
+        is_empty[mine.numpy()] = False
+    if is_empty.any():
+        acc.index_fill_(0, torch.from_numpy(is_empty.nonzero()[0]), 0.0)
     for item in bias:
         acc.add_(item.to(acc.dtype))
     if acc is not out:

@@ -5,7 +5,7 @@ verdict, then the records (`records.py`). A combine is its row and the partial s
 writes and reads, and what a crash leaves, is said there; between two of them a rank holds nothing that others wait for
 but its part of the next one. Whoever leaves in between has the engine tell the others that it refuses that part.
 
-Results are ordinary memory of this process, sized by the counts.
+Results lie in slots of an arena that nobody else maps, as on one host: pages are touched once, not in every call.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from ...backend.engine.engine import Engine
 from ...errors import AbortedError, CommTimeoutError, PeerError, UnsupportedError
 from ...link.topology import Topology
+from ...memory.arena import Arena
 from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig, round_up
 from ..control.announce import combine_header, dispatch_header
@@ -27,15 +28,15 @@ from ..control.inbox import OP_GATHER, ExchangedRows
 from ..control.messages import ControlPlaneOver
 from ..event import DONE
 from ..handle import Combined, Dispatched, Handle, mask_of
-from ..handle import Payload as UserPayload
 from ..streams import Lane, RunOptions
+from ..throughput.arenas import OwnArenas, clear_padding
 from ..throughput.order import RANKS_THEN_BIAS
 from ..throughput.partial import lost_weight
 from ..throughput.placement import Ints
 from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
 from .exchange import HostsExchange
 from .handle import TwoLevelHandle
-from .layout import Rounds, Sent, combine_length, dispatch_length, empty_rows, records_of
+from .layout import Rounds, Sent, dispatch_length, records_of
 from .partials import PartialsPlan
 from .records import Payload, RecordsPlan, Result
 
@@ -64,7 +65,6 @@ class HostsPath:
     is_recorded = False
     takes_replacements = False
     max_num_sms = 0
-    num_copied = 0
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class HostsPath:
         self.exchange = exchange
         self._engine: Engine = exchange.engine
         self._topology = topology
-        self._poison = poison
+        self._arenas = OwnArenas(config, topology.rank, poison)
         self._buffer_id = buffer_id
         self._nbytes = sum(
             exchange.engine.box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources())
@@ -129,13 +129,19 @@ class HostsPath:
         self._engine.close()
 
     @property
+    def num_copied(self) -> int:
+        """Results that were copied out because no slot was free."""
+        return self._arenas.num_copied
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of this rank's outbox and of the mirrors that it keeps; pages never touched cost nothing."""
-        return self._nbytes
+        """Bytes of this rank's outbox, the mirrors that it keeps and its arenas; pages never touched cost nothing."""
+        return self._nbytes + self._arenas.nbytes
 
     def close(self) -> None:
-        """End the engine; idempotent."""
+        """End the engine and drop all memory; tensors that the user still holds keep theirs. Idempotent."""
         self.exchange.release()
+        self._arenas.close()
 
     def combine_input(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised `[num_recv, hidden]` of ordinary memory."""
@@ -149,16 +155,19 @@ class HostsPath:
         header = dispatch_header(call, self.rank, 0, call.expert_alignment)
         rows = self.exchange.call(header, counts, b"", deadline)
         handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
-        plan, x, scales = self._planned("dispatch", lambda: self._plan_records(call, handle, rows))
-        self.exchange.run(lambda box: plan, deadline)
-        if plan.meta[0]:
-            handle = self._with_meta(call, handle, plan)
-        values = x.view(call.payload.dtype)
-        result: UserPayload = values
-        if scales is not None:
-            assert call.payload.scale_dtype is not None
-            result = values, scales.view(call.payload.scale_dtype)
-        return dispatched(call, handle, result, ())
+        arena, _ = self._arenas.of(call.layout, call.expert_alignment)
+        arena.pool.reclaim(self.exchange.seq)
+        arena.pool.passed(self.exchange.seq + 1)  # nobody else has it mapped
+        slot = self._arenas.take(arena)
+        try:
+            plan = self._planned("dispatch", lambda: self._plan_records(call, handle, rows, arena, slot))
+            self.exchange.run(lambda box: plan, deadline)
+            if plan.meta[0]:
+                handle = self._with_meta(call, handle, plan)
+            return dispatched(call, handle, self._arenas.result(call.payload, handle.num_recv, arena, slot), ())
+        except BaseException:
+            arena.pool.give_back(slot)
+            raise
 
     def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> TwoLevelHandle:
         place = CallPlace(self._buffer_id, self.exchange.seq, self.exchange.epoch, self.rank)
@@ -179,31 +188,23 @@ class HostsPath:
             raise
 
     def _plan_records(
-        self, call: DispatchCall, handle: TwoLevelHandle, rows: ExchangedRows
-    ) -> tuple[RecordsPlan, torch.Tensor, torch.Tensor | None]:
-        payload, num_recv = call.payload, handle.num_recv
-        x = empty_rows(num_recv, payload.rows.shape[1], torch.int64, self._poison)
-        scales = None
-        if payload.scales is not None:
-            scales = empty_rows(num_recv, payload.scales.shape[1], torch.int32, self._poison)
-        for first, end in handle.placement.padding:
-            x[first:end] = 0
-            if scales is not None:
-                scales[first:end] = 0
+        self, call: DispatchCall, handle: TwoLevelHandle, rows: ExchangedRows, arena: Arena, slot: int
+    ) -> RecordsPlan:
+        payload = call.payload
+        clear_padding(payload, handle.placement.padding, arena, slot)
         is_fresh = call.handle is None
         meta = None
         if is_fresh or call.topk_weights is not None:
             meta = pack_tokens(call, handle.num_topk, self.config.meta_words("rank"))
-        plan = RecordsPlan(
+        return RecordsPlan(
             self._topology,
             handle,
             is_fresh,
             Payload(payload, meta),
-            Result(x, scales),
+            Result(payload, arena, slot, handle.num_recv),
             self._starts(handle, rows) if is_fresh and handle.layout == "expert" else None,
             Rounds.of(dispatch_length(self.config), [header.num_tokens for header in rows.headers]),
         )
-        return plan, x, scales
 
     def _starts(self, handle: TwoLevelHandle, rows: ExchangedRows) -> Ints:
         """Return the first row of each (source, local expert)."""
@@ -246,9 +247,9 @@ class HostsPath:
             )
         header = combine_header(call, self.rank, 0, handle.expert_alignment)
         rows = self.exchange.call(header, None, b"", deadline)
-        rounds = Rounds.of(combine_length(self.config), [header.num_tokens for header in rows.headers])
+        num_tokens = [header.num_tokens for header in rows.headers]
         wide = self.config.wide_partials
-        plan = self._planned("combine", lambda: PartialsPlan(self._topology, call, handle, rounds, wide))
+        plan = self._planned("combine", lambda: PartialsPlan(self._topology, call, handle, num_tokens, wide))
         self.exchange.run(lambda box: plan, deadline)
         lost = None if handle.routing is None else partial(lost_weight, handle.routing, (), self.config, handle.dropped)
         x = plan.out if call.out is None else call.out

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...backend.collectives.plan import Plan, Range
 from ...backend.collectives.signature import OP_CODE
@@ -30,8 +29,10 @@ from ...backend.collectives.signature import pack as pack_signature
 from ...backend.outbox import Outboxes
 from ...errors import ProtocolError
 from ...link.topology import Topology
+from ...memory.arena import Arena
 from ..checks import PayloadRows
 from ..throughput.placement import Ints
+from ..throughput.rows import rows_of
 from .handle import TwoLevelHandle, local_slots
 from .layout import Rounds, SectionLayout, Sent
 
@@ -66,16 +67,18 @@ class Payload:
 
 
 class Result:
-    """Where a rank's rows go.
+    """Where a rank's rows go: a slot of its arena.
 
     Attributes:
         rows: `[num_recv, row_words]` int64.
         scales: `[num_recv, scale_words]` int32, or None.
     """
 
-    def __init__(self, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
-        self.rows = rows.view(torch.int64).numpy()
-        self.scales = None if scales is None else scales.view(torch.int32).numpy()
+    def __init__(self, payload: PayloadRows, arena: Arena, slot: int, num_recv: int) -> None:
+        self.rows = rows_of(arena, slot, "payload", 0, num_recv, payload.rows.shape[1]).numpy()
+        self.scales = None
+        if payload.scales is not None:
+            self.scales = rows_of(arena, slot, "scales", 0, num_recv, payload.scales.shape[1]).numpy()
 
 
 class RecordsPlan(Plan):

@@ -10,33 +10,40 @@ a slot that nobody hears of any more; the memory goes with the last process that
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+
+import torch
 
 from ...errors import EpeeError, ProtocolError
 from ...memory.arena import Arena, Slots, num_pool_slots
 from ...memory.host import BLOB_BYTES
+from ...memory.layout import Field
+from ..checks import PayloadRows
 from ..config import LAYOUTS, BufferConfig
 from ..control.inbox import Exchange, ExchangedRows
+from ..handle import Payload
+from .rows import rows_of, typed
 
 
-class Arenas:
-    """See above.
+class OwnArenas:
+    """This rank's arenas.
 
     Args:
         config: of the buffer.
         rank: this one.
-        exchange: of the buffer's rows; it says which calls the peers have passed.
         poison: fill slots with 0xFF before each use.
+
+    Attributes:
+        num_copied: results that were copied out because no slot was free.
     """
 
-    def __init__(self, config: BufferConfig, rank: int, exchange: Exchange, poison: bool) -> None:
+    def __init__(self, config: BufferConfig, rank: int, poison: bool) -> None:
+        self.num_copied = 0
         self._config = config
         self._rank = rank
-        self._exchange = exchange
         self._poison = poison
         self._own: dict[str, Arena] = {}
         self._alignment = dict.fromkeys(LAYOUTS, 0)  # that the arena of each layout was made for
-        self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
-        self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +70,57 @@ class Arenas:
         if self._poison:
             arena.poison(slot)
         return slot
+
+    def result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
+        """Return the received rows: a lease on the slot, or a copy when as many are out as may be."""
+        fields = self.fields(payload, num_recv)
+        if num_recv == 0:
+            arena.pool.give_back(slot)
+            tensors = [torch.empty(field.shape, dtype=field.dtype, device="cpu") for field in fields]
+        elif arena.pool.can_lease("result"):
+            tensors = arena.lease(slot, fields, "result")
+        else:
+            tensors = [typed(arena, slot, field).clone() for field in fields]
+            arena.pool.give_back(slot)
+            self.num_copied += 1
+        return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
+
+    def fields(self, payload: PayloadRows, num_recv: int) -> list[Field]:
+        """Return how the received rows lie in a slot, and their scales."""
+        fields = [Field("payload", payload.dtype, (num_recv, self._config.hidden))]
+        if payload.scales is not None:
+            assert payload.scale_dtype is not None
+            fields.append(Field("scales", payload.scale_dtype, (num_recv, payload.scales.shape[1])))
+        return fields
+
+    def close(self) -> None:
+        """Drop all memory; tensors that the user still holds keep theirs. Idempotent."""
+        for arena in self._own.values():
+            arena.close()
+        self._own.clear()
+
+
+def clear_padding(payload: PayloadRows, padding: Sequence[tuple[int, int]], arena: Arena, slot: int) -> None:
+    """Write zeros to the rows that only fill up blocks."""
+    for first, end in padding:
+        rows_of(arena, slot, "payload", first, end - first, payload.rows.shape[1]).zero_()
+        if payload.scales is not None:
+            rows_of(arena, slot, "scales", first, end - first, payload.scales.shape[1]).zero_()
+
+
+class Arenas(OwnArenas):
+    """Those of all ranks of a host; see above.
+
+    Args:
+        config, rank, poison: as of `OwnArenas`.
+        exchange: of the buffer's rows; it says which calls the peers have passed.
+    """
+
+    def __init__(self, config: BufferConfig, rank: int, exchange: Exchange, poison: bool) -> None:
+        super().__init__(config, rank, poison)
+        self._exchange = exchange
+        self._peers: dict[str, dict[int, Slots]] = {layout: {} for layout in LAYOUTS}
+        self._blobs: dict[str, dict[int, bytes]] = {layout: {} for layout in LAYOUTS}
 
     def settle(self, deadline: float) -> None:
         """Wait until the peers have passed every call but the last, and free the slots that were cooling for them."""
@@ -128,6 +186,4 @@ class Arenas:
             peers.clear()
         for blobs in self._blobs.values():
             blobs.clear()
-        for arena in self._own.values():
-            arena.close()
-        self._own.clear()
+        super().close()

@@ -39,7 +39,7 @@ from ..control.messages import refused_alike
 from ..handle import Combined, Dispatched, Handle, HostHandle, Payload, mask_of
 from ..paths import Making
 from ..streams import Lane, RunOptions
-from .arenas import Arenas
+from .arenas import Arenas, clear_padding
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight, pack_rows, without_destinations, without_sources
 from .placement import Segment
@@ -73,7 +73,6 @@ class CpuPath:
 
     Attributes:
         arenas: this rank's, and what it has mapped of the peers'.
-        num_copied: results that were copied out because no slot was free.
     """
 
     barrier_op = OP_GATHER
@@ -84,7 +83,6 @@ class CpuPath:
         self.rank = making.rank
         self.control = making.control
         self.exchange = making.control.exchange
-        self.num_copied = 0
         self._buffer_id = making.buffer_id
         self.arenas = Arenas(config, making.rank, self.exchange, poison)
 
@@ -101,6 +99,11 @@ class CpuPath:
     def refuse(self, op: int, error: Exception, deadline: float) -> None:
         """Take part in the peers' call as the rank that cannot make it."""
         self.control.refuse(op, error, deadline)
+
+    @property
+    def num_copied(self) -> int:
+        """Results that were copied out because no slot was free."""
+        return self.arenas.num_copied
 
     @property
     def takes_replacements(self) -> bool:
@@ -244,8 +247,8 @@ class CpuPath:
             whole_recv = handle.num_recv
             handle, source = without_sources(handle, missing)
         if source is None:
-            self._clear_padding(call, handle, arena, slot)
-            x = self._result(call.payload, handle.num_recv, arena, slot)
+            clear_padding(call.payload, handle.placement.padding, arena, slot)
+            x = self.arenas.result(call.payload, handle.num_recv, arena, slot)
         else:
             x = self._packed(call.payload, whole_recv, source, arena, slot)
         return dispatched(call, handle, x, self._lost(missing))
@@ -257,36 +260,9 @@ class CpuPath:
         there = set(self.exchange.members) - set(missing)
         return tuple(rank for rank in range(self.config.num_ranks) if rank not in there)
 
-    def _clear_padding(self, call: DispatchCall, handle: HostHandle, arena: Arena, slot: int) -> None:
-        for first, end in handle.placement.padding:
-            rows_of(arena, slot, "payload", first, end - first, call.payload.rows.shape[1]).zero_()
-            if call.payload.scales is not None:
-                rows_of(arena, slot, "scales", first, end - first, call.payload.scales.shape[1]).zero_()
-
-    def _fields(self, payload: PayloadRows, num_recv: int) -> list[Field]:
-        fields = [Field("payload", payload.dtype, (num_recv, self.config.hidden))]
-        if payload.scales is not None:
-            assert payload.scale_dtype is not None
-            fields.append(Field("scales", payload.scale_dtype, (num_recv, payload.scales.shape[1])))
-        return fields
-
-    def _result(self, payload: PayloadRows, num_recv: int, arena: Arena, slot: int) -> Payload:
-        """Return the received rows: a lease on the slot, or a copy when as many are out as may be."""
-        fields = self._fields(payload, num_recv)
-        if num_recv == 0:
-            arena.pool.give_back(slot)
-            tensors = [torch.empty(field.shape, dtype=field.dtype, device="cpu") for field in fields]
-        elif arena.pool.can_lease("result"):
-            tensors = arena.lease(slot, fields, "result")
-        else:
-            tensors = [typed(arena, slot, field).clone() for field in fields]
-            arena.pool.give_back(slot)
-            self.num_copied += 1
-        return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
-
     def _packed(self, payload: PayloadRows, num_recv: int, source: torch.Tensor, arena: Arena, slot: int) -> Payload:
         """Return the rows that have come, copied out; the slot is never used again."""
-        tensors = [pack_rows(typed(arena, slot, field), source) for field in self._fields(payload, num_recv)]
+        tensors = [pack_rows(typed(arena, slot, field), source) for field in self.arenas.fields(payload, num_recv)]
         return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
 
     # -- combine

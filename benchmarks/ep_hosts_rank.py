@@ -32,6 +32,7 @@ class Step:
         self.idx = self.routing(place.rank)
         self.x = (torch.arange(tokens, device="cpu").remainder(61)[:, None] + place.rank).expand(-1, self.hidden)
         self.x = self.x.to(torch.bfloat16).contiguous()
+        self.out = torch.zeros(tokens, self.hidden, **_ROWS)
         self.buffer = epee.Buffer(
             num_experts=shape["num_experts"],
             hidden=self.hidden,
@@ -70,7 +71,7 @@ class Step:
     def epee(self) -> Any:
         """Dispatch, and combine what has come as it is."""
         got = self.buffer.dispatch(self.x, self.idx)
-        return got, self.buffer.combine(got.x, got.handle)
+        return got, self.buffer.combine(got.x, got.handle, out=self.out)
 
     def once_per_rank(self, group: Any) -> None:
         """Send the rows once to each of their ranks, and back."""

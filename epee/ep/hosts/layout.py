@@ -32,7 +32,7 @@ from ..throughput.placement import Ints
 from ..throughput.reduce import accumulator_dtype
 
 CHUNK_TOKENS = 128  # of a record of 14 KiB this is 1.9 MB: enough for a network of 50 GB/s (docs/decisions.md)
-CHUNK_BYTES = 1 << 20  # smaller records travel in longer chunks
+CHUNK_BYTES = 2 << 20  # smaller records travel in longer chunks
 SUM_BYTES = 4 << 20  # of the rows of one round that a rank lends to those who sum them, or of their sums
 MIN_SUMMED = 8  # tokens of a round, however many ranks there are
 COUNT_BYTES = 64

@@ -89,6 +89,7 @@ class PartialsPlan(Plan):
         handle: its own.
         num_tokens: of each rank.
         wide: sums travel in the dtype in which they are made.
+        scratch: memory for the result, where the caller has given some that must not be written before the end.
 
     Attributes:
         out: `[num_tokens, hidden]`, the result.
@@ -96,7 +97,13 @@ class PartialsPlan(Plan):
     """
 
     def __init__(
-        self, topology: Topology, call: CombineCall, handle: TwoLevelHandle, num_tokens: Sequence[int], wide: bool
+        self,
+        topology: Topology,
+        call: CombineCall,
+        handle: TwoLevelHandle,
+        num_tokens: Sequence[int],
+        wide: bool,
+        scratch: torch.Tensor | None = None,
     ) -> None:
         super().__init__("combine", pack_signature(OP_CODE["combine"]))
         self._topology, self._call, self._handle = topology, call, handle
@@ -114,7 +121,7 @@ class PartialsPlan(Plan):
         self.round_bytes = self._lent.nbytes * self._parts.most_lent
         self.merge_bytes = self._summed.nbytes * self._parts.most_served
         self.put_bytes = self.read_bytes = self.num_halves * (self.round_bytes + self.merge_bytes)
-        self.out = torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu")
+        self.out = torch.empty(handle.num_tokens, hidden, dtype=dtype, device="cpu") if scratch is None else scratch
         self.weights: torch.Tensor | None = None
         if kind is not None:
             self.weights = torch.zeros(handle.num_tokens, kind[0], dtype=kind[1], device="cpu")

@@ -83,6 +83,7 @@ class HostsPath:
         self._topology = topology
         self._arenas = OwnArenas(config, topology.rank, poison)
         self._buffer_id = buffer_id
+        self._kept: torch.Tensor | None = None
         self._nbytes = sum(
             exchange.engine.box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources())
         )
@@ -249,8 +250,16 @@ class HostsPath:
         rows = self.exchange.call(header, None, b"", deadline)
         num_tokens = [header.num_tokens for header in rows.headers]
         wide = self.config.wide_partials
-        plan = self._planned("combine", lambda: PartialsPlan(self._topology, call, handle, num_tokens, wide))
+        scratch = None if call.out is None else self._scratch(call.out)
+        plan = self._planned("combine", lambda: PartialsPlan(self._topology, call, handle, num_tokens, wide, scratch))
         self.exchange.run(lambda box: plan, deadline)
         lost = None if handle.routing is None else partial(lost_weight, handle.routing, (), self.config, handle.dropped)
         x = plan.out if call.out is None else call.out
         return Combined(x, plan.weights, DONE, self.config.num_ranks, self.exchange.epoch, (), lost)
+
+    def _scratch(self, out: torch.Tensor) -> torch.Tensor:
+        """Return memory like `out` that only this path uses; kept, so that its pages are touched once."""
+        kept = self._kept
+        if kept is None or kept.numel() < out.numel() * out.itemsize:
+            self._kept = kept = torch.empty(out.numel() * out.itemsize, dtype=torch.uint8, device="cpu")
+        return kept[: out.numel() * out.itemsize].view(out.dtype).view(out.shape)

@@ -1,10 +1,11 @@
 """The data call of a dispatch: every rank lays out its records, every rank takes the rows that are its own.
 
 Data path, for each round of tokens: a source copies its records into its own outbox, a section per host
-(`layout.py`). The engine carries each section once to its host, where it stands in the mirror of the source; the ranks
-of the source's own host read the outbox itself. Every rank looks through the records of its host and copies the rows
-that it gets straight to their final places. So nobody forwards anything and nobody waits for a forwarder: the gateway
-of a source only keeps the memory that all ranks of its host read.
+(`layout.py`); what it sends itself it copies to its place at once. The engine carries each section once to its host,
+where it stands in the mirror of the source; the ranks of the source's own host read the outbox itself. Every rank looks
+through the records of its host and copies the rows that it gets straight to their final places. So nobody forwards
+anything and nobody waits for a forwarder: the gateway of a source only keeps the memory that all ranks of its host
+read.
 
 Who writes, who reads, what orders them: as in every call of the engine (`backend/engine/operation.py`): the count of
 filled rounds is stored behind the records, a round's memory is written again when all have drained it. Places follow
@@ -115,6 +116,10 @@ class RecordsPlan(Plan):
         self.round_bytes = self._room * topology.num_hosts
         self.put_bytes = self.read_bytes = self.num_halves * self.round_bytes
         self._ranks = range(len(topology.host_of))
+        own = handle.sent[topology.host]  # what only this rank itself gets is not laid out
+        others = (own.bits & ~(1 << handle.position)) != 0
+        self._laid = [*handle.sent]
+        self._laid[topology.host] = Sent(own.tokens[others], own.bits[others])
         self.meta: list[list[Ints]] = [[] for _ in self._ranks]  # per source and round
         firsts = np.array(handle.num_received, dtype=np.int64)
         self._first_rows = firsts.cumsum() - firsts  # rank layout: of each source
@@ -124,7 +129,7 @@ class RecordsPlan(Plan):
 
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Lay out this rank's records of round `k`."""
-        for host, sent in enumerate(self._handle.sent):
+        for host, sent in enumerate(self._laid):
             low, high = sent.chunk(k, self._length)
             self._lay(box, offset + host * self._room, sent, low, high)
 
@@ -149,60 +154,76 @@ class RecordsPlan(Plan):
     def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the section of the readers' host, as far as it is filled."""
         host = self._topology.host_of[readers[0]]
-        low, high = self._handle.sent[host].chunk(k, self._length)
+        low, high = self._laid[host].chunk(k, self._length)
         return ((host * self._room, self._layout.nbytes(high - low)),)
 
     # ---- what comes
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
-        """Copy this rank's rows of round `k` out of everybody's records."""
+        """Copy this rank's rows of round `k` out of everybody's records, and its own out of the payload."""
         for source in self._ranks:
+            if source == box.rank:
+                self._take_own(k, source)
+                continue
             base = offsets[source] + self._topology.host * self._room
             count = int(box.views[_WORD][source][base // 8])
             if not 0 <= count <= self._length:
                 raise self._damaged(source, k, f"{count} records, at most {self._length} can be")
+            if self._layout.meta_words:
+                at, width = self._layout.meta_at(base), self._layout.meta_words
+                meta = box.views[_WORD][source][at : at + count * width].reshape(count, width).copy()
+                self.meta[source][k:] = [meta]  # again after an interrupt: the same
             if self._is_fresh:
-                self._take_fresh(box, k, source, base, count)
+                self._check_tokens(source, k, meta[:, 1])
+                records, rows = self._places(source, k, meta)
             else:
-                self._take_known(box, k, source, base, count)
+                records, rows = self._known_places(source, k, count)
+            self._copy(box, source, base, count, records, rows)
 
-    def _take_fresh(self, box: Outboxes, k: int, source: int, base: int, count: int) -> None:
-        layout = self._layout
-        at, width = layout.meta_at(base), layout.meta_words
-        meta = box.views[_WORD][source][at : at + count * width].reshape(count, width).copy()
-        self._check_tokens(source, k, meta[:, 1])
-        self.meta[source][k:] = [meta]  # again after an interrupt: the same
-        if self._handle.layout == "rank":
-            records = np.flatnonzero(meta[:, 0] >> self._handle.position & 1)
+    def _take_own(self, k: int, source: int) -> None:
+        sent, payload = self._handle.sent[self._topology.host], self._payload
+        low, high = sent.chunk(k, self._length)
+        tokens = sent.tokens[low:high]
+        if payload.meta is not None:
+            meta = np.concatenate([sent.bits[low:high, None], payload.meta[tokens]], axis=1)
+            self.meta[source][k:] = [meta]
+        records, rows = self._places(source, k, meta) if self._is_fresh else self._known_places(source, k, high - low)
+        _place(payload.rows, tokens[records], self._result.rows, rows)
+        if payload.scales is not None:
+            assert self._result.scales is not None
+            _place(payload.scales, tokens[records], self._result.scales, rows)
+
+    def _places(self, source: int, k: int, meta: Ints) -> tuple[Ints, slice | Ints]:
+        """Return which records of a round have rows for this rank, and where these go; as a fresh dispatch finds."""
+        handle, told = self._handle, self._handle.num_received[source]
+        if handle.layout == "rank":
+            records = np.flatnonzero(meta[:, 0] >> handle.position & 1)
             before = self._before.get((source, k), 0)
-            first = int(self._first_rows[source]) + int(before)
+            first = int(self._first_rows[source]) + before
             self._before[source, k + 1] = before + len(records)
-            self._check_taken(source, k, before + len(records), self._handle.num_received[source])
-            self._copy(box, source, base, count, records, slice(first, first + len(records)))
-            return
+            self._check_taken(source, k, before + len(records), told)
+            return records, slice(first, first + len(records))
         assert self._starts is not None
         num_local = self._starts.shape[1]
-        records, _, experts = local_slots(meta[:, 2 : 2 + self._handle.num_topk], self._handle.first_expert, num_local)
+        records, _, experts = local_slots(meta[:, 2 : 2 + handle.num_topk], handle.first_expert, num_local)
         before = self._before.get((source, k), np.zeros(num_local, dtype=np.int64))
         counts = np.bincount(experts, minlength=num_local)
         self._before[source, k + 1] = before + counts
-        self._check_taken(source, k, int((before + counts).sum()), self._handle.num_received[source])
+        self._check_taken(source, k, int((before + counts).sum()), told)
         within = np.arange(len(experts)) - (counts.cumsum() - counts)[experts]
         rows = (self._starts[source] + before)[experts] + within
         if len(rows) and int(rows.max()) >= len(self._result.rows):
             raise self._damaged(source, k, "more rows for an expert than it has told")
-        self._copy(box, source, base, count, records, rows)
+        return records, rows
 
-    def _take_known(self, box: Outboxes, k: int, source: int, base: int, count: int) -> None:
+    def _known_places(self, source: int, k: int, count: int) -> tuple[Ints, slice | Ints]:
+        """Return the same by the handle."""
         low, high = self._handle.received[source].chunk(k, self._length)
         if count != high - low:
             raise self._damaged(source, k, f"{count} records, {high - low} by the handle")
-        if self._layout.meta_words:
-            at, width = self._layout.meta_at(base), self._layout.meta_words
-            self.meta[source][k:] = [box.views[_WORD][source][at : at + count * width].reshape(count, width).copy()]
         taken = self._handle.taken[source]
         which = taken.among(low, high)
-        self._copy(box, source, base, count, taken.records[which] - low, taken.rows[which])
+        return taken.records[which] - low, taken.rows[which]
 
     def _copy(self, box: Outboxes, source: int, base: int, count: int, records: Ints, rows: slice | Ints) -> None:
         """Copy the rows of some records of a section to their places."""

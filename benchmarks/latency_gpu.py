@@ -37,8 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.latency.gpu.core import LatencyCore
-from epee.ep.latency.gpu.params import PACKET_TOKENS, LatencyConfig, packet_bytes
-from epee.ep.latency.gpu.plan import CombinePlan, DispatchPlan
+from epee.ep.latency.gpu.params import PACKET_TOKENS
+from epee.ep.latency.gpu.plan import LatencyCombinePlan, LatencyDispatchPlan
+from epee.ep.latency.gpu.shapes import LatencyConfig, packet_bytes
 from epee.ep.latency.gpu.types import CoreOptions, CoreReceived
 from epee.reference.latency import quantise
 
@@ -276,11 +277,11 @@ def time_size(core: LatencyCore, tokens: int, with_halves: bool) -> list[dict[st
     held: list[CoreReceived] = []
 
     @functools.cache
-    def dispatches(use_fp8: bool, hook: bool) -> DispatchPlan:
+    def dispatches(use_fp8: bool, hook: bool) -> LatencyDispatchPlan:
         return core.plans.dispatch(tokens, 2 * HIDDEN, CoreOptions(TIMEOUT_S, return_hook=hook, use_fp8=use_fp8))
 
     @functools.cache
-    def combines(given: bool, is_wide: bool, hook: bool) -> CombinePlan:
+    def combines(given: bool, is_wide: bool, hook: bool) -> LatencyCombinePlan:
         return core.plans.combine(tokens, CoreOptions(TIMEOUT_S, return_hook=hook), is_wide, given)
 
     def dispatch(use_fp8: bool, hook: bool = False) -> Callable[[], None] | None:
@@ -355,7 +356,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         for packet_tokens in args.packets:
             started = time.perf_counter()
             core = make_core(rank, args.num_ranks, packet_tokens)
-            say(rank, f"buffer of {core.nbytes / 1e6:.0f} MB in {time.perf_counter() - started:.2f} s")
+            say(rank, f"buffer of {core.memory.nbytes / 1e6:.0f} MB in {time.perf_counter() - started:.2f} s")
             check_all(core, args.check if packet_tokens == args.packets[0] else args.check[-2:])
             for tokens in args.tokens:
                 rows = time_size(core, tokens, packet_tokens == args.packets[0])

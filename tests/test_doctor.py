@@ -13,15 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from epee.cli.main import app
-from epee.doctor import gpu, machine, nvml, report, settings, sharing
+from epee.doctor import buffers, gpu, machine, nvml, report, settings, sharing
 from epee.doctor.finding import Finding, Verdict, examine, from_dict
-from epee.errors import ProtocolError, ResourceError
+from epee.ep import Buffer, LatencyBuffer
+from epee.ep.config import BufferConfig
+from epee.errors import InvalidArgument, ProtocolError, ResourceError
 from epee.jit.driver import nvrtc
 from epee.memory.cuda import CudaRegion
+from epee.memory.host import HostRegion
 from tests.memory.fake_driver import FakeDriver, Status, installed
 
 OK, WARN, NO = Verdict.OK, Verdict.WARN, Verdict.NO
@@ -501,3 +505,66 @@ def test_the_real_report_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sections == {*report.CPU_SECTIONS, "gpu"}
     assert all(row["remedy"] for row in found["findings"] if row["verdict"] != "ok")
     assert {"pidfd_getfd", "shared memory", "futex", "NVRTC", "driver"} <= {row["name"] for row in found["findings"]}
+
+
+# buffers
+
+
+def test_what_buffers_need_is_what_they_are_made_of() -> None:
+    sizes = buffers.parse_sizes("2, 8,512,2,1024")
+    found = {finding.name: finding for finding in buffers.needed(sizes)}
+    assert {finding.verdict for finding in found.values()} == {OK}
+    config = BufferConfig(2, 8, 512, 2, 1024, torch.bfloat16)
+    slot = Buffer.slot_bytes_for(config)
+    assert slot > 2 * 1024 * 512 * 2
+    assert found["Buffer, GPUs"].value.startswith(f"{3 * slot / (1 << 20):.1f} MiB: 2 results that live")
+    assert "for 2048 rows" in found["Buffer, GPUs"].value
+    assert f"6 slots of {config.slot_layout('expert', 1).nbytes / (1 << 20):.1f} MiB" in found["Buffer, CPUs"].value
+    nbytes = LatencyBuffer.bytes_for(2, 8, 512, 2, 128)
+    assert found["LatencyBuffer"].value.startswith(f"{nbytes / (1 << 20):.1f} MiB for 128 tokens")
+
+
+def test_sizes_that_no_buffer_has_are_a_warning() -> None:
+    found = {finding.name: finding for finding in buffers.needed(buffers.AskedSizes(3, 4, 512, 2, 16))}
+    for name in ("Buffer, GPUs", "Buffer, CPUs", "LatencyBuffer"):
+        assert found[name].verdict is WARN
+        assert "multiple of the number of ranks" in found[name].value
+
+
+@pytest.mark.parametrize("text", ["", "4", "4,256,7168,8", "4,256,7168,8,x", "4,256,7168,8,0", "4,256,7168,8,-1"])
+def test_sizes_are_five_numbers(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="RANKS,EXPERTS,HIDDEN,TOPK,TOKENS"):
+        buffers.parse_sizes(text)
+
+
+def test_sizes_are_asked_for_by_an_option() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--sizes", "2,8,512,2,1024", "--json"])
+    assert done.exit_code == 0
+    assert [finding["section"] for finding in json.loads(done.stdout)] == ["buffers"] * 5
+    assert CliRunner().invoke(app, ["doctor", "--sizes", "2,8", "--json"]).exit_code
+    assert CliRunner().invoke(app, ["doctor", "--sizes", "2,8,512,2,1024", "--listen"]).exit_code
+
+
+def test_memory_in_use_is_told_by_what_it_is_for() -> None:
+    region = HostRegion.create(8 << 20, "doctors-own-3-0")
+    other = HostRegion.attach(region.blob)
+    try:
+        region.mapping[4096 : 4096 + (2 << 20)] = bytes(2 << 20)
+        (mine,) = [held for held in buffers.shared_regions() if held.name == "doctors-own"]
+        assert mine.pids == {os.getpid()}
+        assert mine.nbytes == region.mapped_bytes
+        assert 2 << 20 <= mine.used_bytes < 3 << 20, "pages that were written"
+        found = one(buffers.in_use())
+        assert found.verdict is OK
+        assert "of RAM in" in found.value
+    finally:
+        other.close()
+        region.close()
+    assert not [held for held in buffers.shared_regions() if held.name == "doctors-own"]
+
+
+def test_no_memory_in_use_is_said(tmp_path: Path) -> None:
+    (tmp_path / "17" / "fd").mkdir(parents=True)
+    (tmp_path / "17" / "fd" / "3").symlink_to("/dev/null")
+    (tmp_path / "self").mkdir()
+    assert one(buffers.in_use(str(tmp_path))).value.startswith("nothing")

@@ -20,8 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 from epee.cli.main import app
-from epee.doctor import network, reach
 from epee.doctor.finding import Finding, Verdict
+from epee.doctor.hosts import network, reach
 from epee.errors import EpeeError, InvalidArgument
 from epee.link import address
 from epee.link.address import AddressChoice

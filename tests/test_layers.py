@@ -165,3 +165,13 @@ def test_no_room_is_crowded() -> None:
     assert full == set()
     kernels = {path.parent for path in PACKAGE.rglob("*.cuh")}
     assert {str(folder) for folder in kernels if len(list(folder.glob("*.cuh"))) > MAX_MODULES} == set()
+
+
+def test_a_class_has_its_name_for_itself() -> None:
+    """Drop-in layers bear other libraries' names, so they are left out."""
+    places: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and part_of(name) != "compat":
+                places.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

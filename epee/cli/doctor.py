@@ -1,5 +1,5 @@
-"""`epee doctor`: what this machine can do for epee, why a job hangs, or whether another host is reached; everything
-else is `epee.doctor`."""
+"""`epee doctor`: what this machine can do for epee, why a job hangs, what buffers hold, or whether another host is
+reached; everything else is `epee.doctor`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ def doctor(
     pid: int | None = typer.Option(None, min=1, help="Say instead what the ranks of this process's job are doing."),
     peer: str | None = typer.Option(None, metavar="HOST:PORT", help="Say instead whether this can be connected to."),
     listen: bool = typer.Option(False, "--listen", help="Wait instead for `epee doctor --peer` of another host."),
+    sizes: str | None = typer.Option(
+        None, metavar="RANKS,EXPERTS,HIDDEN,TOPK,TOKENS", help="Say instead how many bytes buffers of such calls hold."
+    ),
     seconds: float = typer.Option(60.0, min=0.1, max=86400, help="How long to listen."),
 ) -> None:
     """Say what this machine can do for epee, what not, and what to do about it.
@@ -26,11 +29,16 @@ def doctor(
     With --pid of any rank of a job that hangs: per rank which operation it is in, for whom it waits and since when, and
     whether it runs, is stopped or dead. Read from outside: no rank has to answer.
 
+    With --sizes: how many bytes a rank's buffers hold for calls of so many ranks, experts over all ranks, elements of a
+    row, experts of a token, and tokens of a rank, and why.
+
     With --listen [PORT] here and --peer on another host: whether that one reaches this one, at the address that groups
     over several hosts would use. Exit code 0 when it does, on both.
     """
-    _check(port, pid, peer, listen, as_json)
-    if pid is not None:
+    _check(port, pid, peer, listen, sizes, as_json)
+    if sizes is not None:
+        _sizes(sizes, as_json)
+    elif pid is not None:
         _hang(pid, as_json)
     elif peer is not None:
         _peer(peer, as_json)
@@ -40,18 +48,29 @@ def doctor(
         _machine(as_json)
 
 
-def _check(port: int | None, pid: int | None, peer: str | None, listen: bool, as_json: bool) -> None:
+def _check(port: int | None, pid: int | None, peer: str | None, listen: bool, sizes: str | None, as_json: bool) -> None:
     from ..errors import InvalidArgument
 
-    given = [
-        name for name, value in (("--pid", pid), ("--peer", peer), ("--listen", listen or None)) if value is not None
-    ]
+    ways = (("--pid", pid), ("--peer", peer), ("--listen", listen or None), ("--sizes", sizes))
+    given = [name for name, value in ways if value is not None]
     if len(given) > 1:
         raise InvalidArgument(f"{' and '.join(given)} exclude each other; give one of them")
     if port is not None and not listen:
         raise InvalidArgument(f"a port belongs to --listen, got {port} without; `epee doctor --listen {port}`")
     if listen and as_json:
         raise InvalidArgument("--listen tells what happens line by line and has no --json; leave it out")
+
+
+def _sizes(sizes: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    from ..doctor import buffers, report
+
+    found = buffers.needed(buffers.parse_sizes(sizes))
+    if as_json:
+        typer.echo(json.dumps([finding.as_dict() for finding in found]))
+    else:
+        Console().print(report.as_table(found))
 
 
 def _hang(pid: int, as_json: bool) -> None:
@@ -64,8 +83,9 @@ def _hang(pid: int, as_json: bool) -> None:
 def _peer(peer: str, as_json: bool) -> None:
     from rich.console import Console
 
-    from ..doctor import reach, report
+    from ..doctor import report
     from ..doctor.finding import Verdict
+    from ..doctor.hosts import reach
 
     found = reach.reach(*reach.parse_peer(peer))
     if as_json:
@@ -76,7 +96,7 @@ def _peer(peer: str, as_json: bool) -> None:
 
 
 def _listen(port: int, seconds: float) -> None:
-    from ..doctor import network, reach
+    from ..doctor.hosts import network, reach
     from ..link.address import choose_address, listen
 
     choice = choose_address()

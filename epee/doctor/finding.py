@@ -29,7 +29,7 @@ class Finding:
     """One line.
 
     Attributes:
-        section: "versions", "machine", "sharing", "hosts", "settings", "gpu" or "peer".
+        section: "versions", "machine", "sharing", "buffers", "hosts", "settings", "gpu" or "peer".
         name: what was looked at.
         verdict: whether it will do.
         value: what was found.

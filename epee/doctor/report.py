@@ -16,11 +16,12 @@ from rich.table import Table
 
 from .. import env
 from ..errors import ProtocolError
-from . import machine, network, settings, sharing
+from . import buffers, machine, settings, sharing
 from .finding import Finding, Verdict, examine, from_dict
+from .hosts import network
 
 GPU_TIMEOUT_S = 90.0
-CPU_SECTIONS = ("versions", "machine", "sharing", "hosts", "settings")
+CPU_SECTIONS = ("versions", "machine", "sharing", "buffers", "hosts", "settings")
 _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.NO: "red"}
 
 CHECKS: tuple[tuple[str, str, Callable[[], list[Finding]]], ...] = (
@@ -37,6 +38,8 @@ CHECKS: tuple[tuple[str, str, Callable[[], list[Finding]]], ...] = (
     ("sharing", "between processes", sharing.between_children),
     ("sharing", "descriptors by socket", sharing.over_socket),
     ("sharing", "ptrace", sharing.ptrace_scope),
+    ("buffers", "sizes", buffers.needed),
+    ("buffers", "in use", buffers.in_use),
     ("hosts", "host", network.host),
     ("hosts", "address", network.address),
     ("hosts", "token", network.token),

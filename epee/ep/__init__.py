@@ -8,7 +8,6 @@ their own. `BufferPool` makes the buffers that their calls need, and asks the ot
 
 from __future__ import annotations
 
-from .again import NO_FACTS, topk_facts
 from .buffer import Buffer
 from .config import PAYLOAD_DTYPES
 from .control.bootstrap import group_of
@@ -17,6 +16,7 @@ from .gpu.report import NoRoomError
 from .handle import Combined, Dispatched, Handle, Payload
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
+from .plans import NO_FACTS, topk_facts
 from .pool.needs import LatencyNeed, Need, Wish, latency_bytes
 from .pool.pool import BufferPool
 from .pool.throughput import MemoryBytes, Room, memory_for

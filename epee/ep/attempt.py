@@ -1,4 +1,6 @@
-"""The frame of a buffer's collective call: its time-out, a new view, errors that the peers must hear of.
+"""The frames of a buffer's collective call: the ordinary one, and that of calls like earlier ones in quiet times.
+
+`CallAttempt` is the ordinary one: its time-out, a new view, errors that the peers must hear of.
 
     attempt = CallAttempt(exchange, path, op, timeout, default_s)
     while True:
@@ -10,19 +12,37 @@ Data path: none; the path of the buffer's device moves what there is to move.
 Protocol: a call that raises before it was announced to the peers (a bad argument, no memory) is announced to them as a
 refusal, so that they raise at once and call numbers stay in step. A call that meets a new view (`Moved`) is made again
 there: `with` swallows it. A crash leaves nothing here: calls keep no state but the paths' own.
+
+`CallsAgain` is for most calls: on a GPU, with the options' defaults, in the shapes of an earlier one, when nothing has
+happened since. Such a call needs none of what stands around others: no time-out to check, no epoch to enter, no stream
+to choose, nobody to tell. So it is looked for first. Whatever is not as it was (a profiler, another stream or GPU, a
+graph, a report, a death, a new view, poison, arguments that look otherwise) gives None, before anything has happened;
+then the call goes the ordinary way, which checks it, makes it or raises. What is quiet and how such a call is made say
+the paths, what calls look like say `plans.py` and `latency/plans.py`.
+
+Who calls: the thread of a call. `CallsAgain` does by itself what `with turns.queue(), turns` and `CallAttempt` do: the
+lock; the end of a buffer that was closed meanwhile; a refusal where an error comes (from an allocation, or from a
+signal handler) before the peers have heard of the call.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
+from typing import Any
+
+import torch
 
 from ..errors import EpeeError, InvalidArgument
 from .checks import check_timeout
 from .control.exchanging import RowExchange
-from .control.inbox import OP_NAMES, Moved
-from .paths import Path
+from .control.inbox import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
+from .gpu.ranges import is_profiling
+from .paths import GpuPath, Path
+from .turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +140,74 @@ class CallAttempt:
             if membership.counts_entering and not self._path.is_told(error):
                 self._refuse(error, self._now + patience)
             raise
+
+
+class CallsAgain:
+    """Makes the calls of one buffer that are like earlier ones, see above.
+
+    Args:
+        turns, exchange, path: of the buffer.
+        timeout_s: of calls that name none.
+        dispatch, combine: find a call's plan and start it, or return None; they get what the attributes are given.
+
+    Attributes:
+        dispatch, combine: make a call; None, and nothing has happened, where it is not like one before. Raise as those
+            of the buffer. Partial objects, as a function of Python's around another costs such a call what a look does.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        exchange: RowExchange,
+        path: GpuPath,
+        timeout_s: float,
+        dispatch: Callable[..., Any],
+        combine: Callable[..., Any],
+    ) -> None:
+        self._turns, self._closing, self._exchange, self._path = turns, turns.closing, exchange, path
+        self._core, self._timeout_s = path.core, timeout_s
+        self.dispatch: Callable[..., Any] = partial(self.make, OP_DISPATCH, dispatch)
+        self.combine: Callable[..., Any] = partial(self.make, OP_COMBINE, combine)
+
+    def make(self, op: int, call: Callable[..., Any], *given: Any) -> Any:
+        """Make a call in quiet times; None, and nothing has happened, where it cannot be.
+
+        Args:
+            op: `OP_DISPATCH` or `OP_COMBINE`.
+            call: finds the plan of the call and starts it; None where there is none.
+            given: to `call`.
+        """
+        queue = self._turns.queue_here()
+        if queue is None or is_profiling():
+            return None
+        core = self._core
+        with queue:
+            before = core.num_calls
+            try:
+                return call(*given)
+            except torch.OutOfMemoryError:  # the ordinary way asks once more, and tells the peers
+                if core.num_calls != before:
+                    raise
+                return None
+            except Exception as error:
+                self._fail(op, error, before)
+                raise
+            finally:
+                if self._closing.asked:
+                    self._turns.__exit__(None, None, None)
+
+    def _fail(self, op: int, error: Exception, before: int) -> None:
+        """Raise what stands behind an error, if there is something; tell the peers what they have not heard of."""
+        try:
+            self._path.blame(op, error)
+        except Exception as cause:
+            self._tell(op, cause, before)
+            raise
+        self._tell(op, error, before)
+
+    def _tell(self, op: int, error: Exception, before: int) -> None:
+        if self._core.num_calls == before and not self._path.is_told(error):
+            refuse(self._exchange, self._path, op, error, time.monotonic() + self._timeout_s, self._timeout_s)
 
 
 def refuse(exchange: RowExchange, path: Path, op: int, error: Exception, deadline: float, default_s: float) -> None:

@@ -8,24 +8,27 @@ instead of waiting, and everybody's call numbers stay in step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, UnsupportedError
 from ..link.topology import Topology
-from .again import CheckedCalls, RowsAgain
+from .attempt import CallsAgain
 from .base import SharedBuffer
 from .checks import GivenRouting, check_handle, check_run
 from .config import PAYLOAD_DTYPES, BufferConfig
 from .control.bootstrap import group_of, on_several_hosts, size_of
-from .control.inbox import OP_COMBINE, OP_DISPATCH, Exchange
+from .control.inbox import OP_COMBINE, OP_DISPATCH
 from .gpu.platform import Platform
 from .gpu.ranges import ranged
 from .handle import Combined, Dispatched, Handle, Payload
 from .paths import Making, Path
+from .plans import BY_TOPK, CheckedCalls, KnownPlans
 from .streams import RunOptions
 from .throughput.cpu import CpuPath
 from .throughput.gpu_path import CudaPath, throughput_config
@@ -33,6 +36,8 @@ from .throughput.gpu_path import CudaPath, throughput_config
 if TYPE_CHECKING:
     from .hosts.exchange import HostsExchange
     from .hosts.path import HostsPath
+
+DispatchLike: TypeAlias = "Callable[[Payload, torch.Tensor, torch.Tensor], Dispatched | None]"
 
 
 class Buffer(SharedBuffer):
@@ -84,7 +89,7 @@ class Buffer(SharedBuffer):
 
     _rows: CpuPath | CudaPath | HostsPath
     _gpu: CudaPath | None = None  # the same, where calls may be like earlier ones
-    again: RowsAgain | None = None
+    again: CallsAgain | None = None
 
     def __init__(
         self,
@@ -183,7 +188,7 @@ class Buffer(SharedBuffer):
             other = self._beside(config)
             other._checked = CheckedCalls(config)
             other._rows = other._gpu = path.of_sizes(config, other._id)
-            other.again = other._calls_again(other._gpu)
+            other._find_again(other._gpu)
             return other
 
     def fits(self, config: BufferConfig) -> bool:
@@ -256,12 +261,39 @@ class Buffer(SharedBuffer):
         else:
             self._rows = self._gpu = gpu = CudaPath(making, platform, self._timeout)
             gpu.set_poison(poison)
-            self.again = self._calls_again(gpu)
+            self._find_again(gpu)
         return self._rows
 
-    def _calls_again(self, path: CudaPath) -> RowsAgain:
-        assert isinstance(self._exchange, Exchange)
-        return RowsAgain(self._turns, self._exchange, path, self._checked, self._id, self._timeout)
+    def _find_again(self, path: CudaPath) -> None:
+        """Let calls that are like earlier ones be found."""
+        self._known = known = KnownPlans(path.machine, self._checked, self._exchange, self._id)
+        calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
+        self.again = CallsAgain(self._turns, self._exchange, path, self._timeout, *calls)
+
+    def dispatches_like(
+        self,
+        x: Payload,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        how: tuple[str, int],
+        num_sms: int | None,
+        sync: bool,
+    ) -> DispatchLike | None:
+        """Return what makes dispatches like one that has been made, without a look at what the tensors are like; None
+        where there is no such thing: on CPUs, or of this call.
+
+        Args:
+            x, topk_idx, topk_weights, num_sms, sync: of that call.
+            how: its layout and alignment.
+
+        Returns:
+            What makes a call, given x, topk_idx and topk_weights that look as these; None, and nothing has happened,
+            where it must go the ordinary way. Raises as `dispatch`.
+        """
+        if self._gpu is None or self.again is None:
+            return None
+        plan = self._known.dispatch(x, topk_idx, topk_weights, BY_TOPK, how, num_sms, sync)
+        return None if plan is None else partial(self.again.make, OP_DISPATCH, self._gpu.dispatch_like, plan)
 
     def dispatch(
         self,

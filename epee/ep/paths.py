@@ -88,6 +88,27 @@ class Path(Protocol):
         """Give back all memory. Idempotent."""
 
 
+class GpuCore(Protocol):
+    """What makes calls on a GPU.
+
+    Attributes:
+        num_calls: that the peers have heard of there.
+    """
+
+    num_calls: int
+
+
+class GpuPath(Path, Protocol):
+    """Moves the rows of a buffer on GPUs; its calls may be like earlier ones (`attempt.CallsAgain`)."""
+
+    @property
+    def core(self) -> GpuCore:
+        """What makes the calls."""
+
+    def blame(self, op: int, error: Exception) -> None:
+        """Raise what stands behind the failure of a call, where that is something else than `error`."""
+
+
 class Making(NamedTuple):
     """What a path is made of.
 

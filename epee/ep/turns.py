@@ -35,7 +35,7 @@ class Closing:
             raise AbortedError("the buffer was closed while this call was waiting")
 
 
-_current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 _NOTHING = nullcontext()  # keeps nothing, so it serves all
@@ -43,7 +43,7 @@ _NOTHING = nullcontext()  # keeps nothing, so it serves all
 
 def on_gpu(index: int | None) -> AbstractContextManager[object]:
     """Make a GPU the current one; None stands for the CPU."""
-    if index is None or _current_gpu() == index:
+    if index is None or current_index() == index:
         return _NOTHING
     return torch.cuda.device(index)
 
@@ -96,13 +96,13 @@ class Turns:
         """
         if _process() != self._pid or self._lock._is_owned():  # type: ignore[attr-defined]  # as in `queue`
             return None
-        return self._lock if self._index is None or self._index == _current_gpu() else None
+        return self._lock if self._index is None or self._index == current_index() else None
 
     def __enter__(self) -> None:
         if self.is_closed or self.closing.asked:
             self._close()
             raise InvalidState("the buffer is closed; make a new one")
-        if self._index is not None and self._index != _current_gpu():
+        if self._index is not None and self._index != current_index():
             gpu = on_gpu(self._index)
             try:
                 gpu.__enter__()

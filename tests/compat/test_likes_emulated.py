@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 import epee.compat.deep_ep as deep_ep
-from epee.ep import again
 from epee.ep.pool import needs, pool
 from epee.ep.pool import throughput as rooms
 from epee.ep.throughput.gpu_path import CudaPath
@@ -33,15 +33,15 @@ class _Seen:
     """Counts the calls that were made as one like an earlier one, and those that were to be and could not."""
 
     def __init__(self) -> None:
-        self.made, self.failed, original = 0, 0, again.RowsAgain.dispatch_like
+        self.made, self.failed, original = 0, 0, CudaPath.dispatch_like
 
-        def dispatch(rows: again.RowsAgain, *args: Any) -> Any:
+        def dispatch(path: CudaPath, *args: Any) -> Any:
             """Dispatch, and count."""
-            got = original(rows, *args)
+            got = original(path, *args)
             self.made, self.failed = self.made + (got is not None), self.failed + (got is None)
             return got
 
-        again.RowsAgain.dispatch_like = dispatch  # type: ignore[method-assign]
+        CudaPath.dispatch_like = dispatch  # type: ignore[method-assign]
 
 
 def _same(rank: int, num_ranks: int) -> None:
@@ -189,6 +189,60 @@ def _grows(rank: int, num_ranks: int) -> None:
 
 def test_what_is_remembered_goes_with_the_memory_and_a_peer_without_room_is_heard() -> None:
     _run(2, _grows)
+
+
+def _few_calls(rank: int, num_ranks: int) -> int:
+    """Return how many Python functions a dispatch and a combine like earlier ones enter."""
+    buffer, given = deep_ep.Buffer(world()), v1._tokens(rank, 3)
+    entered: list[str] = []
+
+    def step() -> None:
+        """Dispatch and combine."""
+        recv_x, *_, handle, _ = buffer.dispatch(**given)
+        buffer.combine(recv_x, handle)  # type: ignore[arg-type]
+
+    for _ in range(4):
+        step()
+    sys.setprofile(lambda frame, event, arg: entered.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return len(entered)
+
+
+def test_a_step_like_an_earlier_one_enters_few_functions() -> None:
+    entered = max(_run(2, _few_calls))
+    assert entered <= 66, "each costs a call on a GPU 0.1 to 0.3 us"
+
+
+def _by_turns(rank: int, num_ranks: int) -> None:
+    """Calls of several hidden sizes in turn are found by what their tensors look like, each its own."""
+    buffer, seen = deep_ep.Buffer(world()), _Seen()
+    given = [v1._tokens(rank, 3, hidden) for hidden in (8, 16, 32)]
+    first = [buffer.dispatch(**one) for one in given for _ in range(2)][::2]
+    pool = buffer._pool()
+    found, latest = [], pool.latest
+
+    def look(*args: Any) -> Any:
+        """Look, and note what was found."""
+        found.append(latest(*args))
+        return found[-1]
+
+    pool.latest = look
+    before = seen.made
+    for _ in range(4):
+        for one, was in zip(given, first, strict=True):
+            got = buffer.dispatch(**one)
+            assert torch.equal(got[0], was[0])  # type: ignore[arg-type]
+            assert torch.equal(buffer.combine(got[0], got[4])[0], buffer.combine(was[0], was[4])[0])  # type: ignore[arg-type]
+    assert seen.made == before + 12
+    assert None not in found[3:], "a kind of calls was forgotten between two others"
+    buffer._pool().host_barrier()
+
+
+def test_calls_of_several_hidden_sizes_by_turns_are_like_earlier_ones() -> None:
+    _run(2, _by_turns)
 
 
 def _bounded(rank: int, num_ranks: int) -> None:

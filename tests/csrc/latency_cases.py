@@ -15,7 +15,7 @@ import torch
 
 from epee.ep.gpu.platform import CudaPlatform
 from epee.ep.latency.gpu.core import LatencyCore
-from epee.ep.latency.gpu.params import LatencyConfig
+from epee.ep.latency.gpu.shapes import LatencyConfig
 from epee.ep.latency.gpu.types import CoreCombined, CoreOptions, CoreReceived
 from epee.reference import latency as reference
 from epee.reference.latency import Packed, Sent
@@ -122,7 +122,7 @@ def make_core(plan: Plan, rank: int, platform_name: str) -> LatencyCore:
     layout = config.region_layout
     for name in ("dispatch_rows", "combine_rows", "dispatch_packets", "combine_packets"):
         if layout[name].nbytes:
-            core._own.lease(layout.offset(name), layout[name].nbytes, None).fill_(0xFF)
+            core.memory._own.lease(layout.offset(name), layout[name].nbytes, None).fill_(0xFF)
     wait_for(core)
     all_gather_bytes(b"poisoned")
     return core

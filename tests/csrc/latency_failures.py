@@ -247,8 +247,8 @@ def hooks(rank: int, num_ranks: int, platform: str) -> list[tuple[str, str]]:
         errors += [error_of(first.hook)] if number == 0 else []
         end(number + 2, start(number + 2, replace(split, return_hook=False)))
     last = start(0, split)
-    core.set_view([True] * num_ranks, core.tags() + 100)
-    core.open_view()
+    core.set_view([True] * num_ranks, core.memory.tags() + 100)
+    core.memory.open_view()
     errors.append(error_of(last.hook))
     return errors
 
@@ -261,9 +261,9 @@ def rejoined(rank: int, num_ranks: int, platform: str) -> list[int]:
         exchange(core, FEW, mask, SHORT_S, WITHOUT_2)
     left = mask.tolist()
     assert core.lost() == ((2,) if rank < 2 else ())
-    tags = [int.from_bytes(raw, "little") for raw in all_gather_bytes(core.tags().to_bytes(8, "little"))]
+    tags = [int.from_bytes(raw, "little") for raw in all_gather_bytes(core.memory.tags().to_bytes(8, "little"))]
     core.set_view([True] * num_ranks, max(tags) + 8)
-    core.open_view()
+    core.memory.open_view()
     all_gather_bytes(b"agreed")
     for seed in range(4):
         play(core, PLAN, replace(MANY if seed % 2 else FEW, seed=seed), f"rank {rank}")
@@ -275,8 +275,8 @@ def far_on(rank: int, num_ranks: int, platform: str, step: int) -> None:
     core = make_core(PLAN, rank, platform)
     for seed in range(8):
         play(core, PLAN, replace(MANY if seed % 2 else FEW, seed=seed), f"rank {rank}")
-    core.set_view([True] * num_ranks, core.tags() + step)
-    core.open_view()
+    core.set_view([True] * num_ranks, core.memory.tags() + step)
+    core.memory.open_view()
     all_gather_bytes(b"agreed")
     for seed in range(20, 28):
         this = replace(MANY if seed % 2 else FEW, weights="combine", seed=seed)
@@ -289,7 +289,7 @@ def replayed_before(rank: int, num_ranks: int, platform: str, *, strict: bool) -
     """Rank 0 replays a graph between the two steps into a view: it ends without the others, and is nothing to them."""
     core = make_core(PLAN, rank, platform)
     play(core, PLAN, MANY, f"rank {rank}")
-    core.set_view([True] * num_ranks, core.tags() + 8)
+    core.set_view([True] * num_ranks, core.memory.tags() + 8)
     all_gather_bytes(b"all are ready")
     errors = []
     for number in range(6 if rank == 0 else 0):
@@ -305,7 +305,7 @@ def replayed_before(rank: int, num_ranks: int, platform: str, *, strict: bool) -
         wait_for(core)
         core.check()
     assert core.lost() == (() if strict or rank else tuple(range(1, num_ranks)))
-    core.open_view()
+    core.memory.open_view()
     all_gather_bytes(b"all are there")
     for seed in range(8):
         play(core, PLAN, replace(MANY if seed % 2 else FEW, seed=seed), f"rank {rank}, round {seed}")
@@ -328,9 +328,9 @@ def far_behind(rank: int, num_ranks: int, platform: str) -> list[tuple[str, str]
             send(core, MANY, inputs_of(PLAN, MANY, rank), how)
             wait_for(core)
             errors.append(error_of(core.check))
-    tags = [int.from_bytes(raw, "little") for raw in all_gather_bytes(core.tags().to_bytes(8, "little"))]
+    tags = [int.from_bytes(raw, "little") for raw in all_gather_bytes(core.memory.tags().to_bytes(8, "little"))]
     core.set_view([True] * num_ranks, max(tags) + 8)
-    core.open_view()
+    core.memory.open_view()
     all_gather_bytes(b"agreed")
     for seed in range(4):
         play(core, PLAN, replace(MANY, seed=seed), f"rank {rank}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import epee
-from epee.ep import again
+from epee.ep import plans
 from epee.ep.throughput.gpu.dispatch import DispatchPlan
 from tests.csrc.emulated import has_compiler
 from tests.csrc.emulated_buffer import emulated
@@ -37,10 +37,10 @@ def _inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _count_again(buffer: epee.Buffer) -> list[str]:
     """Return a list into which every call goes that is run as one like an earlier one."""
     seen: list[str] = []
-    path = buffer._gpu
-    assert path is not None
-    for name in ("dispatch_again", "combine_again"):
-        original = getattr(path, name)
+    again = buffer.again
+    assert again is not None
+    for name in ("dispatch", "combine"):
+        original = getattr(again, name)
 
         def spy(*args: object, original: object = original, name: str = name) -> object:
             got = original(*args)  # type: ignore[operator]
@@ -48,7 +48,7 @@ def _count_again(buffer: epee.Buffer) -> list[str]:
                 seen.append(name)
             return got
 
-        setattr(path, name, spy)
+        setattr(again, name, spy)
     return seen
 
 
@@ -76,8 +76,8 @@ def _same(rank: int, num_ranks: int) -> None:
         kept = {"seq", "core", "kept", *late}
         assert all(handles[2].__dict__[name] == value for name, value in vars(handles[0]).items() if name not in kept)
         assert handles[2].core.__dict__.keys() == handles[0].core.__dict__.keys()
-        assert seen.count("dispatch_again") == 1, "only the third call is like an earlier one"
-        assert seen.count("combine_again") >= 1
+        assert seen.count("dispatch") == 1, "only the third call is like an earlier one"
+        assert seen.count("combine") >= 1
         buffer.all_gather_bytes(b"done")
 
 
@@ -158,7 +158,7 @@ def test_what_is_made_late_is_of_its_own_call() -> None:
 
 
 def _bounded(rank: int, num_ranks: int) -> None:
-    again._MOST_FACTS = 4
+    plans._MOST_FACTS = 4
     with _buffer() as buffer:
         x, idx, weights = _inputs()
         for num_tokens in (*range(TOKENS), *range(TOKENS)):
@@ -188,7 +188,7 @@ def _other_rows(rank: int, num_ranks: int) -> None:
             wanted = torch.where(chosen[:, None], x.float() * num_dst[:, None], torch.zeros(()))
             assert torch.allclose(back.float(), wanted, rtol=2**-7)
         assert len(rows) > 1
-        assert seen.count("combine_again") >= 2
+        assert seen.count("combine") >= 2
         buffer.all_gather_bytes(b"done")
 
 

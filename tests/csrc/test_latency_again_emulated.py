@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
 ]
 SHAPE = Shape()
-OP = ("dispatch_again", "combine_again")
+OP = ("dispatch", "combine")
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def _warm(shape: Shape = SHAPE, num_tokens: int = 4) -> Iterator[tuple[epee.Late
     with _plain(shape) as buffer:
         path, seen = buffer._path, []
         for name in OP:
-            setattr(path, name, _spied(getattr(path, name), name, seen))
+            setattr(buffer.again, name, _spied(getattr(buffer.again, name), name, seen))
         for _ in range(4):
             _round(buffer, shape, num_tokens)
         seen.clear()
@@ -89,7 +90,7 @@ def _same(rank: int, num_ranks: int) -> int:
     seen: list[str] = []
     with _plain(SHAPE) as buffer:
         for name in OP:
-            setattr(buffer._path, name, _spied(getattr(buffer._path, name), name, seen))
+            setattr(buffer.again, name, _spied(getattr(buffer.again, name), name, seen))
         for seed in range(5):
             check_round(buffer, SHAPE, (6, 3), seed)
             check_round(buffer, SHAPE, (6, 3), seed, payload="fp8")
@@ -101,11 +102,38 @@ def test_calls_like_earlier_ones_give_what_the_oracle_gives() -> None:
     assert min(run_ranks(emulated, 2, _same, timeout_s=200)) >= 18
 
 
+def _few_calls(rank: int, num_ranks: int) -> int:
+    """Return how many Python functions a pair of calls like earlier ones enters."""
+    entered: list[str] = []
+    with _warm() as (buffer, _, seen):
+        given = inputs(SHAPE, (4,), 1)[0]
+        y = torch.zeros(SHAPE.num_experts, SHAPE.max_tokens, SHAPE.hidden, dtype=BF16)
+        again = buffer.again
+        assert again is not None
+        for _ in range(2):
+            got = again.dispatch(given.x, given.topk_idx, given.topk_weights, None, False, False, False)
+            back = again.combine(y, got.handle, None, None, None, None)
+            assert back is not None
+        sys.setprofile(lambda frame, event, arg: entered.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            got = again.dispatch(given.x, given.topk_idx, given.topk_weights, None, False, False, False)
+            again.combine(y, got.handle, None, None, None, None)
+        finally:
+            sys.setprofile(None)
+        del seen
+    return len(entered)
+
+
+def test_a_pair_like_an_earlier_one_enters_few_functions() -> None:
+    (entered,) = run_ranks(emulated, 1, _few_calls, timeout_s=200)
+    assert entered <= 44, "each costs a call on a GPU 0.1 to 0.3 us"
+
+
 def _masks_only(rank: int, num_ranks: int) -> int:
     seen: list[str] = []
     with _plain(SHAPE) as buffer:
         for name in OP:
-            setattr(buffer._path, name, _spied(getattr(buffer._path, name), name, seen))
+            setattr(buffer.again, name, _spied(getattr(buffer.again, name), name, seen))
         for seed in range(5):
             check_round(buffer, SHAPE, (3, 6), seed, active_ranks=torch.ones(2, dtype=torch.int32))
     return len(seen)
@@ -118,7 +146,7 @@ def test_calls_with_masks_alone_find_quiet_times_too() -> None:
 def _left(rank: int, num_ranks: int) -> None:
     """Whatever is not as it was sends a call the ordinary way, and it is made there."""
     with _warm() as (buffer, path, seen):
-        core, platform = path._core, path._platform
+        core, platform = path.core, path._platform
 
         def is_ordinary(**options: Any) -> None:
             seen.clear()
@@ -130,7 +158,7 @@ def _left(rank: int, num_ranks: int) -> None:
         platform.stream = lambda: 7
         seen.clear()
         _round(buffer)
-        assert seen == ["combine_again"]  # on that stream the next ones are quiet
+        assert seen == ["combine"]  # on that stream the next ones are quiet
         _round(buffer)
         assert seen[-2:] == list(OP)
         platform.is_capturing = lambda: True
@@ -146,7 +174,7 @@ def _left(rank: int, num_ranks: int) -> None:
         path._look_at = 0.0  # it is time to look for the dead
         seen.clear()
         _round(buffer)
-        assert seen == ["combine_again"]
+        assert seen == ["combine"]
         waiting = dispatch(buffer, inputs(SHAPE, (4,), 1)[0], return_hook=True)
         seen.clear()
         dispatch(buffer, inputs(SHAPE, (4,), 1)[0])
@@ -155,7 +183,7 @@ def _left(rank: int, num_ranks: int) -> None:
         assert seen == []
         other = Share(platform.device, 1)  # another buffer of this GPU
         _round(buffer)
-        assert buffer._path._core.num_calls > 0
+        assert buffer._path.core.num_calls > 0
         other.leave()
         for _ in range(3):
             _round(buffer)
@@ -177,10 +205,10 @@ def _patience(rank: int, num_ranks: int) -> None:
     with _plain(SHAPE) as buffer:
         for options in ({"timeout": 7.0}, {}, {}, {}):
             _round(buffer, **options)
-        for plans in (buffer._plans._dispatches, buffer._plans._combines):
-            (plan,) = plans.values()  # type: ignore[attr-defined]
-            assert plan.core.calls.timeout_ns == 7 * 10**9
-            assert plan.core.calls.both._args.call.timeout_ns == int(buffer._timeout * 1e9)
+        for known in (buffer._plans._dispatches, buffer._plans._combines):
+            (facts,) = known.values()  # type: ignore[attr-defined]
+            assert facts.plan.calls.timeout_ns == 7 * 10**9
+            assert facts.plan.calls.both._args.call.timeout_ns == int(buffer._timeout * 1e9)
 
 
 def test_a_call_waits_as_long_as_its_buffer_says() -> None:
@@ -215,14 +243,14 @@ def _rules(rank: int, num_ranks: int) -> None:
             ("active_ranks must", {"active_ranks": torch.ones(0, dtype=torch.int32)}),
         ]
         d = buffer.dispatch(**good)
-        assert seen == ["dispatch_again"]
+        assert seen == ["dispatch"]
         for message, change in wrong:
             with pytest.raises(InvalidArgument, match=message):
                 buffer.dispatch(**{**good, **change})
         y, out = torch.zeros(8, 6, 512, dtype=BF16), torch.zeros(1, 512, dtype=BF16)
         for _ in range(3):
             assert buffer.combine(y, d.handle, topk_weights=weights, out=out).x is out
-        assert seen.count("combine_again") == 2  # the first one of such is checked
+        assert seen.count("combine") == 2  # the first one of such is checked
         wrong = [
             ("out must not share memory with y", {"out": y.view(-1, 512)[2:3]}),
             ("out must be bfloat16", {"out": out[:, :8]}),
@@ -259,7 +287,7 @@ def _turns(rank: int, num_ranks: int) -> None:
         _interrupt(path, nested)
         dispatch(buffer, given)
         assert told == ["nested"]
-        assert seen == ["dispatch_again"]
+        assert seen == ["dispatch"]
         child = os.fork()
         if not child:
             try:
@@ -277,7 +305,7 @@ def _turns(rank: int, num_ranks: int) -> None:
 
 def _interrupt(path: Any, handler: Callable[..., None]) -> None:
     """Let a signal come in the midst of the next call that is made as one before."""
-    core = path._core
+    core = path.core
     run = core._run_again
 
     def interrupted(*args: Any) -> bool:
@@ -297,7 +325,7 @@ def _untold(rank: int, num_ranks: int) -> str:
     """An error before the peer has heard of a call is told to it; memory that is short is asked for once more."""
     with _warm() as (buffer, path, seen):
         given = inputs(SHAPE, (4, 4), 1)[rank]
-        core, call, errors = path._core, path._core.dispatch, [torch.OutOfMemoryError(), ValueError("a handler's")]
+        core, call, errors = path.core, path.core.dispatch, [torch.OutOfMemoryError(), ValueError("a handler's")]
 
         def fails(*args: Any, **options: Any) -> Any:
             if len(args) > 8 and errors:  # in quiet times
@@ -306,7 +334,7 @@ def _untold(rank: int, num_ranks: int) -> str:
 
         core.dispatch = fails if rank == 0 else call
         dispatch(buffer, given)
-        assert seen == [] if rank == 0 else ["dispatch_again"]
+        assert seen == [] if rank == 0 else ["dispatch"]
         told = ""
         try:
             dispatch(buffer, given)
@@ -372,13 +400,13 @@ def _names(rank: int, num_ranks: int, enable_shrink: bool) -> None:
         combined, event, hook = buffer.low_latency_combine(outputs[rank], mine.topk_idx, mine.topk_weights, given_back)
         assert (event.event, hook) == (None, None)
         assert torch.equal(bits(combined), bits(oracle.combine(given, packed, outputs)[rank]))
-        path = buffer._padded._lately[sizes]._path
+        (core,) = buffer._padded._lately.values()
         if not seed:
-            path.set_poison(False)
+            core._path.set_poison(False)
             for name in OP:
-                setattr(path, name, _spied(getattr(path, name), name, seen))
-        assert ("dispatch_again" in seen) == (seed not in {0, 6}), (seed, seen)
-        assert ("combine_again" in seen) == (seed > 0), (seed, seen)
+                setattr(core.again, name, _spied(getattr(core.again, name), name, seen))
+        assert ("dispatch" in seen) == (seed not in {0, 6}), (seed, seen)
+        assert ("combine" in seen) == (seed > 0), (seed, seen)
         seen.clear()
     with pytest.raises(InvalidArgument, match="topk_idx must be that"):
         buffer.low_latency_combine(outputs[rank], mine.topk_idx[:1], mine.topk_weights, handle)
@@ -388,6 +416,38 @@ def _names(rank: int, num_ranks: int, enable_shrink: bool) -> None:
     with pytest.raises(InvalidState, match="destroyed"):
         buffer.low_latency_dispatch(mine.x, mine.topk_idx, *sizes, use_fp8=False)
     assert seen == []
+
+
+def _hidden_sizes(rank: int, num_ranks: int) -> int:
+    """Calls of two hidden sizes in turn are like earlier ones, each of its own."""
+    gpu_path.LOOK_S = 600.0
+    rooms.LatencyBuffer = EmulatedLatencyBuffer  # type: ignore[misc]
+    pool.BufferPool.is_gpu = lambda self, device: True  # type: ignore[method-assign]
+    shapes = [Shape(), Shape(hidden=256)]
+    buffer = make_names()
+    seen: list[str] = []
+    for seed in range(6):
+        for shape in shapes:
+            given = inputs(shape, (4, 4), seed)
+            packed = oracle.dispatch(given, shape.num_experts, shape.max_tokens)
+            mine, sizes = given[rank], (shape.max_tokens, shape.num_experts)
+            recv_x, counts, handle, _, _ = buffer.low_latency_dispatch(mine.x, mine.topk_idx, *sizes, use_fp8=False)
+            check_rows(recv_x, counts, packed[rank])
+            outputs = expert_outputs(packed, seed)
+            back = buffer.low_latency_combine(outputs[rank], mine.topk_idx, mine.topk_weights, handle)[0]
+            assert torch.equal(bits(back), bits(oracle.combine(given, packed, outputs)[rank]))
+        if not seed:
+            cores = list(buffer._padded._lately.values())
+            assert len(cores) == len(shapes)
+            cores[0]._path.set_poison(False)  # of both: they share it
+            for core in cores:
+                for name in OP:
+                    setattr(core.again, name, _spied(getattr(core.again, name), name, seen))
+    return len(seen)
+
+
+def test_calls_of_two_hidden_sizes_by_turns_are_like_earlier_ones() -> None:
+    assert min(run_ranks(emulated, 2, _hidden_sizes, timeout_s=200)) >= 2 * 2 * 4
 
 
 @pytest.mark.parametrize("enable_shrink", [False, True])

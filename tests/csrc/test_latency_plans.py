@@ -250,7 +250,7 @@ def test_what_is_made_when_it_is_read_is_what_was_made_at_once(is_inference: boo
 
 
 def _bounded(rank: int, num_ranks: int) -> None:
-    plans.MAX_PLANS = 3
+    plans.MAX_FACTS = 3
     with make(SHAPE) as buffer:
         for seed in range(14):
             check_round(buffer, SHAPE, (seed % 7, 3), seed)

@@ -9,6 +9,7 @@ import torch
 
 from epee.ep.latency import gpu_path as latency_gpu_path
 from epee.ep.latency.gpu.core import LatencyCore
+from epee.ep.latency.gpu.memory import LatencyMemory
 from epee.ep.latency.gpu.types import CoreOptions
 from epee.ep.membership.inboxes import Inboxes
 from epee.errors import ResourceError
@@ -51,13 +52,13 @@ def attach_once(slot: int, num_processes: int, folder: str) -> Any:
         stages.wait_for(folder, "lost")
     group = cpu_tests.start(rank, 3, folder, joins=slot == 3)
     if slot == 0:
-        attach = LatencyCore.attach_peer
+        attach = LatencyMemory.attach_peer
 
         def fails(*args: Any) -> Any:
-            LatencyCore.attach_peer = attach  # type: ignore[method-assign]
+            LatencyMemory.attach_peer = attach  # type: ignore[method-assign]
             raise ResourceError("no descriptors")
 
-        LatencyCore.attach_peer = fails  # type: ignore[method-assign]
+        LatencyMemory.attach_peer = fails  # type: ignore[method-assign]
     buffer = cpu_tests.make_buffer(group)
     mask = torch.ones(3, dtype=torch.int32)
     if slot != 3:
@@ -86,7 +87,7 @@ def healthy(rank: int, num_ranks: int) -> int:
     with make(Shape()) as buffer:
         for _ in range(6):
             buffer.sync()
-        return int(buffer._path._core.tags())  # type: ignore[union-attr]
+        return int(buffer._path.core.memory.tags())  # type: ignore[union-attr]
 
 
 def test_numbers_of_calls_jump_only_where_somebody_is_new() -> None:
@@ -144,7 +145,7 @@ def replays_before_it_enters(rank: int, num_ranks: int) -> list[list[int]]:
             Inboxes.meet_those = fails  # type: ignore[method-assign]
             with pytest.raises(ResourceError, match="no descriptors"):
                 buffer.sync()
-            core: LatencyCore = buffer._path._core  # type: ignore[union-attr, assignment]
+            core: LatencyCore = buffer._path.core  # type: ignore[union-attr, assignment]
             counted, given = core.num_calls, inputs(Shape(), (4, 3), 2)[rank]
             plan = core.plans.dispatch(len(given.x), given.x.stride(0) * 2, CoreOptions(40.0))
             for _ in range(3):

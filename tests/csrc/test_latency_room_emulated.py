@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epee.ep.latency.gpu.params import HEAD_TOKEN_BITS, LatencyConfig
+from epee.ep.latency.gpu.params import HEAD_TOKEN_BITS
+from epee.ep.latency.gpu.shapes import LatencyConfig
 from epee.errors import InvalidArgument
 from tests.csrc.emulated import has_compiler
 from tests.csrc.test_latency_buffer_emulated import emulated

@@ -25,7 +25,7 @@ def _rank(rank: int, num_ranks: int) -> list[tuple[bool, bool]]:
     all_gather_bytes(b"dispatched")
     if rank == 1:  # what its announcer has stored when it stops
         field = layout["combine_weights"]
-        words = core._peers[0].lease(layout.offset("combine_weights"), field.nbytes, None)
+        words = core.memory._peers[0].lease(layout.offset("combine_weights"), field.nbytes, None)
         weights = inputs[1].topk_weights
         assert weights is not None
         bits = weights.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
@@ -41,7 +41,11 @@ def _rank(rank: int, num_ranks: int) -> list[tuple[bool, bool]]:
     seen = []
     if rank == 1:
         field = layout["combine_flags"]
-        words = core._own.lease(layout.offset("combine_flags"), field.nbytes, None).view(torch.int64).view(field.shape)
+        words = (
+            core.memory._own.lease(layout.offset("combine_flags"), field.nbytes, None)
+            .view(torch.int64)
+            .view(field.shape)
+        )
         for token, ids in enumerate(inputs[1].topk_idx):
             is_here = (ids >= 0) & (ids < PLAN.num_local_experts)
             if is_here.any():

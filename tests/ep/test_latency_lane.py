@@ -260,7 +260,7 @@ def test_hang_reports_show_for_whom_a_half_waits_and_nothing_afterwards() -> Non
 def forget_pending(buffer: epee.LatencyBuffer) -> None:
     """Let the buffer of this rank have no call that waits for its hook."""
     path: Any = buffer._path
-    for calls in path._core._open.values() if buffer.config.is_cuda else [path.wire._open]:
+    for calls in path.core._open.values() if buffer.config.is_cuda else [path.wire._open]:
         calls.clear()
 
 

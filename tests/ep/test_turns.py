@@ -89,7 +89,7 @@ def test_an_interrupt_as_a_call_begins_leaves_the_gpu(monkeypatch: pytest.Monkey
             current[0] = 0
 
     monkeypatch.setattr(module, "on_gpu", lambda index: Gpu())
-    monkeypatch.setattr(module, "_current_gpu", lambda: 0)
+    monkeypatch.setattr(module, "current_index", lambda: 0)
     turns = Turns()
     turns.open(1, lambda: None, lambda: None)
     with pytest.raises(KeyboardInterrupt), turns.queue(), turns:
@@ -125,7 +125,7 @@ def test_close_reaches_a_call_that_is_just_beginning(monkeypatch: pytest.MonkeyP
         return module.nullcontext()
 
     monkeypatch.setattr(module, "on_gpu", on_gpu)
-    monkeypatch.setattr(module, "_current_gpu", lambda: 1)
+    monkeypatch.setattr(module, "current_index", lambda: 1)
     turns.open(0, ended.set, lambda: None)
 
     def call() -> None:

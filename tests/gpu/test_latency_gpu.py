@@ -121,7 +121,7 @@ def _graph(rank: int, num_ranks: int) -> None:
             core.check()
         torch.distributed.barrier()
         core.set_view([True] * num_ranks, 1000 * size)
-        core.open_view()
+        core.memory.open_view()
         torch.distributed.barrier()
 
 

@@ -20,7 +20,7 @@ from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, c
 from epee.compat.deep_ep.low_latency import LowLatency, unsupported
 from epee.compat.deep_ep.shared.known import KnownHandles
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running
+from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running, advise
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
     cut,
@@ -52,6 +52,10 @@ from epee.errors import InvalidArgument
 
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding
 V1Tuple: TypeAlias = tuple[torch.Tensor, ...]
+# Rows, local ids, weights, tokens per local expert, handle, event.
+V1Dispatched: TypeAlias = (
+    "tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int] | None, V1Tuple | None, EventOverlap]"
+)
 Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
@@ -66,12 +70,18 @@ class _Options(NamedTuple):
     config: Config
 
 
-def _asked(options: _Options) -> object:
+def _asked(expert_alignment: int, num_worst_tokens: int, config: Config) -> tuple[int, int, int] | None:
     """Return what options are asked for; None where only checks can tell what they are."""
-    expert_alignment, num_worst_tokens, config = options
     num_sms = config.num_sms
     are_usual = type(expert_alignment) is type(num_worst_tokens) is type(num_sms) is int
     return (expert_alignment, num_worst_tokens, num_sms) if are_usual else None
+
+
+def _to_length(
+    rows: Payload, recv_idx: torch.Tensor | None, recv_weights: torch.Tensor | None, num_rows: int
+) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None]:
+    """Return results of a dispatch with so many rows."""
+    return payload_filled_up(rows, num_rows), filled_up(recv_idx, num_rows, -1), filled_up(recv_weights, num_rows, 0)
 
 
 class Buffer(LowLatency, PoolOwner):
@@ -201,7 +211,7 @@ class Buffer(LowLatency, PoolOwner):
         previous_event: Event | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int] | None, V1Tuple | None, EventOverlap]:
+    ) -> V1Dispatched:
         """Send each token to the ranks of its experts. Collective.
 
         Args:
@@ -223,6 +233,22 @@ class Buffer(LowLatency, PoolOwner):
             expert (empty with `num_worst_tokens`), handle, event. With `handle`: `recv_x`, four times None, event.
         """
         used = config or _default_config(self.group_size, Buffer.num_sms)
+        counts = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+        may_stand = True
+        if previous_event is None and not async_finish:
+            try:
+                if handle is None:
+                    asked = _asked(expert_alignment, num_worst_tokens, used)
+                    found = self._dispatch_lately(x, counts, topk_idx, topk_weights, asked, used)
+                else:
+                    found = self._cached_lately(x, handle, topk_idx, topk_weights, used)
+            except Exception as error:
+                if handle is not None or num_worst_tokens or not isinstance(error, NoRoomError):
+                    advise(error)
+                    raise
+                found, may_stand = None, False  # a peer's call does not fit, and all have heard of it in this call
+            if found is not None:
+                return found
         with self._run(device_of(x), async_finish, previous_event) as run:
             if handle is not None:
                 known = self._known(handle)
@@ -232,13 +258,11 @@ class Buffer(LowLatency, PoolOwner):
                     return rows, None, None, None, None, no_event()
                 event = run.event((x, known.handle), (again.x, rows), again)
                 return rows, None, None, None, None, event
-            counts = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
             options = _Options(expert_alignment, num_worst_tokens, used)
-            got, known, listed = self._dispatch_fresh(x, counts, topk_idx, topk_weights, options, run)
+            got, known, listed = self._dispatch_fresh(x, counts, topk_idx, topk_weights, options, run, may_stand)
             rows, recv_idx, recv_weights = got.x, got.topk_idx, got.topk_weights
             if num_worst_tokens:
-                rows, num_rows = payload_filled_up(rows, num_worst_tokens), num_worst_tokens
-                recv_idx, recv_weights = filled_up(recv_idx, num_rows, -1), filled_up(recv_weights, num_rows, 0)
+                rows, recv_idx, recv_weights = _to_length(rows, recv_idx, recv_weights, num_worst_tokens)
             if topk_idx is None:
                 recv_idx = recv_weights = None
             elif topk_idx.dtype is not torch.int64 and recv_idx is not None:
@@ -248,6 +272,43 @@ class Buffer(LowLatency, PoolOwner):
             given = (x, is_token_in_rank, topk_idx, topk_weights)
             event = run.event(given, (got.x, got.handle, rows, recv_idx, recv_weights), got)
         return rows, recv_idx, recv_weights, listed, self._handles.handle(known), event
+
+    def _dispatch_lately(
+        self, x: Payload, counts: Counts, topk_idx: Any, topk_weights: Any, asked: Any, config: Config
+    ) -> V1Dispatched | None:
+        """Run a dispatch that looks like one of the last few kinds on a GPU; None, and nothing has happened, where none
+        does. `asked`: as of `_asked`."""
+        like = (
+            None if asked is None else (self.runtime or self._pool()).latest(asked, x, topk_idx, topk_weights, *counts)
+        )
+        got = None if like is None else like.dispatch(x, topk_idx, topk_weights)
+        if like is None or got is None:
+            return None
+        num_worst_tokens, is_token_in_rank = asked[1], counts[1]
+        assert is_token_in_rank is not None
+        known = V1Handle(like.room, got.handle, num_worst_tokens, like.extra, is_token_in_rank, config, None)
+        rows, recv_idx, recv_weights, listed = got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert
+        if num_worst_tokens:
+            rows, recv_idx, recv_weights = _to_length(rows, recv_idx, recv_weights, num_worst_tokens)
+            listed = []
+        return rows, recv_idx, recv_weights, listed, self._handles.handle(known), no_event()
+
+    def _cached_lately(
+        self, x: Payload, handle: V1Tuple, topk_idx: object, topk_weights: object, config: Config
+    ) -> V1Dispatched | None:
+        """Run a dispatch by a handle as one before, as `_dispatch_lately`."""
+        known = self._known(handle)
+        room, again = known.room, known.room.core.again
+        if again is None or topk_idx is not None or topk_weights is not None:
+            return None
+        others = None, known.handle, None
+        got = again.dispatch(x, None, None, others, "rank", 1, room.num_sms(config.num_sms), True)
+        if got is None:
+            return None
+        rows = got.x
+        if known.num_worst_tokens:
+            rows = payload_filled_up(rows, known.num_worst_tokens)
+        return rows, None, None, None, None, no_event()
 
     def _dispatch_again(
         self, x: Payload, known: V1Handle, topk_idx: object, topk_weights: object, config: Config
@@ -266,17 +327,19 @@ class Buffer(LowLatency, PoolOwner):
         topk_weights: torch.Tensor | None,
         options: _Options,
         run: Running,
+        may_stand: bool,
     ) -> tuple[Dispatched, V1Handle, list[int]]:
-        """Dispatch with routing, in a room that is found by what the call looks like, or else by asking the ranks."""
-        pool = self._pool()
+        """Dispatch with routing, in a room that is found by what the call looks like, or else by asking the ranks.
+
+        Args:
+            x, counts, topk_idx, topk_weights, options, run: of the call.
+            may_stand: whether a room may stand for all ranks: none has heard yet that a call does not fit.
+        """
         key = like = None
-        if run is GPU_AT_ONCE:
-            asked = _asked(options)
-            like = None if asked is None else pool.latest(asked, x, topk_idx, topk_weights, *counts)
-            if like is None:
-                key = None if asked is None else self._key(x, counts, topk_idx, topk_weights, asked)
-                like = None if key is None else pool.recall(key)
-        may_stand = True
+        if run is GPU_AT_ONCE and may_stand:
+            asked = _asked(*options)
+            key = None if asked is None else self._key(x, counts, topk_idx, topk_weights, asked)
+            like = None if key is None else self._pool().recall(key)
         if like is not None:
             assert topk_idx is not None
             assert topk_weights is not None
@@ -287,11 +350,12 @@ class Buffer(LowLatency, PoolOwner):
                     raise
                 got, may_stand = None, False
             if got is not None:
-                num_rows = options.num_worst_tokens or got.handle.num_recv
-                listed = [] if options.num_worst_tokens else got.num_tokens_per_expert
-                is_token_in_rank: Any = counts[1]
-                num_channels = options.config.num_channels
-                made = V1Handle(like.room, got.handle, num_rows, like.extra, is_token_in_rank, num_channels, None)
+                num_worst_tokens, is_token_in_rank = options.num_worst_tokens, counts[1]
+                assert is_token_in_rank is not None
+                listed = [] if num_worst_tokens else got.num_tokens_per_expert
+                made = V1Handle(
+                    like.room, got.handle, num_worst_tokens, like.extra, is_token_in_rank, options.config, None
+                )
                 return got, made, listed
         return self._dispatch_asking(x, counts, topk_idx, topk_weights, options, run, (key, may_stand))
 
@@ -354,12 +418,11 @@ class Buffer(LowLatency, PoolOwner):
             got = dispatch_in(room)
         if key is not None and topk_idx is not None and topk_weights is not None and (is_blind or standing is not None):
             how = ("rank", expert_alignment), room.num_sms(config.num_sms), not is_blind
-            looks = _asked(options), (x, topk_idx, topk_weights, *counts)
+            looks = _asked(*options), (x, topk_idx, topk_weights, *counts)
             pool.remember(key, room, (x, topk_idx, topk_weights), how, wishes, looks)
         stream = pool.own_stream(device) if run.has_own_stream else None
         listed = [] if num_worst_tokens else got.num_tokens_per_expert if local_counts is None else local_counts
-        num_rows = num_worst_tokens or got.handle.num_recv
-        known = V1Handle(room, got.handle, num_rows, wishes, is_token_in_rank, config.num_channels, stream)
+        known = V1Handle(room, got.handle, num_worst_tokens, wishes, is_token_in_rank, config, stream)
         return got, known, listed
 
     def _standing(self, need: Need, dispatch_in: Callable[[Room], Dispatched]) -> tuple[Room, Dispatched] | None:
@@ -407,11 +470,23 @@ class Buffer(LowLatency, PoolOwner):
             `combined_x [num_tokens, hidden]`, `combined_topk_weights [num_tokens, num_topk]` or None, event.
         """
         known = self._known(handle)
-        num_recv = known.handle.num_recv
         rows: Any = x
         weights: Any = topk_weights
-        if num_recv != known.num_rows:
+        if known.num_worst_tokens:
+            num_recv = known.handle.num_recv
             rows, weights = cut(x, num_recv, known.num_rows), cut(topk_weights, num_recv, known.num_rows)
+        again = known.room.core.again
+        is_plain = (
+            previous_event is None and not async_finish and topk_weights is None and bias is None and config is None
+        )
+        if is_plain and again is not None:
+            try:
+                found = again.combine(rows, known.handle, None)
+            except Exception as error:
+                advise(error)
+                raise
+            if found is not None:
+                return found.x, None, no_event()
         with self._run(device_of(x), async_finish, previous_event) as run:
             got = known.room.core.combine(
                 rows,
@@ -427,7 +502,7 @@ class Buffer(LowLatency, PoolOwner):
 
     def _known(self, handle: object) -> V1Handle:
         """Return what stands behind a handle; a refusal reaches the peers through the newest room."""
-        pool = self._pool()
+        pool = self.runtime or self._pool()
         try:
             return self._handles.facts(handle)
         except InvalidArgument as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from epee.compat.deep_ep.config import Config
 from epee.compat.deep_ep.shared import layout
 from epee.compat.deep_ep.shared.rows import filled_up
 from epee.ep import Handle, Room, Wish
@@ -27,20 +28,25 @@ class V1Handle:
 
     Attributes:
         room, handle: epee's own.
-        num_rows: that the dispatch's results have.
+        num_worst_tokens: rows that the dispatch was asked to give, 0 for as many as came.
         wishes: of all ranks; where nobody was asked, as on GPUs, only this one's is known, and nothing is read of them.
         is_token_in_rank: as it was given.
-        num_channels: of the matrices.
+        config: of the dispatch; its channels are those of the matrices.
         stream: the communication stream, where the dispatch was asked for an event.
     """
 
     room: Room
     handle: Handle
-    num_rows: int
+    num_worst_tokens: int
     wishes: Sequence[Wish]
     is_token_in_rank: torch.Tensor
-    num_channels: int
+    config: Config
     stream: torch.cuda.Stream | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the dispatch's results have."""
+        return self.num_worst_tokens or self.handle.num_recv
 
     def entry(self, idx: int) -> torch.Tensor:
         """Return an entry of DeepEP's tuple; where the dispatch ran on a stream of its own, it is worked out there."""
@@ -64,7 +70,7 @@ class V1Handle:
         return layout.rank_prefix_matrix([wish.num_sent for wish in self.wishes], self.is_token_in_rank.device)
 
     def _channel_prefix_matrix(self) -> torch.Tensor:
-        return layout.channel_prefix_matrix(self.is_token_in_rank, self.num_channels)
+        return layout.channel_prefix_matrix(self.is_token_in_rank, self.config.num_channels)
 
     def _recv_channel_prefix_matrix(self) -> torch.Tensor:
         received = self._rank_prefix_matrix()[:, self.room.core.rank].contiguous()
@@ -73,7 +79,9 @@ class V1Handle:
             device = self.is_token_in_rank.device
             num_tokens = torch.tensor([wish.num_tokens for wish in self.wishes], dtype=torch.int64, device=device)
         most = self.room.num_tokens
-        return layout.recv_channel_prefix_matrix(self.handle.src_token, received, num_tokens, most, self.num_channels)
+        return layout.recv_channel_prefix_matrix(
+            self.handle.src_token, received, num_tokens, most, self.config.num_channels
+        )
 
     def _recv_src_idx(self) -> torch.Tensor:
         return filled_up(self.handle.src_token.to(torch.int32), self.num_rows, -1)
@@ -82,7 +90,7 @@ class V1Handle:
         return self.is_token_in_rank
 
     def _send_head(self) -> torch.Tensor:
-        return layout.send_head(self.is_token_in_rank, self.num_channels)
+        return layout.send_head(self.is_token_in_rank, self.config.num_channels)
 
 
 _ENTRIES: tuple[Any, ...] = (

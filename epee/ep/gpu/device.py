@@ -41,7 +41,6 @@ class GpuDevice:
         report: words into which kernels report.
         codes: of the reports, `NO_REPORTS` where there is none that nobody has read.
         share: of the multiprocessors.
-        num_calls: calls that this rank has announced to its peers; those recorded in graphs do not count.
         is_closed: nothing is launched any more.
     """
 
@@ -56,7 +55,6 @@ class GpuDevice:
         self.codes = self.report.words[::REPORT_WORDS]
         self.news = platform.host_words(NEWS_WORDS)  # give up, who is dead, how long kernels have waited
         self.share = Share(platform.device, platform.limits.num_sms)
-        self.num_calls = 0
         self.is_closed = False
         self._last_stream: int | None = None
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import InvalidArgument, InvalidState
 from ...jit.params import constants_source, struct_source
 from ...memory.fresh import Allocate, allocator
-from ..turns import on_gpu
+from ..turns import current_index, on_gpu
 from .platform import CudaPlatform, Platform
 
 MAX_TOPK = 32  # lanes of a warp, for slots of a token and for ranks
@@ -136,21 +136,27 @@ class LayoutCounter:
         self._args = self._kernel.args
         self._platform = platform
         self._num_threads = num_threads
+        self._index = platform.device.index
         self._allocators: dict[tuple[int, int, int], tuple[Allocate, Allocate, Allocate]] = {}
-        self._sizes: tuple[int, int, int] | None = None
+        self._allocate: Any = ()
+        self._sizes: tuple[int, int, int, int] | None = None  # of the last count, whose arguments and allocators serve
         self._lock = threading.Lock()  # the arguments are one for all threads
 
     def __call__(self, topk_idx: torch.Tensor, num_ranks: int, num_experts: int) -> DispatchLayout:
         """Return what `count_layout` returns."""
         topk_idx = topk_idx.contiguous()
         num_tokens, num_topk = topk_idx.shape
-        args = self._args
-        with self._lock, on_gpu(self._platform.device.index):
-            per_rank, per_expert, flags = self._allocators_of(num_tokens, num_ranks, num_experts)
+        index = self._index
+        if index is not None and index != current_index():
+            with on_gpu(index):
+                return self(topk_idx, num_ranks, num_experts)
+        with self._lock:
+            sizes = num_tokens, num_topk, num_ranks, num_experts
+            if sizes != self._sizes:
+                self._set_sizes(*sizes)
+            args = self._args
+            per_rank, per_expert, flags = self._allocate
             found = DispatchLayout(per_rank(), per_expert(), flags())
-            if self._sizes != (num_topk, num_ranks, num_experts):
-                self._set_sizes(num_topk, num_ranks, num_experts)
-            args.num_tokens = num_tokens
             args.is_i32 = topk_idx.dtype is torch.int32
             args.topk_idx = topk_idx.data_ptr()
             args.num_tokens_per_rank = found.num_tokens_per_rank.data_ptr()
@@ -159,6 +165,15 @@ class LayoutCounter:
             shared_bytes = 4 * (num_ranks + num_experts)
             self._kernel(NUM_BLOCKS, self._num_threads, shared_bytes, self._platform.stream())
         return found
+
+    def _set_sizes(self, num_tokens: int, num_topk: int, num_ranks: int, num_experts: int) -> None:
+        """Get ready for counts of these sizes, until others come."""
+        args = self._args
+        args.num_tokens, args.num_topk, args.num_ranks, args.num_experts = num_tokens, num_topk, num_ranks, num_experts
+        args.num_local_experts = num_experts // num_ranks
+        args.lanes_per_token = 1 << (max(num_topk, num_ranks) - 1).bit_length()
+        self._allocate = self._allocators_of(num_tokens, num_ranks, num_experts)
+        self._sizes = num_tokens, num_topk, num_ranks, num_experts  # last: who is interrupted in here begins again
 
     def _allocators_of(self, num_tokens: int, num_ranks: int, num_experts: int) -> tuple[Allocate, Allocate, Allocate]:
         """Return what makes the results of a count."""
@@ -175,10 +190,3 @@ class LayoutCounter:
                 self._allocators.clear()
             self._allocators[key] = made
         return made
-
-    def _set_sizes(self, num_topk: int, num_ranks: int, num_experts: int) -> None:
-        args = self._args
-        args.num_topk, args.num_ranks, args.num_experts = num_topk, num_ranks, num_experts
-        args.num_local_experts = num_experts // num_ranks
-        args.lanes_per_token = 1 << (max(num_topk, num_ranks) - 1).bit_length()
-        self._sizes = num_topk, num_ranks, num_experts

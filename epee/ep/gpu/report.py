@@ -62,7 +62,7 @@ NO_REPORTS = memoryview(bytes(8 * NUM_REPORTS)).cast("Q")  # the codes, every `R
 ReasonOf = Callable[[int, int], str]  # (rank, call) -> why that rank refused it, "" where that is not known
 
 
-class Report(NamedTuple):
+class KernelReport(NamedTuple):
     """What a kernel says of a failure, in the order of its words (`csrc/common/report.cuh`)."""
 
     code: int
@@ -74,13 +74,13 @@ class Report(NamedTuple):
     where: int
 
 
-def take_oldest(words: memoryview) -> Report | None:
+def take_oldest(words: memoryview) -> KernelReport | None:
     """Return the oldest unread report, and mark it as read; None when there is none."""
     pending = [i for i in range(NUM_REPORTS) if words[i * REPORT_WORDS]]
     if not pending:
         return None
     at = min(pending, key=lambda i: words[i * REPORT_WORDS + 1]) * REPORT_WORDS
-    report = Report(*words[at : at + len(Report._fields)])
+    report = KernelReport(*words[at : at + len(KernelReport._fields)])
     words[at] = 0
     return report
 

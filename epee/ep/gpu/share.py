@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -28,15 +29,21 @@ class Share:
         stream: of its last call, None before the first.
         width: the most multiprocessors that its kernels have taken at once.
         in_graphs: whether a graph has recorded its kernels.
+        num_changes: of anything that `limit` looks at, in this process.
+        seen: how many there were when `limit` looked last. While it is the same, `limit` would return for the same
+            stream what it returned then; a buffer less changes nothing that matters: this one may then take more, and
+            does so later.
     """
+
+    num_changes: ClassVar[int] = 0
 
     def __init__(self, device: torch.device, num_sms: int) -> None:
         self._stream: int | None = None
         self.width = 0
         self._in_graphs = False
         self._num_sms = num_sms
-        self._seen = -1  # how much had changed when `limit` looked last, what it was asked, and its answer
-        self._asked: tuple[int, bool] | None = None
+        self.seen = -1
+        self._asked: tuple[int, bool] | None = None  # by the last look, and its answer
         self._answer = num_sms, True
         with _lock:
             self._all = _shares.setdefault(str(device), {})
@@ -71,15 +78,10 @@ class Share:
             self._in_graphs = in_graphs
             _note_change()
 
-    def is_as_seen(self) -> bool:
-        """Tell whether `limit` would return for the same stream what it returned last; a buffer less changes nothing
-        that matters: this one may then take more, and does so later."""
-        return self._seen == _num_changes
-
     def still(self, stream: int) -> tuple[int, bool] | None:
         """Return what `limit` returned last where it would return it again for an eager call on `stream`, the stream of
         the last launch; else None."""
-        is_same = self._seen == _num_changes and self._stream == stream
+        is_same = self.seen == Share.num_changes and self._stream == stream
         return self._answer if is_same and self._asked == (stream, False) else None
 
     def limit(self, stream: int, is_capturing: bool) -> tuple[int, bool]:
@@ -89,11 +91,11 @@ class Share:
             ResourceError: too many buffers are in use at once.
         """
         asked = stream, is_capturing
-        if self._seen == _num_changes and asked == self._asked:
+        if self.seen == Share.num_changes and asked == self._asked:
             return self._answer
-        seen = _num_changes  # before the look: what changes meanwhile is looked at again
+        seen = Share.num_changes  # before the look: what changes meanwhile is looked at again
         answer = self._look(stream, is_capturing)
-        self._answer, self._asked, self._seen = answer, asked, seen
+        self._answer, self._asked, self.seen = answer, asked, seen
         return answer
 
     def _look(self, stream: int, is_capturing: bool) -> tuple[int, bool]:
@@ -115,12 +117,8 @@ class Share:
         _note_change()
 
 
-_num_changes = 0  # of anything that `limit` looks at, in this process
-
-
 def _note_change() -> None:
-    global _num_changes
-    _num_changes += 1
+    Share.num_changes += 1
 
 
 _lock = threading.Lock()

@@ -11,10 +11,10 @@ import numpy as np
 
 from ..handle import HostHandle
 from ..throughput.placement import Ints
-from .layout import Sent
+from .layout import Records
 
 
-class Taken(NamedTuple):
+class TakenRows(NamedTuple):
     """The rows that this rank has of one source, in the order of the source's plan.
 
     Attributes:
@@ -41,15 +41,15 @@ class TwoLevelHandle(HostHandle):
         topk_ids: expert layout: per source `[records, num_topk]` int64, the ids that came with them.
     """
 
-    sent: list[Sent] = field(default_factory=list)
-    received: list[Sent] = field(default_factory=list)
+    sent: list[Records] = field(default_factory=list)
+    received: list[Records] = field(default_factory=list)
     topk_ids: list[Ints] = field(default_factory=list)
     num_source_tokens: list[int] = field(default_factory=list)
     position: int = 0  # of this rank on its host
     first_expert: int = 0  # of this rank
 
     @cached_property
-    def taken(self) -> list[Taken]:
+    def taken(self) -> list[TakenRows]:
         """Per source, the rows of this rank."""
         found, first = [], 0
         places = None if self.placement.recv_rows is None else self.placement.recv_rows.numpy()
@@ -60,7 +60,7 @@ class TwoLevelHandle(HostHandle):
             else:
                 rows = places[first : first + count]
                 records = self.slots[source][0]
-            found.append(Taken(records, rows))
+            found.append(TakenRows(records, rows))
             first += count
         return found
 

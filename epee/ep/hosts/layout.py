@@ -38,7 +38,7 @@ MIN_SUMMED = 8  # tokens of a round, however many ranks there are
 COUNT_BYTES = 64
 
 
-class Sent(NamedTuple):
+class Records(NamedTuple):
     """The records of one source for one host.
 
     Attributes:
@@ -59,7 +59,7 @@ class Sent(NamedTuple):
         return np.flatnonzero(self.bits >> position & 1)
 
 
-def records_of(handle: HostHandle, topology: Topology) -> list[Sent]:
+def records_of(handle: HostHandle, topology: Topology) -> list[Records]:
     """Return what this rank sends to each host, by the rows of its handle."""
     member = np.zeros((len(topology.host_of), handle.num_tokens), dtype=np.int64)
     tokens = handle.plan.tokens.numpy()
@@ -69,12 +69,12 @@ def records_of(handle: HostHandle, topology: Topology) -> list[Sent]:
     for ranks in topology.hosts:
         bits = (member[list(ranks)] << np.arange(len(ranks), dtype=np.int64)[:, None]).sum(0)
         chosen = np.flatnonzero(bits)
-        sent.append(Sent(chosen, bits[chosen]))
+        sent.append(Records(chosen, bits[chosen]))
     return sent
 
 
 @dataclass(frozen=True)
-class Rounds:
+class Chunks:
     """How the tokens of a call are cut.
 
     Attributes:
@@ -86,7 +86,7 @@ class Rounds:
     count: int
 
     @classmethod
-    def of(cls, length: int, num_tokens: Sequence[int]) -> Rounds:
+    def of(cls, length: int, num_tokens: Sequence[int]) -> Chunks:
         """Cut the tokens of all ranks."""
         return cls(length, max(1, -(-max(num_tokens) // length)))
 

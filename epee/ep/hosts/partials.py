@@ -35,12 +35,12 @@ from ...memory.layout import align_up
 from ..checks import CombineCall
 from ..throughput.reduce import accumulator_dtype, put
 from .handle import TwoLevelHandle
-from .layout import Parts, Rounds, combine_length, lent_dtype
+from .layout import Chunks, Parts, combine_length, lent_dtype
 
 _BYTE = np.dtype(np.uint8)
 
 
-class Block:
+class RowBlock:
     """How the rows of a token lie in a section, and their weights behind all rows.
 
     Args:
@@ -114,9 +114,9 @@ class PartialsPlan(Plan):
         kind = None if call.topk_weights is None else (handle.num_topk, call.topk_weights.dtype)
         self._parts = Parts(topology)
         self._length = length = combine_length(hidden, lent_dtype(handle.layout, dtype), self._parts)
-        self._lent = Block(length, hidden, lent_dtype(handle.layout, dtype), kind)
-        self._summed = Block(length, hidden, self._wide if wide else dtype, kind)
-        self.rounds = Rounds.of(length, num_tokens).count
+        self._lent = RowBlock(length, hidden, lent_dtype(handle.layout, dtype), kind)
+        self._summed = RowBlock(length, hidden, self._wide if wide else dtype, kind)
+        self.rounds = Chunks.of(length, num_tokens).count
         self.num_halves = min(2, self.rounds)
         self.round_bytes = self._lent.nbytes * self._parts.most_lent
         self.merge_bytes = self._summed.nbytes * self._parts.most_served

@@ -36,9 +36,9 @@ from ..throughput.placement import Ints
 from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
 from .exchange import HostsExchange
 from .handle import TwoLevelHandle
-from .layout import Rounds, Sent, dispatch_length, records_of
+from .layout import Chunks, Records, dispatch_length, records_of
 from .partials import PartialsPlan
-from .records import Payload, RecordsPlan, Result
+from .records import Destination, LocalTokens, RecordsPlan
 
 Planned = TypeVar("Planned")
 
@@ -201,10 +201,10 @@ class HostsPath:
             self._topology,
             handle,
             is_fresh,
-            Payload(payload, meta),
-            Result(payload, arena, slot, handle.num_recv),
+            LocalTokens(payload, meta),
+            Destination(payload, arena, slot, handle.num_recv),
             self._starts(handle, rows) if is_fresh and handle.layout == "expert" else None,
-            Rounds.of(dispatch_length(self.config), [header.num_tokens for header in rows.headers]),
+            Chunks.of(dispatch_length(self.config), [header.num_tokens for header in rows.headers]),
         )
 
     def _starts(self, handle: TwoLevelHandle, rows: ExchangedRows) -> Ints:
@@ -218,7 +218,7 @@ class HostsPath:
         """Return the handle with what has come beside the rows."""
         told = [np.concatenate(rounds) for rounds in plan.meta]  # per source
         if call.handle is None:
-            handle.received = [Sent(meta[:, 1].copy(), meta[:, 0].copy()) for meta in told]
+            handle.received = [Records(meta[:, 1].copy(), meta[:, 0].copy()) for meta in told]
             if handle.layout == "expert":
                 handle.topk_ids = [meta[:, 2 : 2 + handle.num_topk].copy() for meta in told]
         if handle.layout == "rank":

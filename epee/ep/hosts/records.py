@@ -35,12 +35,12 @@ from ..checks import PayloadRows
 from ..throughput.placement import Ints
 from ..throughput.rows import rows_of
 from .handle import TwoLevelHandle, local_slots
-from .layout import Rounds, SectionLayout, Sent
+from .layout import Chunks, Records, SectionLayout
 
 _WORD, _HALF = np.dtype(np.int64), np.dtype(np.int32)
 
 
-class Payload:
+class LocalTokens:
     """What one rank dispatches.
 
     Attributes:
@@ -59,15 +59,15 @@ class Payload:
         meta_words = 0 if self.meta is None else 1 + self.meta.shape[1]
         return SectionLayout(meta_words, self.rows.shape[1], 0 if self.scales is None else self.scales.shape[1])
 
-    def copy(self) -> Payload:
+    def copy(self) -> LocalTokens:
         """Return a copy, apart from the caller's tensors."""
-        other = object.__new__(Payload)
+        other = object.__new__(LocalTokens)
         other.rows, other.meta = self.rows.copy(), self.meta
         other.scales = None if self.scales is None else self.scales.copy()
         return other
 
 
-class Result:
+class Destination:
     """Where a rank's rows go: a slot of its arena.
 
     Attributes:
@@ -101,10 +101,10 @@ class RecordsPlan(Plan):
         topology: Topology,
         handle: TwoLevelHandle,
         is_fresh: bool,
-        payload: Payload,
-        result: Result,
+        payload: LocalTokens,
+        result: Destination,
         starts: Ints | None,
-        rounds: Rounds,
+        rounds: Chunks,
     ) -> None:
         super().__init__("dispatch", pack_signature(OP_CODE["dispatch"]))
         self._topology, self._handle, self._is_fresh = topology, handle, is_fresh
@@ -119,7 +119,7 @@ class RecordsPlan(Plan):
         own = handle.sent[topology.host]  # what only this rank itself gets is not laid out
         others = (own.bits & ~(1 << handle.position)) != 0
         self._laid = [*handle.sent]
-        self._laid[topology.host] = Sent(own.tokens[others], own.bits[others])
+        self._laid[topology.host] = Records(own.tokens[others], own.bits[others])
         self.meta: list[list[Ints]] = [[] for _ in self._ranks]  # per source and round
         firsts = np.array(handle.num_received, dtype=np.int64)
         self._first_rows = firsts.cumsum() - firsts  # rank layout: of each source
@@ -133,7 +133,7 @@ class RecordsPlan(Plan):
             low, high = sent.chunk(k, self._length)
             self._lay(box, offset + host * self._room, sent, low, high)
 
-    def _lay(self, box: Outboxes, base: int, sent: Sent, low: int, high: int) -> None:
+    def _lay(self, box: Outboxes, base: int, sent: Records, low: int, high: int) -> None:
         layout, payload, count = self._layout, self._payload, high - low
         words = box.views[_WORD][box.rank]
         tokens = sent.tokens[low:high]

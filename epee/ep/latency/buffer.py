@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ..attempt import CallsAgain
 from ..base import SharedBuffer
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, size_of
-from ..control.inbox import OP_COMBINE, OP_DISPATCH, Exchange
+from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
 from ..gpu.ranges import ranged
 from ..membership.birth import awaited_bytes
 from ..paths import Making, Path
-from .again import CallsAgain
 from .checks import check_latency_handle, check_run_options, check_wait
 from .cpu import LatencyCpuPath
-from .gpu_path import LatencyCudaPath, gpu_room_bytes, latency_config
-from .plans import Plans
+from .gpu.shapes import gpu_room_bytes, latency_config
+from .gpu_path import LatencyCudaPath
+from .plans import LatencyPlans
 from .region import room_bytes
 from .types import CallSizes, LatencyCombined, LatencyDispatched, LatencyHandle
 
@@ -55,7 +57,7 @@ class LatencyBuffer(SharedBuffer):
     After an error the buffer works. `sync` brings the ranks together again.
 
     Attributes:
-        again: makes calls that are like earlier ones (`again.py`); None on CPUs.
+        again: makes calls that are like earlier ones (`attempt.py`); None on CPUs.
 
     Raises:
         As `Buffer`.
@@ -95,11 +97,12 @@ class LatencyBuffer(SharedBuffer):
 
     def _make_plans(self, config: BufferConfig) -> None:
         sizes = CallSizes(self._id, config, self._rows.take_sizes(config))
-        self._plans = Plans(sizes)
+        self._plans = known = LatencyPlans(sizes)
         self.again: CallsAgain | None = None
-        if isinstance(self._rows, LatencyCudaPath):
-            assert isinstance(self._exchange, Exchange)
-            self.again = CallsAgain(self._turns, self._exchange, self._rows, self._plans, sizes, self._timeout)
+        path = self._rows
+        if isinstance(path, LatencyCudaPath):
+            calls = partial(path.dispatch_again, known), partial(path.combine_again, known)
+            self.again = CallsAgain(self._turns, self._exchange, path, self._timeout, *calls)
 
     @classmethod
     def of_bytes(

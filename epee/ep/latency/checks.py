@@ -1,7 +1,8 @@
 """Arguments of a `LatencyBuffer` in, checked calls out; nothing has been sent yet when a rule here is broken.
 
 Shapes, dtypes and devices cost no pass over the data; expert ids are looked at once on the CPU (GPU kernels look
-themselves). What is found out without data and addresses is a plan, which `plans.py` remembers for calls on GPUs.
+themselves). What is found out without data and addresses is a call's facts, which `plans.py` remembers for calls on
+GPUs.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from .types import (
     QUANTISATION_NAMES,
     SCALE_BLOCK,
     CallSizes,
-    CombinePlan,
-    DispatchPlan,
     LatencyCombineCall,
+    LatencyCombineFacts,
     LatencyDispatchCall,
+    LatencyDispatchFacts,
     LatencyHandle,
     Quantisation,
 )
@@ -125,8 +126,8 @@ def check_latency_dispatch(
         check_topk_idx(idx, config.num_experts)
     if config.is_cuda:
         check_rows("x", rows)
-    plan = DispatchPlan(sizes, num_tokens, how, mask is None, return_hook)
-    return LatencyDispatchCall(plan, rows, idx, weights, mask, timeout_s)
+    facts = LatencyDispatchFacts(sizes, num_tokens, how, mask is None, return_hook)
+    return LatencyDispatchCall(facts, rows, idx, weights, mask, timeout_s)
 
 
 def check_latency_handle(handle: object, buffer_id: int, epoch: int) -> LatencyHandle:
@@ -181,5 +182,5 @@ def check_latency_combine(
             if other is not None and overlap(out, other):
                 raise InvalidArgument(f"out must not share memory with {name}, which is read while out is written")
     assert isinstance(partial_dtype, torch.dtype)
-    plan = CombinePlan(sizes, handle.num_tokens, partial_dtype, mask is None, is_split)
-    return LatencyCombineCall(plan, handle, rows, weights, out, mask, timeout_s)
+    facts = LatencyCombineFacts(sizes, handle.num_tokens, partial_dtype, mask is None, is_split)
+    return LatencyCombineCall(facts, handle, rows, weights, out, mask, timeout_s)

@@ -201,24 +201,24 @@ class LatencyCpuPath(Memory):
 
     def dispatch(self, call: LatencyDispatchCall, lane: Lane) -> LatencyDispatched:
         """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
-        options = LatencyOptions(call.active_ranks, call.timeout_s, call.plan.return_hook)
+        options = LatencyOptions(call.active_ranks, call.timeout_s, call.facts.return_hook)
         self._require_place(options)
         self._flights.check()
         self._flights.require_slot()
         handle = self._new_handle(call)
-        got = self._empty_result(call.plan.quantisation, handle)
-        how = call.plan.quantisation
+        got = self._empty_result(call.facts.quantisation, handle)
+        how = call.facts.quantisation
         kind = 3 if how.use_ue8m0 else how.use_fp8 + (how.use_fp8 and how.round_scale)
         flight = self._flights.begin(SectionHeader(LATENCY_DISPATCH, int(kind), 0, 0, handle.cut.code), options)
         handle.seq = flight.seq
         with self._flights.sending(flight):
             self._send_tokens(flight, call, handle)
         return self._flights.finish(
-            flight, got, lambda: self._receive_tokens(flight, call.plan.quantisation, got, handle)
+            flight, got, lambda: self._receive_tokens(flight, call.facts.quantisation, got, handle)
         )
 
     def _new_handle(self, call: LatencyDispatchCall) -> HostLatencyHandle:
-        buffer_id, config, cut = call.plan.sizes
+        buffer_id, config, cut = call.facts.sizes
         num_local = config.num_local_experts
         idx = call.topk_idx.numpy().copy()
         weights = np.ones(idx.shape, dtype=np.float32)
@@ -266,7 +266,7 @@ class LatencyCpuPath(Memory):
         return memory
 
     def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
-        rows, cut = as_sent(call.x, call.plan.quantisation), handle.cut
+        rows, cut = as_sent(call.x, call.facts.quantisation), handle.cut
         for dst in self._flights.reachable(flight):
             tokens = handle.sent[dst]
             self.wire.write_meta(dst, flight.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens], cut)
@@ -306,7 +306,7 @@ class LatencyCpuPath(Memory):
 
     def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
         """Run one combine, or its send half; raises as `Buffer.combine`."""
-        options = LatencyOptions(call.active_ranks, call.timeout_s, call.plan.return_hook)
+        options = LatencyOptions(call.active_ranks, call.timeout_s, call.facts.return_hook)
         handle = call.handle
         assert isinstance(handle, HostLatencyHandle)
         self._require_place(options)
@@ -319,14 +319,14 @@ class LatencyCpuPath(Memory):
         weights = handle.topk_weights if call.topk_weights is None else call.topk_weights.numpy().copy()
         result = LatencyCombined(x=out, got=got)
         result.lost = lambda: lost_weight(self._owners(handle), weights, got.numpy())
-        kind = _KIND_OF_PARTIAL[call.plan.partial_dtype]
+        kind = _KIND_OF_PARTIAL[call.facts.partial_dtype]
         flight = self._flights.begin(
             SectionHeader(LATENCY_COMBINE, kind, handle.seq, call.topk_weights is not None, handle.cut.code), options
         )
         with self._flights.sending(flight):
             self._send_partials(flight, call, handle)
         return self._flights.finish(
-            flight, result, lambda: self._receive_partials(flight, call.plan.partial_dtype, result, handle)
+            flight, result, lambda: self._receive_partials(flight, call.facts.partial_dtype, result, handle)
         )
 
     def _owners(self, handle: HostLatencyHandle) -> Ints:
@@ -351,7 +351,7 @@ class LatencyCpuPath(Memory):
                     self._flights.require_all(flight)
                     continue
                 factors = self.wire.read_weights(src, flight.seq, len(source.tokens), cut)
-            partial = partial_sums(source, factors, y).to(call.plan.partial_dtype)
+            partial = partial_sums(source, factors, y).to(call.facts.partial_dtype)
             self.wire.write_rows(src, flight.seq, WireRows(partial, None), None, cut)
             self.wire.post(src, flight.seq, flight.head._replace(num_rows=len(partial), had=1))
 

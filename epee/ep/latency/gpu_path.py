@@ -2,7 +2,7 @@
 
 Data path: `latency/gpu/core.py` and its kernels, from GPU to GPU; no call waits for the host side, which serves to
 attach memory at construction and to agree on who takes part (`sync`), in which processes that took the places of lost
-ranks come in (`membership/synced.py`). A call brings its plan (`plans.py`), on which hangs what the core has prepared
+ranks come in (`membership/synced.py`). A call brings its facts (`plans.py`), on which hangs what the core has prepared
 for calls like it; small results are made when they are read (`gpu/results.py`).
 
 Replacements. A graph has this rank's addresses, so its memory stays, and its blob lies behind the inbox that it lends
@@ -38,7 +38,6 @@ from ...errors import (
     AbortedError,
     CommTimeoutError,
     EpeeError,
-    InvalidArgument,
     InvalidState,
     PeerError,
     RankFailedError,
@@ -46,12 +45,12 @@ from ...errors import (
 )
 from ...memory.host import HostRegion
 from ..config import BufferConfig
-from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER
+from ..control.inbox import OP_COMBINE, OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.membership import Agreed
 from ..control.words import inbox_layout
 from ..gpu.death_notifier import DeathNotifier
 from ..gpu.platform import Platform
-from ..gpu.report import given_up
+from ..gpu.report import NO_REPORTS, given_up
 from ..membership import path_lane
 from ..membership.memory import TAG_JUMP, CallNumbers, Memory, lend_blob, lent_blob
 from ..paths import Making
@@ -60,13 +59,12 @@ from .checks import check_hook
 from .gpu.core import LatencyCore
 from .gpu.params import OP_COMBINE as KERNEL_COMBINE
 from .gpu.params import OP_DISPATCH as KERNEL_DISPATCH
-from .gpu.params import LatencyConfig, Sections, room_bytes
 from .gpu.plan import Planner
 from .gpu.results import CudaLatencyCombined, CudaLatencyDispatched, CudaLatencyHandle
+from .gpu.shapes import latency_config
 from .gpu.types import CoreHandle, CoreOptions
+from .plans import LatencyPlans
 from .types import (
-    CombinePlan,
-    DispatchPlan,
     Hook,
     LatencyCombineCall,
     LatencyCombined,
@@ -84,41 +82,13 @@ TAG_STEP = 1 << 12  # the same where nobody is new; who was left out long ago sh
 _KERNEL_OPS = {OP_DISPATCH: KERNEL_DISPATCH, OP_COMBINE: KERNEL_COMBINE}
 
 
-def latency_config(config: BufferConfig, rank: int) -> LatencyConfig:
-    """Return what the kernels' memory is made for.
-
-    Raises:
-        InvalidArgument: the kernels cannot do it.
-    """
-    if config.num_slots > 4:
-        raise InvalidArgument(f"LatencyBuffer has at most 4 calls in flight on GPUs, got num_slots={config.num_slots}")
-    in_flight = 2 if config.num_slots <= 2 else 4
-    made = LatencyConfig(
-        rank,
-        config.num_ranks,
-        config.num_experts,
-        config.hidden,
-        config.num_topk,
-        config.max_tokens_per_rank,
-        max_in_flight=in_flight,
-        room=Sections.of_bytes(config.room_bytes, config.num_ranks, in_flight) if config.room_bytes else None,
-    )
-    made.check()
-    return made
-
-
-def gpu_room_bytes(config: BufferConfig) -> int:
-    """Return how much memory serves calls of such sizes on GPUs, where it serves others, too; 0 where none can."""
-    try:
-        return room_bytes(latency_config(config, 0))
-    except InvalidArgument:
-        return 0
-
-
 class LatencyCudaPath(Memory):
     """The GPU end of one `LatencyBuffer`. Collective to make, except where it takes part in a running buffer.
 
     The arguments are those of `CudaPath`.
+
+    Attributes:
+        core: kernels, memory, and the order of calls, on the GPU.
     """
 
     barrier_op = OP_GATHER
@@ -133,10 +103,10 @@ class LatencyCudaPath(Memory):
         self._look_at = 0.0  # when a call looks again for the dead
         self._masked_look_at = 0.0  # when one that has a mask looks again whether times are quiet
         deadline = time.monotonic() + timeout
-        self._core = self._make_core(deadline)
-        self._numbers = CallNumbers(self._core.tags, platform.is_capturing)
+        self.core = self._make_core(deadline)
+        self._numbers = CallNumbers(self.core.memory.tags, platform.is_capturing)
         self._notifier = DeathNotifier(
-            self._core.device.mark_dead, self._core.device.waiting, f"epee-latency-{self.rank}"
+            self.core.device.mark_dead, self.core.device.waiting, f"epee-latency-{self.rank}"
         )
         try:
             self._notifier.start(self._lane.processes)
@@ -180,30 +150,25 @@ class LatencyCudaPath(Memory):
     @property
     def is_recorded(self) -> bool:
         """Whether a CUDA graph has recorded calls."""
-        return self._core.device.is_recorded
+        return self.core.device.is_recorded
 
     @property
     def nbytes(self) -> int:
         """Bytes of GPU memory that this rank lends."""
-        return self._core.nbytes
+        return self.core.memory.nbytes
 
     def set_poison(self, is_poisoned: bool) -> None:
         """Fill results with 0xFF before each call, or not."""
-        self._core.is_poisoned = is_poisoned
+        self.core.is_poisoned = is_poisoned
 
     @property
     def takes_replacements(self) -> bool:
         """Whether `sync` takes in processes that took the places of lost ranks."""
         return self._lane.takes_replacements
 
-    @property
-    def num_calls(self) -> int:
-        """How many calls have been begun on the GPU."""
-        return self._core.num_calls
-
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun: on the host, or on the GPU."""
-        return self._control.exchange.seq if op == OP_GATHER else self._core.num_calls
+        return self._control.exchange.seq if op == OP_GATHER else self.core.num_calls
 
     def is_told(self, error: Exception) -> bool:
         """Tell whether the peers know about `error`, or cannot be told."""
@@ -215,7 +180,7 @@ class LatencyCudaPath(Memory):
         if op == OP_GATHER:
             self._control.refuse(op, error, deadline)
         elif not self._platform.is_capturing():
-            self._core.refuse(_KERNEL_OPS[op])
+            self.core.refuse(_KERNEL_OPS[op])
 
     def check(self) -> None:
         """Raise what the kernels have reported since the last look."""
@@ -223,48 +188,48 @@ class LatencyCudaPath(Memory):
         if not is_capturing:
             self._lane.require_place(is_masked=True)
         try:
-            self._core.check()
+            self.core.check()
         except CommTimeoutError as error:
             self._note_timeout("check", error)
             raise
 
     def join(self) -> None:
         """Let the current stream go on behind everything that this buffer has put on any other."""
-        self._core.join()
+        self.core.join()
 
     def abort(self) -> None:
         """End the waits of the kernels in flight, from any thread."""
-        self._core.device.abort()
+        self.core.device.abort()
 
     def close(self) -> None:
         """Give back all memory, behind the kernels in flight; they are aborted when they wait for peers. Idempotent."""
         self._notifier.stop()
-        self._core.device.drain(CLOSE_GRACE_S)
-        self._core.close()
+        self.core.device.drain(CLOSE_GRACE_S)
+        self.core.close()
         self._lane.memory = Memory()  # no circle keeps a closed path
 
     # -- calls
 
     def dispatch(self, call: LatencyDispatchCall, lane: Lane) -> LatencyDispatched:
         """Run one dispatch, or its send half; raises as `Buffer.dispatch`."""
-        plan, x, topk_idx, topk_weights, active_ranks, timeout_s = call
+        facts, x, topk_idx, topk_weights, active_ranks, timeout_s = call
         is_capturing = self._platform.is_capturing()
-        self._require("dispatch", plan.is_strict, is_capturing)
-        buffer_id, config, planner = plan.sizes
-        if plan.core is None:
-            how = CoreOptions(timeout_s, plan.is_strict, plan.return_hook, *plan.quantisation)
-            plan.core = planner.dispatch(plan.num_tokens, x.stride(0) * x.itemsize, how)
+        self._require("dispatch", facts.is_strict, is_capturing)
+        buffer_id, config, planner = facts.sizes
+        if facts.plan is None:
+            how = CoreOptions(timeout_s, facts.is_strict, facts.return_hook, *facts.quantisation)
+            facts.plan = planner.dispatch(facts.num_tokens, x.stride(0) * x.itemsize, how)
         try:
-            got = self._core.dispatch(
-                plan.core, x, topk_idx, topk_weights, active_ranks, None, int(timeout_s * 1e9), is_capturing
+            got = self.core.dispatch(
+                facts.plan, x, topk_idx, topk_weights, active_ranks, None, int(timeout_s * 1e9), is_capturing
             )
             if not is_capturing:
-                self._core.check()
+                self.core.check()
         except CommTimeoutError as error:
             self._note_timeout("dispatch", error)
             raise
         core, scales = got.handle, got.scales
-        made_by = buffer_id, self._core.num_calls, self._control.exchange.epoch
+        made_by = buffer_id, self.core.num_calls, self._control.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, core, got.hook is None)
         if lane.is_own:
             lane.keep((x, topk_idx, topk_weights, active_ranks), (got.x, scales, core.words))
@@ -274,69 +239,79 @@ class LatencyCudaPath(Memory):
 
     def combine(self, call: LatencyCombineCall, lane: Lane) -> LatencyCombined:
         """Run one combine, or its send half; raises as `Buffer.combine`."""
-        plan, handle, y, topk_weights, out, active_ranks, timeout_s = call
+        facts, handle, y, topk_weights, out, active_ranks, timeout_s = call
         core = _core_of(handle)
         is_capturing = self._platform.is_capturing()
-        self._require("combine", plan.is_strict, is_capturing)
-        if plan.core is None:
-            how, is_wide = CoreOptions(timeout_s, plan.is_strict, plan.return_hook), plan.partial_dtype == torch.float32
-            plan.core = plan.sizes.ready.combine(plan.num_tokens, how, is_wide, topk_weights is not None)
+        self._require("combine", facts.is_strict, is_capturing)
+        if facts.plan is None:
+            how, is_wide = (
+                CoreOptions(timeout_s, facts.is_strict, facts.return_hook),
+                facts.partial_dtype == torch.float32,
+            )
+            facts.plan = facts.sizes.ready.combine(facts.num_tokens, how, is_wide, topk_weights is not None)
         try:
-            got = self._core.combine(
-                plan.core, y, core, topk_weights, out, active_ranks, int(timeout_s * 1e9), is_capturing
+            got = self.core.combine(
+                facts.plan, y, core, topk_weights, out, active_ranks, int(timeout_s * 1e9), is_capturing
             )
             if not is_capturing:
-                self._core.check()
+                self.core.check()
         except CommTimeoutError as error:
             self._note_timeout("combine", error)
             raise
         if lane.is_own:
             lane.keep((y, topk_weights, core.words, active_ranks), (got.x, got.words))
         hook = None if got.hook is None else self._hook("combine", got.hook, None)
-        num_local = plan.sizes.config.num_local_experts
+        num_local = facts.sizes.config.num_local_experts
         return CudaLatencyCombined(got, topk_weights, core, num_local, lane, self.config.device, got.stream, hook)
 
     def quiet_stream(self, op: int, is_strict: bool) -> int | None:
         """Return the current stream where a call like an earlier one needs no look around, else None.
 
         Then nothing has happened since a call looked last, and no look for the dead is due.
+
+        Args:
+            op: `KERNEL_DISPATCH` or `KERNEL_COMBINE`.
+            is_strict: all ranks are needed.
         """
         is_quiet = (
             not (self._given_up or self._closing.asked or self._notifier.told)
             and (not is_strict or time.monotonic() < self._look_at)
             and self._lane.is_calm()
         )
-        return self._core.quiet_stream(_KERNEL_OPS[op]) if is_quiet else None
+        return self.core.quiet_stream(op) if is_quiet else None
 
     def dispatch_again(
         self,
-        plan: DispatchPlan,
+        known: LatencyPlans,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         active_ranks: torch.Tensor | None,
-        stream: int,
-        reads_counts: bool,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        reads_counts: bool = False,
     ) -> LatencyDispatched | None:
-        """Run a dispatch like an earlier one on a quiet stream; None, and nothing has happened, where it cannot be."""
-        if plan.core is None:
+        """Run a dispatch like an earlier one in quiet times; None, and nothing has happened, where it cannot be.
+
+        Args:
+            known: what calls of these sizes look like.
+            reads_counts: the caller reads `num_tokens_per_expert` of the result at once.
+            Others as of `LatencyBuffer.dispatch`.
+        """
+        stream = self.quiet_stream(KERNEL_DISPATCH, active_ranks is None)
+        if stream is None:
             return None
-        core = self._core
-        before = core.num_calls
-        try:
-            counts = plan.core.new_counts() if reads_counts else None
-            got = core.dispatch(
-                plan.core, x, topk_idx, topk_weights, active_ranks, None, self._timeout_ns, False, stream, counts
-            )
+        facts = known.find_dispatch(x, topk_idx, topk_weights, active_ranks, use_fp8, round_scale, use_ue8m0)
+        if facts is None or facts.plan is None:
+            return None
+        core, plan, (buffer_id, config, _) = self.core, facts.plan, facts.sizes
+        counts = plan.new_counts() if reads_counts else None
+        got = core.dispatch(
+            plan, x, topk_idx, topk_weights, active_ranks, None, self._timeout_ns, False, stream, counts
+        )
+        if core.device.codes != NO_REPORTS:
             core.check()
-        except CommTimeoutError as error:
-            self._note_timeout("dispatch", error)
-            raise
-        except torch.OutOfMemoryError:
-            if core.num_calls == before:
-                return None
-            raise
-        buffer_id, config, _ = plan.sizes
         made_by = buffer_id, core.num_calls, self._control.exchange.epoch
         handle = CudaLatencyHandle(made_by, config.num_topk, got.handle, True)
         rows = got.x if got.scales is None else (got.x, got.scales)
@@ -347,31 +322,36 @@ class LatencyCudaPath(Memory):
 
     def combine_again(
         self,
-        plan: CombinePlan,
+        known: LatencyPlans,
         y: torch.Tensor,
-        handle: CoreHandle,
+        handle: object,
         topk_weights: torch.Tensor | None,
         out: torch.Tensor | None,
+        partial_dtype: torch.dtype | None,
         active_ranks: torch.Tensor | None,
-        stream: int,
     ) -> LatencyCombined | None:
         """Run a combine like an earlier one, as `dispatch_again`."""
-        if plan.core is None:
+        stream = self.quiet_stream(KERNEL_COMBINE, active_ranks is None)
+        if stream is None or type(handle) is not CudaLatencyHandle:
             return None
-        core = self._core
-        before = core.num_calls
-        try:
-            got = core.combine(plan.core, y, handle, topk_weights, out, active_ranks, self._timeout_ns, False, stream)
+        is_own = handle.buffer_id == known.buffer_id and handle.epoch == self._control.exchange.epoch
+        if not (is_own and handle.is_received):
+            return None
+        facts = known.find_combine(y, handle.num_tokens, topk_weights, out, partial_dtype, active_ranks)
+        if facts is None or facts.plan is None:
+            return None
+        core = self.core
+        of_dispatch = handle.core
+        got = core.combine(facts.plan, y, of_dispatch, topk_weights, out, active_ranks, self._timeout_ns, False, stream)
+        if core.device.codes != NO_REPORTS:
             core.check()
-        except CommTimeoutError as error:
-            self._note_timeout("combine", error)
-            raise
-        except torch.OutOfMemoryError:
-            if core.num_calls == before:
-                return None
-            raise
-        num_local = plan.sizes.config.num_local_experts
-        return CudaLatencyCombined(got, topk_weights, handle, num_local, CURRENT, self.config.device, stream, None)
+        num_local = facts.sizes.config.num_local_experts
+        return CudaLatencyCombined(got, topk_weights, of_dispatch, num_local, CURRENT, self.config.device, stream, None)
+
+    def blame(self, op: int, error: Exception) -> None:
+        """Raise that a rank is dead where that is why a call has timed out; else no call follows before a sync."""
+        if isinstance(error, CommTimeoutError):
+            self._note_timeout(OP_NAMES[op], error)
 
     def combine_input(self, config: BufferConfig) -> torch.Tensor:
         """Return uninitialised `[num_local_experts, num_ranks * max_tokens, hidden]`: y is read where it lies."""
@@ -381,9 +361,9 @@ class LatencyCudaPath(Memory):
     def take_sizes(self, config: BufferConfig) -> Planner:
         """Return what makes the plans of calls of these sizes; raises `InvalidArgument` where they do not fit."""
         if config is self.config:
-            return self._core.plans
-        sizes = replace(latency_config(replace(config, room_bytes=0), self.rank), room=self._core.config.sections)
-        return self._core.plans_of(sizes)
+            return self.core.plans
+        sizes = replace(latency_config(replace(config, room_bytes=0), self.rank), room=self.core.config.sections)
+        return self.core.plans_of(sizes)
 
     def barrier_again(self, timeout_s: float) -> bool:
         """Return False: hosts that meet look around."""
@@ -395,10 +375,10 @@ class LatencyCudaPath(Memory):
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Agree on who takes part and go on from the same call; raises as `Buffer.sync`. Waits for the GPU."""
-        if self._core.num_outstanding:
-            raise InvalidState(f"{self._core.num_outstanding} calls have been sent and not received; call their hooks")
-        mask = self._core.active_ranks if active_ranks is None else active_ranks
-        used = self._core.tags()
+        if self.core.num_outstanding:
+            raise InvalidState(f"{self.core.num_outstanding} calls have been sent and not received; call their hooks")
+        mask = self.core.active_ranks if active_ranks is None else active_ranks
+        used = self.core.memory.tags()
         return path_lane.sync(self._control, self._lane, mask.tolist(), active_ranks, used, deadline)
 
     # -- entering an epoch (`Memory`)
@@ -412,12 +392,12 @@ class LatencyCudaPath(Memory):
         self._numbers.judge(agreed)
         step = TAG_JUMP if agreed.is_fresh else TAG_STEP
         active = [rank in agreed.ranks for rank in range(self.config.num_ranks)]
-        self._core.set_view(active, agreed.used + step)
+        self.core.set_view(active, agreed.used + step)
         self._given_up = ""
 
     def fill(self, region: HostRegion) -> None:
         """Lend this rank's memory on the GPU."""
-        lend_blob(region, inbox_layout(self.config).nbytes, self._core.blob)
+        lend_blob(region, inbox_layout(self.config).nbytes, self.core.memory.blob)
 
     def move(self, regions: Mapping[int, HostRegion]) -> None:
         """Map the memory of those who lend another than before; who lends none that can be mapped is lost for now."""
@@ -427,11 +407,11 @@ class LatencyCudaPath(Memory):
             if blob == self._blobs.get(rank):
                 continue
             try:
-                self._core.replace_peer(rank, self._core.attach_peer(blob))
+                self.core.memory.replace_peer(rank, self.core.memory.attach_peer(blob))
                 self._blobs[rank] = blob
             except EpeeError as error:
                 _log.warning("the memory of rank %d cannot be mapped: %s", rank, error)
-        self._core.open_view()
+        self.core.memory.open_view()
 
     # -- errors
 
@@ -448,7 +428,7 @@ class LatencyCudaPath(Memory):
             try:
                 receive()
                 if not is_capturing:
-                    self._core.check()
+                    self.core.check()
             except CommTimeoutError as error:
                 self._note_timeout(op, error)
                 raise
@@ -471,13 +451,13 @@ class LatencyCudaPath(Memory):
                 self._look_at = now + LOOK_S
                 if dead := self._dead():
                     raise self._death(op, dead)
-            self._lane.require_all(op, self._core.num_calls)
+            self._lane.require_all(op, self.core.num_calls)
             self._note_calm(state)
         elif now >= self._masked_look_at:
             self._masked_look_at = now + LOOK_S
             with contextlib.suppress(PeerError):  # the affair of the mask
                 self._lane.require_place(is_masked=False)
-                self._lane.require_all(op, self._core.num_calls)
+                self._lane.require_all(op, self.core.num_calls)
                 self._note_calm(state)
 
     def _note_calm(self, state: object) -> None:
@@ -489,7 +469,7 @@ class LatencyCudaPath(Memory):
         """Raise that a dead rank is the cause of a time-out, where it is; else no call follows before a sync."""
         if dead := self._dead():
             raise self._death(op, dead) from error
-        where = context(op, rank=self.rank, seq=self._core.num_calls, epoch=self._control.exchange.epoch)
+        where = context(op, rank=self.rank, seq=self.core.num_calls, epoch=self._control.exchange.epoch)
         self._given_up = given_up(where)
 
     def _dead(self) -> tuple[int, ...]:
@@ -498,7 +478,7 @@ class LatencyCudaPath(Memory):
         return tuple(sorted({*dead, *told})) if told else dead
 
     def _death(self, op: str, dead: Sequence[int]) -> RankFailedError:
-        seq, epoch = self._core.num_calls, self._control.exchange.epoch
+        seq, epoch = self.core.num_calls, self._control.exchange.epoch
         names = ", ".join(str(rank) for rank in dead)
         return RankFailedError(
             f"{context(op, rank=self.rank, peer=dead[0], seq=seq, epoch=epoch)}: rank {names} is dead (its process "

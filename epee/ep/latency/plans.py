@@ -1,14 +1,18 @@
 """What the checks have found out about calls, remembered for those that look alike.
 
 Almost all calls of a model look like one before: the same shapes, types, devices and flags. So on GPUs, where a call
-costs the host some 20 us, what the checks look at is a key, and their finding a plan: a call whose key is known needs
-no checks, and finds what the path has prepared for such calls (`latency/gpu/plan.py`). A key holds all that a check of
-`checks.py` looks at but data and addresses; what depends on those (where x begins, whether `out` meets an input,
-whether the handle has been received) is looked at in each call. What fails there, has no key, or is unknown goes
-through the checks, which raise what there is to raise. Remembered are only calls whose tensors are used as they came:
-no copy was made of one, and none was detached.
+costs the host some 20 us, what the checks look at is a key, and their finding the call's facts: a call whose key is
+known needs no checks, and finds what the path has prepared for such calls (`latency/gpu/plan.py`). A key holds all
+that a check of `checks.py` looks at but data and addresses; what depends on those (where x begins, whether `out` meets
+an input, whether the handle has been received) is looked at in each call. What fails there, has no key, or is unknown
+goes through the checks, which raise what there is to raise. Remembered are only calls whose tensors are used as they
+came: no copy was made of one, and none was detached.
 
-Who calls: the thread of a call, with the buffer's lock. At most `MAX_PLANS` of a kind are remembered, then it begins
+Calls with the default options in quiet times (`attempt.CallsAgain`) are found by less: what a tensor must look like is
+asked of it directly where a buffer has but one answer (its dtype, its GPU, the shape of y), and only the rest is a key.
+A new one of these is looked up by the whole key.
+
+Who calls: the thread of a call, with the buffer's lock. At most `MAX_FACTS` of a kind are remembered, then it begins
 anew.
 """
 
@@ -28,38 +32,43 @@ from .checks import (
     check_latency_combine,
     check_latency_dispatch,
 )
-from .types import CallSizes, CombinePlan, DispatchPlan, LatencyCombineCall, LatencyDispatchCall, LatencyHandle
+from .types import (
+    CallSizes,
+    LatencyCombineCall,
+    LatencyCombineFacts,
+    LatencyDispatchCall,
+    LatencyDispatchFacts,
+    LatencyHandle,
+)
 
-MAX_PLANS = 512
-NO_KEY = (AttributeError, TypeError, RuntimeError)  # of what is no tensor, or none with strides
+MAX_FACTS = 512
+_Tensor, _BF16, _INT64, _INT32, _FLOAT32 = torch.Tensor, torch.bfloat16, torch.int64, torch.int32, torch.float32
+_NO_KEY = (AttributeError, TypeError, RuntimeError)  # of what is no tensor, or none with strides
 
 
-class Plans:
-    """The plans of one buffer.
+class LatencyPlans:
+    """The facts of one buffer's calls, with their plans.
 
     Args:
         sizes: of the buffer; on CPUs nothing is remembered.
 
     Attributes:
-        looks_at_ids: whether each call has its ids checked on the host.
+        buffer_id: of the buffer.
     """
 
     def __init__(self, sizes: CallSizes) -> None:
         config = self._config = sizes.config
-        self._sizes = sizes
+        self._sizes, self.buffer_id = sizes, sizes.buffer_id
         self._remembers = config.is_cuda
-        self.looks_at_ids = config.device == CPU  # where kernels do not look at ids, or are emulated
-        self._dispatches: dict[Hashable, DispatchPlan] = {}
-        self._combines: dict[Hashable, CombinePlan] = {}
-
-    def known_dispatch(self, given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any]) -> DispatchPlan | None:
-        """Return the plan of dispatches that look like these, if there is one; raises one of `NO_KEY` where there is
-        no key. Addresses and ids are still to be looked at."""
-        return self._dispatches.get(_dispatch_key(given, flags, False))
-
-    def known_combine(self, num_tokens: int, given: tuple[Any, Any, Any, Any, Any]) -> CombinePlan | None:
-        """Return the plan of combines without hooks, as `known_dispatch`; addresses are still to be looked at."""
-        return self._combines.get(_combine_key(num_tokens, given, False, False))
+        self._looks_at_ids = config.device == CPU  # where kernels do not look at ids, or are emulated
+        self._device, self._num_ranks, self._hidden = config.device, config.num_ranks, config.hidden
+        self._num_topk, self._num_experts = config.num_topk, config.num_experts
+        rows = config.num_ranks * config.max_tokens_per_rank
+        self._y_shape = torch.Size((config.num_local_experts, rows, config.hidden))
+        self._dispatches: dict[Hashable, LatencyDispatchFacts] = {}
+        self._combines: dict[Hashable, LatencyCombineFacts] = {}
+        self._quick_dispatches: dict[Hashable, LatencyDispatchFacts] = {}  # the same by less, for `find_dispatch`
+        self._quick_combines: dict[Hashable, LatencyCombineFacts] = {}
 
     def dispatch(
         self, given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any], async_op: bool, timeout_s: float
@@ -82,19 +91,19 @@ class Plans:
         key: Hashable
         try:
             key = _dispatch_key(given, flags, async_op)
-            plan = self._dispatches.get(key)
-        except NO_KEY:
-            key = plan = None
+            facts = self._dispatches.get(key)
+        except _NO_KEY:
+            key = facts = None
         x, topk_idx, topk_weights, active_ranks = given
-        if plan is not None and not (plan.num_tokens and x.data_ptr() % 16):
-            if self.looks_at_ids:
+        if facts is not None and not (facts.num_tokens and x.data_ptr() % 16):
+            if self._looks_at_ids:
                 check_topk_idx(topk_idx, self._config.num_experts)
-            return LatencyDispatchCall(plan, x, topk_idx, topk_weights, active_ranks, timeout_s)
+            return LatencyDispatchCall(facts, x, topk_idx, topk_weights, active_ranks, timeout_s)
         call = check_latency_dispatch(self._sizes, GivenToDispatch(*given), DispatchFlags(*flags), async_op, timeout_s)
         is_whole = call.x.stride(1) == 1  # a layout without rows has another stride there
         is_as_given = call.x is x and call.topk_idx is topk_idx and call.topk_weights is topk_weights
         if key is not None and is_whole and is_as_given and call.active_ranks is active_ranks:
-            remember(self._dispatches, key, call.plan)
+            _remember(self._dispatches, key, call.facts)
         return call
 
     def combine(
@@ -119,16 +128,102 @@ class Plans:
         key: Hashable
         try:
             key = _combine_key(handle.num_tokens, given, return_hook, async_op) if self._remembers else None
-            plan = self._combines.get(key)
-        except NO_KEY:
-            key = plan = None
-        if plan is not None and handle.is_received and (out is None or not meet(out, y, topk_weights)):
-            return LatencyCombineCall(plan, handle, y, topk_weights, out, active_ranks, timeout_s)
+            facts = self._combines.get(key)
+        except _NO_KEY:
+            key = facts = None
+        if facts is not None and handle.is_received and (out is None or not _meet(out, y, topk_weights)):
+            return LatencyCombineCall(facts, handle, y, topk_weights, out, active_ranks, timeout_s)
         call = check_latency_combine(self._sizes, handle, GivenToCombine(*given), return_hook, async_op, timeout_s)
         is_as_given = call.y is y and call.topk_weights is topk_weights and call.out is out
         if key is not None and is_as_given and call.active_ranks is active_ranks:
-            remember(self._combines, key, call.plan)
+            _remember(self._combines, key, call.facts)
         return call
+
+    # -- found by less
+
+    def find_dispatch(
+        self, x: Any, idx: Any, weights: Any, mask: Any, use_fp8: Any, round_scale: Any, use_ue8m0: Any
+    ) -> LatencyDispatchFacts | None:
+        """Return the facts of dispatches with the default options whose arguments look like these, if there are any."""
+        device = self._device
+        try:
+            is_usual = (
+                type(x) is type(idx) is _Tensor
+                and type(use_fp8) is type(round_scale) is type(use_ue8m0) is bool
+                and x.dtype is _BF16
+                and idx.dtype is _INT64
+                and x.device == device
+                and idx.device == device
+                and x.is_contiguous()
+                and idx.is_contiguous()
+                and x.data_ptr() % 16 == 0
+            )
+            if not is_usual:
+                return None
+            key = x.shape, weights is None, mask is None, use_fp8, round_scale, use_ue8m0
+            facts = self._quick_dispatches.get(key)
+            if facts is None:
+                flags = False, use_fp8, round_scale, use_ue8m0
+                facts = self._dispatches.get(_dispatch_key((x, idx, weights, mask), flags, False))
+                if facts is None:
+                    return None
+                _remember(self._quick_dispatches, key, facts)
+            shape = facts.num_tokens, self._num_topk
+            are_usual = idx.shape == shape and (weights is None or self._are_weights(weights, shape))
+            if not (are_usual and (mask is None or self._is_mask(mask))):
+                return None
+        except _NO_KEY:
+            return None
+        if self._looks_at_ids:
+            check_topk_idx(idx, self._num_experts)
+        return facts
+
+    def find_combine(
+        self, y: Any, num_tokens: int, weights: Any, out: Any, partial_dtype: Any, mask: Any
+    ) -> LatencyCombineFacts | None:
+        """Return the facts of combines, as `find_dispatch`; `num_tokens`: of the dispatch."""
+        try:
+            is_usual = (
+                type(y) is _Tensor
+                and y.dtype is _BF16
+                and y.shape == self._y_shape
+                and y.device == self._device
+                and y.is_contiguous()
+                and (weights is None or self._are_weights(weights, (num_tokens, self._num_topk)))
+                and (out is None or (self._is_out(out, (num_tokens, self._hidden)) and not _meet(out, y, weights)))
+                and (mask is None or self._is_mask(mask))
+            )
+            if not is_usual:
+                return None
+            key = num_tokens, weights is None, out is None, mask is None, partial_dtype
+            facts = self._quick_combines.get(key)
+            if facts is None:
+                facts = self._combines.get(
+                    _combine_key(num_tokens, (y, weights, out, mask, partial_dtype), False, False)
+                )
+                if facts is not None:
+                    _remember(self._quick_combines, key, facts)
+        except _NO_KEY:
+            return None
+        return facts
+
+    def _are_weights(self, weights: Any, shape: tuple[int, int]) -> bool:
+        return (
+            type(weights) is _Tensor
+            and weights.dtype is _FLOAT32
+            and weights.shape == shape
+            and weights.device == self._device
+            and weights.is_contiguous()
+            and not weights.is_neg()
+        )
+
+    def _is_out(self, out: Any, shape: tuple[int, int]) -> bool:
+        is_usual = type(out) is _Tensor and out.dtype is _BF16 and out.shape == shape and out.device == self._device
+        return is_usual and out.is_contiguous() and not out.requires_grad
+
+    def _is_mask(self, mask: Any) -> bool:
+        is_usual = type(mask) is _Tensor and mask.dtype is _INT32 and mask.device == self._device
+        return is_usual and mask.dim() == 1 and mask.numel() >= self._num_ranks and mask.is_contiguous()
 
 
 # In a key a flag stands by its identity: 1 and the true of numpy are equal to True, and refused. Of what `check_tensor`
@@ -137,7 +232,7 @@ class Plans:
 
 
 def _dispatch_key(given: tuple[Any, Any, Any, Any], flags: tuple[Any, Any, Any, Any], async_op: bool) -> Hashable:
-    """Return what the checks of a dispatch look at; raises one of `NO_KEY` for what has no such thing."""
+    """Return what the checks of a dispatch look at; raises one of `_NO_KEY` for what has no such thing."""
     x, idx, weights, mask = given
     return_hook, use_fp8, round_scale, use_ue8m0 = flags
     return (
@@ -172,7 +267,7 @@ def _weights_key(weights: torch.Tensor) -> Hashable:
     return type(weights), shape, dtype, device, weights.is_contiguous(), weights.is_neg()
 
 
-def meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> bool:
+def _meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> bool:
     """Tell whether `out` shares memory with an input; all lie in one piece each."""
     start = out.data_ptr()
     end = start + out.numel() * 2
@@ -185,8 +280,8 @@ def meet(out: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> bo
     return start < first + weights.numel() * 4 and first < end
 
 
-def remember(plans: dict[Hashable, Any], key: Hashable, plan: DispatchPlan | CombinePlan) -> None:
-    """Keep a plan; not for ever, as callers may bring new shapes all the time."""
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
+def _remember(known: dict[Hashable, Any], key: Hashable, facts: LatencyDispatchFacts | LatencyCombineFacts) -> None:
+    """Keep facts; not for ever, as callers may bring new shapes all the time."""
+    if len(known) >= MAX_FACTS:
+        known.clear()
+    known[key] = facts

@@ -33,7 +33,7 @@ class LatencyOptions(NamedTuple):
 
 
 class CallSizes(NamedTuple):
-    """Whose calls a plan is for: one memory serves buffers of several sizes.
+    """Whose calls facts are of: one memory serves buffers of several sizes.
 
     Attributes:
         buffer_id: of the buffer, which goes into handles.
@@ -64,7 +64,7 @@ QUANTISATION_NAMES = tuple(Quantisation.__annotations__)
 
 
 @dataclass(eq=False, slots=True)
-class DispatchPlan:
+class LatencyDispatchFacts:
     """What is known of a dispatch without its data; calls whose arguments look alike share one (`plans.py`).
 
     Attributes:
@@ -73,7 +73,7 @@ class DispatchPlan:
         quantisation: of the rows.
         is_strict: no mask was given: all ranks are needed.
         return_hook: send now, receive when the hook is called.
-        core: what the path has prepared for such calls.
+        plan: what the path has prepared for such calls.
     """
 
     sizes: CallSizes
@@ -81,18 +81,18 @@ class DispatchPlan:
     quantisation: Quantisation
     is_strict: bool
     return_hook: bool
-    core: Any = None
+    plan: Any = None
 
 
 @dataclass(eq=False, slots=True)
-class CombinePlan:
-    """What is known of a combine without its data, as `DispatchPlan`.
+class LatencyCombineFacts:
+    """What is known of a combine without its data, as `LatencyDispatchFacts`.
 
     Attributes:
         sizes: of the buffer.
         num_tokens: of this rank's dispatch.
         partial_dtype: bfloat16 or float32: what crosses back.
-        is_strict, return_hook, core: as there.
+        is_strict, return_hook, plan: as there.
     """
 
     sizes: CallSizes
@@ -100,21 +100,21 @@ class CombinePlan:
     partial_dtype: torch.dtype
     is_strict: bool
     return_hook: bool
-    core: Any = None
+    plan: Any = None
 
 
 class LatencyDispatchCall(NamedTuple):
     """A checked dispatch.
 
     Attributes:
-        plan: what its arguments are like.
+        facts: what its arguments are like.
         x: `[num_tokens, hidden]` bfloat16.
         topk_idx: `[num_tokens, num_topk]` int64, contiguous.
         topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for ones.
         active_ranks, timeout_s: as in `LatencyOptions`.
     """
 
-    plan: DispatchPlan
+    facts: LatencyDispatchFacts
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
@@ -126,7 +126,7 @@ class LatencyCombineCall(NamedTuple):
     """A checked combine.
 
     Attributes:
-        plan: what its arguments are like.
+        facts: what its arguments are like.
         handle: of the dispatch.
         y: `[num_local_experts, num_ranks * max_tokens_per_rank, hidden]` bfloat16, contiguous.
         topk_weights: `[num_tokens, num_topk]` float32, contiguous, or None for those of the dispatch.
@@ -134,7 +134,7 @@ class LatencyCombineCall(NamedTuple):
         active_ranks, timeout_s: as in `LatencyOptions`.
     """
 
-    plan: CombinePlan
+    facts: LatencyCombineFacts
     handle: LatencyHandle
     y: torch.Tensor
     topk_weights: torch.Tensor | None

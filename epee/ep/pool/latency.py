@@ -16,7 +16,7 @@ with its first call, while they meet it before theirs (`meet_again`); then calls
 from __future__ import annotations
 
 import logging
-from typing import TypeGuard, cast
+from typing import TypeAlias, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from ..streams import is_capturing
 from .needs import LatencyNeed, latency_bytes, num_tokens_made_for
 
 _log = logging.getLogger(__name__)
+# Most tokens and experts; the shapes of a row and of a token's ids. The latter are `torch.Size` where one is looked up.
+LatelyKey: TypeAlias = "tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]"
 
 
 class LatencyRooms:
@@ -39,7 +41,7 @@ class LatencyRooms:
         nbytes: of memory to be made now; too few for any call are as 0: the first call makes it.
 
     Attributes:
-        lately: buffers of calls on GPUs, by most tokens and experts, for calls like earlier ones: who uses one of them
+        lately: buffers of calls on GPUs, by `LatelyKey`, for calls like earlier ones: who uses one of them
             must not need more than that. Emptied whenever the next call may need anything else.
     """
 
@@ -50,7 +52,7 @@ class LatencyRooms:
         self._kept: list[LatencyBuffer] = []  # whose memory graphs have recorded
         self._cores: dict[LatencyNeed, LatencyBuffer] = {}
         self._apart: set[LatencyBuffer] = set()  # whose ranks meet before their next call
-        self.lately: dict[tuple[int, int], LatencyBuffer] = {}
+        self.lately: dict[LatelyKey, LatencyBuffer] = {}
         self._wanted = nbytes if nbytes >= _least_bytes(group.size()) else 0  # still to be made
         device = current_gpu()
         if self._wanted and not LatencyBuffer.awaited_bytes(group, device, self._wanted):

@@ -21,7 +21,7 @@ from ..handle import Payload
 from ..latency.buffer import LatencyBuffer
 from ..streams import Lane, Lanes, RunOptions
 from . import agreement
-from .latency import LatencyRooms, current_gpu
+from .latency import LatelyKey, LatencyRooms, current_gpu
 from .needs import LatencyNeed, Need, Wish
 from .throughput import NO_MEMORY, Like, MemoryBytes, Room, ThroughputRooms
 
@@ -111,10 +111,9 @@ class BufferPool:
             extra: for the caller.
             looks: options and tensors by which `latest` is to know such calls.
         """
-        again = room.core.again
-        plan = None if again is None else again.plan_like(*given, *options)
-        if plan is not None:
-            self._rooms.remember(key, Like(room, plan, extra, looks[0], looks_of(*looks[1])))
+        dispatch = room.core.dispatches_like(*given, *options)
+        if dispatch is not None:
+            self._rooms.remember(key, Like(room, dispatch, extra, looks[0], looks_of(*looks[1])))
 
     def latency_buffer(self, need: LatencyNeed, active_ranks: torch.Tensor | None = None) -> LatencyBuffer:
         """Return the buffer for a call. Collective when more memory must be made, and behind `meet_again`.
@@ -131,14 +130,15 @@ class BufferPool:
         self._check_open()
         core = self._latency.buffer(need, active_ranks)
         if self.is_gpu(need.device):
-            self._latency.lately[need.max_tokens, need.num_experts] = core
+            sizes = need.max_tokens, need.num_experts
+            self._latency.lately[sizes, (need.hidden,), (need.num_topk,)] = core
         return core
 
     @property
-    def lately(self) -> Mapping[tuple[int, int], LatencyBuffer]:
-        """What `latency_buffer` has returned last for calls on GPUs of so many tokens at most and so many experts, as
-        long as it would return that again. It fits a call only if that is like an earlier one (`LatencyBuffer.again`).
-        """
+    def lately(self) -> Mapping[LatelyKey, LatencyBuffer]:
+        """What `latency_buffer` has returned last for calls on GPUs of so many tokens at most and so many experts, of
+        rows and of ids of such shapes, as long as it would return that again. It fits a call only if that is like an
+        earlier one (`LatencyBuffer.again`)."""
         return self._latency.lately
 
     def meet_again(self) -> None:

@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...errors import InvalidArgument
-from ...memory.looks import Looks
-from ..buffer import Buffer
+from ...memory.looks import MOST_LOOKS, Looks
+from ..buffer import Buffer, DispatchLike
 from ..config import CPU, MAX_TOPK, BufferConfig, DoesNotFit
 from ..control.bootstrap import refuse as refuse_birth
 from ..gpu.report import NoRoomError
-from ..handle import Dispatched, Payload
 from ..streams import is_capturing
-from ..throughput.gpu.dispatch import DispatchPlan
 from .needs import MOST_BLIND_TOKENS, Need, num_tokens_made_for
 
 _log = logging.getLogger(__name__)
@@ -116,25 +112,19 @@ class Like:
 
     Args:
         room: of the call.
-        plan: of its dispatch.
+        dispatch: makes such a dispatch (`Buffer.dispatches_like`).
         extra: what the caller needs to know of such calls.
         options: of the calls.
         looks: tells whether tensors look like theirs; None where nothing can.
 
     Attributes:
-        room, extra, options, looks: as above.
-        dispatch: makes the call, given x, topk_idx and topk_weights; None, and nothing has happened, where it must go
-            the ordinary way. Raises as `Buffer.dispatch`.
+        As above.
     """
 
     __slots__ = ("dispatch", "extra", "looks", "options", "room")
 
-    def __init__(self, room: Room, plan: DispatchPlan, extra: Any, options: object, looks: Looks | None) -> None:
-        assert room.core.again is not None, "on CPUs the ranks are asked"
-        self.room, self.extra, self.options, self.looks = room, extra, options, looks
-        self.dispatch: Callable[[Payload, torch.Tensor, torch.Tensor], Dispatched | None] = partial(
-            room.core.again.dispatch_like, plan
-        )
+    def __init__(self, room: Room, dispatch: DispatchLike, extra: Any, options: object, looks: Looks | None) -> None:
+        self.room, self.dispatch, self.extra, self.options, self.looks = room, dispatch, extra, options, looks
 
 
 class ThroughputRooms:
@@ -159,7 +149,7 @@ class ThroughputRooms:
         self._last: Buffer | None = None
         self._kept: list[Buffer] = []  # whose memory graphs have recorded
         self._likes: dict[object, Like] = {}  # over the memory that there is
-        self._latest: Like | None = None  # of them, with `looks`
+        self._lately: list[Like] = []  # of them, the last few with `looks`, the youngest first
         if device is not None and memory.slots >= (_NUM_SLOTS + 1) * _LEAST_SLOT:
             self._make_whole(memory, device)
 
@@ -202,34 +192,31 @@ class ThroughputRooms:
         like = self._likes.get(key)
         if like is not None:
             if like.looks is not None:
-                self._latest = like
-            self._use(like)
+                self._lately = [like, *(other for other in self._lately if other is not like)][:MOST_LOOKS]
+            self._note(like.room)
         return like
 
     def latest(self, options: object, *tensors: Any) -> Like | None:
-        """Return what `recall` has returned last, where options are equal and tensors look alike; quicker than a key.
+        """Return what `recall` has returned lately, where options are equal and tensors look alike; quicker than a key.
 
         Args:
             options, tensors: as they were remembered.
         """
-        like: Any = self._latest
-        if like is None or like.options != options or not like.looks(*tensors):
-            return None
-        self._use(like)
-        found: Like = like
-        return found
-
-    def _use(self, like: Like) -> None:
-        """Note a call in a room, as `_note` where there are several."""
-        self._last = like.room.core
-        if len(self._made) > 1:
-            self._note(like.room)
+        like: Any
+        for like in self._lately:
+            if like.options == options and like.looks(*tensors):
+                self._last = like.room.core
+                if len(self._made) > 1:
+                    self._note(like.room)
+                found: Like = like
+                return found
+        return None
 
     def remember(self, key: object, like: Like) -> None:
         """Keep how calls with this key are made, while the memory serves."""
         if len(self._likes) >= _MOST_LIKES:
             self._likes.clear()
-            self._latest = None
+            self._lately.clear()
         self._likes[key] = like
 
     def close(self) -> None:
@@ -239,7 +226,7 @@ class ThroughputRooms:
         self.whole = self._last = None
         self._cut.clear()
         self._likes.clear()
-        self._latest = None
+        self._lately.clear()
         self._made.clear()
         self._kept.clear()
 
@@ -347,7 +334,7 @@ class ThroughputRooms:
         self._memory = memory
         self._cut.clear()
         self._likes.clear()
-        self._latest = None
+        self._lately.clear()
 
     # -- CPUs
 

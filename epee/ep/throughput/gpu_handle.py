@@ -7,6 +7,7 @@ combines. Everything else is worked out when it is first read, by closed form fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from ..config import BufferConfig
 from ..control.inbox import Exchange
 from ..event import DONE, Event
 from ..gpu.params import RECV_INFO_COUNTS, RECV_INFO_EXPANDED, RECV_INFO_ROWS
-from ..handle import Dispatched, DispatchRouting, Handle
+from ..handle import Combined, Dispatched, DispatchRouting, Handle
 from .gpu.dispatch import DispatchPlan
 from .gpu.types import DispatchResult, ThroughputHandle, without_weights
 from .gpu.views import KeptRows
@@ -52,7 +53,7 @@ class CudaHandle(Handle):
 
     @Late
     def form(self) -> tuple[object, ...]:
-        """What the rules of a combine look at of a handle, as `again.combine_facts`."""
+        """What the rules of a combine look at of a handle, as `plans.combine_facts`."""
         order = self.order
         sums = None if order is None else (order.by, order.bias_first, order.round_partials)
         return self.layout, self.expert_alignment, self.num_tokens, self.with_topk, self.capacity, sums
@@ -285,14 +286,16 @@ class HandleMaker:
         handle.kept, handle.routing = got.kept, self._routing(call)
         return handle
 
-    def facts(self, plan: DispatchPlan) -> dict[str, Any]:
+    def _facts(self, plan: DispatchPlan) -> dict[str, Any]:
         """Return what the handles of a plan's dispatches have in common."""
         made = self._new(plan.new_handle(0), 0)
         form = made.form  # worked out once for all of them
         return {"form": form, **{name: value for name, value in made.__dict__.items() if name not in {"core", "kept"}}}
 
     def like(self, plan: DispatchPlan, got: DispatchResult, epoch: int) -> CudaHandle:
-        """Return the handle of a dispatch like an earlier one, which has noted what all of them have in common."""
+        """Return the handle of a dispatch like an earlier one."""
+        if not plan.handle_facts:
+            plan.handle_facts = self._facts(plan)
         core = got.handle
         handle = object.__new__(CudaHandle)  # and the fields at once, as one by one takes longer
         handle.__dict__.update(
@@ -398,3 +401,32 @@ class CudaDispatched(Dispatched):
     def values(self) -> tuple[torch.Tensor, ...]:
         """The tensors of `x`."""
         return self.x if isinstance(self.x, tuple) else (self.x,)
+
+
+class CudaCombined(Combined):
+    """What came back on a GPU without weights, losses, or a stream of its own: `Combined` whose event is made late.
+
+    Args:
+        x: as the attribute.
+        config: of the buffer.
+        stream: raw, that the call's work is on.
+        epoch, lost: as the attributes.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        config: BufferConfig,
+        stream: int,
+        epoch: int,
+        lost: Callable[[], torch.Tensor] | None,
+    ) -> None:
+        self.x, self.topk_weights, self.epoch, self.lost = x, None, epoch, lost
+        self.num_ranks, self.lost_ranks = config.num_ranks, ()
+        self._where = config.device, stream
+
+    @Late
+    def event(self) -> Event:
+        """See `Combined`."""
+        device, stream = self._where
+        return Event(device, stream)

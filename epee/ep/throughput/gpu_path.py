@@ -31,22 +31,22 @@ from ..checks import CombineCall, DispatchCall
 from ..config import BufferConfig
 from ..control.inbox import OP_DISPATCH, OP_GATHER, OP_NAMES
 from ..control.messages import reason_bytes
-from ..event import Event
 from ..gpu.platform import Platform
-from ..gpu.report import REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM, NoRoomError
+from ..gpu.report import NO_REPORTS, REFUSED_INVALID_ARGUMENT, REFUSED_NO_ROOM, NoRoomError
 from ..handle import Combined, Dispatched, Handle
 from ..handle import Payload as GivenPayload
 from ..membership import path_lane
 from ..paths import Making
+from ..plans import ALIGNMENT, KnownPlans
 from ..streams import Lane, RunOptions
-from .gpu.combine import AnyCombinePlan, combine, combine_input, refuse
-from .gpu.dispatch import DispatchPlan, plan_of, short_key
+from .gpu.combine import combine, combine_input, refuse
+from .gpu.dispatch import DispatchPlan, plan_of
 from .gpu.epochs import Epochs
 from .gpu.machine import Machine
 from .gpu.place import ExpertPlace
 from .gpu.shape import Shape
 from .gpu.types import CombineOptions, DispatchOptions
-from .gpu_handle import CudaDispatched, CudaHandle, HandleMaker
+from .gpu_handle import CudaCombined, CudaDispatched, CudaHandle, HandleMaker
 from .order import RANKS_THEN_BIAS
 from .partial import lost_weight
 from .shapes import ThroughputConfig, slots_of
@@ -84,6 +84,7 @@ class CudaPath:
 
     Attributes:
         machine: kernels, memory, and the order of calls, on the GPU.
+        core: the same.
         shape: the sizes of calls.
         num_copied: results that were copied out because no slot was free.
     """
@@ -100,7 +101,7 @@ class CudaPath:
         self._timeout = timeout
         deadline = time.monotonic() + timeout
         config = throughput_config(self.config, self.rank)
-        self.machine = machine = self._make_machine(config, deadline)
+        self.core = self.machine = machine = self._make_machine(config, deadline)
         self.shape = Shape(machine, config)
         self._epochs = Epochs(making, self._lane, machine)
         self._notifier = self._epochs.notifier
@@ -364,95 +365,90 @@ class CudaPath:
 
     def dispatch_again(
         self,
-        plan: DispatchPlan,
+        known: KnownPlans,
         x: GivenPayload,
-        route: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
-        known: CudaHandle | None,
-        stream: int,
-        is_late: bool = True,
+        others: tuple[torch.Tensor | None, Handle | None, int | None],
+        layout: str,
+        expert_alignment: int,
+        num_sms: int | None,
+        sync: bool,
     ) -> CudaDispatched | None:
-        """Run a dispatch like an earlier one on a quiet stream; None, and nothing has happened, where it cannot be.
+        """Run a dispatch like an earlier one in quiet times; None, and nothing has happened, where it cannot be.
 
         Args:
-            plan: of the call.
-            x, topk_weights, known: as they came; `known` is the handle.
-            route: `topk_idx`, or the mask.
-            stream: what `quiet_stream` has just returned.
-            is_late: what few programs read of the result is made when it is read.
+            known: the plans of the buffer.
+            others: the mask, the handle and the capacity.
+            Others as of `Buffer.dispatch`.
         """
-        machine = self.machine
-        before = machine.num_calls
+        stream = self.quiet_stream()
+        if stream is None:
+            return None
+        plan = known.dispatch(x, topk_idx, topk_weights, others, (layout, expert_alignment), num_sms, sync)
+        if plan is None:
+            return None
+        mask, given, _ = others
+        handle: Any = given  # as all of these, it looks as that of a call that has passed the checks
+        route = mask if topk_idx is None else topk_idx
+        known_core = None if handle is None else handle.core
         values, scales = (x, None) if isinstance(x, torch.Tensor) else x
-        try:
-            known_core = None if known is None else known.core
-            payload = values, scales, topk_weights
-            got = plan.start(payload, route, known_core, self._timeout, stream, is_late)
-            machine.check()  # what the kernels of this call have reported already
-        except torch.OutOfMemoryError:
-            if machine.num_calls == before:
-                return None
-            raise
-        except EpeeError as error:
-            self._epochs.blame_death("dispatch", error, is_capturing=False)
-            raise
+        got = plan.start((values, scales, topk_weights), route, known_core, self._timeout, stream, is_late=True)
+        if self.machine.codes != NO_REPORTS:
+            self.machine.check()  # what the kernels of this call have reported already
         epoch = self._exchange.epoch
-        if known is None:
-            handle = self._handles.like(plan, got, epoch)
+        if handle is None:
+            made = self._handles.like(plan, got, epoch)
         else:
-            handle = known if got.handle is known.core else replace(known, core=got.handle)
+            made = handle if got.handle is known_core else replace(handle, core=got.handle)
+        return CudaDispatched(got, None if scales is None else scales.dtype, made, epoch, ())
+
+    def dispatch_like(
+        self, plan: DispatchPlan, x: GivenPayload, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> CudaDispatched | None:
+        """Run a dispatch of a plan, as `dispatch_again`; all of the result is made at once.
+
+        Args:
+            plan: of a call whose arguments looked as these, but for addresses.
+            x, topk_idx, topk_weights: as of `Buffer.dispatch`.
+        """
+        stream, machine = self.quiet_stream(), self.machine
+        values, scales = (x, None) if isinstance(x, torch.Tensor) else x
+        if stream is None or plan.max_sms != machine.max_sms or values.data_ptr() % ALIGNMENT:
+            return None
+        got = plan.start((values, scales, topk_weights), topk_idx, None, self._timeout, stream, is_late=False)
+        if machine.codes != NO_REPORTS:
+            machine.check()
+        epoch = self._exchange.epoch
+        handle = self._handles.like(plan, got, epoch)
         result = CudaDispatched(got, None if scales is None else scales.dtype, handle, epoch, ())
-        if not is_late:
-            result.topk_idx, result.topk_weights = got.topk_idx, got.topk_weights
-            result.num_tokens_per_expert = handle.num_tokens_per_expert
+        result.topk_idx, result.topk_weights = got.topk_idx, got.topk_weights
+        result.num_tokens_per_expert = handle.num_tokens_per_expert
         return result
 
-    def combine_again(
-        self, plan: AnyCombinePlan, y: torch.Tensor, handle: CudaHandle, slot: int, stream: int
-    ) -> Combined | None:
-        """Run a combine of rows alone like an earlier one, as `dispatch_again`.
-
-        Args:
-            plan: of the call.
-            y, handle: as they came.
-            slot: of `combine.find_rows`.
-            stream: what `quiet_stream` has just returned.
-        """
-        machine = self.machine
-        before = machine.num_calls
-        try:
-            out = plan.new_out()
-            plan.start(y, handle.core, slot, (), out, None, self._timeout, stream)
-            machine.check()
-        except torch.OutOfMemoryError:
-            if machine.num_calls == before:
-                return None
-            raise
-        except EpeeError as error:
-            self._epochs.blame_death("combine", error, is_capturing=False)
-            raise
-        config = self.config
-        lost = None if handle.capacity is None and handle.routing is None else self._lost_weight(handle, ())
+    def combine_again(self, known: KnownPlans, y: torch.Tensor, handle: object, num_sms: int | None) -> Combined | None:
+        """Run a combine of rows alone like an earlier one, as `dispatch_again`."""
+        stream = self.quiet_stream()
+        if stream is None or type(handle) is not CudaHandle:
+            return None
         epoch = self._exchange.epoch
-        return Combined(out, None, Event(config.device, stream), config.num_ranks, epoch, (), lost)
+        if handle.buffer_id != known.buffer_id or handle.epoch != epoch:
+            return None
+        found = known.combine(y, handle, num_sms)
+        if found is None:
+            return None
+        plan, slot = found
+        out = plan.new_out()
+        plan.start(y, handle.core, slot, (), out, None, self._timeout, stream)
+        if self.machine.codes != NO_REPORTS:
+            self.machine.check()
+        lost = None if handle.capacity is None and handle.routing is None else self._lost_weight(handle, ())
+        return CudaCombined(out, self.config, stream, epoch, lost)
 
-    def known_dispatch(self, memo: dict[Any, DispatchPlan], is_exact: bool, num_sms: int | None) -> DispatchPlan | None:
-        """Return the plan of a dispatch whose like has been made, or None; `memo` as of `plan_of`."""
-        plan = memo.get(short_key(self.machine, is_exact, num_sms))
-        if plan is not None and not plan.handle_facts:
-            plan.handle_facts = self._handles.facts(plan)
-        return plan
-
-    def known_combine(
-        self, memo: dict[Any, AnyCombinePlan], is_copied: bool, num_sms: int | None
-    ) -> AnyCombinePlan | None:
-        """Return the plan of a combine of rank-layout rows alone whose like has been made, or None.
-
-        Args:
-            memo: as of `combine`.
-            is_copied, num_sms: see `find_rows`; of the call.
-        """
-        return memo.get((is_copied, 0, num_sms, self.machine.max_sms))
+    def blame(self, op: int, error: Exception) -> None:
+        """Raise that a rank is dead where that is why a call has failed."""
+        if isinstance(error, EpeeError):
+            self._epochs.blame_death(OP_NAMES[op], error, is_capturing=False)
 
     def _lost_weight(self, handle: CudaHandle, lost: Sequence[int]) -> Callable[[], torch.Tensor] | None:
         """Return what tells the weights that a combine has lost, or None where nothing can be lost."""

@@ -96,7 +96,7 @@ class Running:
         if self._lane is not None:
             self._lane.__exit__(kind, error, traceback)
         if error is not None and self._is_gpu:
-            _advise(error)
+            advise(error)
 
     @property
     def has_own_stream(self) -> bool:
@@ -124,7 +124,8 @@ GPU_AT_ONCE = Running(True, None)
 _AT_ONCE = (Running(False, None), GPU_AT_ONCE)
 
 
-def _advise(error: BaseException) -> None:
+def advise(error: BaseException) -> None:
+    """Say with the failure of a call on a GPU, after which buffers wait for a `sync`, what to do without one."""
     if isinstance(error, (PeerError, MismatchError)) and not isinstance(error, (EvictedError, NoQuorumError)):
         add_advice(error, NORMAL)
 

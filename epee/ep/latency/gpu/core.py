@@ -5,8 +5,8 @@ launch, or two when the caller wants its send half and its receive half apart (`
 nothing and learns nothing by itself: counts, `got` and the mask are tensors on the device. What calls of a kind and
 size have in common is prepared once (`plan.py`): a call allocates, writes the words that vary, launches.
 
-Memory of a rank: one region (`params.region_layout`), lent to all ranks, into which peers store; it serves calls of
-all sizes that fit (`plans_of`), with the same words and numbers of calls. Results are ordinary tensors. Who writes
+Memory of a rank: one region (`memory.py`), lent to all ranks, into which peers store; it serves calls of all sizes that
+fit (`plans_of`), with the same words and numbers of calls. Results are ordinary tensors. Who writes
 what, and why slots are safe to reuse, says `csrc/kernels/latency/call.cuh`.
 
 Protocol on the host: all ranks make the same calls of a kind in the same order; hooks may be called in any. Everything
@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from ....errors import InvalidArgument, InvalidState
+from ....errors import InvalidState
 from ...gpu.device import GpuDevice
 from ...gpu.lent import AllGather
-from ...gpu.params import MAX_RANKS
-from ...gpu.platform import LentRegion, Platform
+from ...gpu.platform import Platform
 from .half import OPS, Half
+from .memory import LatencyMemory
 from .params import (
     BOTH_HALVES,
     COMBINE_POINTERS,
@@ -40,24 +40,14 @@ from .params import (
     OP_DISPATCH,
     RECEIVE_HALF,
     SEND_HALF,
-    LatencyConfig,
     kernel_head,
 )
-from .plan import CallPlan, CombinePlan, DispatchPlan, Planner
+from .plan import CallPlan, LatencyCombinePlan, LatencyDispatchPlan, Planner
 from .report import take_report
+from .shapes import LatencyConfig
 from .types import CoreCombined, CoreHandle, CoreReceived
 
 Words = tuple[int, tuple[int, ...]]  # time-out in nanoseconds, pointers in the order of the kernel's arguments
-# Words that peers write: their type, and how they show a call, of whose number `low` is the low half.
-_WORDS: dict[str, tuple[torch.dtype, Callable[[int, int], int]]] = {
-    "heads": (torch.int64, lambda tag, low: low << 32),
-    "weights": (torch.int64, lambda tag, low: low << 32),
-    "flags": (torch.int64, lambda tag, low: tag),
-    "packets": (torch.int32, lambda tag, low: low),
-}
-_WORDS_OF_PEERS = {
-    f"{op}_{part}": how for op in OPS.values() for part, how in _WORDS.items() if (op, part) != ("dispatch", "weights")
-}
 
 
 class LatencyCore:
@@ -72,7 +62,7 @@ class LatencyCore:
     Attributes:
         device: kernels, reports, the order of calls.
         active_ranks: `[num_ranks]` int32 on the device, the mask of calls that bring none.
-        nbytes: GPU memory that this rank lends.
+        memory: that the ranks lend each other.
         plans: makes the plans of calls.
         num_calls: calls that this rank has begun; those recorded in graphs do not count.
         is_poisoned: fill results with 0xFF before each call.
@@ -85,16 +75,11 @@ class LatencyCore:
         self.num_calls = 0
         self.device = GpuDevice(platform, kernel_head(config.num_ranks, platform.limits.stall_one_in), KERNELS)
         self._lost = platform.host_words(1)
-        self.active_ranks = torch.ones(config.num_ranks, dtype=torch.int32, device=platform.device)
-        self._mask_address = self.active_ranks.data_ptr()
         self.plans = Planner(platform, config, self.device.kernels)
         self._planners = {config: self.plans}
-        self._own: LentRegion = platform.create(config.region_layout.nbytes)
-        self.nbytes = self._own.nbytes
-        self._peers: list[LentRegion | None] = self._attach(all_gather)
-        self._write_peers()
-        self._agreed: tuple[list[bool], int] = [True] * config.num_ranks, 0  # who takes part, the last call's number
-        self._is_open = True  # whether calls reach the others in that view
+        self.memory = LatencyMemory(platform, config, all_gather)
+        self.active_ranks = self.memory.active_ranks
+        self._mask_address = self.active_ranks.data_ptr()
         self._share = self.device.share
         self._open: dict[int, deque[Half]] = {OP_DISPATCH: deque(), OP_COMBINE: deque()}
         for name, kernel in self.device.kernels.items():
@@ -124,7 +109,7 @@ class LatencyCore:
 
     def dispatch(
         self,
-        plan: DispatchPlan,
+        plan: LatencyDispatchPlan,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
@@ -190,7 +175,7 @@ class LatencyCore:
 
     def combine(
         self,
-        plan: CombinePlan,
+        plan: LatencyCombinePlan,
         y: torch.Tensor,
         handle: CoreHandle,
         topk_weights: torch.Tensor | None,
@@ -245,7 +230,7 @@ class LatencyCore:
     def refuse(self, op: int) -> None:
         """Take part in the peers' next call of a kind only to say that this rank's was invalid."""
         stream, is_capturing = self._begin(op, None, do_check=False)
-        region = self._own.address
+        region = self.memory.address
         if op == OP_DISPATCH:
             names, places = DISPATCH_POINTERS, {"sent_to": region + self.config.region_layout.offset("scratch")}
         else:
@@ -344,102 +329,13 @@ class LatencyCore:
         timeout_ns, pointers = what
         ready.launch(stream, timeout_ns, turn, pointers)
 
-    # --- view and memory ------------------------------------------------------------------------------------------
-
-    def tags(self) -> int:
-        """Return the highest call number that this rank has used; waits for the GPU."""
-        self.platform.synchronize()
-        return max(int(self._words(name).max()) for name in ("dispatch_tags", "combine_tags"))
+    # --- view, reports, end ---------------------------------------------------------------------------------------
 
     def set_view(self, active: Sequence[bool], tag: int) -> None:
-        """Get ready for an agreed view: every member calls this with equal arguments, and `open_view` before its calls.
-
-        Until then a call, which only a graph can make, reaches no other rank: it ends at once, without them. Nobody
-        makes a call of the view before all members are ready; who stores something of earlier calls meanwhile harms
-        nobody.
-
-        Args:
-            active: who is in.
-            tag: above everybody's `tags()`, so that nothing of earlier calls passes for new.
-        """
+        """Get ready for an agreed view, as `LatencyMemory.set_view`; calls that wait for their hooks are dropped."""
         self._open[OP_DISPATCH].clear()
         self._open[OP_COMBINE].clear()
-        self.platform.synchronize()
-        self._agreed, self._is_open = ([bool(one) for one in active], tag), False
-        self._write_words("peers", [self._own.address * (rank == self.config.rank) for rank in range(MAX_RANKS)])
-        for rank in range(self.config.num_ranks):
-            self._note_calls(rank, tag)
-        self._count_from(tag)
-        self.platform.synchronize()
-
-    def open_view(self) -> None:
-        """Let calls reach the others' memory in the view that was set last, from its number on.
-
-        Replays meanwhile have used the numbers of the view's calls, and have stored them where no other rank writes.
-        """
-        if self._is_open:
-            return  # replays since then are calls
-        self.platform.synchronize()
-        active, tag = self._agreed
-        self._note_calls(self.config.rank, tag)
-        self._count_from(tag)
-        self.active_ranks.copy_(torch.tensor(active, dtype=torch.int32, device="cpu"))
-        self._write_peers()
-        self.platform.synchronize()
-        self._is_open = True
-
-    def _count_from(self, tag: int) -> None:
-        """Let call `tag` have been the last one of this rank, and all others have been in it."""
-        for op in OPS.values():
-            self._write_words(f"{op}_tags", [tag, tag])
-            self._write_words(f"{op}_heard", [tag] * self.config.num_ranks)
-        self._write_words("news", [0, 0, 0])  # who was dead may have a successor
-        self._write_words("reported", [0, 0])
-
-    def _note_calls(self, rank: int, tag: int) -> None:
-        """Let all words that a process of `rank` has stored here be those of call `tag`, which none was.
-
-        So none passes for one of a later call, neither what its process before has stored nor what is so old that its
-        32 bits of a number come round. Rows stay: nobody looks at them without their flag.
-        """
-        low = _signed(tag & 0xFFFFFFFF, 32)
-        layout = self.config.region_layout
-        for name, (dtype, word) in _WORDS_OF_PEERS.items():
-            field = layout[name]
-            if field.nbytes:
-                words = self._own.lease(layout.offset(name), field.nbytes, None).view(dtype)
-                words.view(field.shape[0], field.shape[1], -1)[:, rank].fill_(word(tag, low))
-
-    @property
-    def blob(self) -> bytes:
-        """What a replaced peer needs to attach this rank's region."""
-        return self._own.blob
-
-    def attach_peer(self, blob: bytes) -> LentRegion:
-        """Map the region of a process that takes a rank's place; no call uses it before `replace_peer`.
-
-        Raises:
-            InvalidArgument: it has another size; and as `CudaRegion.attach`.
-        """
-        region = self.platform.attach(blob)
-        if region.nbytes != self.nbytes:
-            size = region.nbytes
-            region.close()
-            raise InvalidArgument(f"a peer lends {size} bytes, this rank {self.nbytes}; use equal sizes")
-        return region
-
-    def replace_peer(self, rank: int, region: LentRegion) -> None:
-        """Let kernels use another region for a rank, and unmap the one before; no call may be in flight."""
-        old = self._peers[rank]
-        if old is region:
-            return
-        self.platform.synchronize()
-        self._peers[rank] = region
-        if self._is_open:
-            self._write_peers()
-            self.platform.synchronize()
-        if old is not None:
-            old.close()
+        self.memory.set_view(active, tag)
 
     @property
     def num_outstanding(self) -> int:
@@ -473,42 +369,13 @@ class LatencyCore:
         self.device.close()
         for calls in self._open.values():
             calls.clear()  # their hooks must not launch anything any more
-        for region in self._peers:
-            if region is not None:
-                region.close()
-        self._own.close()
-
-    def _attach(self, all_gather: AllGather) -> list[LentRegion | None]:
-        rank = self.config.rank
-        blobs = all_gather(self._own.blob)
-        regions: list[LentRegion | None] = [
-            self._own if peer == rank else self.platform.attach(blob) if blob else None
-            for peer, blob in enumerate(blobs)
-        ]
-        for peer, region in enumerate(regions):
-            if region is not None and region.nbytes != self.nbytes:
-                raise InvalidArgument(
-                    f"rank {peer} lends {region.nbytes} bytes, this rank {self.nbytes}; "
-                    "all ranks must make the buffer with the same sizes"
-                )
-        all_gather(b"attached")  # nobody may leave before everybody has copied its descriptors
-        return regions
-
-    def _words(self, name: str) -> torch.Tensor:
-        layout = self.config.region_layout
-        return self._own.lease(layout.offset(name), layout[name].nbytes, None).view(torch.int64)
-
-    def _write_peers(self) -> None:
-        self._write_words("peers", [0 if region is None else region.address for region in self._peers])
-
-    def _write_words(self, name: str, values: Sequence[int]) -> None:
-        self._words(name)[: len(values)].copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
+        self.memory.close()
 
     def _set_constants(self, args: Any, op: str, config: LatencyConfig) -> None:
         """Fill in what all calls of the same sizes have in common."""
         layout = config.region_layout
         call = args.call
-        call.own, call.report, call.abort = self._own.address, self.device.report.address, self.device.news.address
+        call.own, call.report, call.abort = self.memory.address, self.device.report.address, self.device.news.address
         call.lost, call.rank = self._lost.address, config.rank
         call.op = OP_DISPATCH if op == "dispatch" else OP_COMBINE
         call.peers_offset, call.reported_offset = layout.offset("peers"), layout.offset("reported")
@@ -523,10 +390,6 @@ class LatencyCore:
         else:
             args.weights_offset, args.weights_section = layout.offset("combine_weights"), config.sections.weights
             args.num_rows = config.num_local_experts * config.capacity
-
-
-def _signed(value: int, num_bits: int) -> int:
-    return value - (1 << num_bits) if value >> (num_bits - 1) else value
 
 
 def _poison(*tensors: torch.Tensor | None) -> None:

@@ -33,14 +33,9 @@ from .params import (
     SCALE_BLOCK,
     SEND_HALF,
     LatencyCombineParams,
-    LatencyConfig,
     LatencyDispatchParams,
-    LatencyHandleSpace,
-    Launch,
-    combine_launch,
-    dispatch_launch,
-    handle_space,
 )
+from .shapes import LatencyConfig, LatencyHandleSpace, Launch, combine_launch, dispatch_launch, handle_space
 from .types import CoreOptions
 
 FP8 = torch.float8_e4m3fn
@@ -147,7 +142,7 @@ class CallPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchPlan:
+class LatencyDispatchPlan:
     """A dispatch of so many tokens with these options.
 
     Attributes:
@@ -174,7 +169,7 @@ class DispatchPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class CombinePlan:
+class LatencyCombinePlan:
     """A combine of so many tokens with these options.
 
     Attributes:
@@ -205,7 +200,7 @@ class Planner:
     def __init__(self, platform: Platform, config: LatencyConfig, kernels: Mapping[str, Launcher]) -> None:
         self._config, self._kernels, self._limits, self._device = config, kernels, platform.limits, platform.device
 
-    def dispatch(self, num_tokens: int, x_stride: int, options: CoreOptions) -> DispatchPlan:
+    def dispatch(self, num_tokens: int, x_stride: int, options: CoreOptions) -> LatencyDispatchPlan:
         """Prepare dispatches of so many tokens, whose rows lie `x_stride` bytes apart.
 
         Raises:
@@ -229,7 +224,7 @@ class Planner:
             "scale_words": num_scales,
         }
         name = "dispatch_latency_fp8" if options.use_fp8 else "dispatch_latency_bf16"
-        return DispatchPlan(
+        return LatencyDispatchPlan(
             config,
             self._calls(OP_DISPATCH, name, options, constants, partial(dispatch_launch, config, num_tokens)),
             num_tokens,
@@ -244,7 +239,7 @@ class Planner:
 
     def combine(
         self, num_tokens: int, options: CoreOptions, is_wide: bool = False, has_weights: bool = False
-    ) -> CombinePlan:
+    ) -> LatencyCombinePlan:
         """Prepare combines of so many tokens.
 
         Args:
@@ -262,7 +257,7 @@ class Planner:
         }
         name = "combine_latency_f32" if is_wide else "combine_latency_bf16"
         num_ranks = config.num_ranks
-        return CombinePlan(
+        return LatencyCombinePlan(
             self._calls(OP_COMBINE, name, options, constants, partial(combine_launch, config, num_tokens)),
             num_tokens,
             self._allocate(torch.bfloat16, (num_tokens, config.hidden)),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .params import SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0, LatencyConfig, LatencyHandleSpace
+from .params import SCALES_FLOAT, SCALES_POWER, SCALES_UE8M0
+from .shapes import LatencyConfig, LatencyHandleSpace
 
 
 @dataclass(frozen=True)

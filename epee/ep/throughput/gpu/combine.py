@@ -161,12 +161,11 @@ class CombinePlan:
         bias_0 = bias[0].data_ptr() if bias else 0
         bias_1 = bias[1].data_ptr() if len(bias) > 1 else 0
         weights = 0 if out_weights is None else out_weights.data_ptr()
-        number, timeout_ns = machine.next_number, int(timeout_s * 1e9)
+        number, timeout_ns = 0 if machine.is_capturing else machine.num_calls + 1, int(timeout_s * 1e9)
         self._write(
             number, timeout_ns, handle.addresses, y.data_ptr(), bias_0, bias_1, out.data_ptr(), weights, slot, 0
         )
-        machine.announce()
-        machine.launch_written(self._stage, stream)
+        machine.launch_written(self._stage, stream, is_first=True)
 
 
 class OrderedPlan:

@@ -31,8 +31,8 @@ from ..shapes import (
 from .machine import Machine
 from .shape import Shape
 from .slots import Taken
-from .types import DispatchFacts, DispatchOptions, DispatchResult, FieldAt, HandleForm, ThroughputHandle
-from .views import KeptRows, SlotViews
+from .types import DispatchFacts, DispatchOptions, DispatchResult, HandleForm, ThroughputHandle
+from .views import FieldAt, KeptRows
 
 SMALL_TOKENS = 1024
 FEW_SMS = 65  # for few tokens by default: none of them is busy for long, and more gain nothing
@@ -193,7 +193,7 @@ class DispatchPlan:
         sent = 0 if weights is None else weights.data_ptr()
         given = sent if self._is_fresh else 0
         from_scales = 0 if scales is None else scales.data_ptr()
-        number = machine.next_number
+        number = 0 if machine.is_capturing else machine.num_calls + 1
         self._write_layout(number, timeout_ns, topk_idx, mask, given, addresses, mailbox, slot, refused)
         self._write_payload(number, timeout_ns, x.data_ptr(), from_scales, addresses)
         if weights is not None:
@@ -203,8 +203,7 @@ class DispatchPlan:
             layout.weights_of = 0
         if expanded is not None:
             _set_out(sends, expanded)
-        machine.announce()
-        machine.launch_written(self._first, stream)
+        machine.launch_written(self._first, stream, is_first=True)
         if self._payload is not None and not refused:
             machine.launch_written(self._payload, stream)
 
@@ -250,7 +249,13 @@ class DispatchPlan:
         rows = self.most_rows if handle.num_recv is None else handle.num_recv
         views, at = machine.views(taken), self._fields
         readers = [stream] if taken is None else taken.streams
-        kept = self._kept_rows(views, taken, rows, readers) if self._is_fresh else None
+        kept = None
+        if self._is_fresh:  # what the handle may be asked for later
+            is_graphs = taken is not None and taken.is_graphs
+            current = None if is_graphs else machine.platform.stream
+            kept = KeptRows(views.words, at.kept, (rows, self.num_topk), readers, current)
+            if taken is not None and not is_graphs:
+                views.kept = weakref.ref(kept)
         x = views.alias(at.x, rows)
         scales = None if at.scales is None else views.alias(at.scales, rows)
         if taken is not None and is_late:
@@ -260,18 +265,9 @@ class DispatchPlan:
         topk_weights = None if at.topk_weights is None else views.alias(at.topk_weights, rows)
         if taken is None:
             x, scales, topk_idx, topk_weights = x.clone(), _clone(scales), _clone(topk_idx), _clone(topk_weights)
+            if kept is not None:
+                kept.keep()
         return DispatchResult(x, scales, topk_idx, topk_weights, handle, readers, kept)
-
-    def _kept_rows(self, views: SlotViews, taken: Taken | None, rows: int, readers: list[int]) -> KeptRows:
-        """Return what the handle of a result may be asked for later; in the landing slot it is copied at once."""
-        is_graphs = taken is not None and taken.is_graphs
-        stream = None if is_graphs else self._shape.machine.platform.stream
-        kept = KeptRows(views.words, self._fields.kept, (rows, self.num_topk), readers, stream)
-        if taken is None:
-            kept.keep()
-        elif not is_graphs:
-            views.kept = weakref.ref(kept)
-        return kept
 
     def _payload_shape(self, machine: Machine) -> LaunchShape:
         """Return the launch of the payload kernel, which in the expert layout takes every multiprocessor."""

@@ -35,7 +35,8 @@ from ...gpu.params import (
     kernel_head,
 )
 from ...gpu.platform import LentRegion, Platform
-from ...gpu.report import NO_REPORTS, ReasonOf, blame, is_echo, take_report
+from ...gpu.report import ReasonOf, blame, is_echo, take_report
+from ...gpu.share import Share
 from ...gpu.stage import Stage
 from ..shapes import LaunchShape, ThroughputConfig
 from .place import ExpertPlace, Places
@@ -64,6 +65,7 @@ class Machine:
 
     Attributes:
         device: kernels, reports, the order of calls.
+        codes: of its reports.
         mailboxes: where kernels answer.
         slots: the receive regions of all ranks.
         members: ranks that take part.
@@ -100,7 +102,7 @@ class Machine:
         self.mailboxes = Mailboxes(platform, config.most_info_words // 2)
         self._exchanged = platform.host_words(1)
         self.pool = ReceiveSlotPool(platform, config.num_slots, self._exchanged.words)
-        self._share, self._codes = self.device.share, self.device.codes
+        self._share, self.codes = self.device.share, self.device.codes
         self.max_sms, self._is_alone = platform.limits.num_sms, True
         self._views: dict[int, SlotViews] = {}
         self._lent: dict[int, Taken] = {}  # slots whose aliases are looked after
@@ -133,8 +135,13 @@ class Machine:
         call.ordinal = self.number
         self.launch_written(stage, stream)
 
-    def launch_written(self, stage: Stage, stream: int) -> None:
-        """Launch a kernel whose number of the call, and time-out, have been written (`call_words`)."""
+    def launch_written(self, stage: Stage, stream: int, is_first: bool = False) -> None:
+        """Launch a kernel whose number of the call, and time-out, have been written (`call_words`).
+
+        With `is_first` it is the first one of its call, which is counted here: from then on peers hear of it.
+        """
+        if is_first and not self.is_capturing:
+            self.num_calls += 1
         shape, mode, grid = stage.shape, stage.mode, stage.grid
         share, at_once = self._share, grid
         if mode == "early":
@@ -156,11 +163,6 @@ class Machine:
         """Number of the call that was announced last; 0 while a graph is recorded."""
         return 0 if self.is_capturing else self.num_calls
 
-    @property
-    def next_number(self) -> int:
-        """Number that `announce` will give the next call; 0 while a graph is recorded."""
-        return 0 if self.is_capturing else self.num_calls + 1
-
     def announce(self) -> None:
         """Count a call, right before its first kernel is launched: from then on peers hear of it."""
         if not self.is_capturing:
@@ -171,7 +173,7 @@ class Machine:
 
         Beside what `GpuDevice.quiet_stream` looks at that is what other buffers do on the GPU, and haunted slots.
         """
-        is_busy = self.is_capturing or self.is_poisoned or self.pool.haunters or not self._share.is_as_seen()
+        is_busy = self.is_capturing or self.is_poisoned or self.pool.haunters or self._share.seen != Share.num_changes
         return None if is_busy else self.device.quiet_stream()
 
     def begin(self, do_check: bool = True) -> int:
@@ -207,7 +209,7 @@ class Machine:
 
     def check(self) -> None:
         """Raise what a kernel has reported since the last look; costs a few loads of host memory."""
-        if self._codes == NO_REPORTS:
+        if not self.device.has_reports:
             return
         error = take_report(self.device.report.words, self.config.rank, self.reason_of)
         if error is not None:
@@ -368,7 +370,7 @@ class Machine:
         for reader in taken.streams:
             if reader != stream:
                 self.platform.wait(self.platform.mark(reader))
-        if views.kept is not None:
+        if views.kept is not None and views.kept() is not None:
             self._save_rows(views)
         self.pool.grant_again(slot, self.num_calls + 1)
         del self._lent[slot]

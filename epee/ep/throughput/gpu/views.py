@@ -21,12 +21,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 from ....memory.fresh import first_rows
 
 _MOST_ORIGINALS = 256  # of a slot: callers may bring new shapes all the time
+# Where a matrix lies in a slot: its dtype, bytes from the slot's beginning, rows and columns.
+FieldAt: TypeAlias = "tuple[torch.dtype, int, tuple[int, int]]"
 _count_users: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -48,13 +51,13 @@ class SlotViews:
         self._base = base
         self._storage = base.untyped_storage()
         self._address: int = self._storage._cdata
-        self._originals: dict[tuple[torch.dtype, int, tuple[int, int]], torch.Tensor] = {}
+        self._originals: dict[FieldAt, torch.Tensor] = {}
         self._num_others = _count_users(self._address)
         # All of Python has one object for a storage. It is one user, however many names users give it.
         self._num_names = sys.getrefcount(self._storage)
 
-    def alias(self, at: tuple[torch.dtype, int, tuple[int, int]], num_rows: int) -> torch.Tensor:
-        """Return the first `num_rows` rows of a matrix: its dtype, bytes from the slot's beginning, shape.
+    def alias(self, at: FieldAt, num_rows: int) -> torch.Tensor:
+        """Return the first `num_rows` rows of a matrix in the slot.
 
         It is a tensor of its own over the memory: no gradient finds its way into the original.
         """

@@ -1,4 +1,6 @@
-"""Calls of a `Buffer` that are like earlier ones: checked once, planned once, then facts, a launch, and no more.
+"""What calls of a `Buffer` look like: checked once, planned once, and found again by it.
+
+`latency/plans.py` has the same for `LatencyBuffer`.
 
 A call on a GPU costs the host little more than its launch, so to look at each argument would show. What the rules of
 `checks.py` are about, but for addresses, is the call's *facts*: shapes, strides, dtypes, devices, options. Facts that
@@ -7,45 +9,36 @@ looked at for what they do not say: where rows begin, how many a combine has. Ca
 (made contiguous), or may overlap others (`out`, `bias`), are checked each time, and so are all calls on CPUs, whose
 checks look at the data and plan.
 
-Most calls come with the options' defaults, when nothing has happened since the last one (`CudaPath.quiet_stream`). Such
-a call needs none of what stands around others: no time-out to check, no epoch to enter, no stream to choose, nobody to
-tell. So it is looked for first (`RowsAgain`). Whatever is not as it was gives None, before anything has happened, and
-the call goes the ordinary way, which checks it, makes it or raises. A drop-in layer that has a key of its own keeps the
-plan (`plan_like`), and makes calls by it (`dispatch_like`): then nothing is looked up here. `latency/again.py` is the
-same for `LatencyBuffer`.
+In quiet times (`attempt.CallsAgain`) a call's plan is looked for first, by less (`KnownPlans`): of the last few kinds
+of dispatches by one look at all tensors, which costs less than to ask each what it is like; else by a key. A drop-in
+layer that has a key of its own keeps the plan (`Buffer.dispatches_like`): then nothing is looked up here.
 
-Who calls `RowsAgain`: the thread of a call. It does by itself what `with turns.queue(), turns` and `CallAttempt` do:
-the lock; the end of a buffer that was closed meanwhile; a refusal where an error comes (from a signal handler) before
-the peers have heard of the call.
+Who calls: the thread of a call, with the buffer's lock.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..memory.looks import Looks, looks_of
-from .attempt import refuse
+from ..memory.looks import MOST_LOOKS, Looks, looks_of
 from .checks import CombineCall, DispatchCall, GivenRouting, check_combine, check_dispatch, check_payload
 from .config import BufferConfig
-from .control.inbox import OP_COMBINE, OP_DISPATCH, Exchange
-from .gpu.ranges import is_profiling
-from .handle import Combined, Handle, Payload
+from .control.exchanging import RowExchange
+from .handle import Handle
 from .throughput.gpu.combine import AnyCombinePlan, find_rows
-from .throughput.gpu.dispatch import DispatchPlan
-from .throughput.gpu_handle import CudaDispatched, CudaHandle
-from .throughput.gpu_path import CudaPath
-from .turns import Turns
+from .throughput.gpu.dispatch import DispatchPlan, short_key
+from .throughput.gpu.machine import Machine
+from .throughput.gpu_handle import CudaHandle
 
 _MOST_FACTS = 1024  # that are remembered: callers may bring new shapes all the time
 NO_FACTS = (AttributeError, RuntimeError, TypeError, ValueError)  # of what is no tensor, or no dense one
 _MAY_BE_NEGATED = frozenset({torch.float16, torch.float32, torch.float64})  # parts of complex numbers, lazily
 _MOST_KEYS = 1024  # of a kind, that lead to plans
-_BY_TOPK = (None, None, None)  # no mask, no handle, no capacity
-_ALIGNMENT = 16  # of rows, as `checks.check_rows` says
+BY_TOPK = (None, None, None)  # no mask, no handle, no capacity
+ALIGNMENT = 16  # of rows, as `checks.check_rows` says
 
 
 class CheckedCalls:
@@ -119,148 +112,33 @@ class CheckedCalls:
         return facts
 
 
-class _Found(NamedTuple):
-    """The plan of dispatches that are alike: their options, and what tells whether tensors are like theirs, if any."""
+class _Like(NamedTuple):
+    """The plan of dispatches that are alike: their options, and what tells whether tensors are like theirs."""
 
     plan: DispatchPlan
     options: object
-    looks: Looks | None
+    looks: Looks
 
 
-class RowsAgain:
-    """Makes the calls of one buffer that are like earlier ones.
+class KnownPlans:
+    """Finds the plans of one buffer's calls that are like earlier ones.
 
     Args:
-        turns, exchange, path: of the buffer.
+        machine: of the buffer.
         checked: what its checks have let pass.
+        exchange, buffer_id: of the buffer.
+
+    Attributes:
         buffer_id: of the buffer.
-        timeout_s: of calls that name none.
     """
 
-    def __init__(
-        self,
-        turns: Turns,
-        exchange: Exchange,
-        path: CudaPath,
-        checked: CheckedCalls,
-        buffer_id: int,
-        timeout_s: float,
-    ) -> None:
-        self._turns, self._closing, self._exchange, self._path = turns, turns.closing, exchange, path
-        self._machine = path.machine
-        self._checked, self._id, self._timeout_s = checked, buffer_id, timeout_s
-        self._dispatches: dict[Any, _Found] = {}
-        self._last: Any = None  # of them, the last one of a dispatch by `topk_idx` whose `looks` are known
+    def __init__(self, machine: Machine, checked: CheckedCalls, exchange: RowExchange, buffer_id: int) -> None:
+        self._machine, self._checked, self._exchange, self.buffer_id = machine, checked, exchange, buffer_id
+        self._dispatches: dict[Any, DispatchPlan] = {}
+        self._lately: list[_Like] = []  # of them, the last few of the usual kinds, the youngest first
         self._combines: dict[Any, AnyCombinePlan] = {}
 
     def dispatch(
-        self,
-        x: Payload,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        others: tuple[torch.Tensor | None, Handle | None, int | None],
-        layout: str,
-        expert_alignment: int,
-        num_sms: int | None,
-        sync: bool,
-    ) -> CudaDispatched | None:
-        """Run a dispatch; None, and nothing has happened, where it is not like one before.
-
-        Args:
-            others: the mask, the handle and the capacity.
-            Others as of `Buffer.dispatch`.
-        """
-        queue = self._turns.queue_here()
-        if queue is None or is_profiling():
-            return None
-        with queue:
-            before = self._machine.num_calls
-            try:
-                stream = self._path.quiet_stream()
-                if stream is None:
-                    return None
-                plan = self._dispatch_plan(x, topk_idx, topk_weights, others, (layout, expert_alignment), num_sms, sync)
-                if plan is None:
-                    return None
-                mask, handle, _ = others
-                known: Any = handle  # as all of these, it looks as that of a call that has passed the checks
-                route = mask if topk_idx is None else topk_idx
-                return self._path.dispatch_again(plan, x, route, topk_weights, known, stream)
-            except Exception as error:
-                self._tell(OP_DISPATCH, error, before)
-                raise
-            finally:
-                if self._closing.asked:
-                    self._turns.__exit__(None, None, None)
-
-    def dispatch_like(
-        self, plan: DispatchPlan, x: Payload, topk_idx: torch.Tensor, topk_weights: torch.Tensor
-    ) -> CudaDispatched | None:
-        """Run a dispatch of a plan that `plan_like` has returned, as `dispatch`; all of the result is made at once.
-
-        Args:
-            plan: of a call whose arguments looked as these, but for addresses.
-            x, topk_idx, topk_weights: as of `Buffer.dispatch`.
-        """
-        queue = self._turns.queue_here()
-        if queue is None or is_profiling():
-            return None
-        with queue:
-            machine = self._machine
-            before = machine.num_calls
-            try:
-                stream = self._path.quiet_stream()
-                rows = x if isinstance(x, torch.Tensor) else x[0]
-                if stream is None or plan.max_sms != machine.max_sms or rows.data_ptr() % _ALIGNMENT:
-                    return None
-                return self._path.dispatch_again(plan, x, topk_idx, topk_weights, None, stream, is_late=False)
-            except Exception as error:
-                self._tell(OP_DISPATCH, error, before)
-                raise
-            finally:
-                if self._closing.asked:
-                    self._turns.__exit__(None, None, None)
-
-    def plan_like(
-        self,
-        x: Payload,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        how: tuple[str, int],
-        num_sms: int | None,
-        sync: bool,
-    ) -> DispatchPlan | None:
-        """Return the plan of dispatches whose arguments look like these of one that has been made, if it has one.
-
-        It serves while what these tensors look like is what they look like here (`topk_facts`); `how`: layout and
-        alignment.
-        """
-        return self._dispatch_plan(x, topk_idx, topk_weights, _BY_TOPK, how, num_sms, sync)
-
-    def combine(self, y: torch.Tensor, handle: object, num_sms: int | None) -> Combined | None:
-        """Run a combine of rows alone, as `dispatch`."""
-        queue = self._turns.queue_here()
-        if queue is None or type(handle) is not CudaHandle or is_profiling():
-            return None
-        with queue:
-            before = self._machine.num_calls
-            try:
-                stream = self._path.quiet_stream()
-                if stream is None or handle.buffer_id != self._id or handle.epoch != self._exchange.epoch:
-                    return None
-                found = self._combine_plan(y, handle, num_sms)
-                if found is None:
-                    return None
-                plan, slot = found
-                return self._path.combine_again(plan, y, handle, slot, stream)
-            except Exception as error:
-                self._tell(OP_COMBINE, error, before)
-                raise
-            finally:
-                if self._closing.asked:
-                    self._turns.__exit__(None, None, None)
-
-    def _dispatch_plan(
         self,
         x: Any,
         topk_idx: Any,
@@ -270,48 +148,71 @@ class RowsAgain:
         num_sms: Any,
         sync: Any,
     ) -> DispatchPlan | None:
-        """Return the plan of dispatches whose arguments look like these, if there is one; `how`: layout, alignment."""
-        handle, is_exact = others[1], sync
+        """Return the plan of dispatches whose arguments look like these, if there is one.
+
+        It serves while what these tensors look like is what they look like here (`topk_facts`).
+
+        Args:
+            others: the mask, the handle and the capacity.
+            how: layout and alignment.
+            Others as of `Buffer.dispatch`.
+        """
+        mask, handle, capacity = others
+        is_exact, form = sync, None
         if handle is not None:
-            is_ours = type(handle) is CudaHandle and handle.buffer_id == self._id
+            is_ours = type(handle) is CudaHandle and handle.buffer_id == self.buffer_id
             if not is_ours or handle.epoch != self._exchange.epoch:
                 return None
-            is_exact = handle.is_exact
+            is_exact, form = handle.is_exact, handle.form
         if type(sync) is not bool or not (num_sms is None or type(num_sms) is int):
             return None
-        options = how, type(how[1]), num_sms, is_exact
-        is_usual = topk_weights is not None and handle is None and others[0] is None and others[2] is None
-        last: Any = self._last if is_usual else None
+        options = how, type(how[1]), num_sms, is_exact, form
+        tensors: tuple[Any, ...] = ()  # that alone vary between calls of the usual kinds
+        if mask is None and capacity is None:
+            if handle is None and topk_weights is not None:
+                tensors = x, topk_idx, topk_weights
+            elif handle is not None and topk_idx is topk_weights is None:
+                tensors = (x,)
         max_sms = self._machine.max_sms
         try:
             rows = x if isinstance(x, torch.Tensor) else x[0]
-            if rows.data_ptr() % _ALIGNMENT:
+            if rows.data_ptr() % ALIGNMENT:
                 return None
-            is_last = last is not None and last.options == options and last.looks(x, topk_idx, topk_weights)
-            if is_last and last.plan.max_sms == max_sms:
-                return last.plan
+            if tensors:
+                for like in self._lately:
+                    if like.options == options and like.looks(*tensors):
+                        if like.plan.max_sms == max_sms:
+                            return like.plan
+                        break
             key = _key_of(x, topk_idx, topk_weights, others, options)
-            found = self._dispatches.get(key)
-            if found is not None and found.plan.max_sms == max_sms:
-                if is_usual and found.looks is not None:
-                    self._last = found
-                return found.plan
-            facts = dispatch_facts(x, topk_idx, topk_weights, others, *how)
+            plan = self._dispatches.get(key)
+            if plan is None or plan.max_sms != max_sms:
+                facts = dispatch_facts(x, topk_idx, topk_weights, others, *how)
+                memo = self._checked.memo_of(facts)
+                plan = None if memo is None else memo.get(short_key(self._machine, is_exact, num_sms))
+                if plan is None:
+                    return None
+                _remember(self._dispatches, key, plan)
         except NO_FACTS:
             return None
-        memo = self._checked.memo_of(facts)
-        plan = None if memo is None else self._path.known_dispatch(memo, is_exact, num_sms)
-        if plan is not None:
-            _remember(self._dispatches, key, _Found(plan, options, looks_of(x, topk_idx, topk_weights)))
+        if tensors:
+            self._note(plan, options, tensors)
         return plan
 
-    def _combine_plan(self, y: Any, handle: CudaHandle, num_sms: Any) -> tuple[AnyCombinePlan, int] | None:
+    def _note(self, plan: DispatchPlan, options: object, tensors: tuple[Any, ...]) -> None:
+        """Let calls of a plan be found by what their tensors look like, where that can be told."""
+        looks = looks_of(*tensors)
+        if looks is not None:
+            others = [like for like in self._lately if like.plan is not plan or like.options != options]
+            self._lately = [_Like(plan, options, looks), *others][:MOST_LOOKS]
+
+    def combine(self, y: Any, handle: CudaHandle, num_sms: Any) -> tuple[AnyCombinePlan, int] | None:
         """Return the plan of combines whose arguments look like these, if there is one, and the slot of `y`."""
         if handle.layout != "rank" or not (num_sms is None or type(num_sms) is int):
             return None
         try:
             address = y.data_ptr()
-            if address % _ALIGNMENT:
+            if address % ALIGNMENT:
                 return None
             slot, is_copied = find_rows(self._machine, address)
             (num_rows, hidden), dtype = y.shape, y.dtype
@@ -325,16 +226,11 @@ class RowsAgain:
         except NO_FACTS:
             return None
         memo = self._checked.memo_of(facts)
-        plan = None if memo is None else self._path.known_combine(memo, is_copied, num_sms)
+        plan = None if memo is None else memo.get((is_copied, 0, num_sms, self._machine.max_sms))  # as of `combine`
         if plan is None:
             return None
         _remember(self._combines, key, plan)
         return plan, slot
-
-    def _tell(self, op: int, error: Exception, before: int) -> None:
-        """Tell the peers of an error that has come before they have heard of the call, as `CallAttempt` does."""
-        if self._machine.num_calls == before and not self._path.is_told(error):
-            refuse(self._exchange, self._path, op, error, time.monotonic() + self._timeout_s, self._timeout_s)
 
 
 def _key_of(x: Any, topk_idx: Any, topk_weights: Any, others: tuple[Any, Any, Any], options: Any) -> object:

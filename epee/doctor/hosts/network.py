@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 
-from .. import env
-from ..errors import EpeeError
-from ..link.address import AddressChoice, choose_address, interface_of, listen, mtu_of
-from ..link.topology import own_host_key
-from ..view.transport.directory import token_of_file
-from .finding import Finding, Verdict
+from ... import env
+from ...errors import EpeeError
+from ...link.address import AddressChoice, choose_address, interface_of, listen, mtu_of
+from ...link.topology import own_host_key
+from ...view.transport.directory import token_of_file
+from ..finding import Finding, Verdict
 
 _ANOTHER = "set EPEE_HOST_IP to an address of this machine that the other hosts reach; groups on one host need none"
 _MAKE_TOKEN = "head -c 32 /dev/urandom > FILE; chmod 600 FILE; the same file on every host, named by EPEE_TOKEN_FILE"

@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..errors import InvalidArgument
-from .finding import Finding, Verdict, examine
+from ...errors import InvalidArgument
+from ..finding import Finding, Verdict, examine
 
 REACH_S = 5.0
 VISIT_S = 2.0

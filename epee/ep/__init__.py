@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from .buffer import Buffer
 from .config import PAYLOAD_DTYPES
-from .control.bootstrap import group_of
+from .control.bootstrap import group_of, hosts_of
 from .gpu.layout import count_layout, load_counter
 from .gpu.report import NoRoomError
 from .handle import Combined, Dispatched, Handle, Payload
+from .hosts.handle import TwoLevelHandle
+from .hosts.layout import network_bytes
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from .plans import NO_FACTS, topk_facts
@@ -45,13 +47,16 @@ __all__ = [
     "Payload",
     "Quantisation",
     "Room",
+    "TwoLevelHandle",
     "Wish",
     "check_topk_idx",
     "count_layout",
     "group_of",
+    "hosts_of",
     "is_capturing",
     "latency_bytes",
     "load_counter",
     "memory_for",
+    "network_bytes",
     "topk_facts",
 ]

@@ -112,6 +112,10 @@ class Topology:
         """Return the ranks of other hosts whose gateway this rank is, ascending."""
         return tuple(peer for peer in self.elsewhere if self.gateway(peer, self.host) == self.rank)
 
+    def relayed(self) -> tuple[int, ...]:
+        """Return the ranks whose records reach this host through this rank, ascending: itself, and `sources`."""
+        return tuple(sorted((self.rank, *self.sources())))
+
     def partners(self) -> tuple[int, ...]:
         """Return the ranks that this one has a connection with: its gateways, and those it is the gateway of."""
         return tuple(sorted({*self.gateways().values(), *self.sources()}))

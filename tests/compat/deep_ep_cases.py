@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -120,6 +122,95 @@ def v1_handle(members: list[torch.Tensor], received: Received, rank: int, num_ch
                 seen[channel] = seen.get(channel, 0) + 1
     src_idx = received.src_token.to(torch.int32)
     return [rank_prefix, channel_prefix, recv_channel_prefix, src_idx, members[rank], head]
+
+
+def v1_handle_over_hosts(
+    members: list[torch.Tensor], received: Received, rank: int, host_of: Sequence[int], num_channels: int
+) -> list[torch.Tensor]:
+    """Return DeepEP V1's handle of `rank` over several hosts, counted one token at a time.
+
+    Args:
+        members: `is_token_in_rank` of all ranks.
+        received: what the reference says that `rank` receives.
+        rank: whose handle.
+        host_of: of each rank.
+        num_channels: C.
+    """
+    num_ranks, num_hosts = len(members), max(host_of) + 1
+    hosts = [[peer for peer in range(num_ranks) if host_of[peer] == host] for host in range(num_hosts)]
+    here = hosts[host_of[rank]]
+    sent = [[row.tolist() for row in member] for member in members]
+    sizes = [max(1, -(-len(member) // num_channels)) for member in members]
+
+    def goes(src: int, token: int, host: int) -> bool:
+        return any(sent[src][token][peer] for peer in hosts[host])
+
+    rdma, gbl = ([[0] * num_channels for _ in range(count)] for count in (num_hosts, num_ranks))
+    rdma_head, before = [], dict[tuple[int, int], int]()
+    for token in range(len(sent[rank])):
+        channel = token // sizes[rank]
+        row = []
+        for host in range(num_hosts):
+            place = before.get((host, channel), 0)
+            row.append(place if goes(rank, token, host) else -1)
+            before[host, channel] = place + goes(rank, token, host)
+        rdma_head.append(row)
+        for later in range(channel, num_channels):
+            for host in range(num_hosts):
+                rdma[host][later] += goes(rank, token, host)
+            for peer in range(num_ranks):
+                gbl[peer][later] += sent[rank][token][peer]
+
+    recv_rdma, nvl_head, rdma_ends, handed_on = [], [], [], 0
+    for host in range(num_hosts):
+        line = []
+        for channel in range(num_channels):
+            seen = [0] * len(here)
+            for src in hosts[host]:
+                is_mine = (
+                    src == rank if host == host_of[rank] else hosts[host].index(src) % len(here) == here.index(rank)
+                )
+                for token in range(len(sent[src])):
+                    if not (is_mine and token // sizes[src] == channel and goes(src, token, host_of[rank])):
+                        continue
+                    handed_on += 1
+                    row = []
+                    for position, peer in enumerate(here):
+                        row.append(seen[position] if sent[src][token][peer] else -1)
+                        seen[position] += sent[src][token][peer]
+                    nvl_head.append(row)
+            line.append(handed_on - (rdma_ends[-1] if rdma_ends else 0))
+        recv_rdma.append(line)
+        rdma_ends.append(handed_on)
+
+    starts, ends, first = [], [], 0
+    for src in range(num_ranks):
+        mine = [token for token in range(len(sent[src])) if sent[src][token][rank]]
+        starts.append([first + sum(token // sizes[src] < channel for token in mine) for channel in range(num_channels)])
+        first += len(mine)
+        ends.append(first)
+
+    meta = []
+    for src, token in zip(received.src_rank.tolist(), received.src_token.tolist(), strict=True):
+        bits = sum(1 << position for position, peer in enumerate(here) if sent[src][token][peer])
+        meta.append(struct.pack("<ii", host_of[src], bits))
+    raw = torch.tensor([list(entry) for entry in meta], dtype=torch.uint8).view(-1, 8)
+
+    def matrix(rows: list[Any], width: int) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int32).view(-1, width)
+
+    return [
+        members[rank],
+        matrix(rdma, num_channels),
+        matrix(gbl, num_channels),
+        matrix(recv_rdma, num_channels),
+        torch.tensor(rdma_ends, dtype=torch.int32),
+        matrix(starts, num_channels),
+        torch.tensor(ends, dtype=torch.int32),
+        raw,
+        matrix(rdma_head, num_hosts),
+        matrix(nvl_head, len(here)),
+    ]
 
 
 def world() -> Any:

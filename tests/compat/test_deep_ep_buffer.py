@@ -16,7 +16,7 @@ from epee import reference
 from epee.ep.pool import throughput as rooms
 from epee.errors import InvalidState, UnsupportedError
 from epee.reference.orders import combine_in_order
-from tests.compat.deep_ep_cases import NUM_SMS, routing_of, run_v1, v1_handle, world
+from tests.compat.deep_ep_cases import NUM_SMS, routing_of, run_v1, v1_handle, v1_handle_over_hosts, world
 from tests.ep.buffer_cases import Call, Setup, make_bias, make_input, make_output, make_weights_back, same_bits
 from tests.harness import run_ranks
 
@@ -86,16 +86,31 @@ def _check(setup: Setup, call: Call, by_rank: list[dict[str, Any]], num_worst: i
             assert got["list"] == ([] if num_worst else want.num_tokens_per_expert)
             for name, value in routing_of(setup, inputs[rank]).items():
                 same_bits(got["routing"][name], value, f"{name} of {where}")
-            assert got["routing"]["num_tokens_per_rdma_rank"] is None
-        for index, (part, expected) in enumerate(
-            zip(got["handle"], v1_handle(members, want, rank, NUM_SMS // 2), strict=True)
-        ):
-            if index == 3:
-                _check_filled(part, expected, num_worst, -1, f"handle[3] of {where}")
+            _check_per_host(setup, got["routing"]["num_tokens_per_rdma_rank"], members[rank])
+        if setup.host_of:
+            handle, long, fill = v1_handle_over_hosts(members, want, rank, setup.host_of, NUM_SMS // 2), 7, 255
+        else:
+            handle, long, fill = v1_handle(members, want, rank, NUM_SMS // 2), 3, -1
+        for index, (part, expected) in enumerate(zip(got["handle"], handle, strict=True)):
+            if index == long:
+                _check_filled(part, expected, num_worst, fill, f"handle[{index}] of {where}")
             else:
                 same_bits(part, expected, f"handle[{index}] of {where}")
-        assert got["handle"][0][-1, rank] == num_recv
+        assert (got["handle"][6][-1] if setup.host_of else got["handle"][0][-1, rank]) == num_recv
     _check_combined(setup, call, by_rank, inputs, wanted, num_worst)
+
+
+def _check_per_host(setup: Setup, got: Any, member: torch.Tensor) -> None:
+    """Count the tokens that go to each host."""
+    if not setup.host_of:
+        assert got is None
+        return
+    counts = [0] * (max(setup.host_of) + 1)
+    for row in member.tolist():
+        for host in {setup.host_of[rank] for rank, is_in in enumerate(row) if is_in}:
+            counts[host] += 1
+    assert got.tolist() == counts
+    assert got.dtype == torch.int32
 
 
 def _check_combined(
@@ -110,7 +125,9 @@ def _check_combined(
     num_rows = [num_worst or len(there.src_rank) for there in received]
     y = [make_output(setup, call, rank, num_rows[rank])[: len(received[rank].src_rank)] for rank in ranks]
     bias = [make_bias(setup, call, rank) for rank in ranks]
-    if call.routing == "mask":
+    if setup.host_of:
+        wanted = reference.combine_by_host(inputs, received, y, setup.host_of, bias=bias)
+    elif call.routing == "mask":
         assert call.num_bias == 0
         wanted = reference.combine(inputs, received, y)
     else:
@@ -124,7 +141,12 @@ def _check_combined(
         make_weights_back(call, rank, (num_rows[rank], setup.num_topk), torch.float32)[: len(received[rank].src_rank)]
         for rank in ranks
     ]
-    for rank, want in enumerate(reference.combine_weights(inputs, received, weights)):
+    by_host = setup.host_of
+    if by_host:
+        backs = reference.combine_weights_by_host(inputs, received, weights, by_host)
+    else:
+        backs = reference.combine_weights(inputs, received, weights)
+    for rank, want in enumerate(backs):
         same_bits(by_rank[rank]["weights"], want, f"weights back at rank {rank}, {num_worst}: {call}")
 
 

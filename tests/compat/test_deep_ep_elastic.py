@@ -209,15 +209,16 @@ def _check_handle(
         lanes = tokens.setdefault((src, token), [-1] * num_topk)
         if case.do_expand:
             lanes[k] = row
-    metadata, per_rank = [], [0] * setup.num_ranks
+    num_scaleup = setup.host_of.count(0) if setup.host_of else setup.num_ranks
+    metadata, per_rank = [], [0] * num_scaleup
     for src, token in sorted(tokens):
         routing = inputs[src].topk_idx
         assert routing is not None
         local = [k for k, expert in enumerate(routing[token].tolist()) if expert >= 0 and expert // num_local == rank]
         for k in local:
             counts[int(routing[token, k]) % num_local] += 1
-        per_rank[src] += 1
-        metadata.append([src * NUM_MAX + token, src * num_topk + local[-1], *tokens[src, token]])
+        per_rank[src % num_scaleup] += 1
+        metadata.append([src * NUM_MAX + token, src % num_scaleup * num_topk + local[-1], *tokens[src, token]])
     num_recv = NUM_MAX * setup.num_ranks if case.do_cpu_sync is False else len(tokens)
     metadata += [[-1] * (num_topk + 2)] * (num_recv - len(metadata))
     assert got["num_recv_tokens"] == num_recv, where
@@ -225,7 +226,7 @@ def _check_handle(
     assert got["recv_src_metadata"].tolist() == metadata, where
     assert got["recv_src_metadata"].shape == (num_recv, num_topk + 2), where
     assert got["psum_num_recv_tokens_per_scaleup_rank"].tolist() == [
-        sum(per_rank[: src + 1]) for src in range(setup.num_ranks)
+        sum(per_rank[: src + 1]) for src in range(num_scaleup)
     ], where
     assert got["num_unaligned_recv_tokens_per_expert"].tolist() == counts, where
     assert got["stats"].tolist() == [100 + count for count in counts], where
@@ -259,23 +260,32 @@ def _check_combined(
     num_rows = [_num_rows(setup, case, there) for there in received]
     y = [make_output(setup, call, rank, num_rows[rank])[: len(received[rank].src_rank)] for rank in ranks]
     plain = [Routed(given.x, given.topk_idx) for given in inputs]  # V2 sums without weights
-    wanted = combine_in_order(
-        plain,
-        reference.dispatch(plain, setup.num_experts, layout=call.layout, expert_alignment=call.expert_alignment),
-        y,
-        setup.num_experts,
-        by="k" if case.do_expand and case.is_single else "last_k",
-        bias_first=True,
-        round_partials=case.do_expand and not case.is_single,
-        bias=[make_bias(setup, call, rank) for rank in ranks],
-    )
+    there = reference.dispatch(plain, setup.num_experts, layout=call.layout, expert_alignment=call.expert_alignment)
+    bias = [make_bias(setup, call, rank) for rank in ranks]
+    if setup.host_of:
+        wanted = reference.combine_by_host(plain, there, y, setup.host_of, wide_partials=case.is_single, bias=bias)
+    else:
+        wanted = combine_in_order(
+            plain,
+            there,
+            y,
+            setup.num_experts,
+            by="k" if case.do_expand and case.is_single else "last_k",
+            bias_first=True,
+            round_partials=case.do_expand and not case.is_single,
+            bias=bias,
+        )
     weights = []
     for rank, there in enumerate(received):
         shape = (num_rows[rank],) if case.do_expand else (num_rows[rank], setup.num_topk)
         given = make_weights_back(call, rank, shape, torch.float32)[: len(there.src_rank)]
         # V2 takes the weight of the rank that owns the expert, whatever the others say
         weights.append(given if there.topk_idx is None else torch.where(there.topk_idx >= 0, given, 0.0))
-    back = reference.combine_weights(inputs, received, weights)
+    by_host = setup.host_of
+    if by_host:
+        back = reference.combine_weights_by_host(inputs, received, weights, by_host)
+    else:
+        back = reference.combine_weights(inputs, received, weights)
     for rank in ranks:
         same_bits(by_rank[rank]["combined"], wanted[rank], f"combine of rank {rank}: {case}")
         same_bits(by_rank[rank]["weights"], back[rank], f"weights back at rank {rank}: {case}")

@@ -64,40 +64,57 @@ def test_sizes_that_would_mislead_are_refused(placement: tuple[int, ...], words:
 # ---- buffers
 
 
+def one_token(rank: int) -> dict[str, Any]:
+    return {
+        "x": torch.full((1, 128), rank + 1.0, dtype=torch.bfloat16, device="cpu"),
+        "topk_idx": torch.tensor([[1 - rank]], device="cpu"),
+        "topk_weights": torch.ones(1, 1, dtype=torch.float32, device="cpu"),
+    }
+
+
 def buffers(group: Any) -> Any:
-    refused = [
-        told(lambda: deep_ep.Buffer(group)),
-        told(lambda: deep_ep.Buffer(group, 1 << 20, 1 << 20, low_latency_mode=True)),
-        told(lambda: deep_ep.ElasticBuffer(group, 1 << 20)),
-        told(lambda: ep.Buffer(group, 1 << 20)),
-    ]
+    """Make buffers of all names with bytes for normal calls, and make such a call: the ranks' tokens change places."""
+    given = one_token(group.rank())
+    elastic = deep_ep.ElasticBuffer(group, 1 << 20, num_max_tokens_per_rank=2, hidden=128, num_topk=1)
+    there = elastic.dispatch(**given, num_experts=2)
+    back = elastic.combine(there[0], there[3])[0]
+    first = deep_ep.Buffer(group, 1 << 20)
+    per_rank, per_host, per_expert, is_in, _ = first.get_dispatch_layout(given["topk_idx"], 2)
+    counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": is_in, "num_tokens_per_expert": per_expert}
+    found = first.dispatch(**given, num_tokens_per_rdma_rank=per_host, **counts)
+    mooncake = ep.Buffer(group)
     dist.barrier()
+    facts = sizes(group), first.hosts, len(found[4]), mooncake.group_size
+    assert torch.equal(back, given["x"])
+    return facts, there[0][0, 0].item(), found[0][0, 0].item(), per_host.tolist()
+
+
+@pytest.mark.parametrize("backend", ["epee", "mooncake", "gloo"])
+def test_buffers_work_over_several_hosts_on_groups_of_any_backend(backend: str) -> None:
+    for rank, (facts, second, first, per_host) in enumerate(run_hosts(buffers, (0, 1), backend=backend)):
+        assert facts == (((2, 1), (2, 1), (1, 2)), ((0,), (1,)), 10, 2)
+        assert second == first == 2 - rank
+        assert per_host == [rank, 1 - rank]
+
+
+def one_refuses(group: Any) -> tuple[str, str]:
+    """Rank 1's arguments are wrong."""
+    rank = group.rank()
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=2)
+    given = one_token(rank)
+    first = buffer.dispatch(**given, num_experts=2)
+    refused = told(lambda: buffer.dispatch(**given, num_experts=2 + rank))
+    again = buffer.dispatch(given["x"], handle=first[3])
+    assert torch.equal(again[0], first[0])
     return refused
 
 
-@pytest.mark.parametrize("backend", ["epee", "mooncake"])
-def test_buffers_over_several_hosts_are_refused(backend: str) -> None:
-    results = run_hosts(buffers, (0, 1), backend=backend)
-    assert results == results[:1] * 2
-    for kind, text in results[0]:
-        assert kind == "UnsupportedError"
-        assert "a Buffer lives on one host so far" in text
-        assert "host 0: rank 0; host 1: rank 1" in text
-
-
-def first_call(group: Any) -> tuple[str, str]:
-    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=2, hidden=128, num_topk=1)
-    x = torch.ones(1, 128, dtype=torch.bfloat16, device="cpu")
-    topk_idx = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-    weights = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    return told(lambda: buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=2))
-
-
-def test_the_first_call_on_another_backends_group_finds_the_hosts() -> None:
-    results = run_hosts(first_call, (0, 1), backend="gloo")
-    assert results == results[:1] * 2
-    assert results[0][0] == "UnsupportedError"
-    assert "host 0: rank 0; host 1: rank 1" in results[0][1]
+def test_a_refused_call_is_refused_on_all_hosts_and_the_buffer_works_on() -> None:
+    peer, here = run_hosts(one_refuses, (0, 1), backend="gloo")
+    assert here[0] == "InvalidArgument"
+    assert peer[0] == "MismatchError"
+    assert "rank 1 refused" in peer[1]
+    assert "num_experts must be given and a multiple of 2" in peer[1]
 
 
 # ---- Mooncake's calls

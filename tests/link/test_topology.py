@@ -49,6 +49,9 @@ def test_a_remote_source_has_one_gateway_on_each_host(keys: list[str]) -> None:
     for host, ranks in enumerate(seen[0].hosts):
         heard = Counter(source for rank in ranks for source in seen[rank].sources())
         assert heard == Counter(seen[ranks[0]].elsewhere), host
+        relayed = Counter(source for rank in ranks for source in seen[rank].relayed())
+        assert relayed == Counter(range(len(keys))), host
+        assert all(rank in seen[rank].relayed() for rank in ranks)
 
 
 @given(placements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,8 +58,8 @@ def _dense_step(case: Case) -> tuple[list[dict[str, Any]], DenseMoELayer]:
     return results, layer
 
 
-def _check_against_dense(case: Case, tolerance: float) -> None:
-    got = run_ranks(_layer_step, case.num_ranks, case)
+def _check_against_dense(case: Case, tolerance: float, run: Callable[..., list[Any]] = run_ranks) -> None:
+    got = run(_layer_step, case.num_ranks, case)
     expected, dense = _dense_step(case)
     for rank, result in enumerate(got):
         for name, value in expected[rank].items():

@@ -2,7 +2,8 @@
 
 Data path: the pool (`epee.ep.BufferPool`) tells all ranks what is coming and finds or makes an epee buffer that holds
 it, that buffer moves the rows; what is left here is turning arguments and results around. The handle is DeepEP's tuple
-of six tensors, made when they are read (`v1_handle.py`), behind which stands the epee handle (`KnownHandles`).
+of six tensors, over hosts of ten, made when they are read (`v1_handle.py`); behind it stands the epee handle
+(`KnownHandles`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from epee.compat.deep_ep import low_latency
 from epee.compat.deep_ep.config import Config, combine_config, dispatch_config
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, after, cuda_event_of, no_event
 from epee.compat.deep_ep.low_latency import LowLatency, unsupported
+from epee.compat.deep_ep.shared import internode
+from epee.compat.deep_ep.shared.host_layout import num_tokens_per_host
 from epee.compat.deep_ep.shared.known import KnownHandles
 from epee.compat.deep_ep.shared.layout import align_up
 from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running, advise
@@ -29,7 +32,7 @@ from epee.compat.deep_ep.shared.rows import (
     int64_routing,
     payload_filled_up,
 )
-from epee.compat.deep_ep.v1_handle import NUM_ENTRIES, V1Handle
+from epee.compat.deep_ep.v1_handle import V1Handle, num_entries
 from epee.compat.deep_ep.wishes import Counts, Wishes
 from epee.ep import (
     NO_FACTS,
@@ -85,7 +88,7 @@ def _to_length(
 
 
 class Buffer(LowLatency, PoolOwner):
-    """DeepEP V1's buffer, normal and low-latency calls, on the ranks of one host.
+    """DeepEP V1's buffer, normal and low-latency calls; normal ones on CPU tensors over several hosts as well.
 
     Args:
         group: of the ranks, any backend (gloo is enough).
@@ -99,7 +102,7 @@ class Buffer(LowLatency, PoolOwner):
         comm: must be None.
 
     Raises:
-        UnsupportedError: `comm` is given.
+        UnsupportedError: `comm` is given, or memory is to be made on several hosts (low-latency calls, GPUs).
     """
 
     num_sms: int = 20
@@ -130,7 +133,8 @@ class Buffer(LowLatency, PoolOwner):
         latency_bytes = num_rdma_bytes if low_latency_mode else 0
         pool = BufferPool(self.group, memory=MemoryBytes(num_nvl_bytes), latency_bytes=latency_bytes)
         self.runtime: BufferPool | None = pool
-        self._handles: KnownHandles[V1Handle] = KnownHandles(NUM_ENTRIES)
+        self.hosts = pool.hosts  # per host its ranks
+        self._handles: KnownHandles[V1Handle] = KnownHandles(num_entries(len(pool.hosts)))
         self._wishes = Wishes(self.group_size)
         self._init_low_latency(pool)
         load_counter()
@@ -169,7 +173,7 @@ class Buffer(LowLatency, PoolOwner):
         previous_event: Event | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Count where this rank's tokens go. Local.
 
         Args:
@@ -180,20 +184,21 @@ class Buffer(LowLatency, PoolOwner):
             allocate_on_comm_stream: ignored: with an event, everything is on the communication stream anyway.
 
         Returns:
-            `num_tokens_per_rank [num_ranks]` int32, None (no RDMA ranks), `num_tokens_per_expert [num_experts]`
-            int32, `is_token_in_rank [num_tokens, num_ranks]` bool, the event.
+            `num_tokens_per_rank [num_ranks]` int32, `num_tokens_per_rdma_rank [num_hosts]` int32 (None on one host),
+            `num_tokens_per_expert [num_experts]` int32, `is_token_in_rank [num_tokens, num_ranks]` bool, the event.
         """
         pool = self._pool()
-        if topk_idx.is_cuda and previous_event is None and not async_finish:
+        if topk_idx.is_cuda and previous_event is None and not async_finish and len(self.hosts) == 1:
             found = count_layout(topk_idx, self.group_size, num_experts)
             return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, no_event()
         with pool.lane(topk_idx.device, async_finish, cuda_event_of(previous_event)) as lane:
             found = count_layout(topk_idx, self.group_size, num_experts)
             if not topk_idx.is_cuda:  # there the dispatch will look, without making the host wait
                 check_topk_idx(topk_idx, num_experts)
+            per_host = None if len(self.hosts) == 1 else num_tokens_per_host(found.is_token_in_rank, self.hosts)
             lane.keep((topk_idx,), found)
             event = after(async_finish)
-        return found.num_tokens_per_rank, None, found.num_tokens_per_expert, found.is_token_in_rank, event
+        return found.num_tokens_per_rank, per_host, found.num_tokens_per_expert, found.is_token_in_rank, event
 
     def dispatch(
         self,
@@ -218,7 +223,7 @@ class Buffer(LowLatency, PoolOwner):
             x: `[num_tokens, hidden]`, or an FP8 pair (values, scales).
             handle: go the same way again; routing must be left out.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
-            num_tokens_per_rdma_rank: ignored.
+            num_tokens_per_rdma_rank: ignored, `is_token_in_rank` says it.
             topk_idx, topk_weights: `[num_tokens, num_topk]` int64 and float32, both or neither.
             expert_alignment: the counts of the list are rounded up to it.
             num_worst_tokens: rows of every result, so that shapes do not depend on routing; 0 for as many as come. On
@@ -460,7 +465,7 @@ class Buffer(LowLatency, PoolOwner):
             x: `[num_recv, hidden]`, a row for each row of the dispatch.
             handle: of the dispatch.
             topk_weights: `[num_recv, num_topk]` float32, summed over the ranks as well.
-            bias: one or two `[num_tokens, hidden]`; the sum starts from them.
+            bias: one or two `[num_tokens, hidden]`; the sum starts from them (over several hosts they come last).
             config: its `num_sms` is used on GPUs.
             previous_event: waited for first.
             async_finish: return an event.
@@ -470,6 +475,7 @@ class Buffer(LowLatency, PoolOwner):
             `combined_x [num_tokens, hidden]`, `combined_topk_weights [num_tokens, num_topk]` or None, event.
         """
         known = self._known(handle)
+        is_own_order = bias is None or len(self.hosts) > 1  # over hosts there is no other
         rows: Any = x
         weights: Any = topk_weights
         if known.num_worst_tokens:
@@ -490,7 +496,7 @@ class Buffer(LowLatency, PoolOwner):
         with self._run(device_of(x), async_finish, previous_event) as run:
             got = known.room.core.combine(
                 rows,
-                known.handle if bias is None else known.handle.in_order(_ORDER),
+                known.handle if is_own_order else known.handle.in_order(_ORDER),
                 topk_weights=weights,
                 bias=None if bias is None else as_bias(bias),
                 num_sms=None if config is None else known.room.num_sms(config.num_sms),
@@ -534,8 +540,9 @@ class Buffer(LowLatency, PoolOwner):
         local = total.view(self.group_size, -1)[self.rank].tolist()
         return [align_up(count, expert_alignment) for count in local]
 
+    internode_dispatch = internode.internode_dispatch
+    internode_combine = internode.internode_combine
+
     # ---- what does not exist here
 
-    internode_dispatch = low_latency.internode_dispatch
-    internode_combine = low_latency.internode_combine
     get_local_buffer_tensor = low_latency.get_local_buffer_tensor

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from epee.compat.deep_ep.shared.layout import align_up
-from epee.ep import memory_for
+from epee.ep import memory_for, network_bytes
 from epee.errors import InvalidArgument
 
 _HINT_TOKENS = 4096  # of a rank, which V1's size hint does not ask for
 _ALIGN = 128
+_RANKS_PER_HOST = 8  # as DeepEP takes it, whose hint is not told hosts
 # (nvl send, nvl recv, rdma send, rdma recv); other numbers of ranks take those of 8
 _DISPATCH = {2: (24, 256, 6, 128), 4: (6, 256, 6, 128), 8: (6, 256, 6, 128)}
 _COMBINE = {2: (10, 256, 6, 128), 4: (9, 256, 6, 128), 8: (4, 256, 6, 128)}
@@ -70,8 +71,18 @@ class Config:
         return align_up(memory_for(num_ranks, _HINT_TOKENS, -(-hidden_bytes // 16) * 8, 0).slots, _ALIGN)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return 0: all ranks are on one host, nothing goes by RDMA."""
-        return 0
+        """Return the bytes that a rank stages for calls of 4096 tokens between hosts of 8 ranks; a multiple of 128.
+
+        0 for up to 8 ranks, as in DeepEP. Nothing is bounded by it: buffers over hosts stage what their calls need.
+
+        Args:
+            hidden_bytes: of a row, bfloat16 or wider.
+            num_ranks: of the group.
+        """
+        num_hosts = -(-num_ranks // _RANKS_PER_HOST)
+        if num_hosts == 1:
+            return 0
+        return align_up(network_bytes(num_ranks, num_hosts, _HINT_TOKENS, -(-hidden_bytes // 16) * 8), _ALIGN)
 
 
 def dispatch_config(num_ranks: int, num_sms: int) -> Config:

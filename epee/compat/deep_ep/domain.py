@@ -9,22 +9,20 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from epee.backend import placement
-from epee.ep import group_of
+from epee.ep import group_of, hosts_of
 
 from ...errors import UnsupportedError
 
 
 def get_physical_domain_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return (RDMA ranks, NVLink ranks): the number of hosts, and the number of ranks on each. Local.
+    """Return (RDMA ranks, NVLink ranks): the number of hosts, and the number of ranks on each.
 
-    A group of another backend than "epee" does not say where its ranks run; they count as those of one host, and what
-    makes memory on it finds out.
+    Local for groups of the backend "epee"; others do not know where their ranks run, so these tell each other.
 
     Raises:
         UnsupportedError: hosts have different numbers of ranks, or ranks of a host do not follow each other.
     """
-    members = group_of(group)
-    hosts = getattr(members, "hosts", None) or (tuple(range(members.size())),)
+    hosts = hosts_of(group_of(group))
     num_local = len(hosts[0])
     for host, ranks in enumerate(hosts):
         if ranks != tuple(range(host * num_local, (host + 1) * num_local)):
@@ -36,10 +34,15 @@ def get_physical_domain_size(group: dist.ProcessGroup | None) -> tuple[int, int]
 
 
 def get_logical_domain_size(group: dist.ProcessGroup | None, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Return (scale-out ranks, scale-up ranks): the physical sizes; without the hybrid mode 1 and all ranks. Local.
+    """Return (scale-out ranks, scale-up ranks): the physical sizes; without the hybrid mode 1 and all ranks.
 
     Raises:
-        UnsupportedError: as `get_physical_domain_size`.
+        As `get_physical_domain_size`, which it asks.
     """
-    num_hosts, num_local = get_physical_domain_size(group)
-    return (num_hosts, num_local) if allow_hybrid_mode else (1, num_hosts * num_local)
+    return logical_domain_size(get_physical_domain_size(group), allow_hybrid_mode)
+
+
+def logical_domain_size(physical: tuple[int, int], allow_hybrid_mode: bool) -> tuple[int, int]:
+    """Return the logical sizes that follow from the physical ones."""
+    num_hosts, num_local = physical
+    return physical if allow_hybrid_mode else (1, num_hosts * num_local)

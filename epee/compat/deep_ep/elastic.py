@@ -10,14 +10,14 @@ Without CPU sync results have the worst case of rows: zeros, and ids of -1, behi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from epee.compat.deep_ep import experimental, sizing
-from epee.compat.deep_ep.domain import get_logical_domain_size, get_physical_domain_size
-from epee.compat.deep_ep.ep_handle import EPHandle
+from epee.compat.deep_ep.domain import get_physical_domain_size, logical_domain_size
+from epee.compat.deep_ep.ep_handle import EPHandle, HandleForm
 from epee.compat.deep_ep.event import Event, EventHandle, EventOverlap, no_event
 from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running
 from epee.compat.deep_ep.shared.rows import (
@@ -66,31 +66,25 @@ class _Options:
     do_expand: bool
 
 
-class _Form(NamedTuple):
-    """What the handles of dispatches that are alike have in common; see `EPHandle`."""
-
-    do_expand: bool
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    num_sms: int
-    do_cpu_sync: bool
-
-
 class ElasticBuffer(PoolOwner):
-    """DeepEP V2's buffer on the ranks of one host.
+    """DeepEP V2's buffer; with CPU tensors over several hosts as well, of equally many ranks numbered in a row.
 
     Args:
         group: of the ranks, any backend.
         num_bytes: kept as attribute; it bounds nothing, the buffer makes room as calls need it.
         num_max_tokens_per_rank, hidden, num_topk: of the calls to come; a call may say otherwise.
         deterministic: True or not, rows and sums always are.
-        allow_multiple_reduction: whether an expanded combine rounds each rank's partial sum to the payload's dtype.
+        allow_hybrid_mode: over several hosts: scale-out ranks are the hosts, scale-up ranks those of a host; else all
+            ranks are scale-up ranks. A token crosses the network once per host either way.
+        allow_multiple_reduction: whether an expanded combine rounds each rank's partial sum to the payload's dtype;
+            over several hosts whether any combine rounds each host's.
         prefer_overlap_with_compute: only changes `get_theoretical_num_sms`.
         num_cpu_timeout_secs: how long a call waits for a silent peer.
         explicitly_destroy: `destroy` may be called; else the memory goes with the object.
-        num_cpu_bytes, use_fp8_dispatch, allow_hybrid_mode, sl_idx, num_allocated_qps, num_gpu_timeout_secs: accepted
-            and ignored.
+        num_cpu_bytes, use_fp8_dispatch, sl_idx, num_allocated_qps, num_gpu_timeout_secs: accepted and ignored.
+
+    Raises:
+        UnsupportedError: hosts have different numbers of ranks, or ranks of a host do not follow each other.
     """
 
     def __init__(
@@ -122,7 +116,8 @@ class ElasticBuffer(PoolOwner):
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_allocated_qps = num_allocated_qps
         self.num_rdma_ranks, self.num_nvlink_ranks = get_physical_domain_size(self.group)
-        self.num_scaleout_ranks, self.num_scaleup_ranks = get_logical_domain_size(self.group, allow_hybrid_mode)
+        physical = self.num_rdma_ranks, self.num_nvlink_ranks
+        self.num_scaleout_ranks, self.num_scaleup_ranks = logical_domain_size(physical, allow_hybrid_mode)
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.explicitly_destroy = explicitly_destroy
         self.nccl_comm_handle = None
@@ -133,7 +128,9 @@ class ElasticBuffer(PoolOwner):
         self.num_bytes = num_bytes
         sizes = self.num_ranks, num_max_tokens_per_rank, hidden, num_topk
         memory = sizing.memory_of(num_bytes, *sizes)
-        self.runtime: BufferPool | None = BufferPool(self.group, float(num_cpu_timeout_secs), memory)
+        self.runtime: BufferPool | None = BufferPool(
+            self.group, float(num_cpu_timeout_secs), memory, wide_partials=not allow_multiple_reduction
+        )
 
     @staticmethod
     def get_buffer_size_hint(
@@ -289,13 +286,13 @@ class ElasticBuffer(PoolOwner):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Bring rows back to their tokens and sum them, unweighted, in V2's order. Collective.
+        """Bring rows back to their tokens and sum them, unweighted, in V2's order (over hosts, by host). Collective.
 
         Args:
             x: a row for each row of the dispatch.
             handle: of the dispatch.
             topk_weights: `[num_recv, num_topk]` float32 (only those of local experts count) or, expanded, `[rows]`.
-            bias: one or two `[num_tokens, hidden]`; the sum starts from them.
+            bias: one or two `[num_tokens, hidden]`; the sum starts from them (over several hosts they come last).
             previous_event, previous_event_before_epilogue: waited for first.
             async_with_compute_stream: run on the communication stream and return an event.
             num_sms: used on GPUs, 0 for the default.
@@ -319,10 +316,12 @@ class ElasticBuffer(PoolOwner):
         num_recv = known.core.num_recv
         rows: Any = cut(x, num_recv, known.num_rows)
         weights: Any = cut(topk_weights, num_recv, known.num_rows)
-        if known.do_expand:
+        core = known.core
+        if known.do_expand and self.num_rdma_ranks == 1:
             core = known.in_order(_EXPANDED_ORDER if self.allow_multiple_reduction else _SINGLE_ORDER)
-        else:
-            core = known.in_order(_LANE_ORDERS[bias is not None])
+        elif not known.do_expand:
+            if self.num_rdma_ranks == 1:
+                core = known.in_order(_LANE_ORDERS[bias is not None])
             if isinstance(weights, torch.Tensor):  # only then: on GPUs the ids are copied when they are asked for
                 local = known.core.recv_topk_idx
                 if local is not None and weights.shape == local.shape:
@@ -404,14 +403,15 @@ class ElasticBuffer(PoolOwner):
         got = room.core.dispatch(
             x, routing, topk_weights, layout=how[0], expert_alignment=alignment, num_sms=num_sms, sync=is_exact
         )
-        form = _Form(options.do_expand, num_experts, alignment, num_max, options.num_sms or _DEFAULT_SMS, do_cpu_sync)
+        sms, num_scaleup = options.num_sms or _DEFAULT_SMS, self.num_scaleup_ranks
+        form = HandleForm(options.do_expand, num_experts, alignment, num_max, sms, do_cpu_sync, num_scaleup)
         if key is not None and topk_weights is not None:
             looks = self._asked(options), (x, routing, topk_weights)
             pool.remember(key, room, (x, routing, topk_weights), (how, num_sms, is_exact), form, looks)
         kept = routing.clone() if options.do_handle_copy and routing is topk_idx else routing
         return got, self._handle(room, got, kept, form)
 
-    def _handle(self, room: Room, got: Dispatched, topk_idx: torch.Tensor | None, form: _Form) -> EPHandle:
+    def _handle(self, room: Room, got: Dispatched, topk_idx: torch.Tensor | None, form: HandleForm) -> EPHandle:
         """Return the handle of a dispatch of a form; `topk_idx` None: to be taken from the kernels' copy, late."""
         listed = got.num_tokens_per_expert if form.do_cpu_sync else []
         return EPHandle(*form, room, got.handle.unweighted(), listed, topk_idx)

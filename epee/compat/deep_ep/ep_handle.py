@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,18 @@ from epee.compat.deep_ep.shared.layout import align_up
 from epee.compat.deep_ep.shared.rows import filled_up
 from epee.ep import CombineOrder, Handle, Room, count_layout
 from epee.errors import UnsupportedError
+
+
+class HandleForm(NamedTuple):
+    """What the handles of dispatches that are alike have in common; see `EPHandle`."""
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    do_cpu_sync: bool
+    num_scaleup_ranks: int
 
 
 @dataclass(eq=False)
@@ -29,6 +42,7 @@ class EPHandle:
         do_expand: whether rows are per (expert, token), or per token.
         num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
         do_cpu_sync: whether results have as many rows as were received, or the worst case.
+        num_scaleup_ranks: of the buffer; rank r is scale-up rank `r % num_scaleup_ranks`.
         room, core: epee's own.
         num_recv_tokens_per_expert_list: per local expert, rounded up to the alignment; empty without CPU sync.
         given_idx: this rank's routing, or None where `topk_idx` is made of the kernels' own copy when it is read.
@@ -40,13 +54,14 @@ class EPHandle:
     num_max_tokens_per_rank: int
     num_sms: int
     do_cpu_sync: bool
+    num_scaleup_ranks: int
     room: Room
     core: Handle
     num_recv_tokens_per_expert_list: list[int]
     given_idx: torch.Tensor | None
 
     _ordered: tuple[CombineOrder, Handle] | None = field(default=None, init=False)
-    token_metadata_at_forward: None = None  # DeepEP's, between hosts only
+    token_metadata_at_forward: None = None  # of DeepEP's hybrid mode, for its own combine, which is not like epee's
     channel_linked_list: None = None  # likewise
     cached_recv_src_metadata_before_sort: None = None  # nothing needs sorting here
 
@@ -95,8 +110,12 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
-        """`[num_ranks]` int32: tokens from ranks 0 ... r, each counted once."""
-        return self.core.token_ends
+        """`[num_scaleup_ranks]` int32: tokens from scale-up ranks 0 ... r of all hosts, each counted once."""
+        ends = self.core.token_ends
+        if self.num_scaleup_ranks == len(ends):
+            return ends
+        counts = ends.diff(prepend=ends.new_zeros(1)).view(-1, self.num_scaleup_ranks).sum(0)
+        return counts.cumsum(0).to(torch.int32)
 
     @cached_property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
@@ -116,9 +135,9 @@ class EPHandle:
     def recv_src_metadata(self) -> torch.Tensor:
         """`[num_recv_tokens, num_topk + 2]` int32, a row for each token that arrived, in (source rank, token) order.
 
-        Column 0: `src_rank * num_max_tokens_per_rank + src_token`. Column 1: `src_rank * num_topk + k` with the last k
-        whose expert is local. Column 2 + k: expanded, the row of that k in the result; -1 elsewhere. Rows beyond those
-        that arrived are -1.
+        Column 0: `src_rank * num_max_tokens_per_rank + src_token`. Column 1: the source's scale-up rank times
+        `num_topk`, plus the last k whose expert is local. Column 2 + k: expanded, the row of that k in the result; -1
+        elsewhere. Rows beyond those that arrived are -1.
         """
         num_topk = self.core.num_topk
         rows = self._expanded_row_of
@@ -126,7 +145,8 @@ class EPHandle:
         lanes = torch.arange(num_topk, dtype=torch.int64, device=chosen.device)
         master = torch.where(chosen, lanes, -1).amax(1)
         ids = self._token_ids
-        columns = [ids[:, None], (ids // self.num_max_tokens_per_rank * num_topk + master)[:, None]]
+        scaleup_rank = ids // self.num_max_tokens_per_rank % self.num_scaleup_ranks
+        columns = [ids[:, None], (scaleup_rank * num_topk + master)[:, None]]
         columns.append(torch.full_like(chosen, -1, dtype=torch.int64) if rows is None else rows)
         return filled_up(torch.cat(columns, 1).to(torch.int32), self.num_recv_tokens, -1)
 

@@ -2,9 +2,9 @@
 
 Data path: `epee.compat.padded` finds or makes an `epee.LatencyBuffer` and turns arguments and results around;
 what is left here is DeepEP's names, its mask (`enable_shrink`) and its statistics. Without `enable_shrink` a rank that
-does not come is an error. Traffic between hosts and the raw buffer do not exist: these methods have DeepEP's
-signatures, so that code which inspects them or calls by keyword gets this module's answer and no TypeError, and raise
-`UnsupportedError` with one sentence that names the method and says what to use.
+does not come is an error. The raw buffer does not exist: its method has DeepEP's signature, so that code which inspects
+it or calls by keyword gets this module's answer and no TypeError, and raises `UnsupportedError` with one sentence that
+names it and says what to use.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from epee.compat.deep_ep.shared.advice import LOW_LATENCY, add_advice
 from epee.compat.padded import Hook, PaddedCalls, PaddedHandle, Ways, size_hint
 from epee.ep import BufferPool, LatencyCombined, LatencyDispatched, Payload, Quantisation
 from epee.errors import EpeeError, InvalidArgument, InvalidState, UnsupportedError
-
-_HOSTS = "nothing travels between hosts (RDMA) in epee yet; use dispatch and combine on the ranks of one host"
 
 
 def unsupported(name: str, why: str) -> NoReturn:
@@ -225,41 +223,6 @@ class LowLatency:
 def _add_cost(stats: torch.Tensor | None, got: LatencyDispatched | LatencyCombined) -> None:
     if stats is not None and got.wait_us is not None:
         stats.add_(got.wait_us)
-
-
-def internode_dispatch(
-    self: object,
-    x: Any,
-    handle: Any = None,
-    num_tokens_per_rank: torch.Tensor | None = None,
-    num_tokens_per_rdma_rank: torch.Tensor | None = None,
-    is_token_in_rank: torch.Tensor | None = None,
-    num_tokens_per_expert: torch.Tensor | None = None,
-    topk_idx: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-    expert_alignment: int = 1,
-    config: Any = None,
-    previous_event: Any = None,
-    async_finish: bool = False,
-    allocate_on_comm_stream: bool = False,
-) -> Any:
-    """Raise `UnsupportedError`: nothing travels between hosts."""
-    unsupported("internode_dispatch", _HOSTS)
-
-
-def internode_combine(
-    self: object,
-    x: torch.Tensor,
-    handle: Any,
-    topk_weights: torch.Tensor | None = None,
-    bias: Any = None,
-    config: Any = None,
-    previous_event: Any = None,
-    async_finish: bool = False,
-    allocate_on_comm_stream: bool = False,
-) -> Any:
-    """Raise `UnsupportedError`: nothing travels between hosts."""
-    unsupported("internode_combine", _HOSTS)
 
 
 def get_local_buffer_tensor(

@@ -1,9 +1,9 @@
-"""V1's handle: the six tensors of DeepEP's tuple, and what stands behind them.
+"""V1's handle: the six tensors of DeepEP's tuple, over several hosts ten, and what stands behind them.
 
-A combine needs none of the six, so each is worked out when it is first read (`LateTuple`), by its closed form
-(`shared/layout.py`), from what the epee handle keeps, from what the ranks told each other before the dispatch, and from
-the caller's `is_token_in_rank`, which is kept as it is, no copy. Nothing here communicates; on GPUs the host does not
-wait.
+A combine needs none of them, so each is worked out when it is first read (`LateTuple`), by its closed form
+(`shared/layout.py`, `shared/host_layout.py`), from what the epee handle keeps, from what the ranks told each other
+before the dispatch, and from the caller's `is_token_in_rank`, which is kept as it is, no copy. Nothing here
+communicates, so one rank may read them alone; on GPUs the host does not wait.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from epee.compat.deep_ep.config import Config
-from epee.compat.deep_ep.shared import layout
+from epee.compat.deep_ep.shared import host_layout, layout
 from epee.compat.deep_ep.shared.rows import filled_up
-from epee.ep import Handle, Room, Wish
+from epee.ep import Handle, Room, TwoLevelHandle, Wish
 
-NUM_ENTRIES = 6
+_NO_META = 0xFF  # in each byte of rows that nobody sent
 
 
 @dataclass(eq=False)
@@ -50,15 +50,16 @@ class V1Handle:
 
     def entry(self, idx: int) -> torch.Tensor:
         """Return an entry of DeepEP's tuple; where the dispatch ran on a stream of its own, it is worked out there."""
+        entries = _ENTRIES_OVER_HOSTS if isinstance(self.handle, TwoLevelHandle) else _ENTRIES
         if self.stream is None:
             for tensor in self.handle.tensors:
                 if tensor is not None and tensor.is_cuda:  # it may be read on another stream than it was made on
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            return _ENTRIES[idx](self)
+            return entries[idx](self)
         reader = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(reader)
         with torch.cuda.stream(self.stream):  # rows may have been copied out of their slot there
-            made = _ENTRIES[idx](self)
+            made = entries[idx](self)
         reader.wait_stream(self.stream)
         made.record_stream(reader)
         return made
@@ -92,6 +93,45 @@ class V1Handle:
     def _send_head(self) -> torch.Tensor:
         return layout.send_head(self.is_token_in_rank, self.config.num_channels)
 
+    # ---- over several hosts
+
+    @property
+    def _over_hosts(self) -> TwoLevelHandle:
+        assert isinstance(self.handle, TwoLevelHandle)
+        return self.handle
+
+    @property
+    def _in_hosts(self) -> torch.Tensor:
+        assert self._over_hosts.topology is not None
+        return host_layout.in_hosts(self.is_token_in_rank, self._over_hosts.topology.hosts)
+
+    def _own_is_token_in_rank(self) -> torch.Tensor:
+        return self.is_token_in_rank.detach()  # the first entry of a handle is of this handle alone (`KnownHandles`)
+
+    def _rdma_channel_prefix_matrix(self) -> torch.Tensor:
+        return layout.channel_prefix_matrix(self._in_hosts, self.config.num_channels)
+
+    def _recv_rdma_channel_prefix_matrix(self) -> torch.Tensor:
+        return host_layout.num_relayed(self._over_hosts, self.config.num_channels)
+
+    def _recv_rdma_rank_prefix_sum(self) -> torch.Tensor:
+        return host_layout.relayed_up_to(self._over_hosts)
+
+    def _recv_gbl_channel_prefix_matrix(self) -> torch.Tensor:
+        return host_layout.first_rows(self._over_hosts, self.config.num_channels)
+
+    def _recv_gbl_rank_prefix_sum(self) -> torch.Tensor:
+        return host_layout.received_up_to(self._over_hosts)
+
+    def _recv_src_meta(self) -> torch.Tensor:
+        return filled_up(host_layout.source_meta(self._over_hosts), self.num_rows, _NO_META)
+
+    def _send_rdma_head(self) -> torch.Tensor:
+        return layout.send_head(self._in_hosts, self.config.num_channels)
+
+    def _send_nvl_head(self) -> torch.Tensor:
+        return host_layout.relay_head(self._over_hosts, self.config.num_channels)
+
 
 _ENTRIES: tuple[Any, ...] = (
     V1Handle._rank_prefix_matrix,
@@ -101,4 +141,20 @@ _ENTRIES: tuple[Any, ...] = (
     V1Handle._is_token_in_rank,
     V1Handle._send_head,
 )
-assert len(_ENTRIES) == NUM_ENTRIES
+_ENTRIES_OVER_HOSTS: tuple[Any, ...] = (
+    V1Handle._own_is_token_in_rank,
+    V1Handle._rdma_channel_prefix_matrix,
+    V1Handle._channel_prefix_matrix,  # DeepEP's gbl_channel_prefix_matrix
+    V1Handle._recv_rdma_channel_prefix_matrix,
+    V1Handle._recv_rdma_rank_prefix_sum,
+    V1Handle._recv_gbl_channel_prefix_matrix,
+    V1Handle._recv_gbl_rank_prefix_sum,
+    V1Handle._recv_src_meta,
+    V1Handle._send_rdma_head,
+    V1Handle._send_nvl_head,
+)
+
+
+def num_entries(num_hosts: int) -> int:
+    """Return the entries of the handles of a buffer."""
+    return len(_ENTRIES if num_hosts == 1 else _ENTRIES_OVER_HOSTS)

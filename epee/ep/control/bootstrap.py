@@ -61,6 +61,16 @@ def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology | None:
     return Topology(group.rank(), keys) if len(set(keys)) > 1 else None
 
 
+def hosts_of(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """Return per host its ranks, ascending; hosts by their lowest rank.
+
+    Local where the group knows it (the backend "epee"), else collective.
+    """
+    num_ranks = size_of(group)
+    topology = topology_of(group, num_ranks) if num_ranks > 1 else None
+    return (tuple(range(num_ranks)),) if topology is None else topology.hosts
+
+
 def on_several_hosts(what: str, hosts: Sequence[Sequence[int]]) -> UnsupportedError:
     """Return the refusal of a buffer that serves ranks of one host only."""
     return UnsupportedError(

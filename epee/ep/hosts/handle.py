@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...link.topology import Topology
 from ..handle import HostHandle
 from ..throughput.placement import Ints
 from .layout import Records
@@ -38,6 +39,7 @@ class TwoLevelHandle(HostHandle):
         sent: per host, the records of this rank's tokens.
         received: per source, the records that it sent to this host.
         num_source_tokens: of each rank, in the dispatch.
+        topology: who is where.
         topk_ids: expert layout: per source `[records, num_topk]` int64, the ids that came with them.
     """
 
@@ -47,6 +49,7 @@ class TwoLevelHandle(HostHandle):
     num_source_tokens: list[int] = field(default_factory=list)
     position: int = 0  # of this rank on its host
     first_expert: int = 0  # of this rank
+    topology: Topology | None = None  # always there; what has defaults before it must have one
 
     @cached_property
     def taken(self) -> list[TakenRows]:

@@ -26,7 +26,7 @@ import torch
 
 from ...link.topology import Topology
 from ...memory.layout import align_up
-from ..config import BufferConfig
+from ..config import MAX_TOPK, BufferConfig
 from ..handle import HostHandle
 from ..throughput.placement import Ints
 from ..throughput.reduce import accumulator_dtype
@@ -36,6 +36,7 @@ CHUNK_BYTES = 2 << 20  # smaller records travel in longer chunks
 SUM_BYTES = 4 << 20  # of the rows of one round that a rank lends to those who sum them, or of their sums
 MIN_SUMMED = 8  # tokens of a round, however many ranks there are
 COUNT_BYTES = 64
+NUM_STAGED = 4  # parts of `staging_bytes` that an engine's outbox has
 
 
 class Records(NamedTuple):
@@ -185,3 +186,21 @@ def staging_bytes(config: BufferConfig) -> int:
     ranks = config.num_ranks
     sums = max(2 * SUM_BYTES, MIN_SUMMED * ranks * row) * row // (config.hidden * 2) + 256 * ranks
     return align_up(max(dispatch, 2 * sums), 4096)
+
+
+def network_bytes(num_ranks: int, num_hosts: int, num_tokens: int, hidden: int) -> int:
+    """Return the bytes that a rank stages for calls of bfloat16 rows between hosts with equally many ranks.
+
+    They are in its outbox, and in the mirror of one outbox of each other host. Address space, until rows travel.
+
+    Args:
+        num_ranks, num_hosts, hidden: sizes.
+        num_tokens: most tokens of a rank.
+
+    Raises:
+        InvalidArgument: no buffer can be made for such sizes.
+    """
+    sizes = num_ranks, hidden, MAX_TOPK, num_tokens, torch.bfloat16
+    config = BufferConfig(num_ranks, *sizes, num_hosts=num_hosts)
+    config.check()
+    return num_hosts * NUM_STAGED * staging_bytes(config)

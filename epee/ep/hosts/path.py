@@ -175,6 +175,7 @@ class HostsPath:
         handle = new_handle(TwoLevelHandle, call, rows, place, self.config, may_lose=False)
         handle.num_source_tokens = [header.num_tokens for header in rows.headers]
         handle.sent = records_of(handle, self._topology)
+        handle.topology = self._topology
         handle.position = self._topology.here.index(self.rank)
         handle.first_expert = self.rank * self.config.num_local_experts
         return handle

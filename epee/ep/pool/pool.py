@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...errors import EpeeError, InvalidState
 from ...memory.looks import looks_of
 from ..base import SharedBuffer
-from ..control.bootstrap import all_gather_bytes
+from ..control.bootstrap import all_gather_bytes, hosts_of
 from ..handle import Payload
 from ..latency.buffer import LatencyBuffer
 from ..streams import Lane, Lanes, RunOptions
@@ -36,15 +36,17 @@ class BufferPool:
         timeout: seconds that a call waits for a silent peer; None for epee's default.
         memory: for normal calls on the current GPU, made now; nothing without a GPU.
         latency_bytes: of memory for low-latency calls, made now.
+        wide_partials: of normal calls on CPUs, as of `Buffer`.
 
     Attributes:
         group: of the ranks.
+        hosts: per host its ranks; found by a round over the group where that does not know it, so making a pool is
+            collective.
         recall, latest: return how calls with a key, or with tensors that look alike, are made (`Like`), or None; see
             `ThroughputRooms`.
 
     Raises:
-        UnsupportedError: a group of the backend "epee" over several hosts; on other groups their first call, or memory
-            that is made now, finds that.
+        UnsupportedError: memory on GPUs, or for low-latency calls, of several hosts.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class BufferPool:
         timeout: float | None = None,
         memory: MemoryBytes = NO_MEMORY,
         latency_bytes: int = 0,
+        wide_partials: bool = False,
     ) -> None:
         self.group = group
-        self._rooms = ThroughputRooms(group, timeout, memory, current_gpu())
+        self.hosts = hosts_of(group)
+        self._rooms = ThroughputRooms(group, timeout, memory, current_gpu(), wide_partials)
         self.recall: Callable[[object], Like | None] = self._rooms.recall
         self.latest: Callable[..., Like | None] = self._rooms.latest
         self._lanes: dict[torch.device, Lanes] = {}

@@ -135,12 +135,19 @@ class ThroughputRooms:
         timeout: seconds that a call waits for a silent peer; None for epee's default.
         memory: to be made now.
         device: where; None: nowhere.
+        wide_partials: as of `Buffer`, on CPUs.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout: float | None, memory: MemoryBytes, device: torch.device | None
+        self,
+        group: dist.ProcessGroup,
+        timeout: float | None,
+        memory: MemoryBytes,
+        device: torch.device | None,
+        wide_partials: bool = False,
     ) -> None:
         self._group = group
+        self._wide_partials = wide_partials
         self._timeout = timeout
         self._memory = memory
         self.whole: Buffer | None = None
@@ -357,6 +364,7 @@ class ThroughputRooms:
             device=None if need.device.type == "cpu" else need.device,
             max_recv_rows=need.num_rows_of(self._group.size(), num_tokens),
             timeout=self._timeout,
+            wide_partials=self._wide_partials,
         )
         room = self._made[_key(need)] = Room(core, num_tokens, itemsize, is_apart=True)
         return room

@@ -6,6 +6,7 @@
     trailer   16 bytes, MAC of the payload; only where both ranks run with EPEE_LINK_MAC=1
 
     WRITE     store the payload at byte `offset` of what the receiver keeps of the sender, then `value` in word `word`
+    PIECES    the same with `offset` small payloads: first a table of where they belong and how long they are
     ASK       tell me these words of ranks of your host, as they are now that all before this has been applied
     TELL      the answer to the ASK of the same number (`value`)
 
@@ -30,27 +31,29 @@ from ..errors import AuthError, ProtocolError
 HEADER_BYTES = 64
 TRAILER_BYTES = _MAC_BYTES = 16
 MAX_PAYLOAD = 1 << 20
-WRITE, ASK, TELL = 1, 2, 3
+WRITE, ASK, TELL, PIECES = 1, 2, 3, 4
 NO_WORD = (1 << 64) - 1
 MAX_ASKED = 512  # words of one ASK
+MAX_PIECES = 64  # of one PIECES
 _HEADER = struct.Struct("<BBHIQQQQQ")
 _pack, _unpack = _HEADER.pack, _HEADER.unpack
-_blake2b, _is_equal = hashlib.blake2b, hmac.compare_digest
+_blake2b, _is_equal, _new = hashlib.blake2b, hmac.compare_digest, tuple.__new__
 _NUMBER = struct.Struct("<Q")
 _HAS_TRAILER = 1
 ASKED = struct.Struct("<QQ")  # a rank, and the index of a word of its own
+PIECE = struct.Struct("<QQ")  # an offset, and how many bytes
 
 
 class Frame(NamedTuple):
     """A header that was read.
 
     Attributes:
-        kind: WRITE, ASK or TELL.
+        kind: WRITE, ASK, TELL or PIECES.
         nbytes: of the payload.
-        offset: where a WRITE stores it, in bytes.
-        word: index of the word that a WRITE stores behind it, NO_WORD: none.
+        offset: where a WRITE stores it, in bytes; number of PIECES.
+        word: index of the word that a WRITE, or PIECES, store behind it, NO_WORD: none.
         value: of that word; number of an ASK or TELL.
-        note: of a WRITE: a number of the sender's that only grows; what it means is the business of who links.
+        note: of both: a number of the sender's that only grows; what it means is the business of who links.
     """
 
     kind: int
@@ -71,6 +74,7 @@ class FrameSealer:
 
     def __init__(self, key: bytes, covers_payloads: bool) -> None:
         self._key = key
+        self._mac = _blake2b(key=key, digest_size=_MAC_BYTES)
         self.covers_payloads = covers_payloads
 
     def seal(self, frame: Sequence[int], number: int, payload: Any = b"") -> Sequence[Any]:
@@ -82,7 +86,9 @@ class FrameSealer:
         kind, nbytes, offset, word, value, note = frame
         flags = _HAS_TRAILER if self.covers_payloads and nbytes else 0
         head = _pack(kind, flags, 0, nbytes, offset, word, value, note, number)
-        head += _blake2b(head, key=self._key, digest_size=_MAC_BYTES).digest()
+        mac = self._mac.copy()
+        mac.update(head)
+        head += mac.digest()
         if not nbytes:
             return (head,)
         return (head, payload, payload_mac(self._key, number, payload)) if flags else (head, payload)
@@ -93,6 +99,7 @@ class FrameOpener:
 
     def __init__(self, key: bytes, covers_payloads: bool) -> None:
         self._key = key
+        self._mac = _blake2b(key=key, digest_size=_MAC_BYTES)
         self.covers_payloads = covers_payloads
 
     def open(self, header: bytes, number: int) -> Frame:
@@ -102,15 +109,16 @@ class FrameOpener:
             AuthError: the MAC does not fit: it was changed, repeated, moved, or comes from somebody else.
             ProtocolError: it says what no frame says; the peer runs another version, or is damaged.
         """
-        body, mac = header[:-_MAC_BYTES], header[-_MAC_BYTES:]
-        if not _is_equal(_blake2b(body, key=self._key, digest_size=_MAC_BYTES).digest(), mac):
+        body, mac = header[:-_MAC_BYTES], self._mac.copy()
+        mac.update(body)
+        if not _is_equal(mac.digest(), header[-_MAC_BYTES:]):
             raise AuthError(f"frame {number} of a link has a wrong MAC; the connection ends")
         kind, flags, reserved, nbytes, offset, word, value, note, told = _unpack(body)
-        if told != number or reserved or kind not in (WRITE, ASK, TELL) or nbytes > MAX_PAYLOAD:
+        if told != number or reserved or not WRITE <= kind <= PIECES or nbytes > MAX_PAYLOAD:
             raise ProtocolError(f"frame {number} of a link says what it cannot ({kind}, {nbytes} bytes, no {told})")
         if flags != (_HAS_TRAILER if self.covers_payloads and nbytes else 0):
             raise ProtocolError("EPEE_LINK_MAC must be equal on all ranks; the connection ends")
-        return Frame(kind, nbytes, offset, word, value, note)
+        return _new(Frame, (kind, nbytes, offset, word, value, note))
 
     def check(self, payload: Any, trailer: Any, number: int) -> None:
         """Check a payload against its trailer; raises `AuthError`."""
@@ -147,3 +155,22 @@ def parse_told(payload: bytes) -> tuple[int, ...]:
     if len(payload) % 8 or not 0 < len(payload) <= MAX_ASKED * 8:
         raise ProtocolError(f"a TELL has 1 ... {MAX_ASKED} words, got {len(payload)} bytes")
     return struct.unpack(f"<{len(payload) // 8}Q", payload)
+
+
+def pack_pieces(pieces: Sequence[tuple[int, bytes]]) -> bytes:
+    """Return the payload of a PIECES frame: (offset, bytes) each."""
+    return b"".join([*(PIECE.pack(offset, len(data)) for offset, data in pieces), *(data for _, data in pieces)])
+
+
+def parse_pieces(payload: memoryview, num_pieces: int) -> list[tuple[int, memoryview]]:
+    """Return what a PIECES frame says, (offset, bytes) each; `ProtocolError` if that cannot be."""
+    start = num_pieces * PIECE.size
+    if not 0 < num_pieces <= MAX_PIECES or start > len(payload):
+        raise ProtocolError(f"PIECES has 1 ... {MAX_PIECES} of them, got {num_pieces} in {len(payload)} bytes")
+    pieces = []
+    for offset, nbytes in PIECE.iter_unpack(payload[:start]):
+        pieces.append((offset, payload[start : start + nbytes]))
+        start += nbytes
+    if start != len(payload):
+        raise ProtocolError(f"the lengths of PIECES add up to {start} bytes, the payload has {len(payload)}")
+    return pieces

@@ -34,6 +34,7 @@ from ..errors import ResourceError
 from .tcp import TcpLink
 
 BACK_S = 0.005
+STUCK_S = 0.0005  # the same while there is more to send
 FLUSH_S = 5.0  # for what is queued to go out, and for the peers to close
 CLOSE_S = 2.0  # of it, for the peers to close
 LINGER_S = 10.0
@@ -92,13 +93,16 @@ class Links:
     # ---- who waits
 
     def pump(self) -> bool:
-        """Move what can be moved now; return whether anything came. Never blocks."""
+        """Move what can be moved now; return whether anything was. Never blocks."""
         self._pumped = time.monotonic()
         held = False
         try:
             # taken and noted without a call of Python's between, where an exception could part the one from the other
             (held,) = map(self.lock.acquire, (False,))
-            return self._handle(self._poll.poll(0.0)) if held and not self._is_closed else False
+            if not held or self._is_closed:
+                return False
+            events = self._poll.poll(0.0)
+            return self._handle(events) if events or self._is_broken_off else False
         finally:
             if held:
                 self.lock.release()
@@ -117,61 +121,64 @@ class Links:
             if link is not None and link.lost is None:  # `_send` without its calls
                 was, self._is_broken_off = self._is_broken_off, True
                 link.write(offset, data, word, value, note)
-                if not link.is_flushed:
+                if link.is_stuck:
                     self._watch(link.fd, link)
                 self._is_broken_off = was
 
+    def write_pieces(self, peer: int, pieces: Sequence[tuple[int, bytes]], word: int, value: int, note: int) -> None:
+        """As `Link.write_pieces`, to `peer`."""
+        self._send(peer, TcpLink.write_pieces, pieces, word, value, note)
+
     def ask(self, peer: int, words: Sequence[tuple[int, int]], number: int) -> None:
         """As `Link.ask`, of `peer`."""
-        self._send(peer, lambda link: link.ask(words, number))
+        self._send(peer, TcpLink.ask, words, number)
 
     def tell(self, peer: int, number: int, values: Sequence[int]) -> None:
         """As `Link.tell`, to `peer`."""
-        self._send(peer, lambda link: link.tell(number, values))
+        self._send(peer, TcpLink.tell, number, values)
 
     def flush(self, peer: int) -> None:
         """Send what waits for a word (`tcp.CORK_BYTES`)."""
         self._send(peer, TcpLink.flush)
 
-    def _send(self, peer: int, put: Callable[[TcpLink], None]) -> None:
+    def _send(self, peer: int, put: Callable[..., object], *args: Any) -> None:
         with self.lock:
             link = self.links.get(peer)
             if link is not None and link.lost is None:
                 was, self._is_broken_off = self._is_broken_off, True
-                put(link)
-                if not link.is_flushed:
+                put(link, *args)
+                if link.is_stuck:
                     self._watch(link.fd, link)
                 self._is_broken_off = was
 
     # ---- moving
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
-        was = self._is_broken_off
-        if not events and not was:
-            return False
-        came = False
-        ready = list(self._by_fd) if was else [fd for fd, _ in events]
+        was, has_moved = self._is_broken_off, False
+        if was:
+            events = [(fd, 0) for fd in self._by_fd]
         self._is_broken_off = True
-        for fd in ready:
+        for fd, _ in events:
             link = self._by_fd.get(fd)
             if link is None:  # the bell, or a link that was dropped just now
                 continue
-            came |= link.pump()
+            has_moved |= link.pump()
             if link.lost is not None:
                 self._drop(fd, link)
-            elif was or (fd in self._writers and link.is_flushed):
+            elif was or (fd in self._writers and not link.is_stuck):
                 self._watch(fd, link)
         self._is_broken_off = False
-        return came
+        return has_moved
 
     def _watch(self, fd: int, link: TcpLink) -> None:
         """Wake for what comes and, while the socket of a link has not taken everything, for room. The lock is held."""
-        if link.is_flushed:
+        if not link.is_stuck:
             self._poll.modify(fd, select.EPOLLIN)
             self._writers.discard(fd)
         elif fd not in self._writers or self._is_broken_off:
             self._poll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
             self._writers.add(fd)
+            self._turn.set()  # whoever wrote it may have something else to do than to pump
 
     def _drop(self, fd: int, link: TcpLink) -> None:
         """End a link that is lost: after this nothing of its peer is applied. Done again when it was broken off."""
@@ -191,13 +198,14 @@ class Links:
 
     def _serve(self) -> None:
         while self._linger is None or not self._linger():
-            if time.monotonic() - self._pumped < BACK_S:
+            back_s = STUCK_S if self._writers else BACK_S
+            if time.monotonic() - self._pumped < back_s:
                 self._turn.clear()
-                self._turn.wait(BACK_S)
+                self._turn.wait(back_s)
                 continue
             self._on_idle()
             events = self._poll.poll(IDLE_S if self._linger is None else 0.01)
-            if time.monotonic() - self._pumped < BACK_S:
+            if time.monotonic() - self._pumped < STUCK_S:
                 continue  # a caller does it
             with self.lock:
                 self._handle(events)
@@ -234,6 +242,7 @@ class Links:
             while self._by_fd and now < (closing or deadline):
                 with self.lock:
                     for link in self._by_fd.values():
+                        link.flush()
                         if link.is_flushed and not link.is_finished:
                             link.finish()
                     self._handle(self._poll.poll(0.001))

@@ -44,6 +44,9 @@ class Link(Protocol):
             note: a number that only grows; the peer learns it whatever else the write says.
         """
 
+    def write_pieces(self, pieces: Any, word: int, value: int, note: int) -> None:
+        """As `write`, for several small pieces at once, (offset, bytes) each, which are copied."""
+
     def ask(self, words: Any, number: int) -> None:
         """Ask for words (rank, index) of ranks of the peer's host, behind all that was written before."""
 
@@ -51,7 +54,7 @@ class Link(Protocol):
         """Answer the ASK with this number."""
 
     def pump(self) -> bool:
-        """Move what can be moved now, both ways; return whether anything came. Never blocks."""
+        """Move what can be moved now, both ways; return whether anything was. Never blocks."""
 
     def close(self) -> None:
         """End the link; idempotent."""

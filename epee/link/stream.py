@@ -23,19 +23,26 @@ from typing import Any, Protocol
 
 from .frames import HEADER_BYTES, TRAILER_BYTES, WRITE, Frame, FrameOpener, FrameSealer
 
-BUFFER_BYTES = 64 << 10
-DIRECT_BYTES = 16 << 10  # what is left of a payload that goes straight to its place
+BUFFER_BYTES = 8 << 10  # of it a long payload's first part is copied; the rest goes straight to its place
+DIRECT_BYTES = 2 << 10  # what is left of a payload that does
 MAX_VIEWS = 32  # given to one call of the socket
+SEND_BYTES = 1 << 20  # likewise: what it takes at once should still be in the cache when the receiver reads it
 
 
 Move = Callable[[Any], int]  # moves bytes and returns how many: a method of a socket
 
 
 class Outstream:
-    """Frames on their way out."""
+    """Frames on their way out.
 
-    def __init__(self, sealer: FrameSealer) -> None:
+    Args:
+        sealer: makes their headers.
+        more: what `send` gives its `move` behind the buffers.
+    """
+
+    def __init__(self, sealer: FrameSealer, more: Sequence[Any] = ()) -> None:
         self._sealer = sealer
+        self._more = tuple((each,) for each in more)
         self._counts = [0]  # what the socket has taken
         self._queue: deque[tuple[int, int, int, Sequence[Any]]] = deque()  # number, first byte, end, buffers
         self._past = (-1, 0)  # number of the last frame that is out, and where it ended
@@ -44,8 +51,13 @@ class Outstream:
         """Return the number of frames that are not out yet."""
         return len(self._queue)
 
-    def put(self, frame: Sequence[int], payload: Any = b"") -> None:
-        """Queue a frame (the fields of a `Frame`).
+    @property
+    def num_sent(self) -> int:
+        """Number of the last frame of which it is noted that it is out."""
+        return self._past[0]
+
+    def put(self, frame: Sequence[int], payload: Any = b"") -> int:
+        """Queue a frame (the fields of a `Frame`) and return its number.
 
         `payload`, a flat buffer of as many bytes as the frame says, must stay as it is until it is sent.
         """
@@ -54,38 +66,45 @@ class Outstream:
         parts = self._sealer.seal(frame, number + 1, payload)
         end = start + HEADER_BYTES + frame[1] + (TRAILER_BYTES if len(parts) > 2 else 0)
         queue.append((number + 1, start, end, parts))
+        return number + 1
 
-    def send(self, move: Move) -> None:
-        """Give `move` lists of buffers until everything is out; raises what it raises (`BlockingIOError`: full)."""
-        queue, counts = self._queue, self._counts
+    def send(self, move: Move, most: int = 1 << 62) -> None:
+        """Give `move` lists of buffers until everything, or `most` bytes and maybe a part of that again, are out.
+
+        Raises:
+            what it raises (`BlockingIOError`: full).
+        """
+        queue, counts, more = self._queue, self._counts, self._more
+        until = sum(counts) + most
         while queue:
-            sent = counts[0] if len(counts) == 1 else _sum_up(counts)
+            if len(counts) > 1:
+                counts[:] = (sum(counts),)
+            sent = counts[0]
             number, start, end, parts = queue[0]
             if end <= sent:
                 self._past = number, end
                 queue.popleft()
+            elif sent >= until:
+                return
             else:
-                counts.extend(map(move, (parts if sent == start and len(queue) == 1 else self._views(sent),)))
+                is_one = sent == start and len(queue) == 1 and end - start <= SEND_BYTES
+                views = parts if is_one else self._views(sent)
+                counts.extend(map(move, (views,), *more))
 
     def _views(self, sent: int) -> list[Any]:
         """Return what to send next, as buffers."""
         found: list[Any] = []
+        last = sent + SEND_BYTES
         for _, at, _, parts in self._queue:
             for part in parts:
                 length = len(part)
-                if at + length > sent:
-                    found.append(memoryview(part)[sent - at :] if at < sent else part)
+                if sent < at + length and at < last:
+                    is_whole = sent <= at and at + length <= last
+                    found.append(part if is_whole else memoryview(part)[max(0, sent - at) : last - at])
                 at += length
-            if len(found) >= MAX_VIEWS:
+            if at >= last or len(found) >= MAX_VIEWS:
                 break
         return found
-
-
-def _sum_up(counts: list[int]) -> int:
-    """Return the sum of a list of counts, which has it as its only element afterwards."""
-    total = sum(counts)
-    counts[:] = (total,)
-    return total
 
 
 class FrameSink(Protocol):
@@ -122,14 +141,18 @@ class Instream:
             1 when there may be more, 0 when the socket is empty, -1 when it has ended.
         """
         counts = self._counts
-        end = counts[0] if len(counts) == 1 else _sum_up(counts)
-        self._settle(end)  # what an exception has left to be done
-        room = self._room(end)
+        end = sum(counts)
+        if end == self._at[0]:  # nothing lies in the buffer
+            self._base, room = end, self._buffer
+        else:
+            self._settle(end)  # what an exception has left to be done
+            room = self._room(end)
         counts.extend(map(move, (room,)))
         count = counts[-1]
         if not count:
             return -1
-        self._settle(_sum_up(counts))
+        counts[:] = (sum(counts),)
+        self._settle(counts[0])
         return int(count == len(room))
 
     def _room(self, end: int) -> memoryview:
@@ -151,22 +174,23 @@ class Instream:
 
     def _settle(self, end: int) -> None:
         """Apply every frame that is complete, now that `end` bytes have come."""
-        opener, sink, buffer = self._opener, self._sink, self._buffer
+        opener, sink, buffer, base = self._opener, self._sink, self._buffer, self._base
+        covers = opener.covers_payloads
         while True:
             start, number, frame, place = self._at
-            first, base = start + HEADER_BYTES, self._base
+            first = start + HEADER_BYTES
             if end < first:
                 return
             if frame is None or place is None:
                 frame = opener.open(bytes(buffer[start - base : first - base]), number)
-                place = self._place_of(frame)
+                place = sink.place(frame) if frame[0] == WRITE and not covers else self._collected(frame)
                 self._at = (start, number, frame, place)
-            last = first + frame.nbytes
+            last = first + frame[1]
             low = first if first > base else base
             high = last if last < end else end
             if low < high:  # else it came straight to its place
                 place[low - first : high - first] = buffer[low - base : high - base]
-            if opener.covers_payloads and frame.nbytes:
+            if covers and frame.nbytes:
                 if end < last + TRAILER_BYTES:
                     return
                 opener.check(place, buffer[last - base : last - base + TRAILER_BYTES], number)
@@ -176,11 +200,10 @@ class Instream:
             sink.apply(frame, place)
             self._at = (last, number + 1, None, None)
 
-    def _place_of(self, frame: Frame) -> memoryview:
-        """Return where the payload is collected: in its place at once, unless it must be checked before."""
-        place = self._sink.place(frame) if frame.kind == WRITE else None
-        if place is not None and not self._opener.covers_payloads:
-            return place
+    def _collected(self, frame: Frame) -> memoryview:
+        """Return where a payload is collected that must be checked before it is stored, or is no WRITE's."""
+        if frame.kind == WRITE:
+            self._sink.place(frame)
         if len(self._scratch) < frame.nbytes:
             self._scratch = bytearray(frame.nbytes)
         return memoryview(self._scratch)[: frame.nbytes]

@@ -19,21 +19,36 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import EpeeError
-from .frames import ASK, MAX_PAYLOAD, NO_WORD, TELL, WRITE, FrameOpener, FrameSealer, pack_asked, pack_told
+from ..errors import EpeeError, ProtocolError
+from .frames import (
+    ASK,
+    MAX_PAYLOAD,
+    NO_WORD,
+    PIECES,
+    TELL,
+    WRITE,
+    FrameOpener,
+    FrameSealer,
+    pack_asked,
+    pack_pieces,
+    pack_told,
+)
 from .seam import LinkLoss
-from .stream import FrameSink, Instream, Outstream
+from .stream import SEND_BYTES, FrameSink, Instream, Outstream
 
 logger = logging.getLogger("epee")
 
 SOCKET_BUFFER_BYTES = 4 << 20
 CORK_BYTES = 64 << 10  # a shorter payload without a word waits for the word that announces it
 MAX_CORKED = 8
+MAX_TELLS = 4096  # answers that wait for a peer which asks and does not read
 MAX_READS = 64  # of one pump: a peer that sends without end must not keep this process in it
 KEEPALIVE_S, KEEPALIVE_PROBES = 1, 10
+_NO_SIGNAL = ((), socket.MSG_NOSIGNAL)  # of `sendmsg`: a program may have given SIGPIPE back its deadly meaning
 
 
 def set_up(connection: socket.socket) -> None:
@@ -60,6 +75,7 @@ class TcpLink:
     Attributes:
         fd: of the socket; -1 once it is closed.
         is_finished: this side has said that nothing more comes; an end of the link is no loss any more.
+        is_stuck: there is more to send: the socket is full, or had enough for one turn.
     """
 
     def __init__(
@@ -69,9 +85,11 @@ class TcpLink:
         self.fd = connection.fileno()
         self.lost: LinkLoss | None = None
         self.is_finished = False
+        self.is_stuck = False
+        self._tells: deque[int] = deque()  # numbers of answers that may not be out yet
         self._mute: OSError | None = None  # why the socket takes nothing more
         self._socket = connection
-        self._out = Outstream(sealer)
+        self._out = Outstream(sealer, _NO_SIGNAL)
         self._in = Instream(opener, sink)
 
     @property
@@ -81,13 +99,19 @@ class TcpLink:
 
     def write(self, offset: int, data: Any, word: int, value: int, note: int) -> None:
         """As `Link.write`; long data go as several frames, the word behind the last."""
-        nbytes = len(data)
+        nbytes, out = len(data), self._out
         while nbytes > MAX_PAYLOAD:
-            self._out.put((WRITE, MAX_PAYLOAD, offset, NO_WORD, 0, note), data[:MAX_PAYLOAD])
+            out.put((WRITE, MAX_PAYLOAD, offset, NO_WORD, 0, note), data[:MAX_PAYLOAD])
             offset, data, nbytes = offset + MAX_PAYLOAD, data[MAX_PAYLOAD:], nbytes - MAX_PAYLOAD
-        self._out.put((WRITE, nbytes, offset, word, value, note), data)
-        if word != NO_WORD or nbytes > CORK_BYTES or len(self._out) > MAX_CORKED:
+        out.put((WRITE, nbytes, offset, word, value, note), data)
+        if word != NO_WORD or not 0 < nbytes <= CORK_BYTES or len(out) > MAX_CORKED:
             self.flush()
+
+    def write_pieces(self, pieces: Sequence[tuple[int, bytes]], word: int, value: int, note: int) -> None:
+        """As `Link.write_pieces`."""
+        payload = pack_pieces(pieces)
+        self._out.put((PIECES, len(payload), len(pieces), word, value, note), payload)
+        self.flush()
 
     def ask(self, words: Sequence[tuple[int, int]], number: int) -> None:
         """As `Link.ask`."""
@@ -96,26 +120,32 @@ class TcpLink:
         self.flush()
 
     def tell(self, number: int, values: Sequence[int]) -> None:
-        """As `Link.tell`."""
-        payload = pack_told(values)
-        self._out.put((TELL, len(payload), 0, NO_WORD, number, 0), payload)
+        """As `Link.tell`; a peer that asks on and on without reading the answers loses the link."""
+        payload, tells, out = pack_told(values), self._tells, self._out
+        while tells and tells[0] <= out.num_sent:
+            tells.popleft()
+        if len(tells) >= MAX_TELLS:
+            self._lose(LinkLoss.DAMAGED, ProtocolError(f"{len(tells)} answers to its questions wait to be read"))
+            return
+        tells.append(out.put((TELL, len(payload), 0, NO_WORD, number, 0), payload))
         self.flush()
 
-    def flush(self) -> None:
-        """Give the socket what it takes now."""
+    def flush(self) -> bool:
+        """Give the socket what it takes, `SEND_BYTES` or so: what comes is taken in between. False: it is full."""
         if self.lost is None and self._mute is None:
             try:
-                self._out.send(self._socket.sendmsg)
+                self._out.send(self._socket.sendmsg, SEND_BYTES)
+                self.is_stuck = bool(self._out)
+                return True
             except BlockingIOError:
-                return
+                self.is_stuck = True
             except OSError as exc:
                 self._mute = exc  # the next `pump` reads what is still there, and finds the end
+        return False
 
     def pump(self) -> bool:
         """As `Link.pump`."""
-        came = 0
-        if self._out:
-            self.flush()
+        came, has_sent = 0, bool(self._out or self.is_stuck) and self.flush()
         try:
             while self.lost is None and came < MAX_READS:
                 more = self._in.receive(self._socket.recv_into)
@@ -124,6 +154,8 @@ class TcpLink:
                     self._lose(LinkLoss.CLOSED if self._mute is None else LinkLoss.RESET, self._mute)
                 if more <= 0:
                     break
+                if self.is_stuck:
+                    self.flush()
         except BlockingIOError:
             if self._mute is not None:
                 self._lose(LinkLoss.RESET, self._mute)
@@ -131,7 +163,7 @@ class TcpLink:
             self._lose(LinkLoss.DAMAGED, exc)
         except OSError as exc:
             self._lose(LinkLoss.RESET, exc)
-        return came > 0
+        return came > 0 or has_sent
 
     def finish(self) -> None:
         """Say that nothing more comes, when everything is out; what the peer says is still applied until it closes."""

@@ -17,6 +17,7 @@ from epee.link.frames import (
     MAX_ASKED,
     MAX_PAYLOAD,
     NO_WORD,
+    PIECES,
     TELL,
     TRAILER_BYTES,
     WRITE,
@@ -41,7 +42,9 @@ def forged(*fields: int) -> bytes:
     return body + frames.hashlib.blake2b(body, key=KEY_A, digest_size=16).digest()
 
 
-@given(st.sampled_from([WRITE, ASK, TELL]), WORD, WORD, WORD, WORD, WORD, st.binary(max_size=300), st.booleans())
+@given(
+    st.sampled_from([WRITE, ASK, TELL, PIECES]), WORD, WORD, WORD, WORD, WORD, st.binary(max_size=300), st.booleans()
+)
 def test_what_is_sealed_is_opened(
     kind: int, offset: int, word: int, value: int, note: int, number: int, payload: bytes, covers: bool
 ) -> None:
@@ -68,7 +71,7 @@ def test_the_longest_payload_passes() -> None:
     "fields",
     [
         (0, 0, 0, 8, 0, 0, 0, 0, 5),
-        (4, 0, 0, 8, 0, 0, 0, 0, 5),
+        (5, 0, 0, 8, 0, 0, 0, 0, 5),
         (255, 0, 0, 8, 0, 0, 0, 0, 5),
         (WRITE, 2, 0, 8, 0, 0, 0, 0, 5),
         (WRITE, 255, 0, 8, 0, 0, 0, 0, 5),
@@ -205,3 +208,24 @@ def test_a_question_or_answer_of_another_size_is_refused(parse: Any, nbytes: int
 def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises((AuthError, ProtocolError)):
         FrameOpener(KEY_A, False).open(garbage, 0)
+
+
+@given(st.lists(st.tuples(WORD, st.binary(max_size=100)), min_size=1, max_size=frames.MAX_PIECES))
+def test_pieces_arrive(pieces: list[tuple[int, bytes]]) -> None:
+    found = frames.parse_pieces(memoryview(frames.pack_pieces(pieces)), len(pieces))
+    assert [(offset, bytes(data)) for offset, data in found] == pieces
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 3, frames.MAX_PIECES + 1, (1 << 64) - 1])
+def test_another_number_of_pieces_is_refused(num_pieces: int) -> None:
+    payload = memoryview(frames.pack_pieces([(0, b"one"), (64, b"another")]))
+    with pytest.raises(ProtocolError):
+        frames.parse_pieces(payload, num_pieces)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 32])
+def test_pieces_of_another_length_are_refused(cut: int) -> None:
+    payload = frames.pack_pieces([(0, b"one"), (64, b"another")])
+    for wrong in (payload[:-cut], payload + bytes(cut)):
+        with pytest.raises(ProtocolError):
+            frames.parse_pieces(memoryview(wrong), 2)

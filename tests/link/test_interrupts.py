@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import epee.link
-from epee.link.frames import ASK, NO_WORD, TELL, WRITE, Frame, FrameOpener, FrameSealer
+from epee.link.frames import ASK, NO_WORD, PIECES, TELL, WRITE, Frame, FrameOpener, FrameSealer
 from epee.link.stream import Instream, Outstream
 
 from .pairs import BOUND_S, KEY_A, End, Memory, Pipe, num_open, pattern, tcp_links
@@ -67,7 +67,7 @@ def without_repeats(found: list[Any]) -> list[Any]:
 
 
 FRAMES = ((WRITE, 100, 0), (WRITE, 0, NO_WORD), (ASK, 32, NO_WORD), (WRITE, 40_000, 3), (TELL, 16, NO_WORD))
-FRAMES += ((WRITE, 17_000, NO_WORD), (WRITE, 8, 4), (WRITE, 0, 5))
+FRAMES += ((PIECES, 60, 2), (WRITE, 17_000, NO_WORD), (WRITE, 8, 4), (WRITE, 0, 5))
 
 
 @pytest.mark.parametrize("covers", [False, True], ids=["headers", "payloads too"])
@@ -125,7 +125,7 @@ class Full:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
 
-    def sendmsg(self, buffers: list[Any]) -> int:
+    def sendmsg(self, buffers: list[Any], *more: Any) -> int:
         self._num_calls += 1
         if not self._num_calls % 2:
             raise BlockingIOError

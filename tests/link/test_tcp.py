@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 
 import pytest
 
 from epee.errors import ProtocolError
 from epee.link import tcp
-from epee.link.frames import MAX_PAYLOAD, NO_WORD, WRITE, Frame, FrameOpener, FrameSealer
+from epee.link.frames import MAX_PAYLOAD, NO_WORD, PIECES, WRITE, Frame, FrameOpener, FrameSealer
 from epee.link.seam import LinkLoss
+from epee.link.stream import SEND_BYTES
 from epee.link.tcp import TcpLink
 
 from .pairs import KEY_A, KEY_B, Memory, pattern, reset, socket_pair, tcp_links, until
@@ -130,7 +132,87 @@ def test_one_pump_does_a_bounded_amount() -> None:
             ends.a.pump()
 
 
+def test_one_write_gives_the_socket_a_bounded_amount() -> None:
+    with Ends() as ends:
+        given = []
+        connection = ends.a._socket
+
+        class Counted:
+            def sendmsg(self, buffers: list[object], *more: object) -> int:
+                given.append(sum(len(memoryview(buffer)) for buffer in buffers))
+                return connection.sendmsg(buffers, *more)
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(connection, name)
+
+        ends.a._socket = Counted()
+        ends.a.write(0, memoryview(bytes(4 << 20)), 1, 1, 0)
+        assert sum(given) <= 2 * SEND_BYTES
+        assert ends.a.is_stuck
+        until(lambda: ends.pump() or ends.memory_b.words[1])
+        assert max(given) <= SEND_BYTES
+        assert not ends.a.is_stuck
+
+
+def test_pieces_go_out_at_once() -> None:
+    with Ends() as ends:
+        ends.a.write_pieces([(8, b"one"), (64, b"another")], 1, 5, 9)
+        until(lambda: ends.pump() or ends.memory_b.others)
+        kind, value, payload = ends.memory_b.others[0]
+        assert (kind, value) == (PIECES, 5)
+        assert payload.endswith(b"oneanother")
+
+
 # ---- ends
+
+
+def test_a_peer_that_asks_and_does_not_read_loses_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MAX_TELLS", 100)
+    with Ends() as ends:
+        ends.a._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+        ends.b._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        most = 0
+
+        def answer(number: int, _: bytes) -> None:
+            nonlocal most
+            ends.a.tell(number, [1] * 512)
+            most = max(most, len(ends.a._out))
+
+        ends.memory_a.on_ask = answer
+        numbers = iter(range(1, 1_000_000))
+        until(lambda: ends.b.ask([(0, 1)], next(numbers)) or (ends.a.pump() and ends.a.lost) or ends.a.lost)
+        assert ends.a.lost is LinkLoss.DAMAGED
+        assert 90 < most <= 101
+
+
+def test_a_peer_that_asks_and_reads_may_ask_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MAX_TELLS", 10)
+    with Ends() as ends:
+        ends.memory_a.on_ask = lambda number, _: ends.a.tell(number, [1])
+        for number in range(1, 200):
+            ends.b.ask([(0, 1)], number)
+            until(lambda number=number: ends.pump() or len(ends.memory_b.others) == number)
+        assert ends.a.lost is None
+        assert len(ends.a._tells) <= 10
+
+
+_WITH_SIGPIPE = """
+import signal
+from tests.link.pairs import Memory, tcp_links, until
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+a, b = tcp_links(Memory(100), Memory(100))
+b.close()
+until(lambda: a.write(0, b"x", 1, 1, 0) or a._mute)
+until(lambda: a.pump() and a.lost or a.lost)
+print(a.lost.name)
+"""
+
+
+def test_a_write_to_a_peer_that_has_gone_raises_no_signal() -> None:
+    """A program may have given SIGPIPE its default back, which is death."""
+    done = subprocess.run([sys.executable, "-c", _WITH_SIGPIPE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("RESET", "CLOSED")
 
 
 def test_a_peer_that_closes_is_lost_behind_what_it_said() -> None:
@@ -167,7 +249,7 @@ def test_what_is_under_way_arrives_though_the_peer_writes_to_an_end_that_has_fin
         data = memoryview(pattern(4 << 20, 3))
         ends.b._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         ends.a.write(0, data, 2, 1, 0)
-        until(lambda: ends.a.pump() or ends.a.is_flushed or ends.b.pump())
+        until(lambda: ends.pump() or ends.a.is_flushed)
         ends.a.finish()
         for _ in range(50):
             ends.b.write(0, b"progress", NO_WORD, 0, 7)

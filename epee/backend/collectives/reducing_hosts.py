@@ -42,7 +42,7 @@ def plan_reduction(
     """Return the plan of an all_reduce in place on `sink.array`, or of a reduce to position `root`."""
     if box.exports is not None and op != AVG:
         hosts: Hosts = box.exports.topology.hosts
-        if is_less(hosts, sink.array.nbytes):
+        if sink.array.nbytes * box.num_ranks > SMALL_BYTES and is_less(hosts, sink.array.nbytes):
             return HostsAllReduce(name, signature, sink, reducer, box, hosts, root)
     return AllReduce(name, signature, sink, reducer, box, root)
 

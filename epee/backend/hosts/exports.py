@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...link.frames import NO_WORD
+from ...link.frames import MAX_PIECES, NO_WORD
 from ...link.poller import Links
 from ...link.topology import Topology
 from ...memory.host import HEADER_BYTES
@@ -40,8 +40,10 @@ from ..outbox import (
 from .looks import Looks
 from .mirror import Ear
 
-NOTHING: tuple[int, Any] = (0, b"")
 ABANDON_S = 5.0
+_NOTHING = (0, b"")
+_TINY_BYTES = 256  # of a call's values in the cell
+_PIECE_BYTES = 1024  # what is shorter goes out with the word that announces it
 _UNTOLD_CALLS = NUM_CELLS // 4  # after so many calls peers hear at once how far this rank is
 
 
@@ -69,7 +71,8 @@ class Exports:
         self._gateways = topology.gateways()  # by host
         self._bytes = memoryview(box.regions[box.rank].mapping)[HEADER_BYTES:]
         self._told = dict.fromkeys(self._gateways.values(), 0)
-        self._held: dict[int, tuple[int, Any]] = {}  # by gateway: bytes that go out with the next word
+        self._held: dict[int, dict[int, bytes]] = {gateway: {} for gateway in self._told}  # by gateway, offset: bytes
+        # that go out with the next word
         self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not told yet
         self._verdicts, self._lanes = box.verdict_base[0], box.lane_base[0]
         self._lanes_end = self._lanes + box.capacity * LANE_WORDS
@@ -79,7 +82,7 @@ class Exports:
     def word(self, index: int, value: int) -> None:
         """Tell that word `index` of this rank's outbox has `value`, behind all that was told before."""
         if index < self._verdicts:
-            for gateway in self._gateways.values():
+            for gateway in self._told:
                 self._write(gateway, index, value)
             return
         base, size = (self._lanes, LANE_WORDS) if index >= self._lanes else (self._verdicts, SOURCE_WORDS)
@@ -99,28 +102,66 @@ class Exports:
         return self._gateways.get(self.topology.host_of[peer])
 
     def _write(self, gateway: int, index: int, value: int) -> None:
-        offset, data = self._held.pop(gateway, NOTHING)
-        note = self._told[gateway] = self._box.own[CONSUMED]
         if gateway in self._late:
-            self._tell_late(gateway, note)
-        self.links.write(gateway, offset, data, index, value, note)
+            with self.links.lock:  # the thread tells them, too: no older value may come behind a newer one
+                for late in self._late.get(gateway, ()):
+                    self._hold(gateway, 8 * late, 8)
+                self._tell(gateway, index, value)
+                self._late.pop(gateway, None)
+        else:
+            self._tell(gateway, index, value)
+
+    def _tell(self, gateway: int, index: int, value: int) -> None:
+        """Tell a word, and what is held for it, in one frame."""
+        pieces = self._held[gateway]
+        note = self._told[gateway] = self._box.own[CONSUMED]
+        if len(pieces) > 1:
+            self.links.write_pieces(gateway, list(pieces.items()), index, value, note)
+        else:
+            offset, data = next(iter(pieces.items()), _NOTHING)
+            self.links.write(gateway, offset, data, index, value, note)
+        if pieces:
+            self._held[gateway] = {}
+
+    def _drop_held(self) -> None:
+        """Forget what an exception has left without its word: it is told again, or never published.
+
+        Else it would go out behind newer bytes of the same place.
+        """
+        for gateway, pieces in self._held.items():
+            if pieces:
+                self._held[gateway] = {}
+
+    def _hold(self, gateway: int, offset: int, nbytes: int) -> None:
+        """Keep a copy of bytes of the outbox for the next word; what is held already goes before it is too much."""
+        pieces = self._held[gateway]
+        if len(pieces) >= MAX_PIECES:
+            self._tell(gateway, NO_WORD, 0)
+        self._held[gateway][offset] = bytes(self._bytes[offset : offset + nbytes])
 
     # ---- bytes
 
     def call(self, plan: Plan, cell: int, base: int) -> None:
         """Tell the header of a call in the cell at word `cell`, and its first block at byte `base`; the tag follows."""
+        self._drop_held()
         first, end = 8 * (cell + 1), 8 * (cell + 8)
         if plan.preamble is not None:
             end += 8 * len(plan.preamble)
+        last = base + plan.put_bytes
+        if not plan.put_bytes or end <= last <= end + _TINY_BYTES:  # who reads what of it is not worth the question
+            header = bytes(self._bytes[first : max(end, last)])  # a copy: its counters go on before it is sent
+            for held in self._held.values():
+                held[first] = header
+            return
         is_inside = first < base < 8 * (cell + CELL_WORDS)
         for host, gateway in self._gateways.items():
-            ranges = plan.exports(self._box, 0, self.topology.hosts[host]) if plan.put_bytes else ()
+            ranges = plan.exports(self._box, 0, self.topology.hosts[host])
             last = end
             if is_inside:
                 last = max([end, *(base + start + nbytes for start, nbytes in ranges)])
             else:
                 self._send(gateway, base, ranges)
-            self._held[gateway] = first, bytes(self._bytes[first:last])  # its counters go on before it is sent
+            self._hold(gateway, first, last - first)
 
     def call_again(self, plan: Plan, cell: int, base: int, has_counts: bool) -> None:
         """Tell a call that is published once more, its counts as well: an exception may have come before it was told.
@@ -135,11 +176,13 @@ class Exports:
 
     def block(self, plan: Plan, k: int, offset: int) -> None:
         """Tell the block of round `k`, which lies at byte `offset`; its counter follows."""
+        self._drop_held()
         for host, gateway in self._gateways.items():
             self._send(gateway, offset, plan.exports(self._box, k, self.topology.hosts[host]))
 
     def share(self, plan: Plan, k: int, offset: int) -> None:
         """Tell this rank's reduced share of round `k`, which lies at byte `offset`; its counter follows."""
+        self._drop_held()
         for host, gateway in self._gateways.items():
             self._send(gateway, offset, plan.exports_merged(self._box, k, self.topology.hosts[host]))
 
@@ -147,14 +190,17 @@ class Exports:
         """Tell a fragment for `peer`: its bytes and the words of its slot; the slot's tag follows."""
         gateway = self._gateway_of(peer)
         if gateway is not None:
+            self._drop_held()
             self._send(gateway, offset, ((0, nbytes),))
-            self._held[gateway] = 8 * first_word, bytes(self._bytes[8 * first_word : 8 * end_word])
+            self._hold(gateway, 8 * first_word, 8 * (end_word - first_word))
 
     def _send(self, gateway: int, base: int, ranges: Any) -> None:
         note = self._box.own[CONSUMED]
         for start, nbytes in ranges:
-            if nbytes:
-                first = base + start
+            first = base + start
+            if 0 < nbytes <= _PIECE_BYTES:
+                self._hold(gateway, first, nbytes)
+            elif nbytes:
                 self.links.write(gateway, first, self._bytes[first : first + nbytes], NO_WORD, 0, note)
 
     # ---- progress

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import ProtocolError
-from ...link.frames import ASK, NO_WORD, TELL, WRITE, Frame, parse_asked, parse_told
+from ...link.frames import ASK, NO_WORD, PIECES, TELL, WRITE, Frame, parse_asked, parse_pieces, parse_told
 from ...link.poller import Links
 from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import fence, futex_wake
@@ -51,6 +51,8 @@ class Ear:
         self._local_words = [box.words[rank] for rank in here]
         self._words, self._bytes = box.words[self.peer], memoryview(b"")
         self._lanes = box.lane_base[0]
+        self._first_word, self._end_word = box.first_cell, len(self._words)
+        self._first_byte, self._end_byte = 8 * box.first_cell, box.payload_bytes
         if self._mirror is not None:
             self._words = self._mirror.words(0, len(self._words))
             self._bytes = memoryview(self._mirror.mapping)[HEADER_BYTES : HEADER_BYTES + box.payload_bytes]
@@ -61,21 +63,28 @@ class Ear:
 
     def place(self, frame: Frame) -> memoryview:
         """As `FrameSink.place`."""
-        _, nbytes, offset, word, _, _ = frame
-        box = self._box
-        word_ok = word in (NO_WORD, CONSUMED, LIFE) or box.first_cell <= word < len(self._words)
-        place_ok = not nbytes or 8 * box.first_cell <= offset <= offset + nbytes <= box.payload_bytes
+        return self._checked(frame.offset, frame.nbytes, frame.word)
+
+    def _checked(self, offset: int, nbytes: int, word: int) -> memoryview:
+        """Return the bytes at a place of the mirror where the peer may write, and a word behind them."""
+        end = offset + nbytes
+        word_ok = self._first_word <= word < self._end_word or word in (NO_WORD, CONSUMED, LIFE)
+        place_ok = not nbytes or self._first_byte <= offset <= end <= self._end_byte
         if self._mirror is None or not word_ok or not place_ok:
             raise ProtocolError(
                 f"rank {self.peer} writes {nbytes} bytes at {offset} and word {word} of its mirror, which it must not; "
                 "the connection ends"
             )
-        return self._bytes[offset : offset + nbytes]
+        return self._bytes[offset:end]
 
     def apply(self, frame: Frame, payload: memoryview) -> None:
         """As `FrameSink.apply`."""
-        kind, _, _, word, value, note = frame
-        if kind == WRITE:
+        kind, _, offset, word, value, note = frame
+        if kind in (WRITE, PIECES):
+            if kind == PIECES:
+                pieces = [(self._checked(at, len(data), word), data) for at, data in parse_pieces(payload, offset)]
+                for place, data in pieces:
+                    place[:] = data
             words = self._words
             if note > words[CONSUMED]:
                 words[CONSUMED] = words[CONSUMED_TOO] = note

@@ -17,7 +17,8 @@ from ..engine.operation import Block
 from ..engine.waiting import Waiting
 from .exports import Exports
 
-MOST_YIELDS = 20  # however long bytes come: the caller must look at deadlines and deaths
+AWAY_S = 2 * YIELD_S  # a rank of another host is later than one of this: its word has a longer way
+MOST_MOVES_S = 0.02  # however long bytes come: the caller must look at deadlines and deaths
 _PUMPS = 40  # before the first yield; each takes some microseconds
 
 
@@ -35,7 +36,7 @@ class LinkedWaiting(Waiting):
             pump()
             if words[index] == value:
                 return True
-        return False
+        return self._move_until(words, index, value, time.monotonic()) and words[index] == value
 
     def spin(self, block: Block) -> bool:
         """Poll, and pump; True when the block's word is there."""
@@ -48,17 +49,20 @@ class LinkedWaiting(Waiting):
         return bool(words[index] >= value)
 
     def yield_until(self, block: Block, now: float) -> bool:
-        """Yield and pump until nothing has come for `YIELD_S`; True when the word is there.
+        """Yield and pump until nothing was moved for `AWAY_S`; True when the word is there.
 
         As long as bytes come they are moved here: to hand the sockets to the thread costs two switches.
         """
-        words, index, value = self._guarded.box.words[block.rank], block.word, block.value
-        until, end = now + YIELD_S, now + MOST_YIELDS * YIELD_S
-        while now < until and not self._guarded.flags & ~CHANGING:
+        return self._move_until(self._guarded.box.words[block.rank], block.word, block.value, now)
+
+    def _move_until(self, words: memoryview, index: int, value: int, now: float) -> bool:
+        guarded, pump = self._guarded, self._links.pump
+        until, end = now + AWAY_S, now + MOST_MOVES_S
+        while now < until and not guarded.flags & ~CHANGING:
             if words[index] >= value:
                 return True
-            if self._links.pump():
-                until = min(now + YIELD_S, end)
+            if pump():
+                until = min(now + AWAY_S, end)
             else:
                 os.sched_yield()
             now = time.monotonic()

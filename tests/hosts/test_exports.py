@@ -1,0 +1,81 @@
+"""What a rank tells another host: in which frames, and that nothing older follows something newer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from epee.backend.hosts.exports import Exports
+from epee.backend.outbox import LANE_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, Outboxes, outbox_layout
+from epee.link.frames import NO_WORD
+from epee.link.topology import Topology
+from epee.memory.host import HEADER_BYTES, HostRegion
+
+STAGING_BYTES = 1 << 16
+
+
+class Told:
+    """Takes what is told as `Links` does, and keeps it: (pieces, word, value), bytes as they were then."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.frames: list[tuple[list[tuple[int, bytes]], int, int]] = []
+
+    def write(self, peer: int, offset: int, data: Any, word: int, value: int, note: int) -> None:
+        self.frames.append(([(offset, bytes(data))], word, value))
+
+    def write_pieces(self, peer: int, pieces: list[tuple[int, bytes]], word: int, value: int, note: int) -> None:
+        self.frames.append((pieces, word, value))
+
+
+@pytest.fixture
+def group() -> Iterator[tuple[Outboxes, Exports, Told]]:
+    """Rank 0 of two ranks on two hosts, and what it tells the other."""
+    nbytes = outbox_layout(2, STAGING_BYTES).nbytes
+    regions = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "mirror1")]
+    box = Outboxes(0, regions, STAGING_BYTES, 1, 2)
+    told = Told()
+    exports = Exports(Topology(0, ["here", "there"]), box, told, {})
+    yield box, exports, told
+    exports._bytes.release()
+    box.close()
+
+
+def tell(box: Outboxes, exports: Exports, data: bytes, value: int = 0) -> None:
+    """Put a message for rank 1 into its first slot and tell it; `value` 0: an exception comes before its word."""
+    slot, place = box.lane_base[1], box.lane_data[1]
+    start = HEADER_BYTES + place
+    memoryview(box.regions[0].mapping)[start : start + len(data)] = data
+    exports.fragment(1, place, len(data), slot + SLOT_MESSAGE, slot + TAKEN_BACK)
+    if value:
+        exports.word(slot, value)
+
+
+def test_a_short_message_is_one_frame_with_its_header_and_what_waited(group: tuple[Outboxes, Exports, Told]) -> None:
+    box, exports, told = group
+    freed = box.verdict_base[1]
+    box.own[freed] = 9
+    exports.later(freed)
+    tell(box, exports, b"a message", 77)
+    ((pieces, word, value),) = told.frames
+    assert (word, value) == (box.lane_base[1], 77)
+    assert dict(pieces)[box.lane_data[1]] == b"a message"
+    assert dict(pieces)[8 * freed] == (9).to_bytes(8, "little")
+    assert len(pieces) == 3
+    exports.word(box.lane_base[1] + LANE_SLOT_WORDS, 78)
+    assert told.frames[1] == ([(0, b"")], box.lane_base[1] + LANE_SLOT_WORDS, 78), "nothing is told twice"
+
+
+def test_what_an_exception_left_does_not_follow_newer_bytes(group: tuple[Outboxes, Exports, Told]) -> None:
+    box, exports, told = group
+    tell(box, exports, b"old")
+    tell(box, exports, b"new" * 1000, 77)
+    memory: dict[int, bytes] = {}
+    for pieces, _, _ in told.frames:
+        for offset, data in pieces:
+            memory[offset] = data
+    assert memory[box.lane_data[1]] == b"new" * 1000
+    assert [word for _, word, _ in told.frames] == [NO_WORD, box.lane_base[1]]

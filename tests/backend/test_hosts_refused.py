@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.ep import BufferPool
 from epee.errors import EpeeError, InvalidArgument
 from epee.link.topology import placement as in_words
 from tests.harness import run_ranks
@@ -127,31 +126,27 @@ def test_who_asks_to_join_is_told_why_not(placement: tuple[int, ...], words: str
 
 
 def buffers(group: Any) -> list[tuple[str, str]]:
-    """Ask for each kind of buffer; rank 0 has bad arguments, which nobody needs to hear of."""
-    wrong = {**SIZES, "hidden": -1} if group.rank() == 0 else SIZES
+    """Ask for the kinds of buffers that live on one host."""
     refused = [
-        told(lambda: epee.Buffer(group, **wrong)),
         told(lambda: epee.LatencyBuffer(group, **SIZES)),
         told(lambda: epee.LatencyBuffer.of_bytes(group, 1 << 20)),
-        told(lambda: BufferPool(group)),
     ]
     dist.barrier()
     return refused
 
 
-def test_no_buffer_is_made_over_several_hosts() -> None:
+def test_no_latency_buffer_is_made_over_several_hosts() -> None:
     results = run_hosts(buffers, UNEVEN)
     assert results == results[:1] * 3
     for kind, words in results[0]:
         assert kind == "UnsupportedError"
-        assert "a Buffer lives on one host so far" in words
+        assert "a LatencyBuffer lives on one host so far" in words
         assert "on 2 (host 0: rank 0; host 1: ranks 1-2)" in words
         assert "dist.new_group" in words
 
 
 def gloo_buffers(group: Any) -> list[tuple[str, str]]:
     refused = [
-        told(lambda: epee.Buffer(group, **SIZES)),
         told(lambda: epee.LatencyBuffer(group, **SIZES)),
         told(lambda: epee.LatencyBuffer.of_bytes(group, 1 << 20)),
     ]
@@ -159,7 +154,7 @@ def gloo_buffers(group: Any) -> list[tuple[str, str]]:
     return refused
 
 
-def test_no_buffer_is_made_on_another_backends_group_over_several_hosts() -> None:
+def test_no_latency_buffer_is_made_on_another_backends_group_over_several_hosts() -> None:
     results = run_hosts(gloo_buffers, (0, 1, 0), backend="gloo")
     assert results == results[:1] * 3
     for kind, words in results[0]:

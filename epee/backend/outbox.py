@@ -9,6 +9,7 @@ any more. The kernel sees to it: peers map an outbox for reading only, and it is
     cells      NUM_CELLS headers of collective calls, seq modulo NUM_CELLS, each with room for a small payload
     verdicts   per source rank: what became of its point-to-point messages (a ring, and a count of freed slots)
     lanes      per destination rank: headers of NUM_LANE_SLOTS point-to-point slots
+    extra      what somebody who stands on the group's engine lays there, words and bytes (`ep/hosts/latency`)
     staging    payload of collective calls, handed out by `StagingRing`
     lane_data  payload of the point-to-point slots, LANE_SLOT_BYTES each
 
@@ -78,16 +79,18 @@ ALIGN_BYTES = 64
 _BYTE = np.dtype(np.uint8)
 
 
-def outbox_layout(capacity: int, staging_bytes: int) -> Layout:
+def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0) -> Layout:
     """Return the layout of an outbox in a group that may have `capacity` ranks; `staging_bytes`: of one staging buffer.
 
-    Four such buffers are laid out: two that send and two that hold what a rank has reduced for others.
+    Four such buffers are laid out: two that send and two that hold what a rank has reduced for others. `extra_bytes`, a
+    multiple of 8, are among the words that peers read, and may ask for.
     """
     return Layout(
         Field("state", torch.uint64, (STATE_WORDS,)),
         Field("cells", torch.uint64, (NUM_CELLS, CELL_WORDS)),
         Field("verdicts", torch.uint64, (capacity, SOURCE_WORDS)),
         Field("lanes", torch.uint64, (capacity, LANE_WORDS)),
+        Field("extra", torch.uint64, (extra_bytes // 8,), align_bytes=4096),
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
         Field("lane_data", torch.uint8, (capacity, LANE_BYTES), align_bytes=4096),
     )
@@ -228,6 +231,7 @@ class Outboxes:
         cells_free_until: calls up to this sequence number find their cell free (refreshed when reached).
         epoch_bits: the upper part of every tag of this epoch.
         first_cell: word index of the cells; a call with sequence number s has cell s modulo NUM_CELLS.
+        extra: first byte of the field "extra".
         staging_bytes: size of one staging buffer.
         payload_bytes: offsets handed out by peers must end at or below this.
         exports: tells ranks of other hosts what is stored here; None in a group on one host.
@@ -236,11 +240,17 @@ class Outboxes:
     exports: Any = None
 
     def __init__(
-        self, rank: int, regions: list[HostRegion], staging_bytes: int, epoch: int, capacity: int | None = None
+        self,
+        rank: int,
+        regions: list[HostRegion],
+        staging_bytes: int,
+        epoch: int,
+        capacity: int | None = None,
+        extra_bytes: int = 0,
     ) -> None:
         num_ranks = len(regions)
         self.capacity = capacity = num_ranks if capacity is None else capacity
-        layout = outbox_layout(capacity, staging_bytes)
+        layout = outbox_layout(capacity, staging_bytes, extra_bytes)
         for peer, region in enumerate(regions):
             if region.nbytes < layout.nbytes:
                 raise ProtocolError(f"outbox of rank {peer} has {region.nbytes} bytes, {layout.nbytes} expected")
@@ -264,6 +274,7 @@ class Outboxes:
         self.verdict_base = [layout.offset("verdicts") // 8 + SOURCE_WORDS * peer for peer in range(capacity)]
         self.lane_base = [layout.offset("lanes") // 8 + LANE_WORDS * peer for peer in range(capacity)]
         self.lane_data = [layout.offset("lane_data") + LANE_BYTES * peer for peer in range(capacity)]
+        self.extra = layout.offset("extra")
         self.payload_bytes = layout.nbytes
         self.staging_bytes = staging_bytes
         self.ring = StagingRing(layout.offset("staging"), 4 * staging_bytes)

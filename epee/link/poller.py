@@ -129,6 +129,18 @@ class Links:
         """As `Link.write_pieces`, to `peer`."""
         self._send(peer, TcpLink.write_pieces, pieces, word, value, note)
 
+    def newest(self, peer: int) -> int:
+        """Return the number of what was written last to `peer`."""
+        with self.lock:
+            link = self.links.get(peer)
+            return -1 if link is None else link.newest
+
+    def is_out(self, peer: int, number: int) -> bool:
+        """Return whether the network has taken what was written to `peer` up to a number; so it has of a lost link."""
+        with self.lock:
+            link = self.links.get(peer)
+            return link is None or link.lost is not None or link.is_out(number)
+
     def ask(self, peer: int, words: Sequence[tuple[int, int]], number: int) -> None:
         """As `Link.ask`, of `peer`."""
         self._send(peer, TcpLink.ask, words, number)

@@ -56,6 +56,15 @@ class Outstream:
         """Number of the last frame of which it is noted that it is out."""
         return self._past[0]
 
+    @property
+    def newest(self) -> int:
+        """Number of the frame that was put last."""
+        return self._queue[-1][0] if self._queue else self._past[0]
+
+    def is_out(self, number: int) -> bool:
+        """Return whether the socket has taken the frame with this number, and all before it."""
+        return not self._queue or self._queue[0][0] > number
+
     def put(self, frame: Sequence[int], payload: Any = b"") -> int:
         """Queue a frame (the fields of a `Frame`) and return its number.
 

@@ -97,6 +97,15 @@ class TcpLink:
         """True when the socket has taken everything."""
         return not self._out
 
+    @property
+    def newest(self) -> int:
+        """Number of the frame that was written last."""
+        return self._out.newest
+
+    def is_out(self, number: int) -> bool:
+        """Return whether the socket has taken a frame."""
+        return self._out.is_out(number)
+
     def write(self, offset: int, data: Any, word: int, value: int, note: int) -> None:
         """As `Link.write`; long data go as several frames, the word behind the last."""
         nbytes, out = len(data), self._out

@@ -125,43 +125,6 @@ def test_who_asks_to_join_is_told_why_not(placement: tuple[int, ...], words: str
 # ---- buffers
 
 
-def buffers(group: Any) -> list[tuple[str, str]]:
-    """Ask for the kinds of buffers that live on one host."""
-    refused = [
-        told(lambda: epee.LatencyBuffer(group, **SIZES)),
-        told(lambda: epee.LatencyBuffer.of_bytes(group, 1 << 20)),
-    ]
-    dist.barrier()
-    return refused
-
-
-def test_no_latency_buffer_is_made_over_several_hosts() -> None:
-    results = run_hosts(buffers, UNEVEN)
-    assert results == results[:1] * 3
-    for kind, words in results[0]:
-        assert kind == "UnsupportedError"
-        assert "a LatencyBuffer lives on one host so far" in words
-        assert "on 2 (host 0: rank 0; host 1: ranks 1-2)" in words
-        assert "dist.new_group" in words
-
-
-def gloo_buffers(group: Any) -> list[tuple[str, str]]:
-    refused = [
-        told(lambda: epee.LatencyBuffer(group, **SIZES)),
-        told(lambda: epee.LatencyBuffer.of_bytes(group, 1 << 20)),
-    ]
-    dist.barrier()
-    return refused
-
-
-def test_no_latency_buffer_is_made_on_another_backends_group_over_several_hosts() -> None:
-    results = run_hosts(gloo_buffers, (0, 1, 0), backend="gloo")
-    assert results == results[:1] * 3
-    for kind, words in results[0]:
-        assert kind == "UnsupportedError"
-        assert "on 2 (host 0: ranks 0, 2; host 1: rank 1)" in words
-
-
 def on_each_host(group: Any) -> Any:
     """Make a buffer in a group of this host's ranks and send each token to the other rank."""
     groups = [dist.new_group(list(ranks)) for ranks in group.hosts]

@@ -13,7 +13,10 @@ from epee.compat import deep_ep
 from epee.compat.mooncake import ep, pg
 from epee.errors import EpeeError, InvalidArgument, ResourceError
 from epee.link import address
+from tests.compat.test_deep_ep_low_latency import _calls as deep_ep_calls
+from tests.compat.test_mooncake_ep import _calls as mooncake_calls
 from tests.harness import run_ranks
+from tests.hosts import run_on_loopbacks
 from tests.loopback import run_hosts, world
 
 
@@ -115,6 +118,16 @@ def test_a_refused_call_is_refused_on_all_hosts_and_the_buffer_works_on() -> Non
     assert peer[0] == "MismatchError"
     assert "rank 1 refused" in peer[1]
     assert "num_experts must be given and a multiple of 2" in peer[1]
+
+
+# ---- low latency
+
+
+@pytest.mark.parametrize(
+    ("function", "backend"), [(deep_ep_calls, "epee"), (deep_ep_calls, "gloo"), (mooncake_calls, "mooncake-cpu")]
+)
+def test_low_latency_calls_over_hosts_are_those_of_one(function: Callable[..., Any], backend: str) -> None:
+    run_on_loopbacks(function, (0, 1), backend=backend)  # a rank a host: sums are rounded as on one
 
 
 # ---- Mooncake's calls

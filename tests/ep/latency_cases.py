@@ -17,6 +17,7 @@ import torch.distributed as dist
 import epee
 from epee.ep.latency.types import LatencyCombined, LatencyDispatched
 from epee.reference import latency as oracle
+from epee.reference import latency_hosts
 from epee.reference.latency import Packed, Sent
 
 BF16 = torch.bfloat16
@@ -132,9 +133,10 @@ def check_round(
     zero_copy: bool = False,
     late_weights: bool = False,
     partial_dtype: torch.dtype = BF16,
+    hosts: Sequence[int] = (),
     **options: Any,
 ) -> None:
-    """Do one dispatch and combine on this rank and compare both with the oracle."""
+    """Do one dispatch and combine on this rank and compare both with the oracle; `hosts` are of ranks on several."""
     given = inputs(shape, num_tokens, seed, routing)
     mine, how = given[buffer.rank], quantisation(payload)
     packed = oracle.dispatch(given, shape.num_experts, shape.max_tokens, **how)
@@ -163,9 +165,12 @@ def check_round(
     y.fill_(float("nan"))  # its rows have been read when the send half is over
     if back.hook is not None:
         back.hook()
-    want = oracle.combine(
-        given, packed, outputs, topk_weights=changed if late_weights else None, partial_dtype=partial_dtype
-    )[buffer.rank]
+    late = changed if late_weights else None
+    if hosts:
+        sums = latency_hosts.combine(given, packed, outputs, hosts, topk_weights=late, partial_dtype=partial_dtype)
+    else:
+        sums = oracle.combine(given, packed, outputs, topk_weights=late, partial_dtype=partial_dtype)
+    want = sums[buffer.rank]
     assert back.got.all(), back.got
     assert torch.equal(bits(back.x), bits(want)), (seed, back.x, want)
     assert torch.equal(back.lost_weight, torch.zeros(len(mine.x)))

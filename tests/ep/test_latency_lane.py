@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import epee
 from epee.ep.control.inbox import Exchange
-from epee.ep.latency.cpu import LatencyCpuPath
+from epee.ep.latency.one_host.path import LatencyCpuPath
 from epee.ep.membership.inboxes import Inboxes
 from epee.ep.membership.synced import SyncedLane
 from epee.errors import EvictedError, InvalidState, NoQuorumError, PeerError, ResourceError, StaleHandleError

@@ -336,3 +336,29 @@ def test_payloads_are_let_go_when_they_are_out() -> None:
     out.put(Frame(WRITE, 100, 0, 0, 1), payload)
     out.send(lambda buffers: sum(map(len, buffers)))
     assert sys.getrefcount(payload) == references
+
+
+def test_what_the_socket_has_taken_is_known_by_number() -> None:
+    out = Outstream(FrameSealer(KEY_A, False))
+    assert out.is_out(out.newest)
+    taken: list[int] = []
+
+    def take(buffers: list[memoryview]) -> int:
+        if sum(taken) >= 150_000:
+            raise BlockingIOError
+        taken.append(min(100_000, sum(map(len, buffers))))
+        return taken[-1]
+
+    numbers = []
+    for _ in range(2):
+        out.put(Frame(WRITE, 100_000, 0, 0, 1), memoryview(bytearray(100_000)))
+        numbers.append(out.newest)
+    assert numbers[1] == numbers[0] + 1
+    assert not out.is_out(numbers[0])
+    with pytest.raises(BlockingIOError):
+        out.send(take)
+    assert [out.is_out(number) for number in numbers] == [True, False]
+    taken.clear()
+    out.send(take)
+    assert out.is_out(numbers[1])
+    assert out.newest == numbers[1]

@@ -41,8 +41,12 @@ from .record import Proof, RankRecord, exchange, own_record
 from .seat import Greeting, take_seat
 
 
-def create_engine(this: BootstrapAttempt, timeout_s: float, staging_bytes: int, mode: str = MODES[0]) -> Engine:
+def create_engine(
+    this: BootstrapAttempt, timeout_s: float, staging_bytes: int, mode: str = MODES[0], extra_bytes: int = 0
+) -> Engine:
     """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
+
+    `extra_bytes`, equal on all ranks, are laid out beside, where the ranks run on several hosts (`Outboxes.extra`).
 
     Raises:
         AuthError: a record was written by somebody else, or the ranks run as different users.
@@ -63,7 +67,7 @@ def create_engine(this: BootstrapAttempt, timeout_s: float, staging_bytes: int, 
             greeting.withdraw()  # a job lives on one host
             if this.rank == 0:
                 this.store.set(FOLDER_KEY, json.dumps({HOSTS: topology.num_hosts}))
-            engine = create_over_hosts(this, greeting, topology, deadline, timeout_s, staging_bytes, mode)
+            engine = create_over_hosts(this, greeting, topology, deadline, timeout_s, staging_bytes, mode, extra_bytes)
             keep(engine)
             return engine
     engine = _create_here(this, greeting, deadline, timeout_s, staging_bytes, mode)

@@ -68,6 +68,7 @@ def create_over_hosts(
     timeout_s: float,
     staging_bytes: int,
     mode: str,
+    extra_bytes: int = 0,
 ) -> Engine:
     """Make this rank's part of a group whose ranks run on several hosts; returns when all have made theirs.
 
@@ -84,7 +85,7 @@ def create_over_hosts(
                 OutboxOwner(bytes.fromhex(hello.nonce), greeting.hellos[0].lane, rank)
                 for rank, hello in enumerate(greeting.hellos)
             ]
-            nbytes = outbox_layout(this.num_ranks, staging_bytes).nbytes
+            nbytes = outbox_layout(this.num_ranks, staging_bytes, extra_bytes).nbytes
             this.region = region = _signed(nbytes, f"outbox{this.rank}", owners[this.rank], undo)
             listener = listen(own_address(this.store))
             undo.callback(listener.close)
@@ -95,7 +96,7 @@ def create_over_hosts(
                 if peer != this.rank:
                     watch.watch(peer, records[peer].pid, records[peer].start_time)
             memory = _map(this, topology, proof, records, owners, nbytes, region, deadline, undo)
-            box = Outboxes(this.rank, memory.regions, staging_bytes, 1, this.num_ranks)
+            box = Outboxes(this.rank, memory.regions, staging_bytes, 1, this.num_ranks, extra_bytes)
             undo.callback(box.close)
             partners = {
                 peer: Partner(records[peer].address, records[peer].port, Identity(peer, 0, owners[peer].nonce))

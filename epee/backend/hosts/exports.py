@@ -77,6 +77,10 @@ class Exports:
         self._verdicts, self._lanes = box.verdict_base[0], box.lane_base[0]
         self._lanes_end = self._lanes + box.capacity * LANE_WORDS
 
+    def new_looks(self, first: int) -> Looks:
+        """Return the questions of somebody else, who does not hold the engine's lock; they count from `first`."""
+        return Looks(self.topology, self.links, self._ears, first)
+
     # ---- words
 
     def word(self, index: int, value: int) -> None:

@@ -37,14 +37,14 @@ class _Look:
 
 
 class Looks:
-    """The questions of one rank. Everything runs under the engine's lock."""
+    """The questions of one rank, numbered from `first` on. One thread at a time."""
 
-    def __init__(self, topology: Topology, links: Links, ears: dict[int, Ear]) -> None:
+    def __init__(self, topology: Topology, links: Links, ears: dict[int, Ear], first: int = 0) -> None:
         self._topology = topology
         self._gateways = topology.gateways()
         self._links = links
         self._ears = ears
-        self._number = 0
+        self._number = first
         self._open: dict[tuple[object, int], _Look] = {}
 
     def at(self, peer: int, indices: Sequence[int], about: object) -> dict[int, int] | None:

@@ -22,6 +22,7 @@ from ...backend.engine.engine import Engine
 from ...errors import EpeeError, UnsupportedError
 from ..config import BufferConfig
 from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pack
+from .latency.region import latency_layout
 from .layout import staging_bytes
 
 _NUMBER = struct.Struct("<Q")
@@ -51,7 +52,8 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     _newest = 1 + max(_NUMBER.unpack_from(record.blob)[0] for record in records.values())
     place = dist.distributed_c10d.PrefixStore(f"epee/buffers/{_newest}", store)
     with attempt(place, group.rank(), config.num_ranks) as this:
-        return create_engine(this, timeout_s, staging_bytes(config))
+        extra = latency_layout(config).nbytes if config.is_latency else 0
+        return create_engine(this, timeout_s, staging_bytes(config), extra_bytes=extra)
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

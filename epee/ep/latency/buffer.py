@@ -9,27 +9,32 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ...link.topology import Topology
 from ..attempt import CallsAgain
 from ..base import SharedBuffer
 from ..config import BufferConfig
-from ..control.bootstrap import group_of, size_of
+from ..control.bootstrap import group_of, on_several_hosts, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
 from ..gpu.ranges import ranged
 from ..membership.birth import awaited_bytes
 from ..paths import Making, Path
 from .checks import check_latency_handle, check_run_options, check_wait
-from .cpu import LatencyCpuPath
+from .cpu import LatencyCalls
 from .gpu.shapes import gpu_room_bytes, latency_config
 from .gpu_path import LatencyCudaPath
+from .one_host.path import LatencyCpuPath
 from .plans import LatencyPlans
 from .region import room_bytes
 from .types import CallSizes, LatencyCombined, LatencyDispatched, LatencyHandle
+
+if TYPE_CHECKING:
+    from ..hosts.exchange import HostsExchange
 
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
@@ -86,7 +91,7 @@ class LatencyBuffer(SharedBuffer):
         return config
 
     def _make_path(self, making: Making, platform: Platform | None, poison: bool) -> Path:
-        self._rows: LatencyCpuPath | LatencyCudaPath
+        self._rows: LatencyCalls | LatencyCudaPath
         if platform is None:
             self._rows = LatencyCpuPath(making, poison, time.monotonic() + self._timeout)
         else:
@@ -94,6 +99,18 @@ class LatencyBuffer(SharedBuffer):
             self._rows.set_poison(poison)
         self._make_plans(self.config)
         return self._rows
+
+    def _over_hosts(self, config: BufferConfig, topology: Topology, is_on_gpu: bool) -> BufferConfig:
+        if is_on_gpu:
+            raise on_several_hosts("a LatencyBuffer on GPUs", topology.hosts)
+        return replace(config, num_hosts=topology.num_hosts)
+
+    def _make_path_over_hosts(self, exchange: HostsExchange, topology: Topology, poison: bool) -> Path:
+        from ..hosts.latency.path import LatencyHostsPath
+
+        self._rows = path = LatencyHostsPath(self._control, exchange, topology, poison, self._turns.closing)
+        self._make_plans(self.config)
+        return path
 
     def _make_plans(self, config: BufferConfig) -> None:
         sizes = CallSizes(self._id, config, self._rows.take_sizes(config))

@@ -1,20 +1,13 @@
-"""`LatencyBuffer` for CPU tensors: padded output per expert, a send and a receive half, lost ranks left out.
+"""`LatencyBuffer` for CPU tensors, whatever moves its rows: results, handles, and the two halves of each call.
 
-Dispatch, send half: a row goes once to each rank that has one of its experts, quantised once if FP8 is wanted, with its
-expert ids and weights, into this rank's section there (`wire.py` has the memory and its order). Receive half:
-the rank waits for the sections of all ranks it counts on, copies each row to its experts' blocks and keeps the places.
-
-Combine, send half: a rank weighs and sums its experts' rows of each token it got, and pushes one row per token to the
-token's rank; weights given to combine are pushed to the expert ranks before, which wait for them. Receive half: the
-rows of all ranks are summed, ranks ascending.
+A dispatch's receive half copies each row to its experts' blocks and keeps the places. A combine's send half weighs and
+sums a rank's experts' rows of each token it got; its receive half adds up what has come back. How rows and sums travel
+is said where that is done: `one_host/path.py`, and over several hosts `../hosts/latency/path.py`.
 
 A rank that does not come (dead, silent until the time-out, or itself counting this one out) is left out as a whole.
 With `active_ranks` it is marked there and cut off until it is marked active again; without, the call raises, after the
 slot has been freed: the buffer works on. The results are ordinary memory of this rank, so nothing of an earlier call
 can show in them and no slot outlives its call.
-
-Who takes part changes in `sync` alone (`membership/synced.py`); each epoch has memory of its own. The only rank of a
-group has no peers, no epochs and no lane, and moves its rows through memory of its own.
 
 What a crash leaves: see `wire.py`. Everything that goes wrong between two steps of the send half is told to the
 peers as a refusal, so that they raise instead of waiting.
@@ -22,46 +15,25 @@ peers as a refusal, so that they raise instead of waiting.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from ...errors import (
-    AbortedError,
-    CommTimeoutError,
-    InvalidState,
-    PeerError,
-    ProtocolError,
-)
-from ...memory.host import HostRegion
-from ..config import BufferConfig, DoesNotFit
+from ...errors import AbortedError, CommTimeoutError, PeerError
+from ..config import BufferConfig
 from ..control.inbox import OP_GATHER
-from ..control.words import inbox_layout
+from ..control.messages import ControlPlaneOver
 from ..event import DONE
-from ..membership import path_lane
-from ..membership.memory import Memory
-from ..paths import Making
 from ..streams import Lane
 from ..throughput.placement import Ints
 from .flight import Flight, Flights, NoFreeSlot
-from .region import RegionFields, SectionCut, region_layout, room_bytes
-from .rows import (
-    FP8,
-    Floats,
-    Source,
-    WireRows,
-    as_sent,
-    expand,
-    lost_weight,
-    num_scales,
-    partial_sums,
-    place_rows,
-    sum_over_ranks,
-)
+from .region import SectionCut
+from .rows import FP8, Floats, Placed, Source, WireRows, expand, lost_weight, num_scales, place_rows
 from .types import (
     LatencyCombineCall,
     LatencyCombined,
@@ -100,63 +72,33 @@ class HostLatencyHandle(LatencyHandle):
     cut: SectionCut = field(kw_only=True)
 
 
-class LatencyCpuPath(Memory):
-    """Moves the rows of one `LatencyBuffer` through the regions of its epoch.
+class LatencyCalls(ABC):
+    """Takes the calls of one `LatencyBuffer` through their halves.
 
     Args:
-        making: what it is made of.
+        control: the buffer's host side.
+        wire: of the buffer.
+        flights: over it.
         poison: fill memory with 0xFF before each use.
-        deadline: `time.monotonic()` value by which a replacement must have been taken in.
-
-    Raises:
-        ResourceError: no memory or descriptors.
-        CommTimeoutError: a replacement was not taken in.
     """
 
     barrier_op = OP_GATHER
     is_recorded = False
     max_num_sms = 0
     num_copied = 0
-    nbytes = 0  # the memory of an epoch is the lane's, and counted there
+    _handle_type = HostLatencyHandle
 
-    def __init__(self, making: Making, poison: bool, deadline: float) -> None:
-        self.config, self.rank, self._control, _, watch, closing = making
-        config, rank, control = self.config, self.rank, self._control
+    def __init__(self, control: ControlPlaneOver[Any], wire: Wire, flights: Flights, poison: bool) -> None:
+        self.config, self.rank = control.config, control.rank
+        self._control = control
+        self._wire, self._flights = wire, flights
         self._poison = poison
-        exchange = control.exchange
-        self._lane = path_lane.lane_of(control)
-        self._layout = region_layout(config)
-        self._blank = HostRegion.create(self._layout.nbytes, f"latency-blank-{rank}-{os.getpid()}")
-        blank = RegionFields(self._blank, self._layout)
-        lane = self._lane
-        self.wire = Wire(config, rank, blank, lane.gone, closing.check, lane.show, lambda: exchange.epoch, poison)
-        self._flights = Flights(self.wire, lambda: exchange.epoch, watch.dead, lane.why_gone, lane.hide)
-        self._lane.memory = self
-        try:
-            if self._lane.is_in:
-                self.move(self._lane.regions)
-            else:
-                self._lane.join(deadline)
-        except BaseException:
-            self.close()
-            raise
-
-    def move(self, regions: Mapping[int, HostRegion]) -> None:
-        """Let calls use the memory of another epoch."""
-        base = inbox_layout(self.config).nbytes
-        self.wire.begin_epoch({rank: RegionFields(region, self._layout, base) for rank, region in regions.items()})
-        self._flights.restart()
 
     # -- what every path has
 
-    @property
-    def takes_replacements(self) -> bool:
-        """Whether `sync` takes in processes that took the places of lost ranks."""
-        return self._lane.takes_replacements
-
     def num_announced(self, op: int) -> int:
         """Return how many calls have been begun, or made through the control plane."""
-        return self.wire.seq + self._control.exchange.seq
+        return self._wire.seq + self._control.exchange.seq
 
     def is_told(self, error: Exception) -> bool:
         """Tell whether the peers know about `error`, or cannot be told."""
@@ -171,31 +113,14 @@ class LatencyCpuPath(Memory):
         options = LatencyOptions(None, max(0.0, deadline - time.monotonic()), False)
         self._flights.give_up(self._flights.begin(SectionHeader(op, 0, 0, 0), options), error)
 
-    def take_sizes(self, config: BufferConfig) -> SectionCut:
-        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` where they do not fit."""
-        cut = SectionCut(config)
-        length = self._layout["payload"].shape[-1]
-        if cut.layout.nbytes > length:
-            raise DoesNotFit(
-                f"calls of {config.max_tokens_per_rank} tokens of hidden {config.hidden} with top-{config.num_topk} "
-                f"need {room_bytes(config)} bytes of memory, the buffer has {self._layout.nbytes}; make it with more"
-            )
-        return cut
-
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Nothing fails behind the host's back here."""
 
-    def join(self) -> None:
+    def join(self) -> None:  # noqa: B027
         """There are no streams here."""
 
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027
         """Calls look by themselves whether the buffer is to be closed."""
-
-    def close(self) -> None:
-        """Drop all views of memory; results of the user are their own. Idempotent."""
-        self.wire.close()
-        self._blank.close()
-        self._lane.memory = Memory()  # no circle keeps a closed path
 
     # -- dispatch
 
@@ -226,7 +151,7 @@ class LatencyCpuPath(Memory):
             weights[:] = call.topk_weights.numpy()
         owners = np.where(idx < 0, -1, idx // num_local)
         sent = [(owners == dst).any(1).nonzero()[0] for dst in range(config.num_ranks)]
-        return HostLatencyHandle(
+        return self._handle_type(
             buffer_id=buffer_id,
             seq=0,
             epoch=self._control.exchange.epoch,
@@ -259,44 +184,48 @@ class LatencyCpuPath(Memory):
             got=torch.zeros(self.config.num_ranks, dtype=torch.bool, device="cpu"),
         )
 
-    def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        memory = torch.empty(shape, dtype=dtype, device="cpu")
-        if self._poison:
-            memory.view(torch.uint8).fill_(0xFF)
-        return memory
+    def _place(
+        self,
+        given: list[tuple[Ints, Ints, Floats] | None],
+        result: LatencyDispatched,
+        handle: HostLatencyHandle,
+        read: Callable[[int, int, tuple[int, torch.dtype] | None], WireRows],
+    ) -> Placed:
+        """Copy the rows that have come to their places.
 
-    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
-        rows, cut = as_sent(call.x, call.facts.quantisation), handle.cut
-        for dst in self._flights.reachable(flight):
-            tokens = handle.sent[dst]
-            self.wire.write_meta(dst, flight.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens], cut)
-            self.wire.write_rows(dst, flight.seq, rows, torch.from_numpy(tokens), cut)
-            self.wire.post(dst, flight.seq, flight.head._replace(num_rows=len(tokens)))
-
-    def _receive_tokens(
-        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
-    ) -> None:
-        heads, cut = self._flights.heads(flight), handle.cut
-        given: list[tuple[Ints, Ints, Floats] | None] = [None] * self.config.num_ranks
-        for src, head in heads.items():
-            given[src] = self.wire.read_meta(src, flight.seq, head.num_rows, cut)
-        placed = place_rows(given, cut.config.num_local_experts, _capacity(cut.config))
+        Args:
+            given: as of `place_rows`.
+            result: of the dispatch, whose memory is written.
+            handle: of the dispatch.
+            read: returns the rows of a source: which one, how many, and number and dtype of their scales.
+        """
+        config = handle.cut.config
+        placed = place_rows(given, config.num_local_experts, _capacity(config))
         x, scales = result.x if isinstance(result.x, tuple) else (result.x, None)
-        flat = x.view(-1, cut.config.hidden)
+        flat = x.view(-1, config.hidden)
         columns = None if scales is None else scales.transpose(1, 2)
         kind = None if columns is None else (columns.shape[1], columns.dtype)
         for src, source in enumerate(placed.sources):
             if source is not None:
-                rows = self.wire.read_rows(src, flight.seq, len(source.tokens), x.dtype, cut, kind)
-                expand(source, rows, flat, columns)
-        self._flights.require_all(flight)
-        handle.sources = placed.sources
+                expand(source, read(src, len(source.tokens), kind), flat, columns)
+        return placed
+
+    def _finish_dispatch(
+        self, placed: Placed, heads: Collection[int], result: LatencyDispatched, handle: HostLatencyHandle
+    ) -> None:
+        """Write what the receive half of a dispatch has found, `heads` the ranks that have come."""
         handle.layout_range.copy_(torch.from_numpy(placed.layout_range))
         handle.src_token.copy_(torch.from_numpy(placed.src_token))
         result.num_tokens_per_expert.copy_(torch.from_numpy(placed.num_tokens_per_expert))
         for src in heads:
             handle.got[src] = result.got[src] = True
         handle.is_received = True
+
+    def _memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        memory = torch.empty(shape, dtype=dtype, device="cpu")
+        if self._poison:
+            memory.view(torch.uint8).fill_(0xFF)
+        return memory
 
     # -- combine
 
@@ -332,49 +261,38 @@ class LatencyCpuPath(Memory):
     def _owners(self, handle: HostLatencyHandle) -> Ints:
         return np.where(handle.topk_idx < 0, -1, handle.topk_idx // handle.cut.config.num_local_experts)
 
-    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
-        reachable, cut = self._flights.reachable(flight), handle.cut
-        if call.topk_weights is not None:
-            weights = call.topk_weights.numpy()
-            for dst in reachable:
-                self.wire.write_weights(dst, flight.seq, weights[handle.sent[dst]], cut)
-                self.wire.post_early(dst, flight.seq)
-        y = call.y.view(-1, cut.config.hidden)
-        for src in reachable:
-            source = handle.sources[src]
-            if source is None:  # its tokens were not here
-                self.wire.post(src, flight.seq, flight.head)
-                continue
-            factors = source.weights
-            if call.topk_weights is not None:
-                if not self._flights.has_come(flight, src, "early"):
-                    self._flights.require_all(flight)
-                    continue
-                factors = self.wire.read_weights(src, flight.seq, len(source.tokens), cut)
-            partial = partial_sums(source, factors, y).to(call.facts.partial_dtype)
-            self.wire.write_rows(src, flight.seq, WireRows(partial, None), None, cut)
-            self.wire.post(src, flight.seq, flight.head._replace(num_rows=len(partial), had=1))
+    @abstractmethod
+    def take_sizes(self, config: BufferConfig) -> SectionCut:
+        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` where they do not fit."""
 
+    @abstractmethod
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Agree on who takes part and begin an epoch with them; raises as `Buffer.sync`."""
+
+    # -- how rows move
+
+    @abstractmethod
+    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
+        """Send the rows of a dispatch to whoever can be reached."""
+
+    @abstractmethod
+    def _receive_tokens(
+        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
+    ) -> None:
+        """Take what has come: rows to their places, and `handle.sources`."""
+
+    @abstractmethod
+    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
+        """Send the sums of a combine to whoever can be reached."""
+
+    @abstractmethod
     def _receive_partials(
         self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle
     ) -> None:
-        parts, counted, cut = [], [], handle.cut
-        for src, head in self._flights.heads(flight).items():
-            tokens = handle.sent[src]
-            if not head.had:
-                continue
-            if head.num_rows != len(tokens):
-                raise ProtocolError(f"combine: rank {src} sends {head.num_rows} rows for {len(tokens)} tokens")
-            counted.append(src)
-            parts.append((tokens, self.wire.read_rows(src, flight.seq, len(tokens), partial_dtype, cut).data))
-        summed = sum_over_ranks(parts, handle.num_tokens, cut.config.hidden)
-        self._flights.require_all(flight)  # an error leaves `out` as it was
-        result.x.copy_(summed)
-        result.got[counted] = True
+        """Add up what has come back."""
 
-    def _require_place(self, options: LatencyOptions) -> None:
-        """Raise `EvictedError` when the job, or without a mask the buffer, has gone on without this process."""
-        self._lane.require_place(options.active_ranks is not None)
+    def _require_place(self, options: LatencyOptions) -> None:  # noqa: B027 - most have nothing to look at
+        """Raise where the job, or without a mask the buffer, has gone on without this process."""
 
     # -- agreement
 
@@ -385,10 +303,3 @@ class LatencyCpuPath(Memory):
     def barrier(self, deadline: float) -> None:
         """Let the ranks' host threads meet; raises as `LatencyBuffer.barrier`."""
         self._control.all_gather_bytes(b"", deadline)
-
-    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Agree on who takes part and begin an epoch with them; raises as `Buffer.sync`."""
-        if self.wire.num_open:
-            raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
-        marks = [1] * self.config.num_ranks if active_ranks is None else active_ranks.tolist()
-        return path_lane.sync(self._control, self._lane, marks, active_ranks, 0, deadline)

@@ -234,8 +234,7 @@ class Flights:
                 return True
             if self.wire.is_early(src, flight.seq):
                 return True
-            head, reason = self.wire.head_of(src, flight.seq)  # it has gone on without sending weights
-            self.agree(flight, src, head, reason)
+            self.head(flight, src)  # it has gone on without sending weights
         self.lose(flight, src)
         return False
 
@@ -270,11 +269,17 @@ class Flights:
             before = time.monotonic_ns()
             has_come = self.has_come(flight, src)
             flight.wait_us[src] = (time.monotonic_ns() - before) // 1000
-            if has_come:
-                heads[src] = self._head(flight, src)
+            head = self.head(flight, src) if has_come else None
+            if head is not None:
+                heads[src] = head
         return heads
 
-    def _head(self, flight: Flight, src: int) -> SectionHeader:
+    def head(self, flight: Flight, src: int) -> SectionHeader | None:
+        """Return the header of a half that has come; None, and its rank is lost, where it can not be read any more.
+
+        Raises:
+            MismatchError: it is of another call, or refuses this one.
+        """
         head, reason = self.wire.head_of(src, flight.seq)
         self.agree(flight, src, head, reason)
         return head
@@ -295,7 +300,10 @@ class Flights:
             if not self.wire.has_come(src, flight.seq, patience):
                 raise error or self._end_of(flight).given_up()
             del flight.lost[src]
-            heads[src] = self._head(flight, src)
+            head = self.head(flight, src)
+            if head is None:
+                raise error or self._end_of(flight).given_up()
+            heads[src] = head
         return dict(sorted(heads.items()))
 
     def leave(self, flight: Flight, error: BaseException) -> None:

@@ -1,7 +1,7 @@
 """The memory that a rank lends to a `LatencyBuffer` on CPUs: its fields, and how a call of some sizes cuts a section.
 
-`wire.py` says who writes what and what orders it. The words have fixed places. The payload of (slot, source), a
-section, is as long in each call of the buffer's life and holds no words that anybody waits for, so calls of different
+`one_host/wire.py` says who writes what and what orders it. The words have fixed places. The payload of (slot, source),
+a section, is as long in each call of the buffer's life and holds no words that anybody waits for, so calls of different
 sizes share it: each cuts it its own way (`SectionCut`), and only its source writes it, whatever the sizes.
 """
 
@@ -15,7 +15,7 @@ import torch
 from ...errors import InvalidArgument
 from ...memory.host import HostRegion
 from ...memory.layout import Field, Layout
-from ..config import BufferConfig, sizes_code
+from ..config import BufferConfig, DoesNotFit, sizes_code
 from ..control.withdrawal import LINE_WORDS
 
 REASON_BYTES = 240
@@ -59,13 +59,37 @@ class CutFields(NamedTuple):
 
 def region_layout(config: BufferConfig) -> Layout:
     """Return the fields of a rank's region, with room for its config's sizes or for all that fit its bytes."""
+    return _layout(config, section_bytes(config))
+
+
+def section_bytes(config: BufferConfig) -> int:
+    """Return the bytes of a section: those of the config's sizes, or as many as fit its bytes.
+
+    Raises:
+        InvalidArgument: its bytes are too few.
+    """
     if not config.room_bytes:
-        return _layout(config, SectionCut(config).layout.nbytes)
+        return SectionCut(config).layout.nbytes
     sections = config.num_slots * config.num_ranks
     length = (config.room_bytes - _layout(config, 0).nbytes) // sections // _ALIGN * _ALIGN
     if length < _ALIGN:
         raise InvalidArgument(f"{config.room_bytes} bytes are too few for a LatencyBuffer of {config.num_ranks} ranks")
-    return _layout(config, length)
+    return length
+
+
+def checked_cut(config: BufferConfig, length: int, nbytes: int) -> SectionCut:
+    """Return how calls of some sizes cut sections of `length` bytes, of a memory of `nbytes`.
+
+    Raises:
+        DoesNotFit: they are too small.
+    """
+    cut = SectionCut(config)
+    if cut.layout.nbytes > length:
+        raise DoesNotFit(
+            f"calls of {config.max_tokens_per_rank} tokens of hidden {config.hidden} with top-{config.num_topk} "
+            f"need {room_bytes(config)} bytes of memory, the buffer has {nbytes}; make it with more"
+        )
+    return cut
 
 
 def room_bytes(config: BufferConfig) -> int:
@@ -73,7 +97,7 @@ def room_bytes(config: BufferConfig) -> int:
     return _layout(config, SectionCut(config).layout.nbytes).nbytes
 
 
-def _layout(config: BufferConfig, section_bytes: int) -> Layout:
+def _layout(config: BufferConfig, length: int) -> Layout:
     num_slots, num_ranks = config.num_slots, config.num_ranks
     sections = (num_slots, num_ranks)
     head_words = -(-HEAD_WORDS // _LINE) * _LINE
@@ -84,12 +108,12 @@ def _layout(config: BufferConfig, section_bytes: int) -> Layout:
         Field("ends", torch.int64, (num_slots, LINE_WORDS)),
         Field("head", torch.int64, (*sections, head_words)),
         Field("early", torch.int64, (*sections, _LINE)),
-        Field("payload", torch.uint8, (*sections, section_bytes)),
+        Field("payload", torch.uint8, (*sections, length)),
     )
 
 
-class RegionFields:
-    """Views of the fields of one rank's region.
+class RegionWords:
+    """The words of one rank's region.
 
     Args:
         region: what a rank lends; it is whoever maps it that closes it.
@@ -101,8 +125,6 @@ class RegionFields:
         self.address = region.address + base
         self._layout = layout
         self.words = region.words(base, layout.nbytes // 8)
-        self._payload = layout.tensor(region, "payload", base)
-        self._cuts: dict[SectionCut, CutFields] = {}
 
     def at(self, name: str, *index: int) -> int:
         """Return the word index of a field's row (`[slot]`, `[source]` or `[slot][source]`)."""
@@ -112,6 +134,19 @@ class RegionFields:
             flat = flat * extent + position
         width = field.shape[-1]
         return self._layout.offset(name) // 8 + flat * width
+
+    def close(self) -> None:
+        """Drop the views; idempotent."""
+        self.words.release()
+
+
+class RegionFields(RegionWords):
+    """Views of the fields of one rank's region; arguments as there."""
+
+    def __init__(self, region: HostRegion, layout: Layout, base: int = 0) -> None:
+        super().__init__(region, layout, base)
+        self._payload = layout.tensor(region, "payload", base)
+        self._cuts: dict[SectionCut, CutFields] = {}
 
     def cut(self, cut: SectionCut) -> CutFields:
         """Return the sections as calls of some sizes see them."""
@@ -138,4 +173,4 @@ class RegionFields:
         """Drop the views; idempotent."""
         self._cuts.clear()
         self.__dict__.pop("_payload", None)
-        self.words.release()
+        super().close()

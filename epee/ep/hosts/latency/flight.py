@@ -1,0 +1,134 @@
+"""The steps of a call over several hosts: as `latency/flight.py`, and what a host's sums say of its ranks.
+
+Who is lost beside those who do not come: in a dispatch a rank whose records are not for this one. In a combine a rank
+that had this one's tokens may have come, and be in no sum: with a mask that is told by `got` and `lost_weight`; without
+one it is a loss. A half that was taken back while it was read has not come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from ....errors import CommTimeoutError, EpeeError, PeerError
+from ....view.protocol.withdrawal import GRACE_S
+from ...latency.flight import Flight, Flights
+from ...latency.wire import LATENCY_DISPATCH, SectionHeader
+from .wire import HostsWire, TakenBack
+
+
+class HostsFlights(Flights):
+    """Takes calls through their steps.
+
+    Args:
+        wire: of the buffer.
+        epoch, dead, why_gone: as of `Flights`.
+        counted: returns, by the headers of the halves that have come, whose rows are in the sums that this rank has got
+            in a combine, a bit per rank.
+    """
+
+    def __init__(
+        self,
+        wire: HostsWire,
+        epoch: Callable[[], int],
+        dead: Callable[[], Collection[int]],
+        why_gone: Callable[[int], tuple[type[PeerError], str]],
+        counted: Callable[[Flight, Mapping[int, SectionHeader]], int],
+    ) -> None:
+        super().__init__(wire, epoch, dead, why_gone, _nothing)
+        self._hosts_wire, self._counted = wire, counted
+
+    def head(self, flight: Flight, src: int) -> SectionHeader | None:
+        """As `Flights.head`."""
+        try:
+            return super().head(flight, src)
+        except TakenBack:
+            flight.lost[src] = "cut"
+            return None
+
+    def laid(self, flight: Flight, rank: int) -> SectionHeader | None:
+        """Wait until a rank of this host has laid out its sums; return its header, None when it is lost.
+
+        Raises:
+            MismatchError: as `head`.
+        """
+        wire, seq = self._hosts_wire, flight.seq
+        if not wire.has_come(rank, seq, flight.patience, "laid"):
+            self.lose(flight, rank)
+            return None
+        try:
+            head, reason = wire.head_of(rank, seq, "laid")
+        except TakenBack:
+            flight.lost[rank] = "cut"
+            return None
+        self.agree(flight, rank, head, reason)
+        return head
+
+    def read_mask(self, flight: Flight) -> None:
+        """As `Flights.read_mask`, at the beginning of a half."""
+        super().read_mask(flight)
+        self._hosts_wire.note_waits()
+
+    def _heads(self, flight: Flight) -> dict[int, SectionHeader]:
+        heads = super()._heads(flight)
+        self._judge(flight, heads)
+        return heads
+
+    def _follow(
+        self, flight: Flight, heads: dict[int, SectionHeader], error: EpeeError | None
+    ) -> dict[int, SectionHeader]:
+        heads = super()._follow(flight, heads, error)
+        self._judge(flight, heads)
+        self.require_all(flight)
+        return heads
+
+    def _loss(self, flight: Flight) -> EpeeError | None:
+        """As `Flights._loss`.
+
+        A rank that refuses its call, or makes another one, tells all hosts; who hears of it fails the call for all. The
+        latter may arrive first, on another link: so the halves that are missing are waited for a moment more.
+
+        Raises:
+            MismatchError: one of them says why.
+        """
+        if flight.lost and flight.words.withdrawn(flight.mark):
+            until = time.monotonic() + GRACE_S
+            missing = flight.others()
+            while missing and time.monotonic() < until:
+                for rank in [rank for rank in missing if self.wire.is_here(rank, flight.seq)]:
+                    missing.remove(rank)
+                    self.head(flight, rank)
+                self.wire.nap(0.0005)
+        return super()._loss(flight)
+
+    def give_up(self, flight: Flight, error: BaseException) -> None:
+        """As `Flights.give_up`; a call that lacks a rank is not refused, but given up for all."""
+        if not flight.is_alike or not isinstance(error, (CommTimeoutError, PeerError)):
+            super().give_up(flight, error)
+            return
+        try:
+            self.leave(flight, error)
+        finally:
+            self.wire.free(flight.seq)
+
+    def _judge(self, flight: Flight, heads: dict[int, SectionHeader]) -> None:
+        """Leave out whose half is here and brings this rank nothing, where that is a loss."""
+        me = 1 << self.wire.rank
+        if flight.head.op == LATENCY_DISPATCH:
+            for src, head in list(heads.items()):
+                if not head.had & me:
+                    _leave_out(flight, heads, src, "cut")
+        elif flight.is_alike:
+            counted = self._counted(flight, heads)
+            for src, head in list(heads.items()):
+                if head.had & me and not counted >> src & 1:
+                    _leave_out(flight, heads, src, "silent")
+
+
+def _leave_out(flight: Flight, heads: dict[int, SectionHeader], rank: int, why: str) -> None:
+    heads.pop(rank, None)
+    flight.lost.setdefault(rank, why)
+
+
+def _nothing() -> None:
+    """Do nothing: no board shows that a call waits."""

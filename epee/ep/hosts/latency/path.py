@@ -1,0 +1,323 @@
+"""Dispatch and combine of a `LatencyBuffer` on CPUs between several hosts; the calls are those of `latency/cpu.py`.
+
+Dispatch, send half: a token's record (row, quantised once if FP8 is wanted, token, expert ids, weights) goes once to
+each host that has one of its experts, all records of a host in one write. Receive half: every rank looks through what
+has come to its host and copies its own rows to their places.
+
+Combine, send half: a rank lays the weighted sums of its experts' rows out for its host, one row per token, and sends
+what its host has for the sources that it serves (`sums.py`). Receive half: a rank adds up the ranks of its own host,
+rounds as the others do, and adds the hosts' sums, hosts ascending. Weights given to combine go to each host as records
+did, ahead of it.
+
+`sync` lets all ranks meet and begins an epoch: calls are counted from 1, whoever was counted out is in again. Ranks
+that are lost stay lost, so it needs all of them.
+
+What a crash leaves: see `wire.py`; a rank that dies between its rows and its gateway's sums is in them or not, for all
+tokens of a source alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ....backend.hosts.exports import Exports
+from ....backend.outbox import STATE_WORDS, has_left
+from ....errors import InvalidState, PeerError, ProtocolError, RankFailedError, UnsupportedError
+from ....link.topology import Topology
+from ...config import BufferConfig
+from ...control.messages import ControlPlaneOver
+from ...handle import mask_of
+from ...latency.cpu import HostLatencyHandle, LatencyCalls
+from ...latency.flight import Flight
+from ...latency.region import SectionCut, checked_cut, section_bytes
+from ...latency.rows import FP8, Floats, Source, WireRows, as_sent, num_scales, partial_sums, sum_over_ranks
+from ...latency.types import (
+    LatencyCombineCall,
+    LatencyCombined,
+    LatencyDispatchCall,
+    LatencyDispatched,
+    Quantisation,
+)
+from ...latency.wire import SectionHeader, checked_tokens
+from ...throughput.placement import Ints
+from ...turns import Closing
+from ..exchange import HostsExchange
+from .flight import HostsFlights
+from .handle import ArrivedIds, HostsLatencyHandle
+from .region import RecordFields, latency_layout
+from .sums import HostSums, take_back
+from .wire import HostsWire, TakenBack
+
+
+class LatencyHostsPath(LatencyCalls):
+    """Moves the rows of one `LatencyBuffer` between several hosts.
+
+    Args:
+        control: the buffer's host side.
+        exchange: the same, with the engine.
+        topology: who is where.
+        poison: fill memory with 0xFF before each use.
+        closing: whether somebody wants to close the buffer.
+    """
+
+    takes_replacements = False
+    _handle_type = HostsLatencyHandle
+
+    def __init__(
+        self,
+        control: ControlPlaneOver[HostsExchange],
+        exchange: HostsExchange,
+        topology: Topology,
+        poison: bool,
+        closing: Closing,
+    ) -> None:
+        self._topology, self._exchange = topology, exchange
+        self._engine = engine = exchange.engine
+        self._exports: Exports = engine.box.exports
+        self._life = [region.words(0, STATE_WORDS) for region in engine.box.regions]
+        self._layout = latency_layout(control.config)
+        self._nbytes = sum(engine.box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources()))
+        self.wire = wire = HostsWire(
+            control.config, topology, engine, self._ended, closing.check, lambda: exchange.epoch, poison
+        )
+        flights = HostsFlights(wire, lambda: exchange.epoch, self._dead, self._why_gone, self._counted)
+        self._sums = HostSums(topology, wire, flights)
+        super().__init__(control, wire, flights, poison)
+
+    # ---- who is there
+
+    def _dead(self) -> list[int]:
+        """Return the ranks of this host that are dead."""
+        return [rank for rank in self._engine.watch.dead() if self._topology.is_here(rank)]
+
+    def _ended(self) -> set[int]:
+        """Return the ranks of which nothing more will come, or which nothing reaches any more."""
+        ended = {rank for rank, words in enumerate(self._life) if has_left(words)}
+        ended.update(self._engine.watch.dead())
+        for host, gateway in self._topology.gateways().items():
+            if gateway in self._exports.lost:
+                ended.update(self._topology.hosts[host])
+        return ended
+
+    def _why_gone(self, rank: int) -> tuple[type[PeerError], str]:
+        if has_left(self._life[rank]):
+            return PeerError, "it has closed the buffer"
+        return RankFailedError, "it is dead, or the way between its host and this one has ended"
+
+    def _counted(self, flight: Flight, heads: Mapping[int, SectionHeader]) -> int:
+        return self._sums.counted(flight, heads)
+
+    # ---- what every path has
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's outbox and of the mirrors that it keeps; pages never touched cost nothing."""
+        return self._nbytes
+
+    def take_sizes(self, config: BufferConfig) -> SectionCut:
+        """Return how sections are cut for calls of these sizes; raises `InvalidArgument` where they do not fit."""
+        return checked_cut(config, section_bytes(self.config), self.config.room_bytes or self._layout.nbytes)
+
+    def abort(self) -> None:
+        """End a host call that is under way in another thread; others look by themselves."""
+        self._engine.close()
+
+    def close(self) -> None:
+        """Drop all views of memory; results of the user are their own. Idempotent."""
+        self.wire.close()
+        for words in self._life:
+            words.release()
+        self._life = []
+
+    def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
+        """Meet, and begin an epoch with all ranks; a mask that leaves one out is refused.
+
+        Raises:
+            As `LatencyBuffer.all_gather_bytes`.
+        """
+        num_ranks = self.config.num_ranks
+        if self.wire.num_open:
+            raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
+        if active_ranks is not None and not bool(active_ranks[:num_ranks].all()):
+            raise UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
+        self.wire.set_cut([True] * num_ranks, 0)  # on the same links as what follows: whoever is through has it
+        told = self._control.all_gather_bytes(self._exchange.epoch.to_bytes(8, "little"), deadline)
+        self._exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)
+        self.wire.restart()
+        self._flights.restart()
+        return mask_of(self._exchange.members, num_ranks)
+
+    # ---- dispatch
+
+    def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
+        assert isinstance(handle, HostsLatencyHandle)
+        rows = as_sent(call.x, call.facts.quantisation)
+        readers = self._readers(flight)
+        none = np.empty(0, dtype=np.int64)
+        handle.records = [none] * self._topology.num_hosts
+        for host, ranks in readers.items():
+            goes = np.zeros(handle.num_tokens, dtype=np.bool_)
+            for rank in ranks:
+                goes[handle.sent[rank]] = True
+            handle.records[host] = np.flatnonzero(goes)
+            self._send_records(flight, host, ranks, rows, handle)
+
+    def _readers(self, flight: Flight) -> dict[int, list[int]]:
+        """Return by host whom this half is for, this host last; waits until they have room."""
+        reachable = set(self._flights.reachable(flight))
+        order = sorted(range(self._topology.num_hosts), key=lambda host: host == self._topology.host)
+        found = {host: [rank for rank in self._topology.hosts[host] if rank in reachable] for host in order}
+        return {host: ranks for host, ranks in found.items() if ranks}
+
+    def _send_records(
+        self, flight: Flight, host: int, ranks: list[int], rows: WireRows, handle: HostsLatencyHandle
+    ) -> None:
+        tokens = handle.records[host]
+        scale_columns = 0 if rows.scales is None else rows.scales.shape[1]
+        row_bytes = rows.data.shape[1] * rows.data.dtype.itemsize
+        records = RecordFields(len(tokens), handle.num_topk, row_bytes, scale_columns)
+        half = self.wire.half_for(host, flight.seq, records.nbytes)
+        meta, num_topk = records.meta(half), handle.num_topk
+        meta[:, 0] = tokens
+        meta[:, 1 : 1 + num_topk] = handle.topk_idx[tokens]
+        meta[:, 1 + num_topk :] = handle.topk_weights[tokens].view(np.int32)
+        target = records.rows(half, rows.data.dtype, None if rows.scales is None else rows.scales.dtype)
+        index = torch.from_numpy(tokens)
+        torch.index_select(rows.data, 0, index, out=target.data)
+        if rows.scales is not None:
+            torch.index_select(rows.scales, 0, index, out=target.scales)
+        had = sum(1 << rank for rank in ranks)
+        self.wire.publish(host, flight.seq, flight.head._replace(num_rows=len(tokens), had=had), half)
+
+    def _receive_tokens(
+        self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
+    ) -> None:
+        assert isinstance(handle, HostsLatencyHandle)
+        heads = self._flights.heads(flight)
+        config, dtype = handle.cut.config, FP8 if how.use_fp8 else torch.bfloat16
+        for src, head in heads.items():
+            if head.num_rows > config.max_tokens_per_rank:
+                raise ProtocolError(f"rank {src} sends {head.num_rows} records, which cannot be; memory is corrupt")
+        laid = {
+            src: RecordFields(
+                head.num_rows, config.num_topk, config.hidden * dtype.itemsize, num_scales(config.hidden, how)
+            )
+            for src, head in heads.items()
+        }
+
+        def read(src: int, num_rows: int, scales: tuple[int, torch.dtype] | None) -> WireRows:
+            """Return the rows of a half."""
+            half = self.wire.half_of(src, flight.seq, laid[src].nbytes)
+            return laid[src].rows(half, dtype, None if scales is None else scales[1])
+
+        while True:  # again without those whose halves were taken back meanwhile
+            given: list[tuple[Ints, Ints, Floats] | None] = [None] * config.num_ranks
+            ids: dict[int, Ints] = {}
+            for src in list(heads):
+                found = self._read_meta(flight, src, laid[src], config)
+                if found is not None:
+                    tokens, ids[src], weights = found
+                    local = ids[src] - self.rank * config.num_local_experts
+                    local[(local < 0) | (local >= config.num_local_experts)] = -1
+                    given[src] = tokens, local, weights
+            placed = self._place(given, result, handle, read)
+            if not take_back(self.wire, flight, heads):
+                break
+        self._flights.require_all(flight)
+        handle.came = [None if src not in ids else self._came(ids[src], handle) for src in range(config.num_ranks)]
+        handle.sources = [
+            None if source is None or came is None else _those(source, came.mine)
+            for source, came in zip(placed.sources, handle.came, strict=True)
+        ]
+        self._finish_dispatch(placed, heads, result, handle)
+
+    def _read_meta(
+        self, flight: Flight, src: int, records: RecordFields, config: BufferConfig
+    ) -> tuple[Ints, Ints, Floats] | None:
+        """Return tokens, expert ids and weights of what a rank has sent here, copied and checked.
+
+        None where it was taken back.
+        """
+        meta = records.meta(self.wire.half_of(src, flight.seq, records.nbytes)).astype(np.int64)
+        if not self.wire.is_here(src, flight.seq):
+            return None
+        num_topk = config.num_topk
+        tokens = checked_tokens(meta[:, 0], records.num_records, src, config.max_tokens_per_rank)
+        return tokens, meta[:, 1 : 1 + num_topk], meta[:, 1 + num_topk :].astype(np.int32).view(np.float32)
+
+    def _came(self, ids: Ints, handle: HostsLatencyHandle) -> ArrivedIds:
+        owners = np.where(ids < 0, -1, ids // handle.cut.config.num_local_experts)
+        return ArrivedIds(owners, np.flatnonzero((owners == self.rank).any(1)))
+
+    # ---- combine
+
+    def _send_partials(self, flight: Flight, call: LatencyCombineCall, handle: HostLatencyHandle) -> None:
+        assert isinstance(handle, HostsLatencyHandle)
+        readers, seq = self._readers(flight), flight.seq
+        if call.topk_weights is not None:
+            weights = call.topk_weights.numpy()
+            for host in readers:
+                self.wire.send_weights(host, seq, weights[handle.records[host]], handle.cut)
+        dtype, had = call.facts.partial_dtype, 0
+        for src in (rank for ranks in readers.values() for rank in ranks):
+            rows = self._partials_for(flight, src, call, handle)
+            if rows is not None:
+                part = self.wire.part_for(src, seq, len(rows), rows.shape[1] * dtype.itemsize)
+                torch.from_numpy(part).view(dtype).view(rows.shape).copy_(rows)
+                had |= 1 << src
+        self._sums.send(flight, readers, flight.head._replace(had=had), dtype, handle)
+
+    def _partials_for(
+        self, flight: Flight, src: int, call: LatencyCombineCall, handle: HostsLatencyHandle
+    ) -> torch.Tensor | None:
+        """Return this rank's sums for the tokens that it has of `src`; None where it has none of its dispatch."""
+        source, came = handle.sources[src], handle.came[src]
+        if source is None or came is None:
+            return None
+        factors = source.weights
+        if call.topk_weights is not None:
+            if not self._flights.has_come(flight, src, "early"):
+                self._flights.require_all(flight)
+                return None
+            try:
+                factors = self.wire.read_weights(src, flight.seq, came.num_records, handle.cut)[came.mine]
+            except TakenBack:
+                flight.lost[src] = "cut"
+                self._flights.require_all(flight)
+                return None
+        y = call.y.view(-1, handle.cut.config.hidden)
+        return partial_sums(source, factors, y).to(call.facts.partial_dtype)
+
+    def _receive_partials(
+        self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle
+    ) -> None:
+        assert isinstance(handle, HostsLatencyHandle)
+        heads = self._flights.heads(flight)
+        while True:  # again without those whose halves were taken back meanwhile
+            counted: list[int] = []
+            parts = []
+            for host in range(self._topology.num_hosts):
+                found = self._sums.received(flight, host, heads, partial_dtype, handle)
+                if found is not None:
+                    ranks, rows = found
+                    counted += ranks
+                    goes = np.zeros(handle.num_tokens, dtype=np.bool_)
+                    for rank in ranks:
+                        goes[handle.sent[rank]] = True
+                    tokens = np.flatnonzero(goes)
+                    index = np.searchsorted(handle.records[host], tokens)
+                    parts.append((tokens, rows.index_select(0, torch.from_numpy(index))))
+            summed = sum_over_ranks(parts, handle.num_tokens, handle.cut.config.hidden)
+            if not take_back(self.wire, flight, heads):
+                break
+        self._flights.require_all(flight)  # an error leaves `out` as it was
+        result.x.copy_(summed)
+        result.got[counted] = True
+
+
+def _those(source: Source, mine: Ints) -> Source:
+    """Return some records of a source."""
+    return Source(source.tokens[mine], source.local[mine], source.weights[mine], source.place[mine])

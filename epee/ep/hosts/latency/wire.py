@@ -1,0 +1,417 @@
+"""The memory of a `LatencyBuffer` over several hosts: who writes what, who reads it, what orders it.
+
+Data path: a source lays its half of a call, header and rows in one piece, into its own outbox for its own host, and
+sends it to its gateway on each other host (`link/topology.py`), which keeps it in the mirror of that outbox. **Every
+rank of a host reads there what is its own** (`region.py` has the fields). So a token's record crosses once per host,
+and nobody forwards anything; counts, rows and tag of a half are one write. Weights of a combine travel in the same way,
+ahead of it. Sums for ranks of this host never leave it; those for another host's rank are added up by its gateway here,
+the only rank with a link to it, which has one row per token and host to send.
+
+Who writes: each rank its own outbox, a gateway the mirrors that it keeps, of what comes in frames, which it checks
+before a byte is stored (`backend/hosts/mirror.py`). What goes to other hosts is sent from memory of the call alone,
+which nobody writes again: so a half that the network has not taken yet cannot be changed by the next call.
+
+What orders it: on one link frames are applied in the order of their writing, the tag behind its rows. A source writes
+the next half of a slot when its readers have freed the slot (`freed`, told to all hosts), and the network has taken
+what it had of it. A reader that it does not count on any more, a late one, may still be reading the old half then: the
+tag is taken away first, on that host as well (`_reopen`), and **who has read looks at the tag once more**. What has
+lost it counts as not come: so a source is in a result as a whole, or not at all.
+
+Words that stay true (`freed`, tags, that a call was given up) are read in mirrors. How a call without a mask ends is
+asked for (`ends.py`). Clocks of hosts differ: a rank tells how long it waits, and its readers count from when they
+hear of it.
+
+What a crash leaves: a part of a half without its tag, which nobody reads; a mirror whose gateway has died stands still,
+and its rank counts as lost there (`backend/hosts/watch.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from ....backend.engine.engine import Engine
+from ....backend.hosts.exports import Exports
+from ....backend.hosts.waiting import MOST_MOVES_S
+from ....backend.outbox import CONSUMED, SLEEPERS, STATE_WORDS
+from ....errors import ProtocolError
+from ....link.frames import NO_WORD
+from ....link.topology import Topology
+from ....memory.signals import YIELD_S, futex_wake, tag
+from ...config import BufferConfig
+from ...control.withdrawal import GATHERED, GAVE_UP, EndWords
+from ...latency.region import RegionWords, SectionCut
+from ...latency.rows import Floats
+from ...latency.wire import Patience, SectionHeader, Wire, pack_head
+from .ends import HostsEndWords
+from .region import Bytes, HostsFields, blank_half, latency_layout, weights_of
+
+_FIRST_LOOK = 1 << 40  # questions of the engine have smaller numbers
+_PUMPS = 40  # each takes some microseconds
+
+
+class TakenBack(Exception):
+    """A half was written over while it was read: its source does not count on this rank any more."""
+
+
+class HostsWire(Wire):
+    """Lays halves into this rank's outbox, and has them carried to other hosts; see above.
+
+    Args:
+        config: of the buffer.
+        topology: who is where.
+        engine: of the buffer.
+        ended, interrupt, epoch: as of `Wire`.
+        poison: fill memory with 0xFF before it is written.
+    """
+
+    _max_had = (1 << 64) - 1
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        topology: Topology,
+        engine: Engine,
+        ended: Callable[[], Collection[int]],
+        interrupt: Callable[[], None],
+        epoch: Callable[[], int],
+        poison: bool,
+    ) -> None:
+        super().__init__(config, topology.rank, ended, interrupt, _show_nobody, epoch)
+        box = engine.box
+        exports: Exports = box.exports
+        layout = latency_layout(config)
+        self.topology = topology
+        self._fields = [HostsFields(region, layout, box.extra) for region in box.regions]
+        self._own = self._fields[topology.rank]
+        self._state = box.regions[topology.rank].words(0, STATE_WORDS)
+        self._gateways = topology.gateways()  # by host
+        self._links = exports.links
+        self._looks = exports.new_looks(_FIRST_LOOK)
+        self._poison = poison
+        self._posted: dict[int, int] = {}  # by host: tag of the last half
+        self._reopened: dict[int, int] = {}  # by host: tag of the last call for which tags were taken away
+        self._sent: dict[tuple[int, int], int] = {}  # by host and slot: number of the last frame
+        self._waits: dict[int, tuple[int, int, float]] = {}  # by peer: its last wait, and until when it is
+        self._own_core = config.num_ranks <= len(os.sched_getaffinity(0))
+
+    @property
+    def regions(self) -> Sequence[HostsFields]:
+        """The fields of all ranks: outboxes of this host, mirrors of others."""
+        return self._fields
+
+    def restart(self) -> None:
+        """As `Wire.restart`; all ranks have met."""
+        super().restart()
+        for table in (self._posted, self._reopened, self._waits):
+            table.clear()
+
+    def close(self) -> None:
+        """As `Wire.close`."""
+        for fields in self._fields:
+            fields.close()
+        self._state.release()
+        self._fields = []
+
+    # -- words
+
+    def _tell(self, host: int, first: int, count: int, index: int) -> None:
+        """Tell a host `count` words of this rank from word `first` on, and behind them word `index`."""
+        own = self._own
+        data = bytes(own.words[first : first + count]) if count else b""
+        self._write(host, 8 * first, data, index, own.words[index])
+
+    def _write(self, host: int, first: int, data: object, index: int, value: int) -> None:
+        """Write bytes and a word (both counted from the fields' beginning) to the mirror on a host."""
+        base = self._own.base
+        word = base // 8 + index if index >= 0 else NO_WORD
+        self._links.write(self._gateways[host], base + first, data, word, value, self._state[CONSUMED])
+
+    def free(self, seq: int) -> None:
+        """As `Wire.free`."""
+        super().free(seq)
+        for host in self._gateways:
+            self._tell(host, 0, 0, self._own.at("freed", self.slot(seq)))
+
+    def end_words(self, seq: int) -> EndWords:
+        """As `Wire.end_words`."""
+        line = self._own.at("ends", self.slot(seq))
+        words = {rank: fields.words for rank, fields in enumerate(self._fields)}
+
+        def tell() -> None:
+            """Tell all hosts that this rank has given up, behind what it had gathered before."""
+            for host in self._gateways:
+                self._tell(host, 0, 0, line + GATHERED)
+                self._tell(host, 0, 0, line + GAVE_UP)
+
+        return HostsEndWords(self.rank, words, line, self.topology, self._own.base // 8, self._looks, tell)
+
+    def set_cut(self, active: Sequence[bool], seq: int) -> None:
+        """As `Wire.set_cut`."""
+        own = self._own
+        for peer, is_active in enumerate(active):
+            index, value = own.at("cut", peer), 0 if is_active else seq
+            if peer == self.rank or own.words[index] == value:
+                continue
+            own.words[index] = value
+            if self.topology.is_here(peer):
+                for slot in range(self.config.num_slots):  # the peer sleeps on what it waits for
+                    futex_wake(own.address + 8 * own.at("head", slot))
+                    futex_wake(own.address + 8 * own.at("early", slot))
+            else:
+                self._tell(self.topology.host_of[peer], 0, 0, index)
+
+    def is_cut_by(self, peer: int, seq: int) -> bool:
+        """As `Wire.is_cut_by`."""
+        return self.has_cut(peer, self.rank, seq)
+
+    def has_cut(self, source: int, peer: int, seq: int) -> bool:
+        """Whether, as far as is known here, `source` counts `peer` out in call `seq`."""
+        fields = self._fields[source]
+        return fields.words[fields.at("cut", peer)] >= seq
+
+    # -- waiting
+
+    def _at(self, field: str, src: int, seq: int) -> tuple[RegionWords, int]:
+        fields = self._fields[src]
+        return fields, fields.at(field, self.slot(seq))
+
+    def has_room(self, dst: int, seq: int, patience: Patience) -> bool:
+        """As `Wire.has_room`; the network must have taken what was sent of the slot to that host, too."""
+        if not super().has_room(dst, seq, patience):
+            return False
+        host = self.topology.host_of[dst]
+        number = self._sent.get((host, self.slot(seq)))
+        if host == self.topology.host or number is None:
+            return True
+        gateway = self._gateways[host]
+        while not self._links.is_out(gateway, number):
+            self.interrupt()
+            if time.monotonic() > patience.deadline or dst in self.ended():
+                return False
+            self.nap(0.0005)
+        return True
+
+    def _poll(self, words: memoryview, index: int, is_there: Callable[[int], bool], patience: Patience) -> bool:
+        """As `Wire._poll`, a hand on the links; as long as bytes come they are moved here."""
+        pump = self._links.pump
+        for _ in range(_PUMPS if self._own_core else 2):
+            if is_there(words[index]):
+                return True
+            pump()
+        now = time.monotonic()
+        until, end = min(now + YIELD_S, patience.deadline), now + MOST_MOVES_S
+        while now < until:
+            if is_there(words[index]):
+                return True
+            if pump():
+                until = min(now + YIELD_S, end, patience.deadline)
+            else:
+                os.sched_yield()
+            now = time.monotonic()
+        return is_there(words[index])
+
+    def nap(self, seconds: float) -> None:
+        """As `Wire.nap`; not while bytes come."""
+        self.note_waits()
+        if not self._links.pump():
+            time.sleep(seconds)
+
+    def _doze(self, address: int, seen: int) -> None:
+        self.note_waits()
+        self._links.pump()
+        self._links.rest()
+        self._state[SLEEPERS] = 1  # whoever applies a frame looks there (`backend/hosts/mirror.py`)
+        try:
+            super()._doze(address, seen)
+        finally:
+            self._state[SLEEPERS] = 0
+
+    def _say_waiting(self, seq: int, until: float) -> None:
+        own = self._own
+        index = own.at("waiting")
+        own.words[index + 2] = max(0, int((until - time.monotonic()) * 1e6))
+        own.words[index + 3] += 1
+        super()._say_waiting(seq, until)
+        for host in self._gateways:
+            self._tell(host, index + 1, 3, index)
+
+    def _waits_until(self, peer: int, seq: int) -> float:
+        if self.topology.is_here(peer):
+            return super()._waits_until(peer, seq)
+        self.note_waits()
+        call, _, until = self._waits[peer]
+        return until if 0 < call <= seq else -math.inf
+
+    def note_waits(self) -> None:
+        """See how long ranks of other hosts wait, who told it since the last look; their time counts from now."""
+        for peer in self.topology.elsewhere:
+            fields = self._fields[peer]
+            index = fields.at("waiting")
+            call, patience_us, number = fields.words[index], fields.words[index + 2], fields.words[index + 3]
+            known = self._waits.get(peer)
+            if known is None or known[:2] != (call, number):
+                self._waits[peer] = call, number, time.monotonic() + patience_us / 1e6
+
+    # -- halves
+
+    def _reopen(self, host: int, seq: int) -> None:
+        """Take away the tags of a slot before it is written: a late reader must find them gone."""
+        mark = tag(self._epoch(), seq)
+        if self._reopened.get(host) == mark:
+            return
+        self._reopened[host] = mark
+        own, slot = self._own, self.slot(seq)
+        head, early = own.at("head", slot), own.at("early", slot)
+        if host == self.topology.host:
+            own.words[head] = own.words[early] = own.words[own.at("laid", slot)] = 0
+            return
+        index = own.at("freed", slot)
+        if not all(self._is_freed(self._fields[rank].words[index], seq) for rank in self.topology.hosts[host]):
+            self._write(host, 0, b"", head, 0)
+            self._write(host, 0, b"", early, 0)
+
+    def half_for(self, host: int, seq: int, nbytes: int) -> Bytes:
+        """Return where the half for a host is to be laid: a header, and `nbytes` behind it; `publish` follows."""
+        self._reopen(host, seq)
+        if host == self.topology.host:
+            own, slot = self._own, self.slot(seq)
+            own.words[own.at("laid", slot)] = 0
+            half = own.half(slot, nbytes)
+        else:
+            half = blank_half(nbytes)
+        if self._poison:
+            half[:] = 0xFF
+        return half
+
+    def publish(self, host: int, seq: int, head: SectionHeader, half: Bytes, reason: bytes = b"") -> None:
+        """Complete a half with its header, and let a host see it."""
+        self._posted[host] = tag(self._epoch(), seq)  # first: if it is interrupted, the call is given up for all
+        words = pack_head(head, reason)
+        half[: words.nbytes] = np.frombuffer(words, dtype=np.uint8)
+        own, slot, mark = self._own, self.slot(seq), tag(self._epoch(), seq)
+        index = own.at("head", slot)
+        if host == self.topology.host:
+            self._let_see(seq)
+        else:
+            self._write(host, 8 * index + 8, half.data, index, mark)
+            self._sent[host, slot] = self._links.newest(self._gateways[host])
+
+    def _let_see(self, seq: int) -> None:
+        """Store the tag of the half for this rank's host, and wake who waits for any part of it."""
+        own, slot = self._own, self.slot(seq)
+        own.words[own.at("head", slot)] = tag(self._epoch(), seq)
+        for field in ("head", "early", "laid"):
+            futex_wake(own.address + 8 * own.at(field, slot))
+
+    def post(self, dst: int, seq: int, head: SectionHeader, reason: bytes = b"") -> None:
+        """As `Wire.post`, for all ranks of the host of `dst`."""
+        host = self.topology.host_of[dst]
+        self.publish(host, seq, head, self.half_for(host, seq, 0), reason)
+
+    def is_posted(self, dst: int, seq: int) -> bool:
+        """As `Wire.is_posted`."""
+        return self._posted.get(self.topology.host_of[dst]) == tag(self._epoch(), seq)
+
+    def half_of(self, src: int, seq: int, nbytes: int) -> Bytes:
+        """Return the half of a rank, and `nbytes` behind its header; look at the tag (`is_here`) when it is read."""
+        return self._fields[src].half(self.slot(seq), nbytes)
+
+    def head_of(self, src: int, seq: int, field: str = "head") -> tuple[SectionHeader, str]:
+        """As `Wire.head_of`, for a half that has come, or whose header can be read (`field="laid"`).
+
+        Raises:
+            TakenBack: its source has written over it meanwhile.
+        """
+        while self.is_there(field, src, seq):
+            seen = self._tags(src, seq)
+            try:
+                found = super().head_of(src, seq)
+            except ProtocolError:
+                if self._tags(src, seq) == seen:
+                    raise
+                continue
+            if self._tags(src, seq) == seen:
+                return found
+        raise TakenBack
+
+    def _tags(self, src: int, seq: int) -> list[int]:
+        """Return the tags that say how far a half is; one of them changes before its header does."""
+        fields, slot = self._fields[src], self.slot(seq)
+        return [fields.words[fields.at(field, slot)] for field in ("laid", "head")]
+
+    def is_there(self, field: str, src: int, seq: int) -> bool:
+        """Whether a half has come ("head"), or can be read by its own host as far as that ("laid")."""
+        fields, index = self._at(field, src, seq)
+        return fields.words[index] == tag(self._epoch(), seq) or self.is_here(src, seq)
+
+    # -- weights, and sums for this host
+
+    def send_weights(self, host: int, seq: int, weights: Floats, cut: SectionCut) -> None:
+        """Send the weights of a combine, a row for each record that went to a host."""
+        self._reopen(host, seq)
+        own, slot = self._own, self.slot(seq)
+        first, _ = own.section("weights", slot)
+        index, mark = own.at("early", slot), tag(self._epoch(), seq)
+        if host == self.topology.host:
+            weights_of(own.part(first, weights.nbytes), len(weights), cut)[:] = weights
+            own.words[index] = mark
+            futex_wake(own.address + 8 * index)
+        else:
+            self._write(host, first, np.ascontiguousarray(weights).reshape(-1).view(np.uint8).data, index, mark)
+
+    def read_weights(self, src: int, seq: int, count: int, cut: SectionCut) -> Floats:
+        """Return a copy of the weights that `src` has sent, a row per record.
+
+        Raises:
+            TakenBack: as `head_of`.
+        """
+        fields = self._fields[src]
+        first, nbytes = fields.section("weights", self.slot(seq))
+        found = weights_of(fields.part(first, nbytes), count, cut).copy()
+        if not self.is_early(src, seq):
+            raise TakenBack
+        return found
+
+    def lay(self, seq: int, head: SectionHeader) -> None:
+        """Let this rank's host read a header, and what this rank has laid out for it."""
+        half, own = self.half_for(self.topology.host, seq, 0), self._own
+        words = pack_head(head)
+        half[: words.nbytes] = np.frombuffer(words, dtype=np.uint8)
+        index = own.at("laid", self.slot(seq))
+        own.words[index] = tag(self._epoch(), seq)
+        futex_wake(own.address + 8 * index)
+
+    def complete(self, seq: int) -> None:
+        """Post for this rank's host the half that it has laid, with its header."""
+        self._posted[self.topology.host] = tag(self._epoch(), seq)
+        self._let_see(seq)
+
+    def part_for(self, src: int, seq: int, count: int, row_bytes: int) -> Bytes:
+        """Return where this rank's sums for `src` are to be laid, for its host to read; `lay` follows."""
+        self._reopen(self.topology.host, seq)
+        own, slot = self._own, self.slot(seq)
+        own.words[own.at("counts", slot) + src] = count
+        first, _ = own.section("parts", slot, src)
+        return own.part(first, count * row_bytes)
+
+    def part_of(self, peer: int, src: int, seq: int, count: int, row_bytes: int) -> Bytes:
+        """Return the sums of a rank of this host for `src`.
+
+        Raises:
+            ProtocolError: they are not for as many tokens as `src` had for that rank.
+        """
+        fields, slot = self._fields[peer], self.slot(seq)
+        told = fields.words[fields.at("counts", slot) + src]
+        if told != count and self.is_there("laid", peer, seq):
+            raise ProtocolError(f"combine: rank {peer} has {told} rows for {count} tokens of rank {src}")
+        first, _ = fields.section("parts", slot, src)
+        return fields.part(first, count * row_bytes)
+
+
+def _show_nobody(op: str, seq: int, ranks: list[int]) -> None:
+    """Show nothing: a group over several hosts has no board."""

@@ -31,6 +31,7 @@ from .errors import (
     StaleHandleError,
     UnsupportedError,
 )
+from .log import configure as _configure_log
 
 __version__ = "0.1.0"
 
@@ -64,4 +65,5 @@ __all__ = [
     "nn",
 ]
 
+_configure_log()
 _register()

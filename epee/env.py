@@ -44,6 +44,19 @@ def _positive_bytes(text: str) -> int:
     return value
 
 
+def _log_level(text: str) -> str:
+    if text not in ("info", "debug"):
+        raise ValueError("must be info or debug")
+    return text
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must be a number of at least 0")
+    return value
+
+
 def _way_to_share(text: str) -> str:
     if text not in ("pidfd", "scm", "ipc"):
         raise ValueError("must be pidfd, scm or ipc")
@@ -142,8 +155,28 @@ TABLE: tuple[Variable, ...] = (
         _flag,
         "1 allows what only tests may do: EPEE_HOST_KEY.",
     ),
+    Variable(
+        "EPEE_LOG",
+        "",
+        _log_level,
+        "info or debug: epee's log goes to stderr, with rank and process; by default the program's logging decides.",
+    ),
+    Variable(
+        "EPEE_AS_DEEP_EP",
+        False,
+        _flag,
+        "1 lets the stand-in that `python -m epee.compat` puts on PYTHONPATH answer as deep_ep; it sets this itself.",
+    ),
+    Variable(
+        "EPEE_AS_MOONCAKE",
+        False,
+        _flag,
+        "1 lets the stand-in answer as mooncake's pg, ep and buffers; likewise.",
+    ),
     Variable("MASTER_ADDR", "", str, "Set by torchrun; with MASTER_PORT it names the job for those who join."),
     Variable("MASTER_PORT", "", str, "See MASTER_ADDR."),
+    Variable("WORLD_SIZE", 1, _count, "Hosts of a test script of DeepEP's (`deep_ep.utils.envs.init_dist`)."),
+    Variable("RANK", 0, _count, "Which of these hosts this is."),
 )
 
 _BY_NAME = {variable.name: variable for variable in TABLE}
@@ -184,7 +217,7 @@ def get_bool(name: str) -> bool:
     return bool(get(name))
 
 
-def for_child(python_path: Path) -> dict[str, str]:
+def for_child(*python_path: Path) -> dict[str, str]:
     """Return this process's environment for a child, with `python_path` in front of its PYTHONPATH."""
     rest = os.environ.get("PYTHONPATH", "")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(python_path), rest]))}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, python_path), rest]))}

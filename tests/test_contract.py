@@ -65,6 +65,19 @@ def test_the_table_of_variables_is_what_the_sources_use() -> None:
     assert used == {variable.name for variable in env.TABLE}
 
 
+def test_the_page_of_variables_is_the_table() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text()
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+
+    def shown(value: object) -> str:
+        """Return a default as the page shows it."""
+        if isinstance(value, bool):
+            return str(int(value))
+        return f"{value:g}" if isinstance(value, float) else str(value) or "unset"
+
+    assert rows == [(each.name, shown(each.default), each.doc) for each in env.TABLE]
+
+
 @pytest.mark.parametrize("variable", env.TABLE, ids=lambda variable: variable.name)
 def test_a_bad_variable_is_named(variable: env.Variable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(variable.name, raising=False)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, UnsupportedError
+from ..profiling import ranged
 from ..view.group import GroupInView
 from .bootstrap.attempt import attempt
 from .bootstrap.birth import create_engine
@@ -313,12 +314,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
+    @ranged
     def barrier(self, opts: Any = None) -> Any:
         """Everybody waits for everybody."""
         return self._go(lambda box: calls.barrier(box), opts, [], ())
 
     # ---- point to point
 
+    @ranged
     def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
         """Send a tensor; done when the receiver has matched it."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "send")
@@ -335,11 +338,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         message.tensors, message.is_early = ((), tensor), is_early
         return self._post(message, tensors)
 
+    @ranged
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
         """Receive the oldest message of `src_rank` with this tag."""
         self._view.check_peer(src_rank, "recv")
         return self._recv(tensors, src_rank, tag)
 
+    @ranged
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
         """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
         return self._recv(tensors, ANY, tag)

@@ -2,7 +2,7 @@
 
 A call that is refused here raises its error, and its sequence number is used up all the same: the peers get a
 `MismatchError` with the reason, so nobody waits for a call that does not come. A call on tensors of a GPU is run again
-on copies of them (`staging.py`); calls on CPU tensors pay nothing for that.
+on copies of them (`staging.py`); calls on CPU tensors pay nothing for that. A profiler sees each call as a range.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from ..errors import EpeeError, InvalidArgument, RankFailedError, UnsupportedError
+from ..profiling import is_profiling, range_of
 from .engine.engine import Engine
 from .membership.judge import LOSS
 from .staging import Staging
@@ -34,6 +35,13 @@ def collective(name: str) -> Callable[[_Method], _Method]:
         """Return `method` with that, and with the way of tensors on a GPU."""
 
         @functools.wraps(method)
+        def ranged(self: HasCollectives, *args: Any, **kwargs: Any) -> Any:
+            """Call it, as a range of a profiler if one runs."""
+            if not is_profiling():
+                return call(self, *args, **kwargs)
+            with range_of(name, (self, *args)):
+                return call(self, *args, **kwargs)
+
         def call(self: HasCollectives, *args: Any, **kwargs: Any) -> Any:
             """Call it."""
             seq = self._engine.seq
@@ -55,6 +63,6 @@ def collective(name: str) -> Callable[[_Method], _Method]:
                 raise
             return self._staging.run(name, functools.partial(call, self), args, kwargs)
 
-        return call  # type: ignore[return-value]
+        return ranged  # type: ignore[return-value]
 
     return decorate

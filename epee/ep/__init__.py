@@ -19,6 +19,7 @@ from .hosts.layout import network_bytes
 from .latency.buffer import LatencyBuffer
 from .latency.types import LatencyCombined, LatencyDispatched, LatencyHandle, Quantisation
 from .plans import NO_FACTS, topk_facts
+from .pool.maps import check_map, clipped_counts, dense_weights, map_of, most_experts, topk_of_map
 from .pool.needs import LatencyNeed, Need, Wish, latency_bytes
 from .pool.pool import BufferPool
 from .pool.throughput import MemoryBytes, Room, memory_for
@@ -49,14 +50,20 @@ __all__ = [
     "Room",
     "TwoLevelHandle",
     "Wish",
+    "check_map",
     "check_topk_idx",
+    "clipped_counts",
     "count_layout",
+    "dense_weights",
     "group_of",
     "hosts_of",
     "is_capturing",
     "latency_bytes",
     "load_counter",
+    "map_of",
     "memory_for",
+    "most_experts",
     "network_bytes",
     "topk_facts",
+    "topk_of_map",
 ]

@@ -37,10 +37,10 @@ from typing import Any
 import torch
 
 from ..errors import EpeeError, InvalidArgument
+from ..profiling import is_profiling
 from .checks import check_timeout
 from .control.exchanging import RowExchange
 from .control.inbox import OP_COMBINE, OP_DISPATCH, OP_NAMES, Moved
-from .gpu.ranges import is_profiling
 from .paths import GpuPath, Path
 from .turns import Turns
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .. import env
 from ..errors import EpeeError, InvalidArgument, UnsupportedError
 from ..link.topology import Topology
+from ..profiling import ranged
 from ..view.process.detector import DeathWatch
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
@@ -30,7 +31,6 @@ from .control.exchanging import RowExchange
 from .control.inbox import OP_DISPATCH, OP_GATHER, Exchange
 from .control.messages import ControlPlaneOver
 from .gpu.platform import Platform
-from .gpu.ranges import ranged
 from .handle import mask_of
 from .membership.group_view import seat_of
 from .membership.lane import retire

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidArgument, UnsupportedError
 from ..link.topology import Topology
+from ..profiling import ranged
 from .attempt import CallsAgain
 from .base import SharedBuffer
 from .checks import GivenRouting, check_handle, check_run
@@ -25,7 +26,6 @@ from .config import PAYLOAD_DTYPES, BufferConfig
 from .control.bootstrap import group_of, on_several_hosts, size_of
 from .control.inbox import OP_COMBINE, OP_DISPATCH
 from .gpu.platform import Platform
-from .gpu.ranges import ranged
 from .handle import Combined, Dispatched, Handle, Payload
 from .paths import Making, Path
 from .plans import BY_TOPK, CheckedCalls, KnownPlans
@@ -50,7 +50,7 @@ class Buffer(SharedBuffer):
             a call. A replacement in a group of the backend "epee" takes part in the buffer that runs.
         num_experts: over all ranks, a multiple of the number of ranks. Rank r owns `num_experts / num_ranks`
             experts, starting at r times that.
-        hidden: elements of a row, a multiple of 8 (of 128 for FP8 pairs).
+        hidden: elements of a row, a multiple of 8 (of 16 for FP8 pairs).
         num_topk: columns of `topk_idx`, 1 ... 32.
         max_tokens_per_rank: most tokens that one rank dispatches in a call.
         dtype: widest payload: bfloat16, float16, float32 or float64. Narrower ones and FP8 pairs fit as well.
@@ -316,9 +316,10 @@ class Buffer(SharedBuffer):
 
         Args:
             x: `[num_tokens, hidden]` bfloat16, float16, float32 or float64, no wider than the buffer's dtype; or a
-                pair (float8_e4m3fn `[num_tokens, hidden]`, scales `[num_tokens, hidden / 128]` float32 or
-                `[num_tokens, hidden / 512]` packed int32), scales with any strides. Not modified; may be reused on
-                return (GPU: by work behind the call). On GPUs rows lie in one piece and begin at multiples of 16 bytes.
+                pair (float8_e4m3fn `[num_tokens, hidden]`, scales `[num_tokens, 1 ... hidden / 16]` float32 or int32,
+                1023 at most, with any strides): scales of any block size travel as bytes. Not modified; may be reused
+                on return (GPU: by work behind the call). On GPUs rows lie in one piece and begin at multiples of 16
+                bytes.
             topk_idx: `[num_tokens, num_topk]` int64 expert ids, -1 for none. An expert that stands twice in a row
                 counts twice.
             topk_weights: `[num_tokens, num_topk]` float32 (or float64 beside a float64 x).

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InvalidArgument, StaleHandleError, UnsupportedError
-from .config import FP8, LAYOUTS, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, SCALE_BLOCK, BufferConfig
+from .config import FP8, FP8_MULTIPLE, LAYOUTS, MAX_CAPACITY, MAX_EXPERT_ALIGNMENT, PAYLOAD_DTYPES, BufferConfig
 from .handle import Handle, HostHandle
 from .streams import RunOptions
 from .throughput.order import RANKS_THEN_BIAS, CombineOrder, check_order, is_own_order, last_k
@@ -230,19 +230,17 @@ def _check_whole(name: str, value: torch.Tensor, config: BufferConfig) -> torch.
 def _check_fp8(pair: tuple[object, ...] | list[object], config: BufferConfig) -> PayloadRows:
     if len(pair) != 2:
         raise InvalidArgument(f"x must be a tensor or a pair (float8_e4m3fn values, scales), got {len(pair)} items")
-    if config.hidden % SCALE_BLOCK:
+    if config.hidden % FP8_MULTIPLE:
         raise InvalidArgument(
-            f"an FP8 pair needs hidden to be a multiple of {SCALE_BLOCK}, got {config.hidden}; pad rows"
+            f"an FP8 pair needs hidden to be a multiple of {FP8_MULTIPLE}, got {config.hidden}; pad rows"
         )
     values = check_tensor("x[0]", pair[0], (None, config.hidden), (FP8,), config.device)
     num_tokens = values.shape[0]
     _check_num_tokens("x[0]", num_tokens, config)
     scales = check_tensor("x[1]", pair[1], (num_tokens, None), (torch.float32, torch.int32), config.device)
-    blocks = config.hidden // SCALE_BLOCK
-    columns = blocks if scales.dtype == torch.float32 else -(-blocks // 4)
-    if scales.shape[1] != columns:
+    if not 1 <= scales.shape[1] <= config.scale_words:  # what they mean is between the caller and the experts
         raise InvalidArgument(
-            f"x[1] must be float32 [{num_tokens}, {blocks}] or packed int32 [{num_tokens}, {-(-blocks // 4)}], "
+            f"x[1] must have 1 ... {config.scale_words} 4-byte scales for each row of hidden {config.hidden}, "
             f"got {scales.dtype} {list(scales.shape)}"
         )
     if config.is_cuda:

@@ -19,7 +19,8 @@ KINDS = ("Buffer", "LatencyBuffer")  # the order is part of the protocol
 PATHS = ("cpu", "cuda")  # by what moves the rows; the order is part of the protocol
 SHARES = ("", "descriptors", "cudaIpc")  # how GPUs lend memory, "" where it is no matter; likewise
 CPU = torch.device("cpu")
-SCALE_BLOCK = 128  # channels that share one FP8 scale
+FP8_MULTIPLE = 16  # of an FP8 row: GPUs copy it in pieces of 16 bytes
+MAX_SCALE_WORDS = 1023  # of a row: what the kernels' signatures can tell apart
 MAX_TOPK = 32
 MAX_EXPERT_ALIGNMENT = 4096
 MAX_CAPACITY = (1 << 31) - 1  # no call brings as many rows: larger ones are all alike
@@ -160,8 +161,8 @@ class BufferConfig:
 
     @property
     def scale_words(self) -> int:
-        """4-byte words of a row's FP8 scales; 0 when this hidden size cannot carry FP8."""
-        return self.hidden // SCALE_BLOCK if self.hidden % SCALE_BLOCK == 0 else 0
+        """Most 4-byte words of scales beside an FP8 row, one for 16 channels; 0 when this hidden size has no FP8."""
+        return min(self.hidden // FP8_MULTIPLE, MAX_SCALE_WORDS) if self.hidden % FP8_MULTIPLE == 0 else 0
 
     @property
     def weight_dtype(self) -> torch.dtype:

@@ -25,6 +25,7 @@ ELASTIC_EVENTS = (
     "previous_event=None, previous_event_before_epilogue=None, async_with_compute_stream=False, "
     "allocate_on_comm_stream=False"
 )
+EP_EVENTS = "previous_event=None, async_with_compute_stream=False, allocate_on_comm_stream=False"
 LATENCY_ENDS = "async_finish=False, return_recv_hook=False"
 
 # positional order matters: scripts call by position
@@ -43,7 +44,7 @@ SIGNATURES = {
     "get_logical_domain_size": "group, allow_hybrid_mode=True",
     "Buffer": "group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
     "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False, enable_shrink=False, "
-    "comm=None",
+    "comm=None, use_fabric=None",
     "Buffer.destroy": "self",
     "Buffer.is_sm90_compiled": "",
     "Buffer.set_num_sms": "new_num_sms",
@@ -63,9 +64,10 @@ SIGNATURES = {
     "Buffer.clean_low_latency_buffer": "self, num_max_dispatch_tokens_per_rank, hidden, num_experts",
     "Buffer.low_latency_dispatch": "self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
     "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, round_scale=False, "
-    f"use_ue8m0=False, {LATENCY_ENDS}",
+    f"use_ue8m0=False, {LATENCY_ENDS}, x_global_scale=None, use_nvfp4=False",
     "Buffer.low_latency_combine": "self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, "
-    f"{LATENCY_ENDS}, out=None, combine_wait_recv_cost_stats=None",
+    f"{LATENCY_ENDS}, out=None, combine_wait_recv_cost_stats=None, overlap=False, src_signals=None, "
+    "src_signal_expect_value=0, packed_recv_count=None, comp_signal=None, block_m=64, threshold=0, num_sms=3",
     "Buffer.low_latency_update_mask_buffer": "self, rank_to_mask, mask=False",
     "Buffer.low_latency_query_mask_buffer": "self, mask_status",
     "Buffer.low_latency_clean_mask_buffer": "self",
@@ -105,6 +107,23 @@ SIGNATURES = {
     "ElasticBuffer.agrs_set_config": "self, num_max_session_bytes, num_max_all_gathers_per_session",
     "ElasticBuffer.agrs_get_inplace_tensor": "self, shapes, dtype",
     "ElasticBuffer.all_gather": "self, t",
+    "EPBuffer": "group, num_bytes=None, num_max_tokens_per_rank=0, hidden=0, num_topk=0, use_fp8_dispatch=False, "
+    "lb_allocation_plan_or_num_bytes=0, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True, "
+    "prefer_overlap_with_compute=True, sl_idx=None, num_allocated_qps=0, num_cpu_timeout_secs=300, "
+    "num_gpu_timeout_secs=100, explicitly_destroy=False",
+    "EPBuffer.dispatch": "self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
+    "num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, "
+    f"{EP_EVENTS}, handle=None, do_handle_copy=False, do_cpu_sync=None, do_expand=False, do_zero_padding=False, "
+    "use_tma_aligned_col_major_sf=False, defer_epilogue=False",
+    "EPBuffer.combine": f"self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, {EP_EVENTS}, "
+    "defer_epilogue=False",
+    "EPBuffer.lb_get_theoretical_num_sms": "self",
+    "EPBuffer.lb_prefetch_weights": "self, redundant_expert_weights, expert_weights, redundancy_mapping, num_sms=0, "
+    "previous_event=None",
+    "EPBuffer.lb_reduce_grads": "self, redundant_expert_grads, expert_grads, redundancy_mapping, num_sms=0, "
+    "previous_event=None",
+    "EPHandle.deterministic_sort": "self, do_cpu_sync, is_cached_dispatch, recv_x, recv_sf, recv_topk_idx, "
+    "recv_topk_weights, channel_linked_list",
 }
 
 
@@ -146,7 +165,7 @@ def test_a_v2_handle_has_the_documented_fields() -> None:
 
 
 UNSUPPORTED = [
-    name for name in SIGNATURES if any(word in name for word in ("local_buffer", "engram", ".pp_", "_pp_", "agrs"))
+    name for name in SIGNATURES if any(word in name for word in ("engram", ".pp_", "_pp_", "agrs", ".lb_"))
 ] + ["ElasticBuffer.all_gather"]
 
 
@@ -162,6 +181,18 @@ def test_what_is_not_here_says_so_by_name(name: str) -> None:
         UnsupportedError, match=rf"^{method} is not supported: .*epee|^{method} is not supported: there"
     ):
         function(*[None] * len(needed))
+
+
+@pytest.mark.parametrize("name", ["BucketBuffer", "BucketSession", "BufferAllocator", "EngramBuffer", "PPBuffer"])
+def test_a_buffer_of_another_kind_says_that_it_is_not_here(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^{name} is not supported: epee"):
+        getattr(deep_ep, name)(None, 1 << 20)
+
+
+def test_communicators_of_nccl_are_not_here() -> None:
+    with pytest.raises(UnsupportedError, match=r"^get_nccl_comm_handle is not supported: epee"):
+        deep_ep.comm.get_nccl_comm_handle(None)
+    deep_ep.comm.destroy_all_managed_nccl_comm()
 
 
 def test_all_names_are_there() -> None:
@@ -180,6 +211,17 @@ from deep_ep.utils.event import EventOverlap as another
 from deep_ep.utils.math import per_token_cast_to_fp8
 assert deep_ep is found and other is EventHandle and another is EventOverlap
 assert Buffer is found.buffer.Buffer
+import deep_ep.buffers.elastic, deep_ep.buffers.ep, deep_ep.utils.envs, deep_ep.utils.testing, deep_ep.utils.refs
+import deep_ep.utils.gate, deep_ep.comm
+from deep_ep.buffers.legacy import Buffer as third
+from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
+from deep_ep._C import Config as fourth, topk_idx_t
+assert third is Buffer and fourth is Config and HybridEPBuffer is deep_ep.HybridEPBuffer
+assert deep_ep.__spec__.name == "epee.compat.deep_ep" and third.__module__ == "epee.compat.deep_ep.buffer"
+if is_installed:
+    from deep_ep_cpp import EventHandle as fifth
+    assert fifth is EventHandle
+    import deep_ep.no_such_module
 """
 
 
@@ -189,7 +231,10 @@ def _import(rank: int, num_ranks: int, do_install: bool) -> None:
         deep_ep.install_as_deep_ep()
     else:
         sys.modules["deep_ep"] = deep_ep
-    exec(IMPORTS, {"found": deep_ep})
+        exec(IMPORTS[: IMPORTS.index("import deep_ep.buffers")], {"found": deep_ep})
+        return
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'deep_ep\.no_such_module'"):
+        exec(IMPORTS, {"found": deep_ep, "is_installed": do_install})
 
 
 @pytest.mark.parametrize("do_install", [False, True])
@@ -203,6 +248,42 @@ def test_it_does_not_take_the_place_of_another_deep_ep(monkeypatch: pytest.Monke
         deep_ep.install_as_deep_ep()
 
 
+MOONCAKE = """
+from mooncake import pg, ep
+import mooncake.ep as again
+from mooncake.mooncake_ep_buffer import Buffer, EventOverlap
+from mooncake.mooncake_elastic_buffer import ElasticBuffer, EPHandle
+from mooncake.pg import MooncakeBackendOptions, set_transfer_engine
+assert again is ep and Buffer is ep.Buffer and ep.MooncakeBackendOptions is MooncakeBackendOptions
+assert issubclass(ElasticBuffer, found.ElasticBuffer) and EPHandle is found.EPHandle
+assert ep.get_ep_buffer_size_hint(8, 256, 2, 4) == Buffer.get_ep_buffer_size_hint(8, 256, 2, 4) > 0
+"""
+
+
+def _import_mooncake(rank: int, num_ranks: int) -> None:
+    from epee.compat.mooncake import install_as_mooncake
+
+    install_as_mooncake()
+    install_as_mooncake()
+    exec(MOONCAKE, {"found": deep_ep})
+
+
+def test_it_can_be_imported_as_mooncake() -> None:
+    run_ranks(_import_mooncake, 1, backend=None)
+
+
+def _foreign_pg(rank: int, num_ranks: int) -> None:
+    from epee.compat.mooncake import install_as_mooncake
+
+    sys.modules["mooncake.pg"] = sys
+    with pytest.raises(InvalidState, match=r"another mooncake\.pg"):
+        install_as_mooncake()
+
+
+def test_it_does_not_take_the_place_of_another_mooncake() -> None:
+    run_ranks(_foreign_pg, 1, backend=None)
+
+
 def test_configs() -> None:
     assert deep_ep.Config(num_max_rdma_chunked_recv_tokens=127).num_max_rdma_chunked_recv_tokens == 132
     for bad in ({"num_sms": 0}, {"num_max_nvl_chunked_send_tokens": 256}, {"num_max_rdma_chunked_send_tokens": 300}):
@@ -213,10 +294,10 @@ def test_configs() -> None:
     assert rows * 14336 < hint < rows * 14336 * 1.1
     assert deep_ep.Config(24).get_nvl_buffer_size_hint(14336, 4) == hint
     assert deep_ep.Config().get_rdma_buffer_size_hint(14336, 8) == 0
-    # two hosts of 8 ranks: rounds of 8 tokens of each rank, float32 rows with weights, lent and summed; four rounds
+    # two hosts of 8 ranks: a round of rows lent and one of sums, 4 MiB as bfloat16 and wider with weights; four of these
     # are staged in a rank's own memory, and four in the mirror of a rank of the other host
-    staged = 2 * 16 * 8 * 4 * (7168 + 32)
-    assert deep_ep.Config().get_rdma_buffer_size_hint(14336, 16) == 2 * 4 * staged
+    staged = 2 * (4 << 20) * (7168 * 4 + 32 * 4) // 14336
+    assert 2 * 4 * staged <= deep_ep.Config().get_rdma_buffer_size_hint(14336, 16) <= 2 * 4 * staged * 1.01
     before = deep_ep.Buffer.num_sms
     try:
         deep_ep.Buffer.set_num_sms(24)
@@ -301,6 +382,7 @@ def test_fp8_follows_the_formula() -> None:
     big = x.float().abs() > 1e-4  # three bits of mantissa: half a step is 1/16, and bfloat16 adds 1/256 to it
     assert bool(((back - x).float().abs()[big] <= x.float().abs()[big] * 0.07 + 1e-6).all())
     assert per_token_cast_back(stored[:0], scales[:0]).shape == (0, 300)
+    assert [part.shape for part in per_token_cast_to_fp8(x[:0])] == [(0, 300), (0, 3)]
 
 
 def test_fp8_with_powers_of_two() -> None:

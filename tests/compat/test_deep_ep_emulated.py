@@ -21,6 +21,7 @@ from epee.ep.pool import latency as latency_rooms
 from epee.ep.pool import needs, pool
 from epee.ep.pool import throughput as rooms
 from epee.errors import InvalidArgument, InvalidState, MismatchError, RankFailedError
+from tests.compat import hybrid_cases
 from tests.compat import test_deep_ep_buffer as v1
 from tests.compat import test_deep_ep_elastic as v2
 from tests.compat.deep_ep_cases import v1_handle, world
@@ -106,6 +107,10 @@ def test_v2_agrees_with_the_reference(num_ranks: int, monkeypatch: pytest.Monkey
                 for value in (got["x"], got["topk_weights"], got["again"][0], got["again"][2]):
                     _clear_tail(value, num_recv)
         v2._check(setup, case, results)
+
+
+def test_hybrid_agrees_with_one_row_at_a_time() -> None:
+    _run(2, hybrid_cases.run_calls)
 
 
 def test_v2_refuses_everywhere_and_works_on() -> None:

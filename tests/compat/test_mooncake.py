@@ -178,6 +178,8 @@ NAMES = [
     "ProposalStatus",
     "ProposeViewUpdateResponse",
     "SyncStatus",
+    "SyncAfterFailureStatus",
+    "ViewUpdateStatus",
     "SyncAfterFailureResponse",
     "get_peer_state",
     "activate_ranks",
@@ -211,10 +213,13 @@ def test_every_name_of_mooncake_exists_and_is_documented(module: str) -> None:
         assert offered.__all__.count(name) == 1
         assert getattr(offered, name).__doc__
         assert f"`{name}`" in text, f"{name} is not in docs/backend.md"
-    assert {*offered.__all__} - {*NAMES} == ({"Buffer"} if module == "ep" else set())
+    of_ep = {"Buffer", "EventHandle", "EventOverlap", "MAX_QP_COUNT", "get_ep_buffer_size_hint"}
+    assert {*offered.__all__} - {*NAMES} == (of_ep if module == "ep" else set())
     for enum, members in (
         ("ProposalStatus", ["Rejected", "Applied", "AppliedWithDroppedRanks"]),
         ("SyncStatus", ["Reconciled", "NoPending", "Rejected"]),
+        ("SyncAfterFailureStatus", ["Reconciled", "NoPending", "Rejected"]),
+        ("ViewUpdateStatus", ["Rejected", "Applied", "AppliedWithDroppedRanks"]),
     ):
         assert [member.name for member in getattr(offered, enum)] == members
     assert {"mooncake", "mooncake-cpu"} <= {name.lower() for name in dist.Backend._plugins}

@@ -47,7 +47,7 @@ def test_every_routing_agrees_with_the_reference(num_ranks: int, layout: str) ->
     _check(num_ranks, setup_of(num_ranks, *calls, num_slots=1), setup_of(num_ranks, *calls, num_topk=5))
 
 
-@pytest.mark.parametrize("payload", ["float16", "float32", "fp8", "fp8 strided", "fp8 packed"])
+@pytest.mark.parametrize("payload", ["float16", "float32", "fp8", "fp8 strided", "fp8 packed", "fp8 mx", "fp8 most"])
 def test_every_payload_agrees_with_the_reference(payload: str) -> None:
     dtype = "float32" if payload == "float32" else "bfloat16"
     calls = [
@@ -55,6 +55,16 @@ def test_every_payload_agrees_with_the_reference(payload: str) -> None:
         for seed, layout in enumerate(("rank", "expert"))
     ]
     _check(3, setup_of(3, *calls, hidden=512, dtype=dtype, num_topk=3))
+
+
+@pytest.mark.parametrize("hidden", [16, 48, 1040])
+def test_scales_of_any_block_size_travel_beside_any_row_of_whole_pieces(hidden: int) -> None:
+    calls = [
+        Call(1, (9, 4), payload=payload, layout=layout, expert_alignment=4)
+        for payload in ("fp8 mx", "fp8 most")
+        for layout in ("rank", "expert")
+    ]
+    _check(2, setup_of(2, *calls, hidden=hidden, num_topk=3))
 
 
 def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

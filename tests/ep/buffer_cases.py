@@ -39,7 +39,8 @@ class Call:
         routing: one of `ROUTINGS`.
         layout: "rank" or "expert".
         expert_alignment: rows.
-        payload: a key of `DTYPES`, "fp8" (float32 scales), "fp8 strided" (scales with strides) or "fp8 packed" (int32).
+        payload: a key of `DTYPES`, "fp8" (float32 scales), "fp8 strided" (scales with strides), "fp8 packed" (int32),
+            "fp8 mx" (int32, a byte for 32 channels) or "fp8 most" (as many scales as may be).
         with_weights: whether topk_weights are given.
         with_again: whether the cached dispatch brings new weights.
         num_bias: tensors added by combine, 0 to 2.
@@ -127,6 +128,10 @@ def _payload(payload: str, num_tokens: int, hidden: int, generator: torch.Genera
     if not payload.startswith("fp8"):
         return _random_bits(DTYPES[payload], num_tokens, hidden, generator)
     values = _random_bits(torch.float8_e4m3fn, num_tokens, hidden, generator)
+    if payload == "fp8 mx":
+        return values, _random_bits(torch.int32, num_tokens, -(-hidden // 128), generator)
+    if payload == "fp8 most":
+        return values, _random_bits(torch.float32, num_tokens, hidden // 16, generator)
     if payload == "fp8 packed":
         return values, _random_bits(torch.int32, num_tokens, hidden // 512, generator)
     num_scales = hidden // 128

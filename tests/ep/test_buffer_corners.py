@@ -79,10 +79,16 @@ def test_any_multiple_of_eight_is_a_row(hidden: int) -> None:
     check_setups(2, [setup_of(*calls, num_ranks=2, hidden=hidden, dtype="float32")])
 
 
-@pytest.mark.parametrize("payload", ["fp8", "fp8 strided", "fp8 packed"])
+@pytest.mark.parametrize("payload", ["fp8", "fp8 strided", "fp8 packed", "fp8 mx", "fp8 most"])
 def test_pairs_come_back_as_pairs(payload: str) -> None:
     calls = [Call(2, (5, 0, 3), payload=payload, layout=layout, expert_alignment=4) for layout in LAYOUTS]
     check_setups(3, [setup_of(*calls, hidden=512)])
+
+
+@pytest.mark.parametrize("hidden", [16, 48, 2880])
+def test_scales_of_any_block_size_travel_beside_any_row_of_whole_pieces(hidden: int) -> None:
+    calls = [Call(1, (3, 4), payload=payload, layout=layout) for payload in MX for layout in LAYOUTS]
+    check_setups(2, [setup_of(*calls, num_ranks=2, hidden=hidden)])
 
 
 def _payload_round(rank: int, num_ranks: int) -> list[dict[str, Any]]:
@@ -99,6 +105,7 @@ def _payload_round(rank: int, num_ranks: int) -> list[dict[str, Any]]:
     return results
 
 
+MX = ("fp8 mx", "fp8 most")
 PAYLOADS = ("bfloat16", "fp8", "float64", "float16", "fp8 strided", "float32", "bfloat16")
 
 

@@ -70,7 +70,7 @@ WORDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "a slot outside the arena": ("slot", 1 << 40, ("slot", str(1 << 40))),
     "too many tokens": ("num_tokens", 9, ("num_tokens", "8", "9")),
     "another rank's name": ("rank", 0, ("rank", "0")),
-    "scales that do not fit": ("scale_words", 3, ("scale_words", "3")),
+    "scales that do not fit": ("scale_words", 1024, ("scale_words", "1024")),
     "an absurd arena": ("arena_alignment", 1 << 50, ("arena_alignment", str(1 << 50))),
     "a refusal of 3": ("refused", 3, ("refused", "3")),
 }

@@ -108,7 +108,10 @@ REFUSALS = {
         lambda s: s.dispatch(x=(s.fp8(), torch.ones(5, 1))), "x[1] must", "6", "[5, 1]"
     ),
     "the pair has too many scales": bad_dispatch(
-        lambda s: s.dispatch(x=(s.fp8(), torch.ones(6, 2))), "x[1] must", "1]", "[6, 2]"
+        lambda s: s.dispatch(x=(s.fp8(), torch.ones(6, 9))), "x[1] must", "1 ... 8", "[6, 9]"
+    ),
+    "the pair has no scales": bad_dispatch(
+        lambda s: s.dispatch(x=(s.fp8(), torch.ones(6, 0))), "x[1] must", "1 ... 8", "[6, 0]"
     ),
     # routing
     "topk_idx is int32": bad_dispatch(lambda s: s.dispatch(topk_idx=s.idx.int()), "topk_idx must be int64", "int32"),

@@ -8,6 +8,7 @@ of six tensors, over hosts of ten, made when they are read (`v1_handle.py`); beh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -62,7 +63,13 @@ V1Dispatched: TypeAlias = (
 Bias: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None"
 
 
+_log = logging.getLogger(__name__)
 _default_config = cache(dispatch_config)
+
+
+@cache  # once
+def _say_one_host(name: str) -> None:
+    _log.warning("%s=True changes nothing: GPUs lend each other memory within one host, by NVLink or PCIe", name)
 
 
 class _Options(NamedTuple):
@@ -96,7 +103,8 @@ class Buffer(LowLatency, PoolOwner):
             fit are made there. Nothing without a GPU, where memory is address space.
         num_rdma_bytes: the same for low-latency calls, with `low_latency_mode`, on CPUs as well.
         low_latency_mode: make `num_rdma_bytes` now; low-latency calls work either way.
-        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: accepted and ignored.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode: accepted and ignored.
+        allow_mnnvl, use_fabric: accepted; True says in the log, once, that memory is lent within one host.
         explicitly_destroy: `destroy` may be called; else the memory goes with the object.
         enable_shrink: low-latency calls mask a rank that does not come, instead of raising.
         comm: must be None.
@@ -119,9 +127,12 @@ class Buffer(LowLatency, PoolOwner):
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
+        use_fabric: bool | None = None,
     ) -> None:
         if comm is not None:
             unsupported("comm", "an MPI communicator cannot make an epee buffer; give a torch process group")
+        if allow_mnnvl or use_fabric:
+            _say_one_host("allow_mnnvl" if allow_mnnvl else "use_fabric")
         self.group = group_of(group)
         self.rank = self.group.rank()
         self.group_size = self.group.size()
@@ -543,6 +554,22 @@ class Buffer(LowLatency, PoolOwner):
     internode_dispatch = internode.internode_dispatch
     internode_combine = internode.internode_combine
 
-    # ---- what does not exist here
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Return memory of the buffer's size that no call uses, on the current GPU if there is one. Local.
 
-    get_local_buffer_tensor = low_latency.get_local_buffer_tensor
+        Programs clear a buffer through it when a rank was lost. Nothing here needs that, as no call leaves anything
+        behind that a later one reads; so it is memory of its own, not initialised, and goes with the tensor.
+
+        Args:
+            dtype: of the elements.
+            size: shape; by default one dimension, from `offset` to the end.
+            offset: of the first element.
+            use_rdma_buffer: as large as `num_rdma_bytes` instead of `num_nvl_bytes`.
+
+        Raises:
+            InvalidArgument: `offset` and `size` reach beyond the buffer.
+        """
+        self._pool()
+        return low_latency.scratch(dtype, self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes, size, offset)

@@ -79,6 +79,18 @@ class EPHandle:
             self._ordered = order, self.core.in_order(own)
         return self._ordered[1]
 
+    def deterministic_sort(
+        self,
+        do_cpu_sync: bool,
+        is_cached_dispatch: bool,
+        recv_x: torch.Tensor,
+        recv_sf: torch.Tensor | None,
+        recv_topk_idx: torch.Tensor | None,
+        recv_topk_weights: torch.Tensor | None,
+        channel_linked_list: torch.Tensor | None,
+    ) -> None:
+        """Do nothing: rows come sorted by (source rank, token), within each expert when expanded."""
+
     @property
     def num_ranks(self) -> int:
         """Ranks of the buffer."""

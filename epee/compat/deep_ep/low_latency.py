@@ -2,9 +2,8 @@
 
 Data path: `epee.compat.padded` finds or makes an `epee.LatencyBuffer` and turns arguments and results around;
 what is left here is DeepEP's names, its mask (`enable_shrink`) and its statistics. Without `enable_shrink` a rank that
-does not come is an error. The raw buffer does not exist: its method has DeepEP's signature, so that code which inspects
-it or calls by keyword gets this module's answer and no TypeError, and raises `UnsupportedError` with one sentence that
-names it and says what to use.
+does not come is an error. Some formats and signals of forks do not exist: what asks for them raises `UnsupportedError`
+with one sentence that names what is missing and says what to use.
 """
 
 from __future__ import annotations
@@ -70,6 +69,8 @@ class LowLatency:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        x_global_scale: torch.Tensor | None = None,
+        use_nvfp4: bool = False,
     ) -> tuple[Payload, torch.Tensor, PaddedHandle, EventOverlap, Hook]:
         """Send each token to its experts, padded. Collective.
 
@@ -83,11 +84,18 @@ class LowLatency:
             use_fp8, round_scale, use_ue8m0: quantise on the way.
             async_finish: return an event.
             return_recv_hook: only send; the hook receives.
+            x_global_scale: of NVFP4 rows, which there are none of; ignored.
+            use_nvfp4: must be False.
 
         Returns:
             `recv_x [num_local_experts, num_ranks * max, hidden]` or (values, scales), counts `[num_local_experts]`
             int32, handle, event, hook (None unless asked for).
+
+        Raises:
+            UnsupportedError: `use_nvfp4`.
         """
+        if use_nvfp4:
+            unsupported("use_nvfp4", "epee casts rows to FP8 or sends bfloat16; leave it out and cast what arrives")
         sizes, count = (num_max_dispatch_tokens_per_rank, num_experts), None
         how = use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0
         if cumulative_local_expert_recv_stats is not None or dispatch_wait_recv_cost_stats is not None:
@@ -122,6 +130,14 @@ class LowLatency:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        overlap: bool = False,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        packed_recv_count: torch.Tensor | None = None,
+        comp_signal: torch.Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
     ) -> tuple[torch.Tensor, EventOverlap, Hook]:
         """Bring expert outputs back and sum them, weighted. Collective.
 
@@ -135,10 +151,20 @@ class LowLatency:
             async_finish, return_recv_hook: as in the dispatch.
             out: `[num_tokens, hidden]` bfloat16, written instead of new memory.
             combine_wait_recv_cost_stats: as in the dispatch.
+            overlap: must be False: rows are read when the call is made.
+            src_signals, src_signal_expect_value, packed_recv_count, comp_signal, block_m, threshold, num_sms: how forks
+                overlap it with the GEMM before; without `overlap` they say nothing, and are ignored.
 
         Returns:
             `combined_x [num_tokens, hidden]` bfloat16, event, hook.
+
+        Raises:
+            UnsupportedError: `overlap`.
         """
+        if overlap:
+            unsupported(
+                "overlap", "epee's combine waits for no signal of a GEMM; call it behind the GEMM (return_recv_hook)"
+            )
         count = None
         if combine_wait_recv_cost_stats is not None:
 
@@ -225,11 +251,14 @@ def _add_cost(stats: torch.Tensor | None, got: LatencyDispatched | LatencyCombin
         stats.add_(got.wait_us)
 
 
-def get_local_buffer_tensor(
-    self: object, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
-) -> torch.Tensor:
-    """Raise `UnsupportedError`: there is no flat buffer."""
-    unsupported(
-        "get_local_buffer_tensor",
-        "there is no flat buffer; results are tensors of their own and live as long as you hold them",
-    )
+def scratch(dtype: torch.dtype, num_bytes: int, size: torch.Size | None, offset: int) -> torch.Tensor:
+    """Return memory that programs may clear as if it were a buffer of `num_bytes`; see `Buffer`."""
+    count = num_bytes // dtype.itemsize - offset
+    wanted = count if size is None else size.numel()
+    if offset < 0 or not 0 <= wanted <= count:
+        raise InvalidArgument(
+            f"offset and size must lie in the buffer's {num_bytes // dtype.itemsize} elements of {dtype}, got offset "
+            f"{offset} and size {None if size is None else list(size)}"
+        )
+    place = torch.empty(wanted, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    return place if size is None else place.view(size)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from epee.compat.deep_ep.event import EventOverlap
+from epee.compat.deep_ep.event import EventHandle, EventOverlap
 from epee.compat.padded import Hook, PaddedCalls, PaddedHandle, Ways, size_hint
 from epee.ep import BufferPool, Payload, Quantisation, group_of
 
@@ -20,7 +20,16 @@ from ...errors import InvalidArgument, UnsupportedError
 from . import pg
 from .pg import *  # noqa: F403
 
-__all__ = [*pg.__all__, "Buffer"]
+__all__ = [*pg.__all__, "MAX_QP_COUNT", "Buffer", "EventHandle", "EventOverlap", "get_ep_buffer_size_hint"]
+
+MAX_QP_COUNT = 256  # Mooncake's; nothing here has queue pairs
+
+
+def get_ep_buffer_size_hint(
+    num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+) -> int:
+    """Return the bytes of a `Buffer` in which calls of this size fit."""
+    return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
 
 class Buffer:

@@ -18,14 +18,23 @@ import torch.distributed as dist
 
 from ...backend import BackendOptions, create, preferred_device, register, set_device_filter, set_host_ip
 from ...errors import InvalidArgument, PeerError
-from .responses import ProposalStatus, ProposeViewUpdateResponse, SyncAfterFailureResponse, SyncStatus
+from .responses import (
+    ProposalStatus,
+    ProposeViewUpdateResponse,
+    SyncAfterFailureResponse,
+    SyncAfterFailureStatus,
+    SyncStatus,
+    ViewUpdateStatus,
+)
 
 __all__ = [
     "MooncakeBackendOptions",
     "ProposalStatus",
     "ProposeViewUpdateResponse",
     "SyncAfterFailureResponse",
+    "SyncAfterFailureStatus",
     "SyncStatus",
+    "ViewUpdateStatus",
     "activate_ranks",
     "deactivate_ranks",
     "extend_group_size_to",

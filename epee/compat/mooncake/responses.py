@@ -22,6 +22,10 @@ class SyncStatus(enum.Enum):
     Rejected = 2
 
 
+ViewUpdateStatus = ProposalStatus  # as Mooncake called it before
+SyncAfterFailureStatus = SyncStatus  # as it calls it now
+
+
 @dataclass(frozen=True)
 class ProposeViewUpdateResponse:
     """Answer of `activate_ranks`, `recover_ranks` and `deactivate_ranks`."""

@@ -30,7 +30,7 @@ _DISPATCH_FIELDS = (
     ("layout", 1),
     ("expert_alignment", 13),
     ("dtype", 3),
-    ("the width of the FP8 scales", 8),
+    ("the width of the FP8 scales", 10),
     ("the dtype of the FP8 scales (0 none, 1 float32, 2 packed int32)", 2),
     ("routing by topk_idx (1) or otherwise (0)", 1),
     (_WEIGHTS, 1),

@@ -181,10 +181,10 @@ def staging_bytes(config: BufferConfig) -> int:
     """
     section = SectionLayout(1 + config.meta_words("rank"), config.row_words, config.scale_words)
     dispatch = config.num_hosts * section.room(dispatch_length(config))
-    widest = accumulator_dtype(config.dtype).itemsize
-    row = config.hidden * widest + config.num_topk * config.weight_dtype.itemsize
-    ranks = config.num_ranks
-    sums = max(2 * SUM_BYTES, MIN_SUMMED * ranks * row) * row // (config.hidden * 2) + 256 * ranks
+    row = config.hidden * accumulator_dtype(config.dtype).itemsize + config.num_topk * config.weight_dtype.itemsize
+    # a round is cut by the narrowest rows that are lent; sums may be the widest, with weights beside
+    cut = max(SUM_BYTES * row // (2 * config.hidden), MIN_SUMMED * config.num_ranks * row)
+    sums = cut + 128 * config.num_ranks
     return align_up(max(dispatch, 2 * sums), 4096)
 
 

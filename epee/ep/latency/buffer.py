@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from ...link.topology import Topology
+from ...profiling import ranged
 from ..attempt import CallsAgain
 from ..base import SharedBuffer
 from ..config import BufferConfig
 from ..control.bootstrap import group_of, on_several_hosts, size_of
 from ..control.inbox import OP_COMBINE, OP_DISPATCH
 from ..gpu.platform import Platform
-from ..gpu.ranges import ranged
 from ..membership.birth import awaited_bytes
 from ..paths import Making, Path
 from .checks import check_latency_handle, check_run_options, check_wait

@@ -8,6 +8,7 @@ is made, where it is told how much, and finds or makes the buffer of each call: 
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable, Mapping
 
 import torch
@@ -187,6 +188,11 @@ class BufferPool:
         mine = counts.to("cpu", torch.int64).contiguous()
         parts = self._share(mine.numpy().tobytes())
         return sum((torch.frombuffer(bytearray(part), dtype=torch.int64) for part in parts), torch.zeros_like(mine))
+
+    def most(self, *numbers: int) -> list[int]:
+        """Return for each place the largest number (64 bits, not negative) that a rank has given. Collective."""
+        layout = struct.Struct(f"{len(numbers)}Q")
+        return [max(each) for each in zip(*map(layout.unpack, self._share(layout.pack(*numbers))), strict=True)]
 
     def barrier(self) -> bool:
         """Let the ranks meet on the current stream by one kernel; False where there is no room on a GPU. Collective.

@@ -25,7 +25,6 @@ from ..gpu.params import (
     STAGED_ROWS,
 )
 
-SCALE_BLOCK = 128
 MAX_TOPK = 32
 MAX_HIDDEN = 16384
 MAX_SLOTS = 100  # a slot number has seven bits in the kernels' words
@@ -102,14 +101,18 @@ class ThroughputConfig:
 
     @cached_property
     def slot_layout(self) -> Layout:
-        """Fields of one slot of the receive region; rows lie at their payload's own stride from the start."""
+        """Fields of one slot of the receive region; rows lie at their payload's own stride from the start.
+
+        FP8 rows take the first byte of each element's room alone; their scales, which travel beside no other payload,
+        lie in the rest of it (at most a quarter of a byte for each element: `BufferConfig.scale_words`).
+        """
         rows, slots = self.max_recv_rows, self.max_recv_rows * self.num_topk
         return Layout(
-            Field("x", torch.uint8, (rows * self.hidden * self.dtype.itemsize,), _ALIGN),
+            Field("x", torch.uint8, (rows * self.hidden,), _ALIGN),
+            Field("scales", torch.int32, (rows * self.hidden * (self.dtype.itemsize - 1) // 4,), _ALIGN),
             Field("topk_idx", torch.int64, (slots,), _ALIGN),
             Field("src_token", torch.int64, (rows,)),
             Field("topk_weights", torch.float32, (slots,), _ALIGN),
-            Field("scales", torch.int32, (rows * (self.hidden // SCALE_BLOCK),), _ALIGN),
             Field("combine_weights", torch.float32, (slots,), _ALIGN),
         )
 

@@ -1,4 +1,4 @@
-"""Casts between bfloat16 rows and FP8 rows with a scale for each 128 channels.
+"""Casts between bfloat16 rows and FP8 rows with a scale for each 128 channels; small arithmetic of test scripts.
 
 For the 128 values v of a block: `amax = max(|v|, 1e-4)`, `scale = amax / 448`, `stored = v * (448 / amax)`; each
 operation is rounded once in float32, with true divisions. With `round_scale` the scale is the next power of two at or
@@ -49,7 +49,7 @@ def per_token_cast_to_fp8(
         factor = torch.ones_like(scale) / scale
     else:
         factor = torch.full_like(amax, FP8_MAX) / amax  # not 448.0 / amax: torch makes that a reciprocal and a product
-    stored = (blocks * factor).view(num_tokens, -1)[:, :hidden].to(torch.float8_e4m3fn).contiguous()
+    stored = (blocks * factor).view(num_tokens, num_blocks * BLOCK)[:, :hidden].to(torch.float8_e4m3fn).contiguous()
     scales = scale.view(num_tokens, num_blocks)
     return stored, _pack(scales) if use_ue8m0 else scales
 
@@ -72,3 +72,72 @@ def _pack(scales: torch.Tensor) -> torch.Tensor:
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
     exponents = packed.contiguous().view(torch.uint8).to(torch.int32)
     return (exponents << 23).view(torch.float32)
+
+
+def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return `1 - 2 xy / (xx + yy)` over all elements plus one: 0 where they are equal."""
+    first, second = x.double() + 1, y.double() + 1
+    return float(1 - 2 * (first * second).sum() / (first * first + second * second).sum())
+
+
+def safe_div(a: float, b: float) -> float:
+    """Return a / b, and 0 for 0 / 0."""
+    return 0 if a == 0 and b == 0 else a / b
+
+
+def ceil_div(x: int, y: int) -> int:
+    """Return x / y rounded up."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """Return x rounded up to a multiple of y."""
+    return ceil_div(x, y) * y
+
+
+def inplace_unique(x: torch.Tensor, num_slots: int) -> None:
+    """Let each row of `x` hold its different entries in 0 ... `num_slots` - 1 once, the most frequent first; -1 behind.
+
+    With fewer columns than entries the most frequent stay.
+    """
+    counts = torch.zeros(len(x), num_slots + 1, dtype=x.dtype, device=x.device)
+    counts.scatter_add_(1, x.masked_fill(x < 0, num_slots).to(torch.int64), torch.ones_like(x))
+    ordered, slots = counts[:, :num_slots].sort(dim=1, descending=True)
+    kept = min(num_slots, x.shape[1])
+    best = slots.masked_fill(ordered == 0, -1).sort(dim=1, descending=True)[0]
+    x.fill_(-1)
+    x[:, :kept] = best[:, :kept]
+
+
+def create_grouped_scores(scores: torch.Tensor, group_idx: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Return scores `[num_tokens, num_experts]` with zeros outside of each token's groups `[num_tokens, n]`."""
+    num_tokens, num_experts = scores.shape
+    mask = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=scores.device).scatter_(1, group_idx, True)
+    return scores * mask.repeat_interleave(num_experts // num_groups, 1)
+
+
+def hash_tensor(t: torch.Tensor) -> int:
+    """Return the sum of the tensor's 4-byte words."""
+    return int(t.contiguous().view(torch.int32).sum())
+
+
+def hash_tensors(*tensors: object) -> int:
+    """Return the exclusive or of the tensors' sums, in lists and tuples as well."""
+    value = 0
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            value ^= hash_tensor(each)
+        elif isinstance(each, (tuple, list)):
+            value ^= hash_tensors(*each)
+    return value
+
+
+def count_bytes(*tensors: object) -> int:
+    """Return the bytes of tensors, in lists and tuples as well; None counts as nothing."""
+    total = 0
+    for each in tensors:
+        if isinstance(each, torch.Tensor):
+            total += each.numel() * each.itemsize
+        elif isinstance(each, (tuple, list)):
+            total += count_bytes(*each)
+    return total

@@ -1,13 +1,14 @@
 """Calls as ranges of `torch.profiler`, and of NVTX where torch emits it (`torch.autograd.profiler.emit_nvtx`).
 
-A range tells what was called, the shape and the dtype of its rows, and their bytes. While no profiler runs a call pays
-for one question to torch: to open a range that nobody sees takes longer than a launch.
+A range tells what was called on what (a buffer, a process group), the shape and dtype of its first tensor, and the
+bytes of its first argument. That of an asynchronous call ends when the call has been issued. While no profiler runs a
+call pays for one question to torch: to open a range that nobody sees takes longer than a launch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,10 +25,15 @@ def ranged(call: Callable[_P, _R]) -> Callable[_P, _R]:
     def inner(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not is_profiling():
             return call(*args, **kwargs)
-        with torch.profiler.record_function(label(call.__name__.lstrip("_"), args)):
+        with range_of(call.__name__.lstrip("_"), args):
             return call(*args, **kwargs)
 
     return inner
+
+
+def range_of(op: str, args: tuple[Any, ...]) -> torch.profiler.record_function:
+    """Return the range of a call, to be entered; see `label`."""
+    return torch.profiler.record_function(label(op, args))
 
 
 def label(op: str, args: tuple[Any, ...]) -> str:
@@ -35,14 +41,20 @@ def label(op: str, args: tuple[Any, ...]) -> str:
 
     Args:
         op: the method.
-        args: its arguments in order: the object, then perhaps a tensor or a pair of tensors.
+        args: its arguments in order: the object, then perhaps a tensor, or tensors in tuples and lists.
     """
     words = [f"epee.{type(args[0]).__name__}.{op}"]
-    given = args[1] if len(args) > 1 else None
-    parts = given if isinstance(given, tuple) else (given,)
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    tensors = list(_tensors(args[1])) if len(args) > 1 else []
     if tensors:
         first = tensors[0]
         dtype = str(first.dtype).removeprefix("torch.")
         words.append(f"{list(first.shape)} {dtype}, {sum(tensor.nbytes for tensor in tensors)} bytes")
     return " ".join(words)
+
+
+def _tensors(given: object) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for part in given:
+            yield from _tensors(part)

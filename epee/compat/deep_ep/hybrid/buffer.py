@@ -1,0 +1,319 @@
+"""HybridEP's `HybridEPBuffer`: routing by a map of tokens and experts, rows grouped by expert, static sizes.
+
+Data path: a map becomes top-k ids (`epee.ep.topk_of_map`), `ElasticBuffer` dispatches them in its expanded form, whose
+rows are grouped by local expert, in (source rank, token) order, padded to `pad_multiple`; a combine sums a token's
+rows in float32, ranks ascending, rounded once. What is left here is HybridEP's names and its static sizes: with
+`num_permuted_tokens` results have so many rows, what does not fit is dropped and the handle's flag says so.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from epee.compat.deep_ep.elastic import ElasticBuffer
+from epee.compat.deep_ep.ep_handle import EPHandle
+from epee.compat.deep_ep.low_latency import unsupported
+from epee.compat.deep_ep.shared.rows import filled_up, payload_filled_up
+from epee.ep import (
+    BufferPool,
+    Payload,
+    check_map,
+    clipped_counts,
+    dense_weights,
+    group_of,
+    is_capturing,
+    map_of,
+    most_experts,
+    topk_of_map,
+)
+from epee.errors import InvalidArgument, InvalidState
+
+
+def indices_to_map(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the map `[num_of_tokens, num_of_experts]` bool of top-k ids, and their weights in it, float32. Local."""
+    return map_of(topk_idx, topk_weights, num_of_tokens, num_of_experts)
+
+
+class HybridEPHandle(NamedTuple):
+    """What `dispatch_with_permute` returns for its combine: to be given back as it is.
+
+    Attributes:
+        core: V2's handle.
+        topk_idx: `[num_tokens, num_topk]` int64.
+        num_of_experts: over all ranks.
+        num_permuted_tokens: rows of the results.
+        overflow_flag: `[1]` int32: 1 where rows were dropped.
+    """
+
+    core: EPHandle
+    topk_idx: torch.Tensor
+    num_of_experts: int
+    num_permuted_tokens: int
+    overflow_flag: torch.Tensor
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
+class HybridEPBuffer:
+    """HybridEP's buffer on the ranks of one host.
+
+    Args:
+        group: of the ranks, any backend.
+        hidden_dim, max_num_of_tokens_per_rank, num_local_experts: of the calls to come; larger ones are served as well.
+            Memory is made by the first call.
+        num_sms_dispatch_api, num_sms_combine_api: used on GPUs.
+        use_fp8, num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels,
+            use_shared_buffer, enable_custom_allgather, num_of_hybrid_ep_ranks_per_nvlink_domain, use_mnnvl: accepted
+            and ignored.
+
+    Attributes:
+        group: of the ranks.
+        configurer: `configurer.buffer_config` has `hidden_dim`, `max_num_of_tokens_per_rank`,
+            `num_of_experts_per_rank`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = True,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+    ) -> None:
+        self.group = group_of(group)
+        self.rank, self.group_size = self.group.rank(), self.group.size()
+        self.configurer = SimpleNamespace(
+            buffer_config=SimpleNamespace(
+                hidden_dim=hidden_dim,
+                max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+                num_of_experts_per_rank=num_local_experts,
+            )
+        )
+        self._sms = (num_sms_dispatch_api or 0, num_sms_combine_api or 0)
+        self._core = ElasticBuffer(self.group, 0, num_max_tokens_per_rank=max_num_of_tokens_per_rank)
+        self._num_topk = 0  # that the ranks have agreed on last
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
+        scaling_factor: torch.Tensor | None = None,
+        pad_multiple: int | None = None,
+        num_permuted_tokens: int | None = None,
+        non_blocking: bool = False,
+        handle: HybridEPHandle | None = None,
+        fuse_permute_dispatch: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, HybridEPHandle]:
+        """Send each token to its experts; rows come grouped by local expert. Collective.
+
+        Args:
+            hidden: `[num_tokens, hidden_dim]`; float8_e4m3fn (or uint8) beside a `scaling_factor`.
+            routing_map: `[num_tokens, num_of_experts]` bool; or `topk_idx` `[num_tokens, num_topk]`, -1 for none.
+            probs: `[num_tokens, num_of_experts]` float32; or `topk_weights` `[num_tokens, num_topk]`; or neither.
+            num_of_experts_per_rank, num_of_experts: either; the constructor's by default.
+            scaling_factor: `[num_tokens, hidden_dim / 128]` float32.
+            pad_multiple: each expert's rows are padded with zeros to a multiple of it.
+            num_permuted_tokens: rows of the results; what does not fit is dropped. None: as many as come.
+            non_blocking: on GPUs the host waits for nobody; needs `num_permuted_tokens`. The top-k, and the most tokens
+                of a rank, are then those of the calls before, agreed on in the first one, which waits.
+            handle: go the same way again; routing must be left out.
+            use_fp8, fuse_permute_dispatch: ignored.
+
+        Returns:
+            Rows `[n, hidden_dim]`, probs `[n]` float32 or None, scaling factors or None, rows per local expert int64
+            (on the CPU unless `non_blocking`; None beside a `handle`), handle.
+        """
+        x = _payload(hidden, scaling_factor)
+        if handle is not None:
+            core = _known(handle).core
+            got = self._core.dispatch(x, handle=core, num_sms=self._sms[0])
+            rows = payload_filled_up(_cut(got[0], handle.num_permuted_tokens), handle.num_permuted_tokens)
+            return *_parts(rows), None, handle
+        if non_blocking and num_permuted_tokens is None:
+            raise InvalidArgument("non_blocking needs num_permuted_tokens, the rows of the results")
+        num_experts = self._num_experts(num_of_experts, num_of_experts_per_rank)
+        is_blind = non_blocking and self._pool().is_gpu(hidden.device)
+        given_map = None
+        if topk_idx is None:
+            given_map = check_map(routing_map, len(hidden), num_experts, hidden.device)
+        self._agree(given_map, topk_idx, hidden, is_blind)
+        num_lost = None
+        if given_map is not None:
+            topk_idx, topk_weights, num_lost = topk_of_map(given_map, probs, self._num_topk)
+        assert topk_idx is not None
+        if probs is not None and topk_weights is None:
+            topk_weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
+        recv, _, recv_probs, core, _ = self._core.dispatch(
+            x,
+            topk_idx=topk_idx.to(torch.int64),
+            topk_weights=None if topk_weights is None else topk_weights.to(torch.float32),
+            num_experts=num_experts,
+            num_max_tokens_per_rank=self.configurer.buffer_config.max_num_of_tokens_per_rank,
+            expert_alignment=pad_multiple or 1,
+            num_sms=self._sms[0],
+            do_expand=True,
+            do_cpu_sync=not is_blind,
+        )
+        counts = _counts(core, pad_multiple or 1, is_blind or non_blocking)
+        num_rows = core.num_rows if num_permuted_tokens is None else int(num_permuted_tokens)
+        flag = counts.sum(0, keepdim=True) > num_rows
+        if num_lost is not None and is_blind:
+            flag = flag | (num_lost > 0)
+        made = HybridEPHandle(core, topk_idx, num_experts, num_rows, flag.to(torch.int32).to(hidden.device))
+        rows, scales = _parts(payload_filled_up(_cut(recv, num_rows), num_rows))[::2]
+        weights = None if recv_probs is None else filled_up(recv_probs[:num_rows], num_rows, 0)
+        return rows, weights, scales, clipped_counts(counts, num_rows), made
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        handle: HybridEPHandle | None = None,
+        num_dispatched_tokens_tensor: torch.Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bring rows back to their tokens and sum them, unweighted. Collective.
+
+        Args:
+            hidden: `[n, hidden_dim]`, a row for each row of the dispatch.
+            probs: `[n]` float32, brought back as well; or None.
+            handle: of the dispatch.
+            num_dispatched_tokens_tensor, num_dispatched_tokens, pad_multiple, fuse_unpermute_combine: ignored, the
+                handle knows.
+
+        Returns:
+            `[num_tokens, hidden_dim]`; `[num_tokens, num_of_experts]` float32, 0 where no row came from, or None.
+        """
+        known = _known(handle)
+        core, rows = known.core.room.core, known.core.core.num_recv
+        if len(hidden) != known.num_permuted_tokens:
+            raise InvalidArgument(
+                f"hidden must have the {known.num_permuted_tokens} rows of the dispatch, got {len(hidden)}"
+            )
+        y = hidden
+        if len(hidden) != rows:  # rows that were dropped count as zeros
+            num_there = min(rows, len(hidden))
+            y = core.combine_input(known.core.core, hidden.dtype)
+            y[:num_there].copy_(hidden[:num_there])
+            y[num_there:].zero_()
+            probs = None if probs is None else filled_up(probs[:num_there], rows, 0)
+        got = core.combine(
+            y,
+            known.core.core,
+            topk_weights=None if probs is None else probs.to(torch.float32),
+            num_sms=known.core.room.num_sms(self._sms[1]),
+        )
+        if got.topk_weights is None:
+            return got.x, None
+        return got.x, dense_weights(known.topk_idx, got.topk_weights, known.num_of_experts)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedError`: rows always come grouped by expert."""
+        unsupported(
+            "HybridEPBuffer.dispatch", "epee groups rows by expert; use dispatch_with_permute, or ElasticBuffer"
+        )
+
+    def combine(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedError`: rows always come grouped by expert."""
+        unsupported(
+            "HybridEPBuffer.combine", "epee groups rows by expert; use combine_with_unpermute, or ElasticBuffer"
+        )
+
+    def update_template_config(self, **kwargs: Any) -> None:
+        """Do nothing: kernels are compiled for no sizes."""
+
+    def destroy(self) -> None:
+        """Give back all memory. Local; results stay valid, handles do not."""
+        self._pool().close()
+        self._core.runtime = None
+
+    def _pool(self) -> BufferPool:
+        if self._core.runtime is None:
+            raise InvalidState("the buffer is destroyed; make a new one")
+        return self._core.runtime
+
+    def _num_experts(self, num_of_experts: int | None, num_of_experts_per_rank: int | None) -> int:
+        if num_of_experts is not None:
+            return num_of_experts
+        return self.group_size * (num_of_experts_per_rank or self.configurer.buffer_config.num_of_experts_per_rank)
+
+    def _agree(
+        self, routing_map: torch.Tensor | None, topk_idx: torch.Tensor | None, hidden: torch.Tensor, is_blind: bool
+    ) -> None:
+        """Let the ranks have one top-k and one most number of tokens; where nobody may wait those of calls before."""
+        if is_blind and self._num_topk:
+            return
+        if is_capturing():
+            raise InvalidState(
+                "the ranks agree on the most experts of a token in a first call, which waits: make one before a CUDA "
+                "graph is recorded"
+            )
+        num_topk = topk_idx.shape[1] if routing_map is None and topk_idx is not None else 0
+        if routing_map is not None:
+            num_topk = most_experts(routing_map)
+        config = self.configurer.buffer_config
+        num_tokens = max(config.max_num_of_tokens_per_rank, len(hidden))
+        config.hidden_dim = max(config.hidden_dim, hidden.shape[1])
+        found = self._pool().most(max(self._num_topk, num_topk), num_tokens)
+        self._num_topk, config.max_num_of_tokens_per_rank = found
+
+
+def _payload(hidden: torch.Tensor, scaling_factor: torch.Tensor | None) -> Payload:
+    if scaling_factor is None:
+        return hidden
+    return hidden.view(torch.float8_e4m3fn), scaling_factor
+
+
+def _parts(x: Payload) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+    return (x[0], None, x[1]) if isinstance(x, tuple) else (x, None, None)
+
+
+def _cut(x: Payload, num_rows: int) -> Payload:
+    return (x[0][:num_rows], x[1][:num_rows]) if isinstance(x, tuple) else x[:num_rows]
+
+
+def _known(handle: object) -> HybridEPHandle:
+    if not isinstance(handle, HybridEPHandle):
+        raise InvalidArgument(f"handle must be that of a dispatch_with_permute, got {type(handle).__name__}")
+    return handle
+
+
+def _counts(core: EPHandle, alignment: int, on_device: bool) -> torch.Tensor:
+    """Return the rows of each local expert, padding included, `[num_local_experts]` int64."""
+    if not on_device:
+        return torch.tensor(core.num_recv_tokens_per_expert_list, dtype=torch.int64, device="cpu")
+    counts = core.num_unaligned_recv_tokens_per_expert.to(torch.int64)
+    return (counts + (alignment - 1)) // alignment * alignment

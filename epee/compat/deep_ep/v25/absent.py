@@ -1,0 +1,46 @@
+"""Buffers of DeepEP 2.5 that are not here: each raises `UnsupportedError`, in one sentence, when one is made."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from epee.compat.deep_ep.low_latency import unsupported
+
+
+class _Absent:
+    """A class that only says why it is none."""
+
+    _why: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        unsupported(type(self).__name__, self._why)
+
+
+class BufferAllocator(_Absent):
+    """Raises `UnsupportedError`: there are no redundant experts and no buckets to plan memory for."""
+
+    _why = "epee's buffers hold no weights and no buckets to plan memory for; leave it out"
+
+
+class BucketBuffer(_Absent):
+    """Raises `UnsupportedError`: buckets are reduced by torch.distributed."""
+
+    _why = "epee's buffers do not reduce buckets; use torch.distributed (the backend epee, or NCCL)"
+
+
+class BucketSession(_Absent):
+    """Raises `UnsupportedError`: as `BucketBuffer`."""
+
+    _why = BucketBuffer._why
+
+
+class EngramBuffer(_Absent):
+    """Raises `UnsupportedError`: there is no remote storage."""
+
+    _why = "epee has no remote storage; keep the table on each rank"
+
+
+class PPBuffer(_Absent):
+    """Raises `UnsupportedError`: tensors do not pass between pipeline stages."""
+
+    _why = "epee's buffers do not pass tensors between pipeline stages; use torch.distributed.send and recv"

@@ -1,0 +1,80 @@
+"""Routing that is given as a map of tokens and experts: turned into top-k ids and weights, and weights back into a map.
+
+A map has True where a token goes to an expert. All ranks need the same top-k: the most experts that any token of any
+rank has, which they tell each other (`BufferPool.most`), or a number that they have agreed on before, where nobody may
+wait. Plain tensors; nothing here makes the host wait for a GPU but `most_experts`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import InvalidArgument
+
+
+def map_of(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_tokens: int, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the map `[num_tokens, num_experts]` bool of top-k ids (-1: none), and their weights in it, float32."""
+    chosen = topk_idx >= 0
+    idx = topk_idx.to(torch.int64).masked_fill(~chosen, num_experts)  # a column more, for what goes nowhere
+    shape = num_tokens, num_experts + 1
+    routing_map = torch.zeros(shape, dtype=torch.bool, device=idx.device).scatter_(1, idx, True)[:, :num_experts]
+    return routing_map, None if topk_weights is None else dense_weights(topk_idx, topk_weights, num_experts)
+
+
+def dense_weights(topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return `[num_tokens, num_experts]` float32: each token's weights at its experts, 0 elsewhere."""
+    idx = topk_idx.to(torch.int64).masked_fill(topk_idx < 0, num_experts)
+    dense = torch.zeros(len(idx), num_experts + 1, dtype=torch.float32, device=idx.device)
+    return dense.scatter_(1, idx, topk_weights.to(torch.float32))[:, :num_experts].contiguous()
+
+
+def check_map(routing_map: object, num_tokens: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Return a map as bool; `InvalidArgument` unless it is bool or integer `[num_tokens, num_experts]` on `device`."""
+    is_map = isinstance(routing_map, torch.Tensor) and not routing_map.is_floating_point()
+    if not is_map or routing_map.shape != (num_tokens, num_experts) or routing_map.device != device:  # type: ignore[attr-defined]
+        raise InvalidArgument(
+            f"routing_map must be bool [{num_tokens}, {num_experts}] on {device}, a True for each expert of a token, "
+            f"got {routing_map if not isinstance(routing_map, torch.Tensor) else list(routing_map.shape)}"
+        )
+    assert isinstance(routing_map, torch.Tensor)
+    return routing_map.to(torch.bool)
+
+
+def most_experts(routing_map: torch.Tensor) -> int:
+    """Return the most experts of a token, at least 1. The host waits for the map."""
+    return max(1, int(routing_map.sum(1).max())) if len(routing_map) else 1
+
+
+def topk_of_map(
+    routing_map: torch.Tensor, probs: torch.Tensor | None, num_topk: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return `[num_tokens, num_topk]` int64 ids, ascending, -1 behind them; their weights; how many ids have no place.
+
+    Args:
+        routing_map: `[num_tokens, num_experts]` bool.
+        probs: `[num_tokens, num_experts]`, or None.
+        num_topk: columns of the result.
+    """
+    num_tokens, num_experts = routing_map.shape
+    columns = torch.arange(num_experts, dtype=torch.int64, device=routing_map.device)
+    # an integer of 32 bits would do for the ids, but top-k of 64 is what the calls take
+    ids = torch.where(routing_map, columns, num_experts)
+    num_kept = min(num_topk, num_experts)
+    found = ids.topk(num_kept, dim=1, largest=False, sorted=True).values
+    if num_kept < num_topk:
+        found = torch.cat([found, found.new_full((num_tokens, num_topk - num_kept), num_experts)], 1)
+    is_there = found < num_experts
+    num_lost = routing_map.sum() - is_there.sum()
+    weights = None
+    if probs is not None:
+        at = found.clamp(max=num_experts - 1)
+        weights = probs.to(torch.float32).gather(1, at).masked_fill(~is_there, 0)
+    return found.masked_fill(~is_there, -1), weights, num_lost
+
+
+def clipped_counts(num_tokens_per_expert: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return how many of each expert's rows lie among the first `num_rows`; the experts' rows follow each other."""
+    ends = num_tokens_per_expert.cumsum(0).clamp(max=num_rows)
+    return torch.diff(ends, prepend=ends.new_zeros(1))

@@ -21,18 +21,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, UnsupportedError
+from ..errors import InvalidArgument, PeerError, UnsupportedError
 from ..profiling import ranged
 from ..view.group import GroupInView
 from .bootstrap.attempt import attempt
 from .bootstrap.birth import create_engine
-from .bootstrap.joining import join_engine
-from .bootstrap.seat import is_in_job, meeting_place
+from .bootstrap.joining import (
+    Place,
+    alone,
+    come_in,
+    find_place,
+    is_newcomer,
+    join_engine,
+    leave_note,
+    names_job,
+    place_of,
+)
+from .bootstrap.seat import meeting_place, own_job
 from .collectives import arguments as calls
-from .collectives.plan import Make
+from .collectives.plan import Make, Plan
 from .collectives.signature import DTYPE_CODE, OP_CODE
 from .collectives.signature import pack as pack_signature
 from .engine.engine import Engine
+from .membership.members import counting
 from .membership.sizes import Mask
 from .options import MAX_RANKS, BackendOptions
 from .outbox import Outboxes
@@ -41,7 +52,7 @@ from .refusal import collective
 from .staging import Staging
 from .tensors import NeedsStaging, carrier_of, source, target
 from .view_calls import ViewCalls
-from .work import DONE, Work
+from .work import DONE, Ended, Work, is_loss
 
 _MAX_TAG = (1 << 63) - 1
 _alive: set[ProcessGroup] = set()
@@ -55,7 +66,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     Attributes:
         options: the `BackendOptions` in force.
+        waits_for_streams: a barrier begins when the current stream of the current GPU has come to it.
     """
+
+    waits_for_streams = False
 
     def __init__(
         self, dist_opts: Any, options: BackendOptions | None, default: Callable[[], BackendOptions] = BackendOptions
@@ -63,30 +77,45 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         rank, num_ranks = dist_opts.group_rank, dist_opts.group_size
         timeout_s = dist_opts.timeout.total_seconds()
         super().__init__(rank, num_ranks)
-        self._engine: Engine
-        if getattr(options, "is_extension", False) and not is_in_job():
-            self.options = _checked(options, default, num_ranks)
-            mode = self.options.mode
-            self._engine = join_engine(dist_opts.store, rank, num_ranks, timeout_s, mode)
-        else:
-            store = meeting_place(dist_opts.store, dist_opts.global_ranks_in_group)
-            with attempt(store, rank, num_ranks) as this:
-                self.options = _checked(options, default, num_ranks)
-                mode = self.options.mode
-                self._engine = create_engine(this, timeout_s, self.options.staging_bytes, mode)
-        self._engine.timeout_s = self.options.op_timeout_s or timeout_s
         self._rank = rank
         self._num_ranks = num_ranks
         self._store = dist_opts.store
-        if self._engine.survival is not None:
-            self._engine.survival.remember(self._store)
+        self._ranks = list(dist_opts.global_ranks_in_group) or list(range(num_ranks))
+        self._is_first = not dist_opts.global_ranks_in_group  # the default group
+        self._birth_timeout_s, self._timeout_s = timeout_s, 0.0
         self._group_name = ""
         self._group_desc = ""
+        self._place: Place | None = None
+        self._held: Any = None  # the job, where this group has no engine in it
+        is_extension = getattr(options, "is_extension", False)
+        if is_extension or (own_job() is None and is_newcomer(self._store, rank, num_ranks)):
+            self.options = chosen = _checked(options, default, num_ranks)
+            if is_extension and chosen.joins_later:
+                self._begin(alone(rank, num_ranks, timeout_s, chosen.staging_bytes))
+            else:
+                self._begin(self._come_in(timeout_s, is_born=True))
+        else:
+            store = meeting_place(self._store, dist_opts.global_ranks_in_group)
+            with attempt(store, rank, num_ranks) as this:
+                self.options = _checked(options, default, num_ranks)
+                engine = create_engine(this, timeout_s, self.options.staging_bytes, self.options.mode)
+            self._begin(engine)
+            leave_note(self._store, self._place)
+        _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
+
+    def _begin(self, engine: Engine) -> None:
+        """Run calls on `engine` from now on."""
+        self._engine: Engine = engine
+        self._engine.timeout_s = self._timeout_s or self.options.op_timeout_s or self._birth_timeout_s
+        if self._engine.survival is not None:
+            self._engine.survival.remember(self._store)
+            self._place = place_of(engine, self.options.mode)
         self._engine.mask = _shared_mask(self.options, self._engine.members)
+        self._engine.reports_losses = self.options.reports_losses
         weakref.finalize(self, self._engine.close)
+        self._counts_present = self.options.counts_present
         self._staging = Staging(self._engine)
         self._view = ViewCalls(self._engine, self._rank)
-        _alive.add(self)  # torch's C++ side would turn a collected group into a bare one
 
     # ---- what torch asks about a group
 
@@ -96,15 +125,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def getSize(self) -> int:
         """Return the number of ranks."""
-        return self._num_ranks
+        return self.size()
 
     def rank(self) -> int:
         """Return this process's rank in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Return the number of ranks."""
-        return self._num_ranks
+        """Return the number of ranks: that at birth, unless the options have it follow who takes part."""
+        if not self._counts_present or self._engine.survival is None:
+            return self._num_ranks
+        return self._engine.mask.span
 
     def name(self) -> str:
         """Return the backend's name."""
@@ -152,7 +183,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         seconds = timeout.total_seconds()
         if seconds <= 0:
             raise InvalidArgument(f"timeout must be above 0, got {timeout}")
-        self._engine.timeout_s = seconds
+        self._engine.timeout_s = self._timeout_s = seconds
 
     _set_default_timeout = set_timeout
 
@@ -161,6 +192,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _go(self, make: Make, opts: Any, outputs: Any, reads: Any, writes: Any = None) -> Any:
         """Run or start a call; its Work shows `outputs`, which it writes, unless `writes` says otherwise."""
         tensors = (outputs if writes is None else writes, reads)
+        if self._counts_present:
+            make = functools.partial(_counted, make, self.size())
         if opts is not None and not opts.asyncOp:
             self._engine.run(make, opts, tensors)
             return DONE
@@ -231,7 +264,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """Several `all_gather` calls as one: `output_lists[r][i]` gets rank r's `inputs[i]`. Done when it returns."""
-        size = self.num_slots
+        size = self.size() if self._counts_present else self.num_slots
         if len(output_lists) != size or any(len(outs) != len(inputs) for outs in output_lists):
             raise InvalidArgument(f"all_gather_coalesced: outputs must be {size} lists of {len(inputs)} tensors")
         calls.check_one_dtype(inputs)
@@ -243,9 +276,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
                         f"elements like the input, got {out.dtype} with {out.numel()}"
                     )
         wide = [torch.empty(size * tensor.numel(), dtype=tensor.dtype, device="cpu") for tensor in inputs]
-        op = self._engine.run(lambda box: calls.all_gather_coalesced(box, wide, inputs), opts, (output_lists, inputs))
+        make: Make = functools.partial(calls.all_gather_coalesced, outputs=wide, inputs=inputs)
+        if self._counts_present:
+            make = functools.partial(_counted, make, size)
+        op = self._engine.run(make, opts, (output_lists, inputs))
         for gathered, outs in zip(wide, zip(*output_lists, strict=True), strict=True):
-            for rank in op.box.members:
+            for rank in range(size) if self._counts_present else op.box.members:
                 outs[rank].detach().copy_(gathered.view(size, -1)[rank].view(outs[rank].shape))
         return DONE
 
@@ -316,20 +352,25 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     @ranged
     def barrier(self, opts: Any = None) -> Any:
-        """Everybody waits for everybody."""
+        """Everybody waits for everybody; with `waits_for_streams` first for what the GPU's current stream has to do."""
+        if self.waits_for_streams:
+            self._staging.await_stream("barrier")
         return self._go(lambda box: calls.barrier(box), opts, [], ())
 
     # ---- point to point
 
     @ranged
-    def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
+    def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work | Ended:
         """Send a tensor; done when the receiver has matched it."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "send")
         try:
             carrier = carrier_of(tensor, "send: tensor")
         except NeedsStaging:
             return self._staging.run("send", self.send, (tensors, dst_rank, tag), {})
-        self._view.check_peer(dst_rank, "send")
+        try:
+            self._view.check_peer(dst_rank, "send")
+        except PeerError as exc:
+            return self._ended(exc)
         if tag:
             _check_tag(tag, "send")
         is_early = bool(self._engine.queue or self._engine.messages)
@@ -339,17 +380,20 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self._post(message, tensors)
 
     @ranged
-    def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
+    def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work | Ended:
         """Receive the oldest message of `src_rank` with this tag."""
-        self._view.check_peer(src_rank, "recv")
+        try:
+            self._view.check_peer(src_rank, "recv")
+        except PeerError as exc:
+            return self._ended(exc)
         return self._recv(tensors, src_rank, tag)
 
     @ranged
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | Ended:
         """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
         return self._recv(tensors, ANY, tag)
 
-    def _recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Work:
+    def _recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Work | Ended:
         if tag:
             _check_tag(tag, "recv")
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "recv")
@@ -363,13 +407,22 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         message.tensors = (tensor, ())
         return self._post(message, tensors)
 
-    def _post(self, message: Message, tensors: Sequence[torch.Tensor]) -> Work:
-        self._engine.post(message)
+    def _post(self, message: Message, tensors: Sequence[torch.Tensor]) -> Work | Ended:
+        try:
+            self._engine.post(message)
+        except PeerError as exc:
+            return self._ended(exc)
         try:
             return Work(self._engine, [message], tensors)
         except BaseException as exc:  # an interrupt: nobody will hold the request
             self._engine.take_back(message, exc)
             raise
+
+    def _ended(self, error: PeerError) -> Ended:
+        """Return what stands for a message that a loss has ended, or raise the error."""
+        if self._engine.reports_losses and is_loss(error):
+            return Ended(self._engine, error)
+        raise error
 
     # ---- its view: epee's own methods
 
@@ -447,7 +500,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             InvalidState: a group that takes nobody in: of one rank, or made with `new_group`.
             UnsupportedError: a group over several hosts.
         """
-        self._view.recover(ranks, timeout_s)
+        self._view.recover(ranks, timeout_s, self._counts_present)
 
     def extend_group_size_to(self, size: int, timeout_s: float | None = None) -> None:
         """Let the group count `size` ranks from the next call on. All members call it at the same point.
@@ -467,6 +520,71 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """
         self._view.extend_to(size, timeout_s, self._meet)
 
+    def join(self, timeout_s: float | None = None) -> None:
+        """Come into the running group, for a process that works alone, or that was put out; returns when it is in.
+
+        Nothing happens where it takes part already. Calls of this process that are open end with `AbortedError`.
+
+        Args:
+            timeout_s: how long to wait until a member calls `recover_ranks`; None: that of `init_process_group`.
+        Raises:
+            CommTimeoutError: nobody has taken it in; it may call again.
+            InvalidState: there is no such group to come into. UnsupportedError: it is over several hosts.
+            SlotTakenError: another process has this rank.
+        """
+        limit_s = self._birth_timeout_s if timeout_s is None else timeout_s
+        if self._place is not None and not self._view.is_out():
+            return
+        before = self._engine
+        engine = self._come_in(limit_s)
+        before.close()
+        self._begin(engine)
+
+    def _come_in(self, timeout_s: float, is_born: bool = False) -> Engine:
+        """Take this process into the running group; `is_born`: others may wait for it, to make the group."""
+        mode = self.options.mode
+        if self._place is None and own_job() is None and (self._is_first or names_job(self._store)):
+            return join_engine(self._store, self._rank, self._num_ranks, timeout_s, mode)
+        place = self._place
+        try:
+            place = place or find_place(self._store, self._ranks, self._rank)
+        except InvalidArgument:
+            if is_born:
+                with attempt(meeting_place(self._store, self._ranks), self._rank, self._num_ranks):
+                    raise  # and the others are told
+            raise
+        job = own_job()
+        if self._place is not None and self._held is None and job is not None:
+            job.retain()  # should nobody take it in now, it stays in the job, and may ask again
+            self._held = job
+        engine = come_in(place, self._num_ranks, timeout_s, mode, None if self._place is None else self._engine)
+        self._let_go()
+        return engine
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+
+    def put_out(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+        """Have ranks leave the group, this one too if it is named; they stay in the job, and may come back (`join`).
+
+        One member suffices, all may call it, also the ranks that go. The next call of this rank runs without them,
+        unless another rank has begun that call; those of the ranks that went raise `EvictedError`. It is no loss: no
+        call fails because of it.
+
+        Args:
+            ranks: 0 ... 63; those that take no part already are left alone.
+            timeout_s: how long to wait for the members' agreement; None: the group's time-out.
+        Raises:
+            CommTimeoutError: the members do not agree in time.
+            InvalidState: nobody would be left, or a group of one rank.
+            UnsupportedError: a group over several hosts, or one with `fault_mode="raise"`.
+        """
+        if self.options.fault_mode != "mask":
+            raise UnsupportedError('put_out needs fault_mode="mask"; with "raise" have the rank leave the group')
+        self._view.put_out(ranks, timeout_s)
+
     def last_contributors(self) -> tuple[int, ...]:
         """Return the ranks whose contributions are in the result of the last collective that ended here."""
         return self._engine.contributors
@@ -478,6 +596,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
         """
         return self._view.active_ranks()
+
+    def shown_ranks(self) -> torch.Tensor:
+        """Return the tensor that shows who takes part, as `active_ranks` of the options, and is kept up to date.
+
+        int32, as long as that is, or as the group now. It is the user's, if that is long enough, and not to be written.
+        """
+        self.active_ranks()  # who has left shows at once
+        return self._engine.mask.live(self.num_slots)
+
+    def put_out_lost(self, ranks: Sequence[int]) -> None:
+        """Show no more those of `ranks` that are lost, where what is shown keeps them (`BackendOptions.keeps_lost`)."""
+        self._engine.mask.put_out(ranks)
 
     def _meet(self) -> None:
         options: Any = dist.BarrierOptions()
@@ -508,11 +638,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave the group; waiters in other threads get `AbortedError`. Idempotent."""
         self._engine.close()
+        self._let_go()
         _alive.discard(self)
 
     def abort(self) -> None:
         """Like `shutdown`, and tells the peers that it was not planned. Idempotent."""
         self._engine.close(aborted=True)
+        self._let_go()
         _alive.discard(self)
 
 
@@ -522,11 +654,6 @@ def _checked(options: Any, default: Callable[[], BackendOptions], num_ranks: int
         raise InvalidArgument(f"pg_options must be epee.BackendOptions, got {type(options).__name__}")
     options = options if options is not None else default()
     options.check_group(num_ranks)
-    if options.is_extension and is_in_job():
-        raise InvalidArgument(
-            "is_extension=True is for a new process in the place of a lost rank: pass it to init_process_group; "
-            "new_group is made by all members"
-        )
     return options
 
 
@@ -534,9 +661,14 @@ def _shared_mask(options: BackendOptions, members: Outboxes) -> Mask:
     """Return the mask that the engine keeps up to date; it writes to the user's tensor if there is one."""
     tensor = options.active_ranks
     limit = options.max_group_size or members.group_size
-    if tensor is None:
-        return Mask(limit, members.members)
-    return Mask(tensor.numel(), members.members, tensor)
+    if tensor is not None:
+        limit = tensor.numel()
+    return Mask(limit, members.members, tensor, options.keeps_lost)
+
+
+def _counted(make: Make, group_size: int, box: Outboxes) -> Plan:
+    """Plan a call as one with `group_size` entries in its lists, however many the group counts when it runs."""
+    return make(counting(box, group_size))
 
 
 def _check_tag(tag: int, name: str) -> None:

@@ -43,7 +43,20 @@ class BackendOptions(_CBackend.Options):
             64 KiB. None: `EPEE_STAGING_BYTES`, 16 MiB.
     Raises:
         InvalidArgument: a value breaks its rule; the message names it.
+
+    Attributes:
+        reports_losses: a call that a loss ends raises nothing; its `Work` tells (`lost_ranks`, `exception`). This and
+            what follows is there for other libraries' names, and False.
+        counts_present: the group's size is 1 + the highest rank that takes part (or is still shown, `keeps_lost`),
+            lists have so many entries, and those of absent ranks are filled with zeros.
+        joins_later: with `is_extension`: the process works alone until it calls `join`.
+        keeps_lost: the tensor `active_ranks` keeps the 1 of a lost rank until the program puts it out.
     """
+
+    reports_losses = False
+    keeps_lost = False
+    joins_later = False
+    counts_present = False
 
     def __init__(
         self,

@@ -234,10 +234,14 @@ class Outboxes:
         extra: first byte of the field "extra".
         staging_bytes: size of one staging buffer.
         payload_bytes: offsets handed out by peers must end at or below this.
+        num_roots: ranks below it are ranks of the group, lost maybe, also where lists have fewer entries.
+        zeroes: what absent ranks would fill of the results is filled with zeros; else it stays as it is.
         exports: tells ranks of other hosts what is stored here; None in a group on one host.
     """
 
     exports: Any = None
+    zeroes = False
+    num_roots = 0
 
     def __init__(
         self,

@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from ..errors import EpeeError, InvalidArgument, RankFailedError, UnsupportedError
+from ..errors import EpeeError, InvalidArgument, PeerError, RankFailedError, UnsupportedError
 from ..profiling import is_profiling, range_of
 from .engine.engine import Engine
 from .membership.judge import LOSS
 from .staging import Staging
 from .tensors import NeedsStaging
+from .work import Ended, is_loss
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -55,8 +56,10 @@ def collective(name: str) -> Callable[[_Method], _Method]:
             except EpeeError as exc:
                 is_told = isinstance(exc, RankFailedError) and exc.op == LOSS  # instead of a call that had ended
                 if isinstance(exc, RankFailedError) and self._engine.seq == seq and not is_told:  # its root is lost
-                    self._engine.refuse(name, exc)
-                raise  # else the call was issued: all ranks have counted it
+                    self._engine.refuse(name, exc)  # else the call was issued: all ranks have counted it
+                if self._engine.reports_losses and isinstance(exc, PeerError) and is_loss(exc):
+                    return Ended(self._engine, exc)
+                raise
             except Exception as exc:
                 if self._engine.seq == seq:  # numpy's or torch's own word about an argument, or no memory
                     self._engine.refuse(name, exc)

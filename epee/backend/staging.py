@@ -35,13 +35,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..errors import AbortedError, CommTimeoutError, EpeeError, UnsupportedError, context
+from ..errors import AbortedError, CommTimeoutError, EpeeError, PeerError, UnsupportedError, context
 from .engine.engine import Engine
 from .engine.entry import CLOSED
 from .engine.overlap import batch_mates
 from .ranges import meet, not_run, spans_of
 from .tensors import refuse_overlap, refuse_shared
-from .work import Work
+from .work import Ended, Work, is_loss
 
 SPIN_S = 100e-6  # a GPU that is about done is met without sleeping
 NAP_S = 50e-6
@@ -65,6 +65,9 @@ class Device(Protocol):
 
     def marks(self, twins: Sequence[Twin]) -> list[Any]:
         """Return a mark behind what is on the current stream of each GPU of the tensors."""
+
+    def here(self) -> list[Any]:
+        """Return a mark behind what is on the current stream of the current GPU; none where no GPU is in use."""
 
     def is_done(self, mark: Any) -> bool:
         """Whether a stream has come to the mark."""
@@ -110,6 +113,16 @@ class Cuda:
             event.record(torch.cuda.current_stream(index))
             events.append((index, event))
         return events
+
+    def here(self) -> list[Any]:
+        """Return an event, once CUDA is in use."""
+        if not torch.cuda.is_initialized():
+            return []
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError("a barrier needs the host, so a CUDA graph cannot record it; make the call outside")
+        event = torch.cuda.Event()
+        event.record()
+        return [(torch.cuda.current_device(), event)]
 
     def is_done(self, mark: Any) -> bool:
         """Whether the event has come."""
@@ -159,6 +172,21 @@ class Cuda:
 _device: Device = Cuda()
 
 
+def await_marks(marks: Sequence[Any], engine: Engine, name: str) -> None:
+    """Let the host wait until streams have come to the marks, at most for the group's time-out."""
+    started = time.monotonic()
+    for mark in marks:
+        while not _device.is_done(mark):
+            elapsed = time.monotonic() - started
+            if engine.flags & CLOSED:
+                raise AbortedError(f"{name}: the process group was closed while the GPU was at work before it")
+            if elapsed > engine.timeout_s:
+                facts = context(name, rank=engine.box.rank, seq=engine.seq, elapsed_s=elapsed)
+                raise CommTimeoutError(f"{facts}: this rank's GPU has not come to the call within the group's time-out")
+            if elapsed > SPIN_S:
+                time.sleep(NAP_S)
+
+
 class Staged:
     """The twins of one call."""
 
@@ -193,19 +221,8 @@ class Staged:
 
     def await_values(self, engine: Engine, name: str) -> None:
         """Let the host wait until the twins hold the caller's values."""
-        started = time.monotonic()
-        for mark in self.marks if self._is_read else ():
-            while not _device.is_done(mark):
-                elapsed = time.monotonic() - started
-                if engine.flags & CLOSED:
-                    raise AbortedError(f"{name}: the process group was closed while the GPU was at work before it")
-                if elapsed > engine.timeout_s:
-                    facts = context(name, rank=engine.box.rank, seq=engine.seq, elapsed_s=elapsed)
-                    raise CommTimeoutError(
-                        f"{facts}: this rank's GPU has not come to the call within the group's time-out"
-                    )
-                if elapsed > SPIN_S:
-                    time.sleep(NAP_S)
+        if self._is_read:
+            await_marks(self.marks, engine, name)
 
     def copy_now(self) -> None:
         """Put the results on the current stream."""
@@ -243,7 +260,12 @@ class StagedWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the call as `Work.wait`; the current streams then wait for the copy of its results."""
-        self._drive(timeout)
+        try:
+            self._drive(timeout)
+        except PeerError as exc:
+            if self.engine.reports_losses and is_loss(exc) and super().is_completed():
+                return True
+            raise
         _device.join(self._staged.copy_back())
         return True
 
@@ -359,9 +381,23 @@ class Staging:
             work = StagedWork(work, staged, args[0])
             self._add(staged, work)
             return work
+        if isinstance(work, Ended):
+            return work
         staged.copy_now()
         self._add(staged, None)
         return work
+
+    def await_stream(self, name: str) -> None:
+        """Let the host wait until the current stream of the current GPU has done what is on it now.
+
+        Raises:
+            AbortedError, CommTimeoutError: the GPU did not come to it; the call is refused on all ranks.
+        """
+        try:
+            await_marks(_device.here(), self._engine, name)
+        except Exception as exc:
+            self._engine.refuse(name, exc)
+            raise
 
     def _add(self, staged: Staged, work: StagedWork | None) -> None:
         """Note what a call writes: `work` when it is asynchronous, else its copies are on the current streams."""

@@ -63,10 +63,25 @@ class ViewCalls:
         survival = self._engine.survival
         return {*self._engine.members.members, *(() if survival is None else survival.admission.ready())}
 
-    def recover(self, ranks: Sequence[int], timeout_s: float | None) -> None:
-        """Take in the processes that wait for these ranks."""
+    def recover(self, ranks: Sequence[int], timeout_s: float | None, shows: bool = False) -> None:
+        """Take in the processes that wait for these ranks; `shows`: before the next call, where that is theirs."""
         _check_ranks(ranks, "recover_ranks")
-        self._admission().recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+        admission = self._admission()
+        admission.recover(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+        if shows:
+            self._engine.look(admission.show_joined)
+
+    def put_out(self, ranks: Sequence[int], timeout_s: float | None) -> None:
+        """Have members leave the group and stay in the job."""
+        _check_ranks(ranks, "put_out")
+        self._admission().put_out(ranks, self._engine.timeout_s if timeout_s is None else timeout_s)
+
+    def is_out(self) -> bool:
+        """Return whether this process was put out of the group."""
+        survival = self._engine.survival
+        if survival is None or self._engine.flags & ENDED:
+            return True
+        return self._rank not in survival.admission.present()
 
     def extend_to(self, size: int, timeout_s: float | None, meet: Callable[[], None]) -> None:
         """Let the group count `size` ranks from the next call on; `meet` is a call of all members."""

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import EpeeError
-from .engine.operation import Driven
+from ..errors import EpeeError, PeerError, RankFailedError
+from .engine.operation import Driven, Operation
 from .engine_face import Background
 from .outbox import Outboxes
 from .p2p.message import ANY, Message
@@ -28,6 +28,7 @@ class EngineOfWork(Protocol):
     """What is asked here of an engine."""
 
     box: Outboxes
+    reports_losses: bool
 
     @property
     def helper(self) -> Background:
@@ -76,6 +77,46 @@ class Done(_WorkBase):  # type: ignore[misc]
         return future
 
 
+class Ended(Done):
+    """Stands for a call that a loss has ended before it was issued, where losses are reported, not raised.
+
+    Attributes:
+        engine: of the group.
+        error: says why.
+    """
+
+    def __init__(self, engine: EngineOfWork, error: PeerError) -> None:
+        super().__init__()
+        self.engine = engine
+        self.error = error
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the size of the group."""
+        return self.engine.box.group_size
+
+    def contributors(self) -> set[int]:
+        """Return no rank."""
+        return set()
+
+    def is_success(self) -> bool:
+        """Return False."""
+        return False
+
+    def exception(self) -> BaseException | None:
+        """Return the error."""
+        return self.error
+
+    def lost_ranks(self) -> set[int]:
+        """Return the ranks that are lost."""
+        return set(self.error.ranks)
+
+
+def is_loss(error: object) -> bool:
+    """Return whether an error says that ranks are lost, or have left: others than this one, and for good."""
+    return type(error) in (PeerError, RankFailedError)
+
+
 class Work(_WorkBase):  # type: ignore[misc]
     """A call on its way (several for a coalesced call with several dtypes).
 
@@ -109,7 +150,12 @@ class Work(_WorkBase):  # type: ignore[misc]
         An exception from a signal handler leaves the request open and waits may be repeated, except inside torch's
         blocking `send` and `recv`: nobody could wait for that request again, so it is taken back.
         """
-        return self._drive(timeout)
+        try:
+            return self._drive(timeout)
+        except PeerError as exc:
+            if self.engine.reports_losses and is_loss(exc) and self.is_completed():
+                return True
+            raise
 
     def _drive(self, timeout: timedelta | None) -> bool:
         """The body of `wait`, which is the only one to call it."""
@@ -138,6 +184,22 @@ class Work(_WorkBase):  # type: ignore[misc]
     def exception(self) -> BaseException | None:
         """Return what it ended with, if that was an error."""
         return next((op.error for op in self.ops if op.error is not None), None)
+
+    def lost_ranks(self) -> set[int]:
+        """Return the ranks that the call has lost on its way or failed because of; not those that were asked to go."""
+        found: set[int] = set()
+        for op in self.ops:
+            found.update(getattr(op.error, "ranks", ()))
+            if isinstance(op, Operation):
+                found.update(op.lost_here)
+        return found
+
+    def contributors(self) -> set[int]:
+        """Return the ranks that take part in the call; of a message all that are not lost."""
+        ranks = {*self.engine.box.members}
+        for op in self.ops:
+            ranks &= {*op.box.members} if isinstance(op, Operation) else ranks - self.lost_ranks()
+        return ranks
 
     def synchronize(self) -> None:
         """Same as `wait()`: CPU tensors have no streams."""
@@ -171,7 +233,7 @@ class Work(_WorkBase):  # type: ignore[misc]
 
     def _value(self, _: Any) -> Any:
         error = self.exception()
-        if error is not None:
+        if error is not None and not (self.engine.reports_losses and is_loss(error)):
             raise error
         return self._outputs
 

@@ -26,7 +26,7 @@ CAUSES = {
     DEAD: "its process has ended",
     LEFT: "has left the group (destroyed or aborted it)",
     STALLED: "was silent until the time-out and has been voted out",
-    PUT_OUT: "did not come to sync and has been put out",
+    PUT_OUT: "has been put out (asked to go, or it did not come to sync)",
 }
 
 

@@ -340,6 +340,16 @@ class Runtime:
                     return FOREVER if state is None else state.decided.epoch
         return FOREVER
 
+    def told(self, lane: int) -> dict[int, bytes]:
+        """Return what the boards of the other members tell of a lane: slot -> bytes, of those who tell anything."""
+        loop, found = self._running(), {}
+        for member in self.view().members:
+            peer = loop.peers.get(member.nonce)
+            if peer is not None and peer.board is not None:
+                with contextlib.suppress(ValueError):  # closed meanwhile
+                    found[member.slot] = peer.board.told(lane)
+        return {slot: data for slot, data in found.items() if data}
+
     def dropped(self) -> dict[str, int]:
         """Return how often connections or messages of others were dropped, by reason."""
         return {} if self._loop is None else dict(self._loop.switchboard.dropped)

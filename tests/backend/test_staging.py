@@ -53,6 +53,9 @@ class LateDevice:
     def marks(self, twins: Sequence[Twin]) -> list[Any]:
         return [self._mark("caller")] if twins else []
 
+    def here(self) -> list[Any]:
+        return [self._mark("caller")]
+
     def _mark(self, stream: str) -> tuple[str, int]:
         self.num_marks += 1
         mark = (stream, self.num_marks)
@@ -385,3 +388,57 @@ def _forgets(rank: int, num_ranks: int) -> None:
     while any(result.work is not None for result in group._staging._results) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert all(result.work is None for result in group._staging._results)
+
+
+def _meets(rank: int, num_ranks: int, backend: str) -> None:
+    """What the stream had before a barrier is done when that returns, where the group is one for GPUs."""
+    device, done = _device(), []
+    device.streams["caller"].append(lambda: done.append(rank))
+    dist.barrier()
+    assert done == ([rank] if backend == "mooncake" else [])
+    device.synchronize()
+    if backend == "mooncake" and rank == 1:
+        group: Any = dist.group.WORLD
+        device.is_done = lambda mark: False  # type: ignore[method-assign]
+        group.set_timeout(timedelta(seconds=0.2))
+        with pytest.raises(epee.CommTimeoutError, match="GPU has not come"):
+            dist.barrier()
+    elif backend == "mooncake":
+        with pytest.raises(epee.MismatchError, match="GPU has not come"):
+            dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "mooncake-cpu"])
+def test_a_barrier_of_mooncakes_gpu_group_waits_for_the_current_stream(backend: str) -> None:
+    run_ranks(_meets, 2, backend, backend=backend)
+
+
+def _loses(rank: int, num_ranks: int) -> None:
+    """Calls that a loss ends write nothing to GPU tensors, and with Mooncake's names their waits are silent."""
+    device = _device()
+    group: Any = dist.group.WORLD
+    x = on_gpu(torch.full((4,), 7.0))
+    dist.barrier()
+    if rank == 1:
+        group.shutdown()
+        return
+    works = [dist.irecv(x, 1)]
+    works[0].wait()
+    works += [dist.isend(x, 1), dist.irecv(x, 1), dist.broadcast(x, 1, async_op=True)]
+    dist.broadcast(x, 1)
+    dist.recv(x, 1)
+    for work in works:
+        assert work.wait() is True
+        assert not epee.compat.mooncake.pg.get_local_success(work)
+        assert epee.compat.mooncake.pg.get_failed_ranks_hint(work).tolist() == [0, 1]
+    device.synchronize()
+    assert _plain(x).tolist() == [7.0] * 4
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    device.synchronize()
+    assert _plain(x).tolist() == [7.0] * 4, "its own value is all that is left"
+    assert dist.get_world_size() == 1
+
+
+def test_a_loss_leaves_gpu_tensors_alone_and_is_reported() -> None:
+    run_ranks(_loses, 2, backend="mooncake")

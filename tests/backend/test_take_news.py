@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import epee.backend
-from epee.backend.bootstrap.home import pack_extra
+from epee.backend.bootstrap.home import ASKS, Offer, pack_extra
 from epee.backend.collectives.arguments import barrier
 from epee.backend.engine.engine import Engine
 from epee.backend.engine.entry import CHANGING, NEWS
@@ -34,7 +34,7 @@ from epee.view.process.board import LaneRow
 from epee.view.process.detector import DeathWatch
 from epee.view.process.endpoint import Endpoint, pack_endpoint
 from epee.view.protocol import outcome
-from epee.view.protocol.messages import DEAD, Decision, Member, Removal, Start
+from epee.view.protocol.messages import DEAD, Cut, Decision, Member, Part, Removal, Start
 from tests import shortage
 
 LANE, CAPACITY, STAGING = 7, 5, 1 << 16
@@ -57,7 +57,7 @@ class Process:
 
 
 class Case:
-    """Rank 0 of a group of two, and three decisions that it has not taken over yet."""
+    """Rank 0 of a group of two, and five decisions that it has not taken over yet."""
 
     def __init__(self, processes: list[Process], mode: str, is_told: bool = True) -> None:
         zero, one, again, beyond = (process.member for process in processes)
@@ -65,11 +65,17 @@ class Case:
             Decision(2, (zero,), (Removal(1, 1, DEAD),), (), (Start(LANE, 1),)),
             Decision(3, (zero, again), (), (), (Start(LANE, 2),)),
             Decision(4, (zero, again, beyond), (), (), (Start(LANE, 3),)),
+            Decision(
+                5, (zero, again, beyond), (), (Cut(LANE, 2),), (Start(LANE, 3),), (Part(LANE, 2, 4, -5),), (LANE,)
+            ),
+            Decision(6, (zero, again, beyond), (), (), (Start(LANE, 4),), (Part(LANE, 2, 4, 6),), (LANE,)),
         )
+        offer = Offer(ASKS, 2, 3, processes[3].region.blob)
         runtime = SimpleNamespace(
             view=lambda: Decision(1, (zero, one)),
             register=lambda *hooks: LaneRow(memoryview(bytearray(64)), LANE),
             unregister=lambda lane: None,
+            told=lambda lane: {2: offer.pack()},
             error=None,
             look_at=lambda slot: None,
         )
@@ -91,6 +97,8 @@ class Case:
             "left": len(survival.hooks.decisions),
             "removed": occupants.removed,
             "incarnations": occupants.incarnations,
+            "since": occupants.since,
+            "offers": survival.hooks.offers,
             "joined": (intake.join_epoch, intake.first_call, boxes.sizes._changes),
             "turns": [(turn.epoch, turn.removed, turn.limit, turn.cap, turn.last) for turn in survival._course.turns],
             "present": survival._course.present(),
@@ -157,10 +165,12 @@ def test_an_interrupt_before_any_line_loses_no_decision(processes: list[Process]
     case.engine.look(lambda: None)
     wanted = case.result()
     case.close()
-    assert wanted["epoch"] == 4
+    assert wanted["epoch"] == 6
     assert wanted["left"] == 0
     assert wanted["flags"] == CHANGING
-    assert wanted["boxes"][4][-1][1] == (0, 1, 2)
+    assert wanted["boxes"][4][-1][1] == wanted["boxes"][6][-1][1] == (0, 1, 2)
+    assert wanted["boxes"][5][-1][1] == (0, 1), "rank 2 was put out, and is still in the job"
+    assert wanted["since"] == {0: 1, 1: 3, 2: 6}
     at, was_interrupted = start, True
     while was_interrupted:
         case, interrupt = Case(processes, mode), Interrupt(at)
@@ -169,7 +179,7 @@ def test_an_interrupt_before_any_line_loses_no_decision(processes: list[Process]
             assert not case.engine.entry._lock._is_owned(), interrupt.where
             claimed = case.survival.hooks.freeze()  # an agreement may begin at once; it says the same as before
             case.survival.hooks.thaw()
-            assert claimed.issued == (1 if mode.startswith("raise") else 0), interrupt.where
+            assert claimed.issued == (3 if mode.startswith("raise") else 0), interrupt.where
             if case.engine.num_retired == 0 and case.survival.hooks.decisions:
                 assert case.engine.flags & NEWS, interrupt.where
             case.engine.look(lambda: None)
@@ -222,7 +232,7 @@ def test_a_shortage_is_an_error_and_the_next_call_takes_the_decision_over(proces
     assert len(errors) >= 2
     assert all("has joined in epoch" in error and "Too many open files" in error for error in errors)
     assert [state.issued for state in states] == [0] * num_free
-    assert case.survival._occupants.epoch == 4
+    assert case.survival._occupants.epoch == 6
     assert case.survival._boxes.full.num_ranks == 3
     assert not case.survival._boxes.full.blanks
     case.close()

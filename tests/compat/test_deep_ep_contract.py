@@ -294,7 +294,7 @@ def test_configs() -> None:
     assert rows * 14336 < hint < rows * 14336 * 1.1
     assert deep_ep.Config(24).get_nvl_buffer_size_hint(14336, 4) == hint
     assert deep_ep.Config().get_rdma_buffer_size_hint(14336, 8) == 0
-    # two hosts of 8 ranks: a round of rows lent and one of sums, 4 MiB as bfloat16 and wider with weights; four of these
+    # two hosts of 8 ranks: a round of rows lent and one of sums, 4 MiB as bfloat16, wider with weights; four of these
     # are staged in a rank's own memory, and four in the mirror of a rank of the other host
     staged = 2 * (4 << 20) * (7168 * 4 + 32 * 4) // 14336
     assert 2 * 4 * staged <= deep_ep.Config().get_rdma_buffer_size_hint(14336, 16) <= 2 * 4 * staged * 1.01

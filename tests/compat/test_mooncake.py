@@ -86,9 +86,9 @@ def healthy(rank: int, num_ranks: int, folder: str, backend: str) -> None:
         answer = call(group, [0, 1])
         assert answer.status is pg.ProposalStatus.Applied
         assert answer.new_epoch == 1
-    refused = pg.deactivate_ranks(group, [1])
+    refused = pg.deactivate_ranks(group, [0, 1])
     assert refused.status is pg.ProposalStatus.Rejected
-    assert "rank 1" in refused.reject_reason
+    assert "one at least must stay" in refused.reject_reason
     assert pg.sync_after_failure(group).status is pg.SyncStatus.NoPending
     pg.join_group(group)
     pg.extend_group_size_to(group, 2)

@@ -151,6 +151,7 @@ def start_pair(slot: int, folder: str) -> Any:
     store = dist.FileStore(f"{folder}/store", 2)
     options = pg.MooncakeBackendOptions(torch.ones(2, dtype=torch.int32), slot == 2)
     dist.init_process_group("mooncake-cpu", store=store, rank=min(slot, 1), world_size=2, pg_options=options)
+    pg.join_group(dist.group.WORLD)
     return dist.group.WORLD
 
 
@@ -242,5 +243,9 @@ def test_mistakes_are_named() -> None:
     run_ranks(_mistakes, 1)
     with pytest.raises(UnsupportedError, match="give a process group"):
         ep.Buffer(0, 8)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="give a process group"):
+        ep.Buffer(0, 8, 1 << 30, "mlx5_0")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="give a process group"):
+        ep.Buffer(rank=0, num_ranks=8, buffer_size=1 << 30, device_name="mlx5_0")
     with pytest.raises(UnsupportedError, match="disable_p2p"):
         ep.Buffer(None, disable_p2p=True)

@@ -1,4 +1,4 @@
-"""Groups of `new_group` and processes that come later: made again with them; a group that exists takes nobody in."""
+"""Groups of `new_group` and processes that come later: made again with them, or taken into those that ask for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.errors import InvalidState, PeerError, RankFailedError
+from epee.errors import CommTimeoutError, PeerError, RankFailedError
 from tests.harness import run_mortal
 
 from . import stages
@@ -46,8 +46,8 @@ def again(slot: int, num_processes: int, folder: str, mode: str) -> Any:
         while not group.get_peer_state([1])[0]:
             pass
         group.recover_ranks([1])
-        with pytest.raises(InvalidState, match="make this one again"):
-            early[0].recover_ranks([1])
+        with pytest.raises(CommTimeoutError, match="ask for this group"):
+            early[0].recover_ranks([1], timeout_s=0.1)
         with pytest.raises(RankFailedError):  # every group reports the loss of its own
             early[0].get_peer_state([0, 1])
         assert early[0].get_peer_state([0, 1, 3]) == [True, False, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epee.view.protocol.messages import DEAD, STALLED, Cut, Decision, Member, Removal, Start
+from epee.view.protocol.messages import DEAD, STALLED, Cut, Decision, Member, Part, Removal, Start
 from epee.view.protocol.outcome import CallState, Course, is_whole
 from tests.view.agents import member
 
@@ -194,3 +194,14 @@ def test_a_call_that_surely_passes_does_so_whatever_the_words_say(raises: bool, 
         if last >= 6:
             assert found[6].epoch == 1, "a call that the lost one has left whole passes only by its words"
             assert 6 not in passing
+
+
+def test_who_was_put_out_has_no_part_in_calls_beyond_the_cut_whoever_has_begun_them() -> None:
+    """Rank 3 was put out; somebody has completed call 4, somebody has begun call 6."""
+    out = Decision(2, FIRST.members, (), (Cut(LANE, 4),), (Start(LANE, 7),), (Part(LANE, 3, 1, -2),), (LANE,))
+    one = course(False, out)
+    assert [seq for seq in range(1, 10) if one.passes(seq, 2)] == [5, 6, 7, 8, 9]
+    assert places(one, 99, range(3, 7)) == [(1, False), (1, False), (2, False), (2, False)]
+    assert not any(course(True, out).passes(seq, 2) for seq in range(1, 7)), "in mode raise one of them fails"
+    dead = course(False, after(FIRST, {3: DEAD}, issued=6))
+    assert not dead.passes(6, 2), "what a dead rank has left whole counts"

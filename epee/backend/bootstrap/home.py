@@ -6,12 +6,17 @@ the blob of its outbox, for which lane it is, and how many ranks it was told tha
 `Member.endpoint` (`extra`), so every decision says how to reach all, and a newcomer's how far the group has grown by it
 (`OutboxEndpoint`).
 
-Both are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
+Into any group of the job, the first one included, a process that is in the job already comes by an `Offer`, which it
+shows on its board beside the lane's row: where its outbox is, as which rank it asks to come in. Members of a group show
+theirs, too, for those who come. Rank 0 of a group that is made later leaves the note about it in the group's store.
+
+All are read as untrusted: fixed layouts, every number checked. A crash before the note is complete leaves no note.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import EpeeError, InvalidState, ProtocolError
@@ -24,7 +29,10 @@ from ..outbox import OutboxOwner
 VERSION = 2
 FOLDER_KEY = "epee/job"
 HOSTS = "hosts"  # what rank 0 writes there instead, of a group that nobody can join: on how many hosts it runs
+LANE_KEY = "epee/lane"  # the note about a group that is not the first of its job
 _HOME = struct.Struct("<IQIQI")
+_OFFER = struct.Struct(f"<III{BLOB_BYTES}s")
+FOUNDER, ASKS, IN = 1, 2, 3  # of those who offer an outbox: there since the group began, wants to come in, has come in
 _EXTRA = struct.Struct(f"<QI{BLOB_BYTES}s")
 
 
@@ -112,3 +120,39 @@ def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
 def takes_part(lane: int, member: Member) -> bool:
     """Return whether a member has a part in `lane`."""
     return outbox_of(member, lane) is not None
+
+
+class Offer(NamedTuple):
+    """A process's outbox in a lane, as its board tells it.
+
+    Attributes:
+        state: FOUNDER, ASKS or IN.
+        rank: in the group.
+        num_ranks: how many ranks the group has, as this process was told.
+        blob: of its outbox.
+    """
+
+    state: int
+    rank: int
+    num_ranks: int
+    blob: bytes
+
+    def pack(self) -> bytes:
+        """Return the bytes for the board."""
+        return _OFFER.pack(*self)
+
+    def endpoint(self, member: Member, lane: int) -> OutboxEndpoint:
+        """Return the outbox of `member`, which offers it."""
+        process = parse_endpoint(member.endpoint)
+        owner = OutboxOwner(member.nonce, lane, member.slot)
+        return OutboxEndpoint(self.blob, process.pid, process.start_time, self.num_ranks, owner)
+
+
+def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:
+    """Return the offers among what boards tell of a lane, by slot; what cannot be right is no offer."""
+    found = {slot: Offer(*_OFFER.unpack(data)) for slot, data in told.items() if len(data) == _OFFER.size}
+    return {
+        slot: offer
+        for slot, offer in found.items()
+        if offer.state in (FOUNDER, ASKS, IN) and offer.rank < offer.num_ranks <= MAX_RANKS
+    }

@@ -33,8 +33,8 @@ class Greeting(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """For how many ranks outboxes need room: the first group of a job may grow, others keep their size."""
-        return len(self.hellos) if common_job(self.hellos) else MAX_RANKS
+        """For how many ranks outboxes need room: groups may grow."""
+        return MAX_RANKS
 
     def withdraw(self) -> None:
         """Give up: remove a folder that nobody will use. After `take_seat` the job does that."""
@@ -67,9 +67,9 @@ def take_seat(greeting: Greeting, rank: int, blob: bytes, undo: contextlib.ExitS
     return Seat(job, list(range(len(hellos))), lane, True, True)
 
 
-def is_in_job() -> bool:
-    """Return whether this process belongs to a job already."""
-    return any(job.has_home for job in jobs())
+def own_job() -> Job | None:
+    """Return the youngest job of this process with a group of the backend; None when it belongs to none."""
+    return next((job for job in reversed(jobs()) if job.has_home), None)
 
 
 def meeting_place(store: Any, ranks: Sequence[int]) -> Any:

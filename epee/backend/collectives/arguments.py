@@ -31,7 +31,7 @@ from ..tensors import (
 )
 from .alltoall import AllToAll
 from .copying import Barrier, Scatter, Spread
-from .packing import FinishAfter, GatheredPart, PackedTensors, pack, shapes_word
+from .packing import FinishAfter, GatheredPart, PackedTensors, ZeroAfter, pack, shapes_word
 from .plan import Plan
 from .reduce import Reducer, check
 from .reducing_hosts import plan_reduce_scatter, plan_reduction
@@ -86,8 +86,9 @@ def check_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
 
 def check_root(root: int, box: Outboxes, name: str) -> int:
     """Return the position of rank `root` among the members."""
-    if not 0 <= root < box.group_size:
-        raise InvalidArgument(f"{name}: the root must be a rank of the group, 0 ... {box.group_size - 1}, got {root}")
+    num_ranks = max(box.group_size, box.num_roots)
+    if not 0 <= root < num_ranks:
+        raise InvalidArgument(f"{name}: the root must be a rank of the group, 0 ... {num_ranks - 1}, got {root}")
     return position_of(box, root, name)
 
 
@@ -103,6 +104,18 @@ def _list_of(tensors: Sequence[torch.Tensor], box: Outboxes, name: str) -> list[
     if len(tensors) != box.group_size:
         raise InvalidArgument(f"{name} must have one tensor per rank ({box.group_size}), got {len(tensors)}")
     return [tensors[rank] for rank in box.members]
+
+
+def _absent(box: Outboxes) -> list[int]:
+    """Return the ranks whose places in the results are filled with zeros."""
+    return [rank for rank in range(box.group_size) if rank not in box.members] if box.zeroes else []
+
+
+def _zeroing(sink: Any, outputs: Sequence[torch.Tensor], carrier: Carrier, name: str, box: Outboxes) -> Any:
+    """Return the last sink of a call, which also fills the outputs of absent ranks with zeros."""
+    absent = _absent(box)
+    targets = [target(outputs[rank], carrier, f"{name}[{rank}]") for rank in absent]
+    return ZeroAfter(sink, [place.array for place in targets], targets) if absent else sink
 
 
 def _gathered(output: torch.Tensor, carrier: Carrier, name: str, box: Outboxes) -> Target:
@@ -166,12 +179,14 @@ def all_gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Ten
     """Everybody's tensor goes to everybody, one output per rank."""
     carrier = carrier_of(tensor, "all_gather: input")
     count = tensor.numel()
-    sinks = {}
+    sinks: dict[int, Any] = {}
     for rank, output in enumerate(_list_of(outputs, box, "all_gather: outputs")):
         _same(output, tensor, count, f"all_gather: outputs[{rank}]")
         carrier_of(output, f"all_gather: outputs[{rank}]")
         sinks[rank] = target(output, carrier, f"all_gather: outputs[{rank}]")
     refuse_shared(outputs, "all_gather: outputs")
+    if box.zeroes:
+        sinks[box.num_ranks - 1] = _zeroing(sinks[box.num_ranks - 1], outputs, carrier, "all_gather: outputs", box)
     return Spread(
         "all_gather", _signature("all_gather", tensor.dtype, count), source(tensor, carrier), True, sinks, box
     )
@@ -182,7 +197,7 @@ class _Piece:
 
     __slots__ = ("_whole", "array")
 
-    def __init__(self, array: Array, whole: Target | None) -> None:
+    def __init__(self, array: Array, whole: Any) -> None:
         self.array = array
         self._whole = whole
 
@@ -194,10 +209,16 @@ class _Piece:
 def _pieces(whole: Target, count: int, box: Outboxes) -> dict[int, _Piece]:
     array = whole.array
     last = box.num_ranks - 1
+    end = _with_zeros(whole, [array[rank * count : (rank + 1) * count] for rank in _absent(box)])
     return {
-        position: _Piece(array[rank * count : (rank + 1) * count], whole if position == last else None)
+        position: _Piece(array[rank * count : (rank + 1) * count], end if position == last else None)
         for position, rank in enumerate(box.members)
     }
+
+
+def _with_zeros(whole: Target, parts: Sequence[Array]) -> Any:
+    """Return what finishes an output, of which some parts are filled with zeros before."""
+    return ZeroAfter(whole, parts, (), first=True) if parts else whole
 
 
 def all_gather_single(box: Outboxes, output: torch.Tensor, tensor: torch.Tensor) -> Plan:
@@ -230,6 +251,11 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
         position: GatheredPart(targets, counts, rank, carrier) for position, rank in enumerate(box.members)
     }
     sinks[box.num_ranks - 1] = FinishAfter(sinks[box.num_ranks - 1], targets)
+    zeros: list[Array] = []
+    for part, count in zip(targets, counts, strict=True):
+        zeros += [part.array[rank * count : (rank + 1) * count] for rank in _absent(box)]
+    if zeros:
+        sinks[box.num_ranks - 1] = ZeroAfter(sinks[box.num_ranks - 1], zeros, (), first=True)
     plan = Spread(name, _signature(name, inputs[0].dtype, len(flat)), flat, True, sinks, box)
     plan.detail = shapes_word(counts)
     return plan
@@ -238,13 +264,15 @@ def all_gather_coalesced(box: Outboxes, outputs: Sequence[torch.Tensor], inputs:
 def gather(box: Outboxes, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Plan:
     """Everybody's tensor goes to `root`, whose `outputs` are one per rank."""
     carrier = carrier_of(tensor, "gather: input")
-    sinks = {}
+    sinks: dict[int, Any] = {}
     if check_root(root, box, "gather") == box.rank:
         for rank, output in enumerate(_list_of(outputs, box, "gather: outputs")):
             carrier_of(output, f"gather: outputs[{rank}]")
             _same(output, tensor, tensor.numel(), f"gather: outputs[{rank}]")
             sinks[rank] = target(output, carrier, f"gather: outputs[{rank}]")
         refuse_shared(outputs, "gather: outputs")
+        if box.zeroes:
+            sinks[box.num_ranks - 1] = _zeroing(sinks[box.num_ranks - 1], outputs, carrier, "gather: outputs", box)
     elif outputs:
         raise InvalidArgument(f"gather: outputs belong to the root only (rank {root}), got {len(outputs)} on this rank")
     signature = _signature("gather", tensor.dtype, tensor.numel(), root=root)
@@ -325,10 +353,12 @@ def reduce_scatter_coalesced(
 
 def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Plan:
     """Tensor j of rank i's `inputs` goes to `outputs[i]` of rank j; sizes may differ from pair to pair."""
+    all_outputs = outputs
     outputs = _list_of(outputs, box, "all_to_all: outputs")
     inputs = _list_of(inputs, box, "all_to_all: inputs")
     carrier = carrier_of(inputs[0], "all_to_all: inputs[0]")
-    segments, sinks = [], []
+    segments: list[Array] = []
+    sinks: list[Any] = []
     for rank, tensor in enumerate(inputs):
         carrier_of(tensor, f"all_to_all: inputs[{rank}]")
         _same(tensor, inputs[0], tensor.numel(), f"all_to_all: inputs[{rank}]")
@@ -338,6 +368,8 @@ def all_to_all(box: Outboxes, outputs: Sequence[torch.Tensor], inputs: Sequence[
         _same(output, inputs[0], output.numel(), f"all_to_all: outputs[{rank}]")
         sinks.append(_apart(output, inputs, carrier, f"all_to_all: outputs[{rank}]", box))
     refuse_shared(outputs, "all_to_all: outputs")
+    if box.zeroes:
+        sinks[-1] = _zeroing(sinks[-1], all_outputs, carrier, "all_to_all: outputs", box)
     return AllToAll(_signature("all_to_all", inputs[0].dtype, 0), segments, sinks, box)
 
 
@@ -354,8 +386,9 @@ def all_to_all_single(
     whole = _apart(output, [tensor], carrier, "all_to_all: output", box)
     first_sent, first_expected = list(accumulate(sent, initial=0)), list(accumulate(expected, initial=0))
     segments = [values[first_sent[rank] : first_sent[rank + 1]] for rank in box.members]
+    end = _with_zeros(whole, [whole.array[first_expected[rank] : first_expected[rank + 1]] for rank in _absent(box)])
     sinks = [
-        _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], whole if rank == box.members[-1] else None)
+        _Piece(whole.array[first_expected[rank] : first_expected[rank + 1]], end if rank == box.members[-1] else None)
         for rank in box.members
     ]
     return AllToAll(_signature("all_to_all", tensor.dtype, 0), segments, sinks, box)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,5 +76,34 @@ class FinishAfter:
     def finish(self) -> None:
         """Finish the part, then the outputs."""
         self._sink.finish()
+        for part in self._targets:
+            part.finish()
+
+
+class ZeroAfter:
+    """The last sink of a list, or an output that is one tensor: fills places of absent ranks with zeros as well.
+
+    Args:
+        sink: finishes the results of those who are there.
+        places: to be filled.
+        targets: whose write-backs follow.
+        first: fill before `sink` finishes: what is filled is part of its output.
+    """
+
+    def __init__(self, sink: Any, places: Sequence[Array], targets: Sequence[Target], first: bool = False) -> None:
+        self.array: Array = sink.array
+        self._sink = sink
+        self._places = places
+        self._targets = targets
+        self._is_first = first
+
+    def finish(self) -> None:
+        """Fill, finish and write back."""
+        if not self._is_first:
+            self._sink.finish()
+        for place in self._places:
+            place[...] = 0
+        if self._is_first:
+            self._sink.finish()
         for part in self._targets:
             part.finish()

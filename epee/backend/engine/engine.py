@@ -71,6 +71,7 @@ class Engine:
         contributors: the ranks that are in the result of the last call that ended here; none when it failed.
         unclaimed: calls whose callers got an error before the end was known; the next call may be a repetition.
         unsettled: calls that ended here without a result, and may still be open at others.
+        reports_losses: a call that a loss ends raises nothing, its `Work` tells.
         untold: a loss that no call could tell, because the call that it would fail had ended before; the next one does.
     """
 
@@ -99,6 +100,7 @@ class Engine:
         self.contributors: tuple[int, ...] = ()
         self.survival: Survival | None = None
         self.unclaimed: list[Operation] = []
+        self.reports_losses = False
         self.unsettled = UnsettledCalls()
         self.untold: PeerError | None = None
         self.mask = Mask(box.num_ranks, box.members)  # the group may put in the user's own
@@ -436,6 +438,8 @@ class Engine:
         assert survival is not None, "only `membership/epochs.py` sets the other bits"
         if self.flags & NEWS:
             survival.take_news()
+            if op.done:
+                return  # this process was put out, but not of this call
         if self.flags & TROUBLED:
             survival.raise_trouble()
         if self.flags & FROZEN:

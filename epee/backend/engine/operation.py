@@ -93,6 +93,7 @@ class Operation:
     by_view = False  # it failed because of a change of the view, on all ranks alike: nobody waits for its header
     make: Make | None = None  # plans the call again for other outboxes; None for refusals
     lost: Collection[int] = ()  # ranks that read nothing any more
+    lost_here: tuple[int, ...] = ()  # the ranks that it has lost on its way to a later epoch
     withdrawal: Withdrawal | None = None  # this rank's time-out, or another's, has passed
     before: Sequence[Any] = ()  # what it waits for before it is published, see `overlap.py`
     tensors: Tensors = NOTHING

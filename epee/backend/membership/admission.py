@@ -1,8 +1,9 @@
 """What users ask of a group that takes processes in: who waits, take them in, count them from the next call on.
 
-A rank that was never there is the same as a lost one: both wait for a process that asks for the slot. Members admit it
-(`recover`), and the view that has it says with which call it begins (`intake.py`). Ranks that let the group grow at the
-same point of their program see it before that call (`show_joined`).
+A rank that was never there is the same as a lost one: both wait for a process that asks for the slot, or for the group
+where it is in the job already (`home.Offer`). Members admit it (`recover`), and the view that has it says with which
+call it begins (`intake.py`). Ranks that let the group grow at the same point of their program see it before that call
+(`show_joined`). Members can also be put out of the group, while they stay in the job (`put_out`).
 
 Who calls: the threads of users, without the engine's lock, except where a method says otherwise.
 """
@@ -10,12 +11,16 @@ Who calls: the threads of users, without the engine's lock, except where a metho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ...errors import CommTimeoutError, InvalidState
+from ...view.protocol.decision import parts_of
+from ...view.protocol.messages import Want
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
+from ..bootstrap.home import ASKS, parse_offers
 from ..engine.entry import ENDED
+from ..options import MAX_RANKS
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .intake import Intake
@@ -54,18 +59,35 @@ class Admission:
 
     def waiting(self) -> tuple[int, ...]:
         """Return the ranks for which a process asks to come in."""
-        if not self._occupants.is_home:
-            return ()
-        return tuple(
-            self._occupants.rank_of[slot] for slot in self._runtime.waiting() if slot in self._occupants.rank_of
-        )
+        return tuple(sorted({*self._joiners(), *self._askers()}))
 
     def ready(self) -> set[int]:
         """Return the ranks for which a process asks to come in, or has been taken into the newest view."""
-        if not self._occupants.is_home:
-            return set()
         asking = self.waiting()  # before the view, see `Loop._decide`
-        return {*asking, *(self._occupants.rank_of[member.slot] for member in self._runtime.view().members)}
+        return {*asking, *self._occupants.present(self._runtime.view())}
+
+    def present(self) -> dict[int, int]:
+        """Return who takes part in the newest view: rank -> slot."""
+        return self._occupants.present(self._runtime.view())
+
+    def _joiners(self) -> dict[int, int]:
+        """Return who asks to come into the job, and with it into its first group: rank -> slot."""
+        if not self._occupants.is_home:
+            return {}
+        return {self._occupants.rank_of[slot]: slot for slot in self._runtime.waiting()}
+
+    def _askers(self) -> dict[int, int]:
+        """Return which processes of the job ask to come into this group: rank -> slot; of several the lowest."""
+        occupants, view = self._occupants, self._runtime.view()
+        offers = parse_offers(self._runtime.told(occupants.lane))
+        taking_part = occupants.present(view)
+        found: dict[int, int] = {}
+        for slot, offer in sorted(offers.items(), reverse=True):
+            fits = occupants.rank_of.get(slot, offer.rank) == offer.rank  # a slot has one rank, and keeps it
+            is_free = occupants.slot_of[offer.rank] in (slot, *range(MAX_RANKS, 2 * MAX_RANKS))
+            if offer.state == ASKS and fits and is_free and offer.rank not in taking_part:
+                found[offer.rank] = slot
+        return found
 
     def recover(self, ranks: Sequence[int], timeout_s: float) -> None:
         """Admit the processes that wait for `ranks`, all at once; returns when views have had them.
@@ -75,7 +97,6 @@ class Admission:
 
         Raises:
             CommTimeoutError: they do not come.
-            InvalidState: the group takes nobody in.
         """
         began = time.monotonic()
         deadline = began + timeout_s
@@ -89,31 +110,81 @@ class Admission:
                 missing = sorted({*missing, *(self._occupants.rank_of[slot] for slot in unseen)})
             if not missing:
                 return
-            if not self._occupants.is_home:
-                raise InvalidState(
-                    f"rank {missing[0]} is lost, and a group made with new_group takes nobody in: recover the rank in "
-                    "the default group, then make this one again with new_group on all its ranks"
-                )
             if time.monotonic() > deadline:
                 raise CommTimeoutError(
                     f"rank(s) {', '.join(map(str, missing))} did not come within {timeout_s:.1f} s; start a process "
-                    "with is_extension=True for each",
+                    "with is_extension=True for each, and have it ask for this group",
                     missing,
                 )
-            slots = {self._occupants.slot_of[rank] for rank in missing}
-            all_ask = slots <= set(self._runtime.waiting())
-            if all_ask:
-                self._runtime.admit(sorted(slots))
-            self._runtime.await_decision(self._occupants.epoch, ADMIT_PAUSE_S if all_ask else ASK_PAUSE_S)
+            epoch, all_ask = self._occupants.epoch, self._let_in(missing)
+            self._runtime.await_decision(epoch, ADMIT_PAUSE_S if all_ask else ASK_PAUSE_S)
+
+    def _let_in(self, ranks: Sequence[int]) -> bool:
+        """Have those who ask for `ranks` taken in, if all are here; False: some are not.
+
+        Who is in the job but has never been in this group has, for the agents, a part in it since it joined. So it is
+        put out first, and comes in as one that comes back.
+        """
+        askers, joiners = self._askers(), self._joiners()
+        if not all(rank in askers or rank in joiners for rank in ranks):
+            return False
+        slots = sorted(joiners[rank] for rank in ranks if rank not in askers)
+        if slots:
+            self._runtime.admit(slots)
+        coming = {askers[rank] for rank in ranks if rank in askers}
+        if coming:
+            view = self._runtime.view()
+            strangers = tuple(sorted(coming.intersection(parts_of(view, self._occupants.lane))))
+            members = {*self._occupants.present(view).values()}
+            members = members - {*strangers} if strangers else members | coming
+            self._want(members, strangers, view.epoch)
+        return True
+
+    def put_out(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Have members leave the group, and stay in the job; returns when a view has begun without them.
+
+        Raises:
+            CommTimeoutError: the view did not change in time.
+            InvalidState: nobody would be left.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            view = self._runtime.view()
+            present = self._occupants.present(view)
+            going = {present[rank] for rank in ranks if rank in present}
+            if not going:
+                break
+            staying = {*present.values()} - going
+            if not staying:
+                raise InvalidState("all ranks would be put out; one at least must stay, or destroy the group")
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"rank(s) {', '.join(map(str, ranks))} were not put out within {timeout_s:.1f} s: the members do "
+                    "not agree; call it again",
+                    sorted(ranks),
+                )
+            self._want(staying, tuple(sorted(going)), view.epoch)
+            self._runtime.await_decision(view.epoch, ADMIT_PAUSE_S)
+        if self._boxes.full.rank in ranks:
+            return
+        self._await_news(deadline)
+        self._engine.look(lambda: self._boxes.show(self._occupants.epoch))
+
+    def _want(self, members: Collection[int], out: tuple[int, ...], epoch: int) -> None:
+        self._runtime.want(Want(self._occupants.lane, tuple(sorted(members)), out), epoch)
+
+    def _await_news(self, deadline: float) -> None:
+        """Take over the newest view: it is told to the lanes a moment after it is shown."""
+        epoch = self._runtime.view().epoch
+        while True:
+            self._look()
+            if self._occupants.epoch >= epoch or time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
     def _missing(self, ranks: Sequence[int], deadline: float) -> list[int]:
         """Return which of `ranks` are not in the newest view and have not just been: such a one is lost again."""
-        epoch = self._runtime.view().epoch
-        while True:  # the view is told to the lanes a moment after it is shown
-            self._look()
-            if self._occupants.epoch >= epoch or time.monotonic() > deadline:
-                break
-            time.sleep(0.001)
+        self._await_news(deadline)
         present = set(self._course.present())
         seq = self._engine.seq
         return [

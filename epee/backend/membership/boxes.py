@@ -83,7 +83,7 @@ class Boxes:
         if box is not self.box:
             self._engine.members = self.box = box
             for rank in range(self.full.group_size):
-                self._engine.mask[rank] = int(rank in box.members)
+                self._engine.mask.put(rank, int(rank in box.members), self._occupants.was_put_out(rank))
 
     def retired(self, seq: int) -> bool:
         """Calls up to `seq` have ended: later ones are planned for who is left. True: no change is known to come."""

@@ -25,18 +25,21 @@ lost in the next epoch.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CommTimeoutError, EvictedError, RankFailedError
+from ...errors import CommTimeoutError, EpeeError, EvictedError, RankFailedError
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import Seat
-from ...view.protocol.messages import LEFT, STALLED, Decision
-from ...view.protocol.outcome import Course
-from ..bootstrap.home import takes_part
+from ...view.protocol.decision import parts_of
+from ...view.protocol.messages import FOREVER, LEFT, PUT_OUT, STALLED, Decision, Removal
+from ...view.protocol.outcome import Course, cut_of
+from ...view.transport.auth import Token
+from ..bootstrap.home import FOUNDER, IN, Offer, OutboxEndpoint, parse_offers, takes_part
 from ..engine.entry import CHANGING, ENDED, NEWS
 from ..engine.operation import Operation
 from ..outbox import CONSUMED, CONSUMED_TOO, Outboxes, consumed_of
@@ -47,7 +50,9 @@ from .engine_of_lane import EngineOfLane
 from .intake import Arrival, Intake, unready
 from .judge import Judge
 from .lane_hooks import LaneHooks
-from .occupants import Occupants
+from .occupants import Occupants, Offers
+
+ASK_SLICE_S = 0.2
 
 
 class Survival:
@@ -61,18 +66,24 @@ class Survival:
 
     admission: Admission
 
-    def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None) -> None:
-        """Take part in the control plane, which `joined_by` may have taken this process into; `attach` comes later."""
+    def __init__(self, seat: Seat, mode: str, joined_by: Decision | None = None, asks: bool = False) -> None:
+        """Take part in the control plane, which `joined_by` may have taken this process into; `attach` comes later.
+
+        `asks`: this process, which is in the job, asks to be taken into the lane (`ask`).
+        """
         fault_mode, _, self._on_stall = mode.partition("/")
         self.runtime = seat.job.runtime
         self._takes_part = partial(takes_part, seat.lane)  # for buffers, which must not keep the group alive
         self._job = seat.job
         self._raises = fault_mode == "raise"
         self._slots = seat.slots  # of the ranks that this process was told of
-        self._is_joiner = joined_by is not None
+        self._own_offer: Offers = {}
+        self._is_joiner = asks or joined_by is not None
         self._occupants = Occupants(seat, joined_by or self.runtime.view())
         self.hooks = hooks = LaneHooks(self.runtime, self._occupants, self._raises, self._is_joiner)
-        row = self.runtime.register(seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble)
+        if asks:
+            hooks.enter_as(seat.job.slot)
+        self._row = row = self.runtime.register(seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble)
         self._awaited = Awaited(self.runtime, self._on_stall)
         self._awaited.begin(seat.lane, row)
         self._occupants.known = joined_by or self.runtime.view()
@@ -102,6 +113,55 @@ class Survival:
         if lost:
             raise RankFailedError(f"init: rank {', '.join(map(str, lost))} is not in the view of epoch {epoch}", lost)
 
+    def ask(self, offer: Offer, timeout_s: float) -> Decision:
+        """Show that this process, which is in the job, asks to come in; return the decision that takes it in.
+
+        Raises:
+            CommTimeoutError: no member has taken it in. EvictedError, NoQuorumError: as the agent says.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._own_offer = {self._job.slot: offer}
+        self._row.tell(offer.pack())
+        while True:
+            epoch = self.runtime.view().epoch
+            entry = next((decision for decision in list(self.hooks.decisions) if self.hooks.is_entry(decision)), None)
+            if entry is not None:
+                self._occupants.known = entry
+                self.hooks.begin_with(entry)
+                return entry
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"rank {offer.rank} asked to come in, and no member has taken it in within {timeout_s:.1f} s; a "
+                    "member must call recover_ranks"
+                )
+            self.runtime.await_decision(epoch, ASK_SLICE_S)
+
+    def parts(self, decision: Decision) -> dict[int, OutboxEndpoint]:
+        """Return the outboxes of those who take part in the view that took this process in, by rank."""
+        parts = self._occupants.parts(decision, self._offers(decision.epoch))
+        return {self._occupants.rank_of[slot]: part for slot, part in parts.items()}
+
+    def is_new(self, rank: int, decision: Decision) -> bool:
+        """Return whether `rank` comes into the group by this very decision."""
+        slot = self._occupants.slot_of[rank]
+        return parts_of(decision, self._occupants.lane).get(slot) == decision.epoch
+
+    @property
+    def place(self) -> tuple[int, list[int], bool]:
+        """The lane's id, the slots of its ranks, as far as they are known, and whether it is the first of its job."""
+        return self._occupants.lane, self._occupants.slot_of, self._occupants.is_home
+
+    @property
+    def token(self) -> Token:
+        """The job's token, which proves records."""
+        return self._job.directory.token
+
+    def _offers(self, epoch: int) -> Offers:
+        """Return what was offered when a decision came, or is now where nobody has looked then."""
+        if epoch not in self.hooks.offers:
+            self.hooks.offers[epoch] = parse_offers(self.runtime.told(self._occupants.lane))
+        return {**self.hooks.offers[epoch], **self._own_offer}
+
     def join(self, decision: Decision) -> None:
         """Begin with the view that took this process in, and learn what was decided since."""
         self.hooks.join(decision)
@@ -109,9 +169,10 @@ class Survival:
     def attach(self, engine: EngineOfLane) -> None:
         """Give the lane its engine. Its number of the last call is set to where this rank comes in, if it joins."""
         occupants, box = self._occupants, engine.box
-        members = occupants.begin(box.members, self._is_joiner)
+        offers = self._offers(occupants.known.epoch) if self._is_joiner else {}
+        members = occupants.begin(box.members, self._is_joiner, offers)
         joined_in = occupants.epoch if self._is_joiner else 0
-        slots, known = frozenset(occupants.slot_of), occupants.ours(occupants.known)
+        slots, known = occupants.rank_of, occupants.ours(occupants.known)
         self._course = course = Course(occupants.lane, known, self._raises, slots, self._is_joiner)
         self._arrival = Arrival(box, joined_in)
         if joined_in:
@@ -126,6 +187,8 @@ class Survival:
         self.admission = Admission(self.runtime, engine, occupants, course, self._boxes, self._intake, look)
         self._engine = engine
         engine.survival = self
+        own = box.regions[box.rank].blob
+        self._row.tell(Offer(IN if self._is_joiner else FOUNDER, box.rank, box.group_size, own).pack())
         for rank in occupants.removed:
             self._leave_out(rank)
         self.hooks.attach(engine, course)
@@ -140,7 +203,7 @@ class Survival:
             self._on_stall,
             dict(self._occupants.incarnations),
             self._takes_part,
-            self._is_joiner,
+            self._is_joiner and self._occupants.is_home,  # buffers of other groups take nobody in
             True,
             self._job,
         )
@@ -184,20 +247,49 @@ class Survival:
     def _take_over(self, decision: Decision) -> None:
         """Do what a decision calls for; the occupants' `epoch` is last and says that it is done."""
         for rank in self._occupants.remove(decision):
+            if rank == self._boxes.full.rank:
+                self._end_here(decision)
+                return
             self._leave_out(rank)
-        self._intake.adopt(decision)
+        self._intake.adopt(decision, self.hooks.offers.get(decision.epoch, {}))
         turn = self._course.turn_of(self._occupants.ours(decision))
         if turn is not None:
             self._boxes.add(decision.epoch)  # whoever finds the turn needs them
             self._engine.raise_flag(CHANGING)
             self._course.note(turn)
-        self._occupants.epoch = decision.epoch
+        self.hooks.offers.pop(decision.epoch, None)
+        self._occupants.is_over(decision)
+
+    def _end_here(self, decision: Decision) -> None:
+        """This process was put out of the group: its calls end, and nothing that follows concerns it.
+
+        Those that somebody who stays has completed are complete here, too: everybody's part is there.
+        """
+        rank = self._boxes.full.rank
+        slot = self._occupants.slot_of[rank]
+        cut = cut_of(decision, self._occupants.lane, Removal(slot, 0, PUT_OUT))
+        for op in [op for op in self._engine.queue if op.seq <= cut and not op.done]:
+            try:
+                op.step(op.box)
+            except EpeeError as exc:  # it belongs to that call
+                op.fail(exc)
+        self._engine.mask[rank] = 0
+        self.hooks.put_out(
+            EvictedError(
+                f"rank {rank} was put out of this group in epoch {decision.epoch}, as somebody asked; it can come back "
+                "(`group.join`, Mooncake: `join_group`) when a member calls recover_ranks",
+                [rank],
+                epoch=decision.epoch,
+                cause=PUT_OUT,
+            )
+        )
+        self._occupants.epoch = FOREVER
 
     def _leave_out(self, rank: int) -> None:
         """End the messages of a rank that is not in the view."""
         epoch, cause = self._occupants.removed[rank]
         kind, words = kind_of_loss([cause])
-        absence = Absence(epoch, words, kind, cause != STALLED)
+        absence = Absence(epoch, words, kind, cause not in (STALLED, PUT_OUT))
         self._engine.leave_out(rank, absence, self._raises and cause != LEFT)
 
     # ---- single calls

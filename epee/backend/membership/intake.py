@@ -27,7 +27,7 @@ from ..p2p.channel import first_number
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .members import attach_outbox, make_blank, replace
-from .occupants import Occupants
+from .occupants import Occupants, Offers
 
 
 class Intake:
@@ -50,36 +50,34 @@ class Intake:
         self.join_epoch = epoch
         self.first_call[self._boxes.full.rank] = first_call
 
-    def adopt(self, decision: Decision) -> None:
-        """Read the outboxes of processes that have come into this group by `decision`.
+    def adopt(self, decision: Decision, offers: Offers) -> None:
+        """Read the outboxes of processes that have come into this group by `decision`, with what they offered then.
 
         May be repeated from any line on (an interrupt, a shortage): that a process was taken in is noted last of all.
 
         Raises:
             ResourceError: no memory or descriptor is left; nothing of the rest has begun for that process.
         """
-        for member in decision.members:
-            part = self._occupants.part_of_newcomer(member)
-            if part is None:
-                continue
+        for member, when, part in self._occupants.newcomers(decision, offers):
             start = first_seq(decision, self._occupants.lane)
-            self._adopt(self._occupants.rank_of[member.slot], part, decision.epoch)
+            rank = self._occupants.rank_of[member.slot]
+            self._adopt(rank, part, decision.epoch)
             self.join_epoch = decision.epoch
-            self.first_call[self._occupants.rank_of[member.slot]] = start
-            if self._occupants.is_home:
-                self._boxes.sizes.grow(start, part.num_ranks)
-            self._occupants.incarnations[member.slot] = member.incarnation
+            self.first_call[rank] = start
+            self._boxes.sizes.grow(start, rank + 1 if part is None else part.num_ranks)
+            self._occupants.take_in(member, when)
 
-    def _adopt(self, rank: int, part: OutboxEndpoint, epoch: int) -> None:
-        """Read the outbox of a process that has taken `rank`: what may fail first."""
+    def _adopt(self, rank: int, part: OutboxEndpoint | None, epoch: int) -> None:
+        """Read the outbox of a process that has taken `rank`: what may fail first. None: it is gone again."""
         engine, nbytes = self._engine, self._boxes.full.payload_bytes
         try:
-            region = attach_outbox(part, nbytes) or make_blank(nbytes)
-            engine.watch.watch(rank, part.pid, part.start_time)
+            region = (part and attach_outbox(part, nbytes)) or make_blank(nbytes)
+            if part is not None:
+                engine.watch.watch(rank, part.pid, part.start_time)
         except ResourceError as exc:
             raise ResourceError(
-                f"rank {rank} (process {part.pid}) has joined in epoch {epoch}, but cannot be taken in here yet (the "
-                f"next call tries again): {exc}"
+                f"rank {rank} (process {part.pid if part else 'gone'}) has joined in epoch {epoch}, but cannot be "
+                f"taken in here yet (the next call tries again): {exc}"
             ) from exc
         for message in engine.mail.involving(rank):  # out of the books last: then nobody comes back to it
             message.fail(RankFailedError(f"{message.name}: rank {rank} was replaced by another process", [rank]))

@@ -102,6 +102,8 @@ class Judge:
 
     def _move(self, op: Operation, box: Outboxes) -> None:
         """Run a call again with the members of a later epoch."""
+        gone = [rank for rank in op.box.members if rank not in box.members]
+        op.lost_here = (*op.lost_here, *(rank for rank in gone if not self._occupants.was_put_out(rank)))
         if op.told is not None:  # nobody waits for it any more, and its tensors may hold something else by now
             op.fail(op.told)
             op.by_view = True

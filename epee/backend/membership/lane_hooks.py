@@ -18,9 +18,10 @@ from ...errors import EvictedError, NoQuorumError, PeerError
 from ...view.protocol.messages import FOREVER, Decision, LaneState
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
+from ..bootstrap.home import parse_offers
 from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
 from .engine_of_lane import EngineOfLane
-from .occupants import Occupants
+from .occupants import Occupants, Offers
 
 LOCK_SLICE_S = 0.5
 NO_QUORUM_PAUSE_S, NEWS_LOOK_S = 0.2, 0.02
@@ -34,10 +35,13 @@ class LaneHooks:
 
     Attributes:
         decisions: those that have come and have not been taken over, in order.
+        offers: of decisions that take processes of the job into the lane: epoch -> what these offered when it came.
     """
 
     def __init__(self, runtime: Runtime, occupants: Occupants, raises: bool, is_joiner: bool) -> None:
         self.decisions: deque[Decision] = deque()
+        self.offers: dict[int, Offers] = {}
+        self._put_out: EvictedError | None = None
         self._runtime = runtime
         self._occupants = occupants
         self._raises = raises
@@ -45,6 +49,7 @@ class LaneHooks:
         self._engine: EngineOfLane | None = None
         self._course: Course | None = None
         self._error: Exception | None = None
+        self._entry_slot: int | None = None
         self._is_frozen = False
         self._lock = threading.Lock()  # hooks against `attach`
         self._thawed = threading.Event()
@@ -105,11 +110,33 @@ class LaneHooks:
 
     def _claimed_unborn(self) -> int:
         """Return what to tell as the last call issued before there is an engine: the others may die and leave us."""
-        known, slots = self._occupants.known, frozenset(self._occupants.slot_of)
-        course = Course(self._occupants.lane, known, self._raises, slots, self._is_joiner)
-        for decision in self._runtime.since(known.epoch):
-            course.add(decision)
+        known, lane = self._occupants.known, self._occupants.lane
+        later = self._runtime.since(known.epoch)
+        if self._entry_slot is not None:
+            entries = [decision for decision in (known, *later) if self.is_entry(decision)]
+            if not entries:
+                return 0  # it is in no view of the lane
+            known = entries[0]
+        course = Course(lane, known, self._raises, self._occupants.rank_of, self._is_joiner)
+        for decision in later:
+            if decision.epoch > known.epoch:
+                course.add(decision)
         return course.claimed(course.first_seq - 1)
+
+    def enter_as(self, slot: int) -> None:
+        """Say that this process is in the job as `slot`, and asks to be taken into the lane."""
+        self._entry_slot = slot
+
+    def is_entry(self, decision: Decision) -> bool:
+        """Return whether a decision takes this process, which has asked for it, into the lane."""
+        entry = self._occupants.lane, self._entry_slot, decision.epoch
+        return any((part.lane, part.slot, part.since) == entry for part in decision.parts)
+
+    def begin_with(self, decision: Decision) -> None:
+        """Forget the decisions up to that which has taken this process in."""
+        with self._lock:
+            while self.decisions and self.decisions[0].epoch <= decision.epoch:
+                self.decisions.popleft()
 
     def thaw(self) -> None:
         """Go on."""
@@ -121,6 +148,9 @@ class LaneHooks:
 
     def decided(self, decision: Decision) -> None:
         """Take note of a view; whoever drives the group looks at it."""
+        lane = self._occupants.lane
+        if any(part.lane == lane and part.since == decision.epoch for part in decision.parts):
+            self.offers[decision.epoch] = parse_offers(self._runtime.told(lane))  # now: who dies takes its board along
         with self._lock:
             self.decisions.append(decision)
             if self._engine is not None:
@@ -143,8 +173,14 @@ class LaneHooks:
     @property
     def eviction(self) -> EvictedError | None:
         """The error of a process that was voted out, for good; else None."""
-        error = self._runtime.error
+        error = self._put_out or self._runtime.error
         return error if isinstance(error, EvictedError) else None
+
+    def put_out(self, error: EvictedError) -> None:
+        """Calls of this lane end with `error` from now on: this process has no part in it. The lock is held."""
+        assert self._engine is not None, "attach comes first"
+        self._put_out = error
+        self._engine.raise_flag(TROUBLED)
 
     def await_quorum(self) -> None:
         """Give the agent a moment for news, so that repeated calls without a quorum do not spin. Without the lock."""
@@ -158,7 +194,7 @@ class LaneHooks:
     def raise_trouble(self) -> None:
         """Raise why calls cannot end well, if that is still so."""
         assert self._engine is not None, "attach comes first"
-        error: Exception | None = self._runtime.error
+        error: Exception | None = self._put_out or self._runtime.error
         if error is None and not isinstance(self._error, PeerError):
             error = self._error  # the agent has failed; a lack of quorum ends with the next decision
         if error is not None:

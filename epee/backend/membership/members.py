@@ -11,6 +11,7 @@ Who writes, who reads: nothing here is shared with other processes; narrowing me
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 
@@ -68,6 +69,20 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | 
     new.peer_words = [new.words[position] for position in new.peers]
     new.cells_free_until = 0  # found out at the first call
     new.forget_views()
+    return new
+
+
+def counting(box: Outboxes, group_size: int) -> Outboxes:
+    """Return the same outboxes for the plan of a call with `group_size` entries in its lists, zeros for absent ranks.
+
+    They must be as many as the highest member needs; where they are fewer the plan's own checks say so.
+    """
+    if box.num_ranks == box.group_size == group_size:
+        return box
+    new = copy.copy(box)
+    new.group_size = max(group_size, 1 + box.members[-1])
+    new.num_roots = box.group_size
+    new.zeroes = True
     return new
 
 
@@ -145,7 +160,7 @@ def position_of(box: Outboxes, rank: int, name: str) -> int:
     Raises:
         RankFailedError: it has been left out of the view.
     """
-    if len(box.members) == box.group_size:
+    if len(box.members) == box.group_size and rank < box.group_size:
         return rank
     if rank not in box.members:
         raise RankFailedError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -57,29 +57,55 @@ class Sizes:
 
 
 class Mask:
-    """1 for each rank that takes part in the next call, else 0; the user's tensor shows what it has room for.
+    """1 for each rank that takes part in the next call, else 0; and the tensor that shows it to the program.
 
     Attributes:
         limit: the length of the user's tensor, or what it would be.
+        span: 1 + the highest rank with a 1 in what the program is shown.
+        keeps_lost: what the program is shown keeps the 1 of a lost rank until the program puts it out (`put_out`).
     """
 
-    def __init__(self, limit: int, members: Collection[int], shown: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, limit: int, members: Collection[int], shown: torch.Tensor | None = None, keeps_lost: bool = False
+    ) -> None:
         """`shown`: the user's int32 tensor `[limit]`, on any device; all of it is written."""
         self.limit = limit
+        self.keeps_lost = keeps_lost
         self._words = array("i", [int(rank in members) for rank in range(MAX_RANKS)])
+        self._program = array("i", self._words)
+        self.span = _span(self._program)
+        self._live = torch.frombuffer(self._program, dtype=torch.int32)
         self._shown = shown
         # Not by torch on the CPU: the background thread writes, too, and inside torch it would end a process at exit.
         self._host = shown.numpy().data if shown is not None and shown.is_cpu else None
         if shown is not None:
-            shown.copy_(torch.tensor(self.first(limit), dtype=torch.int32, device="cpu"))
+            shown.copy_(self._live[:limit])
 
     def __getitem__(self, rank: int) -> int:
         return self._words[rank]
 
     def __setitem__(self, rank: int, value: int) -> None:
+        self.put(rank, value)
+
+    def put(self, rank: int, value: int, is_asked: bool = False) -> None:
+        """Note whether a rank takes part; `is_asked`: the program has asked for that, so it is no loss."""
         if self._words[rank] == value:
             return  # nothing of the user's is touched without need
+        if value or is_asked or not self.keeps_lost:
+            self._show(rank, value)
         self._words[rank] = value
+
+    def put_out(self, ranks: Iterable[int]) -> None:
+        """Show no more those of `ranks` that do not take part: the program has taken note of their loss."""
+        for rank in ranks:
+            if not self._words[rank]:
+                self._show(rank, 0)
+
+    def _show(self, rank: int, value: int) -> None:
+        if self._program[rank] == value:
+            return
+        self._program[rank] = value
+        self.span = _span(self._program)
         if rank >= self.limit:
             return
         if self._host is not None:
@@ -94,3 +120,20 @@ class Mask:
     def first(self, num_ranks: int) -> list[int]:
         """Return the values of the first `num_ranks` ranks."""
         return self._words[:num_ranks].tolist()
+
+    def kept(self) -> set[int]:
+        """Return the lost ranks that the program is still shown as if they took part."""
+        return {rank for rank, value in enumerate(self._words) if not value and self._program[rank]}
+
+    def live(self, num_ranks: int) -> torch.Tensor:
+        """Return the int32 tensor that shows the program at least `num_ranks` ranks, and goes on doing so.
+
+        It is the user's, if that is long enough.
+        """
+        if self._shown is not None and num_ranks <= self.limit:
+            return self._shown
+        return self._live[: max(num_ranks, self.limit)]
+
+
+def _span(words: array[int]) -> int:
+    return max((1 + rank for rank, value in enumerate(words) if value), default=0)

@@ -32,6 +32,20 @@ def get_ep_buffer_size_hint(
     return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
 
+class MooncakeBackendOptions(pg.MooncakeBackendOptions):  # type: ignore[no-redef]
+    """As that of `pg`, but who joins does so in `init_process_group`, which returns when a member has taken it in.
+
+    So it was when these names were in `mooncake.ep` alone; `join_group` finds nothing to do then.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.joins_later = False
+
+
+_NATIVE = {"rank", "num_ranks", "buffer_size", "device_name"}
+
+
 class Buffer:
     """Mooncake's buffer for expert-parallel calls, on the ranks of one host.
 
@@ -42,16 +56,21 @@ class Buffer:
         disable_p2p: must be False: ranks reach each other's memory, or not at all.
 
     Raises:
-        UnsupportedError: the C++ form `(rank, num_ranks, num_ep_buffer_bytes, device_name)`, or `disable_p2p`.
+        UnsupportedError: the native form `(rank, num_ranks, buffer_size, device_name)`, or `disable_p2p`.
     """
+
+    def __new__(cls, group: Any = None, *args: Any, **kwargs: Any) -> Buffer:
+        """Refuse the native form, whose arguments are others than those of the class in Python."""
+        if isinstance(group, int) or _NATIVE & kwargs.keys():
+            raise UnsupportedError(
+                "Buffer(rank, num_ranks, buffer_size, device_name) needs an RDMA device; give a process group: "
+                "Buffer(group, num_ep_buffer_bytes)"
+            )
+        return super().__new__(cls)
 
     def __init__(
         self, group: dist.ProcessGroup | None, num_ep_buffer_bytes: int = 0, disable_p2p: bool = False
     ) -> None:
-        if isinstance(group, int):
-            raise UnsupportedError(
-                "Buffer(rank, num_ranks, num_ep_buffer_bytes, device_name) needs an RDMA device; give a process group"
-            )
         if disable_p2p:
             raise UnsupportedError("disable_p2p=True leaves only RDMA, which does not exist here; leave it out")
         self.group = group_of(group)

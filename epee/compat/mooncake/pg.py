@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...backend import BackendOptions, create, preferred_device, register, set_device_filter, set_host_ip
-from ...errors import InvalidArgument, PeerError
+from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, UnsupportedError
 from .responses import (
     ProposalStatus,
     ProposeViewUpdateResponse,
@@ -92,6 +92,8 @@ class MooncakeBackendOptions(BackendOptions):
         if self_sync and not self_deactivate:
             raise InvalidArgument("auto_sync_on_failure=True needs auto_deactivate_on_failure=True; set both")
         super().__init__(fault_mode="mask", **fields)
+        self.reports_losses = self.joins_later = self.counts_present = True
+        self.keeps_lost = not self_deactivate
         self.auto_deactivate_on_failure = bool(self_deactivate)
         self.auto_sync_on_failure = bool(self_sync)
 
@@ -142,10 +144,14 @@ def get_peer_state(backend: Any, ranks: Sequence[int]) -> list[bool]:
 
 
 def get_active_ranks(backend: Any) -> torch.Tensor:
-    """Return the int32 mask: 1 = takes part. As long as the group is, or `max_group_size` if that is more."""
-    mask: torch.Tensor = backend.active_ranks()
-    num_more = max(0, (backend.options.max_group_size or 0) - len(mask))
-    return torch.cat([mask, torch.zeros(num_more, dtype=torch.int32, device="cpu")])
+    """Return the int32 mask that the group keeps up to date: 1 = takes part, or is lost and not put out by the program.
+
+    That is `active_ranks` of the options where it is long enough: it has as many elements as the group has ranks, or
+    `max_group_size` if that is more. With `auto_deactivate_on_failure=False` a lost rank keeps its 1 until
+    `deactivate_ranks` names it.
+    """
+    mask: torch.Tensor = backend.shown_ranks()
+    return mask
 
 
 def get_num_synced_ranks(backend: Any) -> int:
@@ -191,18 +197,35 @@ recover_ranks = activate_ranks
 
 
 def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
-    """Ask for these ranks not to take part; only those that are lost already can be left out."""
-    there = _active(backend)
-    active = [rank for rank in _checked(ranks) if rank in there]
-    if active:
-        return _reject(backend, f"rank {active[0]} is active: it cannot be put out in this version")
+    """Have these ranks take part no more, healthy ones too; they come back by `join_group` and `activate_ranks`.
+
+    One member suffices, all may call it, also the ranks that go. With `auto_deactivate_on_failure=False` all call it
+    for a rank that is lost: each takes note for itself.
+    """
+    active = _active(backend)
+    going = [rank for rank in _checked(ranks) if rank in active]
+    if going and _is_over_hosts(backend):
+        return _reject(backend, f"rank {going[0]} is active, and a group over several hosts puts nobody out yet")
+    if going:
+        try:
+            backend.put_out(going)
+        except (CommTimeoutError, InvalidState, UnsupportedError) as exc:
+            return _reject(backend, str(exc))
+    backend.put_out_lost(ranks)
     return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
 
 
 def join_group(backend: Any) -> None:
-    """Return when this process takes part; a healthy member does already."""
-    if not bool(backend.active_ranks()[backend.rank()]):
-        raise InvalidArgument("this process is not a member; start it again with is_extension=True")
+    """Come into the running group, and return when a member has taken this process in; members return at once.
+
+    For a process that was started with `is_extension=True`, which works alone until then, or that was put out. Groups
+    are joined one after the other, the default group first, on all ranks in the same order.
+
+    Raises:
+        CommTimeoutError: nobody has called `activate_ranks` for it in time.
+        InvalidState: there is no group that could be joined.
+    """
+    backend.join()
 
 
 def extend_group_size_to(backend: Any, size: int) -> None:
@@ -248,7 +271,15 @@ def get_local_success(work: Any) -> bool:
         work.wait()
     except RuntimeError:
         return False
-    return True
+    return work.exception() is None and not _failed(work)
+
+
+def _failed(work: Any) -> set[int]:
+    """Return the ranks that a call has lost, or that had no part in it though the program counts on them."""
+    if not hasattr(work, "lost_ranks"):
+        return set()  # it has ended before it returned
+    lost: set[int] = work.lost_ranks()
+    return lost if work.exception() is not None else lost | (work.engine.mask.kept() - work.contributors())
 
 
 def get_failed_ranks_hint(work: Any) -> torch.Tensor:
@@ -257,10 +288,12 @@ def get_failed_ranks_hint(work: Any) -> torch.Tensor:
     It is as long as the group is, or `max_group_size` if that is more.
     """
     get_local_success(work)
-    failed = getattr(work.exception(), "ranks", ())
-    engine = work.engine
-    hint = torch.zeros(max(engine.mask.limit, engine.members.group_size), dtype=torch.int32, device="cpu")
-    hint[list(failed)] = 1
+    failed = _failed(work)
+    engine = getattr(work, "engine", None)
+    hint = torch.zeros(
+        0 if engine is None else engine.mask.live(work.num_ranks).numel(), dtype=torch.int32, device="cpu"
+    )
+    hint[sorted(failed)] = 1
     return hint
 
 
@@ -298,9 +331,17 @@ def _create(dist_opts: Any, options: Any) -> Any:
     group = create(dist_opts, options, lambda: MooncakeBackendOptions(dist_opts.group_size))
     if not group.options.op_timeout_s:
         group.set_timeout(timedelta(microseconds=_timeouts_us["collective"]))
+    group.getPreferredHca = get_preferred_hca
     return group
 
 
-for _name in ("mooncake", "mooncake-cpu"):
-    if dist.is_available():
-        register(_name, _create)
+def _create_for_gpus(dist_opts: Any, options: Any) -> Any:
+    """Make a group whose barriers wait for the current stream, as its collectives do."""
+    group = _create(dist_opts, options)
+    group.waits_for_streams = True
+    return group
+
+
+if dist.is_available():
+    register("mooncake", _create_for_gpus)
+    register("mooncake-cpu", _create)

@@ -1,6 +1,7 @@
 """A process's board: memory that it alone writes and the others can read, also after its death.
 
-    words: version of the state | decided epoch, has left | turns of the agent thread | one row per lane
+    words: version of the state | decided epoch, has left | turns of the agent thread | one row per lane | what each
+           lane tells of itself
     two copies of the state: length, checksum, bytes
 
 Who writes: the agent thread writes the state, the epoch and its turns; the thread that runs a lane's calls writes the
@@ -11,7 +12,7 @@ What orders them: a state goes into the copy that is not shown, then the version
 which copy is shown (stores stay in order on x86-64, see `memory/host.py`). A crash between two stores leaves the old
 state; a crash within a copy touches only what nobody reads. The checksum is there for what a stray store of a broken
 process may do; a reader who meets a writer at work looks again. Rows are for people: they are checked for range, not
-for tearing.
+for tearing. What a lane tells is opaque here; its length is written last.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ from ..transport.wire import (
 
 MAX_ROWS = 56  # lanes beyond these work, but no hang report shows them
 _WORDS_PER_LINE = 8
-_MAGIC = int.from_bytes(b"epeebrd2", "little")
+_MAGIC = int.from_bytes(b"epeebrd3", "little")
 _MAGIC_WORD, _VERSION = 0, 1
 _EPOCH, _LEFT = 8, 9  # a line of their own: engines sleep on the first
 _TURNS = 16
 _BLOB = 24  # whoever finds the memfd without knowing the blob reads it here
 _ROWS = 64
-NUM_WORDS = _ROWS + MAX_ROWS * _WORDS_PER_LINE
+_TOLD = _ROWS + MAX_ROWS * _WORDS_PER_LINE
+_TOLD_WORDS = 16  # of a lane: how many bytes, then these
+MAX_TOLD_BYTES = 8 * (_TOLD_WORDS - 1)
+NUM_WORDS = _TOLD + MAX_ROWS * _TOLD_WORDS
 _COPIES = 8 * NUM_WORDS
 _HEAD = struct.Struct("<Q16s")
 _COPY_BYTES = _HEAD.size + MAX_STATE_BYTES
@@ -80,9 +84,12 @@ class Row(NamedTuple):
 class LaneRow:
     """How an engine says what it is doing; one thread at a time. A call costs a fraction of a microsecond."""
 
-    def __init__(self, line: memoryview, lane: int) -> None:
+    def __init__(self, line: memoryview, lane: int, told: memoryview | None = None) -> None:
+        """`told`: the lane's place for what it tells; None: nobody reads it."""
         self._line, self._lane = line, lane
+        self._told = memoryview(bytearray(8 * _TOLD_WORDS)) if told is None else told
         self._progress = 0
+        self.tell(b"")
         self.idle()
 
     def show(self, op: bytes, seq: int, epoch: int, waits_for: int = 0) -> None:
@@ -95,8 +102,15 @@ class LaneRow:
         """Show that no call runs."""
         self.show(b"", 0, 0)
 
+    def tell(self, data: bytes) -> None:
+        """Let the others read these bytes about this process's part in the lane, at most `MAX_TOLD_BYTES`."""
+        self._told[:8] = bytes(8)
+        self._told[8 : 8 + len(data)] = data
+        self._told[:8] = len(data).to_bytes(8, "little")
+
     def clear(self) -> None:
         """Give the row back."""
+        self._told[:8] = bytes(8)
         _ROW.pack_into(self._line, 0, 0, b"", 0, 0, 0, 0, 0)
 
 
@@ -150,7 +164,8 @@ class Board:
         for number in range(MAX_ROWS):
             at = _ROWS + number * _WORDS_PER_LINE
             if self._words[at] == 0:
-                return LaneRow(self._words[at : at + _WORDS_PER_LINE].cast("B"), lane)
+                line, place = self._words[at : at + _WORDS_PER_LINE], _TOLD + number * _TOLD_WORDS
+                return LaneRow(line.cast("B"), lane, self._words[place : place + _TOLD_WORDS].cast("B"))
         return LaneRow(memoryview(bytearray(_ROW.size)), lane)
 
     def close(self) -> None:
@@ -239,6 +254,15 @@ class BoardView:
                 text = "".join(letter if letter.isprintable() else "?" for letter in name.decode())
                 rows.append(Row(lane - 1, text, seq, epoch, slots, since_ns / 1e9, progress))
         return rows
+
+    def told(self, lane: int) -> bytes:
+        """Return what its owner tells of its part in a lane; nothing if it has none."""
+        for number in range(MAX_ROWS):
+            if self._words[_ROWS + number * _WORDS_PER_LINE] == lane + 1:
+                place = _TOLD + number * _TOLD_WORDS
+                data = bytes(self._words[place : place + _TOLD_WORDS])
+                return data[8 : 8 + min(int.from_bytes(data[:8], "little"), MAX_TOLD_BYTES)]
+        return b""
 
     def close(self) -> None:
         """Drop the mapping; idempotent."""

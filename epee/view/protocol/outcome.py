@@ -30,7 +30,7 @@ has not issued the call yet, finds the same: survivors agree without another mes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from .decision import parts_of
@@ -102,12 +102,12 @@ class Course:
         lane: id of the lane.
         view: the view in which this process begins in the lane: the first one, or the one that took it in.
         raises: mode "raise"; else "mask".
-        slots: the slots that belong to the lane; None for all.
+        slots: the slots that belong to the lane, which may become more; None for all.
         joined: this process came in with `view`.
     """
 
     def __init__(
-        self, lane: int, view: Decision, raises: bool, slots: frozenset[int] | None = None, joined: bool = False
+        self, lane: int, view: Decision, raises: bool, slots: Container[int] | None = None, joined: bool = False
     ) -> None:
         self.lane = lane
         self.raises = raises
@@ -246,16 +246,26 @@ class Course:
     def passes(self, seq: int, epoch: int) -> bool:
         """Return whether call `seq` runs in `epoch` or later and has not failed on the way, whatever the words say.
 
-        It is so when every turn up to `epoch` hits it for what is known of the calls issued, and none fails it.
+        It is so when every turn up to `epoch` hits it for what is known of the calls issued, and none fails it; in mode
+        "mask" also where it is beyond the cut of somebody who had a part in it.
         """
+        before = self.base
         for turn in self.turns:
             if turn.epoch > epoch:
                 return True
             if turn.cap is None or seq <= turn.cap:
+                if self.raises or seq == turn.among or not self._is_cut(seq, before, turn):
+                    return False
+            elif self.raises and turn.removed and seq <= max(turn.last, turn.cap + 1):
                 return False
-            if self.raises and turn.removed and seq <= max(turn.last, turn.cap + 1):
-                return False
+            before = turn.epoch
         return True
+
+    def _is_cut(self, seq: int, epoch: int, turn: EpochChange) -> bool:
+        """Return whether somebody who takes part in a call of `epoch` is removed by `turn` with a cut below it."""
+        members = self._members.get(epoch, {})
+        parts = ((members.get(slot, (0, 0)), incarnation, cut) for slot, incarnation, cut in turn.removed)
+        return any(part[0] == incarnation and part[1] <= seq and cut < seq for part, incarnation, cut in parts)
 
     def may_publish(self, seq: int, epoch: int, oldest_seq: int, oldest_epoch: int) -> bool:
         """Return whether a call may be published while an earlier one, the oldest that has not ended, is pending."""

@@ -5,9 +5,10 @@ calls `_allgather_base`, `_reduce_scatter_base`, `alltoall_base` and the `*_into
 `all_gather_single` and its kin; both sets are here, one implementation each. Every method returns a Work, never None:
 a C++ caller would crash on it.
 
-Device dispatch is in one place: `tensors.carrier_of` raises `NeedsStaging` for a tensor on a GPU, and the call is then
-run on copies of its tensors in host memory (`staging.py`). Calls on CPU tensors pay nothing for that. A call whose
-arguments are refused raises `InvalidArgument` here, and the peers of a collective are told (`refusal.py`).
+Device dispatch is in one place (`refusal.py`): a collective on a GPU's tensors is made there (`device/calls.py`). What
+is not made there, and any other call for which `tensors.carrier_of` raises `NeedsStaging`, is run on copies of its
+tensors in host memory (`staging.py`). Calls on CPU tensors pay next to nothing for that. A call whose arguments are
+refused raises `InvalidArgument` here, and the peers of a collective are told (`refusal.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from .collectives import arguments as calls
 from .collectives.plan import Make, Plan
 from .collectives.signature import DTYPE_CODE, OP_CODE
 from .collectives.signature import pack as pack_signature
+from .device.calls import DeviceCalls
+from .device.calls import make as make_device_calls
 from .engine.engine import Engine
 from .membership.members import counting
 from .membership.sizes import Mask
@@ -86,6 +89,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._group_name = ""
         self._group_desc = ""
         self._place: Place | None = None
+        self._on_device: DeviceCalls | None = None
         self._held: Any = None  # the job, where this group has no engine in it
         is_extension = getattr(options, "is_extension", False)
         if is_extension or (own_job() is None and is_newcomer(self._store, rank, num_ranks)):
@@ -115,6 +119,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         weakref.finalize(self, self._engine.close)
         self._counts_present = self.options.counts_present
         self._staging = Staging(self._engine)
+        if self._on_device is not None:
+            self._on_device.close(False)
+        self._on_device = make_device_calls(self._engine, self._rank, self._num_ranks, self.options)
+        if self._on_device is not None:
+            weakref.finalize(self, self._on_device.close, False)
         self._view = ViewCalls(self._engine, self._rank)
 
     # ---- what torch asks about a group
@@ -637,12 +646,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group; waiters in other threads get `AbortedError`. Idempotent."""
+        if self._on_device is not None:
+            self._on_device.close(False)
         self._engine.close()
         self._let_go()
         _alive.discard(self)
 
     def abort(self) -> None:
         """Like `shutdown`, and tells the peers that it was not planned. Idempotent."""
+        if self._on_device is not None:
+            self._on_device.close(True)
         self._engine.close(aborted=True)
         self._let_go()
         _alive.discard(self)

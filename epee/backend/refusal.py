@@ -1,8 +1,9 @@
 """What becomes of a collective whose arguments are refused, or whose tensors lie on a GPU.
 
 A call that is refused here raises its error, and its sequence number is used up all the same: the peers get a
-`MismatchError` with the reason, so nobody waits for a call that does not come. A call on tensors of a GPU is run again
-on copies of them (`staging.py`); calls on CPU tensors pay nothing for that. A profiler sees each call as a range.
+`MismatchError` with the reason, so nobody waits for a call that does not come. A call on tensors of a GPU is made
+there (`device/calls.py`), or run again on copies of them (`staging.py`); calls on CPU tensors pay nothing for that. A
+profiler sees each call as a range.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..errors import EpeeError, InvalidArgument, PeerError, RankFailedError, UnsupportedError
 from ..profiling import is_profiling, range_of
+from .device.calls import NOT_SERVED, DeviceCalls, is_on_gpu
 from .engine.engine import Engine
 from .membership.judge import LOSS
 from .staging import Staging
@@ -27,6 +29,7 @@ class HasCollectives(Protocol):
 
     _engine: Engine
     _staging: Staging
+    _on_device: DeviceCalls | None
 
 
 def collective(name: str) -> Callable[[_Method], _Method]:
@@ -46,6 +49,10 @@ def collective(name: str) -> Callable[[_Method], _Method]:
         def call(self: HasCollectives, *args: Any, **kwargs: Any) -> Any:
             """Call it."""
             seq = self._engine.seq
+            if self._on_device is not None and is_on_gpu(args):
+                done = self._on_device.run(method.__name__, args, kwargs)
+                if done is not NOT_SERVED:
+                    return done
             try:
                 return method(self, *args, **kwargs)
             except NeedsStaging:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ..ep.gpu.params import NUM_REPORTS
 from ..errors import InvalidArgument
 from ..jit.params import constants_source, offsets_source, struct_source
 from ..memory.layout import Field, Layout
@@ -23,15 +25,25 @@ MAX_RANKS = 8
 MAX_BLOCKS = 1024  # of one kernel; each has a copy of the call's number
 MAX_LANES = 176
 NUM_STAGES = 2
-NUM_REPORTS = 8
-NEWS_WORDS = 3  # in host memory: abort, dead ranks, and the word of kernels that wait (`csrc/common/wait.cuh`)
-REPORT_WORDS = 8
+NUM_REMEMBERED = 4  # calls whose words are apart
+FACTS_BITS = 24  # below a call's number in `joined`
 TILE_BYTES, TILE_PACKET_BYTES = 1536, 2048  # what a warp sends at once, and how long that is in packets
 EXCHANGE_THREADS, TWO_SHOT_THREADS = 256, 256
+SENDER, OWNER, COLLECTOR = 1, 2, 4  # roles of a rank in a pipeline
 
 _PTR, _WORD, _INT, _LONG = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64
 
-OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+OPS = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+)
 OP_NUMBERS = {name: number for number, name in enumerate(OPS, 1)}
 # In the order of `Element` and `Reduction` in `collective/elements.cuh`; the first element is bytes, only moved.
 ELEMENTS: dict[torch.dtype | None, int] = {
@@ -44,8 +56,9 @@ ELEMENTS: dict[torch.dtype | None, int] = {
     torch.uint8: 6,
     torch.int32: 7,
     torch.int64: 8,
+    torch.int16: 9,
 }
-REDUCTIONS = {name: number for number, name in enumerate(("sum", "product", "min", "max", "and", "or", "xor"))}
+REDUCTIONS = {name: number for number, name in enumerate(("sum", "product", "min", "max", "and", "or", "xor", "avg"))}
 
 
 def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
@@ -56,69 +69,59 @@ class CollectiveCall(ctypes.Structure):
     """What every kernel gets first.
 
     `own`: this rank's region; `report`, `abort`: pinned host memory (`abort` as in `common/wait.cuh`);
-    `packets_offset`, `chunks_offset`: where payload lies in a region; `packets_stride`: bytes of packets of a rank;
-    `timeout_ns`: of one wait; `rank`, `op`: who runs what, for reports.
+    `packets_offset`, `chunks_offset`: where payload lies in a region; `packets_stride`: bytes of packets of a rank.
+
+    From `timeout_ns` on a call's own: that of one wait; `facts`: what all ranks must agree on, above the 40 bits of a
+    number of bytes; `in_bytes`, `out_bytes`: what goes to each rank, and comes from it; `sources`, `takers`: a bit for
+    each rank that sends, and receives, if it takes part; `root`: without whom there is no call, or -1; `op`: for
+    reports.
     """
 
     _fields_ = (
         *_fields(_PTR, "own report abort"),
-        *_fields(_WORD, "packets_offset packets_stride chunks_offset timeout_ns"),
-        *_fields(_INT, "rank op"),
+        *_fields(_WORD, "packets_offset packets_stride chunks_offset"),
+        *_fields(_INT, "rank unused"),
+        *_fields(_WORD, "timeout_ns facts"),
+        ("in_bytes", _LONG * MAX_RANKS),
+        ("out_bytes", _LONG * MAX_RANKS),
+        *_fields(_INT, "sources takers root op"),
     )
 
 
-class ExchangeParams(ctypes.Structure):
-    """Arguments of `collective_exchange_*` and `collective_barrier`.
+class CollectiveParams(ctypes.Structure):
+    """Arguments of every kernel.
 
-    `num_bytes`: of a row; `in_stride`: from the row for one rank to the next one's, 0 where all get the same;
-    `out_stride`: likewise between placed rows; `root`: the only source, or -1.
+    `inputs`: the row for each rank; `outputs`: where the row of each rank goes, of a reduction this rank's own is the
+    one; `num_bytes`: of a row, where all are as long. Pipelines: `has_gather`: two crossings, the row is cut into
+    shares; `num_lanes` lanes, `num_slots` slots for each rank in each lane, `slot_bytes` apart, and chunks of
+    `chunk_vecs` vectors of 16 bytes; `roles`: what this rank does (`SENDER` ...).
     """
 
     _fields_ = (
         ("call", CollectiveCall),
-        *_fields(_PTR, "in out"),
-        *_fields(_LONG, "num_bytes in_stride out_stride"),
-        *_fields(_INT, "root unused"),
+        ("inputs", _PTR * MAX_RANKS),
+        ("outputs", _PTR * MAX_RANKS),
+        *_fields(_LONG, "num_bytes slot_bytes"),
+        *_fields(_INT, "num_lanes num_slots chunk_vecs has_gather roles unused"),
     )
 
 
-class TwoShotParams(ctypes.Structure):
-    """Arguments of `collective_two_shot`; `num_bytes`: of the whole row."""
-
-    _fields_ = (
-        ("call", CollectiveCall),
-        *_fields(_PTR, "in out"),
-        ("num_bytes", _LONG),
-        *_fields(_INT, "root unused"),
-    )
-
-
-class PipelineParams(ctypes.Structure):
-    """Arguments of `collective_pipeline_*`; as those of the exchange, or of two shots with `has_gather`.
-
-    `num_lanes` lanes, `num_slots` slots for each rank in each lane, `slot_bytes` apart, and chunks of `chunk_vecs`
-    vectors of 16 bytes.
-    """
-
-    _fields_ = (
-        ("call", CollectiveCall),
-        *_fields(_PTR, "in out"),
-        *_fields(_LONG, "num_bytes in_stride out_stride slot_bytes"),
-        *_fields(_INT, "root has_gather num_lanes num_slots chunk_vecs unused"),
-    )
-
+# How a call's own arguments are written, all at once: from `timeout_ns` to the end.
+CALL_FORM = struct.Struct(f"=QQ{MAX_RANKS}q{MAX_RANKS}q4i{MAX_RANKS}Q{MAX_RANKS}Qqq6i")
+CALL_OFFSET = CollectiveCall.timeout_ns.offset
+assert CALL_OFFSET + CALL_FORM.size == ctypes.sizeof(CollectiveParams)
 
 # Kernel file -> its entry points and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
     "kernels/collective/exchange.cuh": {
-        "collective_exchange_reduced": ExchangeParams,
-        "collective_exchange_placed": ExchangeParams,
-        "collective_barrier": ExchangeParams,
+        "collective_exchange_reduced": CollectiveParams,
+        "collective_exchange_placed": CollectiveParams,
+        "collective_barrier": CollectiveParams,
     },
-    "kernels/collective/two_shot.cuh": {"collective_two_shot": TwoShotParams},
+    "kernels/collective/two_shot.cuh": {"collective_two_shot": CollectiveParams},
     "kernels/collective/pipeline.cuh": {
-        "collective_pipeline_reduced": PipelineParams,
-        "collective_pipeline_placed": PipelineParams,
+        "collective_pipeline_reduced": CollectiveParams,
+        "collective_pipeline_placed": CollectiveParams,
     },
 }
 
@@ -176,7 +179,9 @@ class CollectiveConfig:
 
 _U64 = torch.int64
 CONTROL_FIELDS = (
-    Field("joined", _U64, (MAX_RANKS,), 128),
+    Field("joined", _U64, (NUM_REMEMBERED, MAX_RANKS), 128),
+    Field("gone", _U64, (MAX_RANKS,), 128),
+    Field("expected", _U64, (NUM_REMEMBERED, MAX_RANKS), 128),
     Field("flags", _U64, (NUM_STAGES, MAX_LANES, MAX_RANKS), 128),
     Field("credits", _U64, (NUM_STAGES, MAX_LANES, MAX_RANKS), 128),
     Field("peers", _U64, (MAX_RANKS,), 128),
@@ -222,7 +227,7 @@ def kernel_head(
         "kPipelineBlocks": pipeline[1],
         "kStallOneIn": stall_one_in,
     }
-    structs = (CollectiveCall, ExchangeParams, TwoShotParams, PipelineParams)
+    structs = (CollectiveCall, CollectiveParams)
     names = [field.name for field in CONTROL_FIELDS]
     return "".join(
         [

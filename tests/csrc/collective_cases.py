@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
-from epee.collectives.machine import CollectivePlan, Collectives
+from epee.collectives import moves
+from epee.collectives.machine import Collectives
+from epee.collectives.moves import row_of, rows_of
 from epee.collectives.params import CollectiveConfig
+from epee.collectives.plan import CollectivePlan
+from epee.collectives.report import error_of
 from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
 
 # Small enough that a few kilobytes are "large": several chunks for each of two lanes, slots used many times over.
 SMALL = {"packet_bytes": 8 << 10, "num_lanes": 2, "num_slots": 2, "chunk_bytes": 1024}
 PLAN = CollectivePlan(
     one_shot_bytes=2 << 10, two_shot_bytes=8 << 10, exchange_bytes=2 << 10, max_blocks=3, chunk_bytes=1024,
-    min_chunks=1, pipeline=(96, 1),
+    min_chunks=1, pipeline=(96, 1), width=4,
 )  # fmt: skip
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 FULL = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # what halves are reduced in
@@ -41,9 +45,24 @@ def make(platform: Any, rank: int, num_ranks: int, calls: Sequence[Call], stall_
     """The machine of a rank with the kernels that `calls` need."""
     kinds = sorted({(call.dtype, call.reduction) for call in calls if "reduce" in call.op}, key=str)
     config = CollectiveConfig(rank, num_ranks, **SMALL)
-    machine = Collectives(platform, config, all_gather_bytes, kinds, PLAN, stall_one_in)
+    machine = Collectives(platform, config, kinds, PLAN, stall_one_in)
+    start(machine)
     machine.timeout_s = 60.0
     return machine
+
+
+def start(machine: Collectives, number: int = 0, members: Sequence[int] | None = None) -> None:
+    """What hosts do when they meet."""
+    blobs = dict(enumerate(all_gather_bytes(machine.blob)))
+    machine.admit(blobs)
+    machine.begin(list(blobs) if members is None else members, number)
+    all_gather_bytes(b"begun")
+
+
+def check(machine: Collectives) -> None:
+    """Raise what kernels have reported."""
+    for report in machine.reports():
+        raise error_of(report, machine.config.rank)
 
 
 def values(call: Call, rank: int, count: int) -> torch.Tensor:
@@ -66,11 +85,14 @@ def reduced(rows: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
         "and": torch.bitwise_and,
         "or": torch.bitwise_or,
         "xor": torch.bitwise_xor,
+        "avg": torch.add,
     }[reduction]
     full = FULL.get(rows[0].dtype, rows[0].dtype)
     total = rows[0].to(full)
     for row in rows[1:]:
         total = op(total, row.to(full))
+    if reduction == "avg":
+        total = total / len(rows)
     return total.to(rows[0].dtype)
 
 
@@ -89,39 +111,85 @@ def place(call: Call, device: torch.device, x: torch.Tensor) -> torch.Tensor:
     return room[call.shift : call.shift + x.numel()].copy_(x)
 
 
+def move_of(call: Call, rank: int, num_ranks: int, x: torch.Tensor, out: torch.Tensor) -> moves.Move:
+    """The move of a rank."""
+    one, to, root = row_of(x), row_of(out), call.root
+    kind = call.dtype, call.reduction
+    has_rows = call.op != "gather" or rank == root
+    return {
+        "all_reduce": lambda: moves.all_reduce(num_ranks, one, to, kind),
+        "reduce": lambda: moves.reduce(num_ranks, rank, one, to, kind, root),
+        "broadcast": lambda: moves.broadcast(num_ranks, rank, one, root, call.dtype),
+        "reduce_scatter": lambda: moves.reduce_scatter(rows_of(x, num_ranks), to, kind),
+        "all_gather": lambda: moves.all_gather(one, rows_of(out, num_ranks), call.dtype),
+        "gather": lambda: moves.gather(
+            num_ranks, rank, one, rows_of(out, num_ranks) if has_rows else [], root, call.dtype
+        ),
+        "scatter": lambda: moves.scatter(
+            num_ranks, rank, to, rows_of(x, num_ranks) if rank == root else [], root, call.dtype
+        ),
+        "all_to_all": lambda: moves.all_to_all(rows_of(x, num_ranks), rows_of(out, num_ranks), call.dtype, True),
+        "uneven": lambda: moves.all_to_all(
+            _cut(x, _sizes(call, rank, num_ranks, True)), _cut(out, _sizes(call, rank, num_ranks, False)), call.dtype,
+            False,
+        ),
+    }[call.op]()  # fmt: skip
+
+
+def _uneven(call: Call, src: int, dst: int) -> int:
+    """Elements that go from one rank to another."""
+    return (call.count * (1 + src + 2 * dst + call.seed)) % (call.count + 3)
+
+
+def _sizes(call: Call, rank: int, num_ranks: int, is_sent: bool) -> list[int]:
+    return [_uneven(call, rank, r) if is_sent else _uneven(call, r, rank) for r in range(num_ranks)]
+
+
+def _cut(tensor: torch.Tensor, sizes: Sequence[int]) -> list[moves.Stretch]:
+    return [row_of(part) for part in tensor.split(list(sizes))]
+
+
 def play(machine: Collectives, call: Call, active: Sequence[int], who: str = "") -> None:
     """Make one call and compare; nothing around the output may have changed."""
     rank, num_ranks, device = machine.config.rank, machine.config.num_ranks, machine.platform.device
-    count = call.count * (num_ranks if call.op in ("reduce_scatter", "all_to_all") else 1)
-    inputs = [values(call, src, count) for src in range(num_ranks)]
-    x, n, mine = place(call, device, inputs[rank]), call.count, slice(call.count * rank, call.count * (rank + 1))
+    n, mine = call.count, slice(call.count * rank, call.count * (rank + 1))
+    counts = [n * (num_ranks if call.op in ("reduce_scatter", "all_to_all", "scatter") else 1)] * num_ranks
+    if call.op == "uneven":
+        counts = [sum(_sizes(call, src, num_ranks, True)) for src in range(num_ranks)]
+    inputs = [values(call, src, counts[src]) for src in range(num_ranks)]
+    x = place(call, device, inputs[rank])
     blank = torch.full((n * num_ranks,), 1, dtype=call.dtype)
-    if call.op in ("all_reduce", "broadcast"):
+    is_taker = call.op not in ("reduce", "gather") or rank == call.root
+    if call.op in ("all_reduce", "broadcast", "reduce"):
         want = inputs[call.root]
-        if call.op == "all_reduce":
+        if call.op != "broadcast":
             want = reduced([inputs[src] for src in active], call.reduction)
         out = x if call.is_in_place or call.op == "broadcast" else place(call, device, blank[:n])
     elif call.op == "reduce_scatter":
         want = reduced([inputs[src][mine] for src in active], call.reduction)
         out = x[mine] if call.is_in_place else place(call, device, blank[:n])
+    elif call.op == "scatter":
+        want = inputs[call.root][mine]
+        out = x[mine] if call.is_in_place and rank == call.root else place(call, device, blank[:n])
+    elif call.op == "uneven":
+        parts = [inputs[src].split(_sizes(call, src, num_ranks, True))[rank] for src in range(num_ranks)]
+        want = torch.cat([row if src in active else row * 0 + 1 for src, row in enumerate(parts)])
+        out = place(call, device, torch.full((want.numel(),), 1, dtype=call.dtype))
     else:
-        rows = [inputs[src] if call.op == "all_gather" else inputs[src][mine] for src in range(num_ranks)]
+        rows = [inputs[src][mine] if call.op == "all_to_all" else inputs[src] for src in range(num_ranks)]
         want = torch.cat([row if src in active else blank[:n] for src, row in enumerate(rows)])
         out = place(call, device, blank)
-        if call.is_in_place and call.op == "all_gather":
+        if call.is_in_place and call.op != "all_to_all" and is_taker:
             x = out[mine].copy_(x)
-    if call.op == "broadcast":
-        machine.broadcast(x, call.root)
-    elif "reduce" in call.op:
-        getattr(machine, call.op)(x, out, call.reduction)
-    else:
-        getattr(machine, call.op)(x, out)
+    if not is_taker:
+        want = out.cpu().clone()
+    machine.run(move_of(call, rank, num_ranks, x, out))
     machine.platform.synchronize()
-    machine.check()
+    check(machine)
     same(out.cpu(), want, f"rank {rank}{who}: {call}")
     if not call.is_in_place:
         same(x.cpu(), want if call.op == "broadcast" else inputs[rank], f"rank {rank}{who}: input of {call}")
-    if not (call.is_in_place and call.op == "reduce_scatter"):
+    if not (call.is_in_place and call.op in ("reduce_scatter", "scatter")):
         around = torch.as_strided(out, (64,), (1,), out.storage_offset() + out.numel()).cpu()
         assert bool((around.view(torch.uint8) == 0xA5).all()), f"rank {rank}: written behind the output of {call}"
 
@@ -132,13 +200,15 @@ def run_calls(rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: in
     for number, call in enumerate(calls):
         play(machine, call, range(num_ranks))
         if number % 5 == 4:
-            machine.barrier()
-            machine.check()
+            machine.run(moves.barrier(num_ranks))
+            check(machine)
     all_gather_bytes(b"done")
     machine.close()
 
 
-OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+OPS = (
+    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "gather", "scatter", "uneven",
+)  # fmt: skip
 
 
 def random_calls(seed: int, how_many: int, num_ranks: int) -> list[Call]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epee.collectives.machine import CollectivePlan
 from epee.collectives.params import EXCHANGE_THREADS, KERNELS, TWO_SHOT_THREADS, kernel_head
+from epee.collectives.plan import CollectivePlan
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
 

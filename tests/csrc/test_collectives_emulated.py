@@ -38,6 +38,11 @@ def test_every_size_has_the_bits_of_torch(op: str, num_ranks: int) -> None:
         (torch.int8, "product"),
         (torch.bfloat16, "max"),
         (torch.int32, "xor"),
+        (torch.int16, "sum"),
+        (torch.int16, "min"),
+        (torch.bfloat16, "avg"),
+        (torch.float32, "avg"),
+        (torch.float64, "avg"),
     ],
 )
 def test_every_dtype_has_the_bits_of_torch(dtype: torch.dtype, reduction: str) -> None:

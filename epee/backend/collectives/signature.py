@@ -31,6 +31,7 @@ OPS: tuple[str, ...] = (
     "rows of a buffer's call",
     "dispatch",
     "combine",
+    "device_meeting",
 )
 OP_CODE = {name: code for code, name in enumerate(OPS)}
 REFUSED = OP_CODE["refused"]

@@ -2,7 +2,8 @@
 //
 // Region of a rank (offsets from the Python `Layout`). Peers write what is marked *; each such word or byte has one
 // writer, named by its index:
-//   joined  *[rank]                       number of the last call that the rank has begun
+//   joined  *[number % 4][rank]           number of a call that the rank has begun << 24 | its facts (below)
+//   gone    *[rank]                       a call that the rank has lost since the ranks met last, else 0
 //   flags   *[stage][lane][rank]          how far the rank has written its chunks (`pipeline.cuh`)
 //   credits *[stage][lane][rank]          how far it has read ours
 //   packets *[parity][stage][rank][bytes] payload of small and middle calls (`packets.cuh`)
@@ -10,6 +11,7 @@
 //   peers, tags, view, news, failed       local: where this GPU sees the regions of all ranks (0: none); the number of
 //                                         the last call; a bit for each rank that takes part; what was seen last in
 //                                         the host's memory (`wait.cuh`); the last call that failed, and was reported
+//   expected [number % 4][rank]           local: the word that `joined` must have when the rank makes the same call
 //
 // Number of a call (tag). All ranks make the same calls in the same order, so all count alike, in device memory: a
 // replayed graph has a new number each time. Each block has a copy of its own in `tags`, which it reads when it begins
@@ -23,6 +25,16 @@
 // That word came with, or in front of, p's part of call n - 1, so as a rule nobody waits for it. Chunks have one home
 // only: there call n writes behind `joined[p] >= n`. Both hold when calls fail, because nobody writes without having
 // seen the word.
+//
+// Facts. 24 bits made of what all ranks must agree on in a call (operation, dtype, reduction, root) and of the bytes
+// that go from the writer of the word to its reader, which both know. So no two different calls are paired: a call that
+// waits for `joined` of its own number compares at once, any other one when it ends, as far as the words have come, and
+// in the next call, in front of which they have. Four words a rank, for four calls: a rank can be two calls ahead.
+//
+// A call that is lost here may have ended well elsewhere, and the ranks may then stand before different steps. So who
+// loses one tells all (`gone`), makes no other, and lets everybody's next call fail, until the hosts have met
+// (`machine.py`), emptied the words and agreed on a number above all. In front of `gone` goes the word of the call,
+// whichever block is first: who finds that a rank has gone finds at the same time whether its call was another one.
 //
 // Everything that decides who takes part is read from memory (tags, peers, view), so a graph replays into the view of
 // its day. The host sets view and peers, and on all ranks alike a tag above all calls made and `joined` to match, while
@@ -42,11 +54,13 @@
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
 
 /// Which wait a report is about; the host has the words for them.
-enum WaitPlace : u64 { kWaitJoined = 1, kWaitPackets, kWaitFlag, kWaitCredit, kWaitBarrier };
+enum WaitPlace : u64 { kWaitJoined = 1, kWaitPackets, kWaitFlag, kWaitCredit, kWaitBarrier, kWaitFacts };
 /// First and second crossing of a payload: from its source, and from who has reduced or relays it.
 enum Stage : int { kScatter = 0, kGather, kNumStages };
 
 constexpr i32 kNeverLost = 0x7FFFFFFF;
+constexpr int kFactsBits = 24;
+constexpr u64 kFactsMask = (1ull << kFactsBits) - 1;
 
 /// A block's view of the call.
 struct Meeting {
@@ -60,12 +74,44 @@ struct Meeting {
 DEVICE u64* own_words(const CollectiveCall& call, u64 offset) { return reinterpret_cast<u64*>(call.own + offset); }
 DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
 
+/// A word of `joined`: call `tag`, in which `bytes` go from its writer to its reader.
+DEVICE u64 word_of(const CollectiveCall& call, u64 tag, i64 bytes) {
+  return tag << kFactsBits | (call.facts + static_cast<u64>(bytes)) * 0x9E3779B97F4A7C15ull >> (64 - kFactsBits);
+}
+DEVICE u64* joined_at(u64 region, u64 tag, int rank) {
+  return reinterpret_cast<u64*>(region + kRegionJoinedOffset) + tag % 4 * kMaxRanks + rank;
+}
+DEVICE u64* expected_at(const CollectiveCall& call, u64 tag, int rank) {
+  return own_words(call, kRegionExpectedOffset) + tag % 4 * kMaxRanks + rank;
+}
+
 /// Tells the host of a failure; the first one of a call wins.
 DEVICE void report_failure(const CollectiveCall& call, u64 tag, const Failure& failure) {
   u64* words = own_words(call, kRegionFailedOffset);
   write_report(words, words + 1, reinterpret_cast<u64*>(call.report), tag,
                static_cast<u64>(call.op) << 32 | failure.code, failure.peer, failure.expected, failure.got,
                failure.where);
+}
+
+/// The word that a rank must have sent for call `of`: this one, `tag`, or the one before.
+DEVICE u64 expected_of(const CollectiveCall& call, u64 tag, u64 of, int rank) {
+  return of == tag ? word_of(call, tag, call.out_bytes[rank]) : ld_relaxed_sys(expected_at(call, of, rank));
+}
+/// Whether the word of a rank for call `of` has come and is of another call than ours.
+DEVICE bool is_other_call(const CollectiveCall& call, u64 tag, u64 of, int rank) {
+  const u64 word = ld_relaxed_sys(joined_at(call.own, of, rank));
+  return word >> kFactsBits == of && word != expected_of(call, tag, of, rank);
+}
+DEVICE void report_other_call(const CollectiveCall& call, u64 tag, u64 of, int rank) {
+  const u64 word = ld_relaxed_sys(joined_at(call.own, of, rank));
+  const u64 expected = expected_of(call, tag, of, rank);
+  report_failure(call, tag, {kMismatch, rank, expected & kFactsMask, word & kFactsMask, kWaitFacts});
+}
+/// Why a rank has lost a call, as far as its words say: one of its last two is another than ours. 0: they do not say.
+DEVICE_COLD u64 other_call_of_leaver(const CollectiveCall& call, u64 tag, int rank) {
+  ld_acquire_sys(own_words(call, kRegionGoneOffset) + rank);  // in front of which its words have come
+  if (is_other_call(call, tag, tag, rank)) return tag;
+  return is_other_call(call, tag, tag - 1, rank) ? tag - 1 : 0;
 }
 
 constexpr u32 kFailedElsewhere = 0xFF;  // of this call, on this GPU
@@ -80,7 +126,13 @@ DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, int pe
   if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) == tag) return kFailedElsewhere;
   if (dead) return kPeerDead | blamed;
   if (is_aborted(news)) return kAborted | blamed;
-  if (ld_acquire_sys(own_words(call, kRegionJoinedOffset) + peer) > tag) return kPeerGaveUp | blamed;
+#pragma unroll 1
+  for (int rank = 0; rank < kNumRanks; ++rank) {
+    if (!is_in(active, rank) || rank == call.rank) continue;
+    const bool has_gone = ld_acquire_sys(own_words(call, kRegionGoneOffset) + rank);  // its words have come before
+    if (is_other_call(call, tag, tag, rank)) return kMismatch | static_cast<u32>(rank) << 8;
+    if (has_gone) return kPeerGaveUp | static_cast<u32>(rank) << 8;
+  }
   return now - start > call.timeout_ns ? kTimeout | blamed : 0;
 }
 
@@ -98,7 +150,12 @@ DEVICE bool wait_until(const CollectiveCall& call, const Meeting& s, const int& 
   };
   if (bounded_wait<kPollsPerGlance, kPollAgain>([&] { return poll(got); }, must_end)) return true;
   if (stop == kFailedElsewhere) return false;
-  report_failure(call, s.tag, {static_cast<FailureCode>(stop & 0xFF), static_cast<int>(stop >> 8), want, got, where});
+  const FailureCode code = static_cast<FailureCode>(stop & 0xFF);
+  const int blamed = static_cast<int>(stop >> 8);
+  if (code == kMismatch)
+    report_other_call(call, s.tag, s.tag, blamed);
+  else
+    report_failure(call, s.tag, {code, blamed, want, got, where});
   return false;
 }
 
@@ -110,50 +167,80 @@ DEVICE bool wait_count(const CollectiveCall& call, const Meeting& s, int peer, c
 }
 
 /// Reads number and view, tells the others that this rank has begun (`release` also publishes what it did before), and
-/// waits until all have begun the call `behind` calls ago. All threads; false in all of them when the call is lost, as
-/// it is when the root (-1: none) takes no part.
+/// waits until all have begun the call `behind` calls ago, which must have been the same for them. All threads; false
+/// in all of them when the call is lost, as it is when the root (-1: none) takes no part, or somebody has lost one
+/// before.
 template <bool kRelease = false>
-DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind, int root) {
+DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind) {
   if (warp_idx() == 0) {
     const int lane = lane_idx();
     const int rank = lane < kNumRanks ? lane : call.rank;
-    const u64* joined = own_words(call, kRegionJoinedOffset) + rank;
     const u64 peer = ld_relaxed_sys(own_words(call, kRegionPeersOffset) + rank);
     const u64 view = ld_relaxed_sys(own_words(call, kRegionViewOffset));
     const u64 tag = ld_relaxed_sys(own_words(call, kRegionTagsOffset) + blockIdx.x) + 1;
-    const u64 seen = ld_acquire_sys(joined);
+    const u64 gone = ld_relaxed_sys(own_words(call, kRegionGoneOffset) + rank);
+    const u64* joined = joined_at(call.own, tag - behind, rank);
     const bool is_member = lane < kNumRanks && peer != 0 && (rank == call.rank || (view >> rank & 1));
+    const bool is_peer = is_member && rank != call.rank;
     const u32 active = __ballot_sync(~0u, is_member);
+    const u32 leavers = __ballot_sync(~0u, is_member && gone != 0);
     if (lane < kNumRanks) s.peer[lane] = peer;
+    if (is_peer && gone != 0 && !is_in(leavers, call.rank)) {  // else this rank has lost a call, and said so
+      if (const u64 of = other_call_of_leaver(call, tag, rank)) report_other_call(call, tag, of, rank);
+    }
+    __syncwarp();
     if (lane == 0) {
       s.tag = tag;
       s.active = active;
       s.lost_at = kNeverLost;
-      s.is_open = root < 0 || is_in(active, root);
-      if (!s.is_open) report_failure(call, tag, {kPeerDead, root, tag, active, kWaitJoined});
+      s.is_open = (call.root < 0 || is_in(active, call.root)) && !leavers;
+      if (leavers && !is_in(leavers, call.rank))
+        report_failure(call, tag, {kPeerGaveUp, __ffs(static_cast<int>(leavers)) - 1, tag, gone, kWaitJoined});
+      else if (!leavers && !s.is_open)
+        report_failure(call, tag, {kPeerDead, call.root, tag, active, kWaitJoined});
+      else if (leavers)
+        st_relaxed_sys(own_words(call, kRegionFailedOffset), tag);
     }
     __syncwarp();
-    const bool is_peer = is_member && rank != call.rank;
     if (is_peer && blockIdx.x == 0) {
       perhaps_stall(tag, call.rank, 1);
-      u64* word = reinterpret_cast<u64*>(peer + kRegionJoinedOffset) + call.rank;
+      st_relaxed_sys(expected_at(call, tag, rank), word_of(call, tag, call.out_bytes[rank]));
+      u64* word = joined_at(peer, tag, call.rank);
       if (kRelease)
-        st_release_sys(word, tag);
+        st_release_sys(word, word_of(call, tag, call.in_bytes[rank]));
       else
-        st_relaxed_sys(word, tag);
+        st_relaxed_sys(word, word_of(call, tag, call.in_bytes[rank]));
     }
-    if (is_peer && seen + behind < tag &&
-        !wait_count(call, s, rank, joined, tag - behind, behind ? kWaitJoined : kWaitBarrier))
-      s.is_open = 0;
+    if (is_peer && !leavers) {
+      const u64 least = (tag - behind) << kFactsBits;
+      bool is_open = wait_count(call, s, rank, joined, least, behind ? kWaitJoined : kWaitBarrier);
+      for (u64 of = tag - 1; is_open && of <= tag - behind; ++of) {
+        if (!is_other_call(call, tag, of, rank)) continue;
+        report_other_call(call, tag, of, rank);
+        is_open = false;
+      }
+      if (!is_open) s.is_open = 0;
+    }
   }
   __syncthreads();
   return s.is_open;
 }
 
-/// Ends the call for this block: the next one has the next number. All threads.
+/// Ends the call for this block: the next one has the next number. All threads. A rank that has lost the call says so.
 DEVICE void close_call(const CollectiveCall& call, const Meeting& s) {
   __syncthreads();
+  const int peer = static_cast<int>(threadIdx.x);
+  const bool is_peer = peer < kNumRanks && peer != call.rank && is_in(s.active, peer);
+  const bool is_other = is_peer && blockIdx.x == 0 && s.is_open && is_other_call(call, s.tag, s.tag, peer);
   u64* tags = own_words(call, kRegionTagsOffset);
 #pragma unroll 1
   for (u32 i = threadIdx.x * gridDim.x + blockIdx.x; i < kMaxBlocks; i += blockDim.x * gridDim.x) tags[i] = s.tag;
+  if (is_peer && is_other) report_other_call(call, s.tag, s.tag, peer);
+  if (warp_idx() != 0) return;
+  __syncwarp();
+  if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) != s.tag) return;
+  if (peer == call.rank) st_relaxed_sys(own_words(call, kRegionGoneOffset) + peer, s.tag);
+  if (!is_peer) return;
+  st_relaxed_sys(joined_at(s.peer[peer], s.tag, call.rank), word_of(call, s.tag, call.in_bytes[peer]));
+  st_release_sys(reinterpret_cast<u64*>(s.peer[peer] + kRegionGoneOffset) + call.rank, s.tag);
 }

@@ -3,13 +3,14 @@
 // `kElement` and `kReduction` are generated constants. Halves are summed in float32 and rounded once, at the end;
 // float32 and float64 round after each addition, integers wrap. The first operand stands as it is, the others come in
 // ascending rank order, so every rank and every run has the same bits. MIN and MAX of a NaN and a number are NaN;
-// of two zeros the first one stands.
+// of two zeros the first one stands. AVG (floats only) is SUM divided by the number of operands, before halves are
+// rounded.
 #pragma once
 #include "../../ptx/convert.cuh"
 #include "../../ptx/memory.cuh"
 
-enum Element : int { kBytes = 0, kBfloat16, kFloat16, kFloat32, kFloat64, kInt8, kUint8, kInt32, kInt64 };
-enum Reduction : int { kSum = 0, kProduct, kMin, kMax, kAnd, kOr, kXor };
+enum Element : int { kBytes = 0, kBfloat16, kFloat16, kFloat32, kFloat64, kInt8, kUint8, kInt32, kInt64, kInt16 };
+enum Reduction : int { kSum = 0, kProduct, kMin, kMax, kAnd, kOr, kXor, kAvg };
 CONSTANT bool kIsHalf = kElement == kBfloat16 || kElement == kFloat16;
 
 /// Consecutive words of a row.
@@ -31,7 +32,7 @@ DEVICE i64 multiplied(i64 a, i64 b) { return static_cast<i64>(static_cast<u64>(a
 
 template <class T>
 DEVICE T reduced(T a, T b) {
-  if (kReduction == kSum) return summed(a, b);
+  if (kReduction == kSum || kReduction == kAvg) return summed(a, b);
   if (kReduction == kProduct) return multiplied(a, b);
   if (a != a) return a;
   if (b != b) return b;
@@ -53,6 +54,12 @@ DEVICE u32 reduced_bytes(u32 a, u32 b) {
   return r;
 }
 
+DEVICE u32 reduced_shorts(u32 a, u32 b) {
+  const i32 low = reduced(static_cast<i32>(a << 16) >> 16, static_cast<i32>(b << 16) >> 16);
+  const i32 high = reduced(static_cast<i32>(a) >> 16, static_cast<i32>(b) >> 16);
+  return (static_cast<u32>(low) & 0xFFFF) | static_cast<u32>(high) << 16;
+}
+
 /// Elements of at most a word, no halves.
 DEVICE u32 reduced_word(u32 a, u32 b) {
   if (kReduction == kAnd) return a & b;
@@ -60,7 +67,7 @@ DEVICE u32 reduced_word(u32 a, u32 b) {
   if (kReduction == kXor) return a ^ b;
   if (kElement == kFloat32) return __float_as_uint(reduced(__uint_as_float(a), __uint_as_float(b)));
   if (kElement == kInt32) return static_cast<u32>(reduced(static_cast<i32>(a), static_cast<i32>(b)));
-  return reduced_bytes(a, b);
+  return kElement == kInt16 ? reduced_shorts(a, b) : reduced_bytes(a, b);
 }
 
 /// Elements of two words.
@@ -95,13 +102,21 @@ class Accumulator {
       }
     }
     is_empty_ = false;
+    ++count_;
   }
 
   DEVICE Words<kWords> result() const {
     Words<kWords> r = words_;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const float low = half_[2 * i % kHalves], high = half_[(2 * i + 1) % kHalves];
+      const float low = mean(half_[2 * i % kHalves]), high = mean(half_[(2 * i + 1) % kHalves]);
+      if (kReduction == kAvg && kElement == kFloat32)
+        r.word[i] = __float_as_uint(mean(__uint_as_float(words_.word[i])));
+      if (kReduction == kAvg && kElement == kFloat64 && i % 2 == 1) {
+        const u64 bits = double_bits(bits_to_double(pair(words_.word[i - 1], words_.word[i])) / count_);
+        r.word[i - 1] = static_cast<u32>(bits);
+        r.word[i] = static_cast<u32>(bits >> 32);
+      }
       if (kElement == kBfloat16) r.word[i] = float2_to_bf16x2(low, high);
       if (kElement == kFloat16) r.word[i] = float_to_f16(low) | static_cast<u32>(float_to_f16(high)) << 16;
     }
@@ -112,12 +127,14 @@ class Accumulator {
   static DEVICE float half_to_float(u16 bits) {
     return kElement == kBfloat16 ? bf16_to_float(bits) : f16_to_float(bits);
   }
+  DEVICE float mean(float sum) const { return kReduction == kAvg ? sum / static_cast<float>(count_) : sum; }
   static DEVICE u64 pair(u32 low, u32 high) { return low | static_cast<u64>(high) << 32; }
 
   static constexpr int kHalves = ROOM(kIsHalf ? 2 * kWords : 1, 2 * kWords);
   float half_[kHalves] = {};
   Words<kWords> words_ = {};
   bool is_empty_ = true;
+  int count_ = 0;
 };
 
 // --- user memory, which may begin and end anywhere ---

@@ -7,8 +7,13 @@
 //                    crossings); or places what has come, a row for each source (one crossing)
 //   collector        (two crossings) copies what owners have sent into the output
 //
-// A lane is one block of each role, the same lane on all ranks; it has slots, flags and credits of its own, and every
-// row's vectors of 16 bytes are dealt out to the lanes in runs. Nobody meets anybody but through these words:
+// With one crossing each pair of ranks may have a row of its own length (`in_bytes`, `out_bytes`), which both know.
+//
+// A lane is one block of each role that the rank has in the call (`roles`: the root of a broadcast only sends), the
+// same lane on all ranks; it has slots, flags and credits of its own, and every row's vectors of 16 bytes are dealt out
+// to the lanes in runs. A grid with fewer blocks does several lanes one after the other, in ascending order on all
+// ranks, whatever their grids are: so the lowest lane that has not ended goes on everywhere. Nobody meets anybody but
+// through these words:
 //   flag   (stage, lane, source)  at the receiver: call number << 20 | chunks written; released behind their bytes by a
 //                                 thread that met those that stored them at a barrier of the block
 //   credit (stage, lane, reader)  at the writer, likewise: chunks read. Chunk k goes into slot k % num_slots behind the
@@ -22,16 +27,25 @@
 #include "call.cuh"
 #include "elements.cuh"
 
-constexpr int kRowAlignVecs = 8;                     // shares and runs are whole lines of 128 bytes
-constexpr int kChunkShift = 20;                      // a run has fewer chunks than this many bits count
-CONSTANT int kHeld = kNumRanks < 4 ? kNumRanks : 4;  // ranks whose vectors a thread holds at once
+constexpr int kRowAlignVecs = 8;                                 // shares and runs are whole lines of 128 bytes
+constexpr int kChunkShift = 20;                                  // a run has fewer chunks than this many bits count
+CONSTANT int kHeld = kNumRanks < 4 ? kNumRanks : 4;              // ranks whose vectors a thread holds at once
+CONSTANT int kDeep = kNumRanks < 3 ? 3 : kNumRanks < 5 ? 2 : 1;  // and how many of each, whose loads are under way
+enum Role : u32 { kSender = 1, kOwner = 2, kCollector = 4 };
 
-/// How a lane cuts its rows; in vectors of 16 bytes.
+/// What of a row a lane moves, in vectors of 16 bytes from `at`; the row ends behind `num_bytes`.
+struct Piece {
+  u64 at;
+  i64 num_bytes;
+  i64 begin, end;
+  int num_chunks;
+};
+
+/// What a lane moves: to each rank, and from each.
 struct Cut {
-  u32 sources, owners, takers;
-  i64 share_bytes;  // of the row, from one owner's part to the next one's; two crossings only
-  i64 begin, end;   // of this lane, in every share or row
-  int lane, num_chunks;
+  Piece in[kMaxRanks], out[kMaxRanks];
+  u32 sources, owners;  // with two crossings owners are takers
+  int lane;
 };
 
 DEVICE i64 aligned_part(i64 total, int parts) {
@@ -39,23 +53,42 @@ DEVICE i64 aligned_part(i64 total, int parts) {
   return (part + kRowAlignVecs - 1) / kRowAlignVecs * kRowAlignVecs;
 }
 
-DEVICE Cut cut_of(const PipelineParams& p, u32 active, int lane) {
-  Cut c;
-  c.lane = lane;
-  c.sources = p.root < 0 ? active : 1u << p.root;
-  c.owners = c.takers = p.root < 0 ? active : active & ~(1u << p.root);
-  i64 vecs = (p.num_bytes + 15) / 16;
-  if (p.has_gather && c.owners) vecs = aligned_part(vecs, __popc(c.owners));
-  c.share_bytes = vecs * 16;
+/// The part of lane `lane` of the `vecs` vectors at `at`.
+DEVICE Piece piece_of(const CollectiveParams& p, u64 at, i64 num_bytes, i64 vecs, int lane) {
+  Piece r = {at, num_bytes, 0, 0, 0};
   const i64 run = aligned_part(vecs, p.num_lanes);
-  c.begin = run * lane < vecs ? run * lane : vecs;
-  c.end = c.begin + run < vecs ? c.begin + run : vecs;
-  c.num_chunks = c.owners ? static_cast<int>((c.end - c.begin + p.chunk_vecs - 1) / p.chunk_vecs) : 0;
-  return c;
+  r.begin = run * lane < vecs ? run * lane : vecs;
+  r.end = r.begin + run < vecs ? r.begin + run : vecs;
+  r.num_chunks = static_cast<int>((r.end - r.begin + p.chunk_vecs - 1) / p.chunk_vecs);
+  return r;
 }
 
-/// Row of the input that `owner` gets, or of the output that it sends on.
-DEVICE i64 share_begin(const Cut& c, int owner) { return __popc(c.owners & ((1u << owner) - 1)) * c.share_bytes; }
+/// Cuts the rows of the first `kNumRanks` threads; all threads.
+DEVICE void cut_rows(const CollectiveParams& p, u32 active, int lane, Cut& c) {
+  const int rank = static_cast<int>(threadIdx.x);
+  const u32 sources = p.call.sources & active, owners = p.call.takers & active;
+  if (rank < kNumRanks) {
+    u64 in = p.inputs[rank], out = p.outputs[rank];
+    i64 in_bytes = p.call.in_bytes[rank], out_bytes = p.call.out_bytes[rank];
+    i64 in_vecs = (in_bytes + 15) / 16, out_vecs = (out_bytes + 15) / 16;
+    if (p.has_gather) {  // the share of owner `rank`, of the input and of the output
+      const i64 whole = (p.num_bytes + 15) / 16;
+      in_vecs = out_vecs = owners ? aligned_part(whole, __popc(owners)) : 0;
+      const i64 begin = __popc(owners & ((1u << rank) - 1)) * in_vecs * 16;
+      in = p.inputs[p.call.rank] + static_cast<u64>(begin);
+      out = p.outputs[p.call.rank] + static_cast<u64>(begin);
+      in_bytes = out_bytes = p.num_bytes - begin;
+    }
+    c.in[rank] = piece_of(p, in, in_bytes, in_vecs, lane);
+    c.out[rank] = piece_of(p, out, out_bytes, out_vecs, lane);
+  }
+  if (rank == 0) {
+    c.sources = sources;
+    c.owners = owners;
+    c.lane = lane;
+  }
+  __syncthreads();
+}
 
 DEVICE u64* flag_at(u64 region, Stage stage, int lane, int src) {
   return reinterpret_cast<u64*>(region + kRegionFlagsOffset) + (stage * kMaxLanes + lane) * kMaxRanks + src;
@@ -63,20 +96,20 @@ DEVICE u64* flag_at(u64 region, Stage stage, int lane, int src) {
 DEVICE u64* credit_at(u64 region, Stage stage, int lane, int reader) {
   return reinterpret_cast<u64*>(region + kRegionCreditsOffset) + (stage * kMaxLanes + lane) * kMaxRanks + reader;
 }
-DEVICE u8* slot_at(const PipelineParams& p, u64 region, Stage stage, int lane, int chunk, int src) {
+DEVICE u8* slot_at(const CollectiveParams& p, u64 region, Stage stage, int lane, int chunk, int src) {
   const i64 slot = (static_cast<i64>(stage) * p.num_lanes + lane) * p.num_slots + chunk % p.num_slots;
   return reinterpret_cast<u8*>(region + p.call.chunks_offset) + (slot * kNumRanks + src) * p.slot_bytes;
 }
 DEVICE u64 mark_of(const Meeting& s, int num_chunks) { return s.tag << kChunkShift | static_cast<u64>(num_chunks); }
 
 /// Waits for a slot of chunk `k` at `reader`, whom this thread looks after; or for chunk `k` of `src`.
-DEVICE void await_credit(const PipelineParams& p, Meeting& s, Stage stage, int lane, int k, int reader) {
+DEVICE void await_credit(const CollectiveParams& p, Meeting& s, Stage stage, int lane, int k, int reader) {
   if (k < p.num_slots) return;
   if (!wait_count(p.call, s, reader, credit_at(p.call.own, stage, lane, reader), mark_of(s, k - p.num_slots + 1),
                   kWaitCredit))
     s.lost_at = k;
 }
-DEVICE void await_chunk(const PipelineParams& p, Meeting& s, Stage stage, int lane, int k, int src) {
+DEVICE void await_chunk(const CollectiveParams& p, Meeting& s, Stage stage, int lane, int k, int src) {
   if (!wait_count(p.call, s, src, flag_at(p.call.own, stage, lane, src), mark_of(s, k + 1), kWaitFlag)) s.lost_at = k;
 }
 
@@ -116,148 +149,180 @@ DEVICE void run_chunks(Meeting& s, int num_chunks, Await await, Move move, Relea
   }
 }
 
-/// Vectors of chunk `k`.
-DEVICE int chunk_length(const PipelineParams& p, const Cut& c, int k) {
-  const i64 left = c.end - c.begin - static_cast<i64>(k) * p.chunk_vecs;
-  return static_cast<int>(left < p.chunk_vecs ? left : p.chunk_vecs);
+/// Most chunks of the pieces of some ranks.
+DEVICE int most_chunks(const Piece* pieces, u32 ranks) {
+  int most = 0;
+#pragma unroll 1
+  for (int rank = 0; rank < kNumRanks; ++rank)
+    if (is_in(ranks, rank) && pieces[rank].num_chunks > most) most = pieces[rank].num_chunks;
+  return most;
 }
-/// Byte of a row at which chunk `k` begins.
-DEVICE i64 chunk_begin(const PipelineParams& p, const Cut& c, int k) {
-  return (c.begin + static_cast<i64>(k) * p.chunk_vecs) * 16;
+/// Vector `i` of chunk `k` of a piece; whether it has that many.
+DEVICE i64 vector_at(const CollectiveParams& p, const Piece& r, int k, int i) {
+  return r.begin + static_cast<i64>(k) * p.chunk_vecs + i;
 }
-
-/// A row in user memory that ends where the tensor or the row does.
-struct Row {
-  u8* at;
-  i64 num_bytes;
+DEVICE Vec16 load_piece(const CollectiveParams& p, const Piece& r, int k, int i) {
+  return load_user(reinterpret_cast<const u8*>(r.at), vector_at(p, r, k, i) * 16, r.num_bytes);
+}
+DEVICE void store_piece(const CollectiveParams& p, const Piece& r, int k, int i, const Vec16& v) {
+  store_user(reinterpret_cast<u8*>(r.at), vector_at(p, r, k, i) * 16, r.num_bytes, v);
+}
+/// The vectors of a chunk that a thread moves at once: `first`, `first + step` ...; which of some ranks have each.
+struct Batch {
+  int first, step;
+  u32 with[ROOM(kDeep, 4)];
+  DEVICE int at(int j) const { return first + j * step; }
 };
-/// What `owner` gets of the input; or, with `base` the output, what it sends on.
-DEVICE Row row_of(const PipelineParams& p, const Cut& c, u64 base, int owner) {
-  if (!p.has_gather) return {reinterpret_cast<u8*>(base) + owner * p.in_stride, p.num_bytes};
-  const i64 begin = share_begin(c, owner);
-  return {reinterpret_cast<u8*>(base) + begin, p.num_bytes - begin};
+DEVICE bool next_batch(const CollectiveParams& p, const Piece* pieces, u32 ranks, int k, Batch& b) {
+#pragma unroll
+  for (int j = 0; j < kDeep; ++j) {
+    b.with[j] = 0;
+    if (b.at(j) >= p.chunk_vecs) continue;
+#pragma unroll
+    for (int rank = 0; rank < kNumRanks; ++rank)
+      if (is_in(ranks, rank) && vector_at(p, pieces[rank], k, b.at(j)) < pieces[rank].end) b.with[j] |= 1u << rank;
+  }
+  return b.with[0] != 0;  // pieces have no gaps
+}
+/// The same for a piece that all ranks have a part of.
+DEVICE bool next_batch(const CollectiveParams& p, const Piece& piece, u32 ranks, int k, Batch& b) {
+#pragma unroll
+  for (int j = 0; j < kDeep; ++j)
+    b.with[j] = b.at(j) < p.chunk_vecs && vector_at(p, piece, k, b.at(j)) < piece.end ? ranks : 0;
+  return b.with[0] != 0;
 }
 
 /// The n-th rank behind this one, so that all send to different ones at a time.
 DEVICE int rank_behind(int rank, int n) { return rank + n < kNumRanks ? rank + n : rank + n - kNumRanks; }
 
-DEVICE void scatter_sender(const PipelineParams& p, Meeting& s, const Cut& c) {
+DEVICE void scatter_sender(const CollectiveParams& p, Meeting& s, const Cut& c) {
   if (!is_in(c.sources, p.call.rank)) return;
   const u32 readers = c.owners & ~(1u << p.call.rank);
+  const auto has = [&](int k, int rank) { return is_in(readers, rank) && k < c.in[rank].num_chunks; };
   const auto await = [&](int k, int rank) {
-    if (is_in(readers, rank)) await_credit(p, s, kScatter, c.lane, k, rank);
+    if (has(k, rank)) await_credit(p, s, kScatter, c.lane, k, rank);
   };
   const auto release = [&](int k, int rank) {
-    if (is_in(readers, rank)) st_release_sys(flag_at(s.peer[rank], kScatter, c.lane, p.call.rank), mark_of(s, k + 1));
+    if (has(k, rank)) st_release_sys(flag_at(s.peer[rank], kScatter, c.lane, p.call.rank), mark_of(s, k + 1));
   };
   run_chunks(
-      s, c.num_chunks, await,
+      s, most_chunks(c.in, readers), await,
       [&](int k, int thread, int num_threads) {
-        const i64 begin = chunk_begin(p, c, k);
-        const int length = chunk_length(p, c, k);
+        Batch b = {thread, num_threads, {}};
 #pragma unroll 1
-        for (int i = thread; i < length; i += num_threads) {
+        for (; next_batch(p, c.in, readers, k, b); b.first += kDeep * num_threads) {
 #pragma unroll
           for (int first = 1; first < kNumRanks; first += kHeld) {
-            Vec16 v[ROOM(kHeld, 4)] = {};
+            Vec16 v[ROOM(kDeep, 4)][ROOM(kHeld, 4)] = {};
 #pragma unroll
-            for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
-              const int d = rank_behind(p.call.rank, n);
-              if (!is_in(readers, d)) continue;
-              const Row row = row_of(p, c, p.in, d);
-              v[n - first] = load_user(row.at, begin + i * 16, row.num_bytes);
-            }
+            for (int j = 0; j < kDeep; ++j)
 #pragma unroll
-            for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
-              const int d = rank_behind(p.call.rank, n);
-              if (!is_in(readers, d)) continue;
-              st_vec16(slot_at(p, s.peer[d], kScatter, c.lane, k, p.call.rank) + i * 16, v[n - first]);
-            }
+              for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
+                const int d = rank_behind(p.call.rank, n);
+                if (is_in(b.with[j], d)) v[j][n - first] = load_piece(p, c.in[d], k, b.at(j));
+              }
+#pragma unroll
+            for (int j = 0; j < kDeep; ++j)
+#pragma unroll
+              for (int n = first; n < first + kHeld && n < kNumRanks; ++n) {
+                const int d = rank_behind(p.call.rank, n);
+                if (is_in(b.with[j], d))
+                  st_vec16(slot_at(p, s.peer[d], kScatter, c.lane, k, p.call.rank) + b.at(j) * 16, v[j][n - first]);
+              }
           }
         }
       },
       release);
 }
 
-/// Whose chunks an owner reads from slots, and whose slots it writes to.
-struct Neighbours {
-  u32 writers, readers;
-};
-
-/// Hands vector `i` of a chunk from every source to `take(src, vector)`, in rank order; own ones come from the input.
-template <class Take>
-DEVICE void take_sources(const PipelineParams& p, const Cut& c, const Neighbours& with, int k, int i, Take take) {
-  Vec16 own = {};
-  if (is_in(c.sources, p.call.rank)) {
-    const Row row = row_of(p, c, p.in, p.call.rank);
-    own = load_user(row.at, chunk_begin(p, c, k) + i * 16, row.num_bytes);
-  }
+/// Hands each vector `j` of a batch from every source that has one to `take(j, src, vector)`, in rank order; own ones
+/// come from the input. Behind the last one of each is `done(j)`.
+template <class Take, class Done>
+DEVICE void take_sources(const CollectiveParams& p, const Cut& c, int k, const Batch& b, Take take, Done done) {
+  Vec16 own[ROOM(kDeep, 4)] = {};
+#pragma unroll
+  for (int j = 0; j < kDeep; ++j)
+    if (is_in(b.with[j], p.call.rank)) own[j] = load_piece(p, c.in[p.call.rank], k, b.at(j));
 #pragma unroll
   for (int base = 0; base < kNumRanks; base += kHeld) {
-    Vec16 v[ROOM(kHeld, 4)] = {};
+    Vec16 v[ROOM(kDeep, 4)][ROOM(kHeld, 4)] = {};
 #pragma unroll
-    for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
-      if (is_in(with.writers, src)) v[src - base] = ld_vec16(slot_at(p, p.call.own, kScatter, c.lane, k, src) + i * 16);
+    for (int j = 0; j < kDeep; ++j)
 #pragma unroll
-    for (int src = base; src < base + kHeld && src < kNumRanks; ++src) {
-      Words<4> w;  // word by word: a choice of whole vectors would be an index known at run time only
+      for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
+        if (is_in(b.with[j] & ~(1u << p.call.rank), src))
+          v[j][src - base] = ld_vec16(slot_at(p, p.call.own, kScatter, c.lane, k, src) + b.at(j) * 16);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) w.word[j] = src == p.call.rank ? own.word[j] : v[src - base].word[j];
-      if (is_in(c.sources, src)) take(src, w);
+    for (int j = 0; j < kDeep; ++j) {
+#pragma unroll
+      for (int src = base; src < base + kHeld && src < kNumRanks; ++src) {
+        Words<4> w;  // word by word: a choice of whole vectors would be an index known at run time only
+#pragma unroll
+        for (int n = 0; n < 4; ++n) w.word[n] = src == p.call.rank ? own[j].word[n] : v[j][src - base].word[n];
+        if (is_in(b.with[j], src)) take(j, src, w);
+      }
+      if (base + kHeld >= kNumRanks && b.with[j]) done(j);  // who has more than one base is not deep
     }
   }
 }
 
 DEVICE Vec16 vector_of(const Words<4>& w) { return {{w.word[0], w.word[1], w.word[2], w.word[3]}}; }
 
+/// Reduces, or places; with one crossing what comes from each rank is as long as `out` says, of a reduction all alike.
 template <bool kIsPlaced>
-DEVICE void owner(const PipelineParams& p, Meeting& s, const Cut& c) {
+DEVICE void owner(const CollectiveParams& p, Meeting& s, const Cut& c) {
   if (!is_in(c.owners, p.call.rank)) return;
   const u32 others = ~(1u << p.call.rank);
-  const Neighbours with = {c.sources & others, p.has_gather ? c.takers & others : 0};
+  const u32 writers = c.sources & others, readers = p.has_gather ? c.owners & others : 0;
+  const Piece& mine = c.out[p.call.rank];
+  const auto comes = [&](int k, int rank) {
+    return is_in(writers, rank) && k < (p.has_gather ? mine : c.out[rank]).num_chunks;
+  };
   const auto await = [&](int k, int rank) {
-    if (is_in(with.readers, rank)) await_credit(p, s, kGather, c.lane, k, rank);
-    if (is_in(with.writers, rank)) await_chunk(p, s, kScatter, c.lane, k, rank);
+    if (is_in(readers, rank)) await_credit(p, s, kGather, c.lane, k, rank);
+    if (comes(k, rank)) await_chunk(p, s, kScatter, c.lane, k, rank);
   };
   const auto release = [&](int k, int rank) {
     const u64 mark = mark_of(s, k + 1);
     fence_acq_rel_sys();  // for both words
-    if (is_in(with.readers, rank)) st_relaxed_sys(flag_at(s.peer[rank], kGather, c.lane, p.call.rank), mark);
-    if (is_in(with.writers, rank)) st_relaxed_sys(credit_at(s.peer[rank], kScatter, c.lane, p.call.rank), mark);
+    if (is_in(readers, rank)) st_relaxed_sys(flag_at(s.peer[rank], kGather, c.lane, p.call.rank), mark);
+    if (comes(k, rank)) st_relaxed_sys(credit_at(s.peer[rank], kScatter, c.lane, p.call.rank), mark);
   };
-  Row to = {reinterpret_cast<u8*>(p.out), p.num_bytes};
-  if (p.has_gather) to = row_of(p, c, p.out, p.call.rank);
   run_chunks(
-      s, c.num_chunks, await,
+      s, kIsPlaced ? most_chunks(c.out, c.sources) : mine.num_chunks, await,
       [&](int k, int thread, int num_threads) {
-        const i64 begin = chunk_begin(p, c, k);
-        const int length = chunk_length(p, c, k);
+        Batch b = {thread, num_threads, {}};
 #pragma unroll 1
-        for (int i = thread; i < length; i += num_threads) {
-          if (kIsPlaced) {
-            u8* out = reinterpret_cast<u8*>(p.out);
-            take_sources(p, c, with, k, i, [&](int src, const Words<4>& w) {
-              store_user(out + src * p.out_stride, begin + i * 16, p.num_bytes, vector_of(w));
-            });
-            continue;
-          }
+        for (; kIsPlaced ? next_batch(p, c.out, c.sources, k, b) : next_batch(p, mine, c.sources, k, b);
+             b.first += kDeep * num_threads) {
           Accumulator<4> sum;
-          take_sources(p, c, with, k, i, [&](int, const Words<4>& w) { sum.add(w); });
-          const Vec16 result = vector_of(sum.result());
+          take_sources(
+              p, c, k, b,
+              [&](int j, int src, const Words<4>& w) {
+                if (kIsPlaced)
+                  store_piece(p, c.out[src], k, b.at(j), vector_of(w));
+                else
+                  sum.add(w);
+              },
+              [&](int j) {
+                if (kIsPlaced) return;
+                const Vec16 result = vector_of(sum.result());
+                sum = Accumulator<4>();
 #pragma unroll
-          for (int n = 1; n < kNumRanks; ++n) {
-            const int d = rank_behind(p.call.rank, n);
-            if (is_in(with.readers, d))
-              st_vec16(slot_at(p, s.peer[d], kGather, c.lane, k, p.call.rank) + i * 16, result);
-          }
-          store_user(to.at, begin + i * 16, to.num_bytes, result);
+                for (int n = 1; n < kNumRanks; ++n) {
+                  const int d = rank_behind(p.call.rank, n);
+                  if (is_in(readers, d))
+                    st_vec16(slot_at(p, s.peer[d], kGather, c.lane, k, p.call.rank) + b.at(j) * 16, result);
+                }
+                store_piece(p, mine, k, b.at(j), result);
+              });
         }
       },
       release);
 }
 
-DEVICE void collector(const PipelineParams& p, Meeting& s, const Cut& c) {
-  if (!p.has_gather || !is_in(c.takers, p.call.rank)) return;
+DEVICE void collector(const CollectiveParams& p, Meeting& s, const Cut& c) {
+  if (!p.has_gather || !is_in(c.owners, p.call.rank)) return;
   const u32 writers = c.owners & ~(1u << p.call.rank);
   const auto await = [&](int k, int rank) {
     if (is_in(writers, rank)) await_chunk(p, s, kGather, c.lane, k, rank);
@@ -266,25 +331,25 @@ DEVICE void collector(const PipelineParams& p, Meeting& s, const Cut& c) {
     if (is_in(writers, rank)) st_release_sys(credit_at(s.peer[rank], kGather, c.lane, p.call.rank), mark_of(s, k + 1));
   };
   run_chunks(
-      s, c.num_chunks, await,
+      s, most_chunks(c.out, writers), await,
       [&](int k, int thread, int num_threads) {
-        const i64 begin = chunk_begin(p, c, k);
-        const int length = chunk_length(p, c, k);
+        Batch b = {thread, num_threads, {}};
 #pragma unroll 1
-        for (int i = thread; i < length; i += num_threads) {
+        for (; next_batch(p, c.out, writers, k, b); b.first += kDeep * num_threads) {
 #pragma unroll
           for (int base = 0; base < kNumRanks; base += kHeld) {
-            Vec16 v[ROOM(kHeld, 4)] = {};
+            Vec16 v[ROOM(kDeep, 4)][ROOM(kHeld, 4)] = {};
 #pragma unroll
-            for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
-              if (is_in(writers, src))
-                v[src - base] = ld_vec16(slot_at(p, p.call.own, kGather, c.lane, k, src) + i * 16);
+            for (int j = 0; j < kDeep; ++j)
 #pragma unroll
-            for (int src = base; src < base + kHeld && src < kNumRanks; ++src) {
-              if (!is_in(writers, src)) continue;
-              const Row row = row_of(p, c, p.out, src);
-              store_user(row.at, begin + i * 16, row.num_bytes, v[src - base]);
-            }
+              for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
+                if (is_in(b.with[j], src))
+                  v[j][src - base] = ld_vec16(slot_at(p, p.call.own, kGather, c.lane, k, src) + b.at(j) * 16);
+#pragma unroll
+            for (int j = 0; j < kDeep; ++j)
+#pragma unroll
+              for (int src = base; src < base + kHeld && src < kNumRanks; ++src)
+                if (is_in(b.with[j], src)) store_piece(p, c.out[src], k, b.at(j), v[j][src - base]);
           }
         }
       },
@@ -292,16 +357,24 @@ DEVICE void collector(const PipelineParams& p, Meeting& s, const Cut& c) {
 }
 
 template <bool kIsPlaced>
-DEVICE void pipeline(const PipelineParams& p) {
+DEVICE void pipeline(const CollectiveParams& p) {
   __shared__ Meeting s;
+  __shared__ Cut c;
   wait_previous_kernel();
-  if (open_call(p.call, s, 0, p.root)) {
-    const int num_roles = p.has_gather ? 3 : 2;
-    const Cut c = cut_of(p, s.active, static_cast<int>(blockIdx.x) / num_roles);
-    const int role = static_cast<int>(blockIdx.x) % num_roles;
-    if (role == 0) scatter_sender(p, s, c);
-    if (role == 1) owner<kIsPlaced>(p, s, c);
-    if (role == 2) collector(p, s, c);
+  if (open_call(p.call, s, 0)) {
+    const int num_roles = __popc(p.roles), step = static_cast<int>(gridDim.x) / num_roles;
+    u32 roles = p.roles;  // this block's is the lowest that is left
+    for (int n = static_cast<int>(blockIdx.x) % num_roles; n > 0; --n) roles &= roles - 1;
+    const u32 role = roles & ~(roles - 1);
+#pragma unroll 1
+    for (int lane = static_cast<int>(blockIdx.x) / num_roles; lane < p.num_lanes; lane += step) {
+      cut_rows(p, s.active, lane, c);
+      if (role == kSender) scatter_sender(p, s, c);
+      if (role == kOwner) owner<kIsPlaced>(p, s, c);
+      if (role == kCollector) collector(p, s, c);
+      __syncthreads();
+      if (s.lost_at != kNeverLost) break;
+    }
   }
   close_call(p.call, s);
 }
@@ -309,12 +382,12 @@ DEVICE void pipeline(const PipelineParams& p) {
 namespace epee {
 
 __global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)
-    collective_pipeline_reduced(const __grid_constant__ PipelineParams p) {
+    collective_pipeline_reduced(const __grid_constant__ CollectiveParams p) {
   pipeline<false>(p);
 }
 
 __global__ void __launch_bounds__(kPipelineThreads, kPipelineBlocks)
-    collective_pipeline_placed(const __grid_constant__ PipelineParams p) {
+    collective_pipeline_placed(const __grid_constant__ CollectiveParams p) {
   pipeline<true>(p);
 }
 

@@ -16,12 +16,12 @@ struct Shares {
   int num_owners, tiles;  // in a share; the last ones may have fewer, or none
 };
 
-DEVICE Shares shares_of(u32 active, int root, i64 num_bytes) {
+DEVICE Shares shares_of(const CollectiveParams& p, u32 active) {
   Shares r;
-  r.sources = root < 0 ? active : 1u << root;
-  r.owners = r.takers = root < 0 ? active : active & ~(1u << root);
+  r.sources = p.call.sources & active;
+  r.owners = r.takers = p.call.takers & active;
   r.num_owners = __popc(r.owners);
-  r.tiles = r.num_owners ? (num_tiles(num_bytes) + r.num_owners - 1) / r.num_owners : 0;
+  r.tiles = r.num_owners ? (num_tiles(p.num_bytes) + r.num_owners - 1) / r.num_owners : 0;
   return r;
 }
 
@@ -35,8 +35,8 @@ DEVICE int owner_of(u32 owners, int n) {
 DEVICE int share_of(u32 owners, int rank) { return __popc(owners & ((1u << rank) - 1)); }
 
 /// Sends this rank's part of every other owner's share.
-DEVICE void scatter(const TwoShotParams& p, const Meeting& s, const Shares& w) {
-  const u8* in = reinterpret_cast<const u8*>(p.in);
+DEVICE void scatter(const CollectiveParams& p, const Meeting& s, const Shares& w) {
+  const u8* in = reinterpret_cast<const u8*>(p.inputs[p.call.rank]);
   const int mine = is_in(w.owners, p.call.rank) ? share_of(w.owners, p.call.rank) : -1;
 #pragma unroll 1
   for (int i = first_tile(); i < w.num_owners * w.tiles; i += tile_step()) {
@@ -51,10 +51,12 @@ DEVICE void scatter(const TwoShotParams& p, const Meeting& s, const Shares& w) {
 }
 
 /// Reduces one tile of this rank's own share. False when a wait failed.
-DEVICE bool reduce_tile(const TwoShotParams& p, const Meeting& s, const Shares& w, int tile, int whole, Tile& result) {
+DEVICE bool reduce_tile(const CollectiveParams& p, const Meeting& s, const Shares& w, int tile, int whole,
+                        Tile& result) {
   Accumulator<4 * kTileVecs> sum;
   Tile own = {};
-  if (is_in(w.sources, p.call.rank)) own = load_tile(reinterpret_cast<const u8*>(p.in), p.num_bytes, whole);
+  if (is_in(w.sources, p.call.rank))
+    own = load_tile(reinterpret_cast<const u8*>(p.inputs[p.call.rank]), p.num_bytes, whole);
 #pragma unroll
   for (int base = 0; base < kNumRanks; base += kGroup) {
     TileGroup group;
@@ -72,7 +74,7 @@ DEVICE bool reduce_tile(const TwoShotParams& p, const Meeting& s, const Shares& 
 }
 
 /// What an owner does. False when a wait failed.
-DEVICE bool own_share(const TwoShotParams& p, const Meeting& s, const Shares& w) {
+DEVICE bool own_share(const CollectiveParams& p, const Meeting& s, const Shares& w) {
   const int mine = share_of(w.owners, p.call.rank);
 #pragma unroll 1
   for (int tile = first_tile(); tile < w.tiles; tile += tile_step()) {
@@ -87,14 +89,14 @@ DEVICE bool own_share(const TwoShotParams& p, const Meeting& s, const Shares& w)
       if (!is_in(w.takers, d)) continue;
       send_tile(packets_at(p.call, s.peer[d], s.tag, kGather, p.call.rank, tile), s.tag, result);
     }
-    store_tile(reinterpret_cast<u8*>(p.out), p.num_bytes, whole, result);
+    store_tile(reinterpret_cast<u8*>(p.outputs[p.call.rank]), p.num_bytes, whole, result);
   }
   return true;
 }
 
 /// What a taker does: the same tile of all other shares at once. False when a wait failed.
-DEVICE bool take_shares(const TwoShotParams& p, const Meeting& s, const Shares& w) {
-  u8* out = reinterpret_cast<u8*>(p.out);
+DEVICE bool take_shares(const CollectiveParams& p, const Meeting& s, const Shares& w) {
+  u8* out = reinterpret_cast<u8*>(p.outputs[p.call.rank]);
 #pragma unroll 1
   for (int tile = first_tile(); tile < w.tiles; tile += tile_step()) {
 #pragma unroll
@@ -119,12 +121,12 @@ DEVICE bool take_shares(const TwoShotParams& p, const Meeting& s, const Shares& 
 
 namespace epee {
 
-__global__ void __launch_bounds__(kTwoShotThreads, 1) collective_two_shot(const __grid_constant__ TwoShotParams p) {
+__global__ void __launch_bounds__(kTwoShotThreads, 1) collective_two_shot(const __grid_constant__ CollectiveParams p) {
   __shared__ Meeting s;
   wait_previous_kernel();
-  const bool is_open = open_call(p.call, s, 1, p.root);
+  const bool is_open = open_call(p.call, s, 1);
   allow_next_kernel();
-  const Shares w = shares_of(s.active, p.root, p.num_bytes);
+  const Shares w = shares_of(p, s.active);
   if (is_open) {
     if (is_in(w.sources, p.call.rank)) scatter(p, s, w);
     const bool is_owner = is_in(w.owners, p.call.rank);

@@ -1,0 +1,200 @@
+"""Calls of a group on CUDA tensors that look like an earlier one, in quiet times: facts, addresses, a launch.
+
+Almost all calls of a model look like one before: the same method, types, sizes and options. What the checks
+(`calls.py`) and the choice of a kernel (`machine.py`) come to then is a plan with a launcher of its own, whose
+arguments hold all that stays; a call writes its addresses and launches. A key holds all that the checks look at but
+addresses; what depends on those (whether input and output meet) is looked at in each call.
+
+Whatever is not as it was (another stream or GPU, a graph, a report, other buffers on the GPU, arguments that look
+otherwise) gives None, before anything has happened: the call goes the ordinary way, which checks it and makes it, or
+raises. It tells what was made (`remember`), where that was one kernel's work on the tensors as they came. A plan is
+made when a key comes for the second time, as it costs more than it saves once. At most `MAX_PLANS` are kept, then it
+begins anew.
+
+Who calls: the thread of a call, with the lock of the group's device half.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..backend.collectives.arguments import reduce_code
+from .machine import Collectives
+from .moves import Move
+from .params import MAX_RANKS, CollectiveParams
+from .plan import Fitted
+
+MAX_PLANS = 512
+NO_KEY = (AttributeError, TypeError, ValueError, RuntimeError)  # of what is no tensor, or not the usual arguments
+_STRIDED, _SUM = torch.strided, dist.ReduceOp.SUM
+_Found = tuple["ReadyCall", tuple[int, ...]]
+
+
+class ReadyCall:
+    """The launch of calls that differ in addresses only.
+
+    Args:
+        machine: that made one of them.
+        move: that one.
+    """
+
+    def __init__(self, machine: Collectives, move: Move) -> None:
+        self._machine, self._move, self._share = machine, move, machine.device.share
+        num_ranks = machine.config.num_ranks
+        room = 8 * (MAX_RANKS - num_ranks)
+        self._pack = struct.Struct(f"={num_ranks}Q{room}x{num_ranks}Q").pack_into
+        self._at = CollectiveParams.inputs.offset
+        self._fitted: Fitted | None = None
+        self._answer: tuple[int, bool] | None = None
+        self._timeout_s = -1.0
+        self._kernels: dict[str, Any] = {}
+
+    def launch(self, stream: int, timeout_s: float, addresses: tuple[int, ...]) -> bool:
+        """Launch on a raw stream, the one of the last launch; False, and nothing has happened, where it cannot be.
+
+        Args:
+            stream: a raw handle.
+            timeout_s: of the call's waits.
+            addresses: of this rank's inputs for all ranks, then of its outputs.
+        """
+        answer = self._share.still(stream)
+        fitted = self._fitted
+        is_as_before = answer is self._answer and timeout_s == self._timeout_s
+        if fitted is None or not is_as_before or fitted.plan is not self._machine.plan:
+            if answer is None:
+                return False
+            fitted = self._fit(answer, timeout_s)
+        self._pack(fitted.kernel.args, self._at, *addresses)
+        fitted.kernel(fitted.grid, fitted.block, 0, stream, fitted.mode)
+        return True
+
+    def _fit(self, answer: tuple[int, bool], timeout_s: float) -> Fitted:
+        machine = self._machine
+        self._fitted = None  # who is interrupted in here begins again
+        machine.timeout_s = timeout_s
+        fitted = machine.fit(self._move, *answer)
+        kernel = self._kernels.get(fitted.name)
+        if kernel is None:
+            kernel = self._kernels[fitted.name] = fitted.kernel.bind()
+        fitted = fitted._replace(kernel=kernel)
+        machine.fill(fitted, self._move)
+        self._fitted, self._answer, self._timeout_s = fitted, answer, timeout_s
+        return fitted
+
+
+class KnownCalls:
+    """Makes the calls of one group that look like earlier ones.
+
+    Args:
+        machine: of the group.
+    """
+
+    def __init__(self, machine: Collectives) -> None:
+        device, config = machine.platform.device, machine.config
+        self._machine, self._device = machine, machine.device
+        self._rank, self._num_ranks = config.rank, config.num_ranks
+        self._index = device.index if device.type == "cuda" else -1
+        self._current: Callable[[], int] = torch._C._cuda_getDevice if device.type == "cuda" else lambda: -1
+        self._plans: dict[Hashable, ReadyCall | None] = {}
+        self._missed: Hashable = None
+        self._methods: dict[str, Callable[..., _Found | None]] = {
+            "allreduce": self._all_reduce,
+            "broadcast": self._broadcast,
+            "all_gather_single": self._all_gather,
+            "reduce_scatter_single": self._reduce_scatter,
+            "all_to_all_single": self._all_to_all,
+        }
+
+    def run(self, method: str, args: Sequence[Any], timeout_s: float) -> int | None:
+        """Make a call, if it looks like an earlier one; returns its stream, or None, and nothing has happened."""
+        self._missed = None
+        find = self._methods.get(method)
+        stream = self._device.quiet_stream()
+        if find is None or stream is None or self._current() != self._index:
+            return None
+        try:
+            found = find(*args)
+        except NO_KEY:
+            return None
+        return stream if found is not None and found[0].launch(stream, timeout_s, found[1]) else None
+
+    def remember(self, move: Move) -> None:
+        """Note the only move of the call that `run` has just returned None for; it is on the tensors as they came."""
+        key, self._missed = self._missed, None
+        if key is None:
+            return
+        if key in self._plans:
+            self._plans[key] = ReadyCall(self._machine, move)
+            return
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = None
+
+    def _ready(self, key: Hashable) -> ReadyCall | None:
+        ready = self._plans.get(key)
+        if ready is None:
+            self._missed = key
+        return ready
+
+    # ---- one function per method: as in `calls.py`
+
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> _Found | None:
+        (x,) = tensors
+        op = opts.reduceOp
+        code = 0 if op == _SUM else reduce_code(op)
+        if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
+            return None
+        ready = self._ready(("all_reduce", type(x), x.dtype, x.numel(), x.get_device(), code))
+        return None if ready is None else (ready, (x.data_ptr(),) * (2 * self._num_ranks))
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> _Found | None:
+        (x,) = tensors
+        if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
+            return None
+        ready = self._ready(("broadcast", type(x), x.dtype, x.numel(), x.get_device(), opts.rootRank))
+        return None if ready is None else (ready, (x.data_ptr(),) * (2 * self._num_ranks))
+
+    def _all_gather(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> _Found | None:
+        ready = self._pair("all_gather", output, x, 0)
+        if ready is None:
+            return None
+        at, out, size, num_ranks = x.data_ptr(), output.data_ptr(), x.nbytes, self._num_ranks
+        if at != out + self._rank * size and at < out + num_ranks * size and out < at + size:
+            return None
+        return ready, (at,) * num_ranks + tuple(range(out, out + num_ranks * size, size))
+
+    def _reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, opts: Any) -> _Found | None:
+        op = opts.reduceOp
+        ready = self._pair("reduce_scatter", output, x, 0 if op == _SUM else reduce_code(op))
+        if ready is None:
+            return None
+        at, out, size, num_ranks = x.data_ptr(), output.data_ptr(), output.nbytes, self._num_ranks
+        if out != at + self._rank * size and out < at + num_ranks * size and at < out + size:
+            return None
+        return ready, tuple(range(at, at + num_ranks * size, size)) + (out,) * num_ranks
+
+    def _all_to_all(
+        self, output: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any
+    ) -> _Found | None:
+        ready = None if output_splits or input_splits else self._pair("all_to_all", output, x, x.shape[0])
+        if ready is None:
+            return None
+        at, out, whole = x.data_ptr(), output.data_ptr(), x.nbytes
+        if at < out + whole and out < at + whole:
+            return None
+        size = whole // self._num_ranks
+        return ready, tuple(range(at, at + whole, size)) + tuple(range(out, out + whole, size))
+
+    def _pair(self, op: str, output: torch.Tensor, x: torch.Tensor, more: int) -> ReadyCall | None:
+        """Return the plan for an input and an output of some elements each."""
+        if x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg() or not x.numel():
+            return None
+        if output.layout is not _STRIDED or not output.is_contiguous() or output.is_neg() or not output.numel():
+            return None
+        key = op, type(x), type(output), x.dtype, output.dtype, x.numel(), output.numel()
+        return self._ready((*key, x.get_device(), output.get_device(), more))

@@ -1,0 +1,370 @@
+"""From the arguments of a group's methods to what the kernels move: the checks of CUDA tensors are here.
+
+Strided tensors are copied on the current stream, into contiguous ones before the call, back behind it; so is an input
+that shares memory with an output in a way that the kernels do not allow. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..backend.collectives import reduce as reductions
+from ..backend.collectives.arguments import check_one_dtype, one, reduce_code
+from ..backend.tensors import CARRIERS, overlap, refuse_overlap, refuse_shared
+from ..errors import InvalidArgument
+from . import moves
+from .moves import Kind, Move, Stretch, row_of, rows_of
+from .params import ELEMENTS
+
+_NAMES = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "and", 6: "or", 7: "xor"}
+_AS_SIGNED = {"uint16": torch.int16, "uint32": torch.int32, "uint64": torch.int64}
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_SAME_BITS = ("sum", "product", "and", "or", "xor")  # whether integers have a sign or not
+
+
+class NotServed(Exception):
+    """No kernel makes this call, on no rank: it goes through host memory."""
+
+
+class Prepared:
+    """A call of one rank: what is moved, in this order, and what is copied back then.
+
+    Attributes:
+        device: of all tensors.
+        outputs: what the call's work shows.
+        is_plain: all tensors are used as they came.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.moves: list[Move] = []
+        self.device: torch.device | None = None
+        self.outputs: Any = None
+        self.is_plain = True
+        self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[torch.Tensor] = []  # until the call is queued
+
+    def copy_back(self) -> None:
+        """Queue the copies to strided outputs."""
+        for tensor, scratch in self._back:
+            tensor.copy_(scratch)
+
+    # --- tensors
+
+    def _check(self, tensor: torch.Tensor, name: str) -> None:
+        if tensor.layout is not torch.strided:
+            raise InvalidArgument(f"{name} must be a strided tensor, got {tensor.layout}; call .to_dense()")
+        if tensor.dtype not in CARRIERS:
+            raise InvalidArgument(f"{name} has dtype {tensor.dtype}, which cannot be communicated; convert it first")
+        if not tensor.is_cuda:
+            raise NotServed
+        if self.device is None:
+            self.device = tensor.device
+        elif self.device != tensor.device:
+            raise InvalidArgument(f"{name} must be on {self.device} like the other tensors, got {tensor.device}")
+
+    def take(self, tensor: torch.Tensor, name: str, apart: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Return an input as contiguous memory, a copy where it shares memory with one of the tensors `apart`."""
+        self._check(tensor, name)
+        plain = tensor.detach()
+        if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+            plain, self.is_plain = plain.contiguous().resolve_conj().resolve_neg(), False
+        elif any(overlap(plain, other) for other in apart):
+            plain, self.is_plain = plain.clone(), False
+        self._kept.append(plain)
+        return plain
+
+    def give(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a place for results that belong into `tensor`; it holds what `tensor` does."""
+        self._check(tensor, name)
+        plain = tensor.detach()
+        if plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
+            return plain
+        refuse_overlap(tensor, name)
+        self.is_plain = False
+        scratch = plain.contiguous().resolve_conj().resolve_neg()
+        self._back.append((plain, scratch))
+        return scratch
+
+    def root(self, root: int, name: str) -> int:
+        """Check a root."""
+        if not 0 <= root < self.num_ranks:
+            raise InvalidArgument(
+                f"{name}: the root must be a rank of the group, 0 ... {self.num_ranks - 1}, got {root}"
+            )
+        return root
+
+    def listed(self, tensors: Sequence[Any], name: str) -> Sequence[Any]:
+        """Check that there is a tensor for each rank."""
+        if len(tensors) != self.num_ranks:
+            raise InvalidArgument(f"{name} must have one tensor per rank ({self.num_ranks}), got {len(tensors)}")
+        return tensors
+
+
+def kind_of(opts: Any, dtype: torch.dtype, name: str) -> Kind:
+    """Return which kernels reduce a dtype.
+
+    Raises:
+        InvalidArgument: nobody does. NotServed: the kernels do not.
+    """
+    code = reduce_code(opts.reduceOp) if opts is not None else 0
+    reductions.check(code, dtype, name)
+    reduction = _NAMES[code]
+    if dtype in _REAL:
+        return _REAL[dtype], reduction
+    if dtype is torch.bool:
+        return torch.uint8, reduction
+    signed = _AS_SIGNED.get(str(dtype).removeprefix("torch."))
+    if signed is not None and reduction in _SAME_BITS:
+        dtype = signed
+    if dtype not in ELEMENTS or (reduction == "avg" and not dtype.is_floating_point):
+        raise NotServed
+    return dtype, reduction
+
+
+def _fit(tensor: torch.Tensor, like: torch.Tensor, count: int, name: str) -> None:
+    if tensor.dtype is not like.dtype:
+        raise InvalidArgument(f"{name} must have dtype {like.dtype} like the other tensors, got {tensor.dtype}")
+    if tensor.numel() != count:
+        raise InvalidArgument(f"{name} must have {count} elements, got {tensor.numel()}; shapes must fit the input")
+
+
+# ---- one function per method of the group: what it writes, what it reads, torch's options
+
+
+def _allreduce(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
+    tensor = one(tensors, "all_reduce")
+    x = c.give(tensor, "all_reduce: tensor")
+    c.moves.append(moves.all_reduce(c.num_ranks, row_of(x), row_of(x), kind_of(opts, x.dtype, "all_reduce")))
+
+
+def _allreduce_coalesced(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
+    check_one_dtype(tensors)
+    refuse_shared(tensors, "all_reduce_coalesced: tensors")
+    for tensor in tensors:
+        _allreduce(c, [tensor], opts)
+
+
+def _reduce(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any) -> None:
+    root, tensor = c.root(opts.rootRank, "reduce"), one(tensors, "reduce")
+    x = (c.give if root == c.rank else c.take)(tensor, "reduce: tensor")
+    kind = kind_of(opts, x.dtype, "reduce")
+    c.moves.append(moves.reduce(c.num_ranks, c.rank, row_of(x), row_of(x), kind, root))
+
+
+def _broadcast(c: Prepared, tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
+    root, tensor = c.root(opts.rootRank if opts is not None else 0, "broadcast"), one(tensors, "broadcast")
+    x = (c.take if root == c.rank else c.give)(tensor, "broadcast: tensor")
+    c.moves.append(moves.broadcast(c.num_ranks, c.rank, row_of(x), root, x.dtype))
+
+
+def _allgather(
+    c: Prepared, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None
+) -> None:
+    tensor, outputs = one(tensors, "all_gather"), c.listed(_first(output_lists), "all_gather: outputs")
+    rows = _outputs(c, outputs, tensor, "all_gather")
+    x = c.take(tensor, "all_gather: input", [out for out in outputs if out.data_ptr() != tensor.data_ptr()])
+    c.moves.append(moves.all_gather(row_of(x), rows, x.dtype))
+
+
+def _first(lists: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    return lists[0] if len(lists) == 1 else []
+
+
+def _outputs(c: Prepared, outputs: Sequence[torch.Tensor], like: torch.Tensor, name: str) -> list[Stretch]:
+    for rank, output in enumerate(outputs):
+        _fit(output, like, like.numel(), f"{name}: outputs[{rank}]")
+    refuse_shared(outputs, f"{name}: outputs")
+    return [row_of(c.give(output, f"{name}: outputs[{rank}]")) for rank, output in enumerate(outputs)]
+
+
+def _all_gather_single(c: Prepared, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> None:
+    _fit(output, tensor, tensor.numel() * c.num_ranks, "all_gather: output")
+    rows = rows_of(c.give(output, "all_gather: output"), c.num_ranks)
+    is_own = rows[c.rank].at == tensor.data_ptr()
+    x = c.take(tensor, "all_gather: input", () if is_own else [output])
+    c.moves.append(moves.all_gather(row_of(x), rows, x.dtype))
+
+
+def _all_gather_coalesced(
+    c: Prepared, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+) -> None:
+    check_one_dtype(inputs)
+    for output, tensor in _pairs(outputs, inputs, "all_gather_coalesced"):
+        _all_gather_single(c, output, tensor)
+
+
+def _all_gather_lists(
+    c: Prepared, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+) -> None:
+    c.listed(output_lists, "all_gather_coalesced: outputs")
+    if any(len(outputs) != len(inputs) for outputs in output_lists):
+        raise InvalidArgument(f"all_gather_coalesced: outputs[r] must be {len(inputs)} tensors like the inputs")
+    check_one_dtype(inputs)
+    for tensor, outputs in zip(inputs, zip(*output_lists, strict=True), strict=True):
+        _allgather(c, [outputs], [tensor])
+
+
+def _pairs(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], name: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if len(outputs) != len(inputs):
+        raise InvalidArgument(f"{name}: as many outputs as inputs ({len(inputs)}) are needed, got {len(outputs)}")
+    refuse_shared(outputs, f"{name}: outputs")
+    return list(zip(outputs, inputs, strict=True))
+
+
+def _gather(
+    c: Prepared, output_lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any
+) -> None:
+    root, tensor = c.root(opts.rootRank, "gather"), one(tensors, "gather")
+    outputs: Sequence[torch.Tensor] = output_lists[0] if output_lists else []
+    if root == c.rank:
+        outputs = c.listed(outputs, "gather: outputs")
+    elif outputs:
+        raise InvalidArgument(f"gather: outputs belong to the root only (rank {root}), got {len(outputs)} on this rank")
+    rows = _outputs(c, outputs, tensor, "gather")
+    x = c.take(tensor, "gather: input", [out for out in outputs if out.data_ptr() != tensor.data_ptr()])
+    c.moves.append(moves.gather(c.num_ranks, c.rank, row_of(x), rows, root, x.dtype))
+
+
+def _scatter(
+    c: Prepared, outputs: Sequence[torch.Tensor], input_lists: Sequence[Sequence[torch.Tensor]], opts: Any
+) -> None:
+    root, output = c.root(opts.rootRank, "scatter"), one(outputs, "scatter")
+    inputs: Sequence[torch.Tensor] = input_lists[0] if input_lists else []
+    if root == c.rank:
+        inputs = c.listed(inputs, "scatter: inputs")
+    elif inputs:
+        raise InvalidArgument(f"scatter: inputs belong to the root only (rank {root}), got {len(inputs)} on this rank")
+    out = c.give(output, "scatter: output")
+    rows = []
+    for rank, tensor in enumerate(inputs):
+        _fit(tensor, output, output.numel(), f"scatter: inputs[{rank}]")
+        apart = () if tensor.data_ptr() == output.data_ptr() and rank == c.rank else (output,)
+        rows.append(row_of(c.take(tensor, f"scatter: inputs[{rank}]", apart)))
+    c.moves.append(moves.scatter(c.num_ranks, c.rank, row_of(out), rows, root, out.dtype))
+
+
+def _reduce_scatter(
+    c: Prepared,
+    outputs: Sequence[torch.Tensor],
+    input_lists: Sequence[Sequence[torch.Tensor]],
+    opts: Any = None,
+) -> None:
+    output, inputs = one(outputs, "reduce_scatter"), c.listed(_first(input_lists), "reduce_scatter: inputs")
+    out = c.give(output, "reduce_scatter: output")
+    rows = []
+    for rank, tensor in enumerate(inputs):
+        _fit(tensor, output, output.numel(), f"reduce_scatter: inputs[{rank}]")
+        apart = () if tensor.data_ptr() == output.data_ptr() and rank == c.rank else (output,)
+        rows.append(row_of(c.take(tensor, f"reduce_scatter: inputs[{rank}]", apart)))
+    c.moves.append(moves.reduce_scatter(rows, row_of(out), kind_of(opts, out.dtype, "reduce_scatter")))
+
+
+def _reduce_scatter_single(c: Prepared, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> None:
+    _fit(tensor, output, output.numel() * c.num_ranks, "reduce_scatter: input")
+    out = c.give(output, "reduce_scatter: output")
+    is_own = output.data_ptr() == tensor.data_ptr() + c.rank * output.nbytes
+    x = c.take(tensor, "reduce_scatter: input", () if is_own else [output])
+    kind = kind_of(opts, out.dtype, "reduce_scatter")
+    c.moves.append(moves.reduce_scatter(rows_of(x, c.num_ranks), row_of(out), kind))
+
+
+def _reduce_scatter_coalesced(
+    c: Prepared, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+) -> None:
+    check_one_dtype(inputs)
+    for output, tensor in _pairs(outputs, inputs, "reduce_scatter_coalesced"):
+        _reduce_scatter_single(c, output, tensor, opts)
+
+
+def _alltoall(c: Prepared, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> None:
+    c.listed(outputs, "all_to_all: outputs")
+    c.listed(inputs, "all_to_all: inputs")
+    for rank, tensor in enumerate((*inputs, *outputs)):
+        name = "inputs" if rank < c.num_ranks else "outputs"
+        _fit(tensor, inputs[0], tensor.numel(), f"all_to_all: {name}[{rank % c.num_ranks}]")
+    refuse_shared(outputs, "all_to_all: outputs")
+    sent = [row_of(c.take(tensor, f"all_to_all: inputs[{rank}]", outputs)) for rank, tensor in enumerate(inputs)]
+    got = [row_of(c.give(tensor, f"all_to_all: outputs[{rank}]")) for rank, tensor in enumerate(outputs)]
+    c.moves.append(moves.all_to_all(sent, got, inputs[0].dtype, False))
+
+
+def _all_to_all_single(
+    c: Prepared,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    opts: Any = None,
+) -> None:
+    _fit(output, tensor, output.numel(), "all_to_all: output")
+    sent, got = _splits(tensor, input_splits, c, "input"), _splits(output, output_splits, c, "output")
+    x, out = c.take(tensor, "all_to_all: input", [output]), c.give(output, "all_to_all: output")
+    is_even = not output_splits and not input_splits
+    c.moves.append(moves.all_to_all(_cut(x, sent), _cut(out, got), x.dtype, is_even))
+
+
+def _splits(tensor: torch.Tensor, splits: Sequence[int], c: Prepared, what: str) -> list[int]:
+    rows, num_ranks, name = tensor.shape[0] if tensor.dim() else 1, c.num_ranks, f"all_to_all: {what}"
+    if not splits:
+        if rows % num_ranks:
+            raise InvalidArgument(
+                f"{name}: dimension 0 must divide by the {num_ranks} ranks, got {rows} rows; give split sizes"
+            )
+        return [tensor.numel() // num_ranks] * num_ranks
+    if len(splits) != num_ranks or any(size < 0 for size in splits) or sum(splits) != rows:
+        raise InvalidArgument(
+            f"{name}: split sizes must be {num_ranks} numbers >= 0 that add up to {rows} rows, got {list(splits)}"
+        )
+    row = tensor.numel() // rows if rows else 0
+    return [size * row for size in splits]
+
+
+def _cut(tensor: torch.Tensor, counts: Sequence[int]) -> list[Stretch]:
+    at, rows = tensor.data_ptr(), []
+    for count in counts:
+        rows.append(Stretch(at, count * tensor.itemsize))
+        at += count * tensor.itemsize
+    return rows
+
+
+_METHODS: dict[str, Callable[..., None]] = {
+    "allreduce": _allreduce,
+    "allreduce_coalesced": _allreduce_coalesced,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "allgather": _allgather,
+    "all_gather_single": _all_gather_single,
+    "all_gather_single_coalesced": _all_gather_coalesced,
+    "allgather_coalesced": _all_gather_lists,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "reduce_scatter_single_coalesced": _reduce_scatter_coalesced,
+    "alltoall": _alltoall,
+    "all_to_all_single": _all_to_all_single,
+}
+_SINGLE = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+
+
+def prepare(method: str, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared:
+    """Return a call of the group's method.
+
+    Raises:
+        InvalidArgument: an argument cannot be right. NotServed: the kernels do not make it.
+    """
+    make = _METHODS.get(method)
+    if make is None:
+        raise NotServed
+    prepared = Prepared(rank, num_ranks)
+    make(prepared, *args, **kwargs)
+    if prepared.device is None:
+        raise NotServed
+    prepared.outputs = [args[0]] if method in _SINGLE else args[0]
+    return prepared

@@ -1,0 +1,328 @@
+"""The device half of a group: its collectives on CUDA tensors, beside its engine, which makes those on CPU tensors.
+
+Data path: a call's arguments become rows of memory (`calls.py`, `moves.py`), which kernels move (`machine.py`); those
+of a call that looks like an earlier one are known (`again.py`). The host launches and waits for nobody, except where
+the ranks' hosts meet.
+
+Meetings. Before the first call, and before the next one after the group's members have changed or a call was lost, all
+members make a call of the engine (`backend/device/calls.meet`), twice: first each tells its memory, GPU, process and
+the number of its last call, when its GPU has done all that was queued; then each has mapped the others' memory and set
+view and number (`Collectives.begin`), and tells whether that went well. So when the second call has ended nothing of
+earlier calls is under way, and all may store everywhere. Where it went wrong on one, CUDA tensors take the way through
+host memory, on all.
+
+Failures. Kernels report (`report.py`); the error is raised at the next touch of the host: a call, or the `wait` of one.
+A rank that has lost a call lets the next one fail on all (`csrc/kernels/collective/call.cuh`), so all hear of it, and
+all meet before their next call. A death is told to the kernels by a thread (`ep/gpu/death_notifier.py`), and to the
+engine by its own means: the meeting is the engine's first call without the rank, which in mode "raise" would raise the
+loss; it does only where the host has not raised it before. A call that is refused here is made all the same, as one
+that is like no other, so that peers hear at once.
+
+A crash between the two calls of a meeting ends them, like any call of the engine; those who are left meet again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..backend.device.calls import NOT_SERVED, meet
+from ..backend.engine.engine import Engine
+from ..backend.work import DONE
+from ..ep.gpu.death_notifier import DeathNotifier
+from ..ep.gpu.platform import CudaPlatform, Platform
+from ..ep.gpu.report import KernelReport
+from ..errors import EpeeError, InvalidArgument, InvalidState, RankFailedError
+from ..memory.claim import process_start_time
+from ..memory.cuda_mapping import uuid_of
+from . import moves
+from .again import KnownCalls
+from .calls import NotServed, Prepared, prepare
+from .machine import Collectives
+from .meeting import MeetingRow, flaw_in
+from .plan import config_of, plan_of
+from .report import error_of, failed, may_be_of_dead
+from .work import DeviceWork
+
+logger = logging.getLogger("epee")
+
+CLOSE_S = 30.0  # how long the end of a group waits for kernels that wait for peers
+NEWS_S = 0.1  # how long a host waits to hear of a death that others have heard of
+_REFUSED = 1 << 62  # facts of no call
+
+
+def platform_of(device: torch.device) -> Platform:
+    """Return the machine below; the tests put their own in its place."""
+    return CudaPlatform(device)
+
+
+def has_gpu() -> bool:
+    """Whether this process has a GPU that kernels can be loaded on; asked at the first call, as CUDA is in use then."""
+    return torch.cuda.is_available()
+
+
+def gpu_name(device: torch.device) -> bytes:
+    """Return 16 bytes that all processes call a GPU by."""
+    return uuid_of(device.index) if device.type == "cuda" else bytes(16)
+
+
+class DeviceHalf:
+    """See above; implements `backend.device.calls.DeviceCalls`. One thread at a time.
+
+    Args:
+        engine: of the group.
+        rank: this process's.
+        staging_bytes: by which the memory is sized; equal on all ranks.
+    """
+
+    def __init__(self, engine: Engine, rank: int, staging_bytes: int) -> None:
+        self._engine, self._rank, self._staging_bytes = engine, rank, staging_bytes
+        self._machine: Collectives | None = None
+        self._again: KnownCalls | None = None
+        self._device: torch.device | None = None
+        self._epoch = -1  # of the engine's members that the view is made of
+        self._is_lost = False  # a call was lost since the last meeting
+        self._off = ""  # why calls go through host memory
+        self._told: set[int] = set()  # ranks whose loss was raised here, and not by the engine
+        self._members: tuple[int, ...] = ()
+        self._processes: dict[int, tuple[int, int]] = {}
+        self._notifier: DeathNotifier | None = None
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    # --- calls
+
+    def run(self, method: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Make a call, or return `NOT_SERVED`.
+
+        Raises:
+            InvalidArgument: an argument is refused. InvalidState: a graph is being recorded, and the call would have to
+                meet the other ranks, or to load kernels. RankFailedError, CommTimeoutError, MismatchError: an earlier
+                call was lost; this one is not made. Else as a call of the engine, where the hosts meet.
+        """
+        if not self._off and self._epoch < 0 and not has_gpu():
+            self._off = "this process has no GPU"
+        if self._off:
+            return NOT_SERVED
+        with self._lock:
+            again = self._again
+            if again is not None and not kwargs and self._epoch == self._engine.members.epoch and not self._is_lost:
+                stream = again.run(method, args, self._engine.timeout_s)
+                if stream is not None:
+                    return self._work(stream, args[-1], args[0])
+            return self._run(method, args, kwargs)
+
+    def _work(self, stream: int, opts: Any, outputs: Any) -> Any:
+        if opts is not None and not opts.asyncOp:
+            return DONE
+        assert self._machine is not None
+        shown = outputs if isinstance(outputs, list) else [outputs]
+        return DeviceWork(self.check, stream, shown, self._machine.platform.device)
+
+    def _run(self, method: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        refused: Exception | None = None
+        call: Prepared | None = None
+        try:
+            call = prepare(method, self._rank, self._engine.members.group_size, args, kwargs)
+        except NotServed:
+            return NOT_SERVED
+        except InvalidArgument as exc:
+            refused = exc
+        device = call.device if call is not None else _device_in(args)
+        if device is None:
+            return NOT_SERVED
+        self.check()
+        if self._is_lost or self._epoch != self._engine.members.epoch:
+            self._meet(device, method)
+        if self._off or self._machine is None:
+            return NOT_SERVED
+        if refused is None and device != self._device:
+            refused = InvalidArgument(
+                f"{method}: the tensors are on {device}, this group's calls run on {self._device}; a group uses one "
+                "GPU per rank"
+            )
+        machine = self._machine
+        machine.timeout_s = self._engine.timeout_s
+        if refused is not None or call is None:
+            self._is_lost = True
+            machine.run(moves.barrier(machine.config.num_ranks)._replace(facts=_REFUSED))
+            raise refused or InvalidArgument(method)
+        stream = self._queue(machine, call)
+        if self._again is not None and not kwargs and call.is_plain and len(call.moves) == 1:
+            self._again.remember(call.moves[0])
+        opts = kwargs.get("opts") if "opts" in kwargs else next((arg for arg in args if hasattr(arg, "asyncOp")), None)
+        return self._work(stream, opts, call.outputs)
+
+    def _queue(self, machine: Collectives, call: Prepared) -> int:
+        if (
+            self._device is not None
+            and self._device.type == "cuda"
+            and torch.cuda.current_device() != self._device.index
+        ):
+            with torch.cuda.device(self._device):
+                return self._queue(machine, call)
+        for move in call.moves:
+            stream = machine.run(move)
+        call.copy_back()
+        return stream
+
+    def check(self) -> None:
+        """Raise what kernels have reported. Any thread."""
+        machine = self._machine
+        if machine is None or not machine.device.has_reports:
+            return
+        with self._lock:
+            reports = machine.reports()
+            if not reports or self._is_lost:
+                return  # another thread has raised it; what follows a loss is told by it
+            self._is_lost = True
+            error = self._error_of(machine, reports[0])
+            for report in reports[1:]:
+                logger.info("after the failure that is raised now: %s", error_of(report, self._rank))
+            raise error
+
+    def _error_of(self, machine: Collectives, report: KernelReport) -> EpeeError:
+        error = error_of(report, self._rank)
+        if may_be_of_dead(report):
+            deadline = time.monotonic() + NEWS_S
+            while not (dead := self._dead(machine)) and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            if dead:
+                error = failed(report, self._rank, dead[0])
+        if isinstance(error, RankFailedError):
+            self._told |= {*error.ranks, *self._dead(machine)}
+        return error
+
+    def _dead(self, machine: Collectives) -> list[int]:
+        return [rank for rank in self._members if rank != self._rank and machine.device.is_marked(rank)]
+
+    # --- meetings
+
+    def _meet(self, device: torch.device, method: str) -> None:
+        """Meet all members, until all have begun anew in one epoch or know that host memory is the way."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidState(
+                f"{method}: the ranks' hosts must meet before this call (the group's first on CUDA tensors, or the "
+                "first after a loss), which no graph can record; make one such call outside"
+            )
+        while True:
+            own = self._ready(device)
+            epoch, rows = self._exchange(own)
+            reason = flaw_in(rows)
+            if not reason:
+                reason = self._begin(rows)
+                next_epoch, after = self._exchange(own._replace(is_ok=not reason, reason=reason))
+                if next_epoch != epoch:
+                    continue
+                reason = flaw_in(after)
+            if reason:
+                self._off = reason
+                logger.warning("collectives on CUDA tensors go through host memory: %s", reason)
+                self._release(False)
+            self._epoch, self._is_lost = epoch, False
+            self._told.clear()  # the engine has nothing left to raise of that time
+            return
+
+    def _exchange(self, own: MeetingRow) -> tuple[int, dict[int, MeetingRow]]:
+        while True:
+            try:
+                box, rows = meet(self._engine, own.pack())
+                return box.epoch, {rank: MeetingRow.parse(row) for rank, row in rows.items()}
+            except RankFailedError as exc:
+                if not exc.ranks or not self._told.issuperset(exc.ranks):
+                    raise
+                self._told -= set(exc.ranks)  # the host has raised it already
+
+    def _ready(self, device: torch.device) -> MeetingRow:
+        """Return what this rank tells; its GPU has done all that was queued."""
+        pid = os.getpid()
+        own = MeetingRow(True, 1, bytes(16), pid, process_start_time(pid), 0, 1, b"", "")
+        try:
+            num_ranks = self._engine.members.group_size
+            if self._machine is None:
+                config = config_of(self._rank, num_ranks, self._staging_bytes)
+                self._machine, self._device = Collectives(platform_of(device), config), device
+                self._again = KnownCalls(self._machine)
+            machine = self._machine
+            if num_ranks != machine.config.num_ranks:
+                raise InvalidArgument(f"the group has grown to {num_ranks} ranks")
+            machine.device.drain(self._engine.timeout_s)
+            sms = machine.platform.limits.num_sms
+            return own._replace(
+                num_sms=sms,
+                gpu=gpu_name(machine.platform.device),
+                number=machine.number(),
+                num_ranks=num_ranks,
+                blob=machine.blob,
+            )
+        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # CUDA's own words among them
+            return own._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
+
+    def _begin(self, rows: Mapping[int, MeetingRow]) -> str:
+        """Map the members' memory and begin anew; returns why that does not work."""
+        machine = self._machine
+        assert machine is not None
+        try:
+            machine.admit({rank: row.blob for rank, row in rows.items()})
+            names = [row.gpu for row in rows.values()]
+            sharing = max(names.count(name) for name in names)
+            plan = plan_of(sharing, machine.platform.limits.num_sms)
+            machine.plan = replace(plan, pipeline=machine.plan.pipeline)
+            self._watch({rank: (row.pid, row.start_time) for rank, row in rows.items() if rank != self._rank})
+            machine.device.news.words[0] = 0
+            machine.begin(list(rows), max(row.number for row in rows.values()) + 1)
+            self._members = tuple(rows)
+        except (EpeeError, RuntimeError, OSError) as exc:
+            return f"rank {self._rank}: {exc}"
+        return ""
+
+    def _watch(self, processes: dict[int, tuple[int, int]]) -> None:
+        machine = self._machine
+        assert machine is not None
+        if self._notifier is None and processes:
+            device = machine.device
+            self._notifier = DeathNotifier(device.mark_dead, device.waiting, f"epee-collectives-{self._rank}")
+            self._notifier.start(processes)
+        elif self._notifier is not None:
+            for rank, process in processes.items():
+                if self._processes.get(rank) != process:
+                    self._notifier.follow(rank, process)
+        self._processes.update(processes)
+
+    # --- end
+
+    def close(self, is_aborted: bool) -> None:
+        """End. Waits for the kernels in flight, or ends their waits if `is_aborted`. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._off = self._off or "the group is closed"
+        self._release(is_aborted)
+
+    def _release(self, is_aborted: bool) -> None:
+        machine, self._machine, self._again = self._machine, None, None
+        if self._notifier is not None:
+            self._notifier.stop()
+            self._notifier = None
+        if machine is None or machine.device.is_closed:
+            return
+        if is_aborted:
+            machine.device.abort()
+        machine.device.drain(min(self._engine.timeout_s, CLOSE_S))
+        if not machine.device.is_recorded:  # graphs have its addresses
+            machine.close()
+
+
+def _device_in(args: Any) -> torch.device | None:
+    if isinstance(args, torch.Tensor):
+        return args.device if args.is_cuda else None
+    if isinstance(args, (list, tuple)):
+        return next((found for item in args if (found := _device_in(item)) is not None), None)
+    return None

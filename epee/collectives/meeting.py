@@ -1,0 +1,54 @@
+"""What a rank tells the others where the hosts of a group's device half meet, and what they find in it (`half.py`)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..errors import ProtocolError
+from .params import MAX_RANKS
+
+_ROW = struct.Struct("<Bxxxi16sqQqqH512s200s")  # ok, sms, GPU, pid, start, number, ranks, blob's length, blob, reason
+_MOST_CALLS = 1 << 38
+
+
+class MeetingRow(NamedTuple):
+    """What a rank tells at a meeting."""
+
+    is_ok: bool
+    num_sms: int
+    gpu: bytes
+    pid: int
+    start_time: int
+    number: int
+    num_ranks: int
+    blob: bytes
+    reason: str
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        head = self.is_ok, self.num_sms, self.gpu, self.pid, self.start_time, self.number, self.num_ranks
+        return _ROW.pack(*head, len(self.blob), self.blob, self.reason.encode()[:200])
+
+    @classmethod
+    def parse(cls, data: bytes) -> MeetingRow:
+        """Read it; nothing is used before it has been checked.
+
+        Raises:
+            ProtocolError: a number cannot be right.
+        """
+        ok, sms, gpu, pid, start, number, num_ranks, length, blob, reason = _ROW.unpack(data)
+        if not (length <= 512 and 0 <= number < _MOST_CALLS and 1 <= num_ranks <= MAX_RANKS and 0 < sms < 1 << 16):
+            raise ProtocolError(f"a rank told of {length} bytes, call {number}, {num_ranks} ranks and {sms} SMs")
+        told = reason.rstrip(b"\0").decode(errors="replace")
+        return cls(bool(ok), sms, gpu, pid, start, number, num_ranks, blob[:length], told)
+
+
+def flaw_in(rows: Mapping[int, MeetingRow]) -> str:
+    """Return why host memory is the way, the same on all ranks; empty where it is not."""
+    flaws = [row.reason or "no reason" for row in rows.values() if not row.is_ok]
+    sizes = {row.num_ranks for row in rows.values()}
+    if not flaws and len(sizes) > 1:
+        flaws = [f"ranks count {sorted(sizes)} ranks"]
+    return flaws[0] if flaws else ""

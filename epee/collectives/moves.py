@@ -1,0 +1,201 @@
+"""What a collective moves on one rank: rows of GPU memory for each rank and from each, as the kernels want to hear it.
+
+Arithmetic only. Rows are contiguous; a row of no bytes has no address. Rows of ranks that take no part are passed over
+by the kernels, which alone know who does. Input and output may share memory where a function says so: an element is
+written by who has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..backend.tensors import CARRIERS
+from .params import MAX_RANKS, OP_NUMBERS, REDUCTIONS
+
+Kind = tuple[torch.dtype | None, str]  # of a reduction; bytes that are only moved have no dtype
+MOVED: Kind = (None, "sum")
+_NOTHING = (0,) * MAX_RANKS
+_PADS = tuple((0,) * (MAX_RANKS - n) for n in range(MAX_RANKS + 1))
+UNEVEN = -1
+
+
+class Stretch(NamedTuple):
+    """Contiguous memory: its address and its bytes."""
+
+    at: int
+    nbytes: int
+
+
+Rows = Sequence[Stretch]
+
+
+def row_of(tensor: torch.Tensor) -> Stretch:
+    """Return the memory of a contiguous tensor."""
+    return Stretch(tensor.data_ptr(), tensor.nbytes)
+
+
+def rows_of(tensor: torch.Tensor, num_ranks: int) -> list[Stretch]:
+    """Return a contiguous tensor cut into equal rows."""
+    at, nbytes = tensor.data_ptr(), tensor.nbytes // num_ranks
+    return [Stretch(at + rank * nbytes, nbytes) for rank in range(num_ranks)]
+
+
+class Move(NamedTuple):
+    """See `params.CollectiveCall` and `CollectiveParams`; all tuples have `MAX_RANKS` elements.
+
+    Attributes:
+        num_bytes: of every row, or `UNEVEN`.
+        is_whole: all takers get one and the same row, so it may be cut into shares.
+    """
+
+    op: str
+    kind: Kind
+    facts: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    in_bytes: tuple[int, ...]
+    out_bytes: tuple[int, ...]
+    num_bytes: int
+    sources: int
+    takers: int
+    root: int = -1
+    is_whole: bool = False
+
+
+def facts_of(op: str, dtype: torch.dtype | None, reduction: str = "", root: int = -1) -> int:
+    """Return what all ranks must agree on, above the bits of a number of bytes."""
+    code = 0 if dtype is None else CARRIERS[dtype].code
+    word = OP_NUMBERS[op] | code << 5 | (REDUCTIONS[reduction] + 1 if reduction else 0) << 11 | (root + 1) << 15
+    return word << 40
+
+
+def _all(value: int, num_ranks: int) -> tuple[int, ...]:
+    return (value,) * num_ranks + _PADS[num_ranks]
+
+
+def _only(value: int, rank: int) -> tuple[int, ...]:
+    return (*_NOTHING[:rank], value, *_NOTHING[rank + 1 :])
+
+
+def _addresses(rows: Rows) -> tuple[int, ...]:
+    return (*[row.at for row in rows], *_PADS[len(rows)])
+
+
+def _sizes(rows: Rows) -> tuple[int, ...]:
+    return (*[row.nbytes for row in rows], *_PADS[len(rows)])
+
+
+def all_reduce(num_ranks: int, x: Stretch, out: Stretch, kind: Kind) -> Move:
+    """Reduce `x` of all ranks into `out` on all; they may be the same memory."""
+    everybody, size = (1 << num_ranks) - 1, x.nbytes
+    sizes, facts = _all(size, num_ranks), facts_of("all_reduce", *kind)
+    inputs, outputs = _all(x.at, num_ranks), _all(out.at, num_ranks)
+    return Move("all_reduce", kind, facts, inputs, outputs, sizes, sizes, size, everybody, everybody, -1, True)
+
+
+def reduce(num_ranks: int, rank: int, x: Stretch, out: Stretch, kind: Kind, root: int) -> Move:
+    """Reduce `x` of all ranks into `out` on the root, elsewhere unused; they may be the same memory."""
+    size, is_root = x.nbytes, rank == root
+    return Move(
+        "reduce",
+        kind,
+        facts_of("reduce", *kind, root),
+        _all(x.at, num_ranks),
+        _all(out.at, num_ranks),
+        _only(size, root),
+        _all(size, num_ranks) if is_root else _NOTHING,
+        size,
+        (1 << num_ranks) - 1,
+        1 << root,
+        root,
+    )
+
+
+def broadcast(num_ranks: int, rank: int, x: Stretch, root: int, dtype: torch.dtype) -> Move:
+    """Copy the root's `x` to all."""
+    size, everybody, at = x.nbytes, (1 << num_ranks) - 1, _all(x.at, num_ranks)
+    is_root, facts = rank == root, facts_of("broadcast", dtype, "", root)
+    sent, got = (_all(size, num_ranks), _NOTHING) if is_root else (_NOTHING, _only(size, root))
+    others = everybody & ~(1 << root)
+    return Move("broadcast", MOVED, facts, at, at, sent, got, size, 1 << root, others, root, True)
+
+
+def all_gather(x: Stretch, rows: Rows, dtype: torch.dtype) -> Move:
+    """Place `x` of rank r in `rows[r]`; `x` may be this rank's own row."""
+    num_ranks, size = len(rows), x.nbytes
+    everybody, sizes, facts = (1 << num_ranks) - 1, _all(size, num_ranks), facts_of("all_gather", dtype)
+    at = _all(x.at, num_ranks)
+    return Move("all_gather", MOVED, facts, at, _addresses(rows), sizes, sizes, size, everybody, everybody)
+
+
+def gather(num_ranks: int, rank: int, x: Stretch, rows: Rows, root: int, dtype: torch.dtype) -> Move:
+    """Place `x` of rank r in `rows[r]` on the root; elsewhere there are none."""
+    size = x.nbytes
+    return Move(
+        "gather",
+        MOVED,
+        facts_of("gather", dtype, "", root),
+        _all(x.at, num_ranks),
+        _addresses(rows),
+        _only(size, root),
+        _all(size, num_ranks) if rank == root else _NOTHING,
+        size,
+        (1 << num_ranks) - 1,
+        1 << root,
+        root,
+    )
+
+
+def scatter(num_ranks: int, rank: int, out: Stretch, rows: Rows, root: int, dtype: torch.dtype) -> Move:
+    """Copy the root's `rows[r]` to `out` of rank r; elsewhere there are none."""
+    size = out.nbytes
+    return Move(
+        "scatter",
+        MOVED,
+        facts_of("scatter", dtype, "", root),
+        _addresses(rows),
+        _all(out.at, num_ranks),
+        _all(size, num_ranks) if rank == root else _NOTHING,
+        _only(size, root),
+        size,
+        1 << root,
+        (1 << num_ranks) - 1,
+        root,
+    )
+
+
+def reduce_scatter(rows: Rows, out: Stretch, kind: Kind) -> Move:
+    """Reduce this rank's row of all ranks into `out`, which may be that row."""
+    num_ranks, size = len(rows), out.nbytes
+    everybody, sizes = (1 << num_ranks) - 1, _all(size, num_ranks)
+    facts, outputs = facts_of("reduce_scatter", *kind), _all(out.at, num_ranks)
+    return Move(
+        "reduce_scatter", kind, facts, _addresses(rows), outputs, sizes, sizes, size, everybody, everybody
+    )  # fmt: skip
+
+
+def all_to_all(inputs: Rows, outputs: Rows, dtype: torch.dtype, is_even: bool) -> Move:
+    """Copy `inputs[r]` to rank r, and what rank r has for this rank to `outputs[r]`; apart from each other.
+
+    Args:
+        inputs, outputs: one for each rank, of one dtype.
+        is_even: all rows of all ranks are as long, which all ranks say alike.
+    """
+    num_ranks = len(inputs)
+    everybody, facts = (1 << num_ranks) - 1, facts_of("all_to_all", dtype, "", -1 if is_even else MAX_RANKS)
+    sent, got = _sizes(inputs), _sizes(outputs)
+    num_bytes = sent[0] if is_even else UNEVEN
+    return Move(
+        "all_to_all", MOVED, facts, _addresses(inputs), _addresses(outputs), sent, got, num_bytes, everybody, everybody
+    )
+
+
+def barrier(num_ranks: int) -> Move:
+    """Move nothing."""
+    everybody = (1 << num_ranks) - 1
+    return Move(
+        "barrier", MOVED, facts_of("barrier", None), *(_NOTHING,) * 4, 0, everybody, everybody
+    )  # fmt: skip

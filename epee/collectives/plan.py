@@ -1,0 +1,67 @@
+"""The sizes by which calls are made: which kernel, how many blocks, how much memory. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .params import CollectiveConfig
+
+
+@dataclass(frozen=True)
+class CollectivePlan:
+    """Which kernel does a call, and with how many blocks; all but `max_blocks` and `width` equal on all ranks.
+
+    Attributes:
+        one_shot_bytes: largest row of an all_reduce or broadcast that crosses once.
+        two_shot_bytes: largest row of these that crosses in packets.
+        exchange_bytes: largest row of the others that crosses in packets.
+        max_blocks: of kernels that send packets.
+        warps: least number of warps in a block of those, where there is work for more.
+        lanes: of a pipeline whose ranks have up to two roles, and three, if the memory has as many.
+        width: most multiprocessors that a pipeline takes.
+        chunk_bytes: of a pipeline's calls, if a slot has room for as much; fewer where each lane would have less than
+            `min_chunks`.
+        pipeline: threads of a pipeline's block, two warps of which only wait, and its blocks on a multiprocessor.
+        launch: mode of launches where the GPU has room, as in `jit.kernel.Kernel`.
+    """
+
+    one_shot_bytes: int = 128 << 10
+    two_shot_bytes: int = 1 << 20
+    exchange_bytes: int = 1 << 20
+    max_blocks: int = 128
+    warps: int = 1
+    lanes: tuple[int, int] = (132, 88)
+    width: int = 132
+    chunk_bytes: int = 32 << 10
+    min_chunks: int = 2
+    pipeline: tuple[int, int] = (384, 2)
+    launch: str = "early"
+
+
+class Fitted(NamedTuple):
+    """The launch of a call: by which plan, kernel, blocks and their threads, mode, and the last of its arguments."""
+
+    plan: CollectivePlan
+    name: str
+    kernel: Any
+    grid: int
+    block: int
+    mode: str
+    sizes: tuple[int, ...]
+
+
+def plan_of(num_sharing: int, num_sms: int) -> CollectivePlan:
+    """Return the plan for a GPU that `num_sharing` ranks use at once, which must leave each other room."""
+    if num_sharing == 1:
+        return CollectivePlan(width=num_sms)
+    part = max(1, num_sms // (4 * num_sharing))
+    return CollectivePlan(max_blocks=part, width=part, launch="plain")
+
+
+def config_of(rank: int, num_ranks: int, staging_bytes: int) -> CollectiveConfig:
+    """Return sizes for which large calls of each direction take at most about twice `staging_bytes`."""
+    chunk = 32 << 10 if num_ranks <= 4 else 16 << 10
+    lanes = max(2, min(132, 2 * staging_bytes // (2 * num_ranks * chunk)))
+    packets = min(1 << 20, max(64 << 10, staging_bytes // 16))
+    return CollectiveConfig(rank, num_ranks, packet_bytes=packets, num_lanes=lanes, chunk_bytes=chunk)

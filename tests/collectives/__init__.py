@@ -1,0 +1,1 @@
+"""Collectives on CUDA tensors, the device half of groups."""

@@ -1,0 +1,153 @@
+"""Many deaths in one run of a group's collectives on the device: two ranks live through all of it, the third dies.
+
+It is killed at a random moment of a random call, again and again, and each time another process takes its place
+(`tests/csrc/latency_deaths.py` says how, and what is measured). The ranks make calls one behind the other, small,
+middle and large ones, and compare every value, once the GPU has ended the call and the group finds nothing wrong with
+it. The call that meets the death is an error that names the victim, on both; their next calls run without it, until
+they take its successor in. Groups are in mode "raise".
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import epee
+from epee.collectives.params import KERNELS, kernel_head
+from epee.collectives.plan import CollectivePlan
+from epee.ep.gpu.platform import CudaPlatform
+from epee.errors import RankFailedError
+from tests.csrc.latency_deaths import NUM_RANKS, TIMEOUT_S, VICTIM, Call, Play, device_of, take_in
+from tests.harness import tell
+
+ALL, SURVIVORS = tuple(range(NUM_RANKS)), tuple(range(NUM_RANKS - 1))
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COUNTS = {"cuda": (3, 20_000, 100_000, 300_000), "emulated": (3, 4_000, 30_000)}  # elements of a row
+
+
+class Lost(Exception):
+    """A call has told that the victim is dead."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.call = call
+
+
+def row_of(rank: int, count: int, number: int) -> torch.Tensor:
+    """What a rank brings: whole numbers, so that sums are exact in any order."""
+    return (torch.arange(count) * (rank + 3) + number) % 101 + 1.0
+
+
+class Player:
+    """One rank's end of the group."""
+
+    def __init__(self, rank: int, platform: str) -> None:
+        self.rank, self.platform = rank, platform
+        self.own = random.Random(os.getpid())  # how long this rank dawdles
+        if platform == "emulated":
+            from tests.collectives.cases import give_half, on_gpu
+
+            self.half = give_half(rank, TIMEOUT_S)
+            self.place = on_gpu
+            return
+        self.half = dist.group.WORLD._on_device  # type: ignore[union-attr]
+        self.place = lambda x: x.to(device_of(rank))
+
+    def round(self, number: int, members: tuple[int, ...], dawdle_s: float = 0.0) -> None:
+        """A call among `members`, compared."""
+        rng = random.Random(number)
+        op, count, root = rng.choice(OPS), rng.choice(COUNTS[self.platform]), rng.choice(members)
+        rows = [row_of(rank, count * NUM_RANKS, number) for rank in ALL]
+        mine, n = slice(count * self.rank, count * (self.rank + 1)), count
+        x, wide = self.place(rows[self.rank][:n]), self.place(rows[self.rank])
+        out, many = self.place(torch.full((n,), -1.0)), self.place(torch.full((n * NUM_RANKS,), -1.0))
+        if self.own.random() < 0.5:
+            time.sleep(self.own.random() * dawdle_s)
+        nothing = torch.full((n,), -1.0)
+        if op == "all_reduce":
+            self.call(op, lambda: dist.all_reduce(x))
+            got, want = x, sum(rows[rank][:n] for rank in members)
+        elif op == "broadcast":
+            self.call(op, lambda: dist.broadcast(x, root))
+            got, want = x, rows[root][:n]
+        elif op == "reduce_scatter":
+            self.call(op, lambda: dist.reduce_scatter_tensor(out, wide))
+            got, want = out, sum(rows[rank][mine] for rank in members)
+        else:
+            is_gather = op == "all_gather"
+            call = dist.all_gather_into_tensor if is_gather else dist.all_to_all_single
+            self.call(op, lambda: call(many, x if is_gather else wide))
+            came = [rows[rank][:n] if is_gather else rows[rank][mine] for rank in ALL]
+            got, want = many, torch.cat([came[rank] if rank in members else nothing for rank in ALL])
+        plain = got.cpu().as_subclass(torch.Tensor)
+        assert torch.equal(plain, want), f"rank {self.rank}, call {number} of {members}: {op} of {count}"  # type: ignore[arg-type]
+
+    def call(self, op: str, make: Any) -> None:
+        """Make one call to its end; raises what has become of it, with the times."""
+        started = time.monotonic_ns()
+        try:
+            make()
+            if self.platform == "cuda":
+                torch.cuda.synchronize()
+            self.half.check()
+        except RankFailedError as error:
+            if error.ranks != (VICTIM,):
+                raise
+            raise Lost(Call(op, started, time.monotonic_ns(), False)) from error
+        assert not self.half._off, self.half._off
+
+
+def warm(platform: str, rank: int) -> None:
+    """Do what takes a process long: a CUDA context, kernels."""
+    if platform == "cuda":
+        torch.cuda.set_device(device_of(rank))
+        gpu = CudaPlatform(device_of(rank))
+        for kind in ((None, "sum"), (torch.float32, "sum")):
+            for path, params in KERNELS.items():
+                gpu.kernels(path, kernel_head(NUM_RANKS, *kind, CollectivePlan().pipeline), params)
+        torch.ones(4, device=gpu.device).cpu()
+
+
+def live(rank: int, platform: str, folder: str, first_life: int, num_kills: int) -> list[str]:
+    """Be a rank from a life on: of the survivors to the end, of a victim until it is killed."""
+    if platform == "cuda":
+        torch.cuda.set_device(device_of(rank))
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
+    options = epee.BackendOptions(fault_mode="raise", op_timeout=TIMEOUT_S, is_extension=first_life > 0)
+    dist.init_process_group("epee", store=store, rank=rank, world_size=NUM_RANKS, pg_options=options)
+    if first_life:
+        dist.all_reduce(torch.ones(1))
+    player = Player(rank, platform)
+    for life in range(first_life, num_kills + 1):
+        for number in range(3):
+            player.round(10_000 * life + number, ALL)
+        tell(("ready", life))
+        if life == num_kills:
+            break
+        tell(("lost", life, *until_lost(player, life)))
+        for number in range(3):
+            player.round(10_000 * life + 5000 + number, SURVIVORS)
+        take_in(dist.group.WORLD)
+    dist.barrier()  # who ends first is dead to those who still look
+    player.half.close(False)
+    dist.destroy_process_group()
+    return ["ok"]
+
+
+def until_lost(player: Player, life: int) -> Call:
+    """Make calls until one tells that the victim is dead."""
+    number = 3
+    while True:
+        try:
+            player.round(10_000 * life + number, ALL, 0.004 if player.rank == VICTIM else 0.001)
+        except Lost as lost:
+            return lost.call
+        number += 1
+
+
+COLLECTIVES = Play(warm, live)

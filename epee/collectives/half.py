@@ -42,6 +42,7 @@ from ..ep.gpu.report import KernelReport
 from ..errors import EpeeError, InvalidArgument, InvalidState, RankFailedError
 from ..memory.claim import process_start_time
 from ..memory.cuda_mapping import uuid_of
+from ..view.process.detector import is_leaving
 from . import moves
 from .again import KnownCalls
 from .calls import NotServed, Prepared, prepare
@@ -55,6 +56,7 @@ logger = logging.getLogger("epee")
 
 CLOSE_S = 30.0  # how long the end of a group waits for kernels that wait for peers
 NEWS_S = 0.1  # how long a host waits to hear of a death that others have heard of
+DYING_S = 2.0  # the same where a process is seen to die: with a GPU that takes a while on a busy machine
 _REFUSED = 1 << 62  # facts of no call
 
 
@@ -191,14 +193,20 @@ class DeviceHalf:
     def _error_of(self, machine: Collectives, report: KernelReport) -> EpeeError:
         error = error_of(report, self._rank)
         if may_be_of_dead(report):
-            deadline = time.monotonic() + NEWS_S
-            while not (dead := self._dead(machine)) and time.monotonic() < deadline:
+            begun = time.monotonic()
+            while not (dead := self._dead(machine)):
+                waited = time.monotonic() - begun
+                if waited > DYING_S or (waited > NEWS_S and not self._is_anybody_dying()):
+                    break
                 time.sleep(1e-3)
             if dead:
                 error = failed(report, self._rank, dead[0])
         if isinstance(error, RankFailedError):
             self._told |= {*error.ranks, *self._dead(machine)}
         return error
+
+    def _is_anybody_dying(self) -> bool:
+        return any(is_leaving(*self._processes[rank]) for rank in self._members if rank in self._processes)
 
     def _dead(self, machine: Collectives) -> list[int]:
         return [rank for rank in self._members if rank != self._rank and machine.device.is_marked(rank)]

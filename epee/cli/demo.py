@@ -15,6 +15,11 @@ def demo(
     steps: int | None = typer.Option(None, min=1, help="Train exactly this many steps instead."),
     out: str = typer.Option("epee-demo", help="Folder for the picture and the numbers."),
     kill: int | None = typer.Option(None, help="Kill this rank in the midst of the training; a new one takes over."),
+    hosts: int = typer.Option(
+        1,
+        min=1,
+        help="Stand for so many hosts: their ranks share no memory and talk over loopback addresses.",
+    ),
     stall: int | None = typer.Option(None, help="The same with SIGSTOP instead of SIGKILL."),
 ) -> None:
     """Train a small Mixture-of-Experts language model over local processes, its tokens travelling through epee.
@@ -32,8 +37,16 @@ def demo(
     if kill is not None and stall is not None:
         raise InvalidArgument(f"--kill and --stall exclude each other, got {kill} and {stall}; lose one rank at a time")
     fault, victim = ("stall", stall) if stall is not None else ("kill", kill)
-    num_ranks = ranks if ranks is not None else 2 if victim is None else 4
-    settings = Settings(num_ranks=num_ranks, seconds=seconds, num_steps=steps, out=out, victim=victim, fault=fault)
+    num_ranks = ranks if ranks is not None else 4 if victim is not None or hosts > 1 else 2
+    settings = Settings(
+        num_ranks=num_ranks,
+        num_hosts=hosts,
+        seconds=seconds,
+        num_steps=steps,
+        out=out,
+        victim=victim,
+        fault=fault,
+    )
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does, so that the temporary folder goes too
         signal.signal(number, signal.default_int_handler)
     raise typer.Exit(run(settings))

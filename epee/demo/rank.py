@@ -25,6 +25,9 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
 
     With `joins` it takes the place of a lost rank.
     """
+    if settings.num_hosts > 1:
+        host = settings.host_of(rank)
+        os.environ.update(EPEE_TEST="1", EPEE_HOST_KEY=f"demo {host}", EPEE_HOST_IP=f"127.0.83.{1 + host}")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.num_ranks))
     dist.init_process_group(
         "epee",
@@ -47,6 +50,7 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
             "valid": trainer.validate(),
             "tokens": trainer.num_tokens,
             "bytes_per_link": trainer.traffic,
+            "bytes_between_hosts": trainer.network,
             "check": compare_one_step(trainer),
         }
     if rank == 0:

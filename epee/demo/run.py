@@ -40,7 +40,7 @@ def run(settings: Settings) -> int:
     except RankFailedError as exc:
         echo(f"{exc}\n{exc.cause}")
         return FAILED
-    _show(result)
+    _show(result, settings)
     _save(settings, result)
     return OK if result["check"]["passed"] else FAILED
 
@@ -54,7 +54,8 @@ def _train(settings: Settings) -> Message:
     next_line_s = 0.0
     with tempfile.TemporaryDirectory(prefix="epee-demo-") as name, Ranks(run_rank) as ranks:
         num_bytes = (Path(name) / "text").write_bytes(read_text())
-        echo(f"starting {settings.num_ranks} rank(s) to learn {num_bytes / 1e6:.1f} MB of Python's own modules ...")
+        where = f" on {settings.num_hosts} hosts" if settings.num_hosts > 1 else ""
+        echo(f"starting {settings.num_ranks} rank(s){where} to learn {num_bytes / 1e6:.1f} MB of Python's modules ...")
         for rank in range(settings.num_ranks):
             ranks.start(rank, settings, Path(name), is_mortal=rank == settings.victim)
         for message in ranks.messages():
@@ -69,7 +70,7 @@ def _train(settings: Settings) -> Message:
                     for stopped in (event for event in events if event["what"] == "stall"):
                         os.kill(stopped["pid"], signal.SIGCONT)
             elif time.monotonic() >= next_line_s:
-                _show_step(message)
+                _show_step(message, settings)
                 next_line_s = time.monotonic() + LINE_EVERY_S
     return {**result, "events": sorted(events, key=lambda event: event["seconds"])}
 
@@ -97,15 +98,27 @@ def links(traffic: list[list[float]]) -> str:
     return "  ".join(f"{link} {count:,.1f} MB" for count, link in pairs) or "nothing between ranks: there is one"
 
 
-def _show_step(message: Message) -> None:
+def between_hosts(network: list[list[float]], traffic: list[list[float]], settings: Settings) -> str:
+    """Return what has crossed the network, and what one copy per rank would have been; nothing on one host."""
+    if not network:
+        return ""
+    ranks, hosts = range(len(traffic)), range(len(network))
+    flat = sum(traffic[a][b] for a in ranks for b in ranks if settings.host_of(a) != settings.host_of(b)) / 1e6
+    sent = sum(network[a][b] for a in hosts for b in hosts if a != b) / 1e6
+    return f"; between {len(network)} hosts {sent:,.1f} MB (once per rank: {flat:,.1f})"
+
+
+def _show_step(message: Message, settings: Settings) -> None:
     step, seconds, loss = message["last"]
     speed = f"{message['tokens'] / seconds:,.0f} tokens/s"
-    echo(f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}  {speed}  sent {links(message['traffic'])}")
+    crossed = between_hosts(message["network"], message["traffic"], settings)
+    echo(f"step {step:>4}  {seconds:5.1f} s  loss {loss:.3f}  {speed}  sent {links(message['traffic'])}{crossed}")
 
 
-def _show(result: Message) -> None:
+def _show(result: Message, settings: Settings) -> None:
     """Print traffic, loss, and the check."""
-    echo(f"sent {links(result['bytes_per_link'])}")
+    crossed = between_hosts(result["bytes_between_hosts"], result["bytes_per_link"], settings)
+    echo(f"sent {links(result['bytes_per_link'])}{crossed}")
     first, last, num_steps = result["steps"][0][2], result["valid"], len(result["steps"])
     echo(f"loss {first:.3f} -> {last:.3f} nats per byte (validation), {result['tokens']:,} tokens in {num_steps} steps")
     check = result["check"]

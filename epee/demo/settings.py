@@ -19,11 +19,13 @@ class Settings:
         num_steps: train exactly so many steps, whatever `seconds` says.
         context: bytes that the model sees. `batch`: sequences per rank and step.
         valid_batches: batches per rank for the validation loss.
+        num_hosts: hosts that the ranks stand for, in a row: they share no memory and talk over loopback addresses.
         victim: rank that is lost in the midst of training, by the `fault` "kill" or "stall"; None: nobody.
         fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started.
     """
 
     num_ranks: int = 2
+    num_hosts: int = 1
     seconds: float = 55.0
     num_steps: int | None = None
     out: str = "epee-demo"
@@ -51,11 +53,19 @@ class Settings:
                 f"--ranks must divide the {self.num_experts} experts, got {self.num_ranks}; "
                 f"use one of {', '.join(map(str, fitting))}"
             )
+        if not 1 <= self.num_hosts <= self.num_ranks:
+            raise InvalidArgument(f"--hosts must be 1 ... {self.num_ranks}, the number of ranks, got {self.num_hosts}")
+        if self.num_hosts > 1 and self.victim is not None:
+            raise InvalidArgument(f"--{self.fault} needs one host: over several a lost rank ends the group")
         if self.victim is not None and not 1 <= self.victim < self.num_ranks:
             raise InvalidArgument(
                 f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {self.victim}; rank 0 keeps the "
                 "clock and speaks to the screen"
             )
+
+    def host_of(self, rank: int) -> int:
+        """Return the host that a rank is on."""
+        return rank * self.num_hosts // self.num_ranks
 
     @property
     def tokens_per_rank(self) -> int:

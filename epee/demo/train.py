@@ -40,6 +40,7 @@ class Trainer:
         rows: `[num_ranks, num_ranks]` float64, rows that this rank (its row) dispatched to each rank (column) in
             training, backward included; the other ranks' rows are 0.
         traffic: bytes that training has sent from each rank (row) to each rank (column).
+        network: bytes of rows that have crossed from each host (row) to each host (column); [] on one host.
         num_tokens: tokens that all have trained on. `began`: rank 0's start, by `time.perf_counter`.
     """
 
@@ -48,6 +49,8 @@ class Trainer:
         self._text = split_text(text)
         self.steps: list[tuple[int, float, float]] = []
         self.rows = torch.zeros(settings.num_ranks, settings.num_ranks, dtype=torch.float64, device="cpu")
+        self.crossed = torch.zeros(settings.num_hosts, settings.num_hosts, dtype=torch.float64, device="cpu")
+        self.network: list[list[float]] = []
         self.num_steps = self.num_tokens = 0
         self.progress = 0.0
         self._generator = torch.Generator(device="cpu").manual_seed(settings.seed * 1000003 + rank)
@@ -72,13 +75,17 @@ class Trainer:
         loss = backward(self.model, self.next_batch(), len(self.members))
         for layer in self.model.layers():  # twice: the backward moves the same rows again
             self.rows[self.rank, list(self.members)] += 2 * self.rows.new_tensor(layer.num_sent)
+            if layer.num_sent_to_hosts is not None:
+                host = self.settings.host_of(self.rank)
+                self.crossed[host] += 2 * self.crossed.new_tensor(layer.num_sent_to_hosts)
         loss, self.progress, call = self._agree(loss, call)
         self.optimizer.step()
         self.num_steps += 1
         self.num_tokens += self.settings.tokens_per_rank * len(self.members)
         self.steps.append((self.num_steps, time.perf_counter() - self.began, loss))
         if self.rank == 0:
-            self.send({"kind": "progress", "last": self.steps[-1], "tokens": self.num_tokens, "traffic": self.traffic})
+            told = {"last": self.steps[-1], "tokens": self.num_tokens}
+            self.send({"kind": "progress", **told, "traffic": self.traffic, "network": self.network})
         return call
 
     def validate(self) -> float:
@@ -100,9 +107,12 @@ class Trainer:
         done, num_steps = time.perf_counter() - self.began, self.settings.num_steps
         progress = done / self.settings.seconds if num_steps is None else (self.num_steps + 1) / num_steps
         clock = (0.0, 0.0) if self.rank else (progress, call)
-        words = torch.cat([self.rows.new_tensor([loss, *clock]), self.rows.flatten()]).float()
+        words = torch.cat([self.rows.new_tensor([loss, *clock]), self.rows.flatten(), self.crossed.flatten()]).float()
         words = sum_gradients(self.model, words)
-        self.traffic = bytes_per_link(words[3:].view_as(self.rows), self.settings.hidden)
+        rows, crossed = words[3:].split([self.rows.numel(), self.crossed.numel()])
+        self.traffic = bytes_per_link(rows.view_as(self.rows), self.settings.hidden)
+        if self.settings.num_hosts > 1:
+            self.network = bytes_per_link(crossed.view_as(self.crossed), self.settings.hidden)
         return cast("list[float]", words[:3].tolist())
 
 

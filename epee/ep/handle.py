@@ -124,6 +124,11 @@ class Handle(ABC):
         """Rows that this rank sends to each rank, itself included. On GPUs the host waits for it."""
 
     @property
+    def num_sent_to_hosts(self) -> list[int] | None:
+        """Tokens of this rank that go to each host, its own one too, once each; None where all ranks share a host."""
+        return None
+
+    @property
     @abstractmethod
     def recv_counts(self) -> torch.Tensor:
         """`[1 + num_local_experts]` int32 on the buffer's device: rows that are there, then `num_tokens_per_expert`."""

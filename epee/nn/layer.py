@@ -45,6 +45,7 @@ class MoELayer(nn.Module):
         aux_loss: load-balance loss of the last forward (scalar, differentiable), over this rank's tokens.
         expert_load: `[num_experts]` int64, (token, k) slots that this rank's tokens gave each expert, last forward.
         num_sent: rows that this rank sent to each rank in the last forward, one int per rank.
+        num_sent_to_hosts: tokens that went to each host, once each; None where all ranks share a host.
 
     Parameters are made on the CPU in `dtype`, whatever torch's defaults are; `.to(device)` moves them.
 
@@ -79,6 +80,7 @@ class MoELayer(nn.Module):
         self.aux_loss = torch.zeros((), dtype=torch.float32, device="cpu")
         self.expert_load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.num_sent: list[int] = [0] * buffer.num_ranks
+        self.num_sent_to_hosts: list[int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for `x` `[.., hidden]`, in the same shape and dtype.
@@ -94,6 +96,7 @@ class MoELayer(nn.Module):
         dispatched = dispatch(self._buffer, tokens, routing.topk_idx, routing.topk_weights, layout=self.layout)
         y = self._run_blocks(dispatched) if self.layout == "expert" else self._run_rows(dispatched)
         self.num_sent = list(dispatched.handle.num_sent)
+        self.num_sent_to_hosts = dispatched.handle.num_sent_to_hosts
         return combine(self._buffer, y, dispatched).view(x.shape)
 
     def _route(self, tokens: Tensor) -> Routing:

@@ -67,6 +67,11 @@ class TwoLevelHandle(HostHandle):
             first += count
         return found
 
+    @property
+    def num_sent_to_hosts(self) -> list[int]:
+        """Tokens of this rank that go to each host, its own one too, once each."""
+        return [len(records.tokens) for records in self.sent]
+
     @cached_property
     def slots(self) -> list[tuple[Ints, Ints]]:
         """Expert layout: per source, record and k of each slot of this rank's experts, by (expert, token, k)."""

@@ -1,0 +1,43 @@
+"""The demo over two hosts: it learns what it learns on one, and says what crossed the network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epee.demo import run
+from epee.demo.settings import Settings
+from epee.errors import InvalidArgument
+
+
+def _trained(out: Path, num_hosts: int) -> dict[str, Any]:
+    assert run.run(Settings(num_ranks=4, num_hosts=num_hosts, num_steps=3, out=str(out))) == run.OK
+    found: dict[str, Any] = json.loads((out / "demo.json").read_text())
+    return found
+
+
+def test_two_hosts_learn_what_one_learns_and_less_crosses_than_once_per_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, apart = (_trained(tmp_path / str(num_hosts), num_hosts) for num_hosts in (1, 2))
+    told = capsys.readouterr().out
+    assert "starting 4 rank(s) on 2 hosts" in told
+    found = re.search(r"between 2 hosts (\d+\.\d) MB \(once per rank: (\d+\.\d)\)", told)
+    assert found is not None
+    assert 0 < float(found[1]) < float(found[2])
+    assert apart["check"]["passed"]
+    # float32 rows are added up in another order: the same losses but for rounding
+    for (_, _, one), (_, _, two) in zip(alone["steps"], apart["steps"], strict=True):
+        assert abs(one - two) < 1e-3 * one
+    assert alone["bytes_between_hosts"] == []
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"--hosts must be 1 \.\.\. 4"):
+        Settings(num_ranks=4, num_hosts=5).check()
+    with pytest.raises(InvalidArgument, match="--kill needs one host"):
+        Settings(num_ranks=4, num_hosts=2, victim=1).check()

@@ -90,6 +90,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._group_desc = ""
         self._place: Place | None = None
         self._on_device: DeviceCalls | None = None
+        self._ends: list[Any] = []
         self._held: Any = None  # the job, where this group has no engine in it
         is_extension = getattr(options, "is_extension", False)
         if is_extension or (own_job() is None and is_newcomer(self._store, rank, num_ranks)):
@@ -116,14 +117,16 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self._place = place_of(engine, self.options.mode)
         self._engine.mask = _shared_mask(self.options, self._engine.members)
         self._engine.reports_losses = self.options.reports_losses
-        weakref.finalize(self, self._engine.close)
+        for old in self._ends:
+            old.detach()  # of an engine before, which has been closed
+        self._ends = [weakref.finalize(self, self._engine.close)]
         self._counts_present = self.options.counts_present
         self._staging = Staging(self._engine)
         if self._on_device is not None:
             self._on_device.close(False)
         self._on_device = make_device_calls(self._engine, self._rank, self._num_ranks, self.options)
         if self._on_device is not None:
-            weakref.finalize(self, self._on_device.close, False)
+            self._ends.append(weakref.finalize(self, self._on_device.close, False))
         self._view = ViewCalls(self._engine, self._rank)
 
     # ---- what torch asks about a group
@@ -506,7 +509,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             timeout_s: how long to wait for all of them; None: the group's time-out.
         Raises:
             CommTimeoutError: a process does not come, or the view did not change in time.
-            InvalidState: a group that takes nobody in: of one rank, or made with `new_group`.
+            InvalidState: a group that takes nobody in: of one rank.
             UnsupportedError: a group over several hosts.
         """
         self._view.recover(ranks, timeout_s, self._counts_present)

@@ -135,7 +135,7 @@ class DeviceHalf:
             call = prepare(method, self._rank, self._engine.members.group_size, args, kwargs)
         except NotServed:
             return NOT_SERVED
-        except InvalidArgument as exc:
+        except Exception as exc:  # noqa: BLE001 - no memory for a copy, a word of torch's: the peers must hear of it
             refused = exc
         device = call.device if call is not None else _device_in(args)
         if device is None:
@@ -223,11 +223,13 @@ class DeviceHalf:
         while True:
             own = self._ready(device)
             epoch, rows = self._exchange(own)
+            if any(row.phase for row in rows.values()):
+                continue  # a peer was in its second phase, and comes back to the first
             reason = flaw_in(rows)
             if not reason:
                 reason = self._begin(rows)
-                next_epoch, after = self._exchange(own._replace(is_ok=not reason, reason=reason))
-                if next_epoch != epoch:
+                next_epoch, after = self._exchange(own._replace(is_ok=not reason, reason=reason, phase=1))
+                if next_epoch != epoch or not all(row.phase for row in after.values()):
                     continue
                 reason = flaw_in(after)
             if reason:

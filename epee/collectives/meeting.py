@@ -9,12 +9,16 @@ from typing import NamedTuple
 from ..errors import ProtocolError
 from .params import MAX_RANKS
 
-_ROW = struct.Struct("<Bxxxi16sqQqqH512s200s")  # ok, sms, GPU, pid, start, number, ranks, blob's length, blob, reason
+_ROW = struct.Struct("<BBxxi16sqQqqH512s200s")  # in the order of `MeetingRow`, the blob's length before it
 _MOST_CALLS = 1 << 38
 
 
 class MeetingRow(NamedTuple):
-    """What a rank tells at a meeting."""
+    """What a rank tells at a meeting.
+
+    Attributes:
+        phase: 0 before it has mapped the others' memory, 1 behind that.
+    """
 
     is_ok: bool
     num_sms: int
@@ -25,10 +29,11 @@ class MeetingRow(NamedTuple):
     num_ranks: int
     blob: bytes
     reason: str
+    phase: int = 0
 
     def pack(self) -> bytes:
         """Return it as bytes."""
-        head = self.is_ok, self.num_sms, self.gpu, self.pid, self.start_time, self.number, self.num_ranks
+        head = self.is_ok, self.phase, self.num_sms, self.gpu, self.pid, self.start_time, self.number, self.num_ranks
         return _ROW.pack(*head, len(self.blob), self.blob, self.reason.encode()[:200])
 
     @classmethod
@@ -38,11 +43,11 @@ class MeetingRow(NamedTuple):
         Raises:
             ProtocolError: a number cannot be right.
         """
-        ok, sms, gpu, pid, start, number, num_ranks, length, blob, reason = _ROW.unpack(data)
+        ok, phase, sms, gpu, pid, start, number, num_ranks, length, blob, reason = _ROW.unpack(data)
         if not (length <= 512 and 0 <= number < _MOST_CALLS and 1 <= num_ranks <= MAX_RANKS and 0 < sms < 1 << 16):
             raise ProtocolError(f"a rank told of {length} bytes, call {number}, {num_ranks} ranks and {sms} SMs")
         told = reason.rstrip(b"\0").decode(errors="replace")
-        return cls(bool(ok), sms, gpu, pid, start, number, num_ranks, blob[:length], told)
+        return cls(bool(ok), sms, gpu, pid, start, number, num_ranks, blob[:length], told, phase)
 
 
 def flaw_in(rows: Mapping[int, MeetingRow]) -> str:

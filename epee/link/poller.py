@@ -177,7 +177,7 @@ class Links:
             has_moved |= link.pump()
             if link.lost is not None:
                 self._drop(fd, link)
-            elif was or (fd in self._writers and not link.is_stuck):
+            elif was or link.is_stuck != (fd in self._writers):
                 self._watch(fd, link)
         self._is_broken_off = False
         return has_moved

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,51 @@ def _ends(call: Callable[[], object]) -> str:
 def test_a_late_rank_fails_a_call_on_all_alike_and_the_next_ones_work() -> None:
     told = run_on_loopbacks(late, PLACEMENT, timeout_s=60)
     assert told == [["well", "CommTimeoutError", "well", "CommTimeoutError", "well"]] * 4
+
+
+def failing_between(rank: int, num_ranks: int) -> list[list[str]]:
+    """Rank 1 has no memory between the rows of a call and its data; the others hear of it, and all go on."""
+    told = []
+    with make(50, timeout=20.0) as buffer:
+        x, idx = tokens(50, rank)
+        got = buffer.dispatch(x, idx)
+        path: Any = buffer._rows
+        for owner, name, is_combine in (
+            (path, "_new_handle", False),
+            (path._arenas, "take", False),
+            (path, "_plan_records", False),
+            (path, "_scratch", True),
+        ):
+            if rank == 1:
+                setattr(owner, name, _no_memory)
+            begun = time.monotonic()
+            if is_combine:
+                told.append(_fails(lambda: buffer.combine(got.x, got.handle, out=torch.empty(50, HIDDEN))))
+            else:
+                told.append(_fails(lambda: buffer.dispatch(x, idx)))
+            assert time.monotonic() - begun < 15.0
+            if rank == 1:
+                delattr(owner, name)
+            step(buffer, 50, 3)
+    return told
+
+
+def _no_memory(*_: object) -> None:
+    raise MemoryError("none left")
+
+
+def _fails(call: Callable[[], object]) -> list[str]:
+    try:
+        call()
+    except (epee.EpeeError, MemoryError) as error:
+        return [type(error).__name__, "none left" if "none left" in str(error) else str(error)]
+    return ["well"]
+
+
+def test_a_failure_between_the_two_calls_of_a_step_is_told_to_all() -> None:
+    told = run_on_loopbacks(failing_between, (0, 0, 1, 1), timeout_s=60)
+    for rank, kinds in enumerate(told):
+        assert kinds == [["MemoryError" if rank == 1 else "MismatchError", "none left"]] * 4, rank
 
 
 class Stop(Exception):

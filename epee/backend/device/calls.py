@@ -53,8 +53,9 @@ def make(engine: Engine, rank: int, size: int, options: BackendOptions) -> Devic
 
     A kernel neither waits for a decision about a rank nor makes its call again, so only mode "raise/error" is served.
     """
-    is_served = options.mode == "raise/error" and size <= MAX_RANKS and engine.box.exports is None
-    return _makers[0](engine, rank, options.staging_bytes) if _makers and is_served else None
+    # not by the size: who comes into a group that has grown must meet the others, to hear that it is too large
+    is_served = options.mode == "raise/error" and size > 0 and engine.box.exports is None
+    return _makers[0](engine, rank, engine.box.staging_bytes) if _makers and is_served else None
 
 
 def is_on_gpu(args: Any) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...backend.engine.engine import Engine
-from ...errors import AbortedError, CommTimeoutError, PeerError, UnsupportedError
+from ...errors import AbortedError, CommTimeoutError, InvalidArgument, PeerError, ProtocolError, UnsupportedError
 from ...link.topology import Topology
 from ...memory.arena import Arena
 from ..checks import CombineCall, DispatchCall
@@ -115,7 +115,9 @@ class HostsPath:
         assert active_ranks is not None
         marks = active_ranks[: self.config.num_ranks]
         if not bool(marks.all()):
-            raise UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
+            error = UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
+            self.control.refuse(OP_GATHER, error, deadline)
+            raise error
         self.barrier(deadline)
         return mask_of(self.exchange.members, self.config.num_ranks)
 
@@ -155,17 +157,29 @@ class HostsPath:
         counts = call.plan.counts if call.plan is not None else None
         header = dispatch_header(call, self.rank, 0, call.expert_alignment)
         rows = self.exchange.call(header, counts, b"", deadline)
+        plan, handle, arena, slot = self._planned("dispatch", lambda: self._begin(call, rows))
+        try:
+            self.exchange.run(lambda box: plan, deadline)
+            if plan.meta[0]:
+                handle = self._with_meta(call, handle, plan)
+            return dispatched(call, handle, self._arenas.result(call.payload, handle.num_recv, arena, slot), ())
+        except BaseException:
+            arena.pool.give_back(slot)  # nothing where a result has it
+            raise
+
+    def _begin(self, call: DispatchCall, rows: ExchangedRows) -> tuple[RecordsPlan, TwoLevelHandle, Arena, int]:
+        """Return what the data call of a dispatch is made with: plan, handle, arena and a slot of it.
+
+        The slot is taken behind the exchange of rows: a call before this one that was broken off writes into its slot
+        until the engine has retired it, which is so by then.
+        """
         handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
         arena, _ = self._arenas.of(call.layout, call.expert_alignment)
         arena.pool.reclaim(self.exchange.seq)
         arena.pool.passed(self.exchange.seq + 1)  # nobody else has it mapped
         slot = self._arenas.take(arena)
         try:
-            plan = self._planned("dispatch", lambda: self._plan_records(call, handle, rows, arena, slot))
-            self.exchange.run(lambda box: plan, deadline)
-            if plan.meta[0]:
-                handle = self._with_meta(call, handle, plan)
-            return dispatched(call, handle, self._arenas.result(call.payload, handle.num_recv, arena, slot), ())
+            return self._plan_records(call, handle, rows, arena, slot), handle, arena, slot
         except BaseException:
             arena.pool.give_back(slot)
             raise
@@ -181,9 +195,14 @@ class HostsPath:
         return handle
 
     def _planned(self, name: str, make: Callable[[], Planned]) -> Planned:
-        """Make a plan; the peers, which are in its call or will be, hear of it where that fails."""
+        """Make a plan; the peers, which are in its call or will be, hear of it where that fails here alone.
+
+        What the exchanged counts are refused for, all ranks find alike.
+        """
         try:
             return make()
+        except (InvalidArgument, ProtocolError):
+            raise
         except BaseException as error:
             told = error if isinstance(error, Exception) else AbortedError(f"{type(error).__name__} on the way")
             self._engine.refuse(name, told)
@@ -208,12 +227,12 @@ class HostsPath:
             Chunks.of(dispatch_length(self.config), [header.num_tokens for header in rows.headers]),
         )
 
-    def _starts(self, handle: TwoLevelHandle, rows: ExchangedRows) -> Ints:
-        """Return the first row of each (source, local expert)."""
+    def _starts(self, handle: TwoLevelHandle, rows: ExchangedRows) -> tuple[Ints, Ints]:
+        """Return the first row of each (source, local expert), and how many it has."""
         first = self.config.num_ranks + handle.first_expert
         mine = rows.counts[:, first : first + self.config.num_local_experts]
         padded = np.array([round_up(int(count), handle.expert_alignment) for count in mine.sum(0)], dtype=np.int64)
-        return padded.cumsum() - padded + mine.cumsum(0) - mine
+        return padded.cumsum() - padded + mine.cumsum(0) - mine, mine
 
     def _with_meta(self, call: DispatchCall, handle: TwoLevelHandle, plan: RecordsPlan) -> TwoLevelHandle:
         """Return the handle with what has come beside the rows."""
@@ -245,14 +264,19 @@ class HostsPath:
         handle = _own(call.handle)
         if call.order is not RANKS_THEN_BIAS:
             raise UnsupportedError(
-                "over several hosts a combine adds up by host (docs/numerics.md); make the handle in no other order"
+                "over several hosts a combine adds up by host (docs/hosts.md, Buffers); give no other order"
             )
         header = combine_header(call, self.rank, 0, handle.expert_alignment)
         rows = self.exchange.call(header, None, b"", deadline)
         num_tokens = [header.num_tokens for header in rows.headers]
         wide = self.config.wide_partials
-        scratch = None if call.out is None else self._scratch(call.out)
-        plan = self._planned("combine", lambda: PartialsPlan(self._topology, call, handle, num_tokens, wide, scratch))
+
+        def make() -> PartialsPlan:
+            """Plan it; a result that must not be seen before the end is made in memory that is kept."""
+            scratch = None if call.out is None else self._scratch(call.out)
+            return PartialsPlan(self._topology, call, handle, num_tokens, wide, scratch)
+
+        plan = self._planned("combine", make)
         self.exchange.run(lambda box: plan, deadline)
         lost = None if handle.routing is None else partial(lost_weight, handle.routing, (), self.config, handle.dropped)
         x = plan.out if call.out is None else call.out

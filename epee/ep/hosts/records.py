@@ -92,7 +92,8 @@ class RecordsPlan(Plan):
         is_fresh: nobody knows yet which records come.
         payload: of this rank.
         result: of this rank.
-        starts: expert layout, fresh: `[num_ranks, num_local_experts]` int64, the first row of each (source, expert).
+        starts: expert layout, fresh: two of `[num_ranks, num_local_experts]` int64: the first row of each (source,
+            expert), and how many there are.
         rounds: how the tokens are cut.
     """
 
@@ -103,12 +104,14 @@ class RecordsPlan(Plan):
         is_fresh: bool,
         payload: LocalTokens,
         result: Destination,
-        starts: Ints | None,
+        starts: tuple[Ints, Ints] | None,
         rounds: Chunks,
     ) -> None:
         super().__init__("dispatch", pack_signature(OP_CODE["dispatch"]))
         self._topology, self._handle, self._is_fresh = topology, handle, is_fresh
-        self._payload, self._result, self._starts = payload, result, starts
+        self._payload, self._result = payload, result
+        self._starts: Ints | None = None if starts is None else starts[0]
+        self._told: Ints | None = None if starts is None else starts[1]
         self._layout = payload.layout()
         self._length, self._room = rounds.length, self._layout.room(rounds.length)
         self.rounds = rounds.count
@@ -210,10 +213,10 @@ class RecordsPlan(Plan):
         counts = np.bincount(experts, minlength=num_local)
         self._before[source, k + 1] = before + counts
         self._check_taken(source, k, int((before + counts).sum()), told)
+        if self._told is not None and bool((before + counts > self._told[source]).any()):
+            raise self._damaged(source, k, "more rows for an expert than it has told")
         within = np.arange(len(experts)) - (counts.cumsum() - counts)[experts]
         rows = (self._starts[source] + before)[experts] + within
-        if len(rows) and int(rows.max()) >= len(self._result.rows):
-            raise self._damaged(source, k, "more rows for an expert than it has told")
         return records, rows
 
     def _known_places(self, source: int, k: int, count: int) -> tuple[Ints, slice | Ints]:
@@ -257,7 +260,7 @@ class RecordsPlan(Plan):
         return False
 
     def detach(self) -> None:
-        """Read a private copy of the payload; results are private as they are."""
+        """Read a private copy of the payload; the slot is written to until the call retires (`HostsPath._begin`)."""
         self._payload = self._payload.copy()
 
 

@@ -25,9 +25,10 @@ import torch
 
 from ....backend.hosts.exports import Exports
 from ....backend.outbox import STATE_WORDS, has_left
-from ....errors import InvalidState, PeerError, ProtocolError, RankFailedError, UnsupportedError
+from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError, UnsupportedError
 from ....link.topology import Topology
 from ...config import BufferConfig
+from ...control.inbox import OP_GATHER
 from ...control.messages import ControlPlaneOver
 from ...handle import mask_of
 from ...latency.cpu import HostLatencyHandle, LatencyCalls
@@ -139,10 +140,14 @@ class LatencyHostsPath(LatencyCalls):
             As `LatencyBuffer.all_gather_bytes`.
         """
         num_ranks = self.config.num_ranks
+        error: EpeeError | None = None
         if self.wire.num_open:
-            raise InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
-        if active_ranks is not None and not bool(active_ranks[:num_ranks].all()):
-            raise UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
+            error = InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
+        elif active_ranks is not None and not bool(active_ranks[:num_ranks].all()):
+            error = UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
+        if error is not None:
+            self._control.refuse(OP_GATHER, error, deadline)  # the others are in it
+            raise error
         self.wire.set_cut([True] * num_ranks, 0)  # on the same links as what follows: whoever is through has it
         told = self._control.all_gather_bytes(self._exchange.epoch.to_bytes(8, "little"), deadline)
         self._exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)

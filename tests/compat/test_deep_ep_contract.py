@@ -254,7 +254,7 @@ import mooncake.ep as again
 from mooncake.mooncake_ep_buffer import Buffer, EventOverlap
 from mooncake.mooncake_elastic_buffer import ElasticBuffer, EPHandle
 from mooncake.pg import MooncakeBackendOptions, set_transfer_engine
-assert again is ep and Buffer is ep.Buffer and ep.MooncakeBackendOptions is MooncakeBackendOptions
+assert again is ep and Buffer is ep.Buffer and issubclass(ep.MooncakeBackendOptions, MooncakeBackendOptions)
 assert issubclass(ElasticBuffer, found.ElasticBuffer) and EPHandle is found.EPHandle
 assert ep.get_ep_buffer_size_hint(8, 256, 2, 4) == Buffer.get_ep_buffer_size_hint(8, 256, 2, 4) > 0
 """

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from epee.collectives import moves
 from epee.jit.source import flatten
 from tests.csrc import collective_cases, latency_cases, throughput_cases
 from tests.csrc.emulated import _FLAGS, EmulatedPlatform, _gxx
@@ -139,7 +140,7 @@ def collective(rank: int, num_ranks: int) -> tuple[bool, bool]:
     machine = collective_cases.make(EmulatedPlatform(), rank, num_ranks, [])
 
     def barrier() -> None:
-        machine.barrier()
-        machine.check()
+        machine.run(moves.barrier(num_ranks))
+        assert not machine.reports()
 
-    return first_comes_the_last(rank, machine._abort.words, barrier)
+    return first_comes_the_last(rank, machine.device.news.words, barrier)

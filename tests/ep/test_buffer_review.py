@@ -94,16 +94,16 @@ def _lost_slots(rank: int, num_ranks: int) -> None:
     x, idx, _ = _inputs(rank, num_ranks)
     with _buffer(num_ranks) as buffer:
         path = buffer._path
-        real = path._result
+        real = path.arenas.result
         for _ in range(10):  # more often than there are slots
 
             def interrupted(*_: Any) -> Any:
                 raise KeyboardInterrupt
 
-            path._result = interrupted  # type: ignore[method-assign]
+            path.arenas.result = interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 buffer.dispatch(x.bfloat16(), idx)
-            path._result = real  # type: ignore[method-assign]
+            path.arenas.result = real  # type: ignore[method-assign]
         d = buffer.dispatch(x.bfloat16(), idx)
         assert isinstance(d.x, torch.Tensor)
         assert buffer.combine(d.x, d.handle).x.shape == x.shape

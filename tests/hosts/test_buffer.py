@@ -232,4 +232,4 @@ def _many(rank: int, num_ranks: int, times: int) -> list[int]:
 
 def test_buffers_that_are_closed_leave_no_descriptor() -> None:
     for counts in run_on_loopbacks(_many, (0, 1), 12, timeout_s=60):
-        assert counts[-1] <= counts[3] + 2, counts
+        assert max(counts[6:]) <= max(counts[:6]) + 2, counts  # links end a moment after their buffer

@@ -251,4 +251,4 @@ def test_reference_imports_nothing_of_ours() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, epee.__path__[0]], capture_output=True, text=True, check=True, timeout=50
     )
-    assert done.stdout.strip() == "['epee.reference', 'epee.reference.exchange']"
+    assert done.stdout.strip() == "['epee.reference', 'epee.reference.exchange', 'epee.reference.two_level']"

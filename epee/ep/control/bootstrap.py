@@ -57,7 +57,10 @@ def topology_of(group: dist.ProcessGroup, num_ranks: int) -> Topology | None:
             mine = host_id()
         except EpeeError:  # raised again, and told, where the arguments are compared
             mine = bytes(KEY_DIGITS)
-        keys = [key.hex() for key in all_gather_bytes(group, mine)]
+        told = all_gather_bytes(group, mine)
+        if bytes(KEY_DIGITS) in told:
+            return None
+        keys = [key.hex() for key in told]
     return Topology(group.rank(), keys) if len(set(keys)) > 1 else None
 
 

@@ -221,3 +221,8 @@ def for_child(*python_path: Path) -> dict[str, str]:
     """Return this process's environment for a child, with `python_path` in front of its PYTHONPATH."""
     rest = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, python_path), rest]))}
+
+
+def put(**values: str) -> None:
+    """Set variables of this process, for what it reads from now on."""
+    os.environ.update(values)

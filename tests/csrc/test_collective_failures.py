@@ -35,7 +35,11 @@ def test_rank_outside_the_view_is_left_out(op: str, way: str, num_ranks: int) ->
 
 def test_broadcast_of_a_rank_outside_the_view_fails_at_once() -> None:
     results = run_ranks(root_left_out, 3, timeout_s=200)
-    assert results[:2] == [("RankFailedError", (2,))] * 2
+    outside = "RankFailedError", (2,)
+    # who begins late may hear first that its peer has lost the call; its host then looks for the death behind it
+    told = [("CommTimeoutError", (1,)), ("CommTimeoutError", (0,))]
+    assert outside in results[:2]
+    assert all(found in (outside, other) for found, other in zip(results[:2], told, strict=True))
 
 
 @pytest.mark.parametrize("way", WAYS)

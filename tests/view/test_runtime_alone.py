@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import random
 import resource
@@ -568,11 +567,17 @@ def test_the_token_shows_nowhere(alone: Runtime, caplog: pytest.LogCaptureFixtur
     assert not any(form in place for form in forms for place in places)
 
 
-def test_nothing_listens_on_the_network(alone: Runtime) -> None:
-    gc.collect()  # sockets of other tests of this process that only a cycle keeps
-    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)}
+def test_nothing_listens_on_the_network(request: pytest.FixtureRequest) -> None:
+    others = _open_files()  # of other tests of this process
+    assert isinstance(request.getfixturevalue("alone"), Runtime)
+    mine = _open_files() - others
+    assert any(name.startswith("socket:") for name in mine)
     listening = [line.split() for name in ("tcp", "tcp6") for line in _lines(name) if line.split()[3] == "0A"]
     assert not [row for row in listening if f"socket:[{row[9]}]" in mine]
+
+
+def _open_files() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)}
 
 
 def _exists(fd: str) -> bool:

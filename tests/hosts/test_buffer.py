@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.ep.test_buffer_properties import setups
 
 from . import interface_bytes, run_on_hosts, run_on_loopbacks
 
+ROUNDS = int(os.environ.get("EPEE_TEST_ROUNDS", "20"))  # for each placement, at least; 200 make 1,000 of all, by hand
+SETUPS = 5  # of one start of the processes
 PLACEMENTS = [(0, 1), (0, 0, 1), (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)]
 
 
@@ -27,17 +30,17 @@ def _in_chunks(rank: int, num_ranks: int, drawn: list[Setup], length: int) -> li
     return run_setups(rank, num_ranks, drawn)
 
 
-def _agrees(placement: tuple[int, ...], num_setups: int, run: Any, length: int = 128) -> None:
+def _agrees(placement: tuple[int, ...], num_rounds: int, run: Any, length: int = 128) -> None:
     num_ranks = len(placement)
 
     @settings(
-        max_examples=4,  # the first one is the simplest of all, whatever is asked for
+        max_examples=-(-num_rounds // SETUPS),  # the first one is the simplest of all, whatever is asked for
         phases=(Phase.generate,),
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn=st.lists(setups(num_ranks), min_size=num_setups, max_size=num_setups), wide=st.booleans())
+    @given(drawn=st.lists(setups(num_ranks), min_size=SETUPS, max_size=SETUPS), wide=st.booleans())
     def check(drawn: list[Setup], wide: bool) -> None:
         placed = [
             replace(setup, host_of=placement, wide_partials=wide ^ bool(index % 2)) for index, setup in enumerate(drawn)
@@ -55,12 +58,12 @@ def _agrees(placement: tuple[int, ...], num_setups: int, run: Any, length: int =
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_agrees_with_the_reference_on_hosts(placement: tuple[int, ...]) -> None:
     """Dispatch, cached dispatch and both combines, for everything that hypothesis can think of."""
-    _agrees(placement, 5, run_on_hosts)
+    _agrees(placement, ROUNDS, run_on_hosts)
 
 
 @pytest.mark.parametrize(("placement", "length"), [((0, 1), 1), ((0, 1, 0, 1), 3), ((0, 0, 1), 8)])
 def test_agrees_with_the_reference_in_many_rounds(placement: tuple[int, ...], length: int) -> None:
-    _agrees(placement, 5, run_on_loopbacks, length)
+    _agrees(placement, 20, run_on_loopbacks, length)
 
 
 LONG = Setup(

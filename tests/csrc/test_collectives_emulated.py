@@ -25,6 +25,11 @@ def test_every_size_has_the_bits_of_torch(op: str, num_ranks: int) -> None:
     run_ranks(run_calls, num_ranks, calls, timeout_s=200)
 
 
+def test_eight_ranks_have_the_bits_of_torch() -> None:
+    calls = [Call(op, count, root=5, seed=count) for op in OPS for count in (1, 1025, 4099)]
+    run_ranks(run_calls, 8, calls, timeout_s=200)
+
+
 @pytest.mark.parametrize(
     ("dtype", "reduction"),
     [

@@ -18,6 +18,7 @@ CASES = {
     "two ranks": Case((17, 11), num_bias=1),
     "three ranks": Case((5, 0, 13), num_local_experts=2, num_topk=4, hidden=1032, num_bias=2, is_bias_wide=True),
     "four ranks": Case((37, 8, 1, 20), num_topk=9, hidden=136, num_local_experts=3),
+    "eight ranks": Case((3, 0, 7, 1, 5, 2, 9, 4), num_topk=6, hidden=136, num_local_experts=2, num_sms=2),
     "wide rows": Case((6, 5), hidden=7176, num_sms=1),
     "float32": Case((9, 14), dtype="float32", payload="float32", hidden=264, num_bias=1),
     "fp8": Case((12, 21), hidden=512, payload="fp8"),
@@ -32,6 +33,9 @@ CASES = {
     "expert": Case((17, 11), layout="expert", num_bias=1),
     "expert, one rank": Case((13,), layout="expert", expert_alignment=4, num_topk=2),
     "expert, four ranks": Case((21, 9, 0, 12), layout="expert", expert_alignment=8, num_topk=4, hidden=1032),
+    "expert, eight ranks": Case(
+        (4, 1, 0, 6, 2, 3, 5, 1), layout="expert", expert_alignment=4, payload="fp8", hidden=256, num_topk=5, num_sms=2
+    ),
     "expert, repeats": Case((12, 9), layout="expert", routing="repeats", num_local_experts=1, num_topk=5),
     "expert, fp8": Case((12, 9), layout="expert", payload="fp8", hidden=256, expert_alignment=16),
     "expert, float32, no weights": Case(

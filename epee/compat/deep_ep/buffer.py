@@ -2,16 +2,15 @@
 
 Data path: the pool (`epee.ep.BufferPool`) tells all ranks what is coming and finds or makes an epee buffer that holds
 it, that buffer moves the rows; what is left here is turning arguments and results around. The handle is DeepEP's tuple
-of six tensors, over hosts of ten, made when they are read (`v1_handle.py`); behind it stands the epee handle
+of six tensors, over hosts of ten, made when they are read (`v1/handle.py`); behind it stands the epee handle
 (`KnownHandles`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,34 +22,28 @@ from epee.compat.deep_ep.low_latency import LowLatency, unsupported
 from epee.compat.deep_ep.shared import internode
 from epee.compat.deep_ep.shared.host_layout import num_tokens_per_host
 from epee.compat.deep_ep.shared.known import KnownHandles
-from epee.compat.deep_ep.shared.layout import align_up
-from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, Running, advise
+from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, PoolOwner, advise
 from epee.compat.deep_ep.shared.rows import (
     as_bias,
     cut,
     device_of,
     filled_up,
-    int64_routing,
     payload_filled_up,
 )
-from epee.compat.deep_ep.v1_handle import V1Handle, num_entries
-from epee.compat.deep_ep.wishes import Counts, Wishes
+from epee.compat.deep_ep.v1.dispatch import Asked, FreshDispatches, asked_of
+from epee.compat.deep_ep.v1.handle import V1Handle, num_entries
+from epee.compat.deep_ep.v1.wishes import Counts
 from epee.ep import (
-    NO_FACTS,
     BufferPool,
     CombineOrder,
     Dispatched,
     MemoryBytes,
-    Need,
     NoRoomError,
     Payload,
-    Room,
-    Wish,
     check_topk_idx,
     count_layout,
     group_of,
     load_counter,
-    topk_facts,
 )
 from epee.errors import InvalidArgument
 
@@ -70,21 +63,6 @@ _default_config = cache(dispatch_config)
 @cache  # once
 def _say_one_host(name: str) -> None:
     _log.warning("%s=True changes nothing: GPUs lend each other memory within one host, by NVLink or PCIe", name)
-
-
-class _Options(NamedTuple):
-    """How a dispatch with routing is asked for; see `Buffer.dispatch`."""
-
-    expert_alignment: int
-    num_worst_tokens: int
-    config: Config
-
-
-def _asked(expert_alignment: int, num_worst_tokens: int, config: Config) -> tuple[int, int, int] | None:
-    """Return what options are asked for; None where only checks can tell what they are."""
-    num_sms = config.num_sms
-    are_usual = type(expert_alignment) is type(num_worst_tokens) is type(num_sms) is int
-    return (expert_alignment, num_worst_tokens, num_sms) if are_usual else None
 
 
 def _to_length(
@@ -146,7 +124,7 @@ class Buffer(LowLatency, PoolOwner):
         self.runtime: BufferPool | None = pool
         self.hosts = pool.hosts  # per host its ranks
         self._handles: KnownHandles[V1Handle] = KnownHandles(num_entries(len(pool.hosts)))
-        self._wishes = Wishes(self.group_size)
+        self._fresh = FreshDispatches(pool, self.rank, self.group_size)
         self._init_low_latency(pool)
         load_counter()
 
@@ -254,7 +232,7 @@ class Buffer(LowLatency, PoolOwner):
         if previous_event is None and not async_finish:
             try:
                 if handle is None:
-                    asked = _asked(expert_alignment, num_worst_tokens, used)
+                    asked = asked_of(expert_alignment, num_worst_tokens, used)
                     found = self._dispatch_lately(x, counts, topk_idx, topk_weights, asked, used)
                 else:
                     found = self._cached_lately(x, handle, topk_idx, topk_weights, used)
@@ -274,8 +252,8 @@ class Buffer(LowLatency, PoolOwner):
                     return rows, None, None, None, None, no_event()
                 event = run.event((x, known.handle), (again.x, rows), again)
                 return rows, None, None, None, None, event
-            options = _Options(expert_alignment, num_worst_tokens, used)
-            got, known, listed = self._dispatch_fresh(x, counts, topk_idx, topk_weights, options, run, may_stand)
+            options = Asked(expert_alignment, num_worst_tokens, used)
+            got, known, listed = self._fresh.run(x, counts, topk_idx, topk_weights, options, run, may_stand)
             rows, recv_idx, recv_weights = got.x, got.topk_idx, got.topk_weights
             if num_worst_tokens:
                 rows, recv_idx, recv_weights = _to_length(rows, recv_idx, recv_weights, num_worst_tokens)
@@ -293,7 +271,7 @@ class Buffer(LowLatency, PoolOwner):
         self, x: Payload, counts: Counts, topk_idx: Any, topk_weights: Any, asked: Any, config: Config
     ) -> V1Dispatched | None:
         """Run a dispatch that looks like one of the last few kinds on a GPU; None, and nothing has happened, where none
-        does. `asked`: as of `_asked`."""
+        does. `asked`: as of `asked_of`."""
         like = (
             None if asked is None else (self.runtime or self._pool()).latest(asked, x, topk_idx, topk_weights, *counts)
         )
@@ -334,130 +312,6 @@ class Buffer(LowLatency, PoolOwner):
             known.room.core.refuse(error)
             raise error
         return known.room.core.dispatch(x, handle=known.handle, num_sms=known.room.num_sms(config.num_sms))
-
-    def _dispatch_fresh(
-        self,
-        x: Payload,
-        counts: Counts,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        options: _Options,
-        run: Running,
-        may_stand: bool,
-    ) -> tuple[Dispatched, V1Handle, list[int]]:
-        """Dispatch with routing, in a room that is found by what the call looks like, or else by asking the ranks.
-
-        Args:
-            x, counts, topk_idx, topk_weights, options, run: of the call.
-            may_stand: whether a room may stand for all ranks: none has heard yet that a call does not fit.
-        """
-        key = like = None
-        if run is GPU_AT_ONCE and may_stand:
-            asked = _asked(*options)
-            key = None if asked is None else self._key(x, counts, topk_idx, topk_weights, asked)
-            like = None if key is None else self._pool().recall(key)
-        if like is not None:
-            assert topk_idx is not None
-            assert topk_weights is not None
-            try:
-                got = like.dispatch(x, topk_idx, topk_weights)
-            except NoRoomError:  # a peer's call does not fit, and all have heard of it in this call
-                if options.num_worst_tokens:
-                    raise
-                got, may_stand = None, False
-            if got is not None:
-                num_worst_tokens, is_token_in_rank = options.num_worst_tokens, counts[1]
-                assert is_token_in_rank is not None
-                listed = [] if num_worst_tokens else got.num_tokens_per_expert
-                made = V1Handle(
-                    like.room, got.handle, num_worst_tokens, like.extra, is_token_in_rank, options.config, None
-                )
-                return got, made, listed
-        return self._dispatch_asking(x, counts, topk_idx, topk_weights, options, run, (key, may_stand))
-
-    def _dispatch_asking(
-        self,
-        x: Payload,
-        counts: Counts,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        options: _Options,
-        run: Running,
-        found: tuple[object, bool],
-    ) -> tuple[Dispatched, V1Handle, list[int]]:
-        """Dispatch in a room that is found by the call's needs; the ranks are asked where none stands for all.
-
-        Args:
-            x, counts, topk_idx, topk_weights, options, run: of the call.
-            found: under which key to remember how it is made, None for none; whether a room may stand for all ranks.
-        """
-        key, may_stand = found
-        expert_alignment, num_worst_tokens, config = options
-        pool = self._pool()
-        device = device_of(x)
-        is_gpu = pool.is_gpu(device)
-        is_blind = num_worst_tokens > 0 and is_gpu  # then the host waits for nobody
-        try:
-            routing = None if topk_idx is None else int64_routing(topk_idx)
-            wish, need = self._wishes.find(x, counts, routing, topk_weights, num_worst_tokens, device, is_gpu)
-        except Exception as error:
-            if is_blind:
-                pool.refuse(error)
-            else:
-                pool.refuse_wish(error, is_gpu)
-            raise
-        _, is_token_in_rank, per_expert = counts
-        assert is_token_in_rank is not None
-        assert per_expert is not None
-
-        def dispatch_in(room: Room) -> Dispatched:
-            """Dispatch in a room."""
-            return room.core.dispatch(
-                x,
-                routing,
-                topk_weights,
-                is_token_in_rank=is_token_in_rank if routing is None else None,
-                expert_alignment=expert_alignment,
-                num_sms=room.num_sms(config.num_sms),
-                sync=not is_blind,
-            )
-
-        may_stand = may_stand and is_gpu and routing is not None and not is_blind
-        local_counts = None
-        standing = self._standing(need, dispatch_in) if may_stand else None
-        wishes: Sequence[Wish] = [wish] * self.group_size
-        if standing is not None:
-            room, got = standing
-        else:
-            room, wishes = self._room(wish, device, is_blind)
-            local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
-            got = dispatch_in(room)
-        if key is not None and topk_idx is not None and topk_weights is not None and (is_blind or standing is not None):
-            how = ("rank", expert_alignment), room.num_sms(config.num_sms), not is_blind
-            looks = _asked(*options), (x, topk_idx, topk_weights, *counts)
-            pool.remember(key, room, (x, topk_idx, topk_weights), how, wishes, looks)
-        stream = pool.own_stream(device) if run.has_own_stream else None
-        listed = [] if num_worst_tokens else got.num_tokens_per_expert if local_counts is None else local_counts
-        known = V1Handle(room, got.handle, num_worst_tokens, wishes, is_token_in_rank, config, stream)
-        return got, known, listed
-
-    def _standing(self, need: Need, dispatch_in: Callable[[Room], Dispatched]) -> tuple[Room, Dispatched] | None:
-        """Dispatch without asking the ranks first where there is room for all; None: they have to agree."""
-        room = self._pool().standing_room(need)
-        if room is None:
-            return None
-        try:
-            return room, dispatch_in(room)
-        except NoRoomError:
-            return None  # a peer's call does not fit, and all have heard of it in this call
-
-    def _room(self, wish: Wish, device: torch.device, is_blind: bool) -> tuple[Room, Sequence[Wish]]:
-        """Return the room for a dispatch, and what the ranks are about to dispatch: what they say, or as this one."""
-        pool = self._pool()
-        if is_blind:
-            return pool.room(Need.unasked(wish, device)), [wish] * self.group_size
-        wishes = pool.agree(wish)
-        return pool.room(Need.of(wishes, device)), wishes
 
     def combine(
         self,
@@ -525,31 +379,6 @@ class Buffer(LowLatency, PoolOwner):
         except InvalidArgument as error:
             pool.refuse(error)
             raise
-
-    def _key(
-        self,
-        x: Payload,
-        counts: Counts,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        asked: object,
-    ) -> object:
-        """Return what dispatches that look like this one have in common; None where only checks can tell."""
-        counted: tuple[Any, Any, Any] = counts
-        per_rank, is_in, per_expert = counted
-        if not type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor:
-            return None
-        try:
-            facts = topk_facts(x, topk_idx, topk_weights)
-        except NO_FACTS:
-            return None
-        return facts, is_in.shape, is_in.dtype, per_expert.shape, asked
-
-    def _local_counts(self, num_tokens_per_expert: torch.Tensor, expert_alignment: int) -> list[int]:
-        """Return the tokens of each local expert as all ranks counted them (routing without experts)."""
-        total = self._pool().sum_counts(num_tokens_per_expert)
-        local = total.view(self.group_size, -1)[self.rank].tolist()
-        return [align_up(count, expert_alignment) for count in local]
 
     internode_dispatch = internode.internode_dispatch
     internode_combine = internode.internode_combine

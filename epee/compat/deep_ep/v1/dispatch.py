@@ -1,0 +1,200 @@
+"""How a V1 dispatch with routing finds the room in which it runs.
+
+A dispatch that looks like an earlier one runs as that one did (`Pool.recall`). Otherwise the room is found by what the
+call needs: one that stands for all ranks, or else one that they agree on, telling each other what is coming. Where a
+peer's call does not fit, all ranks hear of it in the call itself (`NoRoomError`) and agree then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from epee.compat.deep_ep.config import Config
+from epee.compat.deep_ep.shared.layout import align_up
+from epee.compat.deep_ep.shared.owner import GPU_AT_ONCE, Running
+from epee.compat.deep_ep.shared.rows import device_of, int64_routing
+from epee.compat.deep_ep.v1.handle import V1Handle
+from epee.compat.deep_ep.v1.wishes import Counts, Wishes
+from epee.ep import NO_FACTS, BufferPool, Dispatched, Need, NoRoomError, Payload, Room, Wish, topk_facts
+
+
+class Asked(NamedTuple):
+    """How a dispatch with routing is asked for; see `Buffer.dispatch`."""
+
+    expert_alignment: int
+    num_worst_tokens: int
+    config: Config
+
+
+def asked_of(expert_alignment: int, num_worst_tokens: int, config: Config) -> tuple[int, int, int] | None:
+    """Return what options are asked for; None where only checks can tell what they are."""
+    num_sms = config.num_sms
+    are_usual = type(expert_alignment) is type(num_worst_tokens) is type(num_sms) is int
+    return (expert_alignment, num_worst_tokens, num_sms) if are_usual else None
+
+
+class FreshDispatches:
+    """The dispatches with routing of one buffer.
+
+    Args:
+        pool: the buffer's.
+        rank, num_ranks: of the group.
+    """
+
+    def __init__(self, pool: BufferPool, rank: int, num_ranks: int) -> None:
+        self._pool = pool
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._wishes = Wishes(num_ranks)
+
+    def run(
+        self,
+        x: Payload,
+        counts: Counts,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        options: Asked,
+        run: Running,
+        may_stand: bool,
+    ) -> tuple[Dispatched, V1Handle, list[int]]:
+        """Dispatch with routing, in a room that is found by what the call looks like, or else by asking the ranks.
+
+        Args:
+            x, counts, topk_idx, topk_weights, options, run: of the call.
+            may_stand: whether a room may stand for all ranks: none has heard yet that a call does not fit.
+        """
+        key = like = None
+        if run is GPU_AT_ONCE and may_stand:
+            asked = asked_of(*options)
+            key = None if asked is None else self._key(x, counts, topk_idx, topk_weights, asked)
+            like = None if key is None else self._pool.recall(key)
+        if like is not None:
+            assert topk_idx is not None
+            assert topk_weights is not None
+            try:
+                got = like.dispatch(x, topk_idx, topk_weights)
+            except NoRoomError:  # a peer's call does not fit, and all have heard of it in this call
+                if options.num_worst_tokens:
+                    raise
+                got, may_stand = None, False
+            if got is not None:
+                num_worst_tokens, is_token_in_rank = options.num_worst_tokens, counts[1]
+                assert is_token_in_rank is not None
+                listed = [] if num_worst_tokens else got.num_tokens_per_expert
+                made = V1Handle(
+                    like.room, got.handle, num_worst_tokens, like.extra, is_token_in_rank, options.config, None
+                )
+                return got, made, listed
+        return self._dispatch_asking(x, counts, topk_idx, topk_weights, options, run, (key, may_stand))
+
+    def _dispatch_asking(
+        self,
+        x: Payload,
+        counts: Counts,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        options: Asked,
+        run: Running,
+        found: tuple[object, bool],
+    ) -> tuple[Dispatched, V1Handle, list[int]]:
+        """Dispatch in a room that is found by the call's needs; the ranks are asked where none stands for all.
+
+        Args:
+            x, counts, topk_idx, topk_weights, options, run: of the call.
+            found: under which key to remember how it is made, None for none; whether a room may stand for all ranks.
+        """
+        key, may_stand = found
+        expert_alignment, num_worst_tokens, config = options
+        pool = self._pool
+        device = device_of(x)
+        is_gpu = pool.is_gpu(device)
+        is_blind = num_worst_tokens > 0 and is_gpu  # then the host waits for nobody
+        try:
+            routing = None if topk_idx is None else int64_routing(topk_idx)
+            wish, need = self._wishes.find(x, counts, routing, topk_weights, num_worst_tokens, device, is_gpu)
+        except Exception as error:
+            if is_blind:
+                pool.refuse(error)
+            else:
+                pool.refuse_wish(error, is_gpu)
+            raise
+        _, is_token_in_rank, per_expert = counts
+        assert is_token_in_rank is not None
+        assert per_expert is not None
+
+        def dispatch_in(room: Room) -> Dispatched:
+            """Dispatch in a room."""
+            return room.core.dispatch(
+                x,
+                routing,
+                topk_weights,
+                is_token_in_rank=is_token_in_rank if routing is None else None,
+                expert_alignment=expert_alignment,
+                num_sms=room.num_sms(config.num_sms),
+                sync=not is_blind,
+            )
+
+        may_stand = may_stand and is_gpu and routing is not None and not is_blind
+        local_counts = None
+        standing = self._standing(need, dispatch_in) if may_stand else None
+        wishes: Sequence[Wish] = [wish] * self._num_ranks
+        if standing is not None:
+            room, got = standing
+        else:
+            room, wishes = self._room(wish, device, is_blind)
+            local_counts = None if routing is not None else self._local_counts(per_expert, expert_alignment)
+            got = dispatch_in(room)
+        if key is not None and topk_idx is not None and topk_weights is not None and (is_blind or standing is not None):
+            how = ("rank", expert_alignment), room.num_sms(config.num_sms), not is_blind
+            looks = asked_of(*options), (x, topk_idx, topk_weights, *counts)
+            pool.remember(key, room, (x, topk_idx, topk_weights), how, wishes, looks)
+        stream = pool.own_stream(device) if run.has_own_stream else None
+        listed = [] if num_worst_tokens else got.num_tokens_per_expert if local_counts is None else local_counts
+        known = V1Handle(room, got.handle, num_worst_tokens, wishes, is_token_in_rank, config, stream)
+        return got, known, listed
+
+    def _standing(self, need: Need, dispatch_in: Callable[[Room], Dispatched]) -> tuple[Room, Dispatched] | None:
+        """Dispatch without asking the ranks first where there is room for all; None: they have to agree."""
+        room = self._pool.standing_room(need)
+        if room is None:
+            return None
+        try:
+            return room, dispatch_in(room)
+        except NoRoomError:
+            return None  # a peer's call does not fit, and all have heard of it in this call
+
+    def _room(self, wish: Wish, device: torch.device, is_blind: bool) -> tuple[Room, Sequence[Wish]]:
+        """Return the room for a dispatch, and what the ranks are about to dispatch: what they say, or as this one."""
+        pool = self._pool
+        if is_blind:
+            return pool.room(Need.unasked(wish, device)), [wish] * self._num_ranks
+        wishes = pool.agree(wish)
+        return pool.room(Need.of(wishes, device)), wishes
+
+    def _key(
+        self,
+        x: Payload,
+        counts: Counts,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        asked: object,
+    ) -> object:
+        """Return what dispatches that look like this one have in common; None where only checks can tell."""
+        counted: tuple[Any, Any, Any] = counts
+        per_rank, is_in, per_expert = counted
+        if not type(per_rank) is type(is_in) is type(per_expert) is torch.Tensor:
+            return None
+        try:
+            facts = topk_facts(x, topk_idx, topk_weights)
+        except NO_FACTS:
+            return None
+        return facts, is_in.shape, is_in.dtype, per_expert.shape, asked
+
+    def _local_counts(self, num_tokens_per_expert: torch.Tensor, expert_alignment: int) -> list[int]:
+        """Return the tokens of each local expert as all ranks counted them (routing without experts)."""
+        total = self._pool.sum_counts(num_tokens_per_expert)
+        local = total.view(self._num_ranks, -1)[self._rank].tolist()
+        return [align_up(count, expert_alignment) for count in local]

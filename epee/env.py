@@ -30,6 +30,12 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
+def _switch(text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true"):
+        raise ValueError("must be 0, 1, false or true")
+    return text.lower() in ("1", "true")
+
+
 def _positive_seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e9:
@@ -172,6 +178,18 @@ TABLE: tuple[Variable, ...] = (
         False,
         _flag,
         "1 lets the stand-in answer as mooncake's pg, ep and buffers; likewise.",
+    ),
+    Variable(
+        "MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE",
+        True,
+        _switch,
+        "Mooncake's: `auto_deactivate_on_failure` of groups of its backends that are made without options.",
+    ),
+    Variable(
+        "MOONCAKE_PG_AUTO_SYNC_ON_FAILURE",
+        "",
+        _switch,
+        "Likewise `auto_sync_on_failure`; by default it is as the other. 1 with 0 there is refused.",
     ),
     Variable("MASTER_ADDR", "", str, "Set by torchrun; with MASTER_PORT it names the job for those who join."),
     Variable("MASTER_PORT", "", str, "See MASTER_ADDR."),

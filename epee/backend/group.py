@@ -179,7 +179,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        """The CPU, once torch has entered the group in its books.
+
+        While it makes the group, torch 2.15 takes a list that is not empty as the word that a backend in C++ is there
+        for its flight recorder, and fails.
+        """
+        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
 
     def _get_backend(self, device: Any) -> ProcessGroup:
         return self

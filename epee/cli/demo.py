@@ -9,8 +9,9 @@ import typer
 
 def demo(
     ranks: int | None = typer.Option(
-        None, help="Processes to train on; must divide the 8 experts. 2, or 4 when one is to be lost."
+        None, help="Processes to train on; must divide the 8 experts. 2; 4 when one is to be lost; one per GPU."
     ),
+    device: str = typer.Option("cpu", help="cpu, or cuda to train on the GPUs of this machine."),
     seconds: float = typer.Option(55.0, min=1, max=86400, help="How long to train."),
     steps: int | None = typer.Option(None, min=1, help="Train exactly this many steps instead."),
     out: str = typer.Option("epee-demo", help="Folder for the picture and the numbers."),
@@ -30,7 +31,7 @@ def demo(
     With --kill or --stall a rank is lost on purpose: the others go on with copies of its experts, and a new process
     takes its place and its experts. The loss curve shows both moments.
     """
-    from ..demo.run import run
+    from ..demo.run import num_gpus, run
     from ..demo.settings import Settings
     from ..errors import InvalidArgument
 
@@ -38,8 +39,11 @@ def demo(
         raise InvalidArgument(f"--kill and --stall exclude each other, got {kill} and {stall}; lose one rank at a time")
     fault, victim = ("stall", stall) if stall is not None else ("kill", kill)
     num_ranks = ranks if ranks is not None else 4 if victim is not None or hosts > 1 else 2
+    if ranks is None and device == "cuda":
+        num_ranks = Settings().most_ranks(num_gpus())
     settings = Settings(
         num_ranks=num_ranks,
+        device=device,
         num_hosts=hosts,
         seconds=seconds,
         num_steps=steps,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from typer import echo
 
+from .. import __version__
 from ..errors import RankFailedError, UnsupportedError
 from .launch import Message, Ranks
 from .settings import Settings
@@ -27,9 +28,11 @@ def run(settings: Settings) -> int:
     """Run the demo and return the exit code: 0, 1 (a rank failed, or the check did), 130 (interrupted).
 
     Raises:
-        InvalidArgument: the settings cannot run. UnsupportedError: matplotlib is missing, or text to learn.
+        InvalidArgument: the settings cannot run. UnsupportedError: matplotlib is missing, a GPU, or text to learn.
     """
     settings.check()
+    if settings.device == "cuda" and num_gpus() == 0:
+        raise UnsupportedError("--device cuda needs a GPU, and torch sees none; leave it out to train on CPUs")
     if find_spec("matplotlib") is None:  # an extra: missed before a minute of training, not after
         raise UnsupportedError("the demo's pictures need matplotlib, which is not installed; pip install 'epee[demo]'")
     try:
@@ -55,6 +58,7 @@ def _train(settings: Settings) -> Message:
     with tempfile.TemporaryDirectory(prefix="epee-demo-") as name, Ranks(run_rank) as ranks:
         num_bytes = (Path(name) / "text").write_bytes(read_text())
         where = f" on {settings.num_hosts} hosts" if settings.num_hosts > 1 else ""
+        where = where or (f" on {min(num_gpus(), settings.num_ranks)} GPU(s)" if settings.device == "cuda" else "")
         echo(f"starting {settings.num_ranks} rank(s){where} to learn {num_bytes / 1e6:.1f} MB of Python's modules ...")
         for rank in range(settings.num_ranks):
             ranks.start(rank, settings, Path(name), is_mortal=rank == settings.victim)
@@ -73,6 +77,13 @@ def _train(settings: Settings) -> Message:
                 _show_step(message, settings)
                 next_line_s = time.monotonic() + LINE_EVERY_S
     return {**result, "events": sorted(events, key=lambda event: event["seconds"])}
+
+
+def num_gpus() -> int:
+    """Return how many GPUs torch sees."""
+    import torch  # takes a second or two
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def read_text() -> bytes:
@@ -133,7 +144,7 @@ def _save(settings: Settings, result: Message) -> None:
     picture, numbers = (Path(settings.out) / name for name in ("demo.png", "demo.json"))
     picture.parent.mkdir(parents=True, exist_ok=True)
     _draw(settings, result, picture)
-    versions = {name: metadata.version(name) for name in ("epee", "torch")}
+    versions = {"epee": __version__, "torch": metadata.version("torch")}
     numbers.write_text(json.dumps({"settings": vars(settings), "versions": versions, **result}, indent=1))
     echo(f"wrote {picture} and {numbers}")
 

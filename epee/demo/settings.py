@@ -19,12 +19,14 @@ class Settings:
         num_steps: train exactly so many steps, whatever `seconds` says.
         context: bytes that the model sees. `batch`: sequences per rank and step.
         valid_batches: batches per rank for the validation loss.
+        device: "cpu", or "cuda" for a GPU per rank; ranks share GPUs if there are more of them.
         num_hosts: hosts that the ranks stand for, in a row: they share no memory and talk over loopback addresses.
         victim: rank that is lost in the midst of training, by the `fault` "kill" or "stall"; None: nobody.
         fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started.
     """
 
     num_ranks: int = 2
+    device: str = "cpu"
     num_hosts: int = 1
     seconds: float = 55.0
     num_steps: int | None = None
@@ -53,6 +55,10 @@ class Settings:
                 f"--ranks must divide the {self.num_experts} experts, got {self.num_ranks}; "
                 f"use one of {', '.join(map(str, fitting))}"
             )
+        if self.device not in ("cpu", "cuda"):
+            raise InvalidArgument(f'--device must be "cpu" or "cuda", got {self.device!r}')
+        if self.device == "cuda" and (self.num_hosts > 1 or self.victim is not None):
+            raise InvalidArgument(f"--{self.fault if self.num_hosts == 1 else 'hosts'} needs --device cpu")
         if not 1 <= self.num_hosts <= self.num_ranks:
             raise InvalidArgument(f"--hosts must be 1 ... {self.num_ranks}, the number of ranks, got {self.num_hosts}")
         if self.num_hosts > 1 and self.victim is not None:
@@ -62,6 +68,10 @@ class Settings:
                 f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {self.victim}; rank 0 keeps the "
                 "clock and speaks to the screen"
             )
+
+    def most_ranks(self, most: int) -> int:
+        """Return the largest number of ranks, at least 1 and else at most `most`, that can share the experts."""
+        return max(n for n in range(1, max(1, most) + 1) if self.num_experts % n == 0)
 
     def host_of(self, rank: int) -> int:
         """Return the host that a rank is on."""

@@ -33,6 +33,7 @@ class Trainer:
     """Trains this rank's part of a model, in step with the other members.
 
     Attributes:
+        device: where this rank computes: the CPU, or its GPU.
         members: the ranks that train, ascending; all of them unless some are lost (`survive.py`).
         buffer, model, optimizer: as made for the members.
         num_steps: steps done. `progress`: rank 0's share of the training that is done, 1 or more at the end.
@@ -46,6 +47,7 @@ class Trainer:
 
     def __init__(self, rank: int, settings: Settings, text: bytes, send: Send) -> None:
         self.rank, self.settings, self.send = rank, settings, send
+        self.device = place(settings, rank)
         self._text = split_text(text)
         self.steps: list[tuple[int, float, float]] = []
         self.rows = torch.zeros(settings.num_ranks, settings.num_ranks, dtype=torch.float64, device="cpu")
@@ -60,8 +62,8 @@ class Trainer:
     def build(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
         """Make buffer, model and optimiser over `members`, whose group it is; collective of them."""
         self.members = members
-        self.buffer = make_buffer(self.settings, group, torch.float32)
-        self.model = Transformer(self.settings, self.buffer)
+        self.buffer = make_buffer(self.settings, group, torch.float32, self.device)
+        self.model = Transformer(self.settings, self.buffer).to(self.device)
         self.optimizer = make_optimizer(self.model)
         began = self.rows.new_tensor([self.began])  # rank 0's: what different ranks tell is put in order by the time
         dist.broadcast(began, 0, group)
@@ -91,16 +93,16 @@ class Trainer:
     def validate(self) -> float:
         """Return the loss on text that is never trained on, on the same windows each time; collective."""
         generator = torch.Generator(device="cpu").manual_seed(self.rank)
-        loss = torch.zeros(1, dtype=torch.float32, device="cpu")
+        loss = torch.zeros(1, dtype=torch.float32, device=self.device)
         with torch.no_grad():
             for _ in range(self.settings.valid_batches):
-                loss += self.model.loss(*draw(self._text[1], self.settings, generator))
+                loss += self.model.loss(*draw(self._text[1], self.settings, generator, self.device))
         dist.all_reduce(loss)
         return float(loss) / (self.settings.valid_batches * len(self.members))
 
     def next_batch(self) -> Batch:
         """Draw this rank's next inputs and targets, both `[batch, context]` int64."""
-        return draw(self._text[0], self.settings, self._generator)
+        return draw(self._text[0], self.settings, self._generator, self.device)
 
     def _agree(self, loss: float, call: float) -> list[float]:
         """Sum the shared gradients over all members, and with them loss, progress and call, which are returned."""
@@ -108,7 +110,7 @@ class Trainer:
         progress = done / self.settings.seconds if num_steps is None else (self.num_steps + 1) / num_steps
         clock = (0.0, 0.0) if self.rank else (progress, call)
         words = torch.cat([self.rows.new_tensor([loss, *clock]), self.rows.flatten(), self.crossed.flatten()]).float()
-        words = sum_gradients(self.model, words)
+        words = sum_gradients(self.model, words.to(self.device)).to("cpu")
         rows, crossed = words[3:].split([self.rows.numel(), self.crossed.numel()])
         self.traffic = bytes_per_link(rows.view_as(self.rows), self.settings.hidden)
         if self.settings.num_hosts > 1:
@@ -116,7 +118,18 @@ class Trainer:
         return cast("list[float]", words[:3].tolist())
 
 
-def make_buffer(settings: Settings, group: dist.ProcessGroup | None, dtype: torch.dtype) -> Buffer:
+def place(settings: Settings, rank: int) -> torch.device:
+    """Return where a rank computes; ranks share GPUs if there are more of them."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def make_buffer(
+    settings: Settings, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device
+) -> Buffer:
     """Make this rank's buffer (collective), with places for all experts. One buffer serves all layers."""
     num_ranks = dist.get_world_size(group)
     return Buffer(
@@ -126,6 +139,7 @@ def make_buffer(settings: Settings, group: dist.ProcessGroup | None, dtype: torc
         num_topk=settings.num_topk,
         max_tokens_per_rank=settings.tokens_per_rank,
         dtype=dtype,
+        device=device,
         # A young router may send everything to one rank; a demo should not stop for that.
         max_recv_rows=settings.num_ranks * settings.tokens_per_rank * settings.num_topk,
         timeout=settings.timeout_s,
@@ -179,11 +193,14 @@ def split_text(text: bytes) -> list[Tensor]:
     return list(values.tensor_split([len(values) - len(values) // 20]))
 
 
-def draw(text: Tensor, settings: Settings, generator: torch.Generator) -> Batch:
-    """Draw windows of a text; return inputs and targets, the bytes one further, both `[batch, context]` int64."""
+def draw(text: Tensor, settings: Settings, generator: torch.Generator, device: torch.device) -> Batch:
+    """Draw windows of a text; return inputs and targets, the bytes one further, both `[batch, context]` int64.
+
+    The same ones on any device.
+    """
     num_starts, shape = len(text) - settings.context, (settings.batch, 1)
     starts = torch.randint(num_starts, shape, generator=generator, dtype=torch.int64, device="cpu")
-    window = text[starts + torch.arange(settings.context + 1, dtype=torch.int64, device="cpu")].long()
+    window = text[starts + torch.arange(settings.context + 1, dtype=torch.int64, device="cpu")].long().to(device)
     return window[:, :-1], window[:, 1:]
 
 

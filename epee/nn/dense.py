@@ -19,7 +19,8 @@ class DenseMoELayer(nn.Module):
     """A Mixture-of-Experts layer with all its experts here; arguments and attributes as of `MoELayer`.
 
     `num_sent` is empty: nothing is sent. `aux_loss` is over the tokens of one forward, so a comparison with several
-    ranks calls it once per rank's batch.
+    ranks calls it once per rank's batch. `given_idx`, where it is set, has the experts of the next forward's tokens:
+    what another layer's router has chosen, which may have rounded otherwise (`MoELayer.topk_idx`).
     """
 
     def __init__(
@@ -38,13 +39,16 @@ class DenseMoELayer(nn.Module):
         self.experts = Experts(hidden, ffn_hidden, 0, num_experts, seed=seed, dtype=dtype)
         self.aux_loss = torch.zeros((), dtype=torch.float32, device="cpu")
         self.expert_load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        self.topk_idx = torch.zeros(0, num_topk, dtype=torch.int64, device="cpu")
+        self.given_idx: Tensor | None = None
         self.num_sent: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for `x` `[.., hidden]`, in the same shape and dtype."""
         tokens = x.reshape(-1, self.hidden)
-        routing = route(functional.linear(tokens.to(self.router.dtype), self.router), self.num_topk)
-        self.aux_loss, self.expert_load = routing.aux_loss, routing.expert_load
+        logits = functional.linear(tokens.to(self.router.dtype), self.router)
+        routing = route(logits, self.num_topk, self.given_idx)
+        self.topk_idx, self.aux_loss, self.expert_load = routing.topk_idx, routing.aux_loss, routing.expert_load
         y = torch.zeros_like(tokens, dtype=routing.topk_weights.dtype)
         for expert in range(self.num_experts):
             token, k = (routing.topk_idx == expert).nonzero(as_tuple=True)

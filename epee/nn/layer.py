@@ -44,6 +44,7 @@ class MoELayer(nn.Module):
     Attributes:
         aux_loss: load-balance loss of the last forward (scalar, differentiable), over this rank's tokens.
         expert_load: `[num_experts]` int64, (token, k) slots that this rank's tokens gave each expert, last forward.
+        topk_idx: `[num_tokens, num_topk]` int64, the experts that the last forward's tokens went to.
         num_sent: rows that this rank sent to each rank in the last forward, one int per rank.
         num_sent_to_hosts: tokens that went to each host, once each; None where all ranks share a host.
 
@@ -79,6 +80,7 @@ class MoELayer(nn.Module):
         )
         self.aux_loss = torch.zeros((), dtype=torch.float32, device="cpu")
         self.expert_load = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+        self.topk_idx = torch.zeros(0, num_topk, dtype=torch.int64, device="cpu")
         self.num_sent: list[int] = [0] * buffer.num_ranks
         self.num_sent_to_hosts: list[int] | None = None
 
@@ -101,7 +103,7 @@ class MoELayer(nn.Module):
 
     def _route(self, tokens: Tensor) -> Routing:
         routing = route(functional.linear(tokens.to(self.router.dtype), self.router), self.num_topk)
-        self.aux_loss, self.expert_load = routing.aux_loss, routing.expert_load
+        self.topk_idx, self.aux_loss, self.expert_load = routing.topk_idx, routing.aux_loss, routing.expert_load
         return routing
 
     def _run_blocks(self, dispatched: Dispatched) -> Tensor:

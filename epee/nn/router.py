@@ -28,15 +28,20 @@ class Routing(NamedTuple):
     expert_load: Tensor
 
 
-def route(logits: Tensor, num_topk: int) -> Routing:
+def route(logits: Tensor, num_topk: int, topk_idx: Tensor | None = None) -> Routing:
     """Choose `num_topk` experts per token from `logits` `[num_tokens, num_experts]` (float32 or float64).
+
+    With `topk_idx` `[num_tokens, num_topk]` int64 these are taken, whatever the logits say: another router, which
+    rounds otherwise, has decided already.
 
     The auxiliary loss is `num_experts * sum over experts of (share of the slots) * (mean probability)`, after Switch
     Transformer; its gradient flows through the probabilities.
     """
     num_tokens, num_experts = logits.shape
     probabilities = logits.softmax(-1)
-    chosen, topk_idx = probabilities.topk(num_topk, dim=-1)
+    if topk_idx is None:
+        topk_idx = probabilities.topk(num_topk, dim=-1).indices
+    chosen = probabilities.gather(-1, topk_idx)
     expert_load = torch.bincount(topk_idx.flatten(), minlength=num_experts)
     share = expert_load.to(logits.dtype) / max(1, num_tokens * num_topk)
     aux_loss = num_experts * (share * (probabilities.sum(0) / max(1, num_tokens))).sum()

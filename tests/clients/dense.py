@@ -76,14 +76,17 @@ def dense(x: torch.Tensor, idx: torch.Tensor, probs: torch.Tensor, all_weights: 
     return total
 
 
-def check(sizes: Sizes, rank: int, seed: int, layer: Layer) -> None:
-    """Compare a client's layer on this rank with the dense one: output, gradients of x, probs and expert weights."""
+def check(sizes: Sizes, rank: int, seed: int, layer: Layer, device: str = "cpu") -> None:
+    """Compare a client's layer on this rank with the dense one: output, gradients of x, probs and expert weights.
+
+    The client's tensors are on `device`, the dense layer's on the CPU.
+    """
     mine = batch(sizes, rank, seed)
     first = rank * sizes.num_local
-    x, probs = mine.x.clone().requires_grad_(), mine.probs.clone().requires_grad_()
-    local = weights(sizes)[first : first + sizes.num_local].clone().requires_grad_()
-    out = layer(x, mine.idx, probs, local)
-    out.backward(mine.grad)
+    ours = mine.x, mine.probs, weights(sizes)[first : first + sizes.num_local]
+    x, probs, local = (part.to(device, copy=True).requires_grad_() for part in ours)
+    out = layer(x, mine.idx.to(device), probs, local)
+    out.backward(mine.grad.to(device))
     all_weights = weights(sizes).requires_grad_()
     for other in range(len(sizes.num_tokens)):
         theirs = batch(sizes, other, seed)
@@ -91,11 +94,11 @@ def check(sizes: Sizes, rank: int, seed: int, layer: Layer) -> None:
         wanted = dense(dense_x, theirs.idx, dense_probs, all_weights)
         wanted.backward(theirs.grad)
         if other == rank:
-            torch.testing.assert_close(out, wanted, **TOLERANCE)
-            torch.testing.assert_close(x.grad, dense_x.grad, **TOLERANCE)
             wanted_probs = dense_probs.grad.masked_fill(theirs.idx < 0, 0)  # type: ignore[union-attr]
-            torch.testing.assert_close(probs.grad, wanted_probs, **TOLERANCE)
-    torch.testing.assert_close(local.grad, all_weights.grad[first : first + sizes.num_local], **TOLERANCE)  # type: ignore[index]
+            for got, want in ((out, wanted), (x.grad, dense_x.grad), (probs.grad, wanted_probs)):
+                torch.testing.assert_close(got.cpu(), want, **TOLERANCE)  # type: ignore[union-attr]
+    wanted_local = all_weights.grad[first : first + sizes.num_local]  # type: ignore[index]
+    torch.testing.assert_close(local.grad.cpu(), wanted_local, **TOLERANCE)  # type: ignore[union-attr]
 
 
 def by_expert(rows: torch.Tensor, counts: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ FP8_CLOSE = {"rtol": 2**-3, "atol": 2**-4}  # three bits of mantissa: 2^-4 of ea
 class World:
     """What the mocked rest of SGLang answers on this rank."""
 
-    def __init__(self, folder: Path, output: str = "bf16") -> None:
+    def __init__(self, folder: Path, output: str = "bf16", device: str = "cpu") -> None:
         deep_ep.install_as_deep_ep()
         install_as_mooncake()
         self.is_prefill = False
@@ -44,7 +44,7 @@ class World:
         variables.SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE.get.return_value = False
         variables.SGLANG_ZBAL_LOCAL_MEM_SIZE.get.return_value = 0
         self.do_expand: bool | None = False
-        self.active = torch.ones(dist.get_world_size(), dtype=torch.int32)
+        self.active = torch.ones(dist.get_world_size(), dtype=torch.int32, device=device)
         runtime = {
             "get_resources": lambda: resources,
             "get_exec": lambda: SimpleNamespace(
@@ -85,8 +85,9 @@ class World:
         self.mode = utils.DeepEPMode
         self.scale_format = utils.DeepEPv2Fp8ScaleFormat
         utils.get_deepep_v2_fp8_scale_format = lambda: self.scale_format(False, False)  # type: ignore[attr-defined]
-        torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
-        torch.cuda.current_device = lambda: 0
+        if device == "cpu":
+            torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
+            torch.cuda.current_device = lambda: 0
 
     def module(self, name: str) -> Any:
         """Return one of the dispatchers' modules."""
@@ -102,13 +103,14 @@ def _sizes(num_ranks: int) -> dense.Sizes:
     return dense.Sizes(TOKENS[num_ranks], hidden=HIDDEN)
 
 
-def _batch(num_ranks: int, rank: int, seed: int) -> tuple[torch.Tensor, Any, torch.Tensor]:
+def _batch(num_ranks: int, rank: int, seed: int, device: str = "cpu") -> tuple[torch.Tensor, Any, torch.Tensor]:
     """Return rows, SGLang's top-k output, and the sum that must come back: expert e multiplies by 2^(e % 3)."""
     mine = dense.batch(_sizes(num_ranks), rank, seed)
     x = mine.x.to(torch.bfloat16)
     factors = (2.0 ** (mine.idx % 3)) * mine.probs
     wanted = x.float() * factors.sum(1, keepdim=True)
-    return x, SimpleNamespace(topk_ids=mine.idx.to(torch.int32), topk_weights=mine.probs), wanted
+    topk = SimpleNamespace(topk_ids=mine.idx.to(device, torch.int32), topk_weights=mine.probs.to(device))
+    return x.to(device), topk, wanted.to(device)
 
 
 def _factor(expert: int, rank: int, num_local: int) -> float:
@@ -136,15 +138,15 @@ def _common(num_ranks: int) -> dict[str, Any]:
     }
 
 
-def _normal(rank: int, num_ranks: int, folder: Path, output: str) -> None:
-    world = World(folder, output)
+def _normal(rank: int, num_ranks: int, folder: Path, output: str, device: str = "cpu") -> None:
+    world = World(folder, output, device)
     client, num_local = world.module("deepep"), _sizes(num_ranks).num_local
     assert client.use_deepep
     world.is_prefill = True
     for is_async in (False, True):
         dispatcher = client.DeepEPDispatcher(**_common(num_ranks), deepep_mode=world.mode.NORMAL, async_finish=is_async)
         for seed in range(2):
-            x, topk, wanted = _batch(num_ranks, rank, seed)
+            x, topk, wanted = _batch(num_ranks, rank, seed, device)
             got = dispatcher.dispatch(x, topk)
             rows = _values(got).float()
             assert (got.hidden_states_scale is not None) == (output == "fp8")
@@ -169,21 +171,21 @@ def test_the_normal_dispatcher(num_ranks: int, output: str) -> None:
 
 def _masked_outputs(got: Any, rank: int, num_local: int) -> torch.Tensor:
     """Return expert outputs for padded rows; what lies behind an expert's rows must not matter."""
-    y = torch.full((num_local, *got.hidden_states.shape[1:]), float("nan"), dtype=torch.bfloat16)
     values = _values(got)
+    y = torch.full((num_local, *values.shape[1:]), float("nan"), dtype=torch.bfloat16, device=values.device)
     for at, count in enumerate(got.masked_m.tolist()):
         y[at, :count] = values[at, :count] * _factor(at, rank, num_local)
     return y
 
 
-def _low_latency(rank: int, num_ranks: int, folder: Path, output: str, use_hook: bool) -> None:
-    world = World(folder, output)
+def _low_latency(rank: int, num_ranks: int, folder: Path, output: str, use_hook: bool, device: str = "cpu") -> None:
+    world = World(folder, output, device)
     client, num_local = world.module("deepep"), _sizes(num_ranks).num_local
     dispatcher = client.DeepEPDispatcher(
         **_common(num_ranks), deepep_mode=world.mode.LOW_LATENCY, return_recv_hook=use_hook
     )
     for seed in range(3):
-        x, topk, wanted = _batch(num_ranks, rank, seed)
+        x, topk, wanted = _batch(num_ranks, rank, seed, device)
         dispatcher.dispatch_a(x, topk)
         got = dispatcher.dispatch_b()
         assert (got.hidden_states_scale is not None) == (output == "fp8")
@@ -244,14 +246,14 @@ def test_what_forks_add_is_refused_in_a_sentence_or_changes_nothing() -> None:
     run_ranks(_refused, 2, fetch.files_of(fetch.SGLANG))
 
 
-def _mooncake(rank: int, num_ranks: int, folder: Path, use_hook: bool) -> None:
-    world = World(folder)
+def _mooncake(rank: int, num_ranks: int, folder: Path, use_hook: bool, device: str = "cpu") -> None:
+    world = World(folder, device=device)
     client, num_local = world.module("mooncake"), _sizes(num_ranks).num_local
     dispatcher = client.MooncakeEPDispatcher(
         **_common(num_ranks), deepep_mode=world.mode.LOW_LATENCY, return_recv_hook=use_hook
     )
     for seed in range(3):
-        x, topk, wanted = _batch(num_ranks, rank, seed)
+        x, topk, wanted = _batch(num_ranks, rank, seed, device)
         got = dispatcher.dispatch(x, topk)
         y = _masked_outputs(got, rank, num_local)
         back = dispatcher.combine((y, got.topk_ids, got.topk_weights))
@@ -266,8 +268,8 @@ def test_mooncakes_dispatcher(num_ranks: int, use_hook: bool) -> None:
     run_ranks(_mooncake, num_ranks, fetch.files_of(fetch.SGLANG), use_hook)
 
 
-def _elastic(rank: int, num_ranks: int, folder: Path, use_fp8: bool) -> None:
-    world = World(folder)
+def _elastic(rank: int, num_ranks: int, folder: Path, use_fp8: bool, device: str = "cpu") -> None:
+    world = World(folder, device=device)
     client, num_local = world.module("deepep_v2"), _sizes(num_ranks).num_local
     assert client.use_deepep_v2
     for is_prefill, do_expand in ((True, False), (True, True), (False, False)):
@@ -275,7 +277,7 @@ def _elastic(rank: int, num_ranks: int, folder: Path, use_fp8: bool) -> None:
         dispatcher = client.DeepEPv2Dispatcher(**_common(num_ranks), use_fp8_dispatch=use_fp8)
         dispatcher.prebuild()
         for seed in range(2):
-            x, topk, wanted = _batch(num_ranks, rank, seed)
+            x, topk, wanted = _batch(num_ranks, rank, seed, device)
             got = dispatcher.dispatch(x, topk)
             assert (got.is_expanded, got.use_masked_gemm) == (do_expand or not is_prefill, not is_prefill)
             rows = _values(got).float()

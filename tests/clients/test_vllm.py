@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,11 @@ import torch.distributed as dist
 import epee.compat.deep_ep as deep_ep
 from epee.compat.deep_ep.utils import per_token_cast_back, per_token_cast_to_fp8
 from tests.clients import dense, fetch, stubs
-from tests.harness import run_ranks
+from tests.harness import DEAD, run_mortal, run_ranks
+from tests.survive import stages
 
 HIDDEN, MAX_TOKENS = 2048, 16  # vLLM's low-latency class knows few hidden sizes
-TOKENS = {2: (9, 13), 4: (9, 0, 13, 4)}
+TOKENS = {2: (9, 13), 3: (9, 0, 13), 4: (9, 0, 13, 4)}
 # as for SGLang: experts multiply by powers of two; bfloat16 sums, or FP8 rows
 CLOSE = {"rtol": 2**-7, "atol": 2**-6}
 FP8_CLOSE = {"rtol": 2**-3, "atol": 2**-4}
@@ -197,6 +200,61 @@ def _low_latency(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
         case.finished(made, y)
         assert manager.query_active_mask(manager).tolist() == [0] * num_ranks
         manager.clean_buffers(manager)
+
+
+def killed(rank: int, num_ranks: int, folder: str, files: Path, device: str) -> list[int]:
+    """Rank 1 ends before the first call; the others make calls, and clear the buffer and its mask as vLLM does."""
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
+    sizes = dense.Sizes((9, 13, 4, 6)[:num_ranks], hidden=HIDDEN)
+    most = MAX_TOKENS
+    nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, sizes.hidden, num_ranks, sizes.num_experts)
+    buffer = deep_ep.Buffer(
+        dist.group.WORLD, 0, nbytes, low_latency_mode=True, num_qps_per_rank=3,
+        allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True, enable_shrink=True,
+    )  # fmt: skip
+    manager = Client(files).module("all2all").DeepEPLLAll2AllManager
+    manager._buffer, manager._mask = buffer, torch.zeros(num_ranks, dtype=torch.int32, device=device)
+    stages.meet(folder, "made", rank, range(num_ranks))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for seed in range(4):
+        mine = dense.batch(sizes, rank, seed)
+        x, idx, weights = (part.to(device) for part in (mine.x.to(torch.bfloat16), mine.idx, mine.probs))
+        recv, counts, handle, _, hook = buffer.low_latency_dispatch(
+            x, idx, most, sizes.num_experts, use_fp8=False, return_recv_hook=True
+        )
+        assert hook is not None
+        hook()
+        assert isinstance(recv, torch.Tensor)
+        routings = [dense.batch(sizes, other, seed).idx for other in range(num_ranks) if other != 1]
+        first = rank * sizes.num_local
+        assert counts.tolist() == [sum(int((r == first + at).sum()) for r in routings) for at in range(sizes.num_local)]
+        factors = 2.0 ** ((first + torch.arange(sizes.num_local, device=device)) % 3)
+        y = recv * factors[:, None, None].to(recv.dtype)
+        out, _, hook = buffer.low_latency_combine(y, idx, weights, handle, return_recv_hook=True)
+        assert hook is not None
+        hook()
+        is_there = mine.idx.div(sizes.num_local, rounding_mode="floor") != 1
+        wanted = x.float().cpu() * (2.0 ** (mine.idx % 3) * mine.probs * is_there).sum(1, keepdim=True)
+        torch.testing.assert_close(out.float().cpu(), wanted, **CLOSE)
+        assert manager.query_active_mask(manager).tolist() == [int(other == 1) for other in range(num_ranks)]
+        if seed == 1:
+            manager.clean_buffers(manager)
+            assert manager.query_active_mask(manager).tolist() == [0] * num_ranks
+    mask: list[int] = manager.query_active_mask(manager).tolist()
+    stages.meet(folder, "done", rank, [other for other in range(num_ranks) if other != 1])
+    return mask
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_killed_before_the_first_call_and_clean_buffers_after_it(num_ranks: int) -> None:
+    mask = [int(rank == 1) for rank in range(num_ranks)]
+    found = run_mortal(killed, num_ranks, fetch.files_of(fetch.VLLM), "cpu", dead={1})
+    assert found == [DEAD if rank == 1 else mask for rank in range(num_ranks)]
 
 
 def _v2(rank: int, num_ranks: int, folder: Path, kind: str) -> None:

@@ -64,6 +64,31 @@ def test_options_in_another_form_are_refused(args: tuple[Any, ...], kwargs: dict
         pg.MooncakeBackendOptions(*args, **kwargs)
 
 
+def of_environment(rank: int, num_ranks: int, folder: str) -> list[Any]:
+    """Make groups without options, in other environments; return what they do on failures, or the refusal."""
+    names = [f"MOONCAKE_PG_AUTO_{name}_ON_FAILURE" for name in ("DEACTIVATE", "SYNC")]
+    found: list[Any] = []
+    for number, values in enumerate([("", ""), ("0", ""), ("false", "0"), ("True", "0"), ("0", "1"), ("maybe", "")]):
+        os.environ.update(zip(names, values, strict=True))
+        store = dist.FileStore(f"{folder}/store{number}", num_ranks)
+        try:
+            dist.init_process_group("mooncake-cpu", store=store, rank=rank, world_size=num_ranks)
+        except InvalidArgument as error:
+            found.append(str(error))
+            continue
+        options = dist.group.WORLD.options  # type: ignore[union-attr]
+        found.append((options.auto_deactivate_on_failure, options.auto_sync_on_failure, options.keeps_lost))
+        dist.destroy_process_group()
+    return found
+
+
+def test_groups_without_options_do_as_the_environment_says(tmp_path: Path) -> None:
+    for *made, both, bad in run_ranks(of_environment, 2, str(tmp_path), backend=None):
+        assert made == [(True, True, False), (False, False, True), (False, False, True), (True, False, False)]
+        assert "auto_sync_on_failure=True needs auto_deactivate_on_failure=True" in both
+        assert "MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE: must be 0, 1, false or true, got 'maybe'" in bad
+
+
 def healthy(rank: int, num_ranks: int, folder: str, backend: str) -> None:
     mask = torch.zeros(4, dtype=torch.int32)
     options = pg.MooncakeBackendOptions(mask, False, 4)

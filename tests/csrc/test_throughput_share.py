@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from epee.ep.gpu.share import RESERVE, Share, width_beside
-from epee.errors import ResourceError
+from epee.ep.throughput.shapes import MAX_CHANNELS, num_senders
+from epee.errors import InvalidArgument, ResourceError
 
 SMS = 132
 
@@ -49,3 +50,18 @@ def test_only_buffers_on_other_streams_or_in_graphs_count() -> None:
     assert second.limit(7, False) == (SMS - RESERVE, False)
     first.leave()
     assert second.limit(8, False) == (SMS, True)
+
+
+def test_a_wish_for_senders_is_cut_to_what_leaves_enough_expanders() -> None:
+    for wanted, num_sms, num_ranks, warps in itertools.product(
+        (1, 8, 24, 64, SMS), (2, 3, 40, 66, SMS - RESERVE, SMS), (1, 2, 8), (2, 8, 16)
+    ):
+        senders = num_senders(wanted, num_sms, num_ranks, warps)
+        assert 1 <= senders <= min(wanted, num_sms - 1)
+        assert senders * warps // 2 <= MAX_CHANNELS
+        assert (num_sms - senders) * 32 * warps >= num_ranks * senders * warps // 2  # streams that a warp can watch
+        more = senders + 1
+        is_more_too_many = 64 * (num_sms - more) < num_ranks * more or more * warps // 2 > MAX_CHANNELS
+        assert senders == wanted or more == num_sms or is_more_too_many
+    with pytest.raises(InvalidArgument, match="needs 2 multiprocessors"):
+        num_senders(8, 1, 2, 16)

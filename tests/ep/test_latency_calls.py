@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,43 @@ def _interrupted(rank: int, num_ranks: int) -> None:
 
 def test_an_interrupted_call_is_told_to_the_peers() -> None:
     run_ranks(_interrupted, 2)
+
+
+def _fails_midway(rank: int, num_ranks: int) -> None:
+    """Rank 1 fails when it has written the rows of the first of its peers, and lets that one look for them."""
+    num_tokens = NUM_TOKENS[:num_ranks]
+    with make(SHAPE) as buffer:
+        wire: Any = buffer._path.wire  # type: ignore[union-attr]
+        given = inputs(SHAPE, num_tokens, 3, "everywhere")[rank]
+        got = dispatch(buffer, given)
+        y = buffer.combine_input(got.handle).zero_()
+        calls: list[Callable[[], Any]] = [
+            lambda: dispatch(buffer, given),
+            lambda: combine(buffer, y, got),
+            lambda: combine(buffer, y, got, topk_weights=given.topk_weights),
+        ]
+        for call in calls:
+            write_rows, written = wire.write_rows, [0]
+
+            def fail(
+                *args: Any, write_rows: Callable[..., None] = write_rows, written: list[int] = written, **more: Any
+            ) -> None:
+                written[0] += 1
+                if written[0] == 2:
+                    time.sleep(0.3)
+                    raise MemoryError("no memory for rows")
+                write_rows(*args, **more)
+
+            if rank == 1:
+                wire.write_rows = fail
+            with pytest.raises(MemoryError if rank == 1 else epee.MismatchError):
+                call()
+            wire.write_rows = write_rows
+            check_round(buffer, SHAPE, num_tokens, 4, late_weights=True)
+
+
+def test_a_send_half_that_fails_midway_fails_on_all() -> None:
+    run_ranks(_fails_midway, 4)
 
 
 def _strided(rank: int, num_ranks: int) -> None:

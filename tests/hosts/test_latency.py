@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 import epee
+from epee.backend.outbox import SLEEPERS
 from epee.ep.config import BufferConfig
-from epee.ep.latency.wire import SectionHeader
+from epee.ep.latency.wire import SectionHeader, Wire
 from epee.errors import AbortedError, InvalidState, MismatchError, ProtocolError, StaleHandleError, UnsupportedError
 from epee.link.topology import Topology
 from epee.reference import latency as oracle
@@ -406,3 +407,26 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
 
 def test_closing_ends_a_call_and_leaves_nothing_open() -> None:
     run_on_loopbacks(_closing, (0, 0, 1, 1), (0, 0, 1, 1), timeout_s=100)
+
+
+def _says_who_sleeps(rank: int, num_ranks: int) -> None:
+    """The buffer's engine has a thread asleep; a wait of the buffer's begins and ends meanwhile."""
+    with make(SHAPE) as buffer:
+        wire: Any = buffer._rows.wire  # type: ignore[union-attr]
+        own, seen = wire._own, []
+        at = own.at("head", 0)
+        wire._state[SLEEPERS] = 1
+        doze = Wire._doze
+        try:
+            Wire._doze = lambda self, *args: seen.append(self._state[SLEEPERS])  # type: ignore[method-assign]
+            wire._doze(own.address + 8 * at, own.words[at])
+        finally:
+            Wire._doze = doze  # type: ignore[method-assign]
+        seen.append(wire._state[SLEEPERS])
+        wire._state[SLEEPERS] = 0
+        assert seen == [2, 1]
+        dist.barrier()
+
+
+def test_a_wait_leaves_the_note_of_another_sleeper() -> None:
+    run_on_loopbacks(_says_who_sleeps, (0, 1), timeout_s=60)

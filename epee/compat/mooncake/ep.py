@@ -2,7 +2,8 @@
 
 Data path: `epee.compat.padded` finds or makes an `epee.LatencyBuffer` and turns arguments and results around;
 what is left here is Mooncake's names. Tensors lie on CPUs or GPUs. What only makes sense with an RDMA network card
-raises `UnsupportedError`.
+raises `UnsupportedError`. `MAX_QP_COUNT` is the number that Mooncake's sources give the queue pairs of a buffer; it is
+here for programs that read it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from .pg import *  # noqa: F403
 
 __all__ = [*pg.__all__, "MAX_QP_COUNT", "Buffer", "EventHandle", "EventOverlap", "get_ep_buffer_size_hint"]
 
-MAX_QP_COUNT = 256  # Mooncake's; nothing here has queue pairs
+# The queue pairs that Mooncake's RDMA transport splits over the ranks of a buffer, and so the most ranks of one there:
+# the constant of this name in its sources (`mooncake-ep`), which its HEAD shows programs as `ep.MAX_QP_COUNT`. Nothing
+# here has queue pairs, and no call looks at it.
+MAX_QP_COUNT = 256
 
 
 def get_ep_buffer_size_hint(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ... import env
 from ...backend import BackendOptions, create, preferred_device, register, set_device_filter, set_host_ip
 from ...errors import CommTimeoutError, InvalidArgument, InvalidState, PeerError, UnsupportedError
 from .responses import (
@@ -326,9 +327,20 @@ def set_fault_reconciliation_window_us(value: int) -> None:
 # ---- registration
 
 
+def _options_of_the_environment(max_group_size: int) -> MooncakeBackendOptions:
+    """Return the options of a group that was given none.
+
+    Raises:
+        InvalidArgument: MOONCAKE_PG_AUTO_SYNC_ON_FAILURE=1 and MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE=0, or no switch.
+    """
+    deactivate = env.get_bool("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE")
+    sync = env.get("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE")
+    return MooncakeBackendOptions(max_group_size, False, deactivate, deactivate if sync == "" else sync)
+
+
 def _create(dist_opts: Any, options: Any) -> Any:
     """Make a group whose calls time out after the collective time-out of this moment; the options stay as they are."""
-    group = create(dist_opts, options, lambda: MooncakeBackendOptions(dist_opts.group_size))
+    group = create(dist_opts, options, lambda: _options_of_the_environment(dist_opts.group_size))
     if not group.options.op_timeout_s:
         group.set_timeout(timedelta(microseconds=_timeouts_us["collective"]))
     group.getPreferredHca = get_preferred_hca

@@ -264,16 +264,21 @@ def combine_shape(row_bytes: int, num_entries: int, num_sms: int, limits: Limits
     return LaunchShape(num_sms, threads, stages * num_entries * chunk, chunk, stages)
 
 
-def num_expander_blocks(num_ranks: int, num_channels: int, num_warps: int, available: int) -> int:
-    """Return how many blocks expand rows: all that are left, as each warp can watch 32 streams at most.
+def num_senders(wanted: int, num_sms: int, num_ranks: int, num_warps: int) -> int:
+    """Return how many of `num_sms` blocks send rows, at most `wanted`; the others expand what comes.
+
+    A sending block has half as many channels as warps, and each expanding warp can watch 32 of the streams that as many
+    channels of every rank are.
 
     Raises:
-        InvalidArgument: there are too few.
+        InvalidArgument: a single block cannot do both.
     """
-    needed = -(-num_ranks * num_channels // (32 * num_warps))
-    if available < needed or num_channels > MAX_CHANNELS:
-        raise InvalidArgument(f"num_sms leaves {available} SMs to expand rows, {needed} are needed; lower num_sms")
-    return available
+    fitting = min(wanted, num_sms - 1, 2 * MAX_CHANNELS // num_warps)
+    while fitting > 0 and 64 * (num_sms - fitting) < num_ranks * fitting:
+        fitting -= 1
+    if fitting < 1:
+        raise InvalidArgument(f"a call in the expert layout needs 2 multiprocessors at least, {num_sms} may be used")
+    return fitting
 
 
 @dataclass(frozen=True)

@@ -225,11 +225,12 @@ class HostsWire(Wire):
         self.note_waits()
         self._links.pump()
         self._links.rest()
-        self._state[SLEEPERS] = 1  # whoever applies a frame looks there (`backend/hosts/mirror.py`)
+        asleep = self._state[SLEEPERS]  # of the engine's calls, whose word it is too
+        self._state[SLEEPERS] = asleep + 1  # whoever applies a frame looks there (`backend/hosts/mirror.py`)
         try:
             super()._doze(address, seen)
         finally:
-            self._state[SLEEPERS] = 0
+            self._state[SLEEPERS] = asleep
 
     def _say_waiting(self, seq: int, until: float) -> None:
         own = self._own

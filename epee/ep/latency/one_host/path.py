@@ -8,6 +8,9 @@ Combine, send half: a rank pushes one row per token, the weighted sum of its exp
 given to combine are pushed to the expert ranks before, which wait for them. Receive half: the rows of all ranks are
 summed, ranks ascending.
 
+Whatever can fail or wait in a send half is done before its first section is posted: so where it fails, every rank is
+refused, and a call without a mask fails on all. Between posting to one rank and to the next only an interrupt can come.
+
 Who takes part changes in `sync` alone (`membership/synced.py`); each epoch has memory of its own. The only rank of a
 group has no peers, no epochs and no lane, and moves its rows through memory of its own.
 """
@@ -102,11 +105,13 @@ class LatencyCpuPath(LatencyCalls, Memory):
 
     def _send_tokens(self, flight: Flight, call: LatencyDispatchCall, handle: HostLatencyHandle) -> None:
         rows, cut = as_sent(call.x, call.facts.quantisation), handle.cut
-        for dst in self._flights.reachable(flight):
+        reachable = self._flights.reachable(flight)
+        for dst in reachable:
             tokens = handle.sent[dst]
             self.wire.write_meta(dst, flight.seq, tokens, handle.topk_idx[tokens], handle.topk_weights[tokens], cut)
             self.wire.write_rows(dst, flight.seq, rows, torch.from_numpy(tokens), cut)
-            self.wire.post(dst, flight.seq, flight.head._replace(num_rows=len(tokens)))
+        for dst in reachable:
+            self.wire.post(dst, flight.seq, flight.head._replace(num_rows=len(handle.sent[dst])))
 
     def _receive_tokens(
         self, flight: Flight, how: Quantisation, result: LatencyDispatched, handle: HostLatencyHandle
@@ -134,10 +139,11 @@ class LatencyCpuPath(LatencyCalls, Memory):
                 self.wire.write_weights(dst, flight.seq, weights[handle.sent[dst]], cut)
                 self.wire.post_early(dst, flight.seq)
         y = call.y.view(-1, cut.config.hidden)
+        heads = {}
         for src in reachable:
             source = handle.sources[src]
             if source is None:  # its tokens were not here
-                self.wire.post(src, flight.seq, flight.head)
+                heads[src] = flight.head
                 continue
             factors = source.weights
             if call.topk_weights is not None:
@@ -147,7 +153,9 @@ class LatencyCpuPath(LatencyCalls, Memory):
                 factors = self.wire.read_weights(src, flight.seq, len(source.tokens), cut)
             partial = partial_sums(source, factors, y).to(call.facts.partial_dtype)
             self.wire.write_rows(src, flight.seq, WireRows(partial, None), None, cut)
-            self.wire.post(src, flight.seq, flight.head._replace(num_rows=len(partial), had=1))
+            heads[src] = flight.head._replace(num_rows=len(partial), had=1)
+        for src, head in heads.items():
+            self.wire.post(src, flight.seq, head)
 
     def _receive_partials(
         self, flight: Flight, partial_dtype: torch.dtype, result: LatencyCombined, handle: HostLatencyHandle

@@ -26,7 +26,7 @@ from ..shapes import (
     few_shape,
     handle_space,
     layout_shape,
-    num_expander_blocks,
+    num_senders,
 )
 from .machine import Machine
 from .shape import Shape
@@ -278,8 +278,8 @@ class DispatchPlan:
             return dispatch_shape(facts.row_bytes, senders, limits, num_stages)
         one = dispatch_shape(facts.row_bytes, senders, limits, 1)
         warps = one.block // 64 * 2
+        senders = self._num_senders = num_senders(senders, machine.max_sms, machine.config.num_ranks, warps)
         self._num_channels = senders * warps // 2
-        num_expander_blocks(machine.config.num_ranks, self._num_channels, warps, machine.max_sms - senders)
         return LaunchShape(machine.max_sms, 32 * warps, warps * one.chunk_bytes, one.chunk_bytes, 2)
 
     def _set_layout(self, shape: Shape, a: Any, payload: LaunchShape) -> None:

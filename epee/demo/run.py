@@ -14,7 +14,6 @@ from pathlib import Path
 
 from typer import echo
 
-from .. import __version__
 from ..errors import RankFailedError, UnsupportedError
 from .launch import Message, Ranks
 from .settings import Settings
@@ -144,9 +143,16 @@ def _save(settings: Settings, result: Message) -> None:
     picture, numbers = (Path(settings.out) / name for name in ("demo.png", "demo.json"))
     picture.parent.mkdir(parents=True, exist_ok=True)
     _draw(settings, result, picture)
-    versions = {"epee": __version__, "torch": metadata.version("torch")}
+    versions = {name: _version(name) for name in ("epee", "torch")}
     numbers.write_text(json.dumps({"settings": vars(settings), "versions": versions, **result}, indent=1))
     echo(f"wrote {picture} and {numbers}")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "a source tree, not installed"
 
 
 def _draw(settings: Settings, result: Message, path: Path) -> None:

@@ -17,7 +17,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,10 @@ from .collectives import arguments as calls
 from .collectives.plan import Make, Plan
 from .collectives.signature import DTYPE_CODE, OP_CODE
 from .collectives.signature import pack as pack_signature
-from .device.calls import DeviceCalls
+from .device.calls import NOT_SERVED, DeviceCalls
 from .device.calls import make as make_device_calls
+from .device.messages import DeviceMessages
+from .device.messages import make as make_device_messages
 from .engine.engine import Engine
 from .membership.members import counting
 from .membership.sizes import Mask
@@ -90,6 +92,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._group_desc = ""
         self._place: Place | None = None
         self._on_device: DeviceCalls | None = None
+        self._messages: DeviceMessages | None = None
         self._ends: list[Any] = []
         self._held: Any = None  # the job, where this group has no engine in it
         is_extension = getattr(options, "is_extension", False)
@@ -128,6 +131,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if self._on_device is not None:
             self._ends.append(weakref.finalize(self, self._on_device.close, False))
         self._view = ViewCalls(self._engine, self._rank)
+        if self._messages is not None:
+            self._messages.close(False)
+        check_peer = self._view.check_peer
+        self._messages = make_device_messages(self._engine, self._rank, self.options, self._store, check_peer)
+        if self._messages is not None:
+            self._ends.append(weakref.finalize(self, self._messages.close, False))
 
     # ---- what torch asks about a group
 
@@ -380,6 +389,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work | Ended:
         """Send a tensor; done when the receiver has matched it."""
         tensor = tensors[0] if len(tensors) == 1 else calls.one(tensors, "send")
+        if self._messages is not None and tensor.is_cuda:
+            work = self._on_gpus(True, tensor, dst_rank, tag)
+            if work is not NOT_SERVED:
+                return cast("Work", work)
         try:
             carrier = carrier_of(tensor, "send: tensor")
         except NeedsStaging:
@@ -396,9 +409,23 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         message.tensors, message.is_early = ((), tensor), is_early
         return self._post(message, tensors)
 
+    def _on_gpus(self, is_send: bool, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Make a message between GPUs, or return `NOT_SERVED`."""
+        if tag:
+            _check_tag(tag, "send" if is_send else "recv")
+        assert self._messages is not None
+        try:
+            return self._messages.post(is_send, tensor, peer, tag)
+        except PeerError as exc:
+            return self._ended(exc)
+
     @ranged
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work | Ended:
         """Receive the oldest message of `src_rank` with this tag."""
+        if self._messages is not None and len(tensors) == 1 and tensors[0].is_cuda:
+            work = self._on_gpus(False, tensors[0], src_rank, tag)
+            if work is not NOT_SERVED:
+                return cast("Work", work)
         try:
             self._view.check_peer(src_rank, "recv")
         except PeerError as exc:
@@ -408,6 +435,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     @ranged
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | Ended:
         """Receive a message with this tag from any rank; `Work.source_rank()` tells which."""
+        if self._messages is not None and len(tensors) == 1 and tensors[0].is_cuda:
+            work = self._on_gpus(False, tensors[0], ANY, tag)
+            if work is not NOT_SERVED:
+                return cast("Work", work)
         return self._recv(tensors, ANY, tag)
 
     def _recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int) -> Work | Ended:
@@ -634,13 +665,20 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     # ---- what torch makes impossible, and ends
 
     def _start_coalescing(self, device: Any) -> None:
-        raise UnsupportedError(
-            "coalescing by device does not exist for Python process groups; use _coalescing_manager without a device, "
-            "or batch_isend_irecv"
-        )
+        """Collect the messages between GPUs that are made from now on."""
+        self._require_messages(device).begin_batch()
 
-    def _end_coalescing(self, device: Any) -> None:
-        self._start_coalescing(device)
+    def _end_coalescing(self, device: Any) -> Any:
+        """Make them as one; returns its work."""
+        return self._require_messages(device).end_batch()
+
+    def _require_messages(self, device: Any) -> DeviceMessages:
+        if self._messages is None or torch.device(device).type != "cuda":
+            raise UnsupportedError(
+                "coalescing by device exists for messages between CUDA tensors of one host only; use "
+                "_coalescing_manager without a device, or batch_isend_irecv"
+            )
+        return self._messages
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """Not available: torch offers it for gloo only. Every barrier of this backend names the missing ranks."""
@@ -654,16 +692,18 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group; waiters in other threads get `AbortedError`. Idempotent."""
-        if self._on_device is not None:
-            self._on_device.close(False)
+        for half in (self._on_device, self._messages):
+            if half is not None:
+                half.close(False)
         self._engine.close()
         self._let_go()
         _alive.discard(self)
 
     def abort(self) -> None:
         """Like `shutdown`, and tells the peers that it was not planned. Idempotent."""
-        if self._on_device is not None:
-            self._on_device.close(True)
+        for half in (self._on_device, self._messages):
+            if half is not None:
+                half.close(True)
         self._engine.close(aborted=True)
         self._let_go()
         _alive.discard(self)

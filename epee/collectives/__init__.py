@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..backend.device.calls import register
+from ..backend.device.messages import register as register_messages
 
 
 def _make(engine: Any, rank: int, staging_bytes: int) -> Any:
@@ -13,6 +14,13 @@ def _make(engine: Any, rank: int, staging_bytes: int) -> Any:
     return DeviceHalf(engine, rank, staging_bytes)
 
 
+def _make_messages(engine: Any, rank: int, staging_bytes: int, store: Any, check_peer: Any) -> Any:
+    from .messages.half import MessageHalf
+
+    return MessageHalf(engine, rank, staging_bytes, store, check_peer)
+
+
 def serve() -> None:
-    """Let groups of the backend make their calls on CUDA tensors here."""
+    """Let groups of the backend make their calls and messages on CUDA tensors here."""
     register(_make)
+    register_messages(_make_messages)

@@ -41,10 +41,12 @@ class ReadyCall:
     Args:
         machine: that made one of them.
         move: that one.
+        most_sms: multiprocessors that they take.
     """
 
-    def __init__(self, machine: Collectives, move: Move) -> None:
+    def __init__(self, machine: Collectives, move: Move, most_sms: int) -> None:
         self._machine, self._move, self._share = machine, move, machine.device.share
+        self._most_sms = most_sms
         num_ranks = machine.config.num_ranks
         room = 8 * (MAX_RANKS - num_ranks)
         self._pack = struct.Struct(f"={num_ranks}Q{room}x{num_ranks}Q").pack_into
@@ -76,7 +78,7 @@ class ReadyCall:
     def _fit(self, answer: tuple[int, bool], timeout_s: float) -> Fitted:
         machine = self._machine
         self._fitted = None  # who is interrupted in here begins again
-        machine.timeout_s = timeout_s
+        machine.timeout_s, machine.most_sms = timeout_s, self._most_sms
         fitted = machine.fit(self._move, *answer)
         kernel = self._kernels.get(fitted.name)
         if kernel is None:
@@ -92,10 +94,12 @@ class KnownCalls:
 
     Args:
         machine: of the group.
+        most_sms: multiprocessors that a call takes at most.
     """
 
-    def __init__(self, machine: Collectives) -> None:
+    def __init__(self, machine: Collectives, most_sms: int) -> None:
         device, config = machine.platform.device, machine.config
+        self._most_sms = most_sms
         self._machine, self._device = machine, machine.device
         self._rank, self._num_ranks = config.rank, config.num_ranks
         self._index = device.index if device.type == "cuda" else -1
@@ -129,7 +133,7 @@ class KnownCalls:
         if key is None:
             return
         if key in self._plans:
-            self._plans[key] = ReadyCall(self._machine, move)
+            self._plans[key] = ReadyCall(self._machine, move, self._most_sms)
             return
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()

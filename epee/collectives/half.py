@@ -46,11 +46,11 @@ from ..view.process.detector import is_leaving
 from . import moves
 from .again import KnownCalls
 from .calls import NotServed, Prepared, prepare
-from .machine import Collectives
+from .machine import Collectives, most_sms
 from .meeting import MeetingRow, flaw_in
 from .plan import config_of, plan_of
 from .report import error_of, failed, may_be_of_dead
-from .work import DeviceWork
+from .work import DeviceWork, OwnStream, note_use
 
 logger = logging.getLogger("epee")
 
@@ -87,7 +87,8 @@ class DeviceHalf:
     def __init__(self, engine: Engine, rank: int, staging_bytes: int) -> None:
         self._engine, self._rank, self._staging_bytes = engine, rank, staging_bytes
         self._machine: Collectives | None = None
-        self._again: KnownCalls | None = None
+        self._again: dict[bool, KnownCalls] = {}  # of blocking and of asynchronous calls
+        self._own: OwnStream | None = None
         self._device: torch.device | None = None
         self._epoch = -1  # of the engine's members that the view is made of
         self._is_lost = False  # a call was lost since the last meeting
@@ -114,21 +115,37 @@ class DeviceHalf:
         if self._off:
             return NOT_SERVED
         with self._lock:
-            again = self._again
-            if again is not None and not kwargs and self._epoch == self._engine.members.epoch and not self._is_lost:
-                stream = again.run(method, args, self._engine.timeout_s)
-                if stream is not None:
-                    return self._work(stream, args[-1], args[0])
-            return self._run(method, args, kwargs)
+            if not _is_asynchronous(args, kwargs):
+                return self._run_here(method, args, kwargs, None, False)
+            if self._own is None:
+                return self._run_here(method, args, kwargs, None, True)
+            with self._own.entered() as side:
+                done = self._run_here(method, args, kwargs, side, True)
+            if side is not None and done is not NOT_SERVED:
+                note_use(args, side)
+            return done
 
-    def _work(self, stream: int, opts: Any, outputs: Any) -> Any:
-        if opts is not None and not opts.asyncOp:
+    def _run_here(
+        self, method: str, args: Any, kwargs: dict[str, Any], side: torch.cuda.Stream | None, is_async: bool
+    ) -> Any:
+        """Make a call on the current stream, which is `side` where that is the group's own."""
+        again = self._again.get(is_async)
+        if again is not None and not kwargs and self._epoch == self._engine.members.epoch and not self._is_lost:
+            stream = again.run(method, args, self._engine.timeout_s)
+            if stream is not None:
+                return self._work(stream, is_async, args[0], side)
+        return self._run(method, args, kwargs, side, is_async)
+
+    def _work(self, stream: int, is_async: bool, outputs: Any, side: torch.cuda.Stream | None) -> Any:
+        if not is_async:
             return DONE
         assert self._machine is not None
         shown = outputs if isinstance(outputs, list) else [outputs]
-        return DeviceWork(self.check, stream, shown, self._machine.platform.device)
+        return DeviceWork(self.check, stream, shown, self._machine.platform.device, side)
 
-    def _run(self, method: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, method: str, args: Any, kwargs: dict[str, Any], side: torch.cuda.Stream | None, is_async: bool
+    ) -> Any:
         refused: Exception | None = None
         call: Prepared | None = None
         try:
@@ -152,15 +169,15 @@ class DeviceHalf:
             )
         machine = self._machine
         machine.timeout_s = self._engine.timeout_s
+        machine.most_sms = most_sms(machine, is_async)
         if refused is not None or call is None:
             self._is_lost = True
             machine.run(moves.barrier(machine.config.num_ranks)._replace(facts=_REFUSED))
             raise refused or InvalidArgument(method)
         stream = self._queue(machine, call)
-        if self._again is not None and not kwargs and call.is_plain and len(call.moves) == 1:
-            self._again.remember(call.moves[0])
-        opts = kwargs.get("opts") if "opts" in kwargs else next((arg for arg in args if hasattr(arg, "asyncOp")), None)
-        return self._work(stream, opts, call.outputs)
+        if self._again and not kwargs and call.is_plain and len(call.moves) == 1:
+            self._again[is_async].remember(call.moves[0])
+        return self._work(stream, is_async, call.outputs, side)
 
     def _queue(self, machine: Collectives, call: Prepared) -> int:
         if (
@@ -259,7 +276,9 @@ class DeviceHalf:
             if self._machine is None:
                 config = config_of(self._rank, num_ranks, self._staging_bytes)
                 self._machine, self._device = Collectives(platform_of(device), config), device
-                self._again = KnownCalls(self._machine)
+                for is_async in (False, True):
+                    self._again[is_async] = KnownCalls(self._machine, most_sms(self._machine, is_async))
+                self._own = OwnStream(self._machine.platform)
             machine = self._machine
             if num_ranks != machine.config.num_ranks:
                 raise InvalidArgument(f"the group has grown to {num_ranks} ranks")
@@ -317,7 +336,8 @@ class DeviceHalf:
         self._release(is_aborted)
 
     def _release(self, is_aborted: bool) -> None:
-        machine, self._machine, self._again = self._machine, None, None
+        machine, self._machine, self._own = self._machine, None, None
+        self._again.clear()
         if self._notifier is not None:
             self._notifier.stop()
             self._notifier = None
@@ -328,6 +348,14 @@ class DeviceHalf:
         machine.device.drain(min(self._engine.timeout_s, CLOSE_S))
         if not machine.device.is_recorded:  # graphs have its addresses
             machine.close()
+
+
+def _is_asynchronous(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call returns before its results may be used: who gives no options waits for nothing."""
+    opts = kwargs.get("opts") if "opts" in kwargs else None
+    if opts is None:
+        opts = args[-1] if args and hasattr(args[-1], "asyncOp") else None
+    return opts is None or bool(opts.asyncOp)
 
 
 def _device_in(args: Any) -> torch.device | None:

@@ -45,6 +45,7 @@ from .params import (
 from .plan import CollectivePlan, Fitted
 
 MOST_GROUPS = 8  # that share a GPU on streams of their own without crowding each other out
+BESIDE = 2  # a call beside others' kernels takes one of so many parts of the GPU
 UNEVEN_CHUNK_BYTES = 16 << 10  # of rows whose lengths only two ranks know
 
 
@@ -72,6 +73,7 @@ class Collectives:
     Attributes:
         device: reports, order of calls, news for kernels.
         timeout_s: of one wait of a kernel.
+        most_sms: multiprocessors that the next calls take at most.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Collectives:
         self.config, self.platform = config, platform
         self.plan = plan or CollectivePlan()
         self.timeout_s = 10.0
+        self.most_sms = platform.limits.num_sms
         self._stall_one_in = stall_one_in
         head = kernel_head(config.num_ranks, *MOVED, self.plan.pipeline, stall_one_in)
         self.device = GpuDevice(platform, head, KERNELS)
@@ -160,6 +163,7 @@ class Collectives:
     def fit(self, move: Move, num_sms: int, is_alone: bool) -> Fitted:
         """Choose kernel and launch of a call that may take so many multiprocessors; its kernels are loaded."""
         plan, share = self.plan, self.device.share
+        num_sms = min(num_sms, self.most_sms)
         if not is_alone:  # others need room, too, and more of them may come
             num_sms = min(num_sms, max(1, self.platform.limits.num_sms // MOST_GROUPS))
         name, grid, block, sizes = self._shape(move, num_sms)
@@ -280,3 +284,9 @@ class Collectives:
             for region in self._regions:
                 if region is not None:
                     region.close()
+
+
+def most_sms(machine: Collectives, is_async: bool) -> int:
+    """Return how many multiprocessors a call takes at most: an asynchronous one leaves room for what runs beside it."""
+    num_sms = machine.platform.limits.num_sms
+    return max(1, num_sms // BESIDE) if is_async else num_sms

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +12,48 @@ import torch
 
 from ..backend.work import _WorkBase
 from ..ep.event import Event
+from ..ep.gpu.platform import Platform
 from ..errors import CommTimeoutError, EpeeError
 
 NAP_S = 50e-6
+
+
+class OwnStream:
+    """The stream of a group's asynchronous calls: behind the caller's, which goes on beside them.
+
+    So a program that waits for a call where it needs its results, as DDP and FSDP do, computes meanwhile. While a graph
+    is recorded, and in the emulation, calls are made on the caller's stream.
+
+    Args:
+        platform: the GPU.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[torch.cuda.Stream | None]:
+        """Make it the current stream, behind what is on the present one; yields it, or None."""
+        device = self._platform.device
+        if device.type != "cuda" or self._platform.is_capturing():
+            yield None
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield self._stream
+
+
+def note_use(tensors: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that a stream uses tensors, in lists of any depth."""
+    if isinstance(tensors, torch.Tensor):
+        if tensors.is_cuda:
+            tensors.record_stream(stream)
+    elif isinstance(tensors, (list, tuple)):
+        for item in tensors:
+            note_use(item, stream)
 
 
 class DeviceWork(_WorkBase):  # type: ignore[misc]
@@ -27,12 +67,23 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
         stream: raw, that the call is queued on.
         outputs: the tensors that it writes.
         device: the GPU.
+        side: torch's object of the stream, where that is the group's own and current.
     """
 
-    def __init__(self, look: Callable[[], None], stream: int, outputs: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        look: Callable[[], None],
+        stream: int,
+        outputs: Any,
+        device: torch.device,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
         super().__init__()
         self._look, self._stream, self._outputs, self._device = look, stream, outputs, device
+        self._side = side
         self._event = Event(device, stream) if device.type == "cuda" else Event()  # the emulation's calls are done
+        if side is not None:
+            self._event.recorded()  # now: whoever waits must not wait for the calls behind it
         self._error: EpeeError | None = None
         self._future: Any = None
 
@@ -95,7 +146,9 @@ class DeviceWork(_WorkBase):  # type: ignore[misc]
         """Return a future of the output tensors; whoever uses its value waits on its streams, not on the host."""
         if self._future is None:
             future: Any = torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
-            self._join()
-            future.set_result(self._outputs)  # notes events of the current streams
+            if self._side is None:
+                self._join()
+            with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
+                future.set_result(self._outputs)  # notes events of the current streams; the caller's goes on
             self._future = future
         return self._future

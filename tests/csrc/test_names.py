@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from epee.collectives import params as collectives
+from epee.collectives.messages import params as messages
 from epee.ep.gpu import params as throughput_params
 from epee.ep.gpu.layout import COUNT_KERNELS
 from epee.ep.latency.gpu import params as latency_kernels
@@ -27,7 +28,8 @@ def test_a_name_begins_with_the_one_thing_that_the_kernel_does(name: str) -> Non
 
 
 def test_no_name_stands_twice() -> None:
-    names = [*NAMES, *(name for entries in collectives.KERNELS.values() for name in entries)]
+    others = (*collectives.KERNELS.values(), *messages.KERNELS.values())
+    names = [*NAMES, *(name for entries in others for name in entries)]
     assert max(Counter(names).values()) == 1
 
 
@@ -35,6 +37,12 @@ def test_a_collective_is_not_taken_for_a_call_of_a_buffer() -> None:
     names = [name for entries in collectives.KERNELS.values() for name in entries]
     assert all(name.startswith("collective_") for name in names)
     assert not any(word in name for name in names for word in ("dispatch", "combine", "layout"))
+
+
+def test_a_message_is_not_taken_for_a_call_of_a_buffer() -> None:
+    names = [name for entries in messages.KERNELS.values() for name in entries]
+    assert all(name.startswith("message_") for name in names)
+    assert not any(word in name for name in names for word in WORDS)
 
 
 @pytest.mark.parametrize("kernels", [throughput_params.KERNELS, latency_kernels.KERNELS])
@@ -50,7 +58,9 @@ def test_every_kernel_stands_in_the_namespace_and_in_the_table() -> None:
         assert "__global__" not in before, path.name
         assert 'extern "C"' not in inside, path.name
         found = set(re.findall(r"__global__ void (?:__\w+__\([^)]*\)\s+)+(\w+)(?=\()", inside))
-        assert found <= set({**ALL, **collectives.KERNELS}.get(str(path.relative_to(CSRC)), {})), path
+        assert found <= set({**ALL, **collectives.KERNELS, **messages.KERNELS}.get(str(path.relative_to(CSRC)), {})), (
+            path
+        )
 
 
 @pytest.mark.compiler

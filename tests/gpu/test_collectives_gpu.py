@@ -20,6 +20,7 @@ import epee
 from tests.backend.test_staging import CALLS, _call
 from tests.collectives import cases
 from tests.harness import run_ranks
+from tests.messages import cases as message_cases
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(240)]
 SIZES = (0, 1, 7, 1023, 65_537, 131_072, (1 << 20) + 3, 9_000_001)  # elements of a row, of two bytes
@@ -56,7 +57,7 @@ def _same_as_cpu(rank: int, num_ranks: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_collective_has_the_bits_of_cpu_tensors(num_ranks: int) -> None:
     run_ranks(_same_as_cpu, num_ranks, backend="epee", timeout_s=220)
 
@@ -137,6 +138,52 @@ def _huge(rank: int, num_ranks: int) -> None:
 @pytest.mark.gpu(2)
 def test_more_than_two_to_the_31_bytes() -> None:
     run_ranks(_huge, 2, backend="epee", timeout_s=220)
+
+
+def _huge_rows(rank: int, num_ranks: int) -> None:
+    """Rows that are short of 2^31 bytes, of outputs and inputs that are not."""
+    device, half = _begin(rank)
+    count = (1 << 30) + 4099
+    whole = torch.full((num_ranks * count,), 9, dtype=torch.uint8, device=device)
+    row = torch.full((count,), rank + 1, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(whole, row)
+    for src in range(num_ranks):
+        assert bool((whole[src * count : (src + 1) * count] == src + 1).all())
+    dist.reduce_scatter_tensor(row, whole)
+    assert bool((row == num_ranks * (rank + 1)).all())
+    whole[:count].fill_(10 * rank)
+    whole[count:].fill_(10 * rank + 1)
+    other = torch.zeros_like(whole)
+    dist.all_to_all_single(other, whole)
+    for src in range(num_ranks):
+        assert bool((other[src * count : (src + 1) * count] == 10 * src + rank).all())
+    half.check()
+
+
+@pytest.mark.gpu(2)
+def test_outputs_of_more_than_two_to_the_31_bytes() -> None:
+    run_ranks(_huge_rows, 2, backend="epee", timeout_s=220)
+
+
+def _one_visible(rank: int, num_ranks: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # before anything of CUDA is in use in this process
+    assert torch.cuda.device_count() == 1
+    device, half = _begin(rank)
+    for seed, (op, count) in enumerate((op, count) for op in OPS for count in (7, 70_000, 1_000_003)):
+        out, wanted = _one_call(rank, num_ranks, op, count, seed, device)
+        assert torch.equal(out.view(torch.int16), wanted.view(torch.int16)), (op, count)
+    half.check()
+    plan = [(0, 1, 3_000_000, 1), (1, 0, 3_000_000, 2), (0, 1, 5, 3)]
+    message_cases.batch(plan, rank, num_ranks, lambda x: x.to(device))
+    group: Any = dist.group.WORLD
+    group._messages.check()
+    assert set(group._messages._pairs.met) == {rank ^ 1}
+    dist.barrier()
+
+
+@pytest.mark.gpu(2)
+def test_each_process_sees_one_gpu_only() -> None:
+    run_ranks(_one_visible, 2, backend="epee", timeout_s=200)
 
 
 def _random(rank: int, num_ranks: int, how_many: int) -> None:

@@ -46,6 +46,7 @@
 // failed goes on to its end without moving more payload, so numbers stay in step. What of the output was written
 // before is lost. Nothing traps.
 #pragma once
+#include "../../common/chunks.cuh"
 #include "../../common/report.cuh"
 #include "../../common/stall.cuh"
 #include "../../common/wait.cuh"
@@ -58,7 +59,6 @@ enum WaitPlace : u64 { kWaitJoined = 1, kWaitPackets, kWaitFlag, kWaitCredit, kW
 /// First and second crossing of a payload: from its source, and from who has reduced or relays it.
 enum Stage : int { kScatter = 0, kGather, kNumStages };
 
-constexpr i32 kNeverLost = 0x7FFFFFFF;
 constexpr int kFactsBits = 24;
 constexpr u64 kFactsMask = (1ull << kFactsBits) - 1;
 

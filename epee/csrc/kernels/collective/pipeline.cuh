@@ -23,7 +23,6 @@
 //
 // In and out may be the same memory under the rules of the other two: an element is written by an owner that has read
 // it in the same thread, or by a collector behind the owner's result, for which our sender has read it.
-#include "../../ptx/block_barrier.cuh"
 #include "call.cuh"
 #include "elements.cuh"
 
@@ -113,42 +112,6 @@ DEVICE void await_chunk(const CollectiveParams& p, Meeting& s, Stage stage, int 
   if (!wait_count(p.call, s, src, flag_at(p.call.own, stage, lane, src), mark_of(s, k + 1), kWaitFlag)) s.lost_at = k;
 }
 
-/// Runs the chunks of a role. The first warp does `await(k, rank)`, a thread for each rank, chunk after chunk; the
-/// second does `release(k, rank)` likewise, and the others `move(k, thread, num_threads)` in between. So a release,
-/// which waits until all stores of its chunk are at their places, costs the movers nothing, and none is ever held up by
-/// a wait for the next chunk, from which a cycle through the ranks could come. All threads.
-template <class Await, class Move, class Release>
-DEVICE void run_chunks(Meeting& s, int num_chunks, Await await, Move move, Release release) {
-  constexpr int kReady = 1, kMoved = 2;  // barriers: chunk k may be moved; has been moved
-  const int thread = static_cast<int>(threadIdx.x), num_movers = static_cast<int>(blockDim.x) - 64;
-  const auto is_lost = [&](int k) { return k >= *const_cast<const volatile i32*>(&s.lost_at); };
-  if (thread >= 64) {
-#pragma unroll 1
-    for (int k = 0, is_last = 0; k < num_chunks && !is_last; ++k) {
-      barrier_sync(kReady, num_movers + 32);
-      is_last = is_lost(k);
-      if (!is_last) move(k, thread - 64, num_movers);
-      barrier_sync(kMoved, num_movers + 32);
-    }
-  } else if (thread >= 32) {
-#pragma unroll 1
-    for (int k = 0; k < num_chunks; ++k) {
-      barrier_sync(kMoved, num_movers + 32);
-      if (is_lost(k)) break;
-      if (thread < 32 + kNumRanks) release(k, thread - 32);
-      __syncwarp();
-    }
-  } else {
-#pragma unroll 1
-    for (int k = 0; k < num_chunks; ++k) {
-      if (thread < kNumRanks) await(k, thread);
-      __syncwarp();
-      barrier_sync(kReady, num_movers + 32);
-      if (is_lost(k)) break;
-    }
-  }
-}
-
 /// Most chunks of the pieces of some ranks.
 DEVICE int most_chunks(const Piece* pieces, u32 ranks) {
   int most = 0;
@@ -206,7 +169,7 @@ DEVICE void scatter_sender(const CollectiveParams& p, Meeting& s, const Cut& c) 
     if (has(k, rank)) st_release_sys(flag_at(s.peer[rank], kScatter, c.lane, p.call.rank), mark_of(s, k + 1));
   };
   run_chunks(
-      s, most_chunks(c.in, readers), await,
+      s.lost_at, most_chunks(c.in, readers), kNumRanks, await,
       [&](int k, int thread, int num_threads) {
         Batch b = {thread, num_threads, {}};
 #pragma unroll 1
@@ -289,7 +252,7 @@ DEVICE void owner(const CollectiveParams& p, Meeting& s, const Cut& c) {
     if (comes(k, rank)) st_relaxed_sys(credit_at(s.peer[rank], kScatter, c.lane, p.call.rank), mark);
   };
   run_chunks(
-      s, kIsPlaced ? most_chunks(c.out, c.sources) : mine.num_chunks, await,
+      s.lost_at, kIsPlaced ? most_chunks(c.out, c.sources) : mine.num_chunks, kNumRanks, await,
       [&](int k, int thread, int num_threads) {
         Batch b = {thread, num_threads, {}};
 #pragma unroll 1
@@ -331,7 +294,7 @@ DEVICE void collector(const CollectiveParams& p, Meeting& s, const Cut& c) {
     if (is_in(writers, rank)) st_release_sys(credit_at(s.peer[rank], kGather, c.lane, p.call.rank), mark_of(s, k + 1));
   };
   run_chunks(
-      s, most_chunks(c.out, writers), await,
+      s.lost_at, most_chunks(c.out, writers), kNumRanks, await,
       [&](int k, int thread, int num_threads) {
         Batch b = {thread, num_threads, {}};
 #pragma unroll 1

@@ -1,0 +1,209 @@
+"""The pairs of one rank: with whom messages go from GPU to GPU, with whom through host memory, and who is to meet.
+
+Data path: none. This owns the memory and the kernels (`machine.py`) from the first message on, and the words of each
+pair; `pairs.py` says in which order two hosts tell each other what, and what a crash between leaves behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...backend.engine.engine import Engine
+from ...ep.gpu.death_notifier import DeathNotifier
+from ...ep.gpu.platform import Platform
+from ...errors import CommTimeoutError, EpeeError, InvalidArgument, InvalidState, UnsupportedError
+from ...memory.claim import process_start_time
+from .. import half as collectives_half
+from ..meeting import MeetingRow
+from .machine import Messages, plan_of
+from .pairs import PairBoard
+from .params import config_of
+from .streams import Streams
+
+logger = logging.getLogger("epee")
+
+DRAIN_S = 30.0  # beyond the group's time-out: how long a meeting waits for kernels that were queued before
+
+
+def platform_of(device: torch.device) -> Platform:
+    """Return the machine below; the tests put their own in its place."""
+    return collectives_half.platform_of(device)
+
+
+def has_gpu() -> bool:
+    """Whether this process has a GPU; asked before the first message, as CUDA is in use then."""
+    return collectives_half.has_gpu()
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class Pairs:
+    """See above. One thread at a time.
+
+    Args:
+        engine: of the group.
+        rank: this process's.
+        staging_bytes: by which the memory is sized; equal on all ranks.
+        store: of the group.
+
+    Attributes:
+        machine, streams: None before the first message, and where this process has no memory for them.
+        met: rank -> its process, of those that messages can go to.
+        off: rank -> its process, of those with which messages go through host memory.
+        lost: pairs that have lost a message.
+        epoch: of the engine's members when this looked at them last.
+        index: of the GPU that is used; -1 before, and in the emulation. `current()` is that which torch has set.
+        own_row: what this rank has told.
+    """
+
+    def __init__(self, engine: Engine, rank: int, staging_bytes: int, store: Any) -> None:
+        self._engine, self._rank, self._staging_bytes = engine, rank, staging_bytes
+        self._board = PairBoard(engine, store, rank, self._is_dead)
+        self.machine: Messages | None = None
+        self.streams: Streams | None = None
+        self.own_row: MeetingRow | None = None
+        self.index = -1
+        self.current: Callable[[], int] = lambda: -1
+        self.epoch = -1
+        self.met: dict[int, str] = {}
+        self.off: dict[int, str] = {}
+        self.lost: set[int] = set()
+        self._gpus: dict[int, bytes] = {}
+        self._meetings: dict[int, int] = {}  # after losses
+        self._notifier: DeathNotifier | None = None
+
+    @property
+    def gpu(self) -> torch.device:
+        """The GPU that is used."""
+        assert self.machine is not None
+        return self.machine.platform.device
+
+    def _is_dead(self, rank: int) -> bool:
+        return self.machine is not None and self.machine.device.is_marked(rank)
+
+    def meet(self, peers: Sequence[int], device: torch.device, name: str) -> bool:
+        """Have messages go between this rank and others, as far as they do not; False where one goes through the host.
+
+        Raises:
+            InvalidArgument: a second GPU. InvalidState: a graph is being recorded, and hosts would have to meet.
+            CommTimeoutError, RankFailedError: a peer does not come. Else as memory is made, or mapped.
+        """
+        engine = self._engine
+        if self.epoch != engine.members.epoch:
+            self._look_at_members()
+        if all(peer in self.met for peer in peers) and not self.lost.intersection(peers):
+            if device != self.gpu and not _is_emulated(self.gpu):
+                raise InvalidArgument(
+                    f"{name}: the tensor is on {device}, this group's messages run on {self.gpu}; a group uses one "
+                    "GPU per rank"
+                )
+            return True
+        if is_capturing():
+            raise InvalidState(
+                f"{name}: the hosts of two ranks must meet before this message (the first between them, or the first "
+                "after a loss), which no graph can record; send one outside"
+            )
+        own = self._row(device)
+        for peer in sorted(set(peers)):
+            if peer in self.lost:
+                self._mend(peer, name)
+            elif peer not in self.met and peer not in self.off:
+                self._connect(peer, own, name)
+        return not any(peer in self.off for peer in peers)
+
+    def _row(self, device: torch.device) -> MeetingRow:
+        """Return this rank's row, which lies in the store from then on."""
+        if self.own_row is not None:
+            return self.own_row
+        pid, size = os.getpid(), self._engine.members.group_size
+        row = MeetingRow(True, 1, bytes(16), pid, process_start_time(pid), 0, size, b"", "")
+        try:
+            platform = platform_of(device)
+            machine = Messages(platform, config_of(self._rank, size, self._staging_bytes))
+            gpu = collectives_half.gpu_name(platform.device)
+            row = row._replace(gpu=gpu, blob=machine.blob, num_sms=platform.limits.num_sms)
+            self.machine, self.streams = machine, Streams(platform)
+            if platform.device.type == "cuda":
+                self.index, self.current = platform.device.index, torch._C._cuda_getDevice
+        except (EpeeError, RuntimeError, ImportError, OSError) as exc:  # CUDA's own words among them
+            row = row._replace(is_ok=False, reason=f"rank {self._rank}: {exc}")
+        self._board.publish(row)
+        self.own_row = row
+        return row
+
+    def _connect(self, peer: int, own: MeetingRow, name: str) -> None:
+        owner = self._board.owner_of(peer)
+        row = own if peer == self._rank else self._board.row_of(peer, name)
+        if not own.is_ok or not row.is_ok or own.num_ranks != row.num_ranks:
+            self.off[peer] = owner
+            reason = own.reason or row.reason or f"one of the two has come to {own.num_ranks} ranks, the other to more"
+            logger.warning("messages with rank %d go through host memory: %s", peer, reason)
+            return
+        machine = self.machine
+        assert machine is not None
+        try:
+            machine.connect(peer, row.blob)
+        except UnsupportedError as exc:  # GPUs that do not reach each other, which both ends find
+            self.off[peer] = owner
+            logger.warning("messages with rank %d go through host memory: %s", peer, exc)
+            return
+        self.met[peer], self._gpus[peer] = owner, row.gpu
+        sharing = 1 + sum(gpu == own.gpu for rank, gpu in self._gpus.items() if rank != self._rank)
+        machine.plan = plan_of(self._engine.members.group_size, sharing)
+        if peer == self._rank:
+            return
+        if self._notifier is None:
+            device = machine.device
+            self._notifier = DeathNotifier(device.mark_dead, device.waiting, f"epee-messages-{self._rank}")
+            self._notifier.start({peer: (row.pid, row.start_time)})
+        else:
+            self._notifier.follow(peer, (row.pid, row.start_time))
+
+    def _mend(self, peer: int, name: str) -> None:
+        """Meet the other end of a pair that has lost a message."""
+        machine = self.machine
+        assert machine is not None
+        self._drain(peer, name)
+        count = self._meetings.get(peer, 0)
+        if peer == self._rank:
+            machine.reset(peer)
+        else:
+            self._board.meet_again(peer, count, name, lambda: machine.reset(peer))
+        self._meetings[peer] = count + 1
+        self.lost.discard(peer)
+
+    def _drain(self, peer: int, name: str) -> None:
+        assert self.streams is not None
+        if not self.streams.drain([(peer, False), (peer, True)], self._engine.timeout_s + DRAIN_S):
+            raise CommTimeoutError(f"{name}: messages with rank {peer} that were queued before have not ended", [peer])
+
+    def _look_at_members(self) -> None:
+        """Forget ranks whose process is another one now, or none."""
+        epoch = self._engine.members.epoch
+        for peer, owner in list(self.met.items()):
+            if self._board.owner_of(peer) != owner and self.machine is not None:
+                self._drain(peer, "message")
+                self.machine.disconnect(peer)
+                del self.met[peer]
+                self.lost.discard(peer)
+                self._meetings.pop(peer, None)
+        self.off = {peer: owner for peer, owner in self.off.items() if self._board.owner_of(peer) == owner}
+        self.epoch = epoch
+
+    def stop(self) -> None:
+        """Follow nobody any more. Idempotent."""
+        if self._notifier is not None:
+            self._notifier.stop()
+            self._notifier = None
+
+
+def _is_emulated(device: torch.device) -> bool:
+    return device.type == "cpu"

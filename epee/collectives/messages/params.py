@@ -1,0 +1,163 @@
+"""The numbers and the struct that the message kernels share with the host: the lent region, arguments, constants.
+
+What the fields mean stands here, what the kernels do with them in `csrc/kernels/message/batch.cuh`. Arithmetic only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ...ep.gpu.params import NUM_REPORTS
+from ...errors import InvalidArgument
+from ...jit.params import constants_source, offsets_source, struct_source
+from ...memory.layout import Field, Layout
+
+MAX_RANKS = 8
+MAX_LANES = 64
+MAX_CHANNELS = 2 * MAX_RANKS  # each rank both ways
+OPS_INSIDE = 64  # sends and receives among a kernel's arguments; more lie in the host's memory
+OP_WORDS = 4  # address, bytes, tag, dtype
+GONE_WORDS = 4
+HEADER_BYTES = 128  # behind the bytes of a slot
+THREADS, BLOCKS_PER_SM = 320, 2
+SEND, RECEIVE = 1, 2  # numbers of the operations in reports
+OPS = ("send", "recv")
+
+_PTR, _WORD, _INT = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32
+
+
+class MessageParams(ctypes.Structure):
+    """Arguments of every kernel.
+
+    `own`: this rank's region; `report`, `abort`: pinned host memory (`abort` as in `common/wait.cuh`); `rings_offset`:
+    where the rings lie in a region; `timeout_ns`: of one wait; `more`: pinned memory with the operations behind the
+    first `OPS_INSIDE`; `source`: pinned word that gets 1 + the rank that a receive from any source has found.
+    `num_lanes` lanes of a pair with `num_slots` slots of `slot_bytes`; a message takes a lane for each `lane_bytes`.
+    `blocks` of a channel; `begins`: where each channel's operations begin among `ops`, and end; `channels`: peer << 1,
+    and 1 for sends.
+    """
+
+    _fields_ = (
+        ("own", _PTR),
+        ("report", _PTR),
+        ("abort", _PTR),
+        ("rings_offset", _WORD),
+        ("timeout_ns", _WORD),
+        ("more", _PTR),
+        ("source", _PTR),
+        ("rank", _INT),
+        ("num_ranks", _INT),
+        ("num_lanes", _INT),
+        ("num_slots", _INT),
+        ("slot_bytes", _INT),
+        ("lane_bytes", _INT),
+        ("num_channels", _INT),
+        ("blocks", _INT),
+        ("begins", _INT * (MAX_CHANNELS + 2)),
+        ("channels", _INT * MAX_CHANNELS),
+        ("ops", _WORD * (OP_WORDS * OPS_INSIDE)),
+    )
+
+
+KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
+    "kernels/message/batch.cuh": {"message_batch": MessageParams, "message_from_any": MessageParams},
+}
+
+
+@dataclass(frozen=True)
+class MessageConfig:
+    """What the memory is sized for; equal on all ranks.
+
+    Attributes:
+        num_lanes: of an ordered pair; a block each moves them.
+        num_slots: chunks of a lane that lie at the receiver at once.
+        slot_bytes: of a chunk.
+        lane_bytes: a message takes one lane more for each of these.
+    """
+
+    rank: int
+    num_ranks: int
+    num_lanes: int = 64
+    num_slots: int = 3
+    slot_bytes: int = 32 << 10
+    lane_bytes: int = 8 << 10
+
+    def check(self) -> None:
+        """Raise `InvalidArgument` for what the kernels cannot do."""
+        if not 1 <= self.num_ranks <= MAX_RANKS or not 0 <= self.rank < self.num_ranks:
+            raise InvalidArgument(f"messages have 1 ... {MAX_RANKS} ranks, got rank {self.rank} of {self.num_ranks}")
+        if not 1 <= self.num_lanes <= MAX_LANES or self.num_slots < 1:
+            raise InvalidArgument(f"num_lanes must be 1 ... {MAX_LANES}, num_slots 1 or more, got {self}")
+        if self.slot_bytes < 128 or self.slot_bytes % 128 or self.lane_bytes < 128:
+            raise InvalidArgument(f"slot_bytes must be a multiple of 128, lane_bytes 128 or more, got {self}")
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of messages of a pair that lie at the receiver at once: what is sent without it."""
+        return self.num_lanes * self.num_slots * self.slot_bytes
+
+    def lanes_of(self, nbytes: int) -> int:
+        """Return into how many lanes a message is dealt out."""
+        return min(self.num_lanes, max(1, -(-nbytes // self.lane_bytes)))
+
+    @cached_property
+    def region_layout(self) -> Layout:
+        """The fields of a rank's lent region."""
+        slots = (self.num_ranks, self.num_lanes, self.num_slots, self.slot_bytes + HEADER_BYTES)
+        return Layout(*WORDS, Field("rings", torch.uint8, slots, 512))
+
+
+def config_of(rank: int, num_ranks: int, staging_bytes: int) -> MessageConfig:
+    """Return sizes for which the rings of all sources take at most about twice `staging_bytes`, 6 MiB a source.
+
+    A lane has room for what is on its way there, what is being copied, and what the word of that takes back.
+    """
+    slots, slot = 3, 32 << 10
+    lanes = max(2, min(MAX_LANES, 2 * staging_bytes // (slots * num_ranks * slot)))
+    return MessageConfig(rank, num_ranks, lanes, slots, slot)
+
+
+_U64 = torch.int64
+_LANES = (MAX_RANKS, MAX_LANES)
+WORDS = (
+    Field("flags", _U64, _LANES, 128),
+    Field("credits", _U64, _LANES, 128),
+    Field("gone", _U64, (MAX_RANKS, GONE_WORDS), 128),
+    Field("sent", _U64, _LANES, 128),
+    Field("taken", _U64, _LANES, 128),
+    Field("peers", _U64, (MAX_RANKS,), 128),
+    Field("lost", _U64, (MAX_RANKS,), 128),
+    Field("reported", _U64, (MAX_RANKS + 1,), 128),
+    Field("news", _U64, (3,), 128),
+)
+
+
+@functools.cache
+def kernel_head(stall_one_in: int = 0) -> str:
+    """Return the generated C++ in front of the kernels.
+
+    Args:
+        stall_one_in: as in `ep.gpu.params.kernel_head`.
+    """
+    constants: dict[str, Any] = {
+        "kMaxRanks": MAX_RANKS,
+        "kMaxLanes": MAX_LANES,
+        "kMaxChannels": MAX_CHANNELS,
+        "kOpsInside": OPS_INSIDE,
+        "kNumReports": NUM_REPORTS,
+        "kMessageThreads": THREADS,
+        "kMessageBlocks": BLOCKS_PER_SM,
+        "kSend": SEND,
+        "kReceive": RECEIVE,
+        "kStallOneIn": stall_one_in,
+    }
+    names = [field.name for field in WORDS]
+    return "".join(
+        [constants_source(constants), offsets_source(Layout(*WORDS), names, "Region"), struct_source(MessageParams)]
+    )

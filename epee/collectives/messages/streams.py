@@ -1,0 +1,106 @@
+"""On which streams messages run, and in which order.
+
+Messages of one pair and direction run one after the other, in the order in which they were made: both ends count them.
+All others may wait for their peers side by side. So a message that the caller waits for at once runs on the caller's
+stream; any other one runs behind that, on a stream of its pair and direction, or of batches, and the caller's goes on.
+While a graph is recorded everything runs on the caller's stream, and its order there is the caller's.
+
+Who comes next to a pair and direction on another stream waits there, by an event, for the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ep.gpu.platform import Platform
+
+Way = tuple[int, bool]  # a peer, and whether we send
+
+
+class StreamPlace(NamedTuple):
+    """Where a kernel is queued: a raw stream, torch's object of it where it is one of ours, and whether in a graph."""
+
+    raw: int
+    side: torch.cuda.Stream | None
+    is_recorded: bool
+
+
+class Streams:
+    """The streams of one rank's messages.
+
+    Args:
+        platform: the GPU.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._own: dict[Hashable, torch.cuda.Stream] = {}
+        self._last: dict[Way, tuple[int, Any]] = {}
+
+    @contextlib.contextmanager
+    def entered(self, name: Hashable, ways: Collection[Way]) -> Iterator[StreamPlace]:
+        """Let a kernel of these ways be queued in here; the current stream is that of the name, the caller's for None.
+
+        What is queued in here runs behind the caller's stream, and behind all that was queued for these ways; `note`
+        comes behind it.
+        """
+        if self._platform.is_capturing():
+            yield StreamPlace(self._platform.stream(), None, True)
+            return
+        side = self._side(name)
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream(self._platform.device))
+        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
+            raw = self._platform.stream()
+            for way in ways:
+                self._follow(way, raw)
+            yield StreamPlace(raw, side, False)
+
+    def here(self, peer: int, is_send: bool) -> int:
+        """Return the current stream, which records no graph, for a message that is waited for at once."""
+        raw, way = self._platform.stream(), (peer, is_send)
+        last = self._last.get(way)
+        if last is None or last[0] != raw or last[1] is not None:
+            self._follow(way, raw)
+            self._last[way] = raw, None  # marked when somebody asks: what comes behind it is the caller's
+        return raw
+
+    def _follow(self, way: Way, raw: int) -> None:
+        last = self._last.get(way)
+        if last is not None and last[0] != raw:
+            self._platform.wait(self._mark(last))
+
+    def _mark(self, last: tuple[int, Any]) -> Any:
+        return self._platform.mark(last[0]) if last[1] is None else last[1]
+
+    def note(self, ways: Collection[Way], place: StreamPlace) -> Any:
+        """Note that something of these ways was queued; returns the mark behind it, None in a graph."""
+        if place.is_recorded:
+            return None
+        mark = self._platform.mark(place.raw)
+        for way in ways:
+            self._last[way] = place.raw, mark
+        return mark
+
+    def drain(self, ways: Collection[Way], grace_s: float) -> bool:
+        """Let the host wait for what is queued for these ways; False where it takes longer than `grace_s`."""
+        deadline = time.monotonic() + grace_s
+        for mark in [self._mark(self._last[way]) for way in ways if way in self._last]:
+            while not self._platform.is_done(mark):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-4)
+        return True
+
+    def _side(self, name: Hashable) -> torch.cuda.Stream | None:
+        device = self._platform.device
+        if name is None or device.type != "cuda":
+            return None
+        if name not in self._own:
+            self._own[name] = torch.cuda.Stream(device)
+        return self._own[name]

@@ -9,6 +9,7 @@ any more. The kernel sees to it: peers map an outbox for reading only, and it is
     cells      NUM_CELLS headers of collective calls, seq modulo NUM_CELLS, each with room for a small payload
     verdicts   per source rank: what became of its point-to-point messages (a ring, and a count of freed slots)
     lanes      per destination rank: headers of NUM_LANE_SLOTS point-to-point slots
+    mirrors    per rank of another host: the mirror that this rank keeps of it, for the ranks of its host (`MIRROR_*`)
     extra      what somebody who stands on the group's engine lays there, words and bytes (`ep/hosts/latency`)
     staging    payload of collective calls, handed out by `StagingRing`
     lane_data  payload of the point-to-point slots, LANE_SLOT_BYTES each
@@ -75,6 +76,13 @@ VERDICT_WORDS = 2  # message number << 2 | what becomes of it, signature that th
 SOURCE_WORDS = 8 + NUM_VERDICTS * VERDICT_WORDS  # word 0: slots freed so far
 CLAIM = 1  # the word with the number of the message that is being taken; apart from the verdict, which a sender polls
 
+# words of a row of the field "mirrors": whether there is one (0: no; else the epoch since which there is), up to which
+# epoch it says all that counts (`FINAL`: nothing more comes), whether the cut of an epoch says what counts (0: all that
+# is there), its blob
+MIRROR_MADE, MIRROR_SETTLED, MIRROR_CUT, MIRROR_BLOB = range(4)
+MIRROR_WORDS = 16
+FINAL = (1 << 64) - 1
+
 ALIGN_BYTES = 64
 _BYTE = np.dtype(np.uint8)
 
@@ -90,6 +98,7 @@ def outbox_layout(capacity: int, staging_bytes: int, extra_bytes: int = 0) -> La
         Field("cells", torch.uint64, (NUM_CELLS, CELL_WORDS)),
         Field("verdicts", torch.uint64, (capacity, SOURCE_WORDS)),
         Field("lanes", torch.uint64, (capacity, LANE_WORDS)),
+        Field("mirrors", torch.uint64, (capacity, MIRROR_WORDS)),
         Field("extra", torch.uint64, (extra_bytes // 8,), align_bytes=4096),
         Field("staging", torch.uint8, (4 * staging_bytes,), align_bytes=4096),
         Field("lane_data", torch.uint8, (capacity, LANE_BYTES), align_bytes=4096),
@@ -237,9 +246,13 @@ class Outboxes:
         num_roots: ranks below it are ranks of the group, lost maybe, also where lists have fewer entries.
         zeroes: what absent ranks would fill of the results is filled with zeros; else it stays as it is.
         exports: tells ranks of other hosts what is stored here; None in a group on one host.
+        host_of: per rank of the group the number of its host; nothing in a group on one host.
+        sites: per host its positions, hosts ascending; nothing in a group on one host.
+        mirror_base: per rank the index of its row in the field "mirrors".
     """
 
     exports: Any = None
+    host_of: Sequence[int] = ()
     zeroes = False
     num_roots = 0
 
@@ -278,11 +291,18 @@ class Outboxes:
         self.verdict_base = [layout.offset("verdicts") // 8 + SOURCE_WORDS * peer for peer in range(capacity)]
         self.lane_base = [layout.offset("lanes") // 8 + LANE_WORDS * peer for peer in range(capacity)]
         self.lane_data = [layout.offset("lane_data") + LANE_BYTES * peer for peer in range(capacity)]
+        self.mirror_base = [layout.offset("mirrors") // 8 + MIRROR_WORDS * peer for peer in range(capacity)]
         self.extra = layout.offset("extra")
+        self.sites: dict[int, tuple[int, ...]] = {}
         self.payload_bytes = layout.nbytes
         self.staging_bytes = staging_bytes
         self.ring = StagingRing(layout.offset("staging"), 4 * staging_bytes)
         self.forget_views()
+
+    def place(self, host_of: Sequence[int]) -> None:
+        """Take on which hosts the ranks are; these outboxes have all ranks."""
+        self.host_of = host_of
+        self.sites = sites_of(self.members, host_of)
 
     def forget_views(self) -> None:
         """Make the arrays of `views` anew when they are asked for: the regions are others."""
@@ -312,6 +332,14 @@ class Outboxes:
             region.close()
         self.regions = []
         self.forget_views()
+
+
+def sites_of(members: Sequence[int], host_of: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return per host the positions of its ranks among `members`, hosts ascending; nothing where no hosts are known."""
+    found: dict[int, list[int]] = {}
+    for position, rank in enumerate(members) if host_of else ():
+        found.setdefault(host_of[rank], []).append(position)
+    return {host: tuple(found[host]) for host in sorted(found)}
 
 
 class StagingRing:

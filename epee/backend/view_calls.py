@@ -51,7 +51,7 @@ class ViewCalls:
     def in_view(self, num_ranks: int) -> GroupInView | None:
         """Return the group's part in the view of its job; None for a group of one rank or over several hosts."""
         survival = self._engine.survival
-        return None if survival is None else survival.in_view(num_ranks)
+        return None if survival is None or self._over_hosts else survival.in_view(num_ranks)
 
     def waiting(self) -> tuple[int, ...]:
         """Return the ranks, lost or new, for which a process waits, as far as this rank has heard."""
@@ -96,7 +96,7 @@ class ViewCalls:
                 f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} take part; they must leave first"
             )
         present = self._engine.members.group_size
-        if size == present and self._engine.survival is None:
+        if size == present and (self._engine.survival is None or self._over_hosts):
             return
         admission = self._admission()
         admission.recover(range(present, size), self._engine.timeout_s if timeout_s is None else timeout_s)
@@ -110,9 +110,10 @@ class ViewCalls:
 
     def _admission(self) -> Admission:
         if self._over_hosts:
+            ends = "and a lost rank ends it; " if self._engine.survival is None else ""
             raise UnsupportedError(
-                f"a group over several hosts has no view yet, so it takes nobody in ({placement(self._over_hosts)}), "
-                "and a lost rank ends it; start all ranks anew"
+                f"a group over several hosts takes nobody in yet ({placement(self._over_hosts)}), {ends}"
+                "nor puts members out; start all ranks anew"
             )
         if self._engine.survival is None:
             raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")

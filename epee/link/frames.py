@@ -9,6 +9,9 @@
     PIECES    the same with `offset` small payloads: first a table of where they belong and how long they are
     ASK       tell me these words of ranks of your host, as they are now that all before this has been applied
     TELL      the answer to the ASK of the same number (`value`)
+    FETCH     tell me all that there is of rank `offset`, now that epoch `value` is known to you
+    BEGIN     what follows is of rank `offset`; the answer to a FETCH of epoch `value` begins
+    END       it is complete; from here on frames are the sender's own again. Without a FETCH: nothing more comes
 
 A MAC is keyed BLAKE2b under a key of this connection and direction (`view/transport/auth.py`), over the number of the
 frame among others: a header that is changed, repeated, left out or moved is found out, and nothing of it is used. What
@@ -31,7 +34,7 @@ from ..errors import AuthError, ProtocolError
 HEADER_BYTES = 64
 TRAILER_BYTES = _MAC_BYTES = 16
 MAX_PAYLOAD = 1 << 20
-WRITE, ASK, TELL, PIECES = 1, 2, 3, 4
+WRITE, ASK, TELL, PIECES, FETCH, BEGIN, END = range(1, 8)
 NO_WORD = (1 << 64) - 1
 MAX_ASKED = 512  # words of one ASK
 MAX_PIECES = 64  # of one PIECES
@@ -48,11 +51,11 @@ class Frame(NamedTuple):
     """A header that was read.
 
     Attributes:
-        kind: WRITE, ASK, TELL or PIECES.
+        kind: WRITE, ASK, TELL, PIECES, FETCH, BEGIN or END.
         nbytes: of the payload.
-        offset: where a WRITE stores it, in bytes; number of PIECES.
+        offset: where a WRITE stores it, in bytes; number of PIECES; the rank that a FETCH, BEGIN or END is about.
         word: index of the word that a WRITE, or PIECES, store behind it, NO_WORD: none.
-        value: of that word; number of an ASK or TELL.
+        value: of that word; number of an ASK or TELL; epoch of a FETCH, BEGIN or END.
         note: of both: a number of the sender's that only grows; what it means is the business of who links.
     """
 
@@ -114,8 +117,10 @@ class FrameOpener:
         if not _is_equal(mac.digest(), header[-_MAC_BYTES:]):
             raise AuthError(f"frame {number} of a link has a wrong MAC; the connection ends")
         kind, flags, reserved, nbytes, offset, word, value, note, told = _unpack(body)
-        if told != number or reserved or not WRITE <= kind <= PIECES or nbytes > MAX_PAYLOAD:
+        if told != number or reserved or not WRITE <= kind <= END or nbytes > MAX_PAYLOAD:
             raise ProtocolError(f"frame {number} of a link says what it cannot ({kind}, {nbytes} bytes, no {told})")
+        if kind >= FETCH and nbytes:
+            raise ProtocolError(f"frame {number} of a link says what it cannot ({kind}, {nbytes} bytes)")
         if flags != (_HAS_TRAILER if self.covers_payloads and nbytes else 0):
             raise ProtocolError("EPEE_LINK_MAC must be equal on all ranks; the connection ends")
         return _new(Frame, (kind, nbytes, offset, word, value, note))

@@ -7,7 +7,9 @@ meanwhile. What is left is a socket and two keys, one for each direction.
 
 What a stranger can do on the port: lose its connection. It has `HANDSHAKE_S` seconds, at most the bytes of one
 handshake message in memory here, and there are `MAX_STRANGERS` at most; the oldest makes room, one that has said
-nothing before one that has said a right hello. Once all partners are there nobody listens any more.
+nothing before one that has said a right hello. Once all partners are there nobody listens any more, unless the meeting
+stays: then whoever has the meeting steps it (`step`), says who is to be called from now on (`want`, `forget`), and
+takes the connections that come of it (`take`). A partner that calls again, because it has lost its end, is a new one.
 
 A partner that dies on the way is the caller's to notice (`check`); its connection is made again, in vain.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import os
 import selectors
 import socket
 import time
@@ -117,14 +120,23 @@ class Meeting:
         token, job_id: of the group.
         me: this process.
         partners: by rank.
-        listener: where the higher ones of a pair are found; closed by `run`.
+        listener: where the higher ones of a pair are found; closed by `run`, or by `close` if the meeting stays.
+        stays: the meeting goes on when `run` has returned.
     """
 
     def __init__(
-        self, token: Token, job_id: bytes, me: Identity, partners: Mapping[int, Partner], listener: socket.socket
+        self,
+        token: Token,
+        job_id: bytes,
+        me: Identity,
+        partners: Mapping[int, Partner],
+        listener: socket.socket,
+        stays: bool = False,
     ) -> None:
         self._token, self._job_id, self._me = token, job_id, me
-        self._partners = partners
+        self._partners = dict(partners)
+        self._stays = stays
+        self._why: dict[int, str] = {}  # what came of the last call of a partner
         self._listener = listener
         self._met: dict[int, Connected] = {}
         self._select = selectors.DefaultSelector()
@@ -141,34 +153,83 @@ class Meeting:
         Raises:
             CommTimeoutError: somebody did not come in time.
         """
-        self._select.register(self._listener, selectors.EVENT_READ)
         try:
+            self.listen()
             while len(self._met) < len(self._partners):
-                now = time.monotonic()
-                if now > deadline:
+                if time.monotonic() > deadline:
                     raise self._late()
                 check()
-                self._call(now)
-                events = self._select.select(_SLICE_S)
-                for key, _ in events:
-                    if key.data in self._talks:
-                        self._go_on(key.data)
-                if any(key.fileobj is self._listener for key, _ in events):  # last: who has spoken is heard before
-                    self._accept()
-                self._expire(time.monotonic())  # who has answered while this process stood still has been heard
-            met, self._met = self._met, {}
-            return met
-        finally:
-            self._end()
+                self.step(_SLICE_S)
+            met = self.take()
+        except BaseException:
+            self.close()
+            raise
+        if not self._stays:
+            self.close()
+        return met
+
+    def listen(self) -> None:
+        """Begin to look at who calls."""
+        self._select.register(self._listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when a step has something to do, besides calling."""
+        return self._select.fileno()  # Linux has an epoll there
+
+    def step(self, timeout_s: float = 0.0) -> None:
+        """Call who is to be called, and do what there is to do; wait for that for `timeout_s` at most."""
+        self._call(time.monotonic())
+        events = self._select.select(timeout_s)
+        for key, _ in events:
+            if key.data in self._talks:
+                self._go_on(key.data)
+        if any(key.fileobj is self._listener for key, _ in events):  # last: who has spoken is heard before
+            self._accept()
+        self._expire(time.monotonic())  # who has answered while this process stood still has been heard
+
+    @property
+    def is_busy(self) -> bool:
+        """True while partners are to be called, or a handshake is under way."""
+        return bool(self._again or self._talks)
+
+    def take(self) -> dict[int, Connected]:
+        """Return the connections that have come about since the last time; they are the caller's."""
+        met, self._met = self._met, {}
+        return met
+
+    def admit(self, rank: int, partner: Partner) -> None:
+        """From now on a partner may call."""
+        self._partners[rank] = partner
+
+    def want(self, rank: int) -> None:
+        """Call a partner until it is there, if calling is this process's part."""
+        if rank > self._me.slot and rank not in self._again:
+            self._again[rank] = 0.0
+
+    def forget(self, rank: int) -> None:
+        """Neither call a partner any more nor let it in."""
+        self._partners.pop(rank, None)
+        self._again.pop(rank, None)
+        for talk in [talk for talk in self._talks if isinstance(talk, _Dial) and talk.rank == rank]:
+            self._drop(talk)
+        old = self._met.pop(rank, None)
+        if old is not None:
+            old.connection.close()
 
     def _late(self) -> CommTimeoutError:
         missing = sorted(set(self._partners) - set(self._met))
-        where = ", ".join(f"{rank} ({self._partners[rank].address}:{self._partners[rank].port})" for rank in missing)
+        where = ", ".join(map(self._missed, missing))
         return CommTimeoutError(
             f"init (rank={self._me.slot}): no connection with rank(s) {where}; can the hosts reach each other there? "
             "EPEE_HOST_IP names another address, `epee doctor --peer HOST:PORT` tries one",
             missing,
         )
+
+    def _missed(self, rank: int) -> str:
+        partner, why = self._partners[rank], self._why.get(rank, "")
+        if rank < self._me.slot:
+            why = why or "it has not called"
+        return f"{rank} ({partner.address}:{partner.port}){f': {why}' if why else ''}"
 
     # ---- who connects
 
@@ -184,8 +245,9 @@ class Meeting:
                 connection.connect((partner.address, partner.port))
             except BlockingIOError:
                 pass
-            except OSError:
+            except OSError as exc:
                 connection.close()
+                self._why[rank] = _reason(exc)
                 self._again[rank] = now + _AGAIN_S
                 continue
             talk = _Dial(rank, connection, Initiator(self._token, self._job_id, self._me, partner.who), now)
@@ -249,7 +311,7 @@ class Meeting:
         who = talk.responder.peer
         expected = None if who is None else self._partners.get(who.slot)
         if who is None or expected is None or expected.who != who or who.slot > self._me.slot:
-            raise ConnectionResetError("nobody who is waited for")
+            raise ConnectionResetError("a process called that is not waited for")
         talk.say(talk.responder.key(_WELCOME))
         self._keep(talk, who.slot, talk.responder.key(_BACK), talk.responder.key(_FORTH))
 
@@ -263,7 +325,9 @@ class Meeting:
                 self._answered(talk)
         except BlockingIOError:
             return
-        except (OSError, EpeeError):  # nothing it said was used; a partner's connection is made again
+        except (OSError, EpeeError) as exc:  # nothing it said was used; a partner's connection is made again
+            if isinstance(talk, _Dial):
+                self._why[talk.rank] = _reason(exc)
             self._drop(talk)
 
     def _keep(self, talk: _Talk, rank: int, out_key: bytes, in_key: bytes) -> None:
@@ -283,12 +347,21 @@ class Meeting:
 
     def _expire(self, now: float) -> None:
         for talk in [talk for talk in self._talks if now > talk.deadline]:
+            if isinstance(talk, _Dial):
+                self._why[talk.rank] = "no answer to the handshake" if talk.has_greeted else "no answer"
             self._drop(talk)
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End everything that is under way, and listen no more; idempotent."""
         for talk in self._talks:
             talk.connection.close()
         for met in self._met.values():
             met.connection.close()
+        self._talks.clear()
+        self._met.clear()
         self._select.close()
         self._listener.close()
+
+
+def _reason(exc: Exception) -> str:
+    return os.strerror(exc.errno).lower() if isinstance(exc, OSError) and exc.errno else str(exc)

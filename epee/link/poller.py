@@ -7,6 +7,9 @@ wake for each packet cost more than the packet: it looks every `BACK_S` whether 
 the epoll itself when nobody has. A caller that goes to sleep in the kernel says so (`rest`), and the thread takes over
 at once.
 
+A group whose ranks come and go makes connections and ends them while it lives (`add`, `drop`). The thread attends to
+that, too (`attend`): to a meeting that listens and calls, and to what its owner wants done in each round.
+
 One lock guards the links; who does not get it leaves the work to the thread that has it. A group that ends leaves the
 links to the thread (`end`): others of this host may still need what comes through them, and what was written last must
 go out. The thread is a daemon; at the end of the process it is waited for, for a bounded time.
@@ -31,6 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import ResourceError
+from .meeting import Meeting
 from .tcp import TcpLink
 
 BACK_S = 0.005
@@ -39,6 +43,7 @@ FLUSH_S = 5.0  # for what is queued to go out, and for the peers to close
 CLOSE_S = 2.0  # of it, for the peers to close
 LINGER_S = 10.0
 IDLE_S = 1.0  # how long the thread sleeps in the kernel before it looks whether it is to end
+SOON_S = 0.01  # the same while there is something to be done soon
 
 
 class Links:
@@ -59,7 +64,9 @@ class Links:
         self._poll = select.epoll()
         self._by_fd = {link.fd: link for link in self.links.values()}
         self._bell, self._ring = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._poll.register(self._bell, select.EPOLLIN | select.EPOLLET)
+        self._poll.register(self._bell, select.EPOLLIN)  # the thread alone takes out what rings
+        self._meeting: Meeting | None = None
+        self._on_turn: Callable[[], bool] = bool
         self._pumped = 0.0
         self._turn = threading.Event()  # set: the thread may sit in the epoll
         self._is_closed = False
@@ -89,6 +96,52 @@ class Links:
         except RuntimeError as exc:
             self._close()
             raise ResourceError(f"no thread can be started for links between hosts: {exc}; raise ulimit -u") from exc
+
+    def attend(self, meeting: Meeting | None, on_turn: Callable[[], bool]) -> None:
+        """Have the thread do its owner's work, and look after a meeting, which is closed with the links.
+
+        Args:
+            on_turn: called by the thread in each round, without the lock; True: there is more to be done soon.
+        """
+        self._meeting, self._on_turn = meeting, on_turn
+        if meeting is not None:
+            self._poll.register(meeting.fileno(), select.EPOLLIN)
+
+    def ring(self) -> None:
+        """Have the thread begin a round now, or within some milliseconds."""
+        with self.lock, contextlib.suppress(BlockingIOError):  # it has been rung often enough
+            if not self._is_closed:
+                os.write(self._ring, b"!")
+        self._turn.set()
+
+    def add(self, link: TcpLink) -> None:
+        """Use a new link, in the place of the one with this peer, if there is one: after this nothing of that comes."""
+        with self.lock:
+            self.drop(link.peer)
+            if self._is_closed:
+                link.close()
+                return
+            self.links[link.peer] = link
+            self._by_fd[link.fd] = link
+            self._poll.register(link.fd, select.EPOLLIN)
+
+    def drop(self, peer: int) -> None:
+        """End the link with a peer, if there is one: after this nothing that it has sent is applied."""
+        with self.lock:
+            link = self.links.pop(peer, None)
+            if link is None:
+                return
+            if self._by_fd.pop(link.fd, None) is not None:
+                with contextlib.suppress(OSError):
+                    self._poll.unregister(link.fd)
+                self._writers.discard(link.fd)
+            link.close()
+
+    def has(self, peer: int) -> bool:
+        """Return whether there is a link with a peer, as far as is known."""
+        with self.lock:
+            link = self.links.get(peer)
+            return link is not None and link.lost is None
 
     # ---- who waits
 
@@ -149,6 +202,10 @@ class Links:
         """As `Link.tell`, to `peer`."""
         self._send(peer, TcpLink.tell, number, values)
 
+    def say(self, peer: int, kind: int, source: int, epoch: int) -> None:
+        """As `Link.say`, to `peer`."""
+        self._send(peer, TcpLink.say, kind, source, epoch)
+
     def flush(self, peer: int) -> None:
         """Send what waits for a word (`tcp.CORK_BYTES`)."""
         self._send(peer, TcpLink.flush)
@@ -172,7 +229,8 @@ class Links:
         self._is_broken_off = True
         for fd, _ in events:
             link = self._by_fd.get(fd)
-            if link is None:  # the bell, or a link that was dropped just now
+            if link is None:  # the bell, the meeting, or a link that was dropped just now
+                self._turn.set()
                 continue
             has_moved |= link.pump()
             if link.lost is not None:
@@ -210,13 +268,16 @@ class Links:
 
     def _serve(self) -> None:
         while self._linger is None or not self._linger():
+            is_busy = self._on_turn()
             back_s = STUCK_S if self._writers else BACK_S
             if time.monotonic() - self._pumped < back_s:
                 self._turn.clear()
                 self._turn.wait(back_s)
                 continue
             self._on_idle()
-            events = self._poll.poll(IDLE_S if self._linger is None else 0.01)
+            events = self._poll.poll(SOON_S if is_busy or self._linger is not None else IDLE_S)
+            if any(fd == self._bell for fd, _ in events):
+                os.read(self._bell, 4096)
             if time.monotonic() - self._pumped < STUCK_S:
                 continue  # a caller does it
             with self.lock:
@@ -236,7 +297,7 @@ class Links:
             self._on_closed = closed
             _ending.append(self)
             self._linger = lambda: linger() or time.monotonic() > until
-            os.write(self._ring, b"!")
+            self.ring()
         self.rest()
         if self._thread.ident is None:
             self._shut()
@@ -273,11 +334,14 @@ class Links:
                 link.close()
             self._by_fd.clear()
             self.links.clear()  # they refer to what refers to this
+            if self._meeting is not None:
+                self._meeting.close()
             self._poll.close()
             os.close(self._bell)
             os.close(self._ring)
         closed = self._on_closed
         self._on_loss = self._on_idle = self._on_closed = int
+        self._on_turn = bool
         try:
             closed()
         finally:
@@ -291,6 +355,8 @@ class Links:
             self.lock = threading.RLock()  # another thread may have held it
             for link in self.links.values():
                 link.forget()
+            if self._meeting is not None:
+                self._meeting.close()
             self._poll.close()
             os.close(self._bell)
             os.close(self._ring)

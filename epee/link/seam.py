@@ -53,6 +53,9 @@ class Link(Protocol):
     def tell(self, number: int, values: Any) -> None:
         """Answer the ASK with this number."""
 
+    def say(self, kind: int, source: int, epoch: int) -> None:
+        """Send a FETCH, BEGIN or END about rank `source`, behind all that was written before."""
+
     def pump(self) -> bool:
         """Move what can be moved now, both ways; return whether anything was. Never blocks."""
 

@@ -139,6 +139,11 @@ class TcpLink:
         tells.append(out.put((TELL, len(payload), 0, NO_WORD, number, 0), payload))
         self.flush()
 
+    def say(self, kind: int, source: int, epoch: int) -> None:
+        """As `Link.say`."""
+        self._out.put((kind, 0, source, NO_WORD, epoch, 0))
+        self.flush()
+
     def flush(self) -> bool:
         """Give the socket what it takes, `SEND_BYTES` or so: what comes is taken in between. False: it is full."""
         if self.lost is None and self._mute is None:

@@ -23,6 +23,7 @@ until there are fences, `require_shared_memory` refuses it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -31,6 +32,7 @@ import mmap
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -85,6 +87,7 @@ class HostRegion:
         self._fd = fd
         self._blob = claim.pack()
         self._is_writable = is_writable
+        self._inode = os.fstat(fd).st_ino
         self._map: mmap.mmap | None = mmap.mmap(
             fd, claim.nbytes, access=mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
         )
@@ -188,6 +191,18 @@ class HostRegion:
         array.flags.writeable = self._is_writable
         return array
 
+    def written(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return the parts (offset, bytes) of a range that have pages: what else there is was never written."""
+        self._check_range(offset, nbytes)
+        with contextlib.ExitStack() as undo:
+            fd = self._fd
+            if fd < 0:
+                fd = _open_again(self._inode)
+                if fd < 0:
+                    return [(offset, nbytes)]
+                undo.callback(os.close, fd)
+            return list(_parts_with_data(fd, HEADER_BYTES + offset, HEADER_BYTES + offset + nbytes))
+
     def lease(self, offset: int, nbytes: int) -> ctypes.Array[Any]:
         """Return an object over the bytes that supports the buffer protocol and weak references.
 
@@ -206,6 +221,30 @@ class HostRegion:
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
+
+
+def _open_again(inode: int) -> int:
+    """Return a descriptor of a memory that this process has mapped: Python's mapping keeps one; -1: not found."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no file
+            found = os.stat(f"/proc/self/fd/{name}")
+            if found.st_ino == inode and "/memfd:" in os.readlink(f"/proc/self/fd/{name}"):
+                return os.open(f"/proc/self/fd/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    return -1
+
+
+def _parts_with_data(fd: int, place: int, end: int) -> Iterator[tuple[int, int]]:
+    while place < end:
+        try:
+            first = os.lseek(fd, place, os.SEEK_DATA)
+        except OSError as exc:
+            if exc.errno == errno.ENXIO:  # nothing but a hole up to the end
+                return
+            raise
+        if first >= end:
+            return
+        place = min(os.lseek(fd, first, os.SEEK_HOLE), end)
+        yield first - HEADER_BYTES, place - first
 
 
 def _seal(fd: int, only_owner_writes: bool) -> None:

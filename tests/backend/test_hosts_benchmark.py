@@ -18,8 +18,8 @@ from benchmarks import common, hosts, two_hosts  # noqa: E402
 from epee.backend.collectives import reduce  # noqa: E402
 from epee.backend.collectives.plan import Sink  # noqa: E402
 from epee.backend.collectives.reducing_hosts import plan_reduction  # noqa: E402
+from epee.backend.outbox import sites_of  # noqa: E402
 from epee.backend.tensors import carrier_of  # noqa: E402
-from epee.link.topology import Topology  # noqa: E402
 
 
 @pytest.mark.slow
@@ -67,9 +67,8 @@ def bytes_exported(num_ranks: int, ranks_per_host: int, nbytes: int) -> int:
     carrier = carrier_of(torch.zeros(1, dtype=torch.float32, device="cpu"), "all_reduce")
     total = 0
     for rank in range(ranks_per_host):
-        placement = [(rank >= ranks_per_host) * "b" for rank in range(num_ranks)]
-        exports = types.SimpleNamespace(topology=Topology(rank, placement))
-        box: Any = types.SimpleNamespace(rank=rank, num_ranks=num_ranks, staging_bytes=16 << 20, exports=exports)
+        sites = sites_of(range(num_ranks), [int(rank >= ranks_per_host) for rank in range(num_ranks)])
+        box: Any = types.SimpleNamespace(rank=rank, num_ranks=num_ranks, staging_bytes=16 << 20, sites=sites)
         reducer = reduce.Reducer(reduce.SUM, torch.float32, carrier)
         plan = plan_reduction("all_reduce", 0, Sink(np.zeros(nbytes // 4, np.float32)), reducer, reduce.SUM, box)
         for k in range(plan.rounds):

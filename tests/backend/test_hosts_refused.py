@@ -82,7 +82,7 @@ def test_nobody_is_taken_in_and_the_group_works_on() -> None:
         assert same == ("", "")  # nothing to do
         for kind, words in (recover, grow):
             assert kind == "UnsupportedError"
-            assert "a group over several hosts has no view yet, so it takes nobody in" in words
+            assert "a group over several hosts takes nobody in yet" in words
             assert "host 0: rank 0; host 1: ranks 1-2" in words
         assert shrink[0] == "InvalidArgument"
         assert "rank(s) 2 take part" in shrink[1]

@@ -20,7 +20,8 @@ PATIENCE_S = 20.0
 def left_over() -> tuple[int, int, int]:
     """Return how many descriptors, threads and mappings of outboxes and mirrors this process has."""
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), sum("epee-" in line for line in maps)
+    num_mapped = sum("epee-outbox" in line or "epee-mirror" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), num_mapped
 
 
 def make_and_end(rank: int, num_ranks: int) -> tuple[int, int, int]:

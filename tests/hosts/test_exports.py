@@ -39,6 +39,7 @@ def group() -> Iterator[tuple[Outboxes, Exports, Told]]:
     box = Outboxes(0, regions, STAGING_BYTES, 1, 2)
     told = Told()
     exports = Exports(Topology(0, ["here", "there"]), box, told, {})
+    exports.route(1, 1)
     yield box, exports, told
     exports._bytes.release()
     box.close()

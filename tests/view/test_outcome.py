@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from epee.view.protocol.messages import DEAD, STALLED, Cut, Decision, Member, Part, Removal, Start
+from epee.view.protocol.messages import (
+    DEAD,
+    FOREVER,
+    LEFT,
+    STALLED,
+    Cut,
+    Decision,
+    Member,
+    Part,
+    Removal,
+    Start,
+)
 from epee.view.protocol.outcome import CallState, Course, is_whole
 from tests.view.agents import member
 
@@ -205,3 +216,65 @@ def test_who_was_put_out_has_no_part_in_calls_beyond_the_cut_whoever_has_begun_t
     assert not any(course(True, out).passes(seq, 2) for seq in range(1, 7)), "in mode raise one of them fails"
     dead = course(False, after(FIRST, {3: DEAD}, issued=6))
     assert not dead.passes(6, 2), "what a dead rank has left whole counts"
+
+
+# ---- over several hosts
+
+HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
+
+
+def over_hosts(decision: Decision) -> Course:
+    one = Course(LANE, FIRST, False, hosts=HOSTS)
+    assert one.add(decision)
+    return one
+
+
+def with_cut(decision: Decision, cut: int) -> Decision:
+    return decision._replace(cuts=(Cut(LANE, cut),))
+
+
+def test_what_a_dead_slot_left_counts_where_one_of_its_host_stays() -> None:
+    one = over_hosts(with_cut(after(FIRST, {3: DEAD}, issued=6), 2))
+    assert places(one, 4, range(3, 7)) == [(1, False), (1, False), (2, False), (2, False)]
+
+
+def test_of_a_lost_host_what_others_have_completed_counts_whatever_the_words_say() -> None:
+    one = over_hosts(with_cut(after(FIRST, {2: DEAD, 3: DEAD}, issued=6), 4))
+    assert places(one, 6, range(3, 7)) == [(1, False), (1, False), (2, False), (2, False)]
+    assert places(one, 0, range(3, 7)) == [(1, False), (1, False), (2, False), (2, False)]
+
+
+def test_the_last_two_of_a_host_that_die_one_after_the_other_are_judged_each_by_its_own_end() -> None:
+    first = with_cut(after(FIRST, {3: DEAD}, issued=6), 2)
+    one = over_hosts(first)
+    one.add(with_cut(after(first, {2: DEAD}, issued=6), 5))
+    assert one.turns[0].removed == ((3, 1, FOREVER),)
+    assert one.turns[1].removed == ((2, 1, 5),)
+
+
+def test_who_comes_to_a_host_has_not_seen_what_its_dead_had_said() -> None:
+    second = after(FIRST, {2: DEAD}, issued=3)
+    third = with_cut(after(second, {3: DEAD}, issued=6, joins=(2,)), 4)
+    one = Course(LANE, FIRST, False, hosts=HOSTS)
+    one.add(second)
+    one.add(third)
+    assert one.turns[1].removed == ((3, 1, 4),)
+
+
+def test_a_host_that_has_left_in_order_has_told_all() -> None:
+    one = over_hosts(with_cut(after(FIRST, {2: LEFT, 3: LEFT}, issued=6), 3))
+    assert places(one, 5, range(4, 7)) == [(1, False), (1, False), (2, False)]
+
+
+def test_of_whom_not_all_was_told_no_more_counts_than_the_cut() -> None:
+    one = over_hosts(after(FIRST, {3: DEAD}, issued=6))
+    one.turns[0].limit_to(3, 3)
+    one.turns[0].limit_to(3, 4)
+    assert one.turns[0].removed == ((3, 1, 3),)
+    assert places(one, 5, range(3, 5)) == [(1, False), (2, False)]
+
+
+def test_of_three_hosts_the_dead_count_up_to_the_cut_though_one_of_their_host_stays() -> None:
+    one = Course(LANE, FIRST, False, hosts={0: "a", 1: "b", 2: "c", 3: "c"})
+    one.add(with_cut(after(FIRST, {3: DEAD}, issued=6), 2))
+    assert one.turns[0].removed == ((3, 1, 2),)

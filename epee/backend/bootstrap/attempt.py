@@ -38,7 +38,7 @@ from ...view.process.detector import DeathWatch
 from ..outbox import LIFE, LIFE_FAILED, STATE_WORDS
 
 MAX_RECORD_BYTES = 16 << 10
-WHATS = ("", "/hello", "/folder", "/token", "/mirrors")  # the records of one rank, see `birth.py`, `hosts/birth.py`
+WHATS = ("", "/hello", "/folder", "/token")  # the records of one rank, see `birth.py`, `hosts/birth.py`
 MAX_REASON_CHARS = 500  # 6 bytes each at worst, as JSON writes them
 MAX_KIND_CHARS = 60
 REASON_WAIT_S = 2.0  # a store may be slower than shared memory

@@ -17,19 +17,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import time
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ...errors import ProtocolError
+from ...link.address import listen, own_address
 from ...link.topology import Topology, own_host_key
 from ...memory.host import HostRegion
 from ...view.job import Seat, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
 from ..engine.engine import Engine
-from ..hosts.birth import create_over_hosts
+from ..hosts.birth import StoreLook, await_told, group_token, in_words, link, make_mirrors, map_mirror, spans_hosts
+from ..hosts.waiting import LinkedWaiting
+from ..hosts.watch import HostsWatch
+from ..hosts.ways import Ways
 from ..membership.epochs import Survival
 from ..options import MODES
 from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
@@ -42,11 +47,17 @@ from .seat import Greeting, take_seat
 
 
 def create_engine(
-    this: BootstrapAttempt, timeout_s: float, staging_bytes: int, mode: str = MODES[0], extra_bytes: int = 0
+    this: BootstrapAttempt,
+    timeout_s: float,
+    staging_bytes: int,
+    mode: str = MODES[0],
+    extra_bytes: int = 0,
+    in_view: bool = True,
 ) -> Engine:
     """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
 
-    `extra_bytes`, equal on all ranks, are laid out beside, where the ranks run on several hosts (`Outboxes.extra`).
+    Where the ranks run on several hosts: `extra_bytes`, equal on all ranks, are laid out beside (`Outboxes.extra`), and
+    without `in_view` the group ends with the first rank that is lost.
 
     Raises:
         AuthError: a record was written by somebody else, or the ranks run as different users.
@@ -57,96 +68,181 @@ def create_engine(
         UnsupportedError: this machine cannot share memory.
         ProtocolError: a record is damaged, or of another version or group.
         ResourceError: no memory or descriptor is left here.
+        InvalidArgument: a group over several hosts has no token file where EPEE_REQUIRE_TOKEN_FILE=1 demands one.
     """
     deadline = time.monotonic() + timeout_s
-    greeting = None
+    greeting = topology = None
     if this.num_ranks > 1:
         greeting = _greeted(this, deadline)
         topology = Topology(this.rank, [hello.host for hello in greeting.hellos])
-        if topology.num_hosts > 1:
-            greeting.withdraw()  # a job lives on one host
-            if this.rank == 0:
-                this.store.set(FOLDER_KEY, json.dumps({HOSTS: topology.num_hosts}))
-            engine = create_over_hosts(this, greeting, topology, deadline, timeout_s, staging_bytes, mode, extra_bytes)
-            keep(engine)
-            return engine
-    engine = _create_here(this, greeting, deadline, timeout_s, staging_bytes, mode)
+    birth = _Birth(this, greeting, topology, deadline, staging_bytes, mode, extra_bytes, in_view)
+    engine = birth.run(timeout_s)
     keep(engine)
     return engine
 
 
-def _create_here(
-    this: BootstrapAttempt, greeting: Greeting | None, deadline: float, timeout_s: float, staging_bytes: int, mode: str
-) -> Engine:
-    """Make this rank's part of a group whose ranks share memory."""
-    rank, num_ranks = this.rank, this.num_ranks
-    watch = DeathWatch()
-    regions: list[HostRegion] = []
-    box = seat = survival = None
-    half_made = contextlib.ExitStack()
-    capacity = num_ranks if greeting is None else greeting.capacity
-    try:
-        layout = outbox_layout(capacity, staging_bytes)
-        this.region = region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
+class _Birth:
+    """One rank's part of a birth; see above, and `hosts/birth.py` for what several hosts need beside."""
+
+    def __init__(
+        self,
+        this: BootstrapAttempt,
+        greeting: Greeting | None,
+        topology: Topology | None,
+        deadline: float,
+        staging_bytes: int,
+        mode: str,
+        extra_bytes: int,
+        in_view: bool,
+    ) -> None:
+        self._this, self._greeting, self._deadline = this, greeting, deadline
+        self._topology = topology if topology is not None and topology.num_hosts > 1 else None
+        self._in_view = greeting is not None and (self._topology is None or (in_view and spans_hosts()))
+        self._staging_bytes, self._mode = staging_bytes, mode
+        self._extra_bytes = extra_bytes if self._topology is not None else 0
+        self._watch = DeathWatch() if self._in_view or self._topology is None else HostsWatch()
+        self._seat: Seat | None = None
+        self._survival: Survival | None = None
+        self._ways: Ways | None = None
+        self._leave = greeting.withdraw if greeting is not None else int
+
+    def run(self, timeout_s: float) -> Engine:
+        """Do it; tell the others if it fails."""
+        watch = self._watch
+        with contextlib.ExitStack() as undo:
+            undo.callback(watch.close)
+            undo.callback(lambda: self._leave())
+            half_made = contextlib.ExitStack()
+            undo.callback(half_made.close)
+            try:
+                box = self._make(undo, half_made)
+            except BaseException as exc:
+                error = self._this.explain(exc if self._topology is None else in_words(exc), watch)
+                self._this.fail(error)
+                if error is not exc:
+                    raise error from exc
+                raise
+            undo.pop_all()
+        if self._ways is None:
+            engine = Engine(box, watch, timeout_s)
+        else:
+            waiting = functools.partial(LinkedWaiting, exports=self._ways.exports)
+            engine = Engine(box, watch, timeout_s, waiting=waiting)
+        if self._survival is not None:
+            self._survival.attach(engine)
+        return engine
+
+    def _make(self, undo: contextlib.ExitStack, half_made: contextlib.ExitStack) -> Outboxes:
+        this, greeting = self._this, self._greeting
+        has_room = greeting is not None and self._in_view
+        capacity = greeting.capacity if greeting is not None and has_room else this.num_ranks
+        nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
+        this.region = region = HostRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
+        undo.callback(region.close)
         if greeting is not None:
-            seat = take_seat(greeting, this.rank, region.blob, half_made)
-            _owner(seat, rank, seat.job.runtime.member.nonce).sign(region)
-        if seat is not None and not seat.is_founder:
-            survival = Survival(seat, mode)
-        mine = own_record(num_ranks, staging_bytes, region, mode, seat, survival)
-        records = [mine]
-        if seat is not None and greeting is not None:
-            records = exchange(this, mine, Proof(seat.job.directory.token, greeting.told), deadline)
-        for peer, record in enumerate(records):
-            if peer == rank:
-                regions.append(region)
-                continue
-            watch.watch(peer, record.pid, record.start_time)
-            assert seat is not None
-            regions.append(_attach(peer, record, _owner(seat, peer, bytes.fromhex(record.nonce))))
-        if seat is not None and seat.is_founder:
-            start_job(seat, [parse_member(record.member, peer) for peer, record in enumerate(records)])
-            survival = Survival(seat, mode)
+            self._sit_down(greeting, region, half_made)
+        records, owners = [], []
+        listener, token = None, None
+        mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._seat, self._survival)
+        if greeting is not None:
+            if self._topology is not None:
+                listener = listen(own_address(this.store))
+                undo.callback(listener.close)
+                address, port = listener.getsockname()[:2]
+                mine = replace(mine, address=address, port=port)
+            token = self._seat.job.directory.token if self._seat is not None else group_token(this, self._deadline)
+            records = exchange(this, mine, Proof(token, greeting.told), self._deadline)
+            owners = [self._owner(greeting, peer, record) for peer, record in enumerate(records)]
+        regions = self._map(region, records, owners, undo)
+        if self._seat is not None:
+            self._begin(self._seat, records)
+        mirrors: dict[int, HostRegion] = {}
+        check = StoreLook(this, self._watch)
+        if self._topology is not None:
+            own = Outboxes(0, [region], self._staging_bytes, 1, capacity, self._extra_bytes)
+            mirrors = make_mirrors(self._topology, owners, own, undo)
+            for peer in self._topology.elsewhere:
+                keeper = self._topology.gateway(peer, self._topology.host)
+                regions[peer] = mirrors.get(peer) or map_mirror(
+                    peer, keeper, regions[keeper], own, owners[peer], self._deadline, check
+                )
+                undo.callback(regions[peer].close)
+        box = Outboxes(this.rank, regions, self._staging_bytes, 1, capacity, self._extra_bytes)
+        undo.callback(box.close)
+        if self._topology is not None and listener is not None and token is not None:
+            box.place(self._topology.host_of)
+            args = records, owners, mirrors, token, listener, self._in_view, self._deadline, check, undo
+            self._ways = ways = link(self._topology, box, *args)
+            if self._survival is not None:
+                ways.begin(self._survival.epoch)
+                self._survival.use(ways)
+            if isinstance(self._watch, HostsWatch):
+                self._watch.attach(box, ways.exports)
+        await_all(this, box, self._watch, self._deadline)
+        if self._ways is not None:
+            await_told(self._ways, this.rank, self._deadline, check)
+        return box
+
+    def _sit_down(self, greeting: Greeting, region: HostRegion, half_made: contextlib.ExitStack) -> None:
+        """Take the seat in the job, if there is one, and write into this rank's outbox whose it is."""
+        rank = self._this.rank
+        if not self._in_view:
+            greeting.withdraw()
+            self._leave = int
             if rank == 0:
-                home = Home(seat.lane, num_ranks, staging_bytes, mode)
+                self._tell_hosts()
+            OutboxOwner(bytes.fromhex(greeting.hellos[rank].nonce), greeting.hellos[0].lane, rank).sign(region)
+            return
+        self._seat = seat = take_seat(greeting, rank, region.blob, half_made)
+        self._leave = seat.job.release
+        OutboxOwner(seat.job.runtime.member.nonce, seat.lane, seat.slots[rank]).sign(region)
+        if not seat.is_founder:
+            self._follow(seat)
+
+    def _tell_hosts(self) -> None:
+        assert self._topology is not None
+        self._this.store.set(FOLDER_KEY, json.dumps({HOSTS: self._topology.num_hosts}))
+
+    def _follow(self, seat: Seat) -> None:
+        self._survival = Survival(seat, self._mode)
+        self._leave = self._survival.close
+
+    def _owner(self, greeting: Greeting, peer: int, record: RankRecord) -> OutboxOwner:
+        if self._seat is None:
+            return OutboxOwner(bytes.fromhex(greeting.hellos[peer].nonce), greeting.hellos[0].lane, peer)
+        return OutboxOwner(bytes.fromhex(record.nonce), self._seat.lane, self._seat.slots[peer])
+
+    def _map(
+        self, region: HostRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
+    ) -> list[HostRegion]:
+        """Watch the ranks of this host and map their outboxes; those of others have this rank's own in their place."""
+        regions = [region] * self._this.num_ranks
+        for peer, record in enumerate(records):
+            if peer != self._this.rank and (self._topology is None or self._topology.is_here(peer)):
+                self._watch.watch(peer, record.pid, record.start_time)
+                regions[peer] = _attach(peer, record, owners[peer])
+                undo.callback(regions[peer].close)
+        return regions
+
+    def _begin(self, seat: Seat, records: list[RankRecord]) -> None:
+        """Found the job, if this group does, and begin with its view."""
+        if seat.is_founder:
+            start_job(seat, [parse_member(record.member, peer) for peer, record in enumerate(records)])
+            self._follow(seat)
+            if self._this.rank == 0 and self._topology is None:
+                home = Home(seat.lane, self._this.num_ranks, self._staging_bytes, self._mode)
                 seat.job.directory.write_home(pack_home(home))
                 place = pack_place(seat.job.path, own_host_key())
-                this.store.set(FOLDER_KEY, prove(seat.job.directory.token, place, FOLDER_KEY.encode()))
-        if survival is not None:
-            survival.begin(max(record.epoch for record in records), time_left(deadline).total_seconds())
-        box = Outboxes(rank, regions, staging_bytes, 1, capacity)
-        await_all(this, box, watch, deadline)
-    except BaseException as exc:
-        error = this.explain(exc, watch)
-        this.fail(error)
-        half_made.close()
-        watch.close()
-        if survival is not None:
-            survival.close()
-        elif seat is not None:
-            seat.job.release()
-        elif greeting is not None:
-            greeting.withdraw()
-        if box is not None:
-            box.close()
-        for mapped in regions:
-            mapped.close()
-        if error is not exc:
-            raise error from exc
-        raise
-    engine = Engine(box, watch, timeout_s)
-    if survival is not None:
-        survival.attach(engine)
-    return engine
+                self._this.store.set(FOLDER_KEY, prove(seat.job.directory.token, place, FOLDER_KEY.encode()))
+            elif self._this.rank == 0:
+                self._tell_hosts()
+        assert self._survival is not None
+        self._survival.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
 
 
 def keep(engine: Engine) -> None:
     """Close `engine` at exit, and mark it in a forked child."""
     _engines.add(engine)
-
-
-def _owner(seat: Seat, rank: int, nonce: bytes) -> OutboxOwner:
-    return OutboxOwner(nonce, seat.lane, seat.slots[rank])
 
 
 def _attach(peer: int, record: RankRecord, owner: OutboxOwner) -> HostRegion:

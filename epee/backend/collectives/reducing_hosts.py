@@ -9,10 +9,10 @@ is done where it is less (`is_less`), as between few hosts with many ranks.
 In a reduce_scatter a rank of another host gets one row from each host: the sum over the ranks of that host, made by the
 one of them that is at its own position (modulo their number).
 
-Order: inside a host ranks ascending, rounded to the tensor's dtype; then hosts ascending (by their lowest rank),
-rounded once more. All ranks do the same on the same values, so results are equal everywhere, bit for bit; with another
-placement of the ranks they may be rounded otherwise. The oracle is in `tests/hosts/test_sums.py`. A mean is not made
-so: it is the exact sum, divided.
+Order: inside a host ranks ascending, rounded to the tensor's dtype; then hosts ascending (by their lowest rank at
+birth), rounded once more. All ranks do the same on the same values, so results are equal everywhere, bit for bit; with
+another placement of the ranks they may be rounded otherwise. The oracle is in `tests/hosts/test_sums.py`. A mean is not
+made so: it is the exact sum, divided.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def plan_reduction(
     name: str, signature: int, sink: Any, reducer: Reducer, op: int, box: Outboxes, root: int = -1
 ) -> AllReduce:
     """Return the plan of an all_reduce in place on `sink.array`, or of a reduce to position `root`."""
-    if box.exports is not None and op != AVG:
-        hosts: Hosts = box.exports.topology.hosts
+    if len(box.sites) > 1 and op != AVG:
+        hosts: Hosts = tuple(box.sites.values())
         if sink.array.nbytes * box.num_ranks > SMALL_BYTES and is_less(hosts, sink.array.nbytes):
             return HostsAllReduce(name, signature, sink, reducer, box, hosts, root)
     return AllReduce(name, signature, sink, reducer, box, root)
@@ -57,8 +57,8 @@ def plan_reduce_scatter(
     name: str, signature: int, segments: Sequence[Array], sink: Any, reducer: Reducer, op: int, box: Outboxes
 ) -> ReduceScatter:
     """Return the plan of a reduce_scatter of `segments`, one per rank, into `sink.array`."""
-    if box.exports is not None and op != AVG:
-        hosts: Hosts = box.exports.topology.hosts
+    if len(box.sites) > 1 and op != AVG:
+        hosts: Hosts = tuple(box.sites.values())
         is_large = sink.array.nbytes * box.num_ranks > SMALL_BYTES
         if is_large and len(hosts) < box.num_ranks:
             return HostsReduceScatter(name, signature, segments, sink, reducer, box, hosts)

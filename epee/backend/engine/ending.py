@@ -38,6 +38,8 @@ def close(engine: EngineFace, aborted: bool) -> None:
     if engine.box.exports is not None:
         engine.box.exports.tell_ends(engine.seq)
     publish_word(engine.box, LIFE, LIFE_ABORTED if aborted else LIFE_LEFT)
+    if engine.box.exports is not None:
+        engine.box.exports.say_goodbye()
     _wake_peers_of_head(engine)
     entry = engine.entry
     if entry.is_marked_inside():

@@ -325,6 +325,8 @@ class Engine:
     def advance(self, op: Driven) -> Block | None:
         """Move `op` (or the head of the queue it stands in) one step; None when something ended."""
         if isinstance(op, Message):
+            if self.flags & CHANGING and self.survival is not None:
+                self.survival.settle()
             try:
                 block = None if op.done else self.mail.ends[op.is_send].step(op)
             except Exception as exc:  # noqa: BLE001 - a peer's impossible word, say: it belongs to that message

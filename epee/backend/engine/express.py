@@ -68,7 +68,7 @@ def run_short(engine: EngineFace, op: Operation) -> bool:
         op.filled = 1
     op.offsets[box.rank] = base
     if box.exports is not None:
-        box.exports.call(plan, cell, base)
+        box.exports.call(box, plan, cell, base)
     publish_word(box, cell, tag)
     op.published = True
     if not _met(op, engine.waits, sealed, check):

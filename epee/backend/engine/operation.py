@@ -140,7 +140,7 @@ class Operation:
             own[cell + PREAMBLE : cell + PREAMBLE + len(plan.preamble)] = memoryview(plan.preamble)
         self.offsets[box.rank] = self.base
         if box.exports is not None:
-            box.exports.call(plan, cell, self.base)
+            box.exports.call(box, plan, cell, self.base)
         publish_word(box, cell, self.tag)
         self.published = True
         if plan.rounds > 1:
@@ -170,7 +170,7 @@ class Operation:
             offset = self.base + self.filled % plan.num_halves * plan.round_bytes
             plan.put(box, self.filled, offset)
             if box.exports is not None:
-                box.exports.block(plan, self.filled, offset)
+                box.exports.block(box, plan, self.filled, offset)
         publish_word(box, self.cell + FILLED, counted(self.filled + 1))
         self.filled += 1
 
@@ -350,7 +350,7 @@ class Operation:
             self.withdraw(box, [])  # a peer may have seen it
         has_counts = bool(self.plan.rounds > 1 or self.plan.merge_bytes)
         if box.exports is not None and own[cell] == self.tag and not self.done:
-            box.exports.call_again(self.plan, cell, self.base, has_counts)
+            box.exports.call_again(box, self.plan, cell, self.base, has_counts)
         if self.published and has_counts:
             self.filled, self.merged, self.drained = (count_of(own[cell + word]) for word in (FILLED, MERGED, DRAINED))
 
@@ -434,7 +434,7 @@ class Operation:
         own = self.base + plan.num_halves * plan.round_bytes + half * plan.merge_bytes
         plan.merge(box, k, offsets, own)
         if box.exports is not None:
-            box.exports.share(plan, k, own)
+            box.exports.share(box, plan, k, own)
         publish_word(box, self.cell + MERGED, counted(k + 1))
         self.merged += 1
 

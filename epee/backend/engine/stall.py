@@ -11,6 +11,7 @@ from __future__ import annotations
 from ...errors import CommTimeoutError, PeerError, RankFailedError
 from ...view.protocol.withdrawal import GRACE_S
 from ..engine_face import EngineFace
+from ..membership.epochs import Survival
 from ..outbox import GAVE_UP, Outboxes
 from ..p2p.message import ANY, STAYS_OPEN, Message
 from .ending import leavers
@@ -36,6 +37,10 @@ _MEANING: dict[str, tuple[type[PeerError], str]] = {
 def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, until: float | None) -> None:
     """Look why nothing comes: peers that are dead or have left end the head; so does its deadline."""
     now = head.start_clock()
+    if isinstance(head, Operation) and not head.done and engine.survival is not None and engine.survival.unsettled():
+        _examine_unsettled(engine, engine.survival, head, now)
+        raise_if_overdue(engine, op, until, now)
+        return
     silent = [block.rank] if block is not None and block.rank >= 0 else []
     if isinstance(head, Operation):
         unready = [] if engine.survival is None or head.published else engine.survival.unready(head.box)
@@ -80,6 +85,32 @@ def examine(engine: EngineFace, block: Block | None, head: Driven, op: Driven, u
         else:
             engine.retire_heads()
     raise_if_overdue(engine, op, until, now)
+
+
+def _examine_unsettled(engine: EngineFace, survival: Survival, head: Operation, now: float) -> None:
+    """Look at a call that cannot be judged: this host has not been told all that lost ranks of other hosts had said."""
+    lost, tellers = survival.unsettled(), survival.tellers()
+    found = engine.watch.look(tellers)
+    if found:
+        survival.found_dead(found)
+    survival.show(head, tellers or lost)
+    if now <= head.deadline or survival.insist(head, tellers, now) or not survival.unsettled() or head.done:
+        return
+    if _can_withdraw(head) and head.withdrawal is None:
+        head.withdraw(head.box, tellers or lost)
+    if head.withdrawal is not None:
+        head.withdrawal.undecided = lost  # its end is not known before all is here: who waits gets an error meanwhile
+    elif not head.done:
+        told = f"what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here"
+        head.fail(
+            CommTimeoutError(
+                f"{head.describe(engine.box, elapsed=now - head.started)}: {told}, rank(s) "
+                f"{', '.join(map(str, tellers)) or 'none'} could tell; the call is given up; the next one pairs by its "
+                "number",
+                tellers or lost,
+            )
+        )
+    engine.retire_heads()
 
 
 def _waits_for_the_lost(engine: EngineFace, head: Operation) -> bool:

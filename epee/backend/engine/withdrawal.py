@@ -154,11 +154,13 @@ def _words_behind(box: Outboxes, peer: int, op: Withdrawable) -> Mapping[int, in
     A mirror of one on another host is enough where it says what stays true: that it has given the call up, or has left
     (it has told before how its calls had ended, `Exports.tell_ends`). Else the host is asked (`hosts/looks.py`).
     """
-    exports, words = box.exports, box.words[peer]
-    if exports is None or exports.topology.is_here(peer) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
+    exports, words, rank = box.exports, box.words[peer], box.members[peer]
+    if exports is None or exports.topology.is_here(rank) or words[op.cell + GAVE_UP] == op.tag or has_left(words):
+        return words
+    if rank in op.lost:  # all that there is of it has been told
         return words
     indices = (CONSUMED, CONSUMED_TOO, LIFE, op.cell, op.cell + GAVE_UP, op.cell + SIGNATURE)
-    found: Mapping[int, int] | None = exports.looks.at(peer, indices, (op.name, op.tag))
+    found: Mapping[int, int] | None = exports.looks.at(rank, indices, (op.name, op.tag))
     return found
 
 

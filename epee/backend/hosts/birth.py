@@ -1,17 +1,21 @@
-"""How a group over several hosts comes into being: as on one host, and mirrors and links between.
+"""What a birth over several hosts has beside that on one (`bootstrap/birth.py`): mirrors of remote ranks, and links.
 
-    hello      told where each rank runs (`bootstrap/birth.py`), so all know hosts, gateways and partners
-    token      that of EPEE_TOKEN_FILE on every host, else rank 0 makes one and puts it into the store
-    record     proved with the token: outbox, address and port of this rank
-    mirrors    proved, too: a gateway tells the ranks of its host where it keeps what it hears of remote ranks
-    links      one connection per pair of partners (`link/meeting.py`); then LIFE_READY travels through the mirrors
+    token      the job's, where there is a view; else that of EPEE_TOKEN_FILE on every host, or rank 0 makes one and
+               puts it into the store
+    record     address and port of this rank beside the rest
+    mirrors    a gateway makes them and says so in its outbox (field "mirrors"), which the ranks of its host have mapped
+    links      one connection per pair of partners (`link/meeting.py`), then everybody asks its sources (`ways.py`), and
+               LIFE_READY travels through the mirrors
 
 A token in the store is as safe as the store: whoever reads it there can speak for a rank. A warning says so once;
 EPEE_REQUIRE_TOKEN_FILE=1 refuses. Everything else is as safe as on one host: a record that fits no token is refused.
 
 A rank that fails on the way tells the others through the store (`bootstrap/attempt.py`); they look there while they
-wait for links. One that dies closes its sockets; its partners' wait ends with it, the others' with the time-out. The
-group has no view: a lost rank ends it (`watch.py`), and a new one is made without the rank.
+wait for mirrors and links. One that dies closes its sockets; its partners' wait ends with it, the others' with the
+time-out.
+
+A group whose ranks are in one job (`spans_hosts`) has a view and lives on without those that are lost. Any other has
+none: a lost rank ends it (`watch.py`), and a new one is made without the rank.
 """
 
 from __future__ import annotations
@@ -21,114 +25,41 @@ import functools
 import json
 import logging
 import secrets
+import socket
 import time
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable
 
 from ... import env
-from ...errors import AuthError, EpeeError, InvalidArgument, ProtocolError, shortage
-from ...link.address import listen, own_address
-from ...link.frames import FrameOpener, FrameSealer
-from ...link.meeting import Connected, Meeting, Partner
+from ...errors import AuthError, CommTimeoutError, EpeeError, InvalidArgument, ProtocolError, shortage
+from ...link.meeting import Meeting, Partner
 from ...link.poller import Links
-from ...link.tcp import TcpLink, set_up
 from ...link.topology import Topology
 from ...memory.host import BLOB_BYTES, HostRegion
+from ...memory.signals import fence
+from ...view.process.detector import DeathWatch
 from ...view.transport.auth import JOB_ID_BYTES, TOKEN_BYTES, Identity, Token
 from ...view.transport.directory import token_of_file
 from ..bootstrap.attempt import BootstrapAttempt, read_fields
-from ..bootstrap.proof import prove, proved
-from ..bootstrap.readiness import await_all
-from ..bootstrap.record import Proof, RankRecord, exchange, own_record
-from ..bootstrap.seat import Greeting
-from ..engine.engine import Engine
-from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
-from .exports import Exports
-from .mirror import Ear
-from .waiting import LinkedWaiting
-from .watch import HostsWatch
+from ..bootstrap.record import RankRecord
+from ..outbox import MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
+from .ways import Ways
 
 logger = logging.getLogger("epee")
 
-_LOOK_S = 0.5  # how often a rank that waits for links looks whether somebody has failed
+ABANDONED_S = 2.0
+_LOOK_S = 0.5  # how often a rank that waits for others looks whether somebody has failed
+_PAUSE_S = 0.0005
 
 
-class _Mapped(NamedTuple):
-    """The outboxes of all ranks as this one maps them, and the mirrors that it keeps for its host."""
-
-    regions: list[HostRegion]
-    mirrors: dict[int, HostRegion]
+def spans_hosts() -> bool:
+    """Return whether the ranks of a group over several hosts have one view: so far where one machine stands for all."""
+    return bool(env.get("EPEE_HOST_KEY"))
 
 
-def create_over_hosts(
-    this: BootstrapAttempt,
-    greeting: Greeting,
-    topology: Topology,
-    deadline: float,
-    timeout_s: float,
-    staging_bytes: int,
-    mode: str,
-    extra_bytes: int = 0,
-) -> Engine:
-    """Make this rank's part of a group whose ranks run on several hosts; returns when all have made theirs.
+class StoreLook:
+    """Notices, while this rank waits, that another one has failed or died."""
 
-    Raises:
-        as `create_engine`, and:
-        InvalidArgument: EPEE_REQUIRE_TOKEN_FILE=1 and no file; an address that is none.
-    """
-    watch = HostsWatch()
-    with contextlib.ExitStack() as undo:
-        undo.callback(watch.close)
-        try:
-            proof = Proof(_token(this, deadline), greeting.told)
-            owners = [
-                OutboxOwner(bytes.fromhex(hello.nonce), greeting.hellos[0].lane, rank)
-                for rank, hello in enumerate(greeting.hellos)
-            ]
-            nbytes = outbox_layout(this.num_ranks, staging_bytes, extra_bytes).nbytes
-            this.region = region = _signed(nbytes, f"outbox{this.rank}", owners[this.rank], undo)
-            listener = listen(own_address(this.store))
-            undo.callback(listener.close)
-            address, port = listener.getsockname()[:2]
-            mine = replace(own_record(this.num_ranks, staging_bytes, region, mode), address=address, port=port)
-            records = exchange(this, mine, proof, deadline)
-            for peer in topology.here:
-                if peer != this.rank:
-                    watch.watch(peer, records[peer].pid, records[peer].start_time)
-            memory = _map(this, topology, proof, records, owners, nbytes, region, deadline, undo)
-            box = Outboxes(this.rank, memory.regions, staging_bytes, 1, this.num_ranks, extra_bytes)
-            undo.callback(box.close)
-            partners = {
-                peer: Partner(records[peer].address, records[peer].port, Identity(peer, 0, owners[peer].nonce))
-                for peer in topology.partners()
-            }
-            me = Identity(this.rank, 0, owners[this.rank].nonce)
-            meeting = Meeting(proof.token, proof.told[:JOB_ID_BYTES], me, partners, listener)
-            met = meeting.run(deadline, _StoreLook(this, watch))
-            exports = _link(topology, box, memory.mirrors, met, mine.link_mac)
-            undo.callback(exports.abandon)
-            watch.attach(box, exports)
-            await_all(this, box, watch, deadline)
-        except BaseException as exc:
-            error = this.explain(_in_words(exc), watch)
-            this.fail(error)
-            if error is not exc:
-                raise error from exc
-            raise
-        undo.pop_all()
-    return Engine(box, watch, timeout_s, waiting=functools.partial(LinkedWaiting, exports=exports))
-
-
-def _in_words(exc: BaseException) -> BaseException:
-    if isinstance(exc, OSError) and not isinstance(exc, EpeeError):
-        return shortage("cannot make the links of the group", exc)
-    return exc
-
-
-class _StoreLook:
-    """Notices, while links are made, that a rank has failed or died."""
-
-    def __init__(self, this: BootstrapAttempt, watch: HostsWatch) -> None:
+    def __init__(self, this: BootstrapAttempt, watch: DeathWatch) -> None:
         self._this, self._watch = this, watch
         self._next = 0.0
 
@@ -142,8 +73,19 @@ class _StoreLook:
                 raise error
 
 
-def _token(this: BootstrapAttempt, deadline: float) -> Token:
-    """Return the group's token: this user's file, or what rank 0 tells through the store."""
+def in_words(exc: BaseException) -> BaseException:
+    """Return what to raise for an error on the way."""
+    if isinstance(exc, OSError) and not isinstance(exc, EpeeError):
+        return shortage("cannot make the links of the group", exc)
+    return exc
+
+
+def group_token(this: BootstrapAttempt, deadline: float) -> Token:
+    """Return the token of a group without a job: this user's file, or what rank 0 tells through the store.
+
+    Raises:
+        InvalidArgument: EPEE_REQUIRE_TOKEN_FILE=1 and no file.
+    """
     token = token_of_file()
     if token is None and env.get_bool("EPEE_REQUIRE_TOKEN_FILE"):
         raise InvalidArgument(
@@ -179,72 +121,99 @@ def _warn() -> None:
     )
 
 
-def _signed(nbytes: int, name: str, owner: OutboxOwner, undo: contextlib.ExitStack) -> HostRegion:
-    region = HostRegion.create(nbytes, name, only_owner_writes=True)
-    undo.callback(region.close)
-    owner.sign(region)
-    return region
+def make_mirrors(
+    topology: Topology, owners: list[OutboxOwner], layout: Outboxes, undo: contextlib.ExitStack
+) -> dict[int, HostRegion]:
+    """Make the mirrors that this rank keeps, and tell the ranks of its host.
+
+    Args:
+        layout: outboxes of this rank's own memory alone, for the places of the words.
+    """
+    made = {}
+    for peer in topology.sources():
+        region = made[peer] = HostRegion.create(layout.payload_bytes, f"mirror{peer}", only_owner_writes=True)
+        undo.callback(region.close)
+        owners[peer].sign(region)
+        first = layout.mirror_base[peer] + MIRROR_BLOB
+        layout.own[first : first + BLOB_BYTES // 8] = memoryview(region.blob).cast("Q")
+    fence()
+    for peer in topology.sources():
+        layout.own[layout.mirror_base[peer] + MIRROR_MADE] = 1
+    return made
 
 
-def _map(
-    this: BootstrapAttempt,
+def map_mirror(
+    peer: int,
+    keeper: int,
+    region: HostRegion,
+    layout: Outboxes,
+    owner: OutboxOwner,
+    deadline: float,
+    check: Callable[[], None],
+) -> HostRegion:
+    """Map the mirror of `peer` that `keeper`, whose outbox is `region`, keeps for this host, once it is there."""
+    words = region.words(0, len(layout.own))
+    try:
+        row = layout.mirror_base[peer]
+        while not words[row + MIRROR_MADE]:
+            check()
+            if time.monotonic() > deadline:
+                rank = layout.rank
+                raise CommTimeoutError(f"init (rank={rank}): rank {keeper} did not make its mirrors in time", [keeper])
+            time.sleep(_PAUSE_S)
+        blob = bytes(words[row + MIRROR_BLOB : row + MIRROR_BLOB + BLOB_BYTES // 8])
+    finally:
+        words.release()
+    found = open_outbox(blob, owner)
+    if found.owner_pid != region.owner_pid:
+        found.close()
+        raise ProtocolError(f"rank {keeper}'s outbox names a mirror of process {found.owner_pid}, not of its own")
+    return found
+
+
+def link(
     topology: Topology,
-    proof: Proof,
+    box: Outboxes,
     records: list[RankRecord],
     owners: list[OutboxOwner],
-    nbytes: int,
-    region: HostRegion,
+    mirrors: dict[int, HostRegion],
+    token: Token,
+    listener: socket.socket,
+    in_view: bool,
     deadline: float,
+    check: Callable[[], None],
     undo: contextlib.ExitStack,
-) -> _Mapped:
-    """Make the mirrors that this rank keeps, tell them to its host, and map everybody's."""
-    mirrors = {peer: _signed(nbytes, f"mirror{peer}", owners[peer], undo) for peer in topology.sources()}
-    text = json.dumps({str(peer): mirror.blob.hex() for peer, mirror in mirrors.items()})
-    this.store.set(this.key(this.rank) + "/mirrors", prove(proof.token, text, proof.purpose(this.rank) + b"mirrors"))
-    told = {peer: _mirrors_of(this, peer, proof, deadline) for peer in topology.here if peer != this.rank}
-    regions = []
-    for peer in range(this.num_ranks):
-        keeper = peer if topology.is_here(peer) else topology.gateway(peer, topology.host)
-        if keeper == this.rank:
-            regions.append(region if peer == this.rank else mirrors[peer])
-            continue
-        blob = bytes.fromhex(records[peer].blob) if keeper == peer else told[keeper].get(peer, b"")
-        found = open_outbox(blob, owners[peer])
-        undo.callback(found.close)
-        if found.owner_pid != records[keeper].pid:
-            raise ProtocolError(f"rank {keeper}'s record names process {records[keeper].pid}, its memory another")
-        regions.append(found)
-    return _Mapped(regions, mirrors)
+) -> Ways:
+    """Make the links with this rank's partners, and have the others' words come."""
+    rank = topology.rank
+    others = {
+        peer: Partner(records[peer].address, records[peer].port, Identity(peer, 0, owners[peer].nonce))
+        for peer in topology.elsewhere
+    }
+    lane = token.derive(b"links", owners[rank].lane.to_bytes(8, "little"))[:JOB_ID_BYTES]
+    partners = {peer: others[peer] for peer in topology.partners()}
+    meeting = Meeting(token, lane, Identity(rank, 0, owners[rank].nonce), partners, listener, stays=in_view)
+    undo.callback(meeting.close)
+    met = meeting.run(deadline, check)
+    for connected in met.values():
+        undo.callback(connected.connection.close)
+    for peer, partner in others.items():
+        meeting.admit(peer, partner)
+    ways = Ways(topology, box, Links([]), meeting if in_view else None, owners, records[rank].link_mac)
+    undo.callback(ways.exports.abandon)
+    box.exports = ways.exports
+    ways.start(met, mirrors)
+    return ways
 
 
-def _mirrors_of(this: BootstrapAttempt, peer: int, proof: Proof, deadline: float) -> dict[int, bytes]:
-    """Return what a gateway of this host tells of its mirrors: rank -> blob."""
-    fields = read_fields(this.read(peer, "/mirrors", deadline), peer)
-    told = json.loads(proved(proof.token, fields, proof.purpose(peer) + b"mirrors", f"rank {peer}'s mirrors'"))
-    try:
-        blobs = {int(rank): bytes.fromhex(blob) for rank, blob in told.items()}
-        if any(len(blob) != BLOB_BYTES for blob in blobs.values()):
-            raise ValueError("a blob has another size")
-    except (AttributeError, TypeError, ValueError) as exc:
-        raise ProtocolError(f"rank {peer}'s mirrors in the store cannot be read ({exc}); another version?") from exc
-    return blobs
+def await_told(ways: Ways, rank: int, deadline: float, check: Callable[[], None]) -> None:
+    """Wait until every other host has asked for what this rank says.
 
-
-def _link(
-    topology: Topology, box: Outboxes, mirrors: dict[int, HostRegion], met: dict[int, Connected], covers_payloads: bool
-) -> Exports:
-    """Make the links of the connections and let the frames come."""
-    ears, links = {}, []
-    for peer, (connection, out_key, in_key) in met.items():
-        set_up(connection)
-        ears[peer] = ear = Ear(peer, mirrors.get(peer))
-        ear.attach(box, topology.here)
-        sealer, opener = FrameSealer(out_key, covers_payloads), FrameOpener(in_key, covers_payloads)
-        links.append(TcpLink(peer, connection, sealer, opener, ear))
-    made = Links(links)
-    exports = Exports(topology, box, made, ears)
-    for ear in ears.values():
-        ear.bind(made)
-    box.exports = exports
-    made.start(exports.lose, exports.tell_progress)
-    return exports
+    Raises:
+        CommTimeoutError: one has not in time.
+    """
+    while not ways.is_told:
+        check()
+        if time.monotonic() > deadline:
+            raise CommTimeoutError(f"init (rank={rank}): a gateway on another host did not ask for this rank's words")
+        time.sleep(_PAUSE_S)

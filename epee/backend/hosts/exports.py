@@ -6,6 +6,11 @@ once per host, before the word that announces them. What the network has not tak
 stays as it is, since a cell, a slot or a part of staging memory is written again only when all its readers have told
 that they are through with it, which they do behind having got it.
 
+To whom: on each other host to the gateway there that has asked (`ways.py`); what is stored before it has is told in the
+answer to its question (`telling.py`). A gateway whose link has ended, or that has lost its part, is told nothing more.
+`route` and `unroute` change that between two words of the engine: what it stores is told to all gateways of before, or
+is part of the answer, or both, which changes nothing.
+
 How far this rank is (CONSUMED) rides on every frame. Where a rank has nothing to say for some milliseconds, the thread
 of the links tells it (`tell_progress`): others may wait for room.
 
@@ -15,9 +20,10 @@ again tells the same again, which changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ...link.frames import MAX_PIECES, NO_WORD
+from ...link.frames import END, MAX_PIECES, NO_WORD
 from ...link.poller import Links
 from ...link.topology import Topology
 from ...memory.host import HEADER_BYTES
@@ -27,6 +33,7 @@ from ..outbox import (
     CONSUMED,
     DRAINED,
     FILLED,
+    FINAL,
     GAVE_UP,
     LANE_WORDS,
     LIFE,
@@ -42,6 +49,7 @@ from .mirror import Ear
 
 ABANDON_S = 5.0
 _NOTHING = (0, b"")
+_NO_PIECES: dict[int, bytes] = {}
 _TINY_BYTES = 256  # of a call's values in the cell
 _PIECE_BYTES = 1024  # what is shorter goes out with the word that announces it
 _UNTOLD_CALLS = NUM_CELLS // 4  # after so many calls peers hear at once how far this rank is
@@ -57,6 +65,7 @@ class Exports:
         ears: what the partners' frames go to.
 
     Attributes:
+        routes: per host the gateway that is told there; replaced as a whole when it changes.
         looks: what other hosts are asked.
         lost: partners whose link has ended.
     """
@@ -64,29 +73,42 @@ class Exports:
     def __init__(self, topology: Topology, box: Outboxes, links: Links, ears: dict[int, Ear]) -> None:
         self.topology = topology
         self.links = links
-        self.looks = Looks(topology, links, ears)
+        self.routes: dict[int, int] = {}
+        self.looks = Looks(self, ears)
         self.lost: set[int] = set()
         self._box = box
         self._ears = ears
-        self._gateways = topology.gateways()  # by host
         self._bytes = memoryview(box.regions[box.rank].mapping)[HEADER_BYTES:]
-        self._told = dict.fromkeys(self._gateways.values(), 0)
-        self._held: dict[int, dict[int, bytes]] = {gateway: {} for gateway in self._told}  # by gateway, offset: bytes
-        # that go out with the next word
+        self._told: dict[int, int] = {}  # by gateway: how far this rank is, as it knows
+        self._held: dict[int, dict[int, bytes]] = {}  # by gateway, offset: bytes that go out with the next word
         self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not told yet
         self._verdicts, self._lanes = box.verdict_base[0], box.lane_base[0]
-        self._lanes_end = self._lanes + box.capacity * LANE_WORDS
+        self.on_close: Callable[[], object] = int  # what else is to be let go of
+        self.kept_words: Callable[[], Iterable[memoryview]] = tuple  # of the mirrors that this rank keeps
 
     def new_looks(self, first: int) -> Looks:
         """Return the questions of somebody else, who does not hold the engine's lock; they count from `first`."""
-        return Looks(self.topology, self.links, self._ears, first)
+        return Looks(self, self._ears, first)
+
+    # ---- to whom
+
+    def route(self, host: int, gateway: int) -> None:
+        """Tell a host from now on through this gateway, which is told now what there is. The links' lock is held."""
+        self._told[gateway] = 0
+        self.routes = {**self.routes, host: gateway}
+
+    def unroute(self, gateway: int) -> None:
+        """Tell nothing more to a gateway. The links' lock is held."""
+        self.routes = {host: other for host, other in self.routes.items() if other != gateway}
+        self._late.pop(gateway, None)
+        self.looks.forget(gateway)
 
     # ---- words
 
     def word(self, index: int, value: int) -> None:
         """Tell that word `index` of this rank's outbox has `value`, behind all that was told before."""
         if index < self._verdicts:
-            for gateway in self._told:
+            for gateway in self.routes.values():
                 self._write(gateway, index, value)
             return
         base, size = (self._lanes, LANE_WORDS) if index >= self._lanes else (self._verdicts, SOURCE_WORDS)
@@ -103,7 +125,7 @@ class Exports:
 
     def _gateway_of(self, peer: int) -> int | None:
         """Return the gateway on the host of a rank; None where that is this host."""
-        return self._gateways.get(self.topology.host_of[peer])
+        return self.routes.get(self.topology.host_of[peer])
 
     def _write(self, gateway: int, index: int, value: int) -> None:
         if gateway in self._late:
@@ -117,7 +139,7 @@ class Exports:
 
     def _tell(self, gateway: int, index: int, value: int) -> None:
         """Tell a word, and what is held for it, in one frame."""
-        pieces = self._held[gateway]
+        pieces = self._held.get(gateway, _NO_PIECES)
         note = self._told[gateway] = self._box.own[CONSUMED]
         if len(pieces) > 1:
             self.links.write_pieces(gateway, list(pieces.items()), index, value, note)
@@ -138,15 +160,17 @@ class Exports:
 
     def _hold(self, gateway: int, offset: int, nbytes: int) -> None:
         """Keep a copy of bytes of the outbox for the next word; what is held already goes before it is too much."""
-        pieces = self._held[gateway]
-        if len(pieces) >= MAX_PIECES:
+        if len(self._held.get(gateway, ())) >= MAX_PIECES:
             self._tell(gateway, NO_WORD, 0)
-        self._held[gateway][offset] = bytes(self._bytes[offset : offset + nbytes])
+        self._held.setdefault(gateway, {})[offset] = bytes(self._bytes[offset : offset + nbytes])
 
     # ---- bytes
 
-    def call(self, plan: Plan, cell: int, base: int) -> None:
-        """Tell the header of a call in the cell at word `cell`, and its first block at byte `base`; the tag follows."""
+    def call(self, box: Outboxes, plan: Plan, cell: int, base: int) -> None:
+        """Tell the header of a call in the cell at word `cell`, and its first block at byte `base`; the tag follows.
+
+        `box`: the outboxes with which the call runs.
+        """
         self._drop_held()
         first, end = 8 * (cell + 1), 8 * (cell + 8)
         if plan.preamble is not None:
@@ -154,12 +178,12 @@ class Exports:
         last = base + plan.put_bytes
         if not plan.put_bytes or end <= last <= end + _TINY_BYTES:  # who reads what of it is not worth the question
             header = bytes(self._bytes[first : max(end, last)])  # a copy: its counters go on before it is sent
-            for held in self._held.values():
-                held[first] = header
+            for gateway in self.routes.values():
+                self._held.setdefault(gateway, {})[first] = header
             return
         is_inside = first < base < 8 * (cell + CELL_WORDS)
-        for host, gateway in self._gateways.items():
-            ranges = plan.exports(self._box, 0, self.topology.hosts[host])
+        for gateway, readers in self._readers(box):
+            ranges = plan.exports(box, 0, readers)
             last = end
             if is_inside:
                 last = max([end, *(base + start + nbytes for start, nbytes in ranges)])
@@ -167,28 +191,33 @@ class Exports:
                 self._send(gateway, base, ranges)
             self._hold(gateway, first, last - first)
 
-    def call_again(self, plan: Plan, cell: int, base: int, has_counts: bool) -> None:
+    def _readers(self, box: Outboxes) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the gateways of the hosts in `box`, and for which positions each of them receives."""
+        routes = self.routes
+        return [(routes[host], positions) for host, positions in box.sites.items() if host in routes]
+
+    def call_again(self, box: Outboxes, plan: Plan, cell: int, base: int, has_counts: bool) -> None:
         """Tell a call that is published once more, its counts as well: an exception may have come before it was told.
 
         What the counts announce has been told before they were stored.
         """
         own = self._box.own
-        self.call(plan, cell, base)
+        self.call(box, plan, cell, base)
         for word in (FILLED, MERGED, DRAINED) if has_counts else ():
             self.word(cell + word, own[cell + word])
         self.word(cell, own[cell])
 
-    def block(self, plan: Plan, k: int, offset: int) -> None:
+    def block(self, box: Outboxes, plan: Plan, k: int, offset: int) -> None:
         """Tell the block of round `k`, which lies at byte `offset`; its counter follows."""
         self._drop_held()
-        for host, gateway in self._gateways.items():
-            self._send(gateway, offset, plan.exports(self._box, k, self.topology.hosts[host]))
+        for gateway, readers in self._readers(box):
+            self._send(gateway, offset, plan.exports(box, k, readers))
 
-    def share(self, plan: Plan, k: int, offset: int) -> None:
+    def share(self, box: Outboxes, plan: Plan, k: int, offset: int) -> None:
         """Tell this rank's reduced share of round `k`, which lies at byte `offset`; its counter follows."""
         self._drop_held()
-        for host, gateway in self._gateways.items():
-            self._send(gateway, offset, plan.exports_merged(self._box, k, self.topology.hosts[host]))
+        for gateway, readers in self._readers(box):
+            self._send(gateway, offset, plan.exports_merged(box, k, readers))
 
     def fragment(self, peer: int, offset: int, nbytes: int, first_word: int, end_word: int) -> None:
         """Tell a fragment for `peer`: its bytes and the words of its slot; the slot's tag follows."""
@@ -211,8 +240,10 @@ class Exports:
 
     def consumed(self, seq: int) -> None:
         """Hear that this rank is through with call `seq`."""
-        if seq - min(self._told.values()) >= _UNTOLD_CALLS:
-            self.tell_progress()
+        for gateway in self.routes.values():
+            if seq - self._told[gateway] >= _UNTOLD_CALLS:
+                self.tell_progress()
+                return
 
     def _tell_late(self, gateway: int, note: int) -> None:
         with self.links.lock:
@@ -227,8 +258,8 @@ class Exports:
             self._tell_late(gateway, own[CONSUMED])
             self.links.flush(gateway)
         consumed = own[CONSUMED]
-        for gateway, told in self._told.items():
-            if told < consumed:
+        for gateway in self.routes.values():
+            if self._told[gateway] < consumed:
                 self._told[gateway] = consumed
                 self.links.write(gateway, 0, b"", NO_WORD, 0, consumed)
 
@@ -241,10 +272,10 @@ class Exports:
             mark = box.first_cell + number % NUM_CELLS * CELL_WORDS + GAVE_UP
             self.word(mark, own[mark])
 
-    def lose(self, peer: int) -> None:
-        """Note that the link to a partner has ended."""
-        self.lost.add(peer)
-        self._ears[peer].lose()
+    def say_goodbye(self) -> None:
+        """Tell that nothing more comes of this rank, behind all that it has said."""
+        for gateway in self.routes.values():
+            self.links.say(gateway, END, self._box.rank, FINAL)
 
     def end(self) -> None:
         """Leave the memory to the thread of the links, for as long as others of this host hear through this rank."""
@@ -259,14 +290,16 @@ class Exports:
         self._box.exports = None  # else the two would keep each other, and the mappings, until a collection
         for ear in self._ears.values():
             ear.close()
+        self.on_close()
+        self.on_close, self.kept_words = int, tuple  # they refer to what refers to this
         self._bytes.release()
         self._box.close()
 
     def _is_needed(self) -> bool:
         """Return whether ranks of this host may still hear something through this one."""
-        box, topology = self._box, self.topology
-        others = [rank for rank in topology.here if rank != box.rank and not has_left(box.words[rank])]
-        return bool(others) and any(not _is_over(box.words[rank]) for rank in topology.sources())
+        box = self._box
+        others = [rank for rank in self.topology.here if rank != box.rank and not has_left(box.words[rank])]
+        return bool(others) and any(not _is_over(words) for words in self.kept_words())
 
 
 def _is_over(words: memoryview) -> bool:

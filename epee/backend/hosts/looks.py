@@ -8,13 +8,16 @@ words of its own host's ranks. So of two ranks on different hosts, one that give
 sees the other, as on one host.
 
 An answer is older than the next thing that a rank over there does. Who is still undecided is asked again (`AGAIN_S`).
-Where the link is lost no answer comes; the caller's time-outs end that.
+Where the link is lost, or the gateway there is another now, the question is asked again of whoever is told
+(`Exports.routes`): only behind the answer to its FETCH, so it has the store, too. Of ranks that nobody there has any
+more nothing comes; the view says what becomes of the matter then, or the caller's time-outs end it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from ...link.frames import MAX_ASKED
 from ...link.poller import Links
@@ -27,25 +30,39 @@ _MAX_OPEN = 256  # questions that are remembered; the oldest goes, and is asked 
 Answers = dict[int, dict[int, int]]  # rank -> word -> value
 
 
+class Routes(Protocol):
+    """What is asked here of `Exports`."""
+
+    topology: Topology
+    links: Links
+    routes: dict[int, int]
+
+
 class _Look:
     """What is known about one matter on one host."""
 
     def __init__(self) -> None:
         self.number = 0
+        self.gateway = -1  # that was asked
+        self.ranks: tuple[int, ...] = ()  # about which
         self.asked_at = 0.0
         self.words: Answers | None = None
 
 
 class Looks:
-    """The questions of one rank, numbered from `first` on. One thread at a time."""
+    """The questions of one rank, numbered from `first` on. One thread at a time.
 
-    def __init__(self, topology: Topology, links: Links, ears: dict[int, Ear], first: int = 0) -> None:
-        self._topology = topology
-        self._gateways = topology.gateways()
-        self._links = links
+    Attributes:
+        gone: ranks that are asked about no more.
+    """
+
+    def __init__(self, told: Routes, ears: Mapping[int, Ear], first: int = 0) -> None:
+        self._told = told
         self._ears = ears
         self._number = first
         self._open: dict[tuple[object, int], _Look] = {}
+        self._lost: set[int] = set()  # gateways whose answers will not come; set by the thread of the links
+        self.gone: frozenset[int] = frozenset()
 
     def at(self, peer: int, indices: Sequence[int], about: object) -> dict[int, int] | None:
         """Return words of a rank of another host, as they were behind this rank's stores about a matter; None: not yet.
@@ -57,37 +74,54 @@ class Looks:
             indices: of its words.
             about: the matter; the store that the look must be behind was made before the first call about it.
         """
-        host = self._topology.host_of[peer]
+        host = self._told.topology.host_of[peer]
         look = self._open.get((about, host))
         if look is None:
             look = self._open[about, host] = _Look()
             while len(self._open) > _MAX_OPEN:
                 self._forget(next(iter(self._open)))
-        self._take(look, host, indices)
+        while self._lost:
+            self._ask_others(self._lost.pop())
+        self._take(look, indices)
         now = time.monotonic()
         if not look.number and now - look.asked_at >= AGAIN_S:
             self._ask(look, host, indices, now)
-        return None if look.words is None else look.words[peer]
+        return None if look.words is None else look.words.get(peer)
+
+    def forget(self, gateway: int) -> None:
+        """Hear, from any thread, that nothing more comes of what a gateway was asked."""
+        self._lost.add(gateway)
+
+    def _ask_others(self, gateway: int) -> None:
+        for look in self._open.values():
+            if look.gateway == gateway:
+                look.number, look.gateway, look.asked_at = 0, -1, 0.0
 
     def _forget(self, key: tuple[object, int]) -> None:
-        old, ear = self._open.pop(key), self._ears[self._gateways[key[1]]]
-        ear.asked.discard(old.number)
-        ear.told.pop(old.number, None)
+        old = self._open.pop(key)
+        ear = self._ears.get(old.gateway)
+        if ear is not None:
+            ear.asked.discard(old.number)
+            ear.told.pop(old.number, None)
 
-    def _take(self, look: _Look, host: int, indices: Sequence[int]) -> None:
-        told = self._ears[self._gateways[host]].told
-        if look.number not in told:
+    def _take(self, look: _Look, indices: Sequence[int]) -> None:
+        ear = self._ears.get(look.gateway)
+        if ear is None or look.number not in ear.told:
             return
-        values, ranks = told.pop(look.number), self._topology.hosts[host]
+        values, ranks = ear.told.pop(look.number), look.ranks
         look.number = 0
         if len(values) == len(ranks) * len(indices):
             rows = (values[first : first + len(indices)] for first in range(0, len(values), len(indices)))
             look.words = {rank: dict(zip(indices, row, strict=True)) for rank, row in zip(ranks, rows, strict=True)}
 
     def _ask(self, look: _Look, host: int, indices: Sequence[int], now: float) -> None:
-        ranks = self._topology.hosts[host]
+        gateway = self._told.routes.get(host)
+        ear = None if gateway is None else self._ears.get(gateway)
+        ranks = tuple(rank for rank in self._told.topology.hosts[host] if rank not in self.gone)
+        if gateway is None or ear is None or not ranks:
+            return
         assert len(ranks) * len(indices) <= MAX_ASKED
         self._number += 1
-        look.number, look.asked_at = self._number, now
-        self._ears[self._gateways[host]].asked.add(look.number)
-        self._links.ask(self._gateways[host], [(rank, index) for rank in ranks for index in indices], look.number)
+        look.number, look.asked_at, look.gateway, look.ranks = self._number, now, gateway, ranks
+        ear.asked.add(look.number)
+        self._told.links.ask(gateway, [(rank, index) for rank in ranks for index in indices], look.number)

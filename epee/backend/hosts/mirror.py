@@ -1,122 +1,189 @@
 """What a rank of another host says of itself, kept in the memory of this one: the mirror of its outbox.
 
-Who writes, who reads: the gateway of the rank on this host (`link/topology.py`) makes the mirror and alone writes it;
-all ranks here map it for reading and find in it what they would find in the outbox itself, a little later. So a rank
+Who writes, who reads: the gateway of the rank on this host (`link/roles.py`) makes the mirror and alone writes it; all
+ranks here map it for reading and find in it what they would find in the outbox itself, a little later. So a rank
 writes only memory that it made, here as on one host, and everything that waits for a fact which stays true (a tag is
 there, a count is at least so much) works on a mirror unchanged. What does not stay true is asked for (`looks.py`).
 
-Data path: frames of the rank arrive in the order in which it wrote (`link/frames.py`). The payload goes straight into
-the mirror, the word behind it, then those who sleep on the word are woken, as `wake.publish_word` does. Each frame is
-checked before a byte is stored: it must lie in the cells, lanes or payload of the outbox, its word must be one that
-peers read; whose mirror it is nobody can change.
+Data path: a gateway asks who tells (FETCH). The answer, between BEGIN and END, is all that there is of the source
+(`telling.py`); where the source itself answers, its frames follow from then on, in the order in which it writes. Each
+frame is checked before a byte is stored: it must lie in the cells, lanes or payload of the outbox, its word must be one
+that peers read. The payload goes straight into the mirror, the word behind it, then those who sleep on the word are
+woken, as `wake.publish_word` does. Whose mirror it is nobody can change: frames of a source are taken only on the link
+on which it was asked for, the answer to an older question goes nowhere.
 
-A gateway that dies leaves a mirror that stands still, readable as long as somebody maps it. Its ranks hear nothing more
-of the remote ranks that it was the gateway of, so these count as lost as well (`watch.py`).
+A gateway that dies leaves a mirror that stands still, readable as long as somebody maps it. The next one makes a new
+mirror, asks for everything again, and tells the others of its host of it only when all has come (`ways.py`): so
+whatever somebody has found in the old one is in the new one, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from ...errors import ProtocolError
-from ...link.frames import ASK, NO_WORD, PIECES, TELL, WRITE, Frame, parse_asked, parse_pieces, parse_told
+from ...link.frames import (
+    ASK,
+    BEGIN,
+    END,
+    FETCH,
+    NO_WORD,
+    PIECES,
+    TELL,
+    WRITE,
+    Frame,
+    parse_asked,
+    parse_pieces,
+    parse_told,
+)
 from ...link.poller import Links
 from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import fence, futex_wake
 from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, LIFE_LOST, SLEEPERS, Outboxes, has_left
 
 
-class Ear:
-    """Where the frames of one remote rank go; a `link.stream.FrameSink`.
+class Mirror:
+    """The memory that this rank keeps of a rank of another host.
 
     Args:
-        peer: the rank.
-        mirror: the memory that this rank keeps of it; None where another rank is its gateway here, so that it has
-            nothing to write.
+        source: the rank.
+        region: the memory, signed as the source's.
+        box: the outboxes of the group, for their layout.
+
+    Attributes:
+        is_whole: an answer has come to its end once.
+    """
+
+    def __init__(self, source: int, region: HostRegion, box: Outboxes) -> None:
+        self.source = source
+        self.region = region
+        self.is_whole = False
+        self.words = region.words(0, len(box.own))
+        self.bytes = memoryview(region.mapping)[HEADER_BYTES : HEADER_BYTES + box.payload_bytes]
+        self._first_word, self._end_word = box.first_cell, len(self.words)
+        self._first_byte, self._end_byte = 8 * box.first_cell, box.payload_bytes
+
+    def checked(self, offset: int, nbytes: int, word: int) -> memoryview:
+        """Return the bytes at a place where its source may write, and a word behind them."""
+        end = offset + nbytes
+        word_ok = self._first_word <= word < self._end_word or word in (NO_WORD, CONSUMED, LIFE)
+        place_ok = not nbytes or self._first_byte <= offset <= end <= self._end_byte
+        if not word_ok or not place_ok:
+            raise ProtocolError(
+                f"{nbytes} bytes at {offset} and word {word} of rank {self.source}'s mirror, which nobody may write; "
+                "the connection ends"
+            )
+        return self.bytes[offset:end]
+
+    def close(self) -> None:
+        """Let go of the memory; the region is the caller's."""
+        self.words.release()
+        self.bytes.release()
+
+
+class Keeper(Protocol):
+    """Who keeps mirrors and answers questions: `ways.Ways`. All methods are called with the lock of the links held."""
+
+    def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
+        """Return where the answer to a FETCH goes that begins; None: nowhere, it is not wanted any more."""
+
+    def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
+        """Note that an answer is complete, or that a peer says nothing more; return where its own frames go now."""
+
+    def fetched(self, peer: int, source: int, epoch: int) -> None:
+        """Note a question for all that there is of a source."""
+
+
+class Ear:
+    """Where the frames of one link go; a `link.stream.FrameSink`.
+
+    Args:
+        peer: the rank at its other end.
+        box: the outboxes of the group.
+        here: the ranks of this host.
+        links: through which questions are answered.
+        keeper: has the mirrors.
 
     Attributes:
         asked: numbers of the questions that are open; no other answer is kept.
         told: answers (number -> values), until somebody takes them.
     """
 
-    def __init__(self, peer: int, mirror: HostRegion | None) -> None:
+    def __init__(self, peer: int, box: Outboxes, here: Sequence[int], links: Links, keeper: Keeper) -> None:
         self.peer = peer
         self.asked: set[int] = set()
         self.told: dict[int, tuple[int, ...]] = {}
-        self._mirror = mirror
-
-    def attach(self, box: Outboxes, here: Sequence[int]) -> None:
-        """Take the group's outboxes, and the ranks of this host; before the first frame."""
         self._box, self._here = box, frozenset(here)
         self._local_words = [box.words[rank] for rank in here]
-        self._words, self._bytes = box.words[self.peer], memoryview(b"")
         self._lanes = box.lane_base[0]
-        self._first_word, self._end_word = box.first_cell, len(self._words)
-        self._first_byte, self._end_byte = 8 * box.first_cell, box.payload_bytes
-        if self._mirror is not None:
-            self._words = self._mirror.words(0, len(self._words))
-            self._bytes = memoryview(self._mirror.mapping)[HEADER_BYTES : HEADER_BYTES + box.payload_bytes]
-
-    def bind(self, links: Links) -> None:
-        """Take the links, through which questions are answered."""
-        self._links = links
+        self._links, self._keeper = links, keeper
+        self._mirror: Mirror | None = None  # of what comes
+        self._is_void = False  # what comes is not wanted
+        self._void = bytearray()
 
     def place(self, frame: Frame) -> memoryview:
         """As `FrameSink.place`."""
-        return self._checked(frame.offset, frame.nbytes, frame.word)
+        if self._is_void:
+            if len(self._void) < frame.nbytes:
+                self._void = bytearray(frame.nbytes)
+            return memoryview(self._void)[: frame.nbytes]
+        return self._wanted().checked(frame.offset, frame.nbytes, frame.word)
 
-    def _checked(self, offset: int, nbytes: int, word: int) -> memoryview:
-        """Return the bytes at a place of the mirror where the peer may write, and a word behind them."""
-        end = offset + nbytes
-        word_ok = self._first_word <= word < self._end_word or word in (NO_WORD, CONSUMED, LIFE)
-        place_ok = not nbytes or self._first_byte <= offset <= end <= self._end_byte
-        if self._mirror is None or not word_ok or not place_ok:
-            raise ProtocolError(
-                f"rank {self.peer} writes {nbytes} bytes at {offset} and word {word} of its mirror, which it must not; "
-                "the connection ends"
-            )
-        return self._bytes[offset:end]
+    def _wanted(self) -> Mirror:
+        if self._mirror is None:
+            raise ProtocolError(f"rank {self.peer} tells what it was not asked for; the connection ends")
+        return self._mirror
 
     def apply(self, frame: Frame, payload: memoryview) -> None:
         """As `FrameSink.apply`."""
         kind, _, offset, word, value, note = frame
         if kind in (WRITE, PIECES):
+            if self._is_void:
+                return
+            mirror = self._wanted()
             if kind == PIECES:
-                pieces = [(self._checked(at, len(data), word), data) for at, data in parse_pieces(payload, offset)]
+                pieces = [(mirror.checked(at, len(data), word), data) for at, data in parse_pieces(payload, offset)]
                 for place, data in pieces:
                     place[:] = data
-            words = self._words
+            words = mirror.words
             if note > words[CONSUMED]:
                 words[CONSUMED] = words[CONSUMED_TOO] = note
             if word != NO_WORD:
                 words[word] = value
-                self._wake(word)
+                self._wake(mirror, word)
         elif kind == ASK:
             self._answer(value, bytes(payload))
-        elif kind == TELL and value in self.asked:
-            self.told[value] = parse_told(bytes(payload))
-            self.asked.discard(value)
+        elif kind == TELL:
+            if value in self.asked:
+                self.told[value] = parse_told(bytes(payload))
+                self.asked.discard(value)
+        elif kind == FETCH:
+            self._keeper.fetched(self.peer, offset, value)
+        elif kind == BEGIN:
+            self._mirror = self._keeper.opened(self, offset, value)
+            self._is_void = self._mirror is None
+        elif kind == END:
+            self._mirror = self._keeper.ended(self, offset, value)
+            self._is_void = False
 
     def close(self) -> None:
         """Let go of all memory; no frame comes any more."""
         self._local_words = []
-        for view in (self._words, self._bytes):
-            view.release()
         self._mirror = None
 
-    def lose(self) -> None:
-        """Note that nothing more will be heard of the rank, unless it has said goodbye, and wake who waits for it."""
-        if self._mirror is not None and not has_left(self._words):
-            self._words[LIFE] = LIFE_LOST
-            self._wake(LIFE)
+    def lose(self, mirror: Mirror | None) -> None:
+        """Note in a group without a view that nothing more is heard of the rank, unless it has said goodbye."""
+        if mirror is not None and not has_left(mirror.words):
+            mirror.words[LIFE] = LIFE_LOST
+            self._wake(mirror, LIFE)
 
-    def _wake(self, word: int) -> None:
+    def _wake(self, mirror: Mirror, word: int) -> None:
         """Wake the ranks of this host that sleep on a word of the mirror, or on their BELL where a message came."""
-        assert self._mirror is not None
         fence()
         for words in self._local_words:
             if words[SLEEPERS]:
-                futex_wake(self._mirror.address + 8 * word)
+                futex_wake(mirror.region.address + 8 * word)
                 break
         if word >= self._lanes:
             rank = (word - self._lanes) // LANE_WORDS

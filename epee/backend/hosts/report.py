@@ -43,7 +43,7 @@ from ..outbox import (
 _NAME = re.compile(r"/memfd:epee-(outbox|mirror)(\d{1,3}) \(deleted\)")
 _MAPPING = re.compile(rf"(?m)^\S+ \S+ \S+ \S+ (\d+) +{_NAME.pattern}$")
 _CELLS = outbox_layout(1, ALIGN_BYTES).offset("cells")
-_EPOCH = 1  # such a group has no other
+_SEQ = (1 << SEQ_BITS) - 1
 
 
 class Progress(NamedTuple):
@@ -157,7 +157,7 @@ def _progress(memory: _Memory, state: bytes) -> Progress:
     cells = memoryview(data[: len(data) & -8]).cast("Q")
     while len(cells) == NUM_CELLS * CELL_WORDS and num_made - num_ended < NUM_CELLS:
         cell = (num_made + 1) % NUM_CELLS * CELL_WORDS
-        if cells[cell + TAG] != _EPOCH << SEQ_BITS | num_made + 1:
+        if cells[cell + TAG] & _SEQ != num_made + 1:
             break
         num_made += 1
         op = op or dict(enumerate(OPS)).get(cells[cell + SIGNATURE] & 63, "unknown")

@@ -9,6 +9,8 @@ Who writes, who reads: this process's own, under the engine's lock.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ...view.protocol.outcome import Course
 from ..outbox import Outboxes
 from .engine_of_lane import EngineOfLane
@@ -45,6 +47,13 @@ class Boxes:
         self.box = narrow(engine.box, members, occupants.epoch)
         self._boxes = {occupants.epoch: [(1, self.box)]}  # see `_of_epoch`
         engine.members = self.box
+
+    def all(self) -> Iterator[Outboxes]:
+        """Yield the outboxes of all epochs that calls are asked about."""
+        for boxes in self._boxes.values():
+            for _, box in boxes:
+                yield box
+        yield self.box
 
     def add(self, epoch: int) -> None:
         """Make the outboxes of an epoch whose members the course knows."""

@@ -18,6 +18,11 @@ says, call by call, what they mean. So nothing of this is on the path of a call 
     Judge      what the decisions mean for a call: it goes on, moves to a later epoch, or fails
     Intake     reads the outboxes of newcomers; Arrival: says when all can read each other's
     Admission  what users ask for: who waits to come in, take them in
+    Settling   over several hosts: whether all is here that lost ranks of other hosts had said (`hosts/settling.py`)
+
+In a group over several hosts the agent thread also tells the links' thread of each view (`hosts/ways.py`). A decision
+that removes a rank of another host is taken over at once, but no call is judged, begun or completed and no message of
+that rank ended until the mirrors of this host are settled.
 
 Who writes, who reads: this rank writes its own outbox only, as ever. A crash between two steps leaves a rank that is
 lost in the next epoch.
@@ -27,14 +32,16 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from ...errors import CommTimeoutError, EpeeError, EvictedError, RankFailedError
+from ...link.roles import Roles
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
 from ...view.job import Seat
+from ...view.process.board import LaneRow
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import FOREVER, LEFT, PUT_OUT, STALLED, Decision, Removal
 from ...view.protocol.outcome import Course, cut_of
@@ -42,6 +49,8 @@ from ...view.transport.auth import Token
 from ..bootstrap.home import FOUNDER, IN, Offer, OutboxEndpoint, parse_offers, takes_part
 from ..engine.entry import CHANGING, ENDED, NEWS
 from ..engine.operation import Operation
+from ..hosts.settling import Settling
+from ..hosts.ways import Ways
 from ..outbox import CONSUMED, CONSUMED_TOO, Outboxes, consumed_of
 from ..p2p.message import Absence, Message
 from .admission import Admission
@@ -78,11 +87,15 @@ class Survival:
         self._raises = fault_mode == "raise"
         self._slots = seat.slots  # of the ranks that this process was told of
         self._own_offer: Offers = {}
+        self._ways: Ways | None = None
+        self._settling: Settling | None = None
+        self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
         self._is_joiner = asks or joined_by is not None
         self._occupants = Occupants(seat, joined_by or self.runtime.view())
         self.hooks = hooks = LaneHooks(self.runtime, self._occupants, self._raises, self._is_joiner)
         if asks:
             hooks.enter_as(seat.job.slot)
+        self._row: LaneRow | None
         self._row = row = self.runtime.register(seat.lane, hooks.freeze, hooks.thaw, hooks.decided, hooks.trouble)
         self._awaited = Awaited(self.runtime, self._on_stall)
         self._awaited.begin(seat.lane, row)
@@ -121,6 +134,7 @@ class Survival:
         """
         deadline = time.monotonic() + timeout_s
         self._own_offer = {self._job.slot: offer}
+        assert self._row is not None, "`close` comes later"
         self._row.tell(offer.pack())
         while True:
             epoch = self.runtime.view().epoch
@@ -173,13 +187,19 @@ class Survival:
         members = occupants.begin(box.members, self._is_joiner, offers)
         joined_in = occupants.epoch if self._is_joiner else 0
         slots, known = occupants.rank_of, occupants.ours(occupants.known)
-        self._course = course = Course(occupants.lane, known, self._raises, slots, self._is_joiner)
+        self._course = course = Course(
+            occupants.lane, known, self._raises, slots, self._is_joiner, self._hosts_of_slots(box)
+        )
         self._arrival = Arrival(box, joined_in)
         if joined_in:
             engine.seq = course.first_seq - 1
             box.own[CONSUMED] = box.own[CONSUMED_TOO] = engine.seq
         self._boxes = Boxes(engine, occupants, course, members, joined_in)
-        self._judge = Judge(engine, occupants, course, self._boxes)
+        topology = None if self._ways is None else self._ways.topology
+        self._judge = Judge(engine, occupants, course, self._boxes, topology)
+        if self._ways is not None:
+            roles = Roles(self._ways.topology, [occupants.rank_of[slot] for slot in occupants.since])
+            self._settling = Settling(box, roles, self._ways.owners, self._all_boxes)
         self._intake = Intake(engine, occupants, self._boxes)
         if joined_in:
             self._intake.begin(joined_in, course.first_seq)
@@ -188,10 +208,26 @@ class Survival:
         self._engine = engine
         engine.survival = self
         own = box.regions[box.rank].blob
+        assert self._row is not None, "`close` comes later"
         self._row.tell(Offer(IN if self._is_joiner else FOUNDER, box.rank, box.group_size, own).pack())
         for rank in occupants.removed:
             self._leave_out(rank)
-        self.hooks.attach(engine, course)
+        self.hooks.attach(engine, course, self._ways)
+
+    def use(self, ways: Ways) -> None:
+        """Have this rank's part between hosts follow the view; before `attach`."""
+        self._ways = ways
+        self.hooks.hosts = self._hosts_of_slots(ways.box)
+
+    def _hosts_of_slots(self, box: Outboxes) -> dict[int, int]:
+        return {slot: box.host_of[rank] for slot, rank in self._occupants.rank_of.items() if rank < len(box.host_of)}
+
+    def _all_boxes(self) -> Iterator[Outboxes]:
+        """Yield the outboxes with which calls run that are open, or may be asked about."""
+        yield from self._boxes.all()
+        yield self._engine.members
+        yield from (op.box for op in self._engine.queue)
+        yield from (past.box for past in self._engine.unsettled.calls)
 
     def in_view(self, num_ranks: int) -> GroupInView:
         """Return the group's part in the view, for what is built on its first `num_ranks` ranks."""
@@ -250,7 +286,8 @@ class Survival:
             if rank == self._boxes.full.rank:
                 self._end_here(decision)
                 return
-            self._leave_out(rank)
+            if self._settling is None or self._settling.roles.topology.is_here(rank):
+                self._leave_out(rank)
         self._intake.adopt(decision, self.hooks.offers.get(decision.epoch, {}))
         turn = self._course.turn_of(self._occupants.ours(decision))
         if turn is not None:
@@ -258,6 +295,12 @@ class Survival:
             self._engine.raise_flag(CHANGING)
             self._course.note(turn)
         self.hooks.offers.pop(decision.epoch, None)
+        if self._settling is not None:
+            self._cuts[decision.epoch] = cut_of(decision, self._occupants.lane, Removal(0, 0, PUT_OUT))
+            parts = parts_of(decision, self._occupants.lane)
+            present = [slot for slot, when in self._occupants.since.items() if parts.get(slot) == when]
+            self._settling.change(decision.epoch, [self._occupants.rank_of[slot] for slot in present])
+            self._engine.raise_flag(CHANGING)
         self._occupants.is_over(decision)
 
     def _end_here(self, decision: Decision) -> None:
@@ -295,8 +338,33 @@ class Survival:
     # ---- single calls
 
     def heed(self, op: Operation) -> None:
-        """Judge the oldest unfinished call by the decisions known. The engine's lock is held."""
-        self._judge.heed(op)
+        """Judge the oldest unfinished call by the decisions known, if that can be done. The engine's lock is held."""
+        if self.settle():
+            self._judge.heed(op)
+
+    def settle(self) -> bool:
+        """Take over what this host has been told of lost ranks; True: calls can be judged. The engine's lock is held.
+
+        Raises:
+            ResourceError: no memory or descriptor is left for a new mirror.
+        """
+        settling = self._settling
+        if settling is None or settling.is_over:
+            return True
+        for rank, epoch in settling.look():
+            if epoch:
+                for turn in self._course.turns:
+                    turn.limit_to(self._occupants.slot_of[rank], self._cuts[epoch])
+            self._leave_out(rank)
+        return not settling.unsettled
+
+    def unsettled(self) -> list[int]:
+        """Return the lost ranks of which this host may not have been told all yet."""
+        return [] if self._settling is None else sorted(self._settling.unsettled)
+
+    def tellers(self) -> list[int]:
+        """Return the ranks on whose word about those this one waits."""
+        return [] if self._settling is None else self._settling.awaited()
 
     def raise_untold(self) -> None:
         """Raise the loss that would fail a call which has ended here already, before a call takes its number."""
@@ -304,7 +372,7 @@ class Survival:
 
     def may_publish(self, op: Operation) -> bool:
         """True when this rank may put its part of `op`: all who take part in it can read each other's outboxes."""
-        return self._arrival.may_publish(op)
+        return not self.unsettled() and self._arrival.may_publish(op)
 
     def unready(self, box: Outboxes) -> list[int]:
         """Return the newcomers among the members of `box` that have not mapped all others' outboxes yet."""
@@ -336,6 +404,7 @@ class Survival:
         self._course.forget(min(seq, past[0].seq - 1) if past else seq)
         is_last, box = self._boxes.retired(seq), self._boxes.box
         is_over = is_last and not self.hooks.decisions and self._arrival.is_over(box)
+        is_over = is_over and (self._settling is None or self._settling.is_over)
         if is_over and all(op.box is box for op in self._engine.queue):
             self._engine.lower_flag(CHANGING)
 
@@ -349,6 +418,7 @@ class Survival:
         self.heed(op)
         if op.box is not box or op.done:
             return True
+        ranks = self.tellers() if self.unsettled() else ranks
         slots = {rank: self._occupants.slot_of[rank] for rank in ranks}
         told = partial(op.describe, self._boxes.full, elapsed=now - op.started)
         return self._awaited.insist(slots, told, op.seq, self._occupants.epoch, op.deadline, op.deadline - op.started)
@@ -382,5 +452,10 @@ class Survival:
     def close(self) -> None:
         """End the lane, and this process's part in the job if it was the last."""
         self.hide()
+        if self.hooks.is_attached:
+            for box in self._all_boxes():
+                box.forget_views()  # else mappings would live until a collection
         self.runtime.unregister(self._occupants.lane)
+        self._awaited.end()
+        self._row = None  # it keeps the board
         self._job.release()

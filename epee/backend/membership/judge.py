@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...errors import InvalidArgument, MismatchError, PeerError, context
+from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError, context
+from ...link.topology import Topology
 from ...view.protocol.outcome import CallState, Course
 from ..engine.operation import Operation
 from ..outbox import Outboxes
@@ -28,7 +29,10 @@ LOSS = "view"  # in the place of an operation's name: the error of a loss that f
 class Judge:
     """Judges the calls of one lane."""
 
-    def __init__(self, engine: EngineOfLane, occupants: Occupants, course: Course, boxes: Boxes) -> None:
+    def __init__(
+        self, engine: EngineOfLane, occupants: Occupants, course: Course, boxes: Boxes, topology: Topology | None = None
+    ) -> None:
+        self._topology = topology  # of a group over several hosts
         self._engine = engine
         self._occupants = occupants
         self._course = course
@@ -57,6 +61,35 @@ class Judge:
             self._mark_lost(op)
         else:
             self._move(op, box)
+        if self._topology is not None and not op.done and op.lost:
+            self._end_if_unheard(op, self._topology)
+
+    def _end_if_unheard(self, op: Operation, topology: Topology) -> None:
+        """Fail a call that others have completed with a rank whose host is lost, and whose part has not come here.
+
+        On the host of those who completed it all of it had come; nobody lives who could tell this one.
+        """
+        past = past_of(op)
+        unheard = [
+            rank
+            for rank, words in zip(op.box.members, op.box.words, strict=True)
+            if rank in op.lost and not topology.is_here(rank) and not past.counts_as_settled(words)
+        ]
+        if not unheard:
+            return
+        told = op.describe(self._boxes.full, peer=_names(unheard))
+        op.fail(
+            RankFailedError(
+                f"{told}: lost with its host while its part was on the way; ranks of other hosts may have completed "
+                "the call; results are untouched; the next call runs without it",
+                unheard,
+                op.name,
+                op.seq,
+                self._occupants.epoch,
+                "lost with its host",
+            )
+        )
+        op.by_view = True
 
     def _ask_again(self, calls: Iterable[Past]) -> Iterator[Past]:
         """Ask about calls that have ended here, before any later one, and say where they would run now."""

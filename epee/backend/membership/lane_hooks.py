@@ -13,13 +13,16 @@ import copy
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 
 from ...errors import EvictedError, NoQuorumError, PeerError
-from ...view.protocol.messages import FOREVER, Decision, LaneState
+from ...view.protocol.decision import parts_of
+from ...view.protocol.messages import FOREVER, LEFT, Decision, LaneState
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
 from ..bootstrap.home import parse_offers
 from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
+from ..hosts.ways import Turn, Ways
 from .engine_of_lane import EngineOfLane
 from .occupants import Occupants, Offers
 
@@ -35,13 +38,17 @@ class LaneHooks:
 
     Attributes:
         decisions: those that have come and have not been taken over, in order.
+        hosts: slot -> its host, in a group over several.
         offers: of decisions that take processes of the job into the lane: epoch -> what these offered when it came.
     """
 
     def __init__(self, runtime: Runtime, occupants: Occupants, raises: bool, is_joiner: bool) -> None:
         self.decisions: deque[Decision] = deque()
         self.offers: dict[int, Offers] = {}
+        self.hosts: Mapping[int, object] = {}
         self._put_out: EvictedError | None = None
+        self._ways: Ways | None = None
+        self._since: dict[int, int] = {}  # who takes part, as far as the ways have been told
         self._runtime = runtime
         self._occupants = occupants
         self._raises = raises
@@ -62,16 +69,24 @@ class LaneHooks:
             newest = self.decisions[0].epoch if self.decisions else FOREVER
             self.decisions.extendleft(missed for missed in reversed(later) if missed.epoch < newest)
 
-    def attach(self, engine: EngineOfLane, course: Course) -> None:
-        """Speak to this engine from now on, and tell it what came before."""
+    def attach(self, engine: EngineOfLane, course: Course, ways: Ways | None = None) -> None:
+        """Speak to this engine from now on, and to the links' thread, and tell both what came before."""
         with self._lock:
-            self._engine, self._course = engine, course
+            self._engine, self._course, self._ways = engine, course, ways
+            self._since = dict(self._occupants.since)
+            for decision in self.decisions:
+                self._tell_ways(decision)
             engine.raise_flag(
                 CHANGING * self._is_joiner
                 | FROZEN * self._is_frozen
                 | NEWS * bool(self.decisions)
                 | TROUBLED * bool(self._error)
             )
+
+    @property
+    def is_attached(self) -> bool:
+        """True once there is an engine."""
+        return self._engine is not None
 
     # ---- on the agent thread
 
@@ -117,7 +132,7 @@ class LaneHooks:
             if not entries:
                 return 0  # it is in no view of the lane
             known = entries[0]
-        course = Course(lane, known, self._raises, self._occupants.rank_of, self._is_joiner)
+        course = Course(lane, known, self._raises, self._occupants.rank_of, self._is_joiner, self.hosts)
         for decision in later:
             if decision.epoch > known.epoch:
                 course.add(decision)
@@ -153,9 +168,23 @@ class LaneHooks:
             self.offers[decision.epoch] = parse_offers(self._runtime.told(lane))  # now: who dies takes its board along
         with self._lock:
             self.decisions.append(decision)
+            self._tell_ways(decision)
             if self._engine is not None:
                 self._engine.raise_flag(NEWS)
         self._has_news.set()
+
+    def _tell_ways(self, decision: Decision) -> None:
+        """Tell the links' thread who is left of those who take part, at once: others wait for its part."""
+        if self._ways is None or decision.epoch <= self._ways.epoch:
+            return
+        parts = parts_of(decision, self._occupants.lane)
+        lost = {slot for slot, when in self._since.items() if parts.get(slot) != when}
+        if lost:
+            rank_of = self._occupants.rank_of
+            has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}
+            self._since = {slot: when for slot, when in self._since.items() if slot not in lost}
+            present = frozenset(rank_of[slot] for slot in self._since)
+            self._ways.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
 
     def trouble(self, error: Exception) -> None:
         """Calls cannot end well any more, or for the time being."""

@@ -20,7 +20,7 @@ from ...memory.host import HostRegion
 from ...memory.signals import tag
 from ...view.process.detector import is_leaving
 from ..bootstrap.home import OutboxEndpoint
-from ..outbox import Outboxes, open_outbox
+from ..outbox import Outboxes, open_outbox, sites_of
 
 logger = logging.getLogger("epee")
 
@@ -31,6 +31,9 @@ _SHARED = (
     "verdict_base",
     "lane_base",
     "lane_data",
+    "mirror_base",
+    "exports",
+    "host_of",
     "payload_bytes",
     "staging_bytes",
     "ring",
@@ -57,6 +60,7 @@ def narrow(box: Outboxes, members: Sequence[int], epoch: int, group_size: int | 
         setattr(new, name, getattr(box, name))
     new.group_size = box.group_size if group_size is None else group_size
     new.members = tuple(members)
+    new.sites = sites_of(new.members, box.host_of)
     new.num_ranks = len(positions)
     new.rank = new.members.index(own)
     new.epoch = epoch

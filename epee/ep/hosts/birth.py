@@ -53,7 +53,7 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     place = dist.distributed_c10d.PrefixStore(f"epee/buffers/{_newest}", store)
     with attempt(place, group.rank(), config.num_ranks) as this:
         extra = latency_layout(config).nbytes if config.is_latency else 0
-        return create_engine(this, timeout_s, staging_bytes(config), extra_bytes=extra)
+        return create_engine(this, timeout_s, staging_bytes(config), extra_bytes=extra, in_view=False)
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

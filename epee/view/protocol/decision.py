@@ -3,8 +3,9 @@
 Pure functions of what the coordinator was told. The numbers in a decision come from promises of agents that are frozen,
 so they cannot move until the decision is known:
 
-    cuts    for removed slots that may still live (STALLED), per lane the last call that a member of the new view has
-            completed. Slots that write no more need none (see `outcome.cut_of`).
+    cuts    where slots are removed, per lane the last call that a member of the new view has completed. It counts for
+            slots that may still live (STALLED), and for those of whose host nobody is left in the lane; others that
+            write no more need none (see `outcome.cut_of`).
     starts  per lane 1 + the last call that a member of the new view had issued, or that a want speaks of which is met.
             Those who join take part from there, and a call before it that cannot complete fails in mode "raise". Where
             all who stay have promised, and all who told of the lane have begun one and the same call that can do
@@ -58,7 +59,7 @@ def compose(
     told = _told((*current.parts, *parts), staying, lanes)
     has_all = staying.keys() <= lanes.keys()
     asked = [LaneState(want.lane, 0, want.seq) for want in wants if want.lane in met]
-    stalled = any(removal.cause == STALLED for removal in removed) or any(p.since == -current.epoch - 1 for p in parts)
+    has_losses = bool(removed) or any(part.since == -current.epoch - 1 for part in parts)
     for joiner in joiners:
         if joiner.slot not in staying:
             staying[joiner.slot] = joiner.as_incarnation(current.epoch + 1)
@@ -66,7 +67,7 @@ def compose(
         current.epoch + 1,
         tuple(staying[slot] for slot in sorted(staying)),
         tuple(sorted(removed)),
-        _cuts(told) if stalled else (),
+        _cuts(told) if has_losses else (),
         _starts([*told, *asked], has_all),
         parts,
         met,

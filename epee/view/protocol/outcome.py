@@ -24,18 +24,25 @@ A slot that is put out of the lane, and stays in the job, is like one that was v
 one that joins (`decision.parts_of`). So a member is, for a lane, its slot and the epoch since which it takes part. A
 lane of which no member is left is over: nobody knows any more how far it was.
 
+In a lane over several hosts a rank's memory is there for those of its own host; others have what was told them. A dead
+slot is *witnessed* if a member that was there before and stays runs on its host: that one tells the other host all that
+there is, so it is as above. Where its whole host is lost, what the others have of it may differ, so it counts up to the
+cut, like one that was voted out. So does each dead slot of a lane over three hosts and more: its witness may be lost,
+too, when it has told one of the others and not yet another. A slot that has left in order has told all before.
+
 All of this is a function of decisions and of words that no longer change. Whoever asks later, because it was slow or
 has not issued the call yet, finds the same: survivors agree without another message. Calls are asked about in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
 from .decision import parts_of
-from .messages import FOREVER, PUT_OUT, STALLED, Decision, Removal, Start
+from .messages import FOREVER, LEFT, PUT_OUT, STALLED, Decision, Removal, Start
 
+MAX_WITNESSED_HOSTS = 2  # of a lane in which what the dead have left counts
 Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a slot all there?
 
 
@@ -70,10 +77,18 @@ class EpochChange:
     """
 
     def __init__(
-        self, decision: Decision, lane: int, removed: tuple[Removal, ...], starts: list[int], past: int
+        self,
+        decision: Decision,
+        lane: int,
+        removed: tuple[Removal, ...],
+        starts: list[int],
+        past: int,
+        unwitnessed: Container[int] = (),
     ) -> None:
         self.epoch = decision.epoch
-        self.removed = tuple((r.slot, r.incarnation, cut_of(decision, lane, r)) for r in removed)
+        self.removed = tuple(
+            (r.slot, r.incarnation, cut_of(decision, lane, r, r.slot not in unwitnessed)) for r in removed
+        )
         self.limit = issued_before(decision, lane)
         self.cap = self.limit
         newest = max(starts, default=1)
@@ -81,6 +96,10 @@ class EpochChange:
         self.hit: int | None = None
         start = start_of(decision, lane)
         self.among = start.seq - 1 if start is not None and start.among else 0
+
+    def limit_to(self, slot: int, cut: int) -> None:
+        """Let a removed slot count up to a cut at most: nobody has learned all that it had done."""
+        self.removed = tuple((who, since, min(old, cut) if who == slot else old) for who, since, old in self.removed)
 
     def fails(self, seq: int) -> bool:
         """Return whether call `seq`, which this turn hits, fails in mode "raise"."""
@@ -104,12 +123,20 @@ class Course:
         raises: mode "raise"; else "mask".
         slots: the slots that belong to the lane, which may become more; None for all.
         joined: this process came in with `view`.
+        hosts: slot -> its host, in a lane over several.
     """
 
     def __init__(
-        self, lane: int, view: Decision, raises: bool, slots: Container[int] | None = None, joined: bool = False
+        self,
+        lane: int,
+        view: Decision,
+        raises: bool,
+        slots: Container[int] | None = None,
+        joined: bool = False,
+        hosts: Mapping[int, object] | None = None,
     ) -> None:
         self.lane = lane
+        self._hosts = hosts or {}
         self.raises = raises
         self.slots = slots
         self.base = view.epoch
@@ -160,7 +187,9 @@ class Course:
         gone = [(slot, since) for slot, (since, _) in sorted(before.items()) if after.get(slot, (0, 0))[0] != since]
         removed = tuple(Removal(slot, since, loss_of(decision, slot)) for slot, since in gone)
         joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
-        turn = EpochChange(decision, self.lane, removed, [start for _, start in after.values()], self._last)
+        stay = {slot for slot in after if before.get(slot, (0, 0))[0] == after[slot][0]}
+        alone = [removal.slot for removal in removed if not self._is_witnessed(removal.slot, stay)]
+        turn = EpochChange(decision, self.lane, removed, [start for _, start in after.values()], self._last, alone)
         if joins:
             turn.cap = turn.limit or 0  # everybody was asked: where nobody told of the lane, nobody had issued anything
             for earlier in self.turns:
@@ -168,6 +197,15 @@ class Course:
                     earlier.cap = turn.cap - 1  # see `claimed`: nobody had issued this call
         self._members[decision.epoch] = after
         return turn
+
+    def _is_witnessed(self, slot: int, stay: Container[int]) -> bool:
+        """Return whether one of those who stay runs on a slot's host, and so has what the slot has left."""
+        if not self._hosts:
+            return True
+        host = self._hosts.get(slot)
+        if len(set(self._hosts.values())) > MAX_WITNESSED_HOSTS:
+            return False
+        return any(where == host and other in stay for other, where in self._hosts.items())
 
     def _gone_at(self, view: Decision) -> tuple[Removal, ...]:
         """Return who left the lane by `view`, as a process sees it that knows no earlier one."""
@@ -290,9 +328,9 @@ class Course:
         return turn.hit < seq or turn.hit == seq != turn.among
 
 
-def cut_of(decision: Decision, lane: int, removal: Removal) -> int:
+def cut_of(decision: Decision, lane: int, removal: Removal, is_witnessed: bool = True) -> int:
     """Return the last seq to which the contribution of a removed slot counts; `FOREVER`: what it has left whole."""
-    if removal.cause not in (STALLED, PUT_OUT):
+    if removal.cause == LEFT or (removal.cause not in (STALLED, PUT_OUT) and is_witnessed):
         return FOREVER
     for cut in decision.cuts:
         if cut.lane == lane:

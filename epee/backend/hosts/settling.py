@@ -1,0 +1,141 @@
+"""What a change of the view still waits for on one host, as one of its ranks sees it: mirrors to be had, and whole.
+
+The keepers of the host's mirrors say in their outboxes which mirrors they have made anew and what they have been told
+(`ways.py`). Here a rank takes that over, under its engine's lock, whenever it drives a call while the lane changes:
+
+    moves      a source has another keeper in the newest view. As soon as that one has a whole mirror this rank reads
+               it, in the calls that are open, too; until then it reads the old one, which stands still.
+    unsettled  a lost source of another host. Until its keeper has told that all of it is there, no call of the group is
+               judged or completed here: ranks of other hosts may have found more of it, or less.
+
+Nothing here is shared with other processes; a view that comes meanwhile only changes who is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from ...errors import AuthError, ProtocolError, ResourceError
+from ...link.roles import Roles
+from ...memory.host import BLOB_BYTES, HostRegion
+from ...view.process.detector import is_leaving
+from ..outbox import (
+    MIRROR_BLOB,
+    MIRROR_CUT,
+    MIRROR_MADE,
+    MIRROR_SETTLED,
+    Outboxes,
+    OutboxOwner,
+    open_outbox,
+)
+
+logger = logging.getLogger("epee")
+
+
+class Settling:
+    """The mirrors of one rank's host, as far as a change of the view concerns them.
+
+    Args:
+        box: the outboxes of all ranks.
+        roles: of the view in which the group begins.
+        owners: per rank what mirrors of it say.
+        boxes: returns all outboxes with which calls run, or may.
+
+    Attributes:
+        roles: of the newest view that was taken over.
+        unsettled: lost rank -> the view that has to be settled.
+    """
+
+    def __init__(
+        self, box: Outboxes, roles: Roles, owners: list[OutboxOwner], boxes: Callable[[], Iterable[Outboxes]]
+    ) -> None:
+        self.roles = roles
+        self.unsettled: dict[int, int] = {}
+        self._box, self._owners, self._boxes = box, owners, boxes
+        self._moves: dict[int, int] = {}  # source -> the view since which it has another keeper
+
+    def change(self, epoch: int, present: Iterable[int]) -> None:
+        """Take over a view; may be run again."""
+        before, after = self.roles, Roles(self.roles.topology, frozenset(present))
+        for source in after.topology.elsewhere:
+            if source in before.present and source not in after.present:
+                self.unsettled[source] = epoch
+            is_needed = source in after.present or source in self.unsettled
+            if is_needed and after.keeper(source) != before.keeper(source):
+                self._moves[source] = epoch
+        self.roles = after
+        self._box.exports.looks.gone = frozenset(range(len(after.topology.host_of))) - after.present
+
+    @property
+    def is_over(self) -> bool:
+        """True when nothing is waited for."""
+        return not self._moves and not self.unsettled
+
+    def awaited(self) -> list[int]:
+        """Return the living ranks on whose word this one waits: keepers, and whoever tells them."""
+        keepers = {self.roles.keeper(source) for source in self.unsettled}
+        tellers = {self.roles.teller(source) for source in self.unsettled}
+        return sorted(rank for rank in keepers | tellers if rank is not None and rank != self.roles.topology.rank)
+
+    def look(self) -> list[tuple[int, int]]:
+        """Take over what keepers have told; return who is settled now, and the view whose cut counts for it (0: none).
+
+        Raises:
+            ResourceError: a new mirror cannot be mapped; to be tried again.
+        """
+        for source, epoch in list(self._moves.items()):
+            if self._move(source, epoch):
+                del self._moves[source]
+        settled = []
+        for source, epoch in list(self.unsettled.items()):
+            words, row = self._row(source)
+            if words[row + MIRROR_SETTLED] < epoch:
+                continue
+            if words[row + MIRROR_MADE] and source in self._moves:
+                continue  # all of it is there, but this rank does not read it yet
+            self._moves.pop(source, None)  # nobody has a better mirror than this rank
+            del self.unsettled[source]
+            settled.append((source, words[row + MIRROR_CUT]))
+        return settled
+
+    def _row(self, source: int) -> tuple[memoryview, int]:
+        keeper = self.roles.keeper(source)
+        assert keeper is not None, "this rank is in the view"
+        return self._box.words[keeper], self._box.mirror_base[source]
+
+    def _move(self, source: int, epoch: int) -> bool:
+        """Read a source in its new keeper's mirror, if there is one."""
+        words, row = self._row(source)
+        if words[row + MIRROR_MADE] < epoch:
+            return False
+        first = row + MIRROR_BLOB
+        blob = bytes(words[first : first + BLOB_BYTES // 8])
+        try:
+            region = open_outbox(blob, self._owners[source])
+        except (AuthError, ProtocolError) as exc:
+            logger.info("rank %s's mirror of rank %d is not to be had: %s", self.roles.keeper(source), source, exc)
+            return False  # its keeper is dying: the next view has another
+        except ResourceError:
+            if self._is_leaving(source):
+                return False
+            raise
+        self._use(source, region)
+        return True
+
+    def _is_leaving(self, source: int) -> bool:
+        """Return whether the keeper of a source is on its way out: its death will be noticed."""
+        region = self._box.regions[self.roles.keeper(source) or 0]
+        return is_leaving(region.owner_pid, region.owner_start_time)
+
+    def _use(self, source: int, region: HostRegion) -> None:
+        """Read a source in this memory from now on, in all outboxes in which it was read in the old one."""
+        old = self._box.regions[source]
+        words = region.words(0, len(self._box.own))
+        for box in {id(box): box for box in (*self._boxes(), self._box)}.values():
+            for position, rank in enumerate(box.members):
+                if rank == source and box.regions[position] is old:
+                    box.regions[position], box.words[position] = region, words
+                    box.address[position] = region.address
+                    box.peer_words = [box.words[peer] for peer in box.peers]
+                    box.forget_views()

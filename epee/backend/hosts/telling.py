@@ -1,0 +1,125 @@
+"""All that there is of a rank's outbox, as writes for a mirror of it: the answer to a FETCH.
+
+It is told of one's own outbox (to a new gateway, after a connection was reset) and of a lost rank's of this host, which
+its heir maps. While it is read, the rank itself may go on writing (its own), or nobody writes (a dead one's). So words
+that announce something are loaded before what they announce and told behind it: first the headers of all cells and
+lanes, then what they announce; sent the other way round. What the reading host is through with is left out: calls up to
+the last that all its ranks have consumed, message slots that they have freed. It may be written anew meanwhile.
+
+Staged payloads are told from the first that is still needed up to the end of the staging area, as far as there are
+pages: the words of a cell do not say how long a block is. Bytes of pages are handed out as they lie there, not copied:
+what is written anew before the network has taken it is read by nobody.
+
+Who calls: the thread of the links.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ...link.frames import NO_WORD
+from ...memory.host import HEADER_BYTES, HostRegion
+from ...memory.signals import SEQ_BITS
+from ..outbox import (
+    CELL_WORDS,
+    GAVE_UP,
+    LANE_SLOT_BYTES,
+    LANE_SLOT_WORDS,
+    LIFE,
+    NUM_CELLS,
+    NUM_LANE_SLOTS,
+    OFFSET,
+    SLOT_BYTES,
+    SLOT_MESSAGE,
+    SOURCE_WORDS,
+    TAG,
+    TAKEN_BACK,
+    Outboxes,
+    consumed_of,
+    unsealed,
+)
+
+Write = Callable[[int, Any, int, int, int], object]  # (offset, data, word, value, note), as `Links.write`
+_SEQ = (1 << SEQ_BITS) - 1
+_HEADER_WORDS = 8
+
+
+class _Slot(NamedTuple):
+    """A fragment of a message that is not freed: the number of its first word, its words, and where its bytes are."""
+
+    at: int
+    words: list[int]
+    start: int
+    nbytes: int
+
+
+def tell_all(write: Write, box: Outboxes, source: int, region: HostRegion, readers: Sequence[int]) -> None:
+    """Tell all of `source`'s outbox, mapped as `region`, that ranks of one host may need.
+
+    Args:
+        box: outboxes of all ranks, for the layout and for how far the readers are.
+        readers: the ranks of that host.
+    """
+    words = region.words(0, len(box.own))
+    data = memoryview(region.mapping)[HEADER_BYTES:]
+    try:
+        consumed = consumed_of(words)
+        least = min(consumed_of(box.words[reader]) for reader in readers)
+        cells = list(_cells(words, box.first_cell, least))
+        slots = [slot for reader in readers for slot in _slots(words, box, source, reader)]
+        small = [bytes(data[8 * (cell + _HEADER_WORDS) : 8 * (cell + CELL_WORDS)]) for cell, _ in cells]
+        starts = [unsealed(header[OFFSET]) for _, header in cells]
+        end = box.ring.start + box.ring.nbytes
+        low = min((start for start in starts if box.ring.start <= start < end), default=end)
+        for start, nbytes in region.written(low, end - low) if low < end else ():
+            write(start, data[start : start + nbytes], NO_WORD, 0, 0)
+        for (cell, header), payload in zip(cells, small, strict=True):
+            write(8 * (cell + _HEADER_WORDS), payload, NO_WORD, 0, 0)
+            write(8 * (cell + 1), _packed(header[1:]), cell, header[TAG], 0)
+        for reader in readers:
+            _tell_marks(write, words, box.lane_base[reader])
+            first = box.verdict_base[reader]
+            write(8 * first, bytes(data[8 * first : 8 * (first + SOURCE_WORDS)]), NO_WORD, 0, 0)
+        for slot in slots:
+            write(slot.start, data[slot.start : slot.start + slot.nbytes], NO_WORD, 0, 0)
+            first = slot.at + SLOT_MESSAGE
+            write(8 * first, _packed(slot.words[SLOT_MESSAGE:TAKEN_BACK]), slot.at, slot.words[0], 0)
+        write(0, b"", LIFE, words[LIFE], consumed)
+    finally:
+        words.release()
+
+
+def _packed(words: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(words)}Q", *words)
+
+
+def _cells(words: memoryview, first: int, least: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the cells of calls above `least`: index of the first word, and the header."""
+    for cell in range(first, first + NUM_CELLS * CELL_WORDS, CELL_WORDS):
+        header = words[cell : cell + _HEADER_WORDS].tolist()
+        tag, mark = header[TAG], header[GAVE_UP]
+        if tag & _SEQ > least or (not tag and mark):
+            yield cell, header
+
+
+def _slots(words: memoryview, box: Outboxes, source: int, reader: int) -> Iterator[_Slot]:
+    """Yield the fragments for `reader` that it has not freed, as far as is known, in order."""
+    number = box.words[reader][box.verdict_base[source]] + 1
+    while True:
+        slot = (number - 1) % NUM_LANE_SLOTS
+        index = box.lane_base[reader] + slot * LANE_SLOT_WORDS
+        header = words[index : index + LANE_SLOT_WORDS].tolist()
+        used = max(1, -(-header[SLOT_BYTES] // LANE_SLOT_BYTES))
+        if header[0] != box.epoch_bits | number or used > NUM_LANE_SLOTS - slot:
+            return
+        yield _Slot(index, header, box.lane_data[reader] + slot * LANE_SLOT_BYTES, header[SLOT_BYTES])
+        number += used
+
+
+def _tell_marks(write: Write, words: memoryview, lane: int) -> None:
+    """Tell which messages of a lane were taken back."""
+    for index in range(lane + TAKEN_BACK, lane + NUM_LANE_SLOTS * LANE_SLOT_WORDS, LANE_SLOT_WORDS):
+        if words[index]:
+            write(0, b"", index, words[index], 0)

@@ -1,0 +1,395 @@
+"""The ways between one rank and the other hosts of its group, view by view: which links, mirrors, answers there are.
+
+The thread of the links plays this rank's roles (`link/roles.py`), whatever the program does meanwhile: others wait for
+it. News come from the agent thread (`decided`); what comes over links is noted by whoever pumps (`fetched`, `opened`,
+`ended`), and the thread does the rest in its next round (`serve`):
+
+    a view     links of the lost end: nothing that they have sent counts from here on (of one that has left in order
+               nothing is missing, its link ends by itself). Sources whose gateway this rank is now get mirrors here.
+    links      whoever is needed is called until it is there, by the lower rank of the two; one that is there again is
+               a new link, whatever there was before.
+    questions  FETCH(source, epoch) goes to the teller of each mirror that this rank keeps, where it is not told
+               already: of a living source when its link is new, of a lost one when the view has come.
+    answers    FETCH of this rank's own outbox: all of it, then END, then `Exports` tells that gateway what follows. Of
+               a lost rank of this host: all, and END. A question of a view that is not known here yet waits for it.
+
+What the ranks of this host must know of a mirror stands in the keeper's own outbox, which they map (field "mirrors"):
+there is one (MADE), its blob, and up to which view it says all that counts (SETTLED). MADE is stored when the first
+answer is complete, SETTLED with the END of a lost source; each behind what it speaks of. A keeper without a whole
+mirror of a source that nobody can tell of any more stores SETTLED alone: what the others have mapped stands still.
+
+Who writes: the thread of the links and, holding the lock of the links, whoever applies an END. A crash between two
+steps is the death of a keeper or teller: the next view has another, who begins with the question. A connection that is
+reset between two hosts while both live is made again, and all is asked for again; what is told twice changes nothing.
+
+A group without a view calls nobody again: a lost link is a lost rank (`watch.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...errors import EpeeError
+from ...link.frames import BEGIN, END, FETCH, FrameOpener, FrameSealer
+from ...link.meeting import Connected, Meeting
+from ...link.poller import Links
+from ...link.roles import Roles
+from ...link.tcp import TcpLink, set_up
+from ...link.topology import Topology
+from ...memory.host import HostRegion
+from ...memory.signals import fence
+from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
+from ..outbox import (
+    FINAL,
+    MIRROR_BLOB,
+    MIRROR_CUT,
+    MIRROR_MADE,
+    MIRROR_SETTLED,
+    Outboxes,
+    OutboxOwner,
+    has_left,
+)
+from .exports import Exports
+from .mirror import Ear, Mirror
+from .telling import tell_all
+
+logger = logging.getLogger("epee")
+
+_RETRY_S = 0.2  # after a shortage
+
+
+class Turn(NamedTuple):
+    """A view as it concerns one lane.
+
+    Attributes:
+        epoch: that it began.
+        present: the ranks that take part.
+        left: those of the ones that it removed which had left in order.
+    """
+
+    epoch: int
+    present: frozenset[int]
+    left: frozenset[int] = frozenset()
+
+
+class _Question(NamedTuple):
+    """What a mirror waits for: who is asked, about which epoch, and on which link (None: there is none yet)."""
+
+    teller: int
+    epoch: int
+    ear: Ear | None
+
+
+class Ways:
+    """The links, mirrors and answers of one rank.
+
+    Args:
+        topology: who is where.
+        box: the outboxes of all ranks; this rank's own, and those of its host, are mapped.
+        links: without a link so far.
+        meeting: makes connections; None in a group without a view, where none are made any more.
+        owners: per rank what its outbox, and mirrors of it, say.
+        covers_payloads: EPEE_LINK_MAC.
+
+    Attributes:
+        box, owners: see above.
+        exports: tells the others.
+        mirrors: that this rank keeps, by source.
+        epoch: of the newest view whose roles are played.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        box: Outboxes,
+        links: Links,
+        meeting: Meeting | None,
+        owners: list[OutboxOwner],
+        covers_payloads: bool,
+    ) -> None:
+        self.topology = topology
+        self.mirrors: dict[int, Mirror] = {}
+        self.epoch = 1
+        self.box, self.owners = box, owners
+        self._links, self._meeting = links, meeting
+        self._covers_payloads = covers_payloads
+        self._roles = Roles(topology, range(len(topology.host_of)))
+        self._ears: dict[int, Ear] = {}
+        self._questions: dict[int, _Question] = {}  # by source
+        self._fetches: list[tuple[int, int, int]] = []  # (peer, source, epoch) that wait for an answer
+        self._news: deque[Turn] = deque()
+        self._alone: set[int] = set()  # who was lost with all of its host: the cut of that view says what counts
+        self._own = box.own
+        self._retry_at = 0.0
+        self.exports = exports = Exports(topology, box, links, self._ears)
+        exports.on_close, exports.kept_words = self._close, lambda: [one.words for one in self.mirrors.values()]
+
+    def start(self, met: Mapping[int, Connected], mirrors: Mapping[int, HostRegion]) -> None:
+        """Begin with these connections and mirrors; the thread of the links runs from here on.
+
+        Raises:
+            ResourceError: the system has no thread left.
+        """
+        for source, region in mirrors.items():
+            self.mirrors[source] = Mirror(source, region, self.box)
+            self._questions[source] = _Question(source, self.epoch, None)
+        for peer, connected in met.items():
+            self._take(peer, connected)
+        self._links.attend(self._meeting, self.serve)
+        self._links.start(self._lost, self.exports.tell_progress)
+
+    def begin(self, epoch: int) -> None:
+        """Take the epoch in which the group begins, with all ranks."""
+        self.epoch = epoch
+
+    def decided(self, turn: Turn) -> None:
+        """Hear of a view, from the agent thread, in order."""
+        self._news.append(turn)
+        self._links.ring()
+
+    @property
+    def is_told(self) -> bool:
+        """True when all other hosts are told what this rank stores."""
+        return self._roles.gateways().keys() <= self.exports.routes.keys()
+
+    # ---- what comes over links; the lock of the links is held
+
+    def fetched(self, peer: int, source: int, epoch: int) -> None:
+        """As `Keeper.fetched`."""
+        if len(self._fetches) < 4 * len(self.topology.host_of) and 0 <= source < len(self.topology.host_of):
+            self._fetches.append((peer, source, epoch))
+            self._links.ring()
+
+    def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
+        """As `Keeper.opened`."""
+        question = self._questions.get(source)
+        is_wanted = question is not None and question.ear is ear and question.epoch == epoch
+        return self.mirrors.get(source) if is_wanted else None
+
+    def ended(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
+        """As `Keeper.ended`."""
+        own = self.mirrors.get(ear.peer) if self._is_fed_by(ear) else None
+        if epoch == FINAL and source == ear.peer:
+            if own is not None and has_left(own.words):
+                self._settle(source, FINAL)
+            return None
+        if self.opened(ear, source, epoch) is not None:
+            self._complete(self.mirrors[source])
+            if source != ear.peer:
+                self._settle(source, epoch)
+        return own
+
+    def _is_fed_by(self, ear: Ear) -> bool:
+        question = self._questions.get(ear.peer)
+        return question is not None and question.ear is ear
+
+    def _complete(self, mirror: Mirror) -> None:
+        """Tell the ranks of this host where the mirror of a source is."""
+        if mirror.is_whole:
+            return
+        mirror.is_whole = True
+        base, blob = self.box.mirror_base[mirror.source], mirror.region.blob
+        first = base + MIRROR_BLOB
+        self._own[first : first + len(blob) // 8] = memoryview(blob).cast("Q")
+        fence()
+        self._own[base + MIRROR_MADE] = self.epoch
+
+    def _settle(self, source: int, epoch: int) -> None:
+        """Tell the ranks of this host that the mirror of a source has all that counts of it in a view."""
+        fence()
+        index = self.box.mirror_base[source] + MIRROR_SETTLED
+        if self._own[index] < epoch:
+            self._own[index] = epoch
+
+    def _lost(self, peer: int) -> None:
+        """Hear that the link to a peer has ended."""
+        self._unlink(peer)
+        if self._meeting is None:
+            self.exports.lost.add(peer)
+            self._ears[peer].lose(self.mirrors.get(peer))
+        self._links.ring()
+
+    def _unlink(self, peer: int) -> None:
+        self.exports.unroute(peer)
+        ear = self._ears.get(peer)
+        self._fetches = [fetch for fetch in self._fetches if fetch[0] != peer]
+        for source, question in self._questions.items():
+            if question.ear is ear:
+                self._questions[source] = question._replace(ear=None)
+
+    # ---- the thread of the links
+
+    def serve(self) -> bool:
+        """Do what there is to do; True: come again soon."""
+        if time.monotonic() < self._retry_at:
+            return True
+        try:
+            while self._news:
+                self._take_over(self._news[0])
+                self._news.popleft()
+            self._meet()
+            self._mourn()
+            self._ask()
+            if self._fetches:
+                self._answer()
+        except (EpeeError, OSError) as exc:
+            logger.warning("rank %d cannot do its part between hosts now, and tries again: %s", self.topology.rank, exc)
+            self._retry_at = time.monotonic() + _RETRY_S
+            return True
+        return self._meeting is not None and self._meeting.is_busy
+
+    def _take_over(self, turn: Turn) -> None:
+        """Play the roles of a view from now on; may be run again where it was broken off."""
+        before, roles = self._roles, Roles(self.topology, turn.present)
+        lost = before.present - roles.present
+        with self._links.lock:
+            for rank in lost:
+                if self._meeting is not None:
+                    self._meeting.forget(rank)
+                if rank not in turn.left:
+                    self._unlink(rank)
+                    self._links.drop(rank)
+        self._alone.update(rank for rank in lost if not roles.is_witnessed(rank))
+        for source in self.topology.elsewhere:
+            if not roles.is_kept_here(source):
+                continue
+            if source in roles.present and source not in self.mirrors:
+                self._make(source, _Question(source, turn.epoch, None))
+            is_silent = source not in roles.present and (source not in turn.left or not self._says_goodbye(source))
+            is_mine = source in lost or source in self._questions or not before.is_kept_here(source)
+            if is_silent and is_mine:  # it is lost now, or its teller or keeper is another now
+                self._inherit(source, turn.epoch, roles, source in lost)
+        with self._links.lock:
+            self._roles, self.epoch = roles, turn.epoch
+
+    def _make(self, source: int, question: _Question) -> None:
+        region = HostRegion.create(self.box.regions[source].nbytes, f"mirror{source}", only_owner_writes=True)
+        self.owners[source].sign(region)
+        with self._links.lock:
+            self.mirrors[source] = Mirror(source, region, self.box)
+            self._questions[source] = question
+
+    def _says_goodbye(self, source: int) -> bool:
+        """Return whether a rank that has left tells on its link, or has told, that nothing more comes."""
+        question = self._questions.get(source)
+        return question is not None and question.teller == source and question.ear is not None
+
+    def _inherit(self, source: int, epoch: int, roles: Roles, is_new: bool) -> None:
+        """See to it that the mirror of a lost source comes to say all that counts; `is_new`: it is lost in `epoch`."""
+        row, question = self.box.mirror_base[source], self._questions.get(source)
+        teller = roles.teller(source)
+        settled = self._own[row + MIRROR_SETTLED]
+        if settled and (settled == FINAL or not is_new):
+            return
+        if question is not None and question.teller == teller and not is_new:
+            return
+        if teller is None:
+            with self._links.lock:
+                self._questions.pop(source, None)
+                if self._was_settled(source):
+                    self._settle(source, epoch)
+                    return
+                # what counts is said by the view that lost it, else by this one: nobody here has been told all
+                is_cut = source in self._alone or self.topology.num_hosts > MAX_WITNESSED_HOSTS
+                self._own[row + MIRROR_CUT] = 0 if is_cut else epoch
+                self._settle(source, epoch)
+            return
+        question = _Question(teller, epoch, None)
+        if source in self.mirrors:
+            with self._links.lock:
+                self._questions[source] = question
+        else:
+            self._make(source, question)
+
+    def _was_settled(self, source: int) -> bool:
+        """Return whether the keeper of before had all of a source in the mirror that the ranks here have from birth."""
+        before = self._roles.keeper(source)
+        row = self.box.mirror_base[source]
+        if before is None:
+            return False
+        words = self.box.words[before]
+        return bool(words[row + MIRROR_SETTLED]) and words[row + MIRROR_MADE] == 1 and not words[row + MIRROR_CUT]
+
+    def _mourn(self) -> None:
+        """Have an heir tell of those that have left in order, where their links have ended before their goodbye."""
+        for source, question in list(self._questions.items()):
+            if question.teller == source and question.ear is None and source not in self._roles.present:
+                self._inherit(source, self.epoch, self._roles, True)
+
+    def _meet(self) -> None:
+        """Have links with all who are needed."""
+        if self._meeting is None:
+            return
+        if self.topology.rank in self._roles.present:
+            tellers = {question.teller for question in self._questions.values() if question.ear is None}
+            for peer in {*self._roles.partners(), *tellers}:
+                if peer in self._roles.present and not self._links.has(peer):
+                    self._meeting.want(peer)
+        self._meeting.step()
+        for peer, connected in self._meeting.take().items():
+            self._take(peer, connected)
+
+    def _take(self, peer: int, connected: Connected) -> None:
+        """Use a connection with a peer, in the place of the one that there was."""
+        set_up(connected.connection)
+        sealer = FrameSealer(connected.out_key, self._covers_payloads)
+        opener = FrameOpener(connected.in_key, self._covers_payloads)
+        with self._links.lock:
+            if peer in self._ears:
+                self._unlink(peer)
+            ear = Ear(peer, self.box, self.topology.here, self._links, self)
+            self._ears[peer] = ear
+            self._links.add(TcpLink(peer, connected.connection, sealer, opener, ear))
+
+    def _ask(self) -> None:
+        """Ask whoever tells, where nobody has been asked yet and there is a link."""
+        for source, question in list(self._questions.items()):
+            if question.ear is not None or not self._links.has(question.teller):
+                continue
+            with self._links.lock:
+                if self._questions.get(source) is question:
+                    self._questions[source] = question._replace(ear=self._ears[question.teller])
+                    self._links.say(question.teller, FETCH, source, question.epoch)
+
+    def _answer(self) -> None:
+        with self._links.lock:
+            fetches, self._fetches = self._fetches, []
+            self._fetches += [fetch for fetch in fetches if fetch[2] > self.epoch]
+            for peer, source, epoch in fetches:
+                if epoch <= self.epoch and peer in self._roles.present and self._tells(source, peer):
+                    self._tell(peer, source, epoch)
+
+    def _tells(self, source: int, peer: int) -> bool:
+        """Return whether this rank tells a peer of `source`, by the newest view."""
+        host, roles = self.topology.host_of[peer], self._roles
+        if host == self.topology.host or not self.topology.is_here(source):
+            return False
+        return roles.teller(source) == self.topology.rank and roles.gateway(source, host) == peer
+
+    def _tell(self, peer: int, source: int, epoch: int) -> None:
+        """Answer a question. The lock of the links is held, so the answer is not mixed with anything."""
+        host = self.topology.host_of[peer]
+        readers = self._roles.living(host)
+
+        def write(offset: int, data: object, word: int, value: int, note: int) -> None:
+            """Write to the peer."""
+            self._links.write(peer, offset, data, word, value, note)
+
+        if source == self.topology.rank:
+            self.exports.route(host, peer)  # first: what is stored from here on is told behind the answer
+        self._links.say(peer, BEGIN, source, epoch)
+        tell_all(write, self.box, source, self.box.regions[source], readers)
+        self._links.say(peer, END, source, epoch)
+        if source == self.topology.rank and has_left(self._own):
+            self._links.say(peer, END, source, FINAL)
+
+    def _close(self) -> None:
+        for mirror in self.mirrors.values():
+            mirror.close()
+            mirror.region.close()
+        self.mirrors.clear()
+        self._ears.clear()

@@ -1,0 +1,172 @@
+"""All that there is of an outbox: a mirror that was blank, or behind, says afterwards what its readers may need."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from epee.backend.hosts.mirror import Mirror
+from epee.backend.hosts.telling import tell_all
+from epee.backend.outbox import (
+    CELL_WORDS,
+    CONSUMED,
+    CONSUMED_TOO,
+    FILLED,
+    GAVE_UP,
+    LANE_SLOT_BYTES,
+    LANE_SLOT_WORDS,
+    LIFE,
+    LIFE_READY,
+    NUM_CELLS,
+    OFFSET,
+    SLOT_BYTES,
+    TAKEN_BACK,
+    Outboxes,
+    outbox_layout,
+    seal,
+)
+from epee.link.frames import NO_WORD
+from epee.memory.host import HEADER_BYTES, HostRegion
+
+STAGING_BYTES = 1 << 16
+SOURCE, READER = 0, 1
+
+
+@pytest.fixture
+def box() -> Iterator[Outboxes]:
+    """The source's memory, the memory of a reader, and a mirror of the source."""
+    nbytes = outbox_layout(2, STAGING_BYTES).nbytes
+    regions = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in ("outbox0", "outbox1")]
+    found = Outboxes(SOURCE, regions, STAGING_BYTES, 1, 2)
+    yield found
+    found.close()
+
+
+class Told:
+    """Applies writes to a mirror as an `Ear` does; looks at each tag that appears whether all before it is there."""
+
+    def __init__(self, box: Outboxes) -> None:
+        self.region = HostRegion.create(box.regions[0].nbytes, "mirror0", only_owner_writes=True)
+        self.mirror = Mirror(SOURCE, self.region, box)
+        self.num_bytes = 0
+        self._box = box
+
+    def write(self, offset: int, data: bytes, word: int, value: int, note: int) -> None:
+        place = self.mirror.checked(offset, len(data), word)
+        place[:] = data
+        self.num_bytes += len(data)
+        words = self.mirror.words
+        if note > words[CONSUMED]:
+            words[CONSUMED] = words[CONSUMED_TOO] = note
+        if word != NO_WORD:
+            words[word] = value
+            cell = word - self._box.first_cell
+            if 0 <= cell < NUM_CELLS * CELL_WORDS and not cell % CELL_WORDS and value:
+                self.check_cell(word)
+
+    def check_cell(self, cell: int) -> None:
+        assert self.mirror.words[cell : cell + CELL_WORDS] == self._box.own[cell : cell + CELL_WORDS]
+        start = (self._box.own[cell + OFFSET] & 0xFFFFFFFF) << 6
+        if start >= self._box.ring.start:
+            assert self._box.bytes_at(SOURCE, start, 4096) == bytes(self.mirror.bytes[start : start + 4096])
+
+    def close(self) -> None:
+        self.mirror.close()
+        self.region.close()
+
+
+def put_call(box: Outboxes, seq: int, dice: random.Random, staged: bool) -> int:
+    """Write a call's cell as `Operation.publish` does; return the index of its first word."""
+    own, cell = box.own, box.first_cell + seq % NUM_CELLS * CELL_WORDS
+    data = memoryview(box.regions[SOURCE].mapping)[HEADER_BYTES:]
+    start = box.ring.start + 4096 * (seq % 32) if staged else 8 * (cell + 8)
+    data[start : start + 4096 if staged else start + 1900] = dice.randbytes(4096 if staged else 1900)
+    own[cell + 1], own[cell + 2] = dice.getrandbits(50), dice.getrandbits(50)
+    own[cell + OFFSET] = seal(box.epoch_bits | seq, own[cell + 1], own[cell + 2], start)
+    own[cell + FILLED] = dice.getrandbits(40)
+    own[cell + GAVE_UP] = 0
+    own[cell] = box.epoch_bits | seq
+    return cell
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_mirror_says_afterwards_what_its_readers_need(box: Outboxes, seed: int) -> None:
+    dice = random.Random(seed)
+    first = dice.randrange(1, 1000)
+    cells = [
+        put_call(box, seq, dice, dice.random() < 0.5) for seq in range(first, first + dice.randrange(1, NUM_CELLS))
+    ]
+    withdrawn = cells[0]
+    box.own[withdrawn + GAVE_UP], box.own[withdrawn] = box.own[withdrawn], 0
+    box.own[CONSUMED] = box.own[CONSUMED_TOO] = first
+    box.words[READER][CONSUMED] = box.words[READER][CONSUMED_TOO] = first - 1
+    box.own[LIFE] = LIFE_READY
+    told = Told(box)
+    tell_all(told.write, box, SOURCE, box.regions[SOURCE], (READER,))
+    for cell in cells:
+        told.check_cell(cell)
+    assert told.mirror.words[LIFE] == LIFE_READY
+    assert told.mirror.words[CONSUMED] == told.mirror.words[CONSUMED_TOO] == first
+    told.close()
+
+
+def test_what_readers_are_through_with_is_not_told(box: Outboxes) -> None:
+    dice = random.Random(1)
+    cells = [put_call(box, seq, dice, seq % 2 == 0) for seq in range(1, 21)]
+    box.words[READER][CONSUMED] = box.words[READER][CONSUMED_TOO] = 20
+    told = Told(box)
+    tell_all(told.write, box, SOURCE, box.regions[SOURCE], (READER,))
+    assert all(told.mirror.words[cell] == 0 for cell in cells)
+    assert told.num_bytes < 10_000
+    told.close()
+
+
+def test_messages_that_are_not_freed_and_marks_of_those_taken_back_are_told(box: Outboxes) -> None:
+    own, dice = box.own, random.Random(2)
+    data = memoryview(box.regions[SOURCE].mapping)[HEADER_BYTES:]
+    number, sent = 1, []
+    for nbytes in (10, 3 * LANE_SLOT_BYTES, 0, 500):
+        slot = number - 1
+        index = box.lane_base[READER] + slot * LANE_SLOT_WORDS
+        start = box.lane_data[READER] + slot * LANE_SLOT_BYTES
+        data[start : start + nbytes] = dice.randbytes(nbytes)
+        own[index + SLOT_BYTES] = nbytes
+        own[index] = box.epoch_bits | number
+        sent.append((index, start, nbytes, number))
+        number += max(1, nbytes // LANE_SLOT_BYTES)
+    own[box.lane_base[READER] + TAKEN_BACK] = 4
+    box.words[READER][box.verdict_base[SOURCE]] = 1  # the first one is freed
+    told = Told(box)
+    tell_all(told.write, box, SOURCE, box.regions[SOURCE], (READER,))
+    words = told.mirror.words
+    assert words[sent[0][0]] == 0
+    for index, start, nbytes, tag in sent[1:]:
+        assert words[index] == box.epoch_bits | tag
+        assert words[index + SLOT_BYTES] == nbytes
+        assert bytes(told.mirror.bytes[start : start + nbytes]) == bytes(data[start : start + nbytes])
+    assert words[box.lane_base[READER] + TAKEN_BACK] == 4
+    told.close()
+
+
+def test_a_damaged_message_header_ends_what_is_told_of_its_lane(box: Outboxes) -> None:
+    index = box.lane_base[READER]
+    box.own[index + SLOT_BYTES] = 1 << 40
+    box.own[index] = box.epoch_bits | 1
+    told = Told(box)
+    tell_all(told.write, box, SOURCE, box.regions[SOURCE], (READER,))
+    assert told.mirror.words[index] == 0
+    told.close()
+
+
+def test_only_pages_that_were_written_are_told(box: Outboxes) -> None:
+    region, page = box.regions[SOURCE], 4096
+    data = memoryview(region.mapping)[HEADER_BYTES:]
+    start = box.ring.start
+    data[start + 10 * page] = 1
+    peer = HostRegion.attach(region.blob, is_writable=False)
+    for found in (region.written(start, 40 * page), peer.written(start, 40 * page)):
+        assert sum(nbytes for _, nbytes in found) <= 2 * page
+        assert any(first <= start + 10 * page < first + nbytes for first, nbytes in found)
+    peer.close()

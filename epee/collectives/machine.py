@@ -167,7 +167,7 @@ class Collectives:
         if not is_alone:  # others need room, too, and more of them may come
             num_sms = min(num_sms, max(1, self.platform.limits.num_sms // MOST_GROUPS))
         name, grid, block, sizes = self._shape(move, num_sms)
-        mode, width = plan.launch, -(-grid // plan.pipeline[1]) if "pipeline" in name else grid
+        mode, width = plan.launch, -(-grid // self._blocks_per_sm(num_sms)) if "pipeline" in name else grid
         if mode == "early":
             if is_alone or 2 * width <= num_sms:
                 width *= 2  # the next kernel's blocks take their places beside this one's
@@ -212,13 +212,23 @@ class Collectives:
         roles = _roles_of(move, config.rank)
         lanes = min(config.num_lanes, plan.lanes[has_gather and move.root < 0])
         num_roles = roles.bit_count()
-        grid = min(lanes, max(1, min(plan.width, num_sms) * plan.pipeline[1] // num_roles)) * num_roles
+        num_blocks = min(plan.width, num_sms) * self._blocks_per_sm(num_sms)
+        grid = min(lanes, max(1, num_blocks // num_roles)) * num_roles
         chunk = min(config.chunk_bytes, UNEVEN_CHUNK_BYTES)
         if size != UNEVEN:
             parts = lanes * (max(1, move.takers.bit_count()) if has_gather else 1) * plan.min_chunks
             chunk = min(config.chunk_bytes, plan.chunk_bytes, max(1024, -(-size // parts)))
         sizes = config.chunk_bytes, lanes, config.num_slots, -(-chunk // 128) * 8, int(has_gather), roles, 0
         return f"collective_pipeline_{kind}", grid, plan.pipeline[0], sizes
+
+    def _blocks_per_sm(self, num_sms: int) -> int:
+        """Return how many blocks of a pipeline count for a multiprocessor.
+
+        The hardware deals blocks out to all of them, one to each first. A kernel of others that wants another split of
+        L1 and shared memory does not start beside a block, so who is to leave room must leave multiprocessors empty
+        (measured on H100: with a block on each, an addition waited for the pipeline's end).
+        """
+        return self.plan.pipeline[1] if num_sms >= self.platform.limits.num_sms else 1
 
     def _packets(self, nbytes: int, max_threads: int, num_sms: int) -> tuple[int, int]:
         tiles = max(1, -(-nbytes // TILE_BYTES))

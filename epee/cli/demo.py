@@ -21,6 +21,7 @@ def demo(
         min=1,
         help="Stand for so many hosts: their ranks share no memory and talk over loopback addresses.",
     ),
+    kill_host: int | None = typer.Option(None, help="Kill all ranks of this host in the midst of the training."),
     stall: int | None = typer.Option(None, help="The same with SIGSTOP instead of SIGKILL."),
 ) -> None:
     """Train a small Mixture-of-Experts language model over local processes, its tokens travelling through epee.
@@ -29,7 +30,7 @@ def demo(
     the same step in one dense process. Exit code 1 when a rank or the proof fails.
 
     With --kill or --stall a rank is lost on purpose: the others go on with copies of its experts, and a new process
-    takes its place and its experts. The loss curve shows both moments.
+    takes its place and its experts. The loss curve shows both moments. Over several hosts nobody is replaced.
     """
     from ..demo.run import num_gpus, run
     from ..demo.settings import Settings
@@ -37,6 +38,10 @@ def demo(
 
     if kill is not None and stall is not None:
         raise InvalidArgument(f"--kill and --stall exclude each other, got {kill} and {stall}; lose one rank at a time")
+    if kill_host is not None and (kill is not None or stall is not None):
+        raise InvalidArgument(
+            f"--kill-host excludes --kill and --stall, got host {kill_host} and a rank; lose one of them"
+        )
     fault, victim = ("stall", stall) if stall is not None else ("kill", kill)
     num_ranks = ranks if ranks is not None else 4 if victim is not None or hosts > 1 else 2
     if ranks is None and device == "cuda":
@@ -50,6 +55,7 @@ def demo(
         out=out,
         victim=victim,
         fault=fault,
+        killed_host=kill_host,
     )
     for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does, so that the temporary folder goes too
         signal.signal(number, signal.default_int_handler)

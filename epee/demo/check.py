@@ -1,8 +1,8 @@
 """The demo's proof: one training step over epee equals the same step computed densely in one process.
 
-All ranks take the trained weights, draw one batch each and do one step over epee: forward, backward, sum of the shared
-gradients, AdamW. Rank 0 gets all experts' weights and all batches, and does the same step with dense layers, where no
-token travels. Loss, every gradient and every updated weight are compared.
+All members take the trained weights, draw one batch each and do one step over epee: forward, backward, sum of the
+shared gradients, AdamW. Rank 0 gets all experts' weights and all batches, and does the same step with dense layers,
+where no token travels. Loss, every gradient and every updated weight are compared.
 
 On CPUs both do it in float64. The two sum in different orders: in float32 that rounding is about 1e-6, enough to let a
 router change its mind about a token now and then, which is no error and would still look like one. In float64 it is
@@ -25,12 +25,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 from ..nn import DenseMoELayer
-from .model import Transformer
+from .model import Transformer, is_expert
 from .settings import Settings
 from .train import Batch, Trainer, backward, gather, make_buffer, make_optimizer, sum_gradients, whole
 
@@ -41,26 +40,29 @@ Step = dict[str, Tensor]  # what a step yields: "loss", "gradients of NAME", "we
 
 
 def compare_one_step(trainer: Trainer) -> dict[str, Any] | None:
-    """Do one step both ways and return how far they differ, on rank 0; None elsewhere. Collective of all ranks."""
+    """Do one step both ways and return how far they differ, on rank 0; None elsewhere. Collective of the members."""
     settings, members, batch = trainer.settings, trainer.members, trainer.next_batch()
+    num_ranks = len(members)
     dtype = torch.float64 if settings.device == "cpu" else torch.float32
-    with make_buffer(settings, dist.group.WORLD, dtype, trainer.device) as buffer:
+    with make_buffer(settings, trainer.group, dtype, trainer.device) as buffer:
         model = Transformer(settings, buffer).to(trainer.device, dtype)
         model.load_state_dict(trainer.model.state_dict())
-        start = whole(model.state_dict(), members)
-        ours = whole(_step(model, [batch]), members)
+        start = _filled(whole(model.state_dict(), members), settings.num_experts)
+        ours = _filled(whole(_step(model, [batch], num_ranks), members), settings.num_experts)
         chosen = [gather(layer.topk_idx, members) for layer in model.layers()]
     batches = list(zip(gather(batch[0], members), gather(batch[1], members), strict=True))
     if trainer.rank:
         return None
     if dtype == torch.float64:
-        return compare(ours, _step(_dense(settings, start, dtype), batches))
+        return compare(ours, _step(_dense(settings, start, dtype), batches, num_ranks))
     exact = _dense(settings, start, torch.float64)
     shortfalls: list[Tensor] = []
     for layer in exact.layers():
         layer.register_forward_pre_hook(lambda of, given: shortfalls.append(shortfall(of, given[0])))
-    rounded = _step(_dense(settings, start, dtype), batches, chosen, ours)
-    return compare_rounded(ours, rounded, _step(exact, batches, chosen, ours), torch.stack(shortfalls).max().item())
+    rounded = _step(_dense(settings, start, dtype), batches, num_ranks, chosen, ours)
+    return compare_rounded(
+        ours, rounded, _step(exact, batches, num_ranks, chosen, ours), torch.stack(shortfalls).max().item()
+    )
 
 
 def compare(ours: Step, dense: Step) -> dict[str, Any]:
@@ -105,18 +107,28 @@ def _dense(settings: Settings, start: dict[str, Tensor], dtype: torch.dtype) -> 
     return dense
 
 
+def _filled(state: Step, num_experts: int) -> Step:
+    """Leave out the places that no expert has, where some ranks are lost."""
+    return {name: value[:num_experts] if is_expert(name) else value for name, value in state.items()}
+
+
 def _step(
-    model: Transformer, batches: list[Batch], chosen: Sequence[Tensor] = (), gradients: Step | None = None
+    model: Transformer,
+    batches: list[Batch],
+    num_ranks: int,
+    chosen: Sequence[Tensor] = (),
+    gradients: Step | None = None,
 ) -> Step:
     """Do a step with these batches, and with those of the other ranks if a rank has but one of them.
 
     Args:
         model: whose weights are updated.
         batches: of this rank, or of all ranks in a dense process.
+        num_ranks: that do the step.
         chosen: for each layer of a dense process `[num_ranks, num_tokens, num_topk]`, the experts to take.
         gradients: a step whose gradients the optimiser is given instead of the model's own.
     """
-    num_ranks, total = model.settings.num_ranks, 0.0
+    total = 0.0
     for rank, batch in enumerate(batches):
         for layer, idx in zip(model.layers(), chosen, strict=False):
             cast(DenseMoELayer, layer).given_idx = idx[rank]

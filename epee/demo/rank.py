@@ -36,10 +36,10 @@ def run_rank(rank: int, send: Send, settings: Settings, folder: Path, joins: boo
         rank=rank,
         world_size=settings.num_ranks,
         timeout=timedelta(seconds=TIMEOUT_S),
-        pg_options=None if settings.victim is None else backend_options(settings, joins),
+        pg_options=None if not settings.victims else backend_options(settings, joins),
     )
     trainer = Trainer(rank, settings, (folder / "text").read_bytes(), send)
-    if settings.victim is None:
+    if not settings.victims:
         while trainer.progress < 1.0:
             trainer.step()
     elif not Survivor(trainer, folder / "state.npz", joins).train():

@@ -60,7 +60,7 @@ def _train(settings: Settings) -> Message:
         where = where or (f" on {min(num_gpus(), settings.num_ranks)} GPU(s)" if settings.device == "cuda" else "")
         echo(f"starting {settings.num_ranks} rank(s){where} to learn {num_bytes / 1e6:.1f} MB of Python's modules ...")
         for rank in range(settings.num_ranks):
-            ranks.start(rank, settings, Path(name), is_mortal=rank == settings.victim)
+            ranks.start(rank, settings, Path(name), is_mortal=rank in settings.victims)
         for message in ranks.messages():
             if message["kind"] == "result":
                 result = message
@@ -166,7 +166,7 @@ def _draw(settings: Settings, result: Message, path: Path) -> None:
     for event in result["events"]:
         if event["what"] in (settings.fault, "rejoined"):
             axes.axvline(event["seconds"], color="black", linewidth=1, linestyle="--")
-            text, top = f"rank {settings.victim}: {event['what']} ", axes.get_ylim()[1]
+            text, top = f"{settings.loss}: {event['what']} ", axes.get_ylim()[1]
             axes.text(event["seconds"], top, text, rotation=90, ha="right", va="top", fontsize=8)
     axes.set(title=f"Loss, nats per byte; validation {result['valid']:.2f}", xlabel="seconds of training")
     figure.savefig(path)

@@ -22,7 +22,9 @@ class Settings:
         device: "cpu", or "cuda" for a GPU per rank; ranks share GPUs if there are more of them.
         num_hosts: hosts that the ranks stand for, in a row: they share no memory and talk over loopback addresses.
         victim: rank that is lost in the midst of training, by the `fault` "kill" or "stall"; None: nobody.
-        fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started.
+        killed_host: host that is lost in the midst of training, all its ranks at once; None: none.
+        fault_at, replace_at: shares of the training after which the victim is lost, and its replacement is started;
+            over several hosts nobody is replaced.
     """
 
     num_ranks: int = 2
@@ -43,6 +45,7 @@ class Settings:
     valid_batches: int = 4
     victim: int | None = None
     fault: str = "kill"
+    killed_host: int | None = None
     fault_at: float = 0.35
     replace_at: float = 0.6
     snapshot_every: int = 5
@@ -61,8 +64,13 @@ class Settings:
             raise InvalidArgument(f"--{self.fault if self.num_hosts == 1 else 'hosts'} needs --device cpu")
         if not 1 <= self.num_hosts <= self.num_ranks:
             raise InvalidArgument(f"--hosts must be 1 ... {self.num_ranks}, the number of ranks, got {self.num_hosts}")
-        if self.num_hosts > 1 and self.victim is not None:
-            raise InvalidArgument(f"--{self.fault} needs one host: over several a lost rank ends the group")
+        if self.killed_host is not None and not 1 <= self.killed_host < self.num_hosts:
+            raise InvalidArgument(
+                f"--kill-host must be a host from 1 to {self.num_hosts - 1} of --hosts, got {self.killed_host}; host 0 "
+                "has rank 0, which keeps the clock and speaks to the screen"
+            )
+        if self.num_hosts > 1 and self.victims:
+            self._check_loss_over_hosts()
         if self.victim is not None and not 1 <= self.victim < self.num_ranks:
             raise InvalidArgument(
                 f"--{self.fault} must be a rank from 1 to {self.num_ranks - 1}, got {self.victim}; rank 0 keeps the "
@@ -72,6 +80,25 @@ class Settings:
     def most_ranks(self, most: int) -> int:
         """Return the largest number of ranks, at least 1 and else at most `most`, that can share the experts."""
         return max(n for n in range(1, max(1, most) + 1) if self.num_experts % n == 0)
+
+    def _check_loss_over_hosts(self) -> None:
+        from ..ep.hosts.birth import lives_on  # needs torch, which takes a second or two
+
+        option = self.fault if self.killed_host is None else "kill-host"
+        if option == "stall" or not lives_on():
+            raise InvalidArgument(f"--{option} needs one host: over several a lost rank ends the group")
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """The ranks that are lost on purpose, ascending."""
+        if self.killed_host is not None:
+            return tuple(rank for rank in range(self.num_ranks) if self.host_of(rank) == self.killed_host)
+        return () if self.victim is None else (self.victim,)
+
+    @property
+    def loss(self) -> str:
+        """What is lost on purpose, for messages."""
+        return f"rank {self.victim}" if self.killed_host is None else f"host {self.killed_host}"
 
     def host_of(self, rank: int) -> int:
         """Return the host that a rank is on."""
@@ -85,4 +112,4 @@ class Settings:
     @property
     def timeout_s(self) -> float:
         """How long a silent rank is waited for."""
-        return TIMEOUT_S if self.victim is None else STALL_S if self.fault == "stall" else SLOW_S
+        return TIMEOUT_S if not self.victims else STALL_S if self.fault == "stall" else SLOW_S

@@ -10,6 +10,7 @@ What happens, in order:
    mismatch and comes, too. All go back to the copy; the experts, the victim's included, are dealt out to those left.
 4. A replacement process asks to join. Rank 0 hears of it and says so with the gradients of a step, so that all call
    `recover_ranks` behind the same step. Before that the copy is renewed; the replacement begins with it.
+   Over several hosts (`--kill-host 1`: all ranks of a host are victims) nobody takes a place: the others end without.
 5. A victim that was only stopped wakes up, asks as in 3 and is told that it was evicted.
 
 The copy has no moments of AdamW: they begin at zero on all ranks whenever experts move. With n members each has
@@ -49,8 +50,8 @@ class Survivor:
         self.trainer, self.settings, self.file = trainer, trainer.settings, file
         self.group: Any = dist.group.WORLD
         self.everybody = tuple(range(self.settings.num_ranks))
-        self.is_victim = trainer.rank == self.settings.victim and not joins
-        self.is_replaced = joins
+        self.is_victim = trainer.rank in self.settings.victims and not joins
+        self.is_replaced = joins or self.settings.num_hosts > 1  # nobody is waited for any more
         self.is_owed = False  # somebody was lost, and nobody was started since
         if joins:
             self.load()
@@ -123,7 +124,12 @@ class Survivor:
 
     def order_replacement(self) -> None:
         """Have a new process started, once, when somebody was lost and the time has come; on rank 0."""
-        if self.trainer.rank == 0 and self.is_owed and self.trainer.progress >= self.settings.replace_at:
+        if (
+            self.trainer.rank == 0
+            and self.is_owed
+            and not self.is_replaced
+            and self.trainer.progress >= self.settings.replace_at
+        ):
             self.is_owed = False
             self._tell("started", f"a new process takes the place of rank {self.settings.victim}")
 

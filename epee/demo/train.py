@@ -35,7 +35,7 @@ class Trainer:
     Attributes:
         device: where this rank computes: the CPU, or its GPU.
         members: the ranks that train, ascending; all of them unless some are lost (`survive.py`).
-        buffer, model, optimizer: as made for the members.
+        group, buffer, model, optimizer: as made for the members.
         num_steps: steps done. `progress`: rank 0's share of the training that is done, 1 or more at the end.
         steps: (step, seconds, loss over all ranks in nats per byte) of each step.
         rows: `[num_ranks, num_ranks]` float64, rows that this rank (its row) dispatched to each rank (column) in
@@ -61,7 +61,7 @@ class Trainer:
 
     def build(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
         """Make buffer, model and optimiser over `members`, whose group it is; collective of them."""
-        self.members = members
+        self.members, self.group = members, group
         self.buffer = make_buffer(self.settings, group, torch.float32, self.device)
         self.model = Transformer(self.settings, self.buffer).to(self.device)
         self.optimizer = make_optimizer(self.model)
@@ -78,8 +78,10 @@ class Trainer:
         for layer in self.model.layers():  # twice: the backward moves the same rows again
             self.rows[self.rank, list(self.members)] += 2 * self.rows.new_tensor(layer.num_sent)
             if layer.num_sent_to_hosts is not None:
-                host = self.settings.host_of(self.rank)
-                self.crossed[host] += 2 * self.crossed.new_tensor(layer.num_sent_to_hosts)
+                hosts = sorted({self.settings.host_of(member) for member in self.members})  # that are left
+                self.crossed[self.settings.host_of(self.rank), hosts] += 2 * self.crossed.new_tensor(
+                    layer.num_sent_to_hosts
+                )
         loss, self.progress, call = self._agree(loss, call)
         self.optimizer.step()
         self.num_steps += 1

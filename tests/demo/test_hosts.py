@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from epee.demo import run
+from epee.demo import rank, run
 from epee.demo.settings import Settings
+from epee.ep.hosts import birth
 from epee.errors import InvalidArgument
+
+from . import invented_hosts
 
 
 def _trained(out: Path, num_hosts: int) -> dict[str, Any]:
@@ -41,3 +44,34 @@ def test_what_does_not_go_together_is_refused() -> None:
         Settings(num_ranks=4, num_hosts=5).check()
     with pytest.raises(InvalidArgument, match="--kill needs one host"):
         Settings(num_ranks=4, num_hosts=2, victim=1).check()
+    with pytest.raises(InvalidArgument, match=r"--kill-host must be a host from 1 to 2 of --hosts, got 3"):
+        Settings(num_ranks=4, num_hosts=3, killed_host=3).check()
+    with pytest.raises(InvalidArgument, match="--kill-host needs one host"):
+        Settings(num_ranks=4, num_hosts=3, killed_host=1).check()
+
+
+def test_a_killed_host_is_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(birth, "lives_on", lambda: True)
+    settings = Settings(num_ranks=8, num_hosts=3, killed_host=1)
+    settings.check()
+    assert settings.victims == (3, 4, 5)
+    assert settings.loss == "host 1"
+    with pytest.raises(InvalidArgument, match="--stall needs one host"):
+        Settings(num_ranks=4, num_hosts=3, victim=1, fault="stall").check()
+
+
+@pytest.mark.timeout(170)
+def test_the_others_train_on_when_a_host_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(birth, "lives_on", lambda: True)
+    monkeypatch.setattr(rank, "run_rank", invented_hosts.run_rank)
+    settings = Settings(num_ranks=4, num_hosts=3, killed_host=1, num_steps=8, out=str(tmp_path))
+    assert settings.victims == (2,)
+    assert run.run(settings) == run.OK
+    told = capsys.readouterr().out
+    assert "rank 2 gets SIGKILL" in told
+    assert "ranks [0, 1, 3] go on" in told
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert [event["what"] for event in result["events"]] == ["kill", "went on"]
+    assert len(result["steps"]) == 8

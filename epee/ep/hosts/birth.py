@@ -5,6 +5,9 @@ for the buffer alone, as the backend makes one (`backend/bootstrap/birth.py`), t
 under a prefix with that number: outboxes, mirrors of them on other hosts, links. It is the buffer's own so that calls
 of the buffer and collectives of the group may come in any order, from any threads; a group of any backend will do.
 
+The engine's mode is the buffer's: what becomes of a call that loses a rank is the engine's affair (`step.py`). A
+`LatencyBuffer` asks it in `sync` alone, which goes on with who is left.
+
 A rank that fails on the way tells the others through that store; one that dies is named by them, or missed until the
 time-out. Nobody has a part of a buffer then.
 """
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from ...backend.bootstrap.attempt import attempt
 from ...backend.bootstrap.birth import create_engine
 from ...backend.engine.engine import Engine
+from ...backend.hosts.birth import spans_hosts
 from ...errors import EpeeError, UnsupportedError
 from ..config import BufferConfig
 from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pack
@@ -53,7 +57,13 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
     place = dist.distributed_c10d.PrefixStore(f"epee/buffers/{_newest}", store)
     with attempt(place, group.rank(), config.num_ranks) as this:
         extra = latency_layout(config).nbytes if config.is_latency else 0
-        return create_engine(this, timeout_s, staging_bytes(config), extra_bytes=extra, in_view=False)
+        mode = "mask/error" if config.is_latency else f"{config.fault_mode}/{config.on_stall}"
+        return create_engine(this, timeout_s, staging_bytes(config), mode, extra)
+
+
+def lives_on() -> bool:
+    """Return whether buffers over several hosts go on when they lose ranks: where groups over hosts have a view."""
+    return spans_hosts()
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

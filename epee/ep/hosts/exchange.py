@@ -5,57 +5,32 @@ rows go where, and all ranks find the same verdict in the same rows. The engine 
 sees to it that a call which one rank gives up ends alike on all, so there is nothing to withdraw here. What a call
 moves beside its rows is further calls of the same engine (`records.py`, `partials.py`), in the same order on all ranks.
 
+Who takes part is the engine's affair, call by call; what that means for a buffer's call of several ones says `step.py`.
+Rows count for and from those alone who take part: counts of rows for lost ranks are taken for zeros, by all alike, so
+it does not matter what a rank knew when it counted.
+
 What a crash leaves: rows that some have and others have not. Those that have them wait in the next call of the engine,
-which ends with the lost rank's name; nobody has a result.
+which goes on without the lost rank, or ends with its name; nobody has a result.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import NamedTuple
 
 import numpy as np
 
-from ...backend.collectives.copying import Spread
-from ...backend.collectives.plan import Make, Plan, Sink
-from ...backend.collectives.signature import OP_CODE
-from ...backend.collectives.signature import pack as pack_signature
+from ...backend.collectives.plan import Make
 from ...backend.engine.engine import Engine
 from ...backend.engine.operation import Operation
 from ...backend.outbox import Outboxes
-from ...backend.tensors import Array
 from ...errors import ProtocolError, context
 from ..config import BufferConfig
-from ..control.header import OP_NAMES, Header, check_agreed, limits_of, parse_header
-from ..control.inbox import ExchangedRows
+from ..control.header import Header, check_agreed, limits_of, parse_header
+from ..control.inbox import OP_GATHER, ExchangedRows, Moved
 from ..control.membership import FixedMembership, Membership
 from ..control.words import RowFormat
 from ..throughput.placement import Ints
-
-_BYTE = np.dtype(np.uint8)
-_ROWS = "rows of a buffer's call"
-
-
-class _Patience(NamedTuple):
-    """What the engine reads of torch's options of a call."""
-
-    timeout: timedelta
-
-
-class RowsPlan(Spread):
-    """Every rank's row for all. The repetition of a call that was broken off is one with the same row."""
-
-    def __init__(self, row: bytes, found: Array, box: Outboxes) -> None:
-        self.row = row
-        sinks = {rank: Sink(part) for rank, part in enumerate(found)}
-        signature = pack_signature(OP_CODE[_ROWS], count=len(row))
-        super().__init__(_ROWS, signature, np.frombuffer(row, dtype=_BYTE), True, sinks, box)
-
-    def is_like(self, other: Plan) -> bool:
-        """As `Plan.is_like`."""
-        return isinstance(other, RowsPlan) and other.row == self.row
+from .step import CallPatience, MemberRows, OwnRow, Step
 
 
 class NothingOpen:
@@ -76,23 +51,32 @@ class HostsExchange:
         interrupt: raises once the buffer is to be closed.
 
     Attributes:
-        epoch: 0: members do not change.
-        members: all ranks.
+        epoch: handles of another one are stale. Of the view in the last call, so the same on all ranks between the same
+            two calls; of a `LatencyBuffer` it is what `sync` says.
+        members: who had a part in the last call.
+        reduced_members: None: routing is planned for all ranks, lost ones do not count (see above).
     """
 
-    epoch = 0
     reduced_members: tuple[int, ...] | None = None
 
     def __init__(self, config: BufferConfig, rank: int, engine: Engine, interrupt: Callable[[], None]) -> None:
         self.config = config
         self.rank = rank
         self.engine = engine
-        self.members = self.parties = tuple(range(config.num_ranks))
         self.membership: Membership = FixedMembership(0)
         self.end = NothingOpen()
+        self.epoch = 0 if config.is_latency else engine.members.epoch
+        self._box: Outboxes = engine.members
         self._format = RowFormat(config)
         self._limits = limits_of(config)
         self._interrupt = interrupt
+        ranks = np.repeat(np.arange(config.num_ranks), config.num_local_experts)
+        self._owners = np.concatenate([np.arange(config.num_ranks), ranks])  # of the counts of a row
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the last call, ascending."""
+        return self._box.members
 
     @property
     def seq(self) -> int:
@@ -112,27 +96,53 @@ class HostsExchange:
             CommTimeoutError, RankFailedError: a rank did not come.
             ProtocolError: a row cannot be right.
         """
-        row = bytes(8) + self._format.pack(header, text, counts)
-        found = np.empty((self.config.num_ranks, len(row)), dtype=_BYTE)
-        self.run(lambda box: RowsPlan(row, found, box), deadline)
-        if found[self.rank].tobytes() != row:
-            raise ProtocolError(f"{self._where(header)}: this rank's own row was changed by somebody else")
-        raw, texts, told = self._format.split(found.tobytes())
-        headers = [parse_header(words, src, self._limits) for src, words in enumerate(raw)]
-        check_agreed(headers, texts, self.parties, self.seq, self.epoch)
-        told = told[:, : self.config.num_ranks + self.config.num_experts]
-        return ExchangedRows(headers, told, texts, self.parties)
+        last = self._box
+        row, patience = self._row(header, counts, text), CallPatience.until(deadline)
+        met = self._read(row, self.run(row.plan, patience))
+        if header.op == OP_GATHER and header.expert_alignment > 1 and met.members != last.members:
+            raise Moved  # this piece has come of fewer ranks than those before it, or of more
+        return met.rows
+
+    def step(self, header: Header, counts: Ints | None, deadline: float) -> Step:
+        """Tell this rank's row and return a step with everybody's, which moves the data; raises as `call`."""
+        patience = CallPatience.until(deadline)  # for each of its calls: who is through with one waits anew in the next
+        return Step(lambda make: self.run(make, patience), self._read, self._row(header, counts, b""))
 
     def publish(self, header: Header, counts: Ints | None, text: bytes, deadline: float) -> None:
         """Tell this rank's row, as one that refuses the call, and wait for nobody."""
-        row = bytes(8) + self._format.pack(header, text, counts)
-        found = np.empty((self.config.num_ranks, len(row)), dtype=_BYTE)
-        self.engine.start(lambda box: RowsPlan(row, found, box), _patience(deadline))
+        self.engine.start(self._row(header, counts, text).plan, CallPatience.until(deadline))
 
-    def run(self, make: Make, deadline: float) -> Operation:
+    def run(self, make: Make, patience: CallPatience) -> Operation:
         """Run a call of the engine to its end."""
         self._interrupt()
-        return self.engine.run(make, _patience(deadline))
+        op = self.engine.run(make, patience)
+        self._box = op.box
+        if not self.config.is_latency:
+            self.epoch = op.box.epoch
+        return op
+
+    def _row(self, header: Header, counts: Ints | None, text: bytes) -> OwnRow:
+        return OwnRow(bytes(8) + self._format.pack(header, text, counts), self.config.num_ranks)
+
+    def _read(self, row: OwnRow, op: Operation) -> MemberRows:
+        """Return what has come of those who took part in a call, checked and agreed on."""
+        members, seq = op.box.members, op.seq
+        if row.found[self.rank].tobytes() != row.data:
+            raise ProtocolError(f"{self.where('rows')}: this rank's own row was changed by somebody else")
+        raw, texts, told = self._format.split(row.found.tobytes())
+        mine = parse_header(raw[self.rank], self.rank, self._limits)
+        headers = [
+            parse_header(words, src, self._limits) if src in members else mine.of_absent(src)
+            for src, words in enumerate(raw)
+        ]
+        check_agreed(headers, texts, members, seq, op.box.epoch)
+        told = told[:, : len(self._owners)]
+        if len(members) < self.config.num_ranks:
+            lost = np.setdiff1d(np.arange(self.config.num_ranks), members)
+            told = told.copy()
+            told[lost] = 0
+            told[:, np.isin(self._owners, lost)] = 0
+        return MemberRows(ExchangedRows(headers, told, texts, members), members, op.box.epoch, seq)
 
     def release(self) -> None:
         """End the engine; idempotent."""
@@ -141,10 +151,3 @@ class HostsExchange:
     def where(self, op: str) -> str:
         """Return the facts of a message about the current call."""
         return context(op, rank=self.rank, seq=self.seq, epoch=self.epoch)
-
-    def _where(self, header: Header) -> str:
-        return self.where(OP_NAMES[header.op])
-
-
-def _patience(deadline: float) -> _Patience:
-    return _Patience(timedelta(seconds=max(1e-3, deadline - time.monotonic())))

@@ -40,6 +40,7 @@ class TwoLevelHandle(HostHandle):
         received: per source, the records that it sent to this host.
         num_source_tokens: of each rank, in the dispatch.
         topology: who is where.
+        members: who had a part in the dispatch, ascending.
         topk_ids: expert layout: per source `[records, num_topk]` int64, the ids that came with them.
     """
 
@@ -49,6 +50,7 @@ class TwoLevelHandle(HostHandle):
     num_source_tokens: list[int] = field(default_factory=list)
     position: int = 0  # of this rank on its host
     first_expert: int = 0  # of this rank
+    members: tuple[int, ...] = ()
     topology: Topology | None = None  # always there; what has defaults before it must have one
 
     @cached_property

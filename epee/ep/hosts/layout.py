@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...link.roles import Roles
 from ...link.topology import Topology
 from ...memory.layout import align_up
 from ..config import MAX_TOPK, BufferConfig
@@ -140,21 +141,27 @@ def dispatch_length(config: BufferConfig) -> int:
 class Parts:
     """Who sums for whom: a source is served by itself on its own host, and by its gateway on each other one.
 
+    A host all of whose ranks are lost serves nobody, and nobody serves a source that is lost.
+
+    Args:
+        roles: who is where, and takes part.
+
     Attributes:
-        served: per rank the sources that it serves, ascending.
+        served: per rank that takes part the sources that it serves, ascending.
         lent: per rank the sources that other ranks of its host serve, ascending.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        ranks = range(len(topology.host_of))
-        self.served: list[list[int]] = [[] for _ in ranks]
-        for source in ranks:
+    def __init__(self, roles: Roles) -> None:
+        topology, present = roles.topology, sorted(roles.present)
+        self.served: dict[int, list[int]] = {rank: [] for rank in present}
+        for source in present:
             for host in range(topology.num_hosts):
-                home = host == topology.host_of[source]
-                self.served[source if home else topology.gateway(source, host)].append(source)
-        self.lent = [[source for source in ranks if source not in self.served[rank]] for rank in ranks]
-        self.most_served = max(map(len, self.served))
-        self.most_lent = max(map(len, self.lent))
+                server = source if host == topology.host_of[source] else roles.gateway(source, host)
+                if server is not None:
+                    self.served[server].append(source)
+        self.lent = {rank: [source for source in present if source not in self.served[rank]] for rank in present}
+        self.most_served = max(map(len, self.served.values()))
+        self.most_lent = max(map(len, self.lent.values()))
 
 
 def lent_dtype(layout: str, dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,9 @@ Who writes, who reads, what orders them: as in every two-phase call of the engin
 the sums, DRAINED before either is written again. A crash leaves a round that nobody counts; the call ends alike on all,
 and the caller's `out` is written at the very end.
 
-What comes are values, no sizes and no places: all of these follow from the handle.
+What comes are values, no sizes and no places: all of these follow from the handle, and from who takes part. Ranks that
+were lost behind the dispatch have no part: what they had is in no sum, for no token, and their own tokens are summed
+by nobody; the gateways are those of the ranks that are left (`link/roles.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from ...backend.collectives.plan import Plan, Range
 from ...backend.collectives.signature import OP_CODE
 from ...backend.collectives.signature import pack as pack_signature
 from ...backend.outbox import Outboxes
-from ...link.topology import Topology
+from ...link.roles import Roles
 from ...memory.layout import align_up
 from ..checks import CombineCall
 from ..throughput.reduce import accumulator_dtype, put
@@ -84,7 +86,7 @@ class PartialsPlan(Plan):
     """Moves and sums the rows of one combine.
 
     Args:
-        topology: who is where.
+        roles: who is where, and takes part; of those in the dispatch, some may be lost.
         call: the combine.
         handle: its own.
         num_tokens: of each rank.
@@ -98,7 +100,7 @@ class PartialsPlan(Plan):
 
     def __init__(
         self,
-        topology: Topology,
+        roles: Roles,
         call: CombineCall,
         handle: TwoLevelHandle,
         num_tokens: Sequence[int],
@@ -106,13 +108,14 @@ class PartialsPlan(Plan):
         scratch: torch.Tensor | None = None,
     ) -> None:
         super().__init__("combine", pack_signature(OP_CODE["combine"]))
-        self._topology, self._call, self._handle = topology, call, handle
+        self._roles, self._topology, self._handle = roles, roles.topology, handle
+        self._at = {rank: place for place, rank in enumerate(sorted(roles.present))}  # among the outboxes
         self._y, self._y_weights, self._bias = call.y, call.topk_weights, call.bias
         self._target = call.out
         hidden, dtype = call.y.shape[1], call.y.dtype
         self._wide = accumulator_dtype(dtype)
         kind = None if call.topk_weights is None else (handle.num_topk, call.topk_weights.dtype)
-        self._parts = Parts(topology)
+        self._parts = Parts(roles)
         self._length = length = combine_length(hidden, lent_dtype(handle.layout, dtype), self._parts)
         self._lent = RowBlock(length, hidden, lent_dtype(handle.layout, dtype), kind)
         self._summed = RowBlock(length, hidden, self._wide if wide else dtype, kind)
@@ -130,7 +133,7 @@ class PartialsPlan(Plan):
 
     def put(self, box: Outboxes, k: int, offset: int) -> None:
         """Lend this rank's rows of round `k` for sources that others serve, a section for each."""
-        for index, source in enumerate(self._parts.lent[box.rank]):
+        for index, source in enumerate(self._parts.lent[self._topology.rank]):
             rows, weights = self._mine(source, k)
             if len(rows):
                 base = offset + index * self._lent.nbytes
@@ -181,7 +184,7 @@ class PartialsPlan(Plan):
 
     def merge(self, box: Outboxes, k: int, offsets: list[int], offset: int) -> None:
         """Sum the rows of this host for the sources that this rank serves."""
-        for index, source in enumerate(self._parts.served[box.rank]):
+        for index, source in enumerate(self._parts.served[self._topology.rank]):
             low, high = self._handle.received[source].chunk(k, self._length)
             if low < high:
                 self._sum(box, k, source, offsets, offset + index * self._summed.nbytes)
@@ -191,15 +194,18 @@ class PartialsPlan(Plan):
         low, high = records.chunk(k, self._length)
         rows, tokens, backs = [], [], []
         for position, rank in enumerate(self._topology.here):
+            if rank not in self._at:
+                continue  # lost behind the dispatch; its rows are in no sum
             who = np.flatnonzero(records.bits[low:high] >> position & 1)
             tokens.append(torch.from_numpy(who))
-            if rank == box.rank:
+            if rank == self._topology.rank:
                 mine, weights = self._mine(source, k)
                 rows.append(mine)
             else:
-                place = offsets[rank] + self._parts.lent[rank].index(source) * self._lent.nbytes
-                rows.append(self._lent.rows(box, rank, place, len(who)))
-                weights = self._lent.weights(box, rank, place, len(who)) if self._lent.weight_bytes else None
+                place = self._at[rank]
+                first = offsets[place] + self._parts.lent[rank].index(source) * self._lent.nbytes
+                rows.append(self._lent.rows(box, place, first, len(who)))
+                weights = self._lent.weights(box, place, first, len(who)) if self._lent.weight_bytes else None
             backs.append(weights)
         add_up(rows, tokens, self._summed.rows(box, box.rank, base, high - low))
         if self._y_weights is not None:
@@ -211,8 +217,8 @@ class PartialsPlan(Plan):
     def exports_merged(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the sums for the readers' own tokens."""
         found: list[Range] = []
-        for index, source in enumerate(self._parts.served[box.rank]):
-            if source in readers:
+        for index, source in enumerate(self._parts.served[self._topology.rank]):
+            if self._at[source] in readers:
                 low, high = self._handle.received[source].chunk(k, self._length)
                 found += self._summed.ranges(index * self._summed.nbytes, high - low)
         return found
@@ -224,18 +230,41 @@ class PartialsPlan(Plan):
         first = k * self._length
         out = self.out[first : first + self._length]
         parts, tokens = [], []
-        for host, sent in enumerate(self._handle.sent):
-            rank = box.rank if host == self._topology.host else self._topology.gateway(box.rank, host)
-            low, high = sent.chunk(k, self._length)
-            base = offsets[rank] + self._parts.served[rank].index(box.rank) * self._summed.nbytes
-            parts.append(self._summed.rows(box, rank, base, high - low))
-            tokens.append(torch.from_numpy(sent.tokens[low:high] - first))
+        if self.weights is not None:
+            self.weights[first : first + self._length] = 0  # run again after an interrupt
+        for host in range(self._topology.num_hosts):
+            rank = self._server_on(host)
+            if rank is None:
+                continue
+            low, high, which = self._answered(host, k)
+            base = offsets[self._at[rank]] + self._parts.served[rank].index(self._topology.rank) * self._summed.nbytes
+            rows = self._summed.rows(box, self._at[rank], base, high - low)
+            parts.append(rows if which is None else rows[which])
+            mine = torch.from_numpy(self._handle.sent[host].tokens[low:high] - first)
+            tokens.append(mine if which is None else mine[which])
             if self.weights is not None:
-                back = self._summed.weights(box, rank, base, high - low)
-                if host == 0:
-                    self.weights[first : first + self._length] = 0  # run again after an interrupt
-                self.weights[first : first + self._length].index_add_(0, tokens[-1], back)
+                back = self._summed.weights(box, self._at[rank], base, high - low)
+                self.weights[first : first + self._length].index_add_(0, mine, back)
         add_up(parts, tokens, out, [item[first : first + len(out)] for item in self._bias])
+
+    def _server_on(self, host: int) -> int | None:
+        """Return who sums for this rank on a host."""
+        if host == self._topology.host:
+            return self._topology.rank
+        return self._roles.gateway(self._topology.rank, host)
+
+    def _answered(self, host: int, k: int) -> tuple[int, int, torch.Tensor | None]:
+        """Return this rank's records of round `k` on a host: first, end, and those that have rows; None: all have.
+
+        Where all ranks that had a token are lost behind the dispatch, what stands there is no sum.
+        """
+        sent = self._handle.sent[host]
+        low, high = sent.chunk(k, self._length)
+        ranks = self._topology.hosts[host]
+        there = sum(1 << position for position, rank in enumerate(ranks) if rank in self._at)
+        if there + 1 == 1 << len(ranks):
+            return low, high, None
+        return low, high, torch.from_numpy(np.flatnonzero(sent.bits[low:high] & there))
 
     def commit(self) -> None:
         """Write the caller's `out`."""

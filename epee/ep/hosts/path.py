@@ -5,6 +5,15 @@ verdict, then the records (`records.py`). A combine is its row and the partial s
 writes and reads, and what a crash leaves, is said there; between two of them a rank holds nothing that others wait for
 but its part of the next one. Whoever leaves in between has the engine tell the others that it refuses that part.
 
+What a loss does, the same on all ranks (`step.py`):
+
+    dispatch    "mask": it ends over those who are left; whose records were whole before it died is in.
+    combine     "mask": the same: of those who were in the dispatch, over those who are left, without what the lost had.
+    both        "raise": `RankFailedError` on all, once for each loss, in whichever of the two calls it falls.
+
+A handle is of the epoch of its dispatch. What comes in a later one, and was not begun in the handle's, is refused with
+`StaleHandleError`; so is a cached dispatch that the loss meets, whose rows the handle's places would not fit.
+
 Results lie in slots of an arena that nobody else maps, as on one host: pages are touched once, not in every call.
 """
 
@@ -12,13 +21,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from ...backend.engine.engine import Engine
-from ...errors import AbortedError, CommTimeoutError, InvalidArgument, PeerError, ProtocolError, UnsupportedError
+from ...errors import (
+    AbortedError,
+    CommTimeoutError,
+    EvictedError,
+    InvalidArgument,
+    NoQuorumError,
+    PeerError,
+    ProtocolError,
+    StaleHandleError,
+    UnsupportedError,
+)
+from ...link.roles import Roles
 from ...link.topology import Topology
 from ...memory.arena import Arena
 from ..checks import CombineCall, DispatchCall
@@ -32,13 +52,14 @@ from ..streams import Lane, RunOptions
 from ..throughput.arenas import OwnArenas, clear_padding
 from ..throughput.order import RANKS_THEN_BIAS
 from ..throughput.partial import lost_weight
-from ..throughput.placement import Ints
+from ..throughput.placement import Ints, SendPlan
 from ..throughput.rows import CallPlace, dispatched, new_handle, pack_tokens, with_meta
 from .exchange import HostsExchange
 from .handle import TwoLevelHandle
 from .layout import Chunks, Records, dispatch_length, records_of
 from .partials import PartialsPlan
 from .records import Destination, LocalTokens, RecordsPlan
+from .step import MemberRows
 
 Planned = TypeVar("Planned")
 
@@ -47,6 +68,23 @@ def _own(handle: Handle) -> TwoLevelHandle:
     """Return a handle as what this path makes; checked handles are of this buffer, so it is one."""
     assert isinstance(handle, TwoLevelHandle)
     return handle
+
+
+class _Begun(NamedTuple):
+    """What the data call of a dispatch is made with: its plan and handle, an arena and a slot of it."""
+
+    plan: RecordsPlan
+    handle: TwoLevelHandle
+    arena: Arena
+    slot: int
+
+
+def _among(plan: SendPlan, rank: int, met: MemberRows, config: BufferConfig) -> SendPlan:
+    """Leave out the rows for ranks that have no part in a call."""
+    ranks = np.repeat(np.arange(config.num_ranks), plan.counts[: config.num_ranks])  # of each row: they are sorted so
+    kept = torch.from_numpy(np.isin(ranks, met.members))
+    slots = None if plan.slots is None else plan.slots[kept]
+    return SendPlan(plan.tokens[kept], slots, met.rows.counts[rank])
 
 
 class HostsPath:
@@ -111,15 +149,33 @@ class HostsPath:
         self.control.all_gather_bytes(b"", deadline)
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Meet, and return that all ranks take part; a mask that leaves one out is refused."""
+        """Meet, and return who is left, into `active_ranks` as well; losses that it shows are not raised again.
+
+        Who lives is waited for, whatever the masks say, by the policy for silent ranks: none is left out of the buffer
+        alone. Raises as `Buffer.barrier`, but for losses.
+        """
         assert active_ranks is not None
-        marks = active_ranks[: self.config.num_ranks]
-        if not bool(marks.all()):
+        if not self._lives_on and not bool(active_ranks[: self.config.num_ranks].all()):
             error = UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
             self.control.refuse(OP_GATHER, error, deadline)
             raise error
-        self.barrier(deadline)
-        return mask_of(self.exchange.members, self.config.num_ranks)
+        while True:
+            try:
+                self.barrier(deadline)
+                break
+            except (EvictedError, NoQuorumError):
+                raise
+            except PeerError:  # once for each loss; of the ranks that are in `sync` all get it, and meet again
+                if not self._lives_on:
+                    raise
+        mask = mask_of(self.exchange.members, self.config.num_ranks)
+        active_ranks[: self.config.num_ranks].copy_(mask)
+        return mask
+
+    @property
+    def _lives_on(self) -> bool:
+        """Whether the buffer goes on when it loses ranks."""
+        return self._engine.survival is not None
 
     def check(self) -> None:
         """Nothing fails behind the host's back here."""
@@ -156,40 +212,66 @@ class HostsPath:
         """Run one dispatch (see the module's docstring); raises as `Buffer.dispatch`."""
         counts = call.plan.counts if call.plan is not None else None
         header = dispatch_header(call, self.rank, 0, call.expert_alignment)
-        rows = self.exchange.call(header, counts, b"", deadline)
-        plan, handle, arena, slot = self._planned("dispatch", lambda: self._begin(call, rows))
-        try:
-            self.exchange.run(lambda box: plan, deadline)
-            if plan.meta[0]:
-                handle = self._with_meta(call, handle, plan)
-            return dispatched(call, handle, self._arenas.result(call.payload, handle.num_recv, arena, slot), ())
-        except BaseException:
-            arena.pool.give_back(slot)  # nothing where a result has it
-            raise
+        step = self.exchange.step(header, counts, deadline)
+        while True:
+            met = step.met
+            if call.handle is not None:
+                self._check_epoch(call.handle, met)
+            begun = self._planned("dispatch", partial(self._begin, call, met))
+            try:
+                if step.move(begun.plan):
+                    return self._dispatched(call, begun, met)
+            except BaseException:
+                begun.arena.pool.give_back(begun.slot)  # nothing where a result has it
+                raise
+            begun.arena.pool.give_back(begun.slot)
 
-    def _begin(self, call: DispatchCall, rows: ExchangedRows) -> tuple[RecordsPlan, TwoLevelHandle, Arena, int]:
-        """Return what the data call of a dispatch is made with: plan, handle, arena and a slot of it.
+    def _dispatched(self, call: DispatchCall, begun: _Begun, met: MemberRows) -> Dispatched:
+        plan, handle = begun.plan, begun.handle
+        if plan.meta[self.rank]:
+            handle = self._with_meta(call, handle, plan)
+        x = self._arenas.result(call.payload, handle.num_recv, begun.arena, begun.slot)
+        return dispatched(call, handle, x, self._lost(met))
+
+    def _lost(self, met: MemberRows) -> tuple[int, ...]:
+        """Return the ranks without a part in a call."""
+        return tuple(rank for rank in range(self.config.num_ranks) if rank not in met.members)
+
+    def _check_epoch(self, handle: Handle, met: MemberRows) -> None:
+        """Raise, on all ranks alike, where a handle is of another epoch than the call."""
+        if handle.epoch != met.epoch:
+            raise StaleHandleError(
+                f"handle is of epoch {handle.epoch}, the call runs in epoch {met.epoch}, without rank(s) "
+                f"{', '.join(map(str, self._lost(met))) or 'none'}; dispatch again"
+            )
+
+    def _begin(self, call: DispatchCall, met: MemberRows) -> _Begun:
+        """Return what the data call of a dispatch is made with.
 
         The slot is taken behind the exchange of rows: a call before this one that was broken off writes into its slot
         until the engine has retired it, which is so by then.
         """
-        handle = self._new_handle(call, rows) if call.handle is None else _own(call.handle)
+        handle = self._new_handle(call, met) if call.handle is None else _own(call.handle)
         arena, _ = self._arenas.of(call.layout, call.expert_alignment)
         arena.pool.reclaim(self.exchange.seq)
         arena.pool.passed(self.exchange.seq + 1)  # nobody else has it mapped
         slot = self._arenas.take(arena)
         try:
-            return self._plan_records(call, handle, rows, arena, slot), handle, arena, slot
+            return _Begun(self._plan_records(call, handle, met, arena, slot), handle, arena, slot)
         except BaseException:
             arena.pool.give_back(slot)
             raise
 
-    def _new_handle(self, call: DispatchCall, rows: ExchangedRows) -> TwoLevelHandle:
-        place = CallPlace(self._buffer_id, self.exchange.seq, self.exchange.epoch, self.rank)
-        handle = new_handle(TwoLevelHandle, call, rows, place, self.config, may_lose=False)
-        handle.num_source_tokens = [header.num_tokens for header in rows.headers]
+    def _new_handle(self, call: DispatchCall, met: MemberRows) -> TwoLevelHandle:
+        place = CallPlace(self._buffer_id, met.seq, met.epoch, self.rank)
+        if call.plan is not None and len(met.members) < self.config.num_ranks:
+            call = call._replace(plan=_among(call.plan, self.rank, met, self.config))
+        may_lose = self.config.fault_mode == "mask" or len(met.members) < self.config.num_ranks
+        handle = new_handle(TwoLevelHandle, call, met.rows, place, self.config, may_lose)
+        handle.num_source_tokens = [header.num_tokens for header in met.rows.headers]
         handle.sent = records_of(handle, self._topology)
         handle.topology = self._topology
+        handle.members = met.members
         handle.position = self._topology.here.index(self.rank)
         handle.first_expert = self.rank * self.config.num_local_experts
         return handle
@@ -209,7 +291,7 @@ class HostsPath:
             raise
 
     def _plan_records(
-        self, call: DispatchCall, handle: TwoLevelHandle, rows: ExchangedRows, arena: Arena, slot: int
+        self, call: DispatchCall, handle: TwoLevelHandle, met: MemberRows, arena: Arena, slot: int
     ) -> RecordsPlan:
         payload = call.payload
         clear_padding(payload, handle.placement.padding, arena, slot)
@@ -218,13 +300,13 @@ class HostsPath:
         if is_fresh or call.topk_weights is not None:
             meta = pack_tokens(call, handle.num_topk, self.config.meta_words("rank"))
         return RecordsPlan(
-            self._topology,
+            Roles(self._topology, met.members),
             handle,
             is_fresh,
             LocalTokens(payload, meta),
             Destination(payload, arena, slot, handle.num_recv),
-            self._starts(handle, rows) if is_fresh and handle.layout == "expert" else None,
-            Chunks.of(dispatch_length(self.config), [header.num_tokens for header in rows.headers]),
+            self._starts(handle, met.rows) if is_fresh and handle.layout == "expert" else None,
+            Chunks.of(dispatch_length(self.config), [header.num_tokens for header in met.rows.headers]),
         )
 
     def _starts(self, handle: TwoLevelHandle, rows: ExchangedRows) -> tuple[Ints, Ints]:
@@ -236,7 +318,8 @@ class HostsPath:
 
     def _with_meta(self, call: DispatchCall, handle: TwoLevelHandle, plan: RecordsPlan) -> TwoLevelHandle:
         """Return the handle with what has come beside the rows."""
-        told = [np.concatenate(rounds) for rounds in plan.meta]  # per source
+        none = plan.meta[self.rank][0][:0]
+        told = [np.concatenate(rounds) if rounds else none for rounds in plan.meta]  # per source
         if call.handle is None:
             handle.received = [Records(meta[:, 1].copy(), meta[:, 0].copy()) for meta in told]
             if handle.layout == "expert":
@@ -267,20 +350,29 @@ class HostsPath:
                 "over several hosts a combine adds up by host (docs/hosts.md, Buffers); give no other order"
             )
         header = combine_header(call, self.rank, 0, handle.expert_alignment)
-        rows = self.exchange.call(header, None, b"", deadline)
-        num_tokens = [header.num_tokens for header in rows.headers]
-        wide = self.config.wide_partials
+        step = self.exchange.step(header, None, deadline)
+        while True:
+            met = step.met
+            is_among = self.config.fault_mode == "mask" and set(met.members) <= set(handle.members)
+            if not is_among:
+                self._check_epoch(handle, met)
+            plan = self._planned("combine", partial(self._plan_partials, call, handle, met))
+            if step.move(plan):
+                return self._combined(call, handle, plan, met)
 
-        def make() -> PartialsPlan:
-            """Plan it; a result that must not be seen before the end is made in memory that is kept."""
-            scratch = None if call.out is None else self._scratch(call.out)
-            return PartialsPlan(self._topology, call, handle, num_tokens, wide, scratch)
+    def _plan_partials(self, call: CombineCall, handle: TwoLevelHandle, met: MemberRows) -> PartialsPlan:
+        """Plan a combine; a result that must not be seen before the end is made in memory that is kept."""
+        num_tokens = [header.num_tokens for header in met.rows.headers]
+        scratch = None if call.out is None else self._scratch(call.out)
+        roles = Roles(self._topology, met.members)
+        return PartialsPlan(roles, call, handle, num_tokens, self.config.wide_partials, scratch)
 
-        plan = self._planned("combine", make)
-        self.exchange.run(lambda box: plan, deadline)
-        lost = None if handle.routing is None else partial(lost_weight, handle.routing, (), self.config, handle.dropped)
+    def _combined(self, call: CombineCall, handle: TwoLevelHandle, plan: PartialsPlan, met: MemberRows) -> Combined:
+        gone, weighs = self._lost(met), None
+        if handle.routing is not None:
+            weighs = partial(lost_weight, handle.routing, gone, self.config, handle.dropped)
         x = plan.out if call.out is None else call.out
-        return Combined(x, plan.weights, DONE, self.config.num_ranks, self.exchange.epoch, (), lost)
+        return Combined(x, plan.weights, DONE, self.config.num_ranks, met.epoch, gone, weighs)
 
     def _scratch(self, out: torch.Tensor) -> torch.Tensor:
         """Return memory like `out` that only this path uses; kept, so that its pages are touched once."""

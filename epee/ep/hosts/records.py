@@ -12,6 +12,7 @@ filled rounds is stored behind the records, a round's memory is written again wh
 from the counts that all ranks have exchanged before: rows of one source never meet those of another.
 
 What a crash leaves: a round that nobody counts. The call ends alike on all ranks; what was copied is dropped with it.
+Whose part was whole before it died is in it, everywhere: so a source is in a result as a whole, or not at all.
 
 Everything in a section is a peer's word: bits, tokens and ids are copied out before they are looked at, and no more
 rows are taken of a source than the exchanged counts have told.
@@ -29,7 +30,7 @@ from ...backend.collectives.signature import OP_CODE
 from ...backend.collectives.signature import pack as pack_signature
 from ...backend.outbox import Outboxes
 from ...errors import ProtocolError
-from ...link.topology import Topology
+from ...link.roles import Roles
 from ...memory.arena import Arena
 from ..checks import PayloadRows
 from ..throughput.placement import Ints
@@ -86,7 +87,7 @@ class RecordsPlan(Plan):
     """Moves the rows of one dispatch.
 
     Args:
-        topology: who is where.
+        roles: who is where, and takes part.
         handle: of the dispatch: what this rank sends, and the places of what it gets. Where the dispatch is a fresh
             one, records and ids that come are put into it.
         is_fresh: nobody knows yet which records come.
@@ -99,7 +100,7 @@ class RecordsPlan(Plan):
 
     def __init__(
         self,
-        topology: Topology,
+        roles: Roles,
         handle: TwoLevelHandle,
         is_fresh: bool,
         payload: LocalTokens,
@@ -108,7 +109,7 @@ class RecordsPlan(Plan):
         rounds: Chunks,
     ) -> None:
         super().__init__("dispatch", pack_signature(OP_CODE["dispatch"]))
-        self._topology, self._handle, self._is_fresh = topology, handle, is_fresh
+        self._topology, self._handle, self._is_fresh = roles.topology, handle, is_fresh
         self._payload, self._result = payload, result
         self._starts: Ints | None = None if starts is None else starts[0]
         self._told: Ints | None = None if starts is None else starts[1]
@@ -116,14 +117,14 @@ class RecordsPlan(Plan):
         self._length, self._room = rounds.length, self._layout.room(rounds.length)
         self.rounds = rounds.count
         self.num_halves = min(2, rounds.count)
-        self.round_bytes = self._room * topology.num_hosts
+        self.round_bytes = self._room * roles.topology.num_hosts
         self.put_bytes = self.read_bytes = self.num_halves * self.round_bytes
-        self._ranks = range(len(topology.host_of))
-        own = handle.sent[topology.host]  # what only this rank itself gets is not laid out
+        self._members = sorted(roles.present)
+        own = handle.sent[roles.topology.host]  # what only this rank itself gets is not laid out
         others = (own.bits & ~(1 << handle.position)) != 0
         self._laid = [*handle.sent]
-        self._laid[topology.host] = Records(own.tokens[others], own.bits[others])
-        self.meta: list[list[Ints]] = [[] for _ in self._ranks]  # per source and round
+        self._laid[roles.topology.host] = Records(own.tokens[others], own.bits[others])
+        self.meta: list[list[Ints]] = [[] for _ in roles.topology.host_of]  # per source and round
         firsts = np.array(handle.num_received, dtype=np.int64)
         self._first_rows = firsts.cumsum() - firsts  # rank layout: of each source
         self._before: dict[tuple[int, int], Any] = {}  # per source and round: rows taken in earlier rounds
@@ -156,7 +157,7 @@ class RecordsPlan(Plan):
 
     def exports(self, box: Outboxes, k: int, readers: Sequence[int]) -> Sequence[Range]:
         """Return the section of the readers' host, as far as it is filled."""
-        host = self._topology.host_of[readers[0]]
+        host = self._topology.host_of[box.members[readers[0]]]
         low, high = self._laid[host].chunk(k, self._length)
         return ((host * self._room, self._layout.nbytes(high - low)),)
 
@@ -164,24 +165,24 @@ class RecordsPlan(Plan):
 
     def take(self, box: Outboxes, k: int, offsets: list[int]) -> None:
         """Copy this rank's rows of round `k` out of everybody's records, and its own out of the payload."""
-        for source in self._ranks:
-            if source == box.rank:
+        for place, source in enumerate(self._members):
+            if source == self._topology.rank:
                 self._take_own(k, source)
                 continue
-            base = offsets[source] + self._topology.host * self._room
-            count = int(box.views[_WORD][source][base // 8])
+            base = offsets[place] + self._topology.host * self._room
+            count = int(box.views[_WORD][place][base // 8])
             if not 0 <= count <= self._length:
                 raise self._damaged(source, k, f"{count} records, at most {self._length} can be")
             if self._layout.meta_words:
                 at, width = self._layout.meta_at(base), self._layout.meta_words
-                meta = box.views[_WORD][source][at : at + count * width].reshape(count, width).copy()
+                meta = box.views[_WORD][place][at : at + count * width].reshape(count, width).copy()
                 self.meta[source][k:] = [meta]  # again after an interrupt: the same
             if self._is_fresh:
                 self._check_tokens(source, k, meta[:, 1])
                 records, rows = self._places(source, k, meta)
             else:
                 records, rows = self._known_places(source, k, count)
-            self._copy(box, source, base, count, records, rows)
+            self._copy(box, place, base, count, records, rows)
 
     def _take_own(self, k: int, source: int) -> None:
         sent, payload = self._handle.sent[self._topology.host], self._payload
@@ -228,15 +229,15 @@ class RecordsPlan(Plan):
         which = taken.among(low, high)
         return taken.records[which] - low, taken.rows[which]
 
-    def _copy(self, box: Outboxes, source: int, base: int, count: int, records: Ints, rows: slice | Ints) -> None:
-        """Copy the rows of some records of a section to their places."""
+    def _copy(self, box: Outboxes, place: int, base: int, count: int, records: Ints, rows: slice | Ints) -> None:
+        """Copy the rows of some records of a section, in the outbox at a place, to their own places."""
         layout = self._layout
         at, width = layout.rows_at(base, count), layout.row_words
-        found = box.views[_WORD][source][at : at + count * width].reshape(count, width)
+        found = box.views[_WORD][place][at : at + count * width].reshape(count, width)
         _place(found, records, self._result.rows, rows)
         if self._result.scales is not None:
             at, width = layout.scales_at(base, count), layout.scale_words
-            found = box.views[_HALF][source][at : at + count * width].reshape(count, width)
+            found = box.views[_HALF][place][at : at + count * width].reshape(count, width)
             _place(found, records, self._result.scales, rows)
 
     # ---- checks

@@ -9,8 +9,10 @@ what its host has for the sources that it serves (`sums.py`). Receive half: a ra
 rounds as the others do, and adds the hosts' sums, hosts ascending. Weights given to combine go to each host as records
 did, ahead of it.
 
-`sync` lets all ranks meet and begins an epoch: calls are counted from 1, whoever was counted out is in again. Ranks
-that are lost stay lost, so it needs all of them.
+`sync` lets the ranks that live meet and begins an epoch with them: calls are counted from 1, whoever was counted out is
+in again, sources and hosts have the gateways that are left. It is a call of the engine, so all find the same ranks in
+it (`step.py`); lost ranks stay lost. Until then a death changes nothing for the others' calls but that its rank, and
+for a host those whose gateway it was there, do not come.
 
 What a crash leaves: see `wire.py`; a rank that dies between its rows and its gateway's sums is in them or not, for all
 tokens of a source alike.
@@ -26,6 +28,7 @@ import torch
 from ....backend.hosts.exports import Exports
 from ....backend.outbox import STATE_WORDS, has_left
 from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError, UnsupportedError
+from ....link.roles import Roles
 from ....link.topology import Topology
 from ...config import BufferConfig
 from ...control.inbox import OP_GATHER
@@ -78,7 +81,8 @@ class LatencyHostsPath(LatencyCalls):
         self._topology, self._exchange = topology, exchange
         self._engine = engine = exchange.engine
         self._exports: Exports = engine.box.exports
-        self._life = [region.words(0, STATE_WORDS) for region in engine.box.regions]
+        self._life = self._life_words()
+        self._roles = Roles(topology, range(control.config.num_ranks))  # of the epoch
         self._layout = latency_layout(control.config)
         self._nbytes = sum(engine.box.regions[rank].mapped_bytes for rank in (topology.rank, *topology.sources()))
         self.wire = wire = HostsWire(
@@ -94,12 +98,22 @@ class LatencyHostsPath(LatencyCalls):
         """Return the ranks of this host that are dead."""
         return [rank for rank in self._engine.watch.dead() if self._topology.is_here(rank)]
 
+    def _life_words(self) -> list[memoryview]:
+        return [region.words(0, STATE_WORDS) for region in self._engine.box.regions]
+
     def _ended(self) -> set[int]:
         """Return the ranks of which nothing more will come, or which nothing reaches any more."""
         ended = {rank for rank, words in enumerate(self._life) if has_left(words)}
         ended.update(self._engine.watch.dead())
-        for host, gateway in self._topology.gateways().items():
-            if gateway in self._exports.lost:
+        survival = self._engine.survival
+        if survival is None:
+            cut = self._exports.lost
+        else:
+            cut = set(range(self.config.num_ranks)).difference(survival.admission.present())
+            ended |= cut
+            ended.update(rank for rank in self._topology.elsewhere if self._roles.keeper(rank) in cut)
+        for host in range(self._topology.num_hosts):
+            if host != self._topology.host and self.wire.gateways.get(host) in (None, *cut):
                 ended.update(self._topology.hosts[host])
         return ended
 
@@ -134,7 +148,9 @@ class LatencyHostsPath(LatencyCalls):
         self._life = []
 
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
-        """Meet, and begin an epoch with all ranks; a mask that leaves one out is refused.
+        """Meet, and begin an epoch with all ranks that live, whatever the masks say; the mask shows who they are.
+
+        Where the group has no view they are all, and a mask that leaves one out is refused.
 
         Raises:
             As `LatencyBuffer.all_gather_bytes`.
@@ -143,7 +159,7 @@ class LatencyHostsPath(LatencyCalls):
         error: EpeeError | None = None
         if self.wire.num_open:
             error = InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
-        elif active_ranks is not None and not bool(active_ranks[:num_ranks].all()):
+        elif self._engine.survival is None and active_ranks is not None and not bool(active_ranks[:num_ranks].all()):
             error = UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
         if error is not None:
             self._control.refuse(OP_GATHER, error, deadline)  # the others are in it
@@ -151,9 +167,16 @@ class LatencyHostsPath(LatencyCalls):
         self.wire.set_cut([True] * num_ranks, 0)  # on the same links as what follows: whoever is through has it
         told = self._control.all_gather_bytes(self._exchange.epoch.to_bytes(8, "little"), deadline)
         self._exchange.epoch = 1 + max(int.from_bytes(epoch, "little") for epoch in told)
-        self.wire.restart()
+        self._roles = roles = Roles(self._topology, self._exchange.members)
+        old, self._life = self._life, self._life_words()
+        for words in old:
+            words.release()
+        self.wire.begin_epoch(roles)
         self._flights.restart()
-        return mask_of(self._exchange.members, num_ranks)
+        mask = mask_of(self._exchange.members, num_ranks)
+        if active_ranks is not None:
+            active_ranks[:num_ranks].copy_(mask)
+        return mask
 
     # ---- dispatch
 

@@ -22,7 +22,8 @@ asked for (`ends.py`). Clocks of hosts differ: a rank tells how long it waits, a
 hear of it.
 
 What a crash leaves: a part of a half without its tag, which nobody reads; a mirror whose gateway has died stands still,
-and its rank counts as lost there (`backend/hosts/watch.py`).
+and its rank counts as lost there until `sync`, which gives it another (`begin_epoch`). A host whose ranks are all lost
+has no gateway, and nothing is sent there.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ....backend.hosts.waiting import MOST_MOVES_S
 from ....backend.outbox import CONSUMED, SLEEPERS, STATE_WORDS
 from ....errors import ProtocolError
 from ....link.frames import NO_WORD
+from ....link.roles import Roles
 from ....link.topology import Topology
 from ....memory.signals import YIELD_S, futex_wake, tag
 from ...config import BufferConfig
@@ -86,10 +88,11 @@ class HostsWire(Wire):
         exports: Exports = box.exports
         layout = latency_layout(config)
         self.topology = topology
+        self._layout, self._box = layout, box
         self._fields = [HostsFields(region, layout, box.extra) for region in box.regions]
         self._own = self._fields[topology.rank]
         self._state = box.regions[topology.rank].words(0, STATE_WORDS)
-        self._gateways = topology.gateways()  # by host
+        self._gateways = topology.gateways()  # by host; of the epoch
         self._links = exports.links
         self._looks = exports.new_looks(_FIRST_LOOK)
         self._poison = poison
@@ -104,10 +107,25 @@ class HostsWire(Wire):
         """The fields of all ranks: outboxes of this host, mirrors of others."""
         return self._fields
 
+    @property
+    def gateways(self) -> dict[int, int]:
+        """By other host who receives there what this rank sends; hosts without living ranks have none."""
+        return self._gateways
+
+    def begin_epoch(self, roles: Roles) -> None:
+        """Begin an epoch with these ranks, which have met: read where they are mirrored now, send to their gateways."""
+        old = self._fields
+        self._fields = [HostsFields(region, self._layout, self._box.extra) for region in self._box.regions]
+        self._own = self._fields[self.rank]
+        self._gateways = roles.gateways()
+        for fields in old:
+            fields.close()
+        self.restart()
+
     def restart(self) -> None:
         """As `Wire.restart`; all ranks have met."""
         super().restart()
-        for table in (self._posted, self._reopened, self._waits):
+        for table in (self._posted, self._reopened, self._waits, self._sent):
             table.clear()
 
     def close(self) -> None:
@@ -162,7 +180,7 @@ class HostsWire(Wire):
                 for slot in range(self.config.num_slots):  # the peer sleeps on what it waits for
                     futex_wake(own.address + 8 * own.at("head", slot))
                     futex_wake(own.address + 8 * own.at("early", slot))
-            else:
+            elif self.topology.host_of[peer] in self._gateways:
                 self._tell(self.topology.host_of[peer], 0, 0, index)
 
     def is_cut_by(self, peer: int, seq: int) -> bool:
@@ -185,6 +203,8 @@ class HostsWire(Wire):
         if not super().has_room(dst, seq, patience):
             return False
         host = self.topology.host_of[dst]
+        if host != self.topology.host and host not in self._gateways:
+            return False
         number = self._sent.get((host, self.slot(seq)))
         if host == self.topology.host or number is None:
             return True

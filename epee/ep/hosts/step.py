@@ -1,0 +1,130 @@
+"""The two engine calls of a dispatch or combine over hosts, and what a change of the view between them does.
+
+A **step** is planned for those who take part in it: the members of the engine call that has exchanged its rows, in
+their epoch (`MemberRows`). All that follows from the rows (places, who serves whom, what is lost) is a function of rows
+and members, so it is the same on all ranks. Then its second call moves the data.
+
+The rule: **a call of a step that finds other members, or another epoch, than the step is planned for exchanges the
+rows once more**, in the place of the data, and the step is planned anew. In which members' outboxes an engine call
+ends is the same on all ranks (`backend/membership/epochs.py`), so they all do one or the other, under the same number.
+Members are asked for when the engine plans a call (`Make`), which it does again whenever it moves it.
+
+    mode "mask"     a loss moves the call that it hits. Rows: they are exchanged by who is left. Data: as above.
+    mode "raise"    a loss fails the call that it hits, on all ranks: the step raises once, and is over.
+
+Who had put its whole part before it died has it in the call, which then stays where it is.
+
+Data path, who writes, who reads: those of the engine's calls. A crash leaves what they leave. An exception on one rank
+between the two calls is told as the refusal of the second (`HostsPath._planned`), whichever it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import numpy as np
+
+from ...backend.collectives.copying import Spread
+from ...backend.collectives.plan import Make, Plan, Sink
+from ...backend.collectives.signature import OP_CODE
+from ...backend.collectives.signature import pack as pack_signature
+from ...backend.engine.operation import Operation
+from ...backend.outbox import Outboxes
+from ...backend.tensors import Array
+from ..control.inbox import ExchangedRows
+
+_BYTE = np.dtype(np.uint8)
+_ROWS = "rows of a buffer's call"
+
+
+class CallPatience(NamedTuple):
+    """What the engine reads of torch's options of a call."""
+
+    timeout: timedelta
+
+    @classmethod
+    def until(cls, deadline: float) -> CallPatience:
+        """Return it for a call that begins now; `deadline` is a `time.monotonic()` value."""
+        return cls(timedelta(seconds=max(1e-3, deadline - time.monotonic())))
+
+
+class RowsPlan(Spread):
+    """Every rank's row for all. The repetition of a call that was broken off is one with the same row."""
+
+    def __init__(self, row: bytes, found: Array, box: Outboxes) -> None:
+        self.row = row
+        sinks = {place: Sink(found[rank]) for place, rank in enumerate(box.members)}
+        signature = pack_signature(OP_CODE[_ROWS], count=len(row))
+        super().__init__(_ROWS, signature, np.frombuffer(row, dtype=_BYTE), True, sinks, box)
+
+    def is_like(self, other: Plan) -> bool:
+        """As `Plan.is_like`."""
+        return isinstance(other, RowsPlan) and other.row == self.row
+
+
+class OwnRow:
+    """This rank's row of a step, and where all rows go.
+
+    Attributes:
+        data: its bytes.
+        found: `[num_ranks, bytes]` uint8, zeros where nothing has come.
+    """
+
+    def __init__(self, data: bytes, num_ranks: int) -> None:
+        self.data = data
+        self.found: Array = np.zeros((num_ranks, len(data)), dtype=_BYTE)
+
+    def plan(self, box: Outboxes) -> RowsPlan:
+        """Plan their exchange."""
+        return RowsPlan(self.data, self.found, box)
+
+
+class MemberRows(NamedTuple):
+    """What a step is planned by.
+
+    Attributes:
+        rows: of all members, checked and agreed on.
+        members: who takes part, ascending.
+        epoch: of the view.
+        seq: number of the engine call that has exchanged them; it names the step.
+    """
+
+    rows: ExchangedRows
+    members: tuple[int, ...]
+    epoch: int
+    seq: int
+
+    def serves(self, box: Outboxes) -> bool:
+        """Return whether a call with these outboxes belongs to the step as it is planned."""
+        return box.epoch == self.epoch and box.members == self.members
+
+
+class Step:
+    """A step between its first call and its last.
+
+    Args:
+        run: makes an engine call.
+        read: reads and checks the rows of a call that has ended; raises what all ranks raise.
+        row: of this rank.
+
+    Attributes:
+        met: what it is planned by now.
+    """
+
+    def __init__(
+        self, run: Callable[[Make], Operation], read: Callable[[OwnRow, Operation], MemberRows], row: OwnRow
+    ) -> None:
+        self._run, self._read, self._row = run, read, row
+        self.met = read(row, run(row.plan))
+
+    def move(self, plan: Plan) -> bool:
+        """Run a plan that was made by `met`; False: the members have changed, `met` is another, plan anew."""
+        met, row = self.met, self._row
+        op = self._run(lambda box: plan if met.serves(box) else row.plan(box))
+        if op.plan is plan:
+            return True
+        self.met = self._read(row, op)
+        return False

@@ -14,6 +14,7 @@ from epee.ep.control.inbox import ExchangedRows
 from epee.ep.hosts.handle import TwoLevelHandle
 from epee.ep.hosts.layout import Parts, Records, records_of
 from epee.ep.throughput.rows import CallPlace, new_handle
+from epee.link.roles import Roles
 from epee.link.topology import Topology
 
 TOPK, TOKENS = 4, 6
@@ -75,7 +76,7 @@ def _going(idx: torch.Tensor, ranks: list[int] | tuple[int, ...]) -> list[int]:
 @given(keys=st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=64))
 def test_each_host_sums_for_a_source_at_one_rank_which_others_lend_to(keys: list[str]) -> None:
     topology = Topology(0, keys)
-    parts = Parts(topology)
+    parts = Parts(Roles(topology, range(len(keys))))
     for source in range(len(keys)):
         servers = [rank for rank in range(len(keys)) if source in parts.served[rank]]
         assert sorted(topology.host_of[rank] for rank in servers) == list(range(topology.num_hosts))

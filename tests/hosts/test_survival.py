@@ -107,7 +107,7 @@ def test_a_reset_connection_is_made_again_and_costs_nothing(tmp_path: Path, coun
 def stopped(rank: int, num_ranks: int, folder: str, mode: str) -> list[str]:
     """Rank 3, the gateway of rank 1, stands still; who is patient waits, the policy "evict" goes on without it."""
     settle(TWO_BY_TWO[rank])
-    group = begin(rank, num_ranks, folder, mode, timeout_s=1.0)
+    group = begin(rank, num_ranks, folder, mode, timeout_s=3.0)
     ends = []
     for number in range(3):
         if rank == 3 and number == 1:

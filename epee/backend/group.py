@@ -634,8 +634,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._view.put_out(ranks, timeout_s)
 
     def last_contributors(self) -> tuple[int, ...]:
-        """Return the ranks whose contributions are in the result of the last collective that ended here."""
-        return self._engine.contributors
+        """Return the ranks whose contributions are in the result of the last collective that ended here.
+
+        Where that was one on the GPUs, this waits for it.
+        """
+        found = None if self._on_device is None else self._on_device.contributors()
+        return self._engine.contributors if found is None else found
 
     def active_ranks(self) -> torch.Tensor:
         """Return an int32 tensor `[num_slots]`: 1 for a rank that takes part in this rank's next call.
@@ -643,7 +647,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         A death or a replacement changes it between the same two calls on every rank, with the epoch, so what a program
         derives from it (a new root, say) is the same everywhere. A rank that has left the group shows at once.
         """
-        return self._view.active_ranks()
+        active = self._view.active_ranks()
+        if self._on_device is not None:
+            active[[rank for rank in self._on_device.lost() if rank < len(active)]] = 0
+        return active
 
     def shown_ranks(self) -> torch.Tensor:
         """Return the tensor that shows who takes part, as `active_ranks` of the options, and is kept up to date.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..backend.device.calls import register
+from ..backend.device.calls import Policy, register
 from ..backend.device.messages import register as register_messages
 
 
-def _make(engine: Any, rank: int, staging_bytes: int) -> Any:
+def _make(engine: Any, rank: int, staging_bytes: int, policy: Policy) -> Any:
     from .half import DeviceHalf  # imported when a group is made, not at `import epee`
 
-    return DeviceHalf(engine, rank, staging_bytes)
+    return DeviceHalf(engine, rank, staging_bytes, policy)
 
 
 def _make_messages(engine: Any, rank: int, staging_bytes: int, store: Any, check_peer: Any) -> Any:

@@ -127,6 +127,10 @@ class KnownCalls:
             return None
         return stream if found is not None and found[0].launch(stream, timeout_s, found[1]) else None
 
+    def skip(self) -> None:
+        """Note that a call is made without `run`: it is not the one that `run` has missed last."""
+        self._missed = None
+
     def remember(self, move: Move) -> None:
         """Note the only move of the call that `run` has just returned None for; it is on the tensors as they came."""
         key, self._missed = self._missed, None

@@ -38,8 +38,8 @@ class Prepared:
         is_plain: all tensors are used as they came.
     """
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    def __init__(self, rank: int, num_ranks: int, is_apart: bool = False) -> None:
+        self.rank, self.num_ranks, self._is_apart = rank, num_ranks, is_apart
         self.moves: list[Move] = []
         self.device: torch.device | None = None
         self.outputs: Any = None
@@ -48,9 +48,14 @@ class Prepared:
         self._kept: list[torch.Tensor] = []  # until the call is queued
 
     def copy_back(self) -> None:
-        """Queue the copies to strided outputs."""
+        """Queue the copies to outputs that are not written in place."""
         for tensor, scratch in self._back:
             tensor.copy_(scratch)
+
+    def clear(self) -> None:
+        """Fill what is copied back with zeros first."""
+        for _, scratch in self._back:
+            scratch.zero_()
 
     # --- tensors
 
@@ -81,11 +86,13 @@ class Prepared:
         """Return a place for results that belong into `tensor`; it holds what `tensor` does."""
         self._check(tensor, name)
         plain = tensor.detach()
-        if plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
+        if not self._is_apart and plain.is_contiguous() and not (plain.is_conj() or plain.is_neg()):
             return plain
         refuse_overlap(tensor, name)
         self.is_plain = False
         scratch = plain.contiguous().resolve_conj().resolve_neg()
+        if scratch.data_ptr() == plain.data_ptr():
+            scratch = plain.clone()
         self._back.append((plain, scratch))
         return scratch
 
@@ -353,8 +360,17 @@ _METHODS: dict[str, Callable[..., None]] = {
 _SINGLE = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
 
 
-def prepare(method: str, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Prepared:
+def prepare(
+    method: str, rank: int, num_ranks: int, args: Sequence[Any], kwargs: dict[str, Any], is_apart: bool = False
+) -> Prepared:
     """Return a call of the group's method.
+
+    Args:
+        method: its name.
+        rank: this process's.
+        num_ranks: as many entries lists have.
+        args, kwargs: of the method.
+        is_apart: outputs are not written before `copy_back`.
 
     Raises:
         InvalidArgument: an argument cannot be right. NotServed: the kernels do not make it.
@@ -362,7 +378,7 @@ def prepare(method: str, rank: int, num_ranks: int, args: Sequence[Any], kwargs:
     make = _METHODS.get(method)
     if make is None:
         raise NotServed
-    prepared = Prepared(rank, num_ranks)
+    prepared = Prepared(rank, num_ranks, is_apart)
     make(prepared, *args, **kwargs)
     if prepared.device is None:
         raise NotServed

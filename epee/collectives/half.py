@@ -33,13 +33,13 @@ from typing import Any
 
 import torch
 
-from ..backend.device.calls import NOT_SERVED, meet
+from ..backend.device.calls import NOT_SERVED, Policy, meet
 from ..backend.engine.engine import Engine
-from ..backend.work import DONE
+from ..backend.work import DONE, Ended, is_loss
 from ..ep.gpu.death_notifier import DeathNotifier
 from ..ep.gpu.platform import CudaPlatform, Platform
 from ..ep.gpu.report import KernelReport
-from ..errors import EpeeError, InvalidArgument, InvalidState, RankFailedError
+from ..errors import EpeeError, InvalidArgument, InvalidState, PeerError, RankFailedError, UnsupportedError
 from ..memory.claim import process_start_time
 from ..memory.cuda_mapping import uuid_of
 from ..view.process.detector import is_leaving
@@ -47,6 +47,10 @@ from . import moves
 from .again import KnownCalls
 from .calls import NotServed, Prepared, prepare
 from .machine import Collectives, most_sms
+from .mask.large import run_large
+from .mask.losses import Losses, ranks_of
+from .mask.moves import masked
+from .mask.work import MaskedWork
 from .meeting import MeetingRow, flaw_in
 from .plan import config_of, plan_of
 from .report import error_of, failed, may_be_of_dead
@@ -82,10 +86,12 @@ class DeviceHalf:
         engine: of the group.
         rank: this process's.
         staging_bytes: by which the memory is sized; equal on all ranks.
+        policy: of the group.
     """
 
-    def __init__(self, engine: Engine, rank: int, staging_bytes: int) -> None:
-        self._engine, self._rank, self._staging_bytes = engine, rank, staging_bytes
+    def __init__(self, engine: Engine, rank: int, staging_bytes: int, policy: Policy) -> None:
+        self._engine, self._rank, self._staging_bytes, self._policy = engine, rank, staging_bytes, policy
+        self._losses = Losses(engine) if policy.is_masked else None
         self._machine: Collectives | None = None
         self._again: dict[bool, KnownCalls] = {}  # of blocking and of asynchronous calls
         self._own: OwnStream | None = None
@@ -94,7 +100,9 @@ class DeviceHalf:
         self._is_lost = False  # a call was lost since the last meeting
         self._off = ""  # why calls go through host memory
         self._told: set[int] = set()  # ranks whose loss was raised here, and not by the engine
-        self._members: tuple[int, ...] = ()
+        self._members: tuple[int, ...] = ()  # of the last meeting
+        self._last_seq = -1  # of the engine, when the last call was made here
+        self._in: tuple[int, ...] | None = ()  # who was in that call; None: the kernels know
         self._processes: dict[int, tuple[int, int]] = {}
         self._notifier: DeathNotifier | None = None
         self._lock = threading.RLock()
@@ -115,10 +123,9 @@ class DeviceHalf:
         if self._off:
             return NOT_SERVED
         with self._lock:
-            if not _is_asynchronous(args, kwargs):
-                return self._run_here(method, args, kwargs, None, False)
-            if self._own is None:
-                return self._run_here(method, args, kwargs, None, True)
+            is_async = _is_asynchronous(args, kwargs)
+            if not is_async or self._own is None:
+                return self._run_here(method, args, kwargs, None, is_async)
             with self._own.entered() as side:
                 done = self._run_here(method, args, kwargs, side, True)
             if side is not None and done is not NOT_SERVED:
@@ -130,18 +137,45 @@ class DeviceHalf:
     ) -> Any:
         """Make a call on the current stream, which is `side` where that is the group's own."""
         again = self._again.get(is_async)
-        if again is not None and not kwargs and self._epoch == self._engine.members.epoch and not self._is_lost:
+        is_quiet = not kwargs and self._epoch == self._engine.members.epoch and not self._is_lost
+        if again is not None and is_quiet:
+            before = self._before(is_async)
             stream = again.run(method, args, self._engine.timeout_s)
             if stream is not None:
-                return self._work(stream, is_async, args[0], side)
-        return self._run(method, args, kwargs, side, is_async)
+                self._note(None if self._policy.is_masked else self._members)
+                return self._work(stream, is_async, args[0], side, before)
+        elif again is not None:
+            again.skip()
+        try:
+            return self._run(method, args, kwargs, side, is_async)
+        except PeerError as exc:
+            if self._engine.reports_losses and is_loss(exc):
+                return Ended(self._engine, exc)
+            raise
 
-    def _work(self, stream: int, is_async: bool, outputs: Any, side: torch.cuda.Stream | None) -> Any:
+    def _note(self, contributors: tuple[int, ...] | None) -> None:
+        self._last_seq, self._in = self._engine.seq, contributors
+        if self._losses is not None and self._machine is not None:
+            self._losses.look(self._machine)
+
+    def _before(self, is_async: bool) -> set[int] | None:
+        """Return who takes part in a call that is to be made, for its work; None where that does not tell."""
+        return self._present() if self._losses is not None and is_async else None
+
+    def _present(self) -> set[int]:
+        return {*self._members}.difference(self.lost())
+
+    def _work(
+        self, stream: int, is_async: bool, outputs: Any, side: torch.cuda.Stream | None, before: set[int] | None
+    ) -> Any:
         if not is_async:
             return DONE
         assert self._machine is not None
         shown = outputs if isinstance(outputs, list) else [outputs]
-        return DeviceWork(self.check, stream, shown, self._machine.platform.device, side)
+        rest = self.check, stream, shown, self._machine.platform.device, side
+        if before is None:
+            return DeviceWork(*rest)
+        return MaskedWork(self._engine, before, self._present, *rest)
 
     def _run(
         self, method: str, args: Any, kwargs: dict[str, Any], side: torch.cuda.Stream | None, is_async: bool
@@ -149,7 +183,7 @@ class DeviceHalf:
         refused: Exception | None = None
         call: Prepared | None = None
         try:
-            call = prepare(method, self._rank, self._engine.members.group_size, args, kwargs)
+            call = self._prepare(method, args, kwargs)
         except NotServed:
             return NOT_SERVED
         except Exception as exc:  # noqa: BLE001 - no memory for a copy, a word of torch's: the peers must hear of it
@@ -158,7 +192,7 @@ class DeviceHalf:
         if device is None:
             return NOT_SERVED
         self.check()
-        if self._is_lost or self._epoch != self._engine.members.epoch:
+        if self._must_meet():
             self._meet(device, method)
         if self._off or self._machine is None:
             return NOT_SERVED
@@ -174,28 +208,67 @@ class DeviceHalf:
             self._is_lost = True
             machine.run(moves.barrier(machine.config.num_ranks)._replace(facts=_REFUSED))
             raise refused or InvalidArgument(method)
-        stream = self._queue(machine, call)
-        if self._again and not kwargs and call.is_plain and len(call.moves) == 1:
-            self._again[is_async].remember(call.moves[0])
-        return self._work(stream, is_async, call.outputs, side)
+        before = self._before(is_async)
+        is_known = True  # to the host, who is in the result
+        if self._policy.is_masked and not all(map(machine.is_small, call.moves)):
+            found = self._run_large(method, args, kwargs)
+            if found is None:
+                return NOT_SERVED
+            call, stream = found, machine.platform.stream()
+        else:
+            stream = self.queue(machine, call)
+            call.copy_back()
+            is_known = not self._policy.is_masked
+            if self._again and not kwargs and self._may_come_again(call):
+                self._again[is_async].remember(call.moves[0])
+        self._note(self._members if is_known else None)
+        return self._work(stream, is_async, call.outputs, side, before)
 
-    def _queue(self, machine: Collectives, call: Prepared) -> int:
+    def _may_come_again(self, call: Prepared) -> bool:
+        return call.is_plain and len(call.moves) == 1 and call.num_ranks == self._engine.members.group_size
+
+    def _prepare(self, method: str, args: Any, kwargs: dict[str, Any], is_apart: bool = False) -> Prepared:
+        """Return a call as the kernels make it."""
+        size = self._engine.members.group_size
+        entries = min(size, self._engine.mask.span) if self._policy.counts_present else size
+        call = prepare(method, self._rank, entries, args, kwargs, is_apart)
+        if self._policy.is_masked:
+            call.moves = [masked(move, self._rank, size, entries) for move in call.moves]
+        return call
+
+    def _run_large(self, method: str, args: Any, kwargs: dict[str, Any]) -> Prepared | None:
+        machine = self._machine
+        assert machine is not None
+        if machine.platform.is_capturing():
+            raise InvalidState(
+                f'{method}: with fault_mode="mask" no graph can record a call with rows above '
+                f"{machine.config.packet_bytes} bytes, for the hosts agree on its end; make it outside, or in parts"
+            )
+        return run_large(
+            self, machine, method, lambda: self._prepare(method, args, kwargs, True), self._policy.counts_present
+        )
+
+    def queue(self, machine: Collectives, call: Prepared) -> int:
+        """Put a call on the current stream of the group's GPU; returns the stream."""
         if (
             self._device is not None
             and self._device.type == "cuda"
             and torch.cuda.current_device() != self._device.index
         ):
             with torch.cuda.device(self._device):
-                return self._queue(machine, call)
+                return self.queue(machine, call)
         for move in call.moves:
             stream = machine.run(move)
-        call.copy_back()
         return stream
 
     def check(self) -> None:
         """Raise what kernels have reported. Any thread."""
         machine = self._machine
-        if machine is None or not machine.device.has_reports:
+        if machine is None:
+            return
+        if self._losses is not None:
+            self._losses.look(machine)
+        if not machine.device.has_reports:
             return
         with self._lock:
             reports = machine.reports()
@@ -228,7 +301,63 @@ class DeviceHalf:
     def _dead(self, machine: Collectives) -> list[int]:
         return [rank for rank in self._members if rank != self._rank and machine.device.is_marked(rank)]
 
+    def contributors(self) -> tuple[int, ...] | None:
+        """Return who is in the result of the last call, None if the engine made that; waits for the GPU."""
+        machine = self._machine
+        if machine is None or self._last_seq != self._engine.seq:
+            return None
+        if self._in is None:
+            bits = machine.contributors()
+        if self._is_lost or machine.device.has_reports:
+            return ()
+        return ranks_of(bits) if self._in is None else self._in
+
+    def lost(self) -> tuple[int, ...]:
+        """Return ranks that calls here have left out since the hosts met last."""
+        if self._losses is None or self._machine is None:
+            return ()
+        self._losses.look(self._machine)
+        return self._losses.lost()
+
     # --- meetings
+
+    def _must_meet(self) -> bool:
+        """Whether the hosts must meet before the next call, which all find alike."""
+        if self._is_lost or self._epoch < 0:
+            return True
+        epoch = self._engine.members.epoch
+        if epoch == self._epoch:
+            return False
+        if self._losses is None or self._losses.needs_meeting(self._processes):
+            return True
+        self._epoch = epoch
+        return False
+
+    def lose(self) -> None:
+        """Note that a call was lost: the hosts meet before the next one."""
+        self._is_lost = True
+
+    def renew(self) -> None:
+        """Have the hosts meet before the next call."""
+        self._epoch = -1
+
+    def meet_again(self, method: str) -> Collectives | None:
+        """Meet the members; returns the machine, None where host memory is the way now."""
+        assert self._device is not None
+        self._meet(self._device, method)
+        return None if self._off else self._machine
+
+    def met(self) -> dict[int, int]:
+        """Return the members of the last meeting, with the numbers of their processes."""
+        return {rank: os.getpid() if rank == self._rank else self._processes[rank][0] for rank in self._members}
+
+    def is_closed(self) -> bool:
+        """Whether the group has ended."""
+        return self._is_closed
+
+    def timeout_s(self) -> float:
+        """Return the time-out of a call."""
+        return self._engine.timeout_s
 
     def _meet(self, device: torch.device, method: str) -> None:
         """Meet all members, until all have begun anew in one epoch or know that host memory is the way."""
@@ -239,13 +368,13 @@ class DeviceHalf:
             )
         while True:
             own = self._ready(device)
-            epoch, rows = self._exchange(own)
+            epoch, rows = self.exchange(own)
             if any(row.phase for row in rows.values()):
                 continue  # a peer was in its second phase, and comes back to the first
             reason = flaw_in(rows)
             if not reason:
                 reason = self._begin(rows)
-                next_epoch, after = self._exchange(own._replace(is_ok=not reason, reason=reason, phase=1))
+                next_epoch, after = self.exchange(own._replace(is_ok=not reason, reason=reason, phase=1))
                 if next_epoch != epoch or not all(row.phase for row in after.values()):
                     continue
                 reason = flaw_in(after)
@@ -257,7 +386,8 @@ class DeviceHalf:
             self._told.clear()  # the engine has nothing left to raise of that time
             return
 
-    def _exchange(self, own: MeetingRow) -> tuple[int, dict[int, MeetingRow]]:
+    def exchange(self, own: MeetingRow) -> tuple[int, dict[int, MeetingRow]]:
+        """Give a row to all members; returns the epoch, and theirs."""
         while True:
             try:
                 box, rows = meet(self._engine, own.pack())
@@ -267,15 +397,23 @@ class DeviceHalf:
                     raise
                 self._told -= set(exc.ranks)  # the host has raised it already
 
+    def own_row(self) -> MeetingRow:
+        """Return a row in which all is well."""
+        pid = os.getpid()
+        return MeetingRow(True, 1, bytes(16), pid, process_start_time(pid), 0, 1, b"", "")
+
     def _ready(self, device: torch.device) -> MeetingRow:
         """Return what this rank tells; its GPU has done all that was queued."""
-        pid = os.getpid()
-        own = MeetingRow(True, 1, bytes(16), pid, process_start_time(pid), 0, 1, b"", "")
+        own = self.own_row()
         try:
             num_ranks = self._engine.members.group_size
             if self._machine is None:
-                config = config_of(self._rank, num_ranks, self._staging_bytes)
-                self._machine, self._device = Collectives(platform_of(device), config), device
+                config = config_of(self._rank, num_ranks, self._staging_bytes, self._policy.is_masked)
+                platform = platform_of(device)
+                if self._policy.is_masked and not platform.keeps_addresses:
+                    raise UnsupportedError("memory is lent by cudaIpc, and is read here after its owner's death")
+                self._machine, self._device = Collectives(platform, config), device
+                self._machine.fills_absent = self._policy.counts_present
                 for is_async in (False, True):
                     self._again[is_async] = KnownCalls(self._machine, most_sms(self._machine, is_async))
                 self._own = OwnStream(self._machine.platform)
@@ -300,6 +438,9 @@ class DeviceHalf:
         assert machine is not None
         try:
             machine.admit({rank: row.blob for rank, row in rows.items()})
+            zombies = self._zombies(rows)
+            if zombies:
+                return f"processes that had ranks {zombies} before live on, and may write into memory of the group"
             names = [row.gpu for row in rows.values()]
             sharing = max(names.count(name) for name in names)
             plan = plan_of(sharing, machine.platform.limits.num_sms)
@@ -308,16 +449,27 @@ class DeviceHalf:
             machine.device.news.words[0] = 0
             machine.begin(list(rows), max(row.number for row in rows.values()) + 1)
             self._members = tuple(rows)
+            if self._losses is not None:
+                self._losses.met()
+                machine.shown = self._engine.mask.place_on(machine.platform.device)
         except (EpeeError, RuntimeError, OSError) as exc:
             return f"rank {self._rank}: {exc}"
         return ""
+
+    def _zombies(self, rows: Mapping[int, MeetingRow]) -> list[int]:
+        return [
+            rank
+            for rank, process in self._processes.items()
+            if rank in rows and process != (rows[rank].pid, rows[rank].start_time) and not is_leaving(*process)
+        ]
 
     def _watch(self, processes: dict[int, tuple[int, int]]) -> None:
         machine = self._machine
         assert machine is not None
         if self._notifier is None and processes:
             device = machine.device
-            self._notifier = DeathNotifier(device.mark_dead, device.waiting, f"epee-collectives-{self._rank}")
+            name = f"epee-collectives-{self._rank}"
+            self._notifier = DeathNotifier(device.mark_dead, device.waiting, name, needs_end=self._policy.is_masked)
             self._notifier.start(processes)
         elif self._notifier is not None:
             for rank, process in processes.items():
@@ -346,6 +498,8 @@ class DeviceHalf:
         if is_aborted:
             machine.device.abort()
         machine.device.drain(min(self._engine.timeout_s, CLOSE_S))
+        if self._policy.is_masked and not is_aborted and not machine.device.is_recorded:
+            machine.leave()
         if not machine.device.is_recorded:  # graphs have its addresses
             machine.close()
 

@@ -1,6 +1,6 @@
 """Launches the collective kernels on one rank: memory, plans, order of streams. No groups, no checks of tensors.
 
-Data path: `csrc/kernels/collective/call.cuh` and the heads of the three kernel files. This module owns the lent region
+Data path: `csrc/kernels/collective/call.cuh` and the heads of the kernel files. This module owns the lent region
 and, in its `GpuDevice`, the words of the host; it decides by size which kernel does a call, and launches it on the
 platform's current stream. A call returns when its kernel is queued. All ranks make the same calls in the same order; a
 call on another stream than the last one runs behind that. In a graph nothing but launches is recorded: numbers, view
@@ -26,6 +26,7 @@ from ..ep.gpu.device import GpuDevice
 from ..ep.gpu.platform import LentRegion, Platform
 from ..ep.gpu.report import KernelReport, take_oldest
 from ..errors import InvalidState
+from .mask.moves import ONE_ROW
 from .moves import MOVED, UNEVEN, Kind, Move
 from .params import (
     CALL_FORM,
@@ -34,12 +35,17 @@ from .params import (
     EXCHANGE_THREADS,
     FACTS_BITS,
     KERNELS,
+    MASKED_FORM,
+    MASKED_KERNELS,
+    MASKED_OFFSET,
+    NUM_REMEMBERED,
     OP_NUMBERS,
     OWNER,
     SENDER,
     TILE_BYTES,
     TWO_SHOT_THREADS,
     CollectiveConfig,
+    MaskedParams,
     kernel_head,
 )
 from .plan import CollectivePlan, Fitted
@@ -74,6 +80,9 @@ class Collectives:
         device: reports, order of calls, news for kernels.
         timeout_s: of one wait of a kernel.
         most_sms: multiprocessors that the next calls take at most.
+        told: mode "mask": a pinned word, a bit for each rank that kernels have left out since `begin`.
+        shown: mode "mask": address and length of the program's mask on this GPU, or 0.
+        fills_absent: mode "mask": places of ranks that take no part are filled with zeros.
     """
 
     def __init__(
@@ -91,7 +100,10 @@ class Collectives:
         self.most_sms = platform.limits.num_sms
         self._stall_one_in = stall_one_in
         head = kernel_head(config.num_ranks, *MOVED, self.plan.pipeline, stall_one_in)
-        self.device = GpuDevice(platform, head, KERNELS)
+        self._files = {**KERNELS, **(MASKED_KERNELS if config.is_masked else {})}
+        self.device = GpuDevice(platform, head, self._files)
+        self.told = platform.host_words(1)
+        self.shown, self.fills_absent = (0, 0), False
         self._own = platform.create(config.region_layout.nbytes)
         self._kernels: dict[Kind, Mapping[str, Any]] = {}
         self._add(MOVED, self.device.kernels)
@@ -128,7 +140,7 @@ class Collectives:
                     "recorded"
                 )
             kernels = {}
-            for path, params in KERNELS.items():
+            for path, params in self._files.items():
                 kernels.update(self.platform.kernels(path, head, params))
             self._add(kind, kernels)
         return kernels
@@ -136,7 +148,10 @@ class Collectives:
     def _add(self, kind: Kind, kernels: Mapping[str, Any]) -> None:
         call = self.config.call(self._own.address, self.device.report.address, self.device.news.address)
         for kernel in kernels.values():
-            kernel.args.call = call
+            if isinstance(kernel.args, MaskedParams):
+                kernel.args.base.call, kernel.args.kept_offset = call, self.config.region_layout.offset("kept")
+            else:
+                kernel.args.call = call
         self._kernels[kind] = kernels
 
     def run(self, move: Move) -> int:
@@ -195,6 +210,9 @@ class Collectives:
             max(move.num_bytes, 0),
             *fitted.sizes,
         )
+        if "masked" in fitted.name:
+            masked = self.told.address, *self.shown, int(move.op in ONE_ROW), int(self.fills_absent), 0
+            MASKED_FORM.pack_into(fitted.kernel.args, MASKED_OFFSET, *masked)
 
     def _shape(self, move: Move, num_sms: int) -> tuple[str, int, int, tuple[int, ...]]:
         """Return which kernel does a call, its blocks, their threads, and the last words of its arguments."""
@@ -202,6 +220,8 @@ class Collectives:
         if move.op == "barrier":
             return "collective_barrier", 1, 32, _NO_SIZES
         kind = "placed" if move.kind is MOVED else "reduced"
+        if config.is_masked and self.is_small(move):
+            return f"collective_masked_{kind}", *self._packets(size, EXCHANGE_THREADS, num_sms), _NO_SIZES
         if 0 <= size <= min(config.packet_bytes, plan.one_shot_bytes if move.is_whole else plan.exchange_bytes):
             return f"collective_exchange_{kind}", *self._packets(size, EXCHANGE_THREADS, num_sms), _NO_SIZES
         if move.is_whole and 0 <= size <= min(config.packet_bytes, plan.two_shot_bytes):
@@ -229,6 +249,10 @@ class Collectives:
         (measured on H100: with a block on each, an addition waited for the pipeline's end).
         """
         return self.plan.pipeline[1] if num_sms >= self.platform.limits.num_sms else 1
+
+    def is_small(self, move: Move) -> bool:
+        """Whether the rows of a call fit into packets; the same on all ranks."""
+        return 0 <= move.num_bytes <= self.config.packet_bytes
 
     def _packets(self, nbytes: int, max_threads: int, num_sms: int) -> tuple[int, int]:
         tiles = max(1, -(-nbytes // TILE_BYTES))
@@ -268,10 +292,29 @@ class Collectives:
         self._words("tags").fill_(number)
         for name in ("joined", "expected"):
             self._words(name).fill_(number << FACTS_BITS)
-        for name in ("gone", "failed", "news"):
+        for name in ("gone", "left", "failed", "news", "out", "settled", "got"):
             self._words(name).fill_(0)
+        self.told.words[0] = 0
         self.platform.synchronize()
         self.reports()  # of the time before
+
+    def leave(self) -> None:
+        """Tell the peers' kernels that this rank makes no more calls; none is in flight. Waits for the GPU."""
+        layout, own = self.config.region_layout, self.config.rank
+        for rank, region in enumerate(self._regions):
+            if region is not None and rank != own:
+                word = region.lease(layout.offset("left") + 8 * own, 8, None)
+                word.view(torch.int64).fill_(1)
+        self.platform.synchronize()
+
+    def contributors(self) -> int:
+        """Return a bit for each rank in the result of the last call of mode "mask"; waits for the GPU.
+
+        0: there is none since `begin`.
+        """
+        number = self.number()
+        got = int(self._words("got")[number % NUM_REMEMBERED])
+        return got & 0xFF if got >> 8 == number else 0
 
     def _words(self, name: str) -> torch.Tensor:
         layout = self.config.region_layout

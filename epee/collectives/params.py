@@ -106,10 +106,31 @@ class CollectiveParams(ctypes.Structure):
     )
 
 
+class MaskedParams(ctypes.Structure):
+    """Arguments of the kernels of mode "mask", those of every kernel first.
+
+    `kept_offset`: where a rank keeps its rows in a region; `told`: a pinned word that the ranks which calls have left
+    out are written to; `shown`: the program's own mask on this GPU, int32 `[num_shown]`, or 0; `is_one_row`: all ranks
+    get the same row; `fills_absent`: places of ranks that take no part are filled with zeros.
+    """
+
+    _fields_ = (
+        ("base", CollectiveParams),
+        *_fields(_WORD, "kept_offset"),
+        *_fields(_PTR, "told shown"),
+        *_fields(_INT, "num_shown is_one_row fills_absent unused"),
+    )
+
+
 # How a call's own arguments are written, all at once: from `timeout_ns` to the end.
 CALL_FORM = struct.Struct(f"=QQ{MAX_RANKS}q{MAX_RANKS}q4i{MAX_RANKS}Q{MAX_RANKS}Qqq6i")
 CALL_OFFSET = CollectiveCall.timeout_ns.offset
 assert CALL_OFFSET + CALL_FORM.size == ctypes.sizeof(CollectiveParams)
+
+# What follows them in mode "mask".
+MASKED_FORM = struct.Struct("=QQ4i")
+MASKED_OFFSET = MaskedParams.told.offset
+assert MASKED_OFFSET + MASKED_FORM.size == ctypes.sizeof(MaskedParams)
 
 # Kernel file -> its entry points and their params.
 KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
@@ -124,6 +145,13 @@ KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
         "collective_pipeline_placed": CollectiveParams,
     },
 }
+# Those of groups in mode "mask", beside the others.
+MASKED_KERNELS: dict[str, dict[str, type[ctypes.Structure]]] = {
+    "kernels/collective/masked.cuh": {
+        "collective_masked_reduced": MaskedParams,
+        "collective_masked_placed": MaskedParams,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -135,6 +163,7 @@ class CollectiveConfig:
         num_lanes: of large calls; each has a block for every role.
         num_slots: chunks of a rank that lie in a lane at once.
         chunk_bytes: of a slot.
+        is_masked: the group is in mode "mask".
     """
 
     rank: int
@@ -143,6 +172,7 @@ class CollectiveConfig:
     num_lanes: int = 132
     num_slots: int = 2
     chunk_bytes: int = 32 << 10
+    is_masked: bool = False
 
     def check(self) -> None:
         """Raise `InvalidArgument` for what the kernels cannot do."""
@@ -166,6 +196,7 @@ class CollectiveConfig:
             *CONTROL_FIELDS,
             Field("packets", torch.uint8, (2, NUM_STAGES, self.num_ranks, self.packets_stride), 512),
             Field("chunks", torch.uint8, (NUM_STAGES, *slots), 512),
+            *((Field("kept", torch.uint8, (2, self.num_ranks, self.packets_stride), 512),) if self.is_masked else ()),
         )
 
     def call(self, own: int, report: int, abort: int) -> CollectiveCall:
@@ -181,6 +212,7 @@ _U64 = torch.int64
 CONTROL_FIELDS = (
     Field("joined", _U64, (NUM_REMEMBERED, MAX_RANKS), 128),
     Field("gone", _U64, (MAX_RANKS,), 128),
+    Field("left", _U64, (MAX_RANKS,), 128),
     Field("expected", _U64, (NUM_REMEMBERED, MAX_RANKS), 128),
     Field("flags", _U64, (NUM_STAGES, MAX_LANES, MAX_RANKS), 128),
     Field("credits", _U64, (NUM_STAGES, MAX_LANES, MAX_RANKS), 128),
@@ -189,6 +221,9 @@ CONTROL_FIELDS = (
     Field("view", _U64, (1,), 128),
     Field("news", _U64, (3,), 128),
     Field("failed", _U64, (2,), 128),
+    Field("out", _U64, (1,), 128),
+    Field("settled", _U64, (1,), 128),
+    Field("got", _U64, (NUM_REMEMBERED,), 128),
 )
 
 
@@ -227,7 +262,7 @@ def kernel_head(
         "kPipelineBlocks": pipeline[1],
         "kStallOneIn": stall_one_in,
     }
-    structs = (CollectiveCall, CollectiveParams)
+    structs = (CollectiveCall, CollectiveParams, MaskedParams)
     names = [field.name for field in CONTROL_FIELDS]
     return "".join(
         [

@@ -59,9 +59,11 @@ def plan_of(num_sharing: int, num_sms: int) -> CollectivePlan:
     return CollectivePlan(max_blocks=part, width=part, launch="plain")
 
 
-def config_of(rank: int, num_ranks: int, staging_bytes: int) -> CollectiveConfig:
+def config_of(rank: int, num_ranks: int, staging_bytes: int, is_masked: bool = False) -> CollectiveConfig:
     """Return sizes for which large calls of each direction take at most about twice `staging_bytes`."""
     chunk = 32 << 10 if num_ranks <= 4 else 16 << 10
     lanes = max(2, min(132, 2 * staging_bytes // (2 * num_ranks * chunk)))
     packets = min(1 << 20, max(64 << 10, staging_bytes // 16))
-    return CollectiveConfig(rank, num_ranks, packet_bytes=packets, num_lanes=lanes, chunk_bytes=chunk)
+    return CollectiveConfig(
+        rank, num_ranks, packet_bytes=packets, num_lanes=lanes, chunk_bytes=chunk, is_masked=is_masked
+    )

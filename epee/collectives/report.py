@@ -14,7 +14,15 @@ from ..errors import (
 )
 from .params import OPS
 
-_WAITS = {1: "its last call", 2: "packets", 3: "a chunk", 4: "a credit", 5: "its call", 6: "its call"}
+_WAITS = {
+    1: "its last call",
+    2: "packets",
+    3: "a chunk",
+    4: "a credit",
+    5: "its call",
+    6: "its call",
+    7: "its own blocks",
+}
 _LOST = "the output is lost"
 
 
@@ -28,36 +36,36 @@ def may_be_of_dead(report: KernelReport) -> bool:
     return report.code in (TIMEOUT, PEER_GAVE_UP)
 
 
-def error_of(report: KernelReport, rank: int) -> EpeeError:
-    """Return a report as an exception."""
+def error_of(report: KernelReport, rank: int, fate: str = _LOST) -> EpeeError:
+    """Return a report as an exception, which also tells the fate of the output."""
     code, tag, _, peer, _, _, where = report
     head = context(name_of(report), rank=rank, peer=peer, seq=tag)
     what = f"{_WAITS.get(where, f'wait {where}')} of rank {peer}"
     if code == TIMEOUT:
-        return CommTimeoutError(f"{head}: no sign of {what} within the time-out; {_LOST}", [peer])
+        return CommTimeoutError(f"{head}: no sign of {what} within the time-out; {fate}", [peer])
     if code == PEER_DEAD:
-        return failed(report, rank, peer)
+        return failed(report, rank, peer, fate)
     if code == PEER_GAVE_UP:
         return CommTimeoutError(
             f"{head}: rank {peer} has lost this call or an earlier one, so the ranks may stand before different steps; "
-            f"{_LOST}; agree on the step to be made again",
+            f"{fate}; agree on the step to be made again",
             [peer],
         )
     if code == MISMATCH:
         return MismatchError(
             f"{head}: ranks disagree: rank {peer} makes another call, or one on other sizes, another dtype, reduction "
-            f"or root; all ranks must make the same calls in the same order; {_LOST}"
+            f"or root; all ranks must make the same calls in the same order; {fate}"
         )
     if code == ABORTED:
         return AbortedError(f"{head}: the call was aborted, waiting for {what}")
     return ProtocolError(f"{head}: the kernel reports code {code} about {what}")
 
 
-def failed(report: KernelReport, rank: int, peer: int) -> RankFailedError:
+def failed(report: KernelReport, rank: int, peer: int, fate: str = _LOST) -> RankFailedError:
     """Return the error of a call that rank `peer` has died in."""
     head = context(name_of(report), rank=rank, peer=peer, seq=report.tag)
     return RankFailedError(
-        f"{head}: rank {peer} is dead (its process ended) and had a part in this call; {_LOST}; the next call on CUDA "
+        f"{head}: rank {peer} is dead (its process ended) and had a part in this call; {fate}; the next call on CUDA "
         "tensors runs without it",
         [peer],
         name_of(report),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import epee
 from epee.backend import staging
+from epee.backend.device.calls import Policy
 from epee.collectives import half as halves
 from tests.backend.test_staging import CALLS, OnGpu, _call, _device, _plain, on_gpu
 from tests.csrc.emulated import EmulatedPlatform
@@ -30,7 +31,9 @@ def give_half(rank: int, timeout_s: float = 60.0) -> halves.DeviceHalf:
     halves.has_gpu = lambda: True
     halves.platform_of = lambda device: EmulatedPlatform()
     group.set_timeout(timedelta(seconds=timeout_s))
-    group._on_device = halves.DeviceHalf(group._engine, rank, STAGING_BYTES)
+    options = group.options
+    policy = Policy(options.fault_mode == "mask", options.counts_present)
+    group._on_device = halves.DeviceHalf(group._engine, rank, STAGING_BYTES, policy)
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[method-assign] # dist.broadcast asks
     staging._device = None  # type: ignore[assignment] # whoever comes there fails
     return group._on_device
@@ -349,6 +352,11 @@ def again(rank: int, num_ranks: int) -> list[int]:
         again = half._again[False]
         assert isinstance(again, CountedCalls)
         short.append(again.num_made)
+    for _ in range(2):  # a call that is not looked for, as the hosts meet, is not taken for the one missed before
+        again._missed = ("missed",)
+        half.renew()
+        dist.all_reduce(on_gpu(torch.ones(7)))
+    assert ("missed",) not in again._plans
     y = on_gpu(torch.ones(24))
     half._engine.timeout_s = 30.0  # other arguments of the kernels
     dist.all_reduce(y)

@@ -5,6 +5,9 @@ It is killed at a random moment of a random call, again and again, and each time
 middle and large ones, and compare every value, once the GPU has ended the call and the group finds nothing wrong with
 it. The call that meets the death is an error that names the victim, on both; their next calls run without it, until
 they take its successor in. Groups are in mode "raise".
+
+In mode "mask" (`MASKED`) no call is an error: each is compared with the rows of those who were in it, as its kernel
+says, and the first one without the victim has the same number on both survivors.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import epee
-from epee.collectives.params import KERNELS, kernel_head
+from epee.collectives.params import KERNELS, MASKED_KERNELS, kernel_head
 from epee.collectives.plan import CollectivePlan
 from epee.ep.gpu.platform import CudaPlatform
 from epee.errors import RankFailedError
@@ -46,8 +49,8 @@ def row_of(rank: int, count: int, number: int) -> torch.Tensor:
 class Player:
     """One rank's end of the group."""
 
-    def __init__(self, rank: int, platform: str) -> None:
-        self.rank, self.platform = rank, platform
+    def __init__(self, rank: int, platform: str, fault_mode: str = "raise") -> None:
+        self.rank, self.platform, self.is_masked = rank, platform, fault_mode == "mask"
         self.own = random.Random(os.getpid())  # how long this rank dawdles
         if platform == "emulated":
             from tests.collectives.cases import give_half, on_gpu
@@ -58,8 +61,8 @@ class Player:
         self.half = dist.group.WORLD._on_device  # type: ignore[union-attr]
         self.place = lambda x: x.to(device_of(rank))
 
-    def round(self, number: int, members: tuple[int, ...], dawdle_s: float = 0.0) -> None:
-        """A call among `members`, compared."""
+    def round(self, number: int, members: tuple[int, ...], dawdle_s: float = 0.0) -> Call:
+        """A call among `members`, compared; in mode "mask" among those who were in it, as far as they are members."""
         rng = random.Random(number)
         op, count, root = rng.choice(OPS), rng.choice(COUNTS[self.platform]), rng.choice(members)
         rows = [row_of(rank, count * NUM_RANKS, number) for rank in ALL]
@@ -68,26 +71,38 @@ class Player:
         out, many = self.place(torch.full((n,), -1.0)), self.place(torch.full((n * NUM_RANKS,), -1.0))
         if self.own.random() < 0.5:
             time.sleep(self.own.random() * dawdle_s)
+        root = SURVIVORS[number % 2] if self.is_masked else root  # a lost root is an error there, too
         nothing = torch.full((n,), -1.0)
+        gather = dist.all_gather_into_tensor if op == "all_gather" else dist.all_to_all_single
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(x),
+            "broadcast": lambda: dist.broadcast(x, root),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, wide),
+            "all_gather": lambda: gather(many, x),
+            "all_to_all": lambda: gather(many, wide),
+        }
+        made = self.call(op, calls[op])
+        if self.is_masked:
+            there = dist.group.WORLD.last_contributors()  # type: ignore[union-attr]
+            assert set(SURVIVORS) <= set(there) <= set(members), (number, there, members)
+            place = many.cpu().as_subclass(torch.Tensor)[n * VICTIM :]
+            if VICTIM not in there and not bool(place.any()):
+                nothing = torch.zeros(n)  # the call that loses a rank fills its place
+            members = there
         if op == "all_reduce":
-            self.call(op, lambda: dist.all_reduce(x))
             got, want = x, sum(rows[rank][:n] for rank in members)
         elif op == "broadcast":
-            self.call(op, lambda: dist.broadcast(x, root))
             got, want = x, rows[root][:n]
         elif op == "reduce_scatter":
-            self.call(op, lambda: dist.reduce_scatter_tensor(out, wide))
             got, want = out, sum(rows[rank][mine] for rank in members)
         else:
-            is_gather = op == "all_gather"
-            call = dist.all_gather_into_tensor if is_gather else dist.all_to_all_single
-            self.call(op, lambda: call(many, x if is_gather else wide))
-            came = [rows[rank][:n] if is_gather else rows[rank][mine] for rank in ALL]
+            came = [rows[rank][:n] if op == "all_gather" else rows[rank][mine] for rank in ALL]
             got, want = many, torch.cat([came[rank] if rank in members else nothing for rank in ALL])
         plain = got.cpu().as_subclass(torch.Tensor)
         assert torch.equal(plain, want), f"rank {self.rank}, call {number} of {members}: {op} of {count}"  # type: ignore[arg-type]
+        return made._replace(came=VICTIM in members)
 
-    def call(self, op: str, make: Any) -> None:
+    def call(self, op: str, make: Any) -> Call:
         """Make one call to its end; raises what has become of it, with the times."""
         started = time.monotonic_ns()
         try:
@@ -96,10 +111,11 @@ class Player:
                 torch.cuda.synchronize()
             self.half.check()
         except RankFailedError as error:
-            if error.ranks != (VICTIM,):
+            if self.is_masked or error.ranks != (VICTIM,):
                 raise
             raise Lost(Call(op, started, time.monotonic_ns(), False)) from error
         assert not self.half._off, self.half._off
+        return Call(op, started, time.monotonic_ns(), True)
 
 
 def warm(platform: str, rank: int) -> None:
@@ -108,28 +124,36 @@ def warm(platform: str, rank: int) -> None:
         torch.cuda.set_device(device_of(rank))
         gpu = CudaPlatform(device_of(rank))
         for kind in ((None, "sum"), (torch.float32, "sum")):
-            for path, params in KERNELS.items():
+            for path, params in {**KERNELS, **MASKED_KERNELS}.items():
                 gpu.kernels(path, kernel_head(NUM_RANKS, *kind, CollectivePlan().pipeline), params)
         torch.ones(4, device=gpu.device).cpu()
 
 
-def live(rank: int, platform: str, folder: str, first_life: int, num_kills: int) -> list[str]:
+def live(
+    rank: int, platform: str, folder: str, first_life: int, num_kills: int, fault_mode: str = "raise"
+) -> list[str]:
     """Be a rank from a life on: of the survivors to the end, of a victim until it is killed."""
     if platform == "cuda":
         torch.cuda.set_device(device_of(rank))
     store = dist.FileStore(f"{folder}/store", NUM_RANKS)
-    options = epee.BackendOptions(fault_mode="raise", op_timeout=TIMEOUT_S, is_extension=first_life > 0)
+    options = epee.BackendOptions(fault_mode=fault_mode, op_timeout=TIMEOUT_S, is_extension=first_life > 0)
     dist.init_process_group("epee", store=store, rank=rank, world_size=NUM_RANKS, pg_options=options)
     if first_life:
         dist.all_reduce(torch.ones(1))
-    player = Player(rank, platform)
+    player = Player(rank, platform, fault_mode)
     for life in range(first_life, num_kills + 1):
         for number in range(3):
             player.round(10_000 * life + number, ALL)
         tell(("ready", life))
         if life == num_kills:
             break
-        tell(("lost", life, *until_lost(player, life)))
+        lost, number = until_lost(player, life)
+        tell(("lost", life, *lost))
+        if player.is_masked:
+            low, high = (torch.tensor([number]) for _ in range(2))
+            dist.all_reduce(low, op=dist.ReduceOp.MIN)
+            dist.all_reduce(high, op=dist.ReduceOp.MAX)
+            assert int(low) == int(high) == number, f"life {life}: lost in calls {int(low)} and {int(high)}"
         for number in range(3):
             player.round(10_000 * life + 5000 + number, SURVIVORS)
         take_in(dist.group.WORLD)
@@ -139,15 +163,23 @@ def live(rank: int, platform: str, folder: str, first_life: int, num_kills: int)
     return ["ok"]
 
 
-def until_lost(player: Player, life: int) -> Call:
-    """Make calls until one tells that the victim is dead."""
+def until_lost(player: Player, life: int) -> tuple[Call, int]:
+    """Make calls until one tells that the victim is dead; returns it, with its number in this life."""
     number = 3
     while True:
         try:
-            player.round(10_000 * life + number, ALL, 0.004 if player.rank == VICTIM else 0.001)
+            made = player.round(10_000 * life + number, ALL, 0.004 if player.rank == VICTIM else 0.001)
         except Lost as lost:
-            return lost.call
+            return lost.call, number
+        if not made.came:
+            return made, number
         number += 1
 
 
+def live_masked(rank: int, platform: str, folder: str, first_life: int, num_kills: int) -> list[str]:
+    """As `live`, in mode "mask"."""
+    return live(rank, platform, folder, first_life, num_kills, "mask")
+
+
 COLLECTIVES = Play(warm, live)
+MASKED = Play(warm, live_masked)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from tests.collectives.deaths import COLLECTIVES
+from tests.collectives.deaths import COLLECTIVES, MASKED
 from tests.csrc.emulated import has_compiler
-from tests.csrc.latency_deaths import run_deaths
+from tests.csrc.latency_deaths import Play, run_deaths
 
 pytestmark = [
     pytest.mark.compiler,
     pytest.mark.timeout(240),  # the first case for a number of ranks builds the kernels
     pytest.mark.skipif(not has_compiler(), reason="no g++ here to build the kernels with"),
 ]
+NUM_KILLS = int(os.environ.get("EPEE_TEST_KILLS", "8"))
 
 
-def test_a_rank_dies_and_is_replaced_again_and_again() -> None:
-    found = run_deaths("emulated", 8, seed=3, num_spares=1, timeout_s=220, play=COLLECTIVES)
-    assert sum(map(len, [*found.in_flight.values(), *found.later.values()])) == 2 * 8
+@pytest.mark.parametrize("play", [COLLECTIVES, MASKED], ids=["raise", "mask"])
+def test_a_rank_dies_and_is_replaced_again_and_again(play: Play) -> None:
+    found = run_deaths("emulated", NUM_KILLS, seed=3, num_spares=1, timeout_s=220, play=play)
+    assert sum(map(len, [*found.in_flight.values(), *found.later.values()])) == 2 * NUM_KILLS

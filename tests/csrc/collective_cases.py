@@ -11,6 +11,7 @@ import torch
 
 from epee.collectives import moves
 from epee.collectives.machine import Collectives
+from epee.collectives.mask.moves import masked
 from epee.collectives.moves import row_of, rows_of
 from epee.collectives.params import CollectiveConfig
 from epee.collectives.plan import CollectivePlan
@@ -41,10 +42,12 @@ class Call:
     seed: int = 0
 
 
-def make(platform: Any, rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0) -> Collectives:
+def make(
+    platform: Any, rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0, is_masked: bool = False
+) -> Collectives:
     """The machine of a rank with the kernels that `calls` need."""
     kinds = sorted({(call.dtype, call.reduction) for call in calls if "reduce" in call.op}, key=str)
-    config = CollectiveConfig(rank, num_ranks, **SMALL)
+    config = CollectiveConfig(rank, num_ranks, **SMALL, is_masked=is_masked)
     machine = Collectives(platform, config, kinds, PLAN, stall_one_in)
     start(machine)
     machine.timeout_s = 60.0
@@ -183,7 +186,8 @@ def play(machine: Collectives, call: Call, active: Sequence[int], who: str = "")
             x = out[mine].copy_(x)
     if not is_taker:
         want = out.cpu().clone()
-    machine.run(move_of(call, rank, num_ranks, x, out))
+    move = move_of(call, rank, num_ranks, x, out)
+    machine.run(masked(move, rank, num_ranks, num_ranks) if machine.config.is_masked else move)
     machine.platform.synchronize()
     check(machine)
     same(out.cpu(), want, f"rank {rank}{who}: {call}")
@@ -194,9 +198,9 @@ def play(machine: Collectives, call: Call, active: Sequence[int], who: str = "")
         assert bool((around.view(torch.uint8) == 0xA5).all()), f"rank {rank}: written behind the output of {call}"
 
 
-def run_calls(rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0) -> None:
+def run_calls(rank: int, num_ranks: int, calls: Sequence[Call], stall_one_in: int = 0, is_masked: bool = False) -> None:
     """All calls one after the other, with barriers between some."""
-    machine = make(EmulatedPlatform(), rank, num_ranks, calls, stall_one_in)
+    machine = make(EmulatedPlatform(), rank, num_ranks, calls, stall_one_in, is_masked)
     for number, call in enumerate(calls):
         play(machine, call, range(num_ranks))
         if number % 5 == 4:

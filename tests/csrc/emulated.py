@@ -187,6 +187,11 @@ class EmulatedPlatform:
         pauses = (ctypes.c_uint * 16).in_dll(self._libraries[f"kernels/throughput/{file}.cuh"], "emulated_pause_us")
         pauses[place] = int(seconds * 1e6)
 
+    def die_in(self, path: str, passes: int, place: int = 0) -> None:
+        """Let this process be killed when its threads have come so often to a place of a file's kernels; 0: to any."""
+        ctypes.c_uint.in_dll(self._libraries[path], "emulated_die_at").value = place
+        ctypes.c_uint.in_dll(self._libraries[path], "emulated_die_in").value = passes
+
     def create(self, nbytes: int) -> EmulatedRegion:
         return EmulatedRegion(HostRegion.create(nbytes, "emulated"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epee.collectives.params import EXCHANGE_THREADS, KERNELS, TWO_SHOT_THREADS, kernel_head
+from epee.collectives.params import EXCHANGE_THREADS, KERNELS, MASKED_KERNELS, TWO_SHOT_THREADS, kernel_head
 from epee.collectives.plan import CollectivePlan
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings and NVRTC here to compile kernels with")
@@ -15,11 +15,17 @@ from epee.jit.source import flatten
 from tests.csrc.compiled import compile_once, resources
 
 THREADS, BLOCKS = CollectivePlan().pipeline
-THREADS_PER_SM = {"exchange": EXCHANGE_THREADS, "two_shot": TWO_SHOT_THREADS, "pipeline": THREADS * BLOCKS}
+FILES = {**KERNELS, **MASKED_KERNELS}
+THREADS_PER_SM = {
+    "exchange": EXCHANGE_THREADS,
+    "masked": EXCHANGE_THREADS,
+    "two_shot": TWO_SHOT_THREADS,
+    "pipeline": THREADS * BLOCKS,
+}
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("path", KERNELS)
+@pytest.mark.parametrize("path", FILES)
 @pytest.mark.parametrize(
     ("architecture", "num_ranks", "dtype", "reduction"),
     [
@@ -38,7 +44,7 @@ def test_kernels_compile_without_spills(
     head = kernel_head(num_ranks, dtype, reduction, CollectivePlan().pipeline)
     compiled = compile_once(flatten(path, head), architecture, path)
     found = resources(compiled.log)
-    assert set(found) == {kernel_symbol(name, params) for name, params in KERNELS[path].items()}
+    assert set(found) == {kernel_symbol(name, params) for name, params in FILES[path].items()}
     for name, needs in found.items():
         assert needs.spill_bytes == 0, name
         assert needs.stack_bytes == 0, name

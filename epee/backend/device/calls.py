@@ -11,7 +11,7 @@ its own, so that who makes another call is told so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,29 +33,46 @@ class DeviceCalls(Protocol):
     def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Make a call of the group by the name of its method, or return `NOT_SERVED`, which all ranks get alike."""
 
+    def contributors(self) -> tuple[int, ...] | None:
+        """Return who is in the result of the last call, None if the engine made that; waits for the GPU."""
+
+    def lost(self) -> tuple[int, ...]:
+        """Return ranks that calls here have left out, and that the group's view may not have taken over yet."""
+
     def close(self, is_aborted: bool) -> None:
         """End; kernels that wait for peers are ended at once if `is_aborted`. Idempotent."""
 
 
-Maker = Callable[[Engine, int, int], DeviceCalls | None]
+class Policy(NamedTuple):
+    """What of a group's options matters on the device.
+
+    Attributes:
+        is_masked: a call that loses a rank succeeds over those who are left.
+        counts_present: as in `BackendOptions`.
+    """
+
+    is_masked: bool = False
+    counts_present: bool = False
+
+
+Maker = Callable[[Engine, int, int, Policy], DeviceCalls | None]
+MODES = ("raise/error", "mask/error", "mask/evict")  # a kernel waits for no decision about a rank that lives
 MAX_RANKS = 8
 _makers: list[Maker] = []
 
 
 def register(maker: Maker) -> None:
-    """Let `maker(engine, rank, staging_bytes)` make the calls of groups on CUDA tensors; idempotent."""
+    """Let `maker(engine, rank, staging_bytes, policy)` make the calls of groups on CUDA tensors; idempotent."""
     if maker not in _makers:
         _makers.append(maker)
 
 
 def make(engine: Engine, rank: int, size: int, options: BackendOptions) -> DeviceCalls | None:
-    """Return the calls of a group, None where its CUDA tensors go through host memory; opens nothing.
-
-    A kernel neither waits for a decision about a rank nor makes its call again, so only mode "raise/error" is served.
-    """
+    """Return the calls of a group, None where its CUDA tensors go through host memory; opens nothing."""
     # not by the size: who comes into a group that has grown must meet the others, to hear that it is too large
-    is_served = options.mode == "raise/error" and size > 0 and engine.box.exports is None
-    return _makers[0](engine, rank, engine.box.staging_bytes) if _makers and is_served else None
+    is_served = options.mode in MODES and size > 0 and engine.box.exports is None
+    policy = Policy(options.fault_mode == "mask", options.counts_present)
+    return _makers[0](engine, rank, engine.box.staging_bytes, policy) if _makers and is_served else None
 
 
 def is_on_gpu(args: Any) -> bool:

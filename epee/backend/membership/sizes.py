@@ -101,11 +101,34 @@ class Mask:
             if not self._words[rank]:
                 self._show(rank, 0)
 
+    def place_on(self, device: torch.device) -> tuple[int, int]:
+        """Return address and length of the user's tensor, if it lies on that GPU and shows each loss at once; or 0, 0.
+
+        Kernels may write the zeros of ranks that calls on the GPU lose; the group takes each loss over afterwards.
+        """
+        shown = self._shown
+        if shown is None or not shown.is_cuda or shown.device != device or self.keeps_lost:
+            return 0, 0
+        return shown.data_ptr(), self.limit
+
+    def foreshow(self, rank: int) -> None:
+        """Show that calls on the GPU have left a rank out, before the group takes the loss over; any thread."""
+        if not self.keeps_lost:
+            self._write(rank, 0)
+
+    def rewrite(self) -> None:
+        """Show what the group knows where `foreshow` was quicker: a lost rank may be there again."""
+        for rank in range(MAX_RANKS):
+            self._write(rank, self._program[rank])
+
     def _show(self, rank: int, value: int) -> None:
         if self._program[rank] == value:
             return
         self._program[rank] = value
         self.span = _span(self._program)
+        self._write(rank, value)
+
+    def _write(self, rank: int, value: int) -> None:
         if rank >= self.limit:
             return
         if self._host is not None:

@@ -9,10 +9,12 @@
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #define __device__
 #define __host__
@@ -24,14 +26,18 @@
 #define __shared__ static thread_local
 
 /// Tests set these: microseconds that a thread stands still each time it comes to a place of `common/stall.cuh`; entry
-/// 0 is for all blocks but the first, before they begin. A library has its own.
+/// 0 is for all blocks but the first, before they begin. And after how many of such comings, to one place or to any
+/// (0), the process is killed; 0: never. A library has its own.
 extern "C" {
 unsigned emulated_pause_us[16];
+unsigned emulated_die_in, emulated_die_at;
 }
 
 namespace emulation {
 
 inline void pause(unsigned place) {
+  const bool is_there = emulated_die_in && (emulated_die_at == 0 || emulated_die_at == place);
+  if (is_there && __atomic_sub_fetch(&emulated_die_in, 1, __ATOMIC_RELAXED) == 0) kill(getpid(), SIGKILL);
   const unsigned us = emulated_pause_us[place % 16];
   const timespec time = {us / 1000000, static_cast<long>(us % 1000000) * 1000};
   if (us) nanosleep(&time, nullptr);

@@ -4,7 +4,8 @@ It sleeps until a pidfd says that a process has ended, `PERIOD_S` at most, `WAIT
 speaks late, when a process has given its memory back; that it stores nothing any more shows in /proc before
 (`view/process/detector.py`), but to look there costs system calls and the interpreter's lock, some 20 us a rank. So
 nobody looks there while no kernel waits, and then first for a sign of dying, which costs 1 us a rank: its first thread
-has no memory. Whoever shows that is looked at closely.
+has no memory. Whoever shows that is looked at closely. Where it matters that its GPU stores nothing any more, either,
+nobody looks: the driver takes a context down later, but before the pidfd speaks.
 
 Who says that a kernel waits: the kernels, in one word of pinned host memory, with the time, about every millisecond of
 a wait that has lasted one (`csrc/common/wait.cuh`). Who reads: this thread, when it wakes up; a word that has changed
@@ -36,15 +37,19 @@ class DeathNotifier:
         tell: given the ranks that are dead, after each look that finds some; the newest word counts.
         waiting: returns the word of the kernels.
         name: of the thread.
+        needs_end: dead is only whose process has ended altogether, its GPU's work as well.
 
     Attributes:
         told: the ranks that were told last.
     """
 
-    def __init__(self, tell: Callable[[Sequence[int]], None], waiting: Callable[[], int], name: str) -> None:
+    def __init__(
+        self, tell: Callable[[Sequence[int]], None], waiting: Callable[[], int], name: str, needs_end: bool = False
+    ) -> None:
         self._tell, self._waiting = tell, waiting
         self.told: tuple[int, ...] = ()
         self._watch, self._signs = DeathWatch(), DyingSigns()
+        self._needs_end = needs_end
         self._seen = 0  # of the word
         self._sleep_s, self._dying_s = PERIOD_S, DYING_S
         self._has_dying = False  # somebody shows a sign and is not proved dead
@@ -97,7 +102,7 @@ class DeathNotifier:
         is_waited = waiting != self._seen
         self._sleep_s = WAITING_S if is_waited else PERIOD_S
         self._seen = waiting
-        if is_waited or self._has_dying:
+        if (is_waited or self._has_dying) and not self._needs_end:
             dead = self._look_closely(dead)
         if dead:
             for rank in dead:

@@ -4,6 +4,7 @@
 // writer, named by its index:
 //   joined  *[number % 4][rank]           number of a call that the rank has begun << 24 | its facts (below)
 //   gone    *[rank]                       a call that the rank has lost since the ranks met last, else 0
+//   left    *[rank]                       mode "mask": not 0 when the rank has left the group, all its calls behind it
 //   flags   *[stage][lane][rank]          how far the rank has written its chunks (`pipeline.cuh`)
 //   credits *[stage][lane][rank]          how far it has read ours
 //   packets *[parity][stage][rank][bytes] payload of small and middle calls (`packets.cuh`)
@@ -12,6 +13,7 @@
 //                                         the last call; a bit for each rank that takes part; what was seen last in
 //                                         the host's memory (`wait.cuh`); the last call that failed, and was reported
 //   expected [number % 4][rank]           local: the word that `joined` must have when the rank makes the same call
+//   out, settled, got                     local, of mode "mask" (`settle.cuh`)
 //
 // Number of a call (tag). All ranks make the same calls in the same order, so all count alike, in device memory: a
 // replayed graph has a new number each time. Each block has a copy of its own in `tags`, which it reads when it begins
@@ -44,7 +46,7 @@
 // A wait ends with a report when the time is over, the host aborts, a rank of the view is known to be dead, or the peer
 // has begun a later call (it gave this one up); without one when the call failed elsewhere on this GPU. A call that has
 // failed goes on to its end without moving more payload, so numbers stay in step. What of the output was written
-// before is lost. Nothing traps.
+// before is lost. Nothing traps. Calls of mode "mask" differ: there a death is no failure (`settle.cuh`).
 #pragma once
 #include "../../common/chunks.cuh"
 #include "../../common/report.cuh"
@@ -55,7 +57,7 @@
 constexpr u32 kPollsPerGlance = 64;  // between two looks at the clock and at words of this GPU's memory
 
 /// Which wait a report is about; the host has the words for them.
-enum WaitPlace : u64 { kWaitJoined = 1, kWaitPackets, kWaitFlag, kWaitCredit, kWaitBarrier, kWaitFacts };
+enum WaitPlace : u64 { kWaitJoined = 1, kWaitPackets, kWaitFlag, kWaitCredit, kWaitBarrier, kWaitFacts, kWaitBlocks };
 /// First and second crossing of a payload: from its source, and from who has reduced or relays it.
 enum Stage : int { kScatter = 0, kGather, kNumStages };
 
@@ -66,13 +68,18 @@ constexpr u64 kFactsMask = (1ull << kFactsBits) - 1;
 struct Meeting {
   u64 peer[kMaxRanks];  // regions of all ranks
   u64 tag;
-  u32 active;   // ranks that take part, this one always
-  u32 is_open;  // all have come so far that the call can go on
-  i32 lost_at;  // the first step of this block whose wait has failed since
+  u32 active;              // ranks that take part, this one always
+  u32 is_open;             // all have come so far that the call can go on
+  i32 lost_at;             // the first step of this block whose wait has failed since
+  u32 is_masked;           // mode "mask": a death is no failure
+  mutable u32 has_deaths;  // a wait of this block has met one
 };
 
 DEVICE u64* own_words(const CollectiveCall& call, u64 offset) { return reinterpret_cast<u64*>(call.own + offset); }
 DEVICE bool is_in(u32 ranks, int rank) { return ranks >> rank & 1; }
+
+/// The n-th rank behind this one, so that all send to different ones at a time.
+DEVICE int rank_behind(int rank, int n) { return rank + n < kNumRanks ? rank + n : rank + n - kNumRanks; }
 
 /// A word of `joined`: call `tag`, in which `bytes` go from its writer to its reader.
 DEVICE u64 word_of(const CollectiveCall& call, u64 tag, i64 bytes) {
@@ -116,12 +123,23 @@ DEVICE_COLD u64 other_call_of_leaver(const CollectiveCall& call, u64 tag, int ra
 
 constexpr u32 kFailedElsewhere = 0xFF;  // of this call, on this GPU
 
+/// Of some ranks those that have left the group: their packets and words are as final as those of the dead.
+DEVICE u32 left_ranks(const CollectiveCall& call, u32 ranks) {
+  u32 left = 0;
+#pragma unroll 1
+  for (int rank = 0; rank < kNumRanks; ++rank)
+    if (is_in(ranks, rank) && ld_acquire_sys(own_words(call, kRegionLeftOffset) + rank)) left |= 1u << rank;
+  return left;
+}
+
 /// Why a wait for `peer` must end, 0 when it may go on: a `FailureCode` with the rank to blame above it, or
-/// `kFailedElsewhere`. `start` is when the wait was first looked at.
-DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, int peer, u64 start) {
+/// `kFailedElsewhere`. `start` is when the wait was first looked at; in mode "mask" only
+/// the end of `peer` counts, its leaving as well.
+DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, bool is_masked, int peer, u64 start) {
   const u64 now = global_time_ns();
   const u64 news = latest_news(reinterpret_cast<u64*>(call.abort), own_words(call, kRegionNewsOffset), start, now);
-  const u32 dead = dead_ranks(news) & active & ~(1u << call.rank);
+  const u32 needed = is_masked ? 1u << peer : active, left = is_masked ? left_ranks(call, needed) : 0;
+  const u32 dead = (dead_ranks(news) | left) & needed & ~(1u << call.rank);
   const u32 blamed = static_cast<u32>(dead ? __ffs(static_cast<int>(dead)) - 1 : peer) << 8;
   if (ld_relaxed_sys(own_words(call, kRegionFailedOffset)) == tag) return kFailedElsewhere;
   if (dead) return kPeerDead | blamed;
@@ -137,7 +155,8 @@ DEVICE_COLD u32 why_stop(const CollectiveCall& call, u64 tag, u32 active, int pe
 }
 
 /// Polls until `poll(got)` is true; `got` is what a report shows beside `want`, `peer` who is missing, both of which a
-/// poll may change. False when the wait had to end; what a rank stored before it died or went on counts.
+/// poll may change. False when the wait had to end; what a rank stored before it died or went on counts. In mode "mask"
+/// only the death of `peer` ends it, without a report: it is noted in `s`.
 template <class Poll>
 DEVICE bool wait_until(const CollectiveCall& call, const Meeting& s, const int& peer, u64 want, WaitPlace where,
                        Poll poll) {
@@ -145,14 +164,16 @@ DEVICE bool wait_until(const CollectiveCall& call, const Meeting& s, const int& 
   u32 stop = 0;
   const auto must_end = [&] {
     if (start == 0) start = global_time_ns();  // most waits end before they have to know the time
-    stop = why_stop(call, s.tag, s.active, peer, start);
+    stop = why_stop(call, s.tag, s.active, s.is_masked, peer, start);
     return stop != 0;
   };
   if (bounded_wait<kPollsPerGlance, kPollAgain>([&] { return poll(got); }, must_end)) return true;
   if (stop == kFailedElsewhere) return false;
   const FailureCode code = static_cast<FailureCode>(stop & 0xFF);
   const int blamed = static_cast<int>(stop >> 8);
-  if (code == kMismatch)
+  if (code == kPeerDead && s.is_masked)
+    s.has_deaths = 1;
+  else if (code == kMismatch)
     report_other_call(call, s.tag, s.tag, blamed);
   else
     report_failure(call, s.tag, {code, blamed, want, got, where});
@@ -169,8 +190,8 @@ DEVICE bool wait_count(const CollectiveCall& call, const Meeting& s, int peer, c
 /// Reads number and view, tells the others that this rank has begun (`release` also publishes what it did before), and
 /// waits until all have begun the call `behind` calls ago, which must have been the same for them. All threads; false
 /// in all of them when the call is lost, as it is when the root (-1: none) takes no part, or somebody has lost one
-/// before.
-template <bool kRelease = false>
+/// before. In mode "mask" nobody waits for who is dead, and ranks that calls have left out take no part.
+template <bool kRelease = false, bool kIsMasked = false>
 DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind) {
   if (warp_idx() == 0) {
     const int lane = lane_idx();
@@ -180,7 +201,8 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind) {
     const u64 tag = ld_relaxed_sys(own_words(call, kRegionTagsOffset) + blockIdx.x) + 1;
     const u64 gone = ld_relaxed_sys(own_words(call, kRegionGoneOffset) + rank);
     const u64* joined = joined_at(call.own, tag - behind, rank);
-    const bool is_member = lane < kNumRanks && peer != 0 && (rank == call.rank || (view >> rank & 1));
+    const u64 out = kIsMasked ? ld_relaxed_sys(own_words(call, kRegionOutOffset)) : 0;
+    const bool is_member = lane < kNumRanks && peer != 0 && (rank == call.rank || ((view & ~out) >> rank & 1));
     const bool is_peer = is_member && rank != call.rank;
     const u32 active = __ballot_sync(~0u, is_member);
     const u32 leavers = __ballot_sync(~0u, is_member && gone != 0);
@@ -193,6 +215,8 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind) {
       s.tag = tag;
       s.active = active;
       s.lost_at = kNeverLost;
+      s.is_masked = kIsMasked;
+      s.has_deaths = 0;
       s.is_open = (call.root < 0 || is_in(active, call.root)) && !leavers;
       if (leavers && !is_in(leavers, call.rank))
         report_failure(call, tag, {kPeerGaveUp, __ffs(static_cast<int>(leavers)) - 1, tag, gone, kWaitJoined});
@@ -214,6 +238,7 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind) {
     if (is_peer && !leavers) {
       const u64 least = (tag - behind) << kFactsBits;
       bool is_open = wait_count(call, s, rank, joined, least, behind ? kWaitJoined : kWaitBarrier);
+      if (kIsMasked && !is_open) is_open = ld_relaxed_sys(own_words(call, kRegionFailedOffset)) != tag;  // it is dead
       for (u64 of = tag - 1; is_open && of <= tag - behind; ++of) {
         if (!is_other_call(call, tag, of, rank)) continue;
         report_other_call(call, tag, of, rank);
@@ -227,14 +252,18 @@ DEVICE bool open_call(const CollectiveCall& call, Meeting& s, u64 behind) {
 }
 
 /// Ends the call for this block: the next one has the next number. All threads. A rank that has lost the call says so.
+/// In mode "mask" the block's own copy of the number is released: what it has written of the output stands.
+template <bool kIsMasked = false>
 DEVICE void close_call(const CollectiveCall& call, const Meeting& s) {
   __syncthreads();
   const int peer = static_cast<int>(threadIdx.x);
   const bool is_peer = peer < kNumRanks && peer != call.rank && is_in(s.active, peer);
   const bool is_other = is_peer && blockIdx.x == 0 && s.is_open && is_other_call(call, s.tag, s.tag, peer);
   u64* tags = own_words(call, kRegionTagsOffset);
+  if (kIsMasked && threadIdx.x == 0) st_release_gpu(tags + blockIdx.x, s.tag);
+  const u32 first = (threadIdx.x + (kIsMasked && threadIdx.x == 0 ? blockDim.x : 0)) * gridDim.x + blockIdx.x;
 #pragma unroll 1
-  for (u32 i = threadIdx.x * gridDim.x + blockIdx.x; i < kMaxBlocks; i += blockDim.x * gridDim.x) tags[i] = s.tag;
+  for (u32 i = first; i < kMaxBlocks; i += blockDim.x * gridDim.x) tags[i] = s.tag;
   if (is_peer && is_other) report_other_call(call, s.tag, s.tag, peer);
   if (warp_idx() != 0) return;
   __syncwarp();

@@ -155,9 +155,6 @@ DEVICE bool next_batch(const CollectiveParams& p, const Piece& piece, u32 ranks,
   return b.with[0] != 0;
 }
 
-/// The n-th rank behind this one, so that all send to different ones at a time.
-DEVICE int rank_behind(int rank, int n) { return rank + n < kNumRanks ? rank + n : rank + n - kNumRanks; }
-
 DEVICE void scatter_sender(const CollectiveParams& p, Meeting& s, const Cut& c) {
   if (!is_in(c.sources, p.call.rank)) return;
   const u32 readers = c.owners & ~(1u << p.call.rank);

@@ -1,0 +1,40 @@
+"""What a collective of mode "mask" moves: as in `collectives/moves.py`, for kernels that mend a loss (`settle.cuh`)."""
+
+from __future__ import annotations
+
+from ..moves import Move
+from ..params import MAX_RANKS
+
+ONE_ROW = ("all_reduce", "broadcast", "all_gather", "reduce", "gather")  # all ranks get the same row of a rank
+_ZEROED = ("all_gather", "gather", "all_to_all")  # outputs have places for ranks
+_NOWHERE = (0,) * MAX_RANKS
+
+
+def masked(move: Move, rank: int, num_ranks: int, num_entries: int) -> Move:
+    """Return a move for the kernels of mode "mask".
+
+    Args:
+        move: made for lists of `num_entries` ranks: the group's, or fewer, where the highest ones are lost.
+        rank: this process's.
+        num_ranks: of the group.
+        num_entries: see there.
+    """
+    if num_entries != num_ranks:
+        move = widened(move, num_ranks, num_entries)
+    if move.op not in ("reduce", "gather"):
+        return move
+    outputs = move.outputs if rank == move.root else _NOWHERE
+    return move._replace(takers=(1 << num_ranks) - 1, outputs=outputs)  # all hear who counts, the root keeps it
+
+
+def widened(move: Move, num_ranks: int, num_entries: int) -> Move:
+    """Return a move of all ranks of the group; those beyond the lists get nothing and have no place."""
+    everybody, listed = (1 << num_ranks) - 1, (1 << num_entries) - 1
+    sources = everybody if move.sources == listed else move.sources
+    takers = everybody & ~(1 << move.root) if move.op == "broadcast" else move.takers
+    return move._replace(sources=sources, takers=everybody if takers == listed else takers)
+
+
+def has_places(move: Move) -> bool:
+    """Whether an output has a place for each rank, which a rank that takes no part leaves as it is."""
+    return move.op in _ZEROED

@@ -1,0 +1,221 @@
+"""Groups in mode "mask" whose calls on "GPU" tensors run the kernels' own sources in the calling process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epee
+import epee.compat.mooncake.pg as mooncake
+from epee.collectives import half as halves
+from tests.backend.test_staging import CALLS, _call, _plain, on_gpu
+from tests.collectives.cases import closed_at_end, give_half, look_soon
+
+LARGE = 40_000  # elements of a row that packets do not hold here
+SMALL = 24
+
+
+def init(rank: int, num_ranks: int, folder: str, backend: str = "epee", **options: Any) -> halves.DeviceHalf:
+    """Make the world, in mode "mask"."""
+    chosen: Any = epee.BackendOptions(fault_mode="mask", **options)
+    if backend == "mooncake":
+        chosen = mooncake.MooncakeBackendOptions(options.get("active_ranks", num_ranks))
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, pg_options=chosen)
+    dist.group.WORLD.waits_for_streams = False  # type: ignore[union-attr] # there are none
+    return give_half(rank)
+
+
+def same_as_cpu(rank: int, num_ranks: int, folder: str, backend: str) -> None:
+    """Every call, sync and async, small and large, has the results of CPU tensors."""
+    with closed_at_end(init(rank, num_ranks, folder, backend)):
+        for name, is_async in itertools.product(CALLS, (False, True)):
+            _, wanted = _call(name, rank, num_ranks, torch.clone, False)
+            work, got = _call(name, rank, num_ranks, on_gpu, is_async)
+            if is_async:
+                assert work.wait()
+                assert work.is_success()
+                assert work.contributors() == set(range(num_ranks))
+            for one, other in zip(got, wanted, strict=True):
+                assert torch.equal(_plain(one), other), (name, is_async)
+            assert dist.group.WORLD.last_contributors() == tuple(range(num_ranks)), name  # type: ignore[union-attr]
+        for count in (SMALL, LARGE, SMALL):
+            check_calls(rank, num_ranks, range(num_ranks), count)
+
+
+def row_of(rank: int, count: int) -> torch.Tensor:
+    """What a rank brings; sums are exact."""
+    return (torch.arange(count) * (rank + 3) + count) % 101 + 1.0
+
+
+def check_calls(rank: int, num_ranks: int, members: Any, count: int, size: int = 0) -> None:
+    """One call of each kind among `members`, in lists of `size`; rows of others stay as they are, or become zeros."""
+    group: Any = dist.group.WORLD
+    zeroes, size = group.options.counts_present, size or num_ranks
+    rows = [row_of(src, count * num_ranks) for src in range(num_ranks)]
+    mine, n = slice(count * rank, count * (rank + 1)), count
+    x, wide, out = on_gpu(rows[rank][:n]), on_gpu(rows[rank][: n * size]), on_gpu(torch.zeros(n))
+    many = on_gpu(torch.full((n * size,), -1.0))
+    absent = torch.zeros(n) if zeroes else torch.full((n,), -1.0)
+    dist.all_reduce(x)
+    assert torch.equal(_plain(x), sum(rows[src][:n] for src in members))  # type: ignore[arg-type]
+    dist.reduce_scatter_tensor(out, wide)
+    assert torch.equal(_plain(out), sum(rows[src][mine] for src in members))  # type: ignore[arg-type]
+    dist.all_to_all_single(many, wide)
+    want = torch.cat([rows[src][mine] if src in members else absent for src in range(size)])
+    assert torch.equal(_plain(many), want)
+    dist.all_gather_into_tensor(many, on_gpu(rows[rank][:n]))
+    want = torch.cat([rows[src][:n] if src in members else absent for src in range(size)])
+    assert torch.equal(_plain(many), want)
+    dist.broadcast(x, min(members))
+    dist.reduce(x, min(members))
+    assert group.last_contributors() == tuple(members)
+
+
+def killed(rank: int, num_ranks: int, folder: str, backend: str, victim: int, is_large: bool) -> list[int]:
+    """A rank is killed; the call that meets it succeeds on all others, and so do those behind it."""
+    mask = (
+        on_gpu(torch.ones(num_ranks, dtype=torch.int32)) if not is_large else torch.ones(num_ranks, dtype=torch.int32)
+    )
+    half = init(rank, num_ranks, folder, backend, active_ranks=mask)
+    group: Any = dist.group.WORLD
+    count = LARGE if is_large else SMALL
+    check_calls(rank, num_ranks, range(num_ranks), count)
+    if rank == victim:
+        time.sleep(random.random() * 0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    left = [src for src in range(num_ranks) if src != victim]
+    for number in range(3):
+        work = dist.all_reduce(x := on_gpu(row_of(rank, count)), async_op=True)
+        assert work is not None
+        assert work.wait()
+        assert torch.equal(_plain(x), sum(row_of(src, count) for src in left)), number  # type: ignore[arg-type]
+        assert _plain(mask).tolist() == [int(src != victim) for src in range(num_ranks)], number
+        assert group.active_ranks().tolist()[:num_ranks] == [int(src != victim) for src in range(num_ranks)]
+        assert group.last_contributors() == tuple(left)
+        assert work.contributors() == set(left)
+        if number == 0:
+            assert work.lost_ranks() == {victim}
+    size = group.size()
+    check_calls(rank, num_ranks, left, count, size)
+    dist.all_reduce(z := torch.ones(2))  # CPU tensors, too, by which the view follows
+    assert z.tolist() == [len(left)] * 2
+    size = group.size()
+    for n in (SMALL, LARGE, SMALL):
+        check_calls(rank, num_ranks, left, n, size)
+    assert not half._off
+    dist.barrier()
+    half.close(False)
+    return mask.as_subclass(torch.Tensor).tolist()  # type: ignore[no-any-return]
+
+
+def leaves(rank: int, num_ranks: int, folder: str) -> None:
+    """A rank that leaves in order is as one that has died, at once."""
+    half = init(rank, num_ranks, folder)
+    check_calls(rank, num_ranks, range(num_ranks), SMALL)
+    if rank == 1:
+        dist.destroy_process_group()
+        time.sleep(3)
+        return
+    left = [src for src in range(num_ranks) if src != 1]
+    started = time.monotonic()
+    check_calls(rank, num_ranks, left, SMALL)
+    dist.all_reduce(torch.ones(1))
+    check_calls(rank, num_ranks, left, LARGE)
+    check_calls(rank, num_ranks, left, SMALL)
+    assert time.monotonic() - started < 50, "not by the time-out"
+    dist.barrier()
+    half.close(False)
+
+
+def silent(rank: int, num_ranks: int, folder: str, count: int) -> str:
+    """A rank that lives and stays away: large calls are made again without it, small ones are an error, then go on."""
+    half = init(rank, num_ranks, folder)
+    check_calls(rank, num_ranks, range(num_ranks), SMALL)
+    if rank == num_ranks - 1:
+        time.sleep(9)
+        return "away"
+    half._engine.timeout_s = 1.5
+    left = list(range(num_ranks - 1))
+    told = ""
+    try:
+        dist.all_reduce(x := on_gpu(row_of(rank, count)))
+        half.check()
+        assert torch.equal(_plain(x), sum(row_of(src, count) for src in left))  # type: ignore[arg-type]
+    except epee.CommTimeoutError as error:
+        told = str(error)
+    check_calls(rank, num_ranks, left, SMALL)
+    check_calls(rank, num_ranks, left, LARGE)
+    half._engine.timeout_s = 60.0
+    dist.barrier()
+    half.close(False)
+    return told
+
+
+def other_calls(rank: int, num_ranks: int, folder: str) -> None:
+    """Refused calls, and calls that differ, are errors on all, and outputs of large ones are as they were."""
+    half = init(rank, num_ranks, folder)
+    check_calls(rank, num_ranks, range(num_ranks), SMALL)
+    for count in (SMALL, LARGE):
+        x = on_gpu(torch.ones(count, dtype=torch.float64 if rank else torch.float32))
+        with pytest.raises(epee.MismatchError, match="ranks disagree"):
+            look_soon(lambda: dist.all_reduce(x), half)  # noqa: B023
+        if count == LARGE:
+            assert bool((_plain(x) == 1).all())
+        check_calls(rank, num_ranks, range(num_ranks), count)
+    y = on_gpu(torch.ones(4)) if rank else on_gpu(torch.ones(1)).expand(4)
+    with pytest.raises((epee.InvalidArgument, epee.MismatchError)):
+        look_soon(lambda: dist.all_reduce(y), half)
+    with closed_at_end(half):
+        check_calls(rank, num_ranks, range(num_ranks), SMALL)
+
+
+def recorded(rank: int, num_ranks: int, folder: str) -> None:
+    """While a graph is recorded, rows that need the hosts are refused in words."""
+    half = init(rank, num_ranks, folder)
+    check_calls(rank, num_ranks, range(num_ranks), SMALL)
+    platform: Any = half._machine.platform  # type: ignore[union-attr]
+    platform.is_capturing = lambda: True
+    with pytest.raises(epee.InvalidState, match="no graph can record"):
+        dist.all_reduce(on_gpu(torch.ones(LARGE)))
+    dist.all_reduce(x := on_gpu(torch.ones(SMALL)))
+    assert _plain(x).tolist() == [num_ranks] * SMALL
+    platform.is_capturing = lambda: False
+    with closed_at_end(half):
+        check_calls(rank, num_ranks, range(num_ranks), SMALL)
+
+
+def lost_root(rank: int, num_ranks: int, folder: str, backend: str, count: int) -> str:
+    """A call whose root is dead: raised, or told by its work; the group works on."""
+    half = init(rank, num_ranks, folder, backend)
+    group: Any = dist.group.WORLD
+    check_calls(rank, num_ranks, range(num_ranks), SMALL)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = ""
+    for _ in range(2):
+        try:
+            work = dist.broadcast(on_gpu(torch.ones(count)), 1, async_op=True)
+            assert work is not None
+            work.wait()
+            half.check()
+            if work.exception() is not None:
+                told = f"told: {type(work.exception()).__name__}"
+        except epee.RankFailedError as error:
+            told = f"raised without {error.ranks}"
+        if told:
+            break
+    left = [src for src in range(num_ranks) if src != 1]
+    check_calls(rank, num_ranks, left, SMALL, group.size())
+    check_calls(rank, num_ranks, left, LARGE, group.size())
+    dist.barrier()
+    half.close(False)
+    return told

@@ -1,0 +1,171 @@
+"""Ranks that die in the kernels of mode "mask": what the survivors make of the calls, and who was in each.
+
+A victim is killed when its threads have come a random number of times to places where the kernels may stand still
+(`common/stall.cuh`): in front of a word, between the packets for two ranks, behind a fence, while it waits, while it
+mends a call that another one has died in. Survivors hear of it when its process has ended, each for itself and late, as
+on GPUs. Every call of theirs is compared with plain torch on the inputs of those that the kernel says were in; the
+test compares who that was, rank by rank.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from epee.collectives import moves
+from epee.collectives.machine import Collectives
+from epee.collectives.mask.losses import ranks_of
+from epee.collectives.mask.moves import has_places, masked
+from epee.ep.gpu.death_notifier import DeathNotifier
+from epee.errors import RankFailedError
+from epee.memory.claim import process_start_time
+from tests.csrc.collective_cases import Call, check, make, move_of, place, reduced, same, values
+from tests.csrc.emulated import EmulatedPlatform, all_gather_bytes
+
+FILE = "kernels/collective/masked.cuh"
+OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "gather", "scatter")
+COUNTS = (1, 95, 768, 1025, 2047, 4096)  # elements of bfloat16; packets hold 4096
+NUM_CALLS = 14
+DIE_AMONG = 1600  # comings of all threads to such places in a run
+
+
+def is_narrow(seed: int) -> bool:
+    """Whether rows of a run have one lane each, and victims die between the packets, or words, for two ranks."""
+    return seed % 2 == 1
+
+
+def calls_of(seed: int) -> list[Call]:
+    """A run of calls, without a root that may die."""
+    pick = random.Random(seed)
+    counts = (1,) if is_narrow(seed) else COUNTS
+    ops = ("broadcast", "scatter") if seed % 4 == 3 else OPS  # in which words count for those that send no row
+    return [
+        Call(
+            pick.choice(ops), pick.choice(counts), root=0, is_in_place=pick.random() < 0.5, shift=pick.choice((0, 1)),
+            seed=seed * 100 + number,
+        )
+        for number in range(NUM_CALLS)
+    ]  # fmt: skip
+
+
+def watch(machine: Collectives) -> DeathNotifier:
+    """Tell kernels of ranks whose process has ended."""
+    rank = machine.config.rank
+    mine = f"{os.getpid()} {process_start_time(os.getpid())}".encode()
+    rows = [tuple(map(int, row.split())) for row in all_gather_bytes(mine)]
+    notifier = DeathNotifier(machine.device.mark_dead, machine.device.waiting, "deaths", needs_end=True)
+    notifier.start({peer: (row[0], row[1]) for peer, row in enumerate(rows) if peer != rank})
+    return notifier
+
+
+def play(machine: Collectives, call: Call, out_before: set[int]) -> tuple[int, ...]:
+    """Make a call and compare it with what those bring who were in it; returns who."""
+    rank, num_ranks, device = machine.config.rank, machine.config.num_ranks, machine.platform.device
+    n, mine = call.count, slice(call.count * rank, call.count * (rank + 1))
+    is_wide = call.op in ("reduce_scatter", "all_to_all", "scatter")
+    inputs = [values(call, src, n * (num_ranks if is_wide else 1)) for src in range(num_ranks)]
+    x = place(call, device, inputs[rank])
+    is_placed = call.op in ("all_gather", "gather", "all_to_all")
+    blank = torch.full((n * num_ranks if is_placed else n,), 1, dtype=call.dtype)
+    out = place(call, device, blank)
+    is_in_place = call.is_in_place and call.op not in ("all_to_all", "scatter")
+    if call.op == "broadcast" or (is_in_place and call.op in ("all_reduce", "reduce")):
+        out = x
+    elif is_in_place and call.op == "reduce_scatter":
+        out = x[mine]
+    elif is_in_place and is_placed and (call.op == "all_gather" or rank == call.root):
+        x = out[mine].copy_(x)
+        blank = out.clone()
+    before = out.clone()
+    machine.run(masked(move_of(call, rank, num_ranks, x, out), rank, num_ranks, num_ranks))
+    check(machine)
+    there = ranks_of(machine.contributors())
+    assert rank in there
+    assert not out_before.intersection(there)
+    rows = [row[mine] if is_wide else row for row in inputs]
+    if call.op in ("reduce", "gather") and rank != call.root:
+        want = before
+    elif call.op in ("broadcast", "scatter"):
+        want = rows[call.root]
+    elif is_placed:
+        parts = list(blank.split(n))
+        for src in range(num_ranks):
+            if src in there:
+                parts[src] = rows[src]
+            elif src not in out_before:
+                parts[src] = torch.zeros_like(parts[src])  # lost in this very call
+        want = torch.cat(parts)
+    else:
+        want = reduced([rows[src] for src in there], call.reduction)
+    same(out, want, f"rank {rank}: {call} of {there}")
+    return there
+
+
+def mortal(
+    rank: int, num_ranks: int, seed: int, victims: Sequence[int], stall_one_in: int = 0
+) -> list[tuple[int, ...]]:
+    """Make the calls; the victims die somewhere in them. Returns who was in each."""
+    calls = calls_of(seed)
+    machine = make(EmulatedPlatform(), rank, num_ranks, calls, stall_one_in, is_masked=True)
+    notifier = watch(machine)
+    shown = torch.ones(num_ranks, dtype=torch.int32)
+    machine.shown = shown.data_ptr(), num_ranks
+    all_gather_bytes(b"all watch")
+    if rank in victims:
+        at = (5 if seed % 4 == 1 else 1) if is_narrow(seed) else 0
+        most = NUM_CALLS * (num_ranks - 1) if at else DIE_AMONG
+        platform: Any = machine.platform
+        platform.die_in(FILE, random.Random(seed * 8 + rank).randrange(1, most), at)
+    found: list[tuple[int, ...]] = []
+    out: set[int] = set()
+    for call in calls:
+        found.append(play(machine, call, out))
+        out = set(range(num_ranks)) - set(found[-1])
+        assert {r for r in range(num_ranks) if not shown[r]} == out
+        assert set(ranks_of(machine.told.words[0])) == out
+    if rank in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    notifier.stop()
+    return found
+
+
+def root_dies(rank: int, num_ranks: int, op: str, seed: int) -> list[str]:
+    """The root of one call after the other dies: until then all is well, then all survivors raise that."""
+    calls = [Call(op, 2047, root=1, seed=number) for number in range(12)]
+    machine = make(EmulatedPlatform(), rank, num_ranks, calls, 0, is_masked=True)
+    notifier = watch(machine)
+    all_gather_bytes(b"all watch")
+    if rank == 1:
+        machine.platform.die_in(FILE, random.Random(seed).randrange(1, 2500))  # type: ignore[attr-defined]
+    told = []
+    for call in calls:
+        try:
+            play(machine, call, set())
+            told.append("well")
+        except RankFailedError as error:
+            told.append(f"failed without {error.ranks}")
+            break
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            told.append(f"{type(error).__name__}: {error}")
+            break
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    notifier.stop()
+    return told
+
+
+def no_bytes(rank: int, num_ranks: int) -> None:
+    """Calls of no bytes are barriers."""
+    machine = make(EmulatedPlatform(), rank, num_ranks, [], 0, is_masked=True)
+    x = torch.empty(0)
+    for _ in range(3):
+        machine.run(moves.all_gather(moves.row_of(x), [moves.row_of(x)] * num_ranks, torch.float32))
+        check(machine)
+        assert ranks_of(machine.contributors()) == tuple(range(num_ranks))
+    assert not has_places(moves.all_reduce(num_ranks, moves.row_of(x), moves.row_of(x), (torch.float32, "sum")))
+    all_gather_bytes(b"done")

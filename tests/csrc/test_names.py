@@ -17,6 +17,7 @@ from epee.jit.source import CSRC
 from tests.csrc.emulated import build, has_compiler
 
 WORDS = ("dispatch", "combine", "barrier", "layout")
+COLLECTIVES = {**collectives.KERNELS, **collectives.MASKED_KERNELS}
 ALL = {**throughput_params.KERNELS, **latency_kernels.KERNELS, **COUNT_KERNELS}
 NAMES = [name for entries in ALL.values() for name in entries]
 
@@ -28,13 +29,13 @@ def test_a_name_begins_with_the_one_thing_that_the_kernel_does(name: str) -> Non
 
 
 def test_no_name_stands_twice() -> None:
-    others = (*collectives.KERNELS.values(), *messages.KERNELS.values())
+    others = (*COLLECTIVES.values(), *messages.KERNELS.values())
     names = [*NAMES, *(name for entries in others for name in entries)]
     assert max(Counter(names).values()) == 1
 
 
 def test_a_collective_is_not_taken_for_a_call_of_a_buffer() -> None:
-    names = [name for entries in collectives.KERNELS.values() for name in entries]
+    names = [name for entries in COLLECTIVES.values() for name in entries]
     assert all(name.startswith("collective_") for name in names)
     assert not any(word in name for name in names for word in ("dispatch", "combine", "layout"))
 
@@ -58,9 +59,7 @@ def test_every_kernel_stands_in_the_namespace_and_in_the_table() -> None:
         assert "__global__" not in before, path.name
         assert 'extern "C"' not in inside, path.name
         found = set(re.findall(r"__global__ void (?:__\w+__\([^)]*\)\s+)+(\w+)(?=\()", inside))
-        assert found <= set({**ALL, **collectives.KERNELS, **messages.KERNELS}.get(str(path.relative_to(CSRC)), {})), (
-            path
-        )
+        assert found <= set({**ALL, **COLLECTIVES, **messages.KERNELS}.get(str(path.relative_to(CSRC)), {})), path
 
 
 @pytest.mark.compiler

@@ -12,6 +12,8 @@ from epee.demo.settings import Settings
 from epee.demo.train import draw, split_text
 from epee.errors import UnsupportedError
 
+CPU = torch.device("cpu")
+
 
 def test_the_standard_library_is_the_default_and_the_same_each_time() -> None:
     data = run.read_text()
@@ -36,7 +38,7 @@ def test_a_python_without_sources_is_refused_with_a_remedy(tmp_path: Path, monke
 def test_targets_are_the_next_bytes_and_windows_stay_inside() -> None:
     source = torch.arange(200, dtype=torch.uint8)
     settings = Settings(batch=5000, context=16)
-    inputs, targets = draw(source, settings, torch.Generator().manual_seed(0))
+    inputs, targets = draw(source, settings, torch.Generator().manual_seed(0), CPU)
     assert inputs.shape == targets.shape == (5000, 16)
     assert torch.equal(inputs[:, :1] + torch.arange(17), torch.cat([inputs, targets[:, -1:]], 1))
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -46,6 +48,8 @@ def test_targets_are_the_next_bytes_and_windows_stay_inside() -> None:
 
 def test_windows_depend_on_the_generator_only() -> None:
     source = torch.arange(200, dtype=torch.uint8)
-    one, same, other = (draw(source, Settings(context=16), torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    one, same, other = (
+        draw(source, Settings(context=16), torch.Generator().manual_seed(seed), CPU) for seed in (5, 5, 6)
+    )
     assert torch.equal(one[0], same[0])
     assert not torch.equal(one[0], other[0])

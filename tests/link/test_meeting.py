@@ -183,7 +183,7 @@ def _meet(rank: int, num_ranks: int, where: list[tuple[str, int]], nonces: list[
 
 def test_processes_meet() -> None:
     with contextlib.ExitStack() as held:
-        listeners = [held.enter_context(listen("127.0.0.1")) for _ in range(3)]
+        listeners = [held.enter_context(listen(f"127.0.91.{1 + rank}")) for rank in range(3)]  # ports of no other test
         where = [each.getsockname() for each in listeners]
     nonces = [os.urandom(16) for _ in range(3)]
     assert run_ranks(_meet, 3, where, nonces, backend=None) == [[1, 2], [0, 2], [0, 1]]

@@ -180,7 +180,7 @@ class _Birth:
                 self._watch.attach(box, ways.exports)
         await_all(this, box, self._watch, self._deadline)
         if self._ways is not None:
-            await_told(self._ways, this.rank, self._deadline, check)
+            await_told(self._ways, box, self._watch, self._deadline)
         return box
 
     def _sit_down(self, greeting: Greeting, region: HostRegion, half_made: contextlib.ExitStack) -> None:

@@ -41,7 +41,7 @@ from ...view.transport.auth import JOB_ID_BYTES, TOKEN_BYTES, Identity, Token
 from ...view.transport.directory import token_of_file
 from ..bootstrap.attempt import BootstrapAttempt, read_fields
 from ..bootstrap.record import RankRecord
-from ..outbox import MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
+from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
 from .ways import Ways
 
 logger = logging.getLogger("epee")
@@ -206,14 +206,18 @@ def link(
     return ways
 
 
-def await_told(ways: Ways, rank: int, deadline: float, check: Callable[[], None]) -> None:
-    """Wait until every other host has asked for what this rank says.
+def await_told(ways: Ways, box: Outboxes, watch: DeathWatch, deadline: float) -> None:
+    """Wait until every other host has asked for what this rank says; all ranks are ready by now.
+
+    So the group is made. Who has died or left since may not have asked, and is not waited for: what that means is told
+    by the calls.
 
     Raises:
         CommTimeoutError: one has not in time.
     """
-    while not ways.is_told:
-        check()
+    while not ways.is_told and not watch.dead() and all(box.words[peer][LIFE] == LIFE_READY for peer in box.peers):
         if time.monotonic() > deadline:
-            raise CommTimeoutError(f"init (rank={rank}): a gateway on another host did not ask for this rank's words")
+            raise CommTimeoutError(f"init (rank={box.rank}): a gateway of another host has not asked for our words")
+                f"init (rank={box.rank}): a gateway on another host did not ask for this rank's words"
+            )
         time.sleep(_PAUSE_S)

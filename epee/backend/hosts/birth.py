@@ -218,6 +218,4 @@ def await_told(ways: Ways, box: Outboxes, watch: DeathWatch, deadline: float) ->
     while not ways.is_told and not watch.dead() and all(box.words[peer][LIFE] == LIFE_READY for peer in box.peers):
         if time.monotonic() > deadline:
             raise CommTimeoutError(f"init (rank={box.rank}): a gateway of another host has not asked for our words")
-                f"init (rank={box.rank}): a gateway on another host did not ask for this rank's words"
-            )
         time.sleep(_PAUSE_S)

@@ -30,13 +30,14 @@ lost in the next epoch.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CommTimeoutError, EpeeError, EvictedError, RankFailedError
+from ...errors import CommTimeoutError, EpeeError, EvictedError, NoQuorumError, RankFailedError
 from ...link.roles import Roles
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
@@ -455,7 +456,8 @@ class Survival:
         if self.hooks.is_attached:
             for box in self._all_boxes():
                 box.forget_views()  # else mappings would live until a collection
-        self.runtime.unregister(self._occupants.lane)
+        with contextlib.suppress(NoQuorumError):  # the others have gone in the midst of an agreement: so does this one
+            self.runtime.unregister(self._occupants.lane)
         self._awaited.end()
         self._row = None  # it keeps the board
         self._job.release()

@@ -51,12 +51,14 @@ class Settling:
         self, box: Outboxes, roles: Roles, owners: list[OutboxOwner], boxes: Callable[[], Iterable[Outboxes]]
     ) -> None:
         self.roles = roles
+        self._newest = 0  # epoch of the last decision that was taken over
         self.unsettled: dict[int, int] = {}
         self._box, self._owners, self._boxes = box, owners, boxes
         self._moves: dict[int, int] = {}  # source -> the view since which it has another keeper
 
     def change(self, epoch: int, present: Iterable[int]) -> None:
         """Take over a view; may be run again."""
+        self._newest = epoch
         before, after = self.roles, Roles(self.roles.topology, frozenset(present))
         for source in after.topology.elsewhere:
             if source in before.present and source not in after.present:
@@ -90,8 +92,8 @@ class Settling:
         settled = []
         for source, epoch in list(self.unsettled.items()):
             words, row = self._row(source)
-            if words[row + MIRROR_SETTLED] < epoch:
-                continue
+            if words[row + MIRROR_SETTLED] < epoch or words[row + MIRROR_CUT] > self._newest:
+                continue  # of the latter the keeper knows the decision, and this rank does not yet
             if words[row + MIRROR_MADE] and source in self._moves:
                 continue  # all of it is there, but this rank does not read it yet
             self._moves.pop(source, None)  # nobody has a better mirror than this rank

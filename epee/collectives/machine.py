@@ -24,7 +24,7 @@ import torch
 
 from ..ep.gpu.device import GpuDevice
 from ..ep.gpu.platform import LentRegion, Platform
-from ..ep.gpu.report import KernelReport, take_oldest
+from ..ep.gpu.report import KernelReport
 from ..errors import InvalidState
 from .mask.moves import ONE_ROW
 from .moves import MOVED, UNEVEN, Kind, Move
@@ -325,10 +325,7 @@ class Collectives:
 
     def reports(self) -> list[KernelReport]:
         """Return what kernels have reported since the last look, the oldest first."""
-        found = []
-        while self.device.has_reports and (report := take_oldest(self.device.report.words)) is not None:
-            found.append(report)
-        return found
+        return self.device.take_reports()
 
     def close(self) -> None:
         """Give up all memory. No kernel may be in flight on this rank. Idempotent."""

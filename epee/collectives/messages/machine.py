@@ -21,7 +21,7 @@ import torch
 
 from ...ep.gpu.device import GpuDevice
 from ...ep.gpu.platform import HostWords, LentRegion, Platform
-from ...ep.gpu.report import KernelReport, take_oldest
+from ...ep.gpu.report import KernelReport
 from .params import KERNELS, OP_WORDS, OPS_INSIDE, THREADS, MessageConfig, MessageParams, kernel_head
 
 ANY = -1
@@ -252,11 +252,8 @@ class Messages:
     # --- state
 
     def reports(self) -> list[KernelReport]:
-        """Return what kernels have reported since the last look."""
-        found = []
-        while self.device.has_reports and (report := take_oldest(self.device.report.words)) is not None:
-            found.append(report)
-        return found
+        """Return what kernels have reported since the last look, the oldest first."""
+        return self.device.take_reports()
 
     def close(self) -> None:
         """Give up all memory. No kernel may be in flight on this rank. Idempotent."""

@@ -22,6 +22,7 @@ crash between two steps leaves keys that nobody asks for.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,7 @@ class PairBoard:
         told = self._await(self.owner_of(peer), peer, name, "has not come to its first message on CUDA tensors")
         try:
             return MeetingRow.parse(told)
-        except Exception as exc:
+        except struct.error as exc:
             raise ProtocolError(f"{name}: the row of rank {peer} in the store is none ({exc})") from exc
 
     def meet_again(self, peer: int, count: int, name: str, empty: Callable[[], None]) -> None:

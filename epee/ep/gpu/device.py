@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...errors import CommTimeoutError, InvalidState
 from .params import NEWS_WORDS, NUM_REPORTS, REPORT_WORDS
 from .platform import Launcher, Platform
-from .report import NO_REPORTS
+from .report import NO_REPORTS, KernelReport, take_oldest
 from .share import Share
 
 NUM_MAILBOXES = 16
@@ -67,6 +67,13 @@ class GpuDevice:
     def has_reports(self) -> bool:
         """Whether a kernel has reported something that nobody has read; costs a few loads of host memory."""
         return self.codes != NO_REPORTS
+
+    def take_reports(self) -> list[KernelReport]:
+        """Return what kernels have reported since the last look, the oldest first."""
+        found = []
+        while self.has_reports and (report := take_oldest(self.report.words)) is not None:
+            found.append(report)
+        return found
 
     # -- order of calls
 

@@ -365,10 +365,21 @@ def test_an_interrupted_call_is_told_to_the_peers() -> None:
 
 
 def _fails_midway(rank: int, num_ranks: int) -> None:
-    """Rank 1 fails when it has written the rows of the first of its peers, and lets that one look for them."""
+    """Rank 1 fails when it has written the rows of the first of its peers, and lets that one look for them.
+
+    It tells its peers one after the other, slowly: who hears of it last sees before that the others have left the call.
+    """
     num_tokens = NUM_TOKENS[:num_ranks]
     with make(SHAPE) as buffer:
         wire: Any = buffer._path.wire  # type: ignore[union-attr]
+        post = wire.post
+
+        def tell(dst: int, seq: int, head: Any, *reason: bytes) -> None:
+            post(dst, seq, head, *reason)
+            if head.refused:
+                time.sleep(0.05)
+
+        wire.post = tell
         given = inputs(SHAPE, num_tokens, 3, "everywhere")[rank]
         got = dispatch(buffer, given)
         y = buffer.combine_input(got.handle).zero_()

@@ -84,6 +84,10 @@ class EndWords:
         """Say that nobody has gathered the call, and nobody will."""
         self._words[self._rank][self._own_at + FAILED] = mark
 
+    def is_failed_by_peer(self, mark: int) -> bool:
+        """Return whether a peer has said that the call has failed."""
+        return any(self._words[peer][at + FAILED] >= mark for peer, at in self._peers)
+
     def is_gathered(self, mark: int) -> bool:
         """Return whether this rank has said that it goes on with the call."""
         return self._words[self._rank][self._own_at + GATHERED] == mark

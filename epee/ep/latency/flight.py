@@ -414,10 +414,36 @@ class Flights:
         if error is not None:
             raise error
 
+    def _may_be_refused(self, flight: Flight) -> bool:
+        """Whether a peer may know of a refusal that this rank has not heard of."""
+        return flight.words.is_failed_by_peer(flight.mark)
+
+    def _await_refusal(self, flight: Flight) -> None:
+        """Wait a moment for halves that are missing, one of which may tell why a call has failed.
+
+        A rank that refuses its call, or makes another one, tells one peer after the other; who hears of it fails the
+        call for all, and that may be seen here first.
+
+        Raises:
+            MismatchError: a half says why.
+        """
+        until = min(time.monotonic() + GRACE_S, flight.patience.deadline)
+        dead = self._dead()
+        missing = [rank for rank in flight.others() if rank not in dead]
+        while missing:
+            for rank in [rank for rank in missing if self.wire.is_here(rank, flight.seq)]:
+                missing.remove(rank)
+                self.head(flight, rank)
+            if time.monotonic() > until:
+                return
+            self.wire.nap(0.0005)
+
     def _loss(self, flight: Flight) -> EpeeError | None:
-        """Return the error that tells who did not come."""
+        """Return the error that tells who did not come; raises `MismatchError` where one of them says why."""
         if not flight.lost:
             return None
+        if self._may_be_refused(flight):
+            self._await_refusal(flight)
         dead, gone = (sorted(rank for rank, why in flight.lost.items() if why == kind) for kind in ("dead", "gone"))
         lost = dead or gone or sorted(flight.lost)
         if not (dead or gone) and flight.words.withdrawn(flight.mark):

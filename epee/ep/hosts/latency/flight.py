@@ -7,11 +7,9 @@ one it is a loss. A half that was taken back while it was read has not come.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 
 from ....errors import CommTimeoutError, EpeeError, PeerError
-from ....view.protocol.withdrawal import GRACE_S
 from ...latency.flight import Flight, Flights
 from ...latency.wire import LATENCY_DISPATCH, SectionHeader
 from .wire import HostsWire, TakenBack
@@ -82,24 +80,9 @@ class HostsFlights(Flights):
         self.require_all(flight)
         return heads
 
-    def _loss(self, flight: Flight) -> EpeeError | None:
-        """As `Flights._loss`.
-
-        A rank that refuses its call, or makes another one, tells all hosts; who hears of it fails the call for all. The
-        latter may arrive first, on another link: so the halves that are missing are waited for a moment more.
-
-        Raises:
-            MismatchError: one of them says why.
-        """
-        if flight.lost and flight.words.withdrawn(flight.mark):
-            until = time.monotonic() + GRACE_S
-            missing = flight.others()
-            while missing and time.monotonic() < until:
-                for rank in [rank for rank in missing if self.wire.is_here(rank, flight.seq)]:
-                    missing.remove(rank)
-                    self.head(flight, rank)
-                self.wire.nap(0.0005)
-        return super()._loss(flight)
+    def _may_be_refused(self, flight: Flight) -> bool:
+        """As `Flights._may_be_refused`; that a call has failed is seen here later than that a rank has left it."""
+        return bool(flight.words.withdrawn(flight.mark))
 
     def give_up(self, flight: Flight, error: BaseException) -> None:
         """As `Flights.give_up`; a call that lacks a rank is not refused, but given up for all."""

@@ -1,9 +1,10 @@
 """How the processes of a group that are partners over the network find each other: one connection per pair.
 
 Data path: each listens at an address of its own that its record in the store tells. Of a pair the lower rank connects,
-again and again until the deadline; then the mutual handshake of `view/transport/auth.py`, under the group's token:
-hello, challenge, proof; then a welcome, without which who connected could not know that the other has not given it up
-meanwhile. What is left is a socket and two keys, one for each direction.
+again and again until the deadline (the higher one where it alone knows of the need: `want`); then the mutual handshake
+of `view/transport/auth.py`, under the group's token: hello, challenge, proof; then a welcome, without which who
+connected could not know that the other has not given it up meanwhile. What is left is a socket and two keys, one for
+each direction.
 
 What a stranger can do on the port: lose its connection. It has `HANDSHAKE_S` seconds, at most the bytes of one
 handshake message in memory here, and there are `MAX_STRANGERS` at most; the oldest makes room, one that has said
@@ -201,9 +202,14 @@ class Meeting:
         """From now on a partner may call."""
         self._partners[rank] = partner
 
-    def want(self, rank: int) -> None:
-        """Call a partner until it is there, if calling is this process's part."""
-        if rank > self._me.slot and rank not in self._again:
+    def want(self, rank: int, alone: bool = False) -> None:
+        """Call a partner until it is there, if calling is this process's part.
+
+        Args:
+            alone: the partner does not know that it is needed, so this process calls whichever is the lower. Should a
+                lower one call at the same time, its call counts: it refuses ours meanwhile.
+        """
+        if (alone or rank > self._me.slot) and rank not in self._again:
             self._again[rank] = 0.0
 
     def forget(self, rank: int) -> None:
@@ -273,7 +279,6 @@ class Meeting:
             return
         if not hmac.compare_digest(message, talk.initiator.key(_WELCOME)):
             raise ConnectionResetError("no welcome")
-        self._again.pop(talk.rank, None)
         self._keep(talk, talk.rank, talk.initiator.key(_FORTH), talk.initiator.key(_BACK))
 
     # ---- who is connected to
@@ -310,8 +315,10 @@ class Meeting:
         talk.responder.finish(message)
         who = talk.responder.peer
         expected = None if who is None else self._partners.get(who.slot)
-        if who is None or expected is None or expected.who != who or who.slot > self._me.slot:
+        if who is None or expected is None or expected.who != who:
             raise ConnectionResetError("a process called that is not waited for")
+        if who.slot > self._me.slot and who.slot in self._again:
+            raise ConnectionResetError("a process called that is being called")
         talk.say(talk.responder.key(_WELCOME))
         self._keep(talk, who.slot, talk.responder.key(_BACK), talk.responder.key(_FORTH))
 
@@ -333,6 +340,7 @@ class Meeting:
     def _keep(self, talk: _Talk, rank: int, out_key: bytes, in_key: bytes) -> None:
         self._select.unregister(talk.connection)
         self._talks.discard(talk)
+        self._again.pop(rank, None)
         old = self._met.pop(rank, None)
         if old is not None:  # a partner that lost its end of the first one has called again
             old.connection.close()

@@ -70,6 +70,6 @@ class Roles:
         return tuple(rank for rank in self.topology.hosts[host] if rank in self.present)
 
     def partners(self) -> tuple[int, ...]:
-        """Return the living ranks that this one has links with for what living ranks tell."""
+        """Return the living ranks that this one has links with for what living ranks tell: wanted by both ends."""
         kept = {source for source in self.topology.elsewhere if source in self.present and self.is_kept_here(source)}
         return tuple(sorted({*self.gateways().values(), *kept}))

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from epee.backend.collectives.copying import Spread
 from epee.backend.hosts.exports import Exports
 from epee.backend.outbox import LANE_SLOT_WORDS, SLOT_MESSAGE, TAKEN_BACK, Outboxes, outbox_layout
 from epee.link.frames import NO_WORD
@@ -68,6 +70,70 @@ def test_a_short_message_is_one_frame_with_its_header_and_what_waited(group: tup
     assert len(pieces) == 3
     exports.word(box.lane_base[1] + LANE_SLOT_WORDS, 78)
     assert told.frames[1] == ([(0, b"")], box.lane_base[1] + LANE_SLOT_WORDS, 78), "nothing is told twice"
+
+
+@pytest.fixture
+def three() -> Iterator[tuple[Outboxes, Exports, Told]]:
+    """Rank 0 and the two ranks of another host, of which rank 1 is its gateway there."""
+    nbytes = outbox_layout(3, STAGING_BYTES).nbytes
+    names = ("outbox0", "mirror1", "mirror2")
+    regions = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in names]
+    box = Outboxes(0, regions, STAGING_BYTES, 1, 3)
+    box.place((0, 1, 1))
+    told = Told()
+    exports = Exports(Topology(0, ["here", "there", "there"]), box, told, {})
+    exports.route(1, 1)
+    yield box, exports, told
+    exports._bytes.release()
+    box.close()
+
+
+def move_route(exports: Exports, told: Told) -> None:
+    """Have another gateway now, which was told all that there was."""
+    exports.unroute(1)
+    told.frames.clear()
+    exports.route(1, 2)
+
+
+def memory_of(told: Told) -> dict[int, int]:
+    """Return what was told byte by byte."""
+    return {offset + i: byte for pieces, _, _ in told.frames for offset, data in pieces for i, byte in enumerate(data)}
+
+
+@pytest.mark.parametrize("nbytes", [10, 3000])
+def test_a_gateway_that_comes_between_a_message_and_its_word_gets_both(
+    three: tuple[Outboxes, Exports, Told], nbytes: int
+) -> None:
+    box, exports, told = three
+    tell(box, exports, b"m" * nbytes)
+    move_route(exports, told)
+    exports.word(box.lane_base[1], 77)
+    assert told.frames[-1][1:] == (box.lane_base[1], 77)
+    found, place, header = memory_of(told), box.lane_data[1], 8 * (box.lane_base[1] + SLOT_MESSAGE)
+    assert bytes(found[place + i] for i in range(nbytes)) == b"m" * nbytes
+    assert header in found
+    told.frames.clear()
+    exports.word(box.lane_base[1] + LANE_SLOT_WORDS, 78)
+    assert memory_of(told) == {}, "nothing is told twice"
+
+
+@pytest.mark.parametrize("count", [5, 5000])
+def test_a_gateway_that_comes_between_a_call_and_its_tag_gets_both(
+    three: tuple[Outboxes, Exports, Told], count: int
+) -> None:
+    box, exports, told = three
+    cell, data = box.first_cell, np.arange(count, dtype=np.uint8)
+    plan = Spread("all_gather", 7, data, True, {}, box)
+    base = 8 * (cell + 8) if count == 5 else box.ring.start
+    plan.put(box, 0, base)
+    box.own[cell + 1] = plan.signature
+    exports.call(box, plan, cell, base)
+    move_route(exports, told)
+    exports.word(cell, 77)
+    assert told.frames[-1][1:] == (cell, 77)
+    found = memory_of(told)
+    assert bytes(found[base + i] for i in range(count)) == data.tobytes()
+    assert found[8 * (cell + 1)] == plan.signature
 
 
 def test_what_an_exception_left_does_not_follow_newer_bytes(group: tuple[Outboxes, Exports, Told]) -> None:

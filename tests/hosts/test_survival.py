@@ -57,6 +57,9 @@ KILLS = [
     HostsRound(kill("all_reduce", {2: ("after_tag", 3), 3: ("after_copyout", 3)}, "raise"), TWO_BY_TWO),
     HostsRound(kill("all_to_all", {0: ("mid_send", 3), 2: ("after_payload", 3)}, "mask", 100), IN_TURNS),
     HostsRound(kill("reduce", {3: ("after_tag", 4)}, "mask", LONG), (0, 0, 0, 1)),
+    # rank 0 is rank 1's heir and rank 4 keeps its mirror: until then the two have no connection
+    HostsRound(KillRound("all_reduce", {1: ("after_tag", 3)}, 6, "raise", 1), (0, 0, 0, 1, 1, 1)),
+    HostsRound(KillRound("all_gather", {4: ("mid_copyout", 3), 1: ("after_tag", 4)}, 6, "mask", 1), (0, 0, 0, 1, 1, 1)),
 ]
 
 

@@ -11,6 +11,7 @@ from epee.backend.hosts.mirror import Mirror
 from epee.backend.hosts.telling import tell_all
 from epee.backend.outbox import (
     CELL_WORDS,
+    COMPLETES,
     CONSUMED,
     CONSUMED_TOO,
     FILLED,
@@ -120,6 +121,21 @@ def test_what_readers_are_through_with_is_not_told(box: Outboxes) -> None:
     tell_all(told.write, box, SOURCE, box.regions[SOURCE], (READER,))
     assert all(told.mirror.words[cell] == 0 for cell in cells)
     assert told.num_bytes < 10_000
+    told.close()
+
+
+def test_a_call_that_was_given_up_before_its_header_is_told(box: Outboxes) -> None:
+    """Between the mark and the end of the old tag somebody may ask: the mark is not told to them again."""
+    dice, own = random.Random(3), box.own
+    old = put_call(box, 5, dice, False)
+    box.words[READER][CONSUMED] = box.words[READER][CONSUMED_TOO] = 5 + NUM_CELLS - 1
+    own[old + GAVE_UP] = box.epoch_bits | 5 + NUM_CELLS
+    done = put_call(box, 6, dice, False)
+    own[done + GAVE_UP] = COMPLETES
+    told = Told(box)
+    tell_all(told.write, box, SOURCE, box.regions[SOURCE], (READER,))
+    assert told.mirror.words[old + GAVE_UP] == box.epoch_bits | 5 + NUM_CELLS
+    assert told.mirror.words[done] == 0
     told.close()
 
 

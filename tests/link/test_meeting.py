@@ -433,6 +433,50 @@ def test_the_oldest_stranger_makes_room_first_one_that_has_said_nothing() -> Non
                 each.close()
 
 
+# ---- while the group lives
+
+
+def stay(members: list[Somebody]) -> list[Meeting]:
+    """Make meetings that go on, of partners that have been met already."""
+    made = []
+    for each in members:
+        meeting_ = Meeting(Token(TOKEN), JOB, each.who, {}, each.listener, stays=True)
+        for other in members:
+            if other is not each:
+                meeting_.admit(other.rank, other.partner)
+        meeting_.listen()
+        made.append(meeting_)
+    return made
+
+
+@pytest.mark.parametrize("who_calls", ["the higher", "both"])
+def test_a_higher_rank_calls_a_lower_one_that_does_not_know_of_it(who_calls: str) -> None:
+    """Where both call at the same time there is one connection in the end, the same for both."""
+    with group(2) as members:
+        left, right = stay(members)
+        right.want(0)
+        assert not right.is_busy, "of this pair the lower one calls, where it knows that it has to"
+        right.want(0, alone=True)
+        if who_calls == "both":
+            left.want(1)
+        met: list[dict[int, Connected]] = [{}, {}]
+        end = time.monotonic() + BOUND_S
+        while left.is_busy or right.is_busy or not all(met):
+            assert time.monotonic() < end
+            for each, found in zip((left, right), met, strict=True):
+                each.step(0.01)
+                for peer, connected in each.take().items():
+                    if peer in found:
+                        found[peer].connection.close()
+                    found[peer] = connected
+        ours, theirs = met[0][1], met[1][0]
+        assert (ours.out_key, ours.in_key) == (theirs.in_key, theirs.out_key)
+        for connected in (ours, theirs):
+            connected.connection.close()
+        left.close()
+        right.close()
+
+
 # ---- ends
 
 

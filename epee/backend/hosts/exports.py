@@ -9,7 +9,8 @@ that they are through with it, which they do behind having got it.
 To whom: on each other host to the gateway there that has asked (`ways.py`); what is stored before it has is told in the
 answer to its question (`telling.py`). A gateway whose link has ended, or that has lost its part, is told nothing more.
 `route` and `unroute` change that between two words of the engine: what it stores is told to all gateways of before, or
-is part of the answer, or both, which changes nothing.
+is part of the answer, or both, which changes nothing. The answer has no bytes whose word is not stored yet; where
+somebody is routed between the two, the bytes are told once more before the word (`_prepared`).
 
 How far this rank is (CONSUMED) rides on every frame. Where a rank has nothing to say for some milliseconds, the thread
 of the links tells it (`tell_progress`): others may wait for room.
@@ -82,6 +83,8 @@ class Exports:
         self._told: dict[int, int] = {}  # by gateway: how far this rank is, as it knows
         self._held: dict[int, dict[int, bytes]] = {}  # by gateway, offset: bytes that go out with the next word
         self._late: dict[int, dict[int, None]] = {}  # by gateway: words that were stored and not told yet
+        # the routes with which bytes were told whose word is to come, and how to tell them again
+        self._prepared: tuple[dict[int, int], Callable[..., None], tuple[Any, ...]] | None = None
         self._verdicts, self._lanes = box.verdict_base[0], box.lane_base[0]
         self.on_close: Callable[[], object] = int  # what else is to be let go of
         self.kept_words: Callable[[], Iterable[memoryview]] = tuple  # of the mirrors that this rank keeps
@@ -107,6 +110,10 @@ class Exports:
 
     def word(self, index: int, value: int) -> None:
         """Tell that word `index` of this rank's outbox has `value`, behind all that was told before."""
+        while self._prepared is not None:
+            (routes, again, args), self._prepared = self._prepared, None
+            if routes is not self.routes:  # the word was not stored when somebody was told all that there is
+                again(*args)
         if index < self._verdicts:
             for gateway in self.routes.values():
                 self._write(gateway, index, value)
@@ -154,6 +161,7 @@ class Exports:
 
         Else it would go out behind newer bytes of the same place.
         """
+        self._prepared = None
         for gateway, pieces in self._held.items():
             if pieces:
                 self._held[gateway] = {}
@@ -172,6 +180,7 @@ class Exports:
         `box`: the outboxes with which the call runs.
         """
         self._drop_held()
+        self._prepared = self.routes, self.call, (box, plan, cell, base)
         first, end = 8 * (cell + 1), 8 * (cell + 8)
         if plan.preamble is not None:
             end += 8 * len(plan.preamble)
@@ -221,9 +230,12 @@ class Exports:
 
     def fragment(self, peer: int, offset: int, nbytes: int, first_word: int, end_word: int) -> None:
         """Tell a fragment for `peer`: its bytes and the words of its slot; the slot's tag follows."""
+        if self.topology.is_here(peer):
+            return
+        self._drop_held()
+        self._prepared = self.routes, self.fragment, (peer, offset, nbytes, first_word, end_word)
         gateway = self._gateway_of(peer)
         if gateway is not None:
-            self._drop_held()
             self._send(gateway, offset, ((0, nbytes),))
             self._hold(gateway, 8 * first_word, 8 * (end_word - first_word))
 
@@ -287,6 +299,7 @@ class Exports:
         self.links.join(ABANDON_S)
 
     def _close(self) -> None:
+        self._prepared = None
         self._box.exports = None  # else the two would keep each other, and the mappings, until a collection
         for ear in self._ears.values():
             ear.close()

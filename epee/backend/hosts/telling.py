@@ -24,6 +24,7 @@ from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import SEQ_BITS
 from ..outbox import (
     CELL_WORDS,
+    COMPLETES,
     GAVE_UP,
     LANE_SLOT_BYTES,
     LANE_SLOT_WORDS,
@@ -96,11 +97,12 @@ def _packed(words: Sequence[int]) -> bytes:
 
 
 def _cells(words: memoryview, first: int, least: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the cells of calls above `least`: index of the first word, and the header."""
+    """Yield the cells of calls above `least`, also of those given up before they had a tag: first word, and header."""
     for cell in range(first, first + NUM_CELLS * CELL_WORDS, CELL_WORDS):
         header = words[cell : cell + _HEADER_WORDS].tolist()
         tag, mark = header[TAG], header[GAVE_UP]
-        if tag & _SEQ > least or (not tag and mark):
+        is_given_up = mark not in (0, COMPLETES) and (not tag or mark & _SEQ > least)
+        if tag & _SEQ > least or is_given_up:
             yield cell, header
 
 

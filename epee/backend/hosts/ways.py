@@ -6,8 +6,9 @@ it. News come from the agent thread (`decided`); what comes over links is noted 
 
     a view     links of the lost end: nothing that they have sent counts from here on (of one that has left in order
                nothing is missing, its link ends by itself). Sources whose gateway this rank is now get mirrors here.
-    links      whoever is needed is called until it is there, by the lower rank of the two; one that is there again is
-               a new link, whatever there was before.
+    links      whoever is needed is called until it is there, by the lower rank of the two, or by who asks an heir that
+               is no partner (it does not know who needs it); one that is there again is a new link, whatever there was
+               before.
     questions  FETCH(source, epoch) goes to the teller of each mirror that this rank keeps, where it is not told
                already: of a living source when its link is new, of a lost one when the view has come.
     answers    FETCH of this rank's own outbox: all of it, then END, then `Exports` tells that gateway what follows. Of
@@ -325,10 +326,11 @@ class Ways:
         if self._meeting is None:
             return
         if self.topology.rank in self._roles.present:
+            partners = self._roles.partners()
             tellers = {question.teller for question in self._questions.values() if question.ear is None}
-            for peer in {*self._roles.partners(), *tellers}:
+            for peer in {*partners, *tellers}:
                 if peer in self._roles.present and not self._links.has(peer):
-                    self._meeting.want(peer)
+                    self._meeting.want(peer, alone=peer not in partners)
         self._meeting.step()
         for peer, connected in self._meeting.take().items():
             self._take(peer, connected)
@@ -357,11 +359,11 @@ class Ways:
 
     def _answer(self) -> None:
         with self._links.lock:
-            fetches, self._fetches = self._fetches, []
-            self._fetches += [fetch for fetch in fetches if fetch[2] > self.epoch]
-            for peer, source, epoch in fetches:
-                if epoch <= self.epoch and peer in self._roles.present and self._tells(source, peer):
+            for fetch in [fetch for fetch in self._fetches if fetch[2] <= self.epoch]:
+                peer, source, epoch = fetch
+                if peer in self._roles.present and self._tells(source, peer):
                     self._tell(peer, source, epoch)
+                self._fetches = [other for other in self._fetches if other != fetch]
 
     def _tells(self, source: int, peer: int) -> bool:
         """Return whether this rank tells a peer of `source`, by the newest view."""
@@ -371,7 +373,11 @@ class Ways:
         return roles.teller(source) == self.topology.rank and roles.gateway(source, host) == peer
 
     def _tell(self, peer: int, source: int, epoch: int) -> None:
-        """Answer a question. The lock of the links is held, so the answer is not mixed with anything."""
+        """Answer a question. The lock of the links is held, so the answer is not mixed with anything.
+
+        Half an answer ends the link: what came behind it would be taken for a part of it. On the next one all is asked
+        for again.
+        """
         host = self.topology.host_of[peer]
         readers = self._roles.living(host)
 
@@ -382,7 +388,12 @@ class Ways:
         if source == self.topology.rank:
             self.exports.route(host, peer)  # first: what is stored from here on is told behind the answer
         self._links.say(peer, BEGIN, source, epoch)
-        tell_all(write, self.box, source, self.box.regions[source], readers)
+        try:
+            tell_all(write, self.box, source, self.box.regions[source], readers)
+        except BaseException:
+            self._links.drop(peer)
+            self._lost(peer)
+            raise
         self._links.say(peer, END, source, epoch)
         if source == self.topology.rank and has_left(self._own):
             self._links.say(peer, END, source, FINAL)

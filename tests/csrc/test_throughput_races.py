@@ -161,7 +161,7 @@ def _ordered(rank: int, num_ranks: int, case: Case, late: str) -> tuple[str, tor
         y = d.x
         timeout_s = 8.0 if rank else 0.3
         if rank == 1:
-            _pause(buffer, order={PLACE_ORDER: 0.4})
+            _pause(buffer, order={PLACE_ORDER: 2.0})  # rank 0 may begin late
     options = CombineOptions(num_sms=1, timeout_s=timeout_s, order=CombineOrder())
     out = torch.full((case.num_tokens[rank], case.hidden), float("nan"), dtype=y.dtype)
 

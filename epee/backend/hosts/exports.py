@@ -113,7 +113,7 @@ class Exports:
         while self._prepared is not None:
             (routes, again, args), self._prepared = self._prepared, None
             if routes is not self.routes:  # the word was not stored when somebody was told all that there is
-                again(*args)
+                again(self, *args)
         if index < self._verdicts:
             for gateway in self.routes.values():
                 self._write(gateway, index, value)
@@ -180,7 +180,7 @@ class Exports:
         `box`: the outboxes with which the call runs.
         """
         self._drop_held()
-        self._prepared = self.routes, self.call, (box, plan, cell, base)
+        self._prepared = self.routes, Exports.call, (box, plan, cell, base)
         first, end = 8 * (cell + 1), 8 * (cell + 8)
         if plan.preamble is not None:
             end += 8 * len(plan.preamble)
@@ -233,7 +233,7 @@ class Exports:
         if self.topology.is_here(peer):
             return
         self._drop_held()
-        self._prepared = self.routes, self.fragment, (peer, offset, nbytes, first_word, end_word)
+        self._prepared = self.routes, Exports.fragment, (peer, offset, nbytes, first_word, end_word)
         gateway = self._gateway_of(peer)
         if gateway is not None:
             self._send(gateway, offset, ((0, nbytes),))

@@ -442,10 +442,10 @@ class Flights:
         """Return the error that tells who did not come; raises `MismatchError` where one of them says why."""
         if not flight.lost:
             return None
-        if self._may_be_refused(flight):
-            self._await_refusal(flight)
         dead, gone = (sorted(rank for rank, why in flight.lost.items() if why == kind) for kind in ("dead", "gone"))
         lost = dead or gone or sorted(flight.lost)
+        if not (dead or gone) and self._may_be_refused(flight):
+            self._await_refusal(flight)
         if not (dead or gone) and flight.words.withdrawn(flight.mark):
             return self._end_of(flight).given_up()
         where = flight.where(lost[0], flight.started)

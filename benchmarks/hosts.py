@@ -24,6 +24,7 @@ NAME = "hosts"
 KIB, MIB = 1 << 10, 1 << 20
 FORMULAS = {
     "time": "time of a call on rank 0, median of a block's calls, then of the blocks; send_recv: half a round trip",
+    "nixl": "epee with EPEE_LINK=nixl, over UCX's TCP; only where the extra `nixl` is installed, no bar",
     "ratio": "median over the blocks of gloo's time / epee's",
     "bytes": "all_reduce, send_recv: the tensor; all_to_all: what a rank sends to each other rank",
     "raw": "the bytes of `out` / ranks of a host, each way at once between each pair of ranks, over a Python socket; "
@@ -103,6 +104,7 @@ def show(rows: list[dict[str, Any]], title: str, notes: list[str]) -> None:
         "hosts",
         "bytes",
         "epee us",
+        "nixl us",
         "gloo us",
         "ratio",
         "of each block",
@@ -122,6 +124,7 @@ def show(rows: list[dict[str, Any]], title: str, notes: list[str]) -> None:
                 f"{two_hosts.NUM_HOSTS}x{row['ranks_per_host']}",
                 str(row["nbytes"]),
                 f"{row['epee_us']:.1f}",
+                f"{row['nixl_us']:.1f}" if "nixl_us" in row else "-",
                 f"{row['gloo_us']:.1f}",
                 f"{row['ratio']:.1f}",
                 f"{min(row['ratios']):.1f}-{max(row['ratios']):.1f}",

@@ -1,4 +1,5 @@
-"""What each rank of `epee bench hosts` does: check, then time epee, gloo and raw TCP in turns, and count bytes.
+"""What each rank of `epee bench hosts` does: check, then time the sides in turns, and count bytes: epee, epee over NIXL
+where that is installed, gloo, raw TCP.
 
 In a block a side makes its calls back to back, and rank 0 reads the clock around each; the sides change places from
 block to block. *raw* is a socket between each pair of ranks at the same position on the two hosts, in Python, that
@@ -19,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 import epee  # noqa: F401 - registers the backend
+from epee.link.nixl.library import why_missing
 
 from .two_hosts import Place
 
 WARM_UP = 3
-SIDES = ("epee", "gloo", "raw")
+UCX = {"UCX_TLS": "tcp,self", "UCX_MODULES": "^efa"}  # what there is on the way between the hosts of one machine
 _FLOAT: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _BUFFER_BYTES = 4 << 20
 _WAIT_S = 60.0
@@ -170,6 +172,11 @@ def measure(place: Place, rows: list[tuple[str, int, int, int]], num_blocks: int
         rows: operation, bytes, calls in a block, bytes that raw TCP sends each way on this rank.
     """
     groups = {"gloo": dist.group.WORLD, "epee": dist.new_group(backend="epee")}
+    if not why_missing():
+        os.environ.update(UCX | {"EPEE_LINK": "nixl"})
+        groups["nixl"] = dist.new_group(backend="epee")
+        os.environ["EPEE_LINK"] = "tcp"
+    sides = (*groups, "raw")
     raw = Raw(place)
     measured = []
     for op, nbytes, num_calls, raw_bytes in rows:
@@ -178,12 +185,12 @@ def measure(place: Place, rows: list[tuple[str, int, int, int]], num_blocks: int
         move = raw.trip if op == "send_recv" else raw.exchange
         calls = {side: case.call for side, case in cases.items()}
         calls["raw"] = lambda move=move, out=out, into=into: move(out, into)
-        row: dict[str, Any] = {"seconds": {side: [] for side in SIDES}, "sent": {side: [] for side in SIDES}}
+        row: dict[str, Any] = {"seconds": {side: [] for side in sides}, "sent": {side: [] for side in sides}}
         for case in cases.values():
             case.check()
         for idx in range(num_blocks):
-            for position in range(len(SIDES)):
-                side = SIDES[(idx + position) % len(SIDES)]
+            for position in range(len(sides)):
+                side = sides[(idx + position) % len(sides)]
                 seconds, sent = block(place, calls[side], num_calls)
                 row["seconds"][side].append(seconds)
                 row["sent"][side].append(sent)
@@ -191,5 +198,6 @@ def measure(place: Place, rows: list[tuple[str, int, int, int]], num_blocks: int
             case.check()
         measured.append(row)
     raw.close()
-    dist.destroy_process_group(groups["epee"])
+    for side in list(groups)[1:]:
+        dist.destroy_process_group(groups[side])
     return measured

@@ -223,6 +223,8 @@ def main(folder: str, host: int) -> int:
     if not select.select([sys.stdin], [], [], _START_S)[0] or sys.stdin.readline() != "go\n":
         return 1
     if setting.has_network:
+        # UCX finds interfaces by /sys, which else would show those of the namespace that it was mounted in
+        subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=True, timeout=_START_S)
         own = INTERFACES[host]
         for words in (f"addr add {VETH_ADDRESSES[host]}/24 dev {own}", f"link set {own} up", "link set lo up"):
             subprocess.run(["ip", *words.split()], check=True, timeout=_START_S)

@@ -7,7 +7,8 @@ value is bad. Nothing else in the package reads the environment (a test compares
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def _count(text: str) -> int:
     if value < 0:
         raise ValueError("must be a number of at least 0")
     return value
+
+
+def _engine(text: str) -> str:
+    if text not in ("tcp", "nixl"):
+        raise ValueError("must be tcp or nixl")
+    return text
 
 
 def _way_to_share(text: str) -> str:
@@ -138,6 +145,12 @@ TABLE: tuple[Variable, ...] = (
         "1 refuses groups over several hosts whose token would go through the store: all ranks need EPEE_TOKEN_FILE.",
     ),
     Variable(
+        "EPEE_LINK",
+        "tcp",
+        _engine,
+        "What moves bytes between hosts: tcp, or nixl (NIXL over UCX, with the extra `nixl`); the same on all ranks.",
+    ),
+    Variable(
         "EPEE_LINK_MAC",
         False,
         _flag,
@@ -194,6 +207,13 @@ TABLE: tuple[Variable, ...] = (
     Variable("MASTER_ADDR", "", str, "Set by torchrun; with MASTER_PORT it names the job for those who join."),
     Variable("MASTER_PORT", "", str, "See MASTER_ADDR."),
     Variable("WORLD_SIZE", 1, _count, "Hosts of a test script of DeepEP's (`deep_ep.utils.envs.init_dist`)."),
+    Variable(
+        "UCX_MODULES",
+        "",
+        str,
+        "UCX's, with EPEE_LINK=nixl; unset, and no EFA device there, epee sets it to ^efa: a process that "
+        "loads that module may crash at its end.",
+    ),
     Variable("RANK", 0, _count, "Which of these hosts this is."),
 )
 
@@ -244,3 +264,18 @@ def for_child(*python_path: Path) -> dict[str, str]:
 def put(**values: str) -> None:
     """Set variables of this process, for what it reads from now on."""
     os.environ.update(values)
+
+
+@contextmanager
+def having(**values: str) -> Iterator[None]:
+    """Set variables of this process for a block, for what other libraries read meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text

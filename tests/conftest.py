@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests over several hosts, with the reason, where none can be made; with EPEE_REQUIRE_HOSTS=1 they fail."""
+    """Skip tests for which this machine lacks hosts or NIXL, with the reason; with EPEE_REQUIRE_...=1 they fail."""
     for mark in item.iter_markers("hosts"):
         from tests.hosts import can_make_hosts
 
@@ -43,6 +43,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"no hosts can be made here, and EPEE_REQUIRE_HOSTS=1: {reason}", pytrace=False)
         if reason:
             pytest.skip(f"no hosts can be made here: {reason}")
+    if item.get_closest_marker("nixl"):
+        from epee.link.nixl.library import why_missing
+
+        reason = why_missing()
+        if reason and os.environ.get("EPEE_REQUIRE_NIXL") == "1":
+            pytest.fail(f"no NIXL here, and EPEE_REQUIRE_NIXL=1: {reason}", pytrace=False)
+        if reason:
+            pytest.skip(f"no NIXL here: {reason}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,6 +25,7 @@ from epee.doctor.hosts import network, reach
 from epee.errors import EpeeError, InvalidArgument
 from epee.link import address
 from epee.link.address import AddressChoice
+from epee.link.nixl.devices import RdmaDevice
 from tests.forked import Command
 
 OK, WARN, NO = Verdict.OK, Verdict.WARN, Verdict.NO
@@ -358,3 +359,32 @@ def test_an_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(app, ["doctor", "--listen", "4711"])
     assert isinstance(result.exception, EpeeError)
     assert "cannot listen at 192.0.2.77, port 4711" in str(result.exception)
+
+
+# ---- links
+
+
+def test_the_engine_and_the_nics_that_it_could_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nics = [RdmaDevice("mlx5_0", ("1",), "InfiniBand", "mlx5_core"), RdmaDevice("rdmap0", ("1",), "", "efa")]
+    monkeypatch.setattr(network, "why_missing", lambda: "")
+    found = one(network.engine([]))
+    assert found.verdict is OK
+    assert found.value == "EPEE_LINK=tcp; no RDMA device; the extra nixl is installed"
+    found = one(network.engine(nics))
+    assert "mlx5_0 (InfiniBand), rdmap0 (EFA): NIXL's UCX serves it with EPEE_LINK=nixl" in found.value
+    monkeypatch.setenv("EPEE_LINK", "nixl")
+    monkeypatch.setenv("UCX_MODULES", "^efa")
+    assert one(network.engine(nics)).verdict is WARN
+    assert one(network.engine(nics[:1])).verdict is OK
+    monkeypatch.setattr(network, "why_missing", lambda: "none of them")
+    found = one(network.engine(nics))
+    assert found.verdict is NO
+    assert "epee[nixl]" in found.remedy
+    assert "none of them" in found.value
+
+
+def test_the_filter_of_devices_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nics = [RdmaDevice(name, ("1",), "InfiniBand", "mlx5_core") for name in ("mlx5_0", "mlx5_1")]
+    monkeypatch.setattr(address, "rdma_devices", lambda: nics)
+    address.set_device_filter(["mlx5_1"])
+    assert "on mlx5_1:1 only" in one(network.engine(nics)).value

@@ -42,6 +42,7 @@ CHECKS: tuple[tuple[str, str, Callable[[], list[Finding]]], ...] = (
     ("buffers", "in use", buffers.in_use),
     ("hosts", "host", network.host),
     ("hosts", "address", network.address),
+    ("hosts", "links", network.engine),
     ("hosts", "token", network.token),
     ("settings", "variables", settings.variables),
     ("settings", "kernel cache", settings.kernel_cache),

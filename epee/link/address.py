@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from .. import env
 from ..errors import InvalidArgument, ResourceError
+from .nixl.devices import rdma_devices
 
 BACKLOG = 256
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h
@@ -63,9 +64,15 @@ def set_device_filter(names: Sequence[str]) -> None:
 
 def preferred_device() -> str:
     """Return the first RDMA device that exists and passes the filter, "" when there is none."""
-    folder = Path("/sys/class/infiniband")
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = [device.name for device in rdma_devices()]
     return next((name for name in found if not _settings.device_filter or name in _settings.device_filter), "")
+
+
+def allowed_devices() -> list[str]:
+    """Return what the filter allows, as UCX names it: interfaces, or device:port of RDMA; an empty list allows all."""
+    ports = {device.name: device.ports for device in rdma_devices()}
+    names = _settings.device_filter
+    return [found for name in names for found in [f"{name}:{port}" for port in ports.get(name, ())] or [name]]
 
 
 def own_address(store: Any = None) -> str:

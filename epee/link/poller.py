@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import ResourceError
+from .alarm import Alarm
 from .meeting import Meeting
 from .tcp import TcpLink
 
@@ -42,6 +43,9 @@ STUCK_S = 0.0005  # the same while there is more to send
 FLUSH_S = 5.0  # for what is queued to go out, and for the peers to close
 CLOSE_S = 2.0  # of it, for the peers to close
 LINGER_S = 10.0
+HAND_OVER_S = 1.0
+NAP_S, MAX_NAP_S = 0.0001, 0.002  # between looks that find nothing, while a link has something under way
+REST_S = 0.00002  # the same between pumps of callers: else who writes would hardly get the lock
 IDLE_S = 1.0  # how long the thread sleeps in the kernel before it looks whether it is to end
 SOON_S = 0.01  # the same while there is something to be done soon
 
@@ -68,7 +72,8 @@ class Links:
         self._meeting: Meeting | None = None
         self._on_turn: Callable[[], bool] = bool
         self._pumped = 0.0
-        self._turn = threading.Event()  # set: the thread may sit in the epoll
+        self._resting = 0.0  # callers pump again after that
+        self._alarm = Alarm()  # set: the thread may sit in the epoll
         self._is_closed = False
         self._linger: Callable[[], bool] | None = None
         self._on_closed: Callable[[], object] = int
@@ -90,7 +95,7 @@ class Links:
             ResourceError: the system has no thread left; the links are closed.
         """
         self._on_loss, self._on_idle = on_loss, on_idle
-        self._turn.set()
+        self._alarm.set()
         try:
             self._thread.start()
         except RuntimeError as exc:
@@ -112,7 +117,7 @@ class Links:
         with self.lock, contextlib.suppress(BlockingIOError):  # it has been rung often enough
             if not self._is_closed:
                 os.write(self._ring, b"!")
-        self._turn.set()
+        self._alarm.set()
 
     def add(self, link: TcpLink) -> None:
         """Use a new link, in the place of the one with this peer, if there is one: after this nothing of that comes."""
@@ -147,15 +152,20 @@ class Links:
 
     def pump(self) -> bool:
         """Move what can be moved now; return whether anything was. Never blocks."""
-        self._pumped = time.monotonic()
+        self._pumped = now = time.monotonic()
         held = False
+        if now < self._resting:
+            return False
         try:
             # taken and noted without a call of Python's between, where an exception could part the one from the other
             (held,) = map(self.lock.acquire, (False,))
             if not held or self._is_closed:
                 return False
             events = self._poll.poll(0.0)
-            return self._handle(events) if events or self._is_broken_off else False
+            has_moved = self._handle(events) if events or self._is_broken_off else False
+            if events and self._writers and not has_moved:
+                self._resting = time.monotonic() + REST_S
+            return has_moved
         finally:
             if held:
                 self.lock.release()
@@ -163,7 +173,7 @@ class Links:
     def rest(self) -> None:
         """Say that this caller sleeps now: the thread takes over."""
         self._pumped = 0.0
-        self._turn.set()
+        self._alarm.set()
 
     # ---- writing
 
@@ -180,7 +190,7 @@ class Links:
 
     def write_pieces(self, peer: int, pieces: Sequence[tuple[int, bytes]], word: int, value: int, note: int) -> None:
         """As `Link.write_pieces`, to `peer`."""
-        self._send(peer, TcpLink.write_pieces, pieces, word, value, note)
+        self._send(peer, "write_pieces", pieces, word, value, note)
 
     def newest(self, peer: int) -> int:
         """Return the number of what was written last to `peer`."""
@@ -196,26 +206,26 @@ class Links:
 
     def ask(self, peer: int, words: Sequence[tuple[int, int]], number: int) -> None:
         """As `Link.ask`, of `peer`."""
-        self._send(peer, TcpLink.ask, words, number)
+        self._send(peer, "ask", words, number)
 
     def tell(self, peer: int, number: int, values: Sequence[int]) -> None:
         """As `Link.tell`, to `peer`."""
-        self._send(peer, TcpLink.tell, number, values)
+        self._send(peer, "tell", number, values)
 
     def say(self, peer: int, kind: int, source: int, epoch: int) -> None:
         """As `Link.say`, to `peer`."""
-        self._send(peer, TcpLink.say, kind, source, epoch)
+        self._send(peer, "say", kind, source, epoch)
 
     def flush(self, peer: int) -> None:
         """Send what waits for a word (`tcp.CORK_BYTES`)."""
-        self._send(peer, TcpLink.flush)
+        self._send(peer, "flush")
 
-    def _send(self, peer: int, put: Callable[..., object], *args: Any) -> None:
+    def _send(self, peer: int, put: str, *args: Any) -> None:
         with self.lock:
             link = self.links.get(peer)
             if link is not None and link.lost is None:
                 was, self._is_broken_off = self._is_broken_off, True
-                put(link, *args)
+                getattr(link, put)(*args)
                 if link.is_stuck:
                     self._watch(link.fd, link)
                 self._is_broken_off = was
@@ -230,7 +240,7 @@ class Links:
         for fd, _ in events:
             link = self._by_fd.get(fd)
             if link is None:  # the bell, the meeting, or a link that was dropped just now
-                self._turn.set()
+                self._alarm.set()
                 continue
             has_moved |= link.pump()
             if link.lost is not None:
@@ -248,7 +258,7 @@ class Links:
         elif fd not in self._writers or self._is_broken_off:
             self._poll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
             self._writers.add(fd)
-            self._turn.set()  # whoever wrote it may have something else to do than to pump
+            self._alarm.set()  # whoever wrote it may have something else to do than to pump
 
     def _drop(self, fd: int, link: TcpLink) -> None:
         """End a link that is lost: after this nothing of its peer is applied. Done again when it was broken off."""
@@ -267,12 +277,13 @@ class Links:
             self._shut()
 
     def _serve(self) -> None:
+        nap_s = NAP_S
         while self._linger is None or not self._linger():
             is_busy = self._on_turn()
             back_s = STUCK_S if self._writers else BACK_S
             if time.monotonic() - self._pumped < back_s:
-                self._turn.clear()
-                self._turn.wait(back_s)
+                self._alarm.clear()
+                self._alarm.wait(back_s)
                 continue
             self._on_idle()
             events = self._poll.poll(SOON_S if is_busy or self._linger is not None else IDLE_S)
@@ -281,15 +292,22 @@ class Links:
             if time.monotonic() - self._pumped < STUCK_S:
                 continue  # a caller does it
             with self.lock:
-                self._handle(events)
+                has_moved = self._handle(events)
+            if has_moved or not events or not self._writers:
+                nap_s = NAP_S
+            else:  # an engine that must be asked; a socket that has nothing wakes nobody
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, MAX_NAP_S)
 
     # ---- the end
 
     def end(self, linger: Callable[[], bool], closed: Callable[[], object]) -> None:
         """Let the thread go on until `linger()` is true, or for `LINGER_S`, then send what is queued and close all.
 
-        The caller does not wait; at the end of the process `await_ends` does. `closed` is called last.
+        The caller waits only for what would go with the process (`is_in_hand`), `HAND_OVER_S` at most: not every one
+        gets to `await_ends`, which waits at its end. `closed` is called last.
         """
+        self._hand_over()
         until = time.monotonic() + LINGER_S
         with self.lock:
             if self._is_closed or self._linger is not None:
@@ -301,6 +319,12 @@ class Links:
         self.rest()
         if self._thread.ident is None:
             self._shut()
+
+    def _hand_over(self) -> None:
+        deadline = time.monotonic() + HAND_OVER_S
+        while any(link.is_in_hand for link in list(self.links.values())) and time.monotonic() < deadline:
+            if not self.pump():
+                os.sched_yield()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end."""

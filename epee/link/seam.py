@@ -8,7 +8,7 @@ A link joins this process to one process of another host. What is promised, in t
     fence      after `close` nothing of the peer changes memory here
     progress   whoever waits pumps; when nobody does, a thread (`poller.py`)
 
-`tcp.py` is the first engine: sockets, nothing to install.
+`tcp.py` is the first engine: sockets, nothing to install. `nixl/` is the second one, for RDMA networks (`engine.py`).
 """
 
 from __future__ import annotations

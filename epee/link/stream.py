@@ -52,6 +52,11 @@ class Outstream:
         return len(self._queue)
 
     @property
+    def position(self) -> int:
+        """How many bytes the socket has taken."""
+        return sum(self._counts)
+
+    @property
     def num_sent(self) -> int:
         """Number of the last frame of which it is noted that it is out."""
         return self._past[0]
@@ -142,6 +147,11 @@ class Instream:
         # start and number of the frame that comes; what its header says and where its payload goes, once it is there
         self._at: tuple[int, int, Frame | None, memoryview | None] = (0, 0, None, None)
         self._scratch = bytearray()  # payloads that are not stored before they are checked
+
+    @property
+    def position(self) -> int:
+        """How many bytes the socket has given."""
+        return sum(self._counts)
 
     def receive(self, move: Move) -> int:
         """Let `move` fill a buffer, and apply every frame that is complete then; raises what it raises.

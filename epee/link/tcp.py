@@ -98,6 +98,11 @@ class TcpLink:
         return not self._out
 
     @property
+    def is_in_hand(self) -> bool:
+        """True while what was written would go with this process though there is room for it: never of a socket."""
+        return False
+
+    @property
     def newest(self) -> int:
         """Number of the frame that was written last."""
         return self._out.newest

@@ -100,7 +100,7 @@ def test_so_does_one_of_many_bytes(tmp_path: Path, length: int) -> None:
 
 
 def end_of_all_reduce(x: torch.Tensor, rank: int) -> str:
-    """Sum, and return how it has ended; a call that is open when its time is over is repeated, which goes on with it."""
+    """Sum, and return how it has ended; a call that is open when its time is over is repeated: it goes on."""
     while True:
         try:
             dist.all_reduce(x)

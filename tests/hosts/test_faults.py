@@ -53,12 +53,16 @@ def _fails_again(num_ranks: int) -> str:
 
 
 def after_a_fault(
-    fault: Callable[[Hosts, list[Worker]], None], count: int, dead: tuple[int, ...] = (), wire: str = "veth"
+    fault: Callable[[Hosts, list[Worker]], None],
+    count: int,
+    dead: tuple[int, ...] = (),
+    wire: str = "veth",
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Let four ranks on two hosts go, do `fault`, and return what each has to say."""
     with (
         Hosts(2, wire) as hosts,
-        started_on_hosts(hosts, until_it_fails, PLACEMENT, count, timeout_s=BOUND_S) as workers,
+        started_on_hosts(hosts, until_it_fails, PLACEMENT, count, timeout_s=BOUND_S, env=env) as workers,
     ):
         assert take_until(workers, lambda: all("going" in worker.told for worker in workers), BOUND_S)
         fault(hosts, workers)

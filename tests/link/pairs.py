@@ -11,8 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import pytest
+
 from epee.errors import ProtocolError
-from epee.link.frames import NO_WORD, WRITE, Frame, FrameOpener, FrameSealer
+from epee.link.engine import LinkMaker
+from epee.link.frames import NO_WORD, WRITE, Frame
+from epee.link.meeting import Connected
 from epee.link.poller import Links
 from epee.link.tcp import TcpLink, set_up
 
@@ -20,6 +24,9 @@ BOUND_S = 20.0  # of every wait: far more than any takes
 POISON = 0xA5
 GUARD_BYTES = 64
 NUM_WORDS = 16
+over_both = pytest.mark.parametrize("engine", ["tcp", pytest.param("nixl", marks=pytest.mark.nixl)])
+UCX = {"UCX_TLS": "tcp,self", "UCX_MODULES": "^efa", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+os.environ.update({name: value for name, value in UCX.items() if name not in os.environ})  # before there is an agent
 KEY_A, KEY_B = b"a" * 32, b"b" * 32  # of what each of two ends sends
 
 
@@ -115,16 +122,30 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def tcp_links(
-    sink_a: Memory, sink_b: Memory, covers_payloads: bool = False, peers: tuple[int, int] = (1, 0)
+def links_over(
+    engine: str, sink_a: Memory, sink_b: Memory, covers_payloads: bool = False, peers: tuple[int, int] = (1, 0)
 ) -> tuple[TcpLink, TcpLink]:
     """Return the links of two ends to each other; what `a` sends goes to `sink_b`."""
     first, second = socket_pair()
-    seal, open_ = FrameSealer, FrameOpener
     return (
-        TcpLink(peers[0], first, seal(KEY_A, covers_payloads), open_(KEY_B, covers_payloads), sink_a),
-        TcpLink(peers[1], second, seal(KEY_B, covers_payloads), open_(KEY_A, covers_payloads), sink_b),
+        link_over(engine, peers[0], Connected(first, KEY_A, KEY_B), sink_a, covers_payloads),
+        link_over(engine, peers[1], Connected(second, KEY_B, KEY_A), sink_b, covers_payloads),
     )
+
+
+def link_over(engine: str, peer: int, met: Connected, sink: Memory, covers_payloads: bool = False) -> TcpLink:
+    """Return the link of one end; one of NIXL has an agent of its own."""
+    maker = LinkMaker(covers_payloads, engine)
+    link = maker.make(peer, met, sink)
+    maker.close()
+    return link
+
+
+def tcp_links(
+    sink_a: Memory, sink_b: Memory, covers_payloads: bool = False, peers: tuple[int, int] = (1, 0)
+) -> tuple[TcpLink, TcpLink]:
+    """As `links_over`, over sockets."""
+    return links_over("tcp", sink_a, sink_b, covers_payloads, peers)
 
 
 class End:
@@ -147,11 +168,11 @@ class End:
 
 @contextlib.contextmanager
 def two_ends(
-    nbytes: int = 1 << 20, covers_payloads: bool = False, starts: bool = True
+    nbytes: int = 1 << 20, covers_payloads: bool = False, starts: bool = True, engine: str = "tcp"
 ) -> Iterator[tuple[End, End, Memory, Memory]]:
     """Yield two ends that are linked and the memory of each; both are ended with the block."""
     memory_a, memory_b = Memory(nbytes), Memory(nbytes)
-    link_a, link_b = tcp_links(memory_a, memory_b, covers_payloads)
+    link_a, link_b = links_over(engine, memory_a, memory_b, covers_payloads)
     ends = End(link_a), End(link_b)
     if starts:
         for end in ends:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from ... import env
-from ...errors import ProtocolError, shortage
+from ...errors import MismatchError, ProtocolError, shortage
+from ...link.engine import chosen_engine
 from ...memory.host import BLOB_BYTES, HostRegion, process_start_time
 from ...view.job import Seat, pack_member
 from ...view.transport.auth import Token
@@ -46,6 +47,7 @@ class RankRecord:
     address: str  # where its links are made, in a group over several hosts, else ""
     port: int
     link_mac: bool  # EPEE_LINK_MAC
+    link: str  # EPEE_LINK: the engine of its links
 
 
 _KINDS = get_type_hints(RankRecord)  # some 0.2 ms each time
@@ -82,6 +84,7 @@ def own_record(
         "",
         0,
         env.get_bool("EPEE_LINK_MAC"),
+        chosen_engine(),
     )
 
 
@@ -137,4 +140,6 @@ def parse(raw: bytes, peer: int, mine: RankRecord) -> RankRecord:
         here, there = getattr(mine, name), getattr(record, name)
         if here != there:
             raise ProtocolError(f"{name} must be equal on all ranks: {here} here, {there} on rank {peer}")
+    if record.link != mine.link:
+        raise MismatchError(f"EPEE_LINK must be equal on all ranks: {mine.link} here, {record.link} on rank {peer}")
     return record

@@ -31,6 +31,7 @@ from collections.abc import Callable
 
 from ... import env
 from ...errors import AuthError, CommTimeoutError, EpeeError, InvalidArgument, ProtocolError, shortage
+from ...link.engine import LinkMaker
 from ...link.meeting import Meeting, Partner
 from ...link.poller import Links
 from ...link.topology import Topology
@@ -194,12 +195,14 @@ def link(
     partners = {peer: others[peer] for peer in topology.partners()}
     meeting = Meeting(token, lane, Identity(rank, 0, owners[rank].nonce), partners, listener, stays=in_view)
     undo.callback(meeting.close)
+    maker = LinkMaker(records[rank].link_mac, records[rank].link)
+    undo.callback(maker.close)
     met = meeting.run(deadline, check)
     for connected in met.values():
         undo.callback(connected.connection.close)
     for peer, partner in others.items():
         meeting.admit(peer, partner)
-    ways = Ways(topology, box, Links([]), meeting if in_view else None, owners, records[rank].link_mac)
+    ways = Ways(topology, box, Links([]), meeting if in_view else None, owners, maker)
     undo.callback(ways.exports.abandon)
     box.exports = ways.exports
     ways.start(met, mirrors)

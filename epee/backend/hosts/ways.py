@@ -35,11 +35,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import EpeeError
-from ...link.frames import BEGIN, END, FETCH, FrameOpener, FrameSealer
+from ...link.engine import LinkMaker
+from ...link.frames import BEGIN, END, FETCH
 from ...link.meeting import Connected, Meeting
 from ...link.poller import Links
 from ...link.roles import Roles
-from ...link.tcp import TcpLink, set_up
 from ...link.topology import Topology
 from ...memory.host import HostRegion
 from ...memory.signals import fence
@@ -94,7 +94,7 @@ class Ways:
         links: without a link so far.
         meeting: makes connections; None in a group without a view, where none are made any more.
         owners: per rank what its outbox, and mirrors of it, say.
-        covers_payloads: EPEE_LINK_MAC.
+        maker: makes a link of each connection.
 
     Attributes:
         box, owners: see above.
@@ -110,14 +110,13 @@ class Ways:
         links: Links,
         meeting: Meeting | None,
         owners: list[OutboxOwner],
-        covers_payloads: bool,
+        maker: LinkMaker,
     ) -> None:
         self.topology = topology
         self.mirrors: dict[int, Mirror] = {}
         self.epoch = 1
         self.box, self.owners = box, owners
-        self._links, self._meeting = links, meeting
-        self._covers_payloads = covers_payloads
+        self._links, self._meeting, self._maker = links, meeting, maker
         self._roles = Roles(topology, range(len(topology.host_of)))
         self._ears: dict[int, Ear] = {}
         self._questions: dict[int, _Question] = {}  # by source
@@ -337,15 +336,13 @@ class Ways:
 
     def _take(self, peer: int, connected: Connected) -> None:
         """Use a connection with a peer, in the place of the one that there was."""
-        set_up(connected.connection)
-        sealer = FrameSealer(connected.out_key, self._covers_payloads)
-        opener = FrameOpener(connected.in_key, self._covers_payloads)
         with self._links.lock:
+            ear = Ear(peer, self.box, self.topology.here, self._links, self)
+            link = self._maker.make(peer, connected, ear)
             if peer in self._ears:
                 self._unlink(peer)
-            ear = Ear(peer, self.box, self.topology.here, self._links, self)
             self._ears[peer] = ear
-            self._links.add(TcpLink(peer, connected.connection, sealer, opener, ear))
+            self._links.add(link)
 
     def _ask(self) -> None:
         """Ask whoever tells, where nobody has been asked yet and there is a link."""
@@ -399,6 +396,7 @@ class Ways:
             self._links.say(peer, END, source, FINAL)
 
     def _close(self) -> None:
+        self._maker.close()
         for mirror in self.mirrors.values():
             mirror.close()
             mirror.region.close()

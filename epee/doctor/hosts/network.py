@@ -11,7 +11,11 @@ import ipaddress
 
 from ... import env
 from ...errors import EpeeError
-from ...link.address import AddressChoice, choose_address, interface_of, listen, mtu_of
+from ...link.address import AddressChoice, allowed_devices, choose_address, interface_of, listen, mtu_of
+from ...link.engine import chosen_engine
+from ...link.nixl.agent import BACKEND
+from ...link.nixl.devices import RdmaDevice, rdma_devices
+from ...link.nixl.library import why_missing
 from ...link.topology import own_host_key
 from ...view.transport.directory import token_of_file
 from ..finding import Finding, Verdict
@@ -46,6 +50,27 @@ def where(own: str) -> str:
     """Return an address of this machine with its interface and MTU, for people."""
     interface = interface_of(own)
     return f"{own} ({interface}, MTU {mtu_of(interface)} bytes)" if interface else f"{own} (its interface is not known)"
+
+
+def engine(devices: list[RdmaDevice] | None = None) -> list[Finding]:
+    """What moves bytes between hosts, which RDMA devices are here, and whether NIXL is, which would use them."""
+    devices = rdma_devices() if devices is None else devices
+    try:
+        chosen = chosen_engine()
+    except EpeeError:  # a finding of its own (`settings.py`)
+        chosen = "tcp"
+    missing = why_missing()
+    extra = f"the extra nixl is not installed ({missing})" if missing else "the extra nixl is installed"
+    nics = ", ".join(f"{device.name} ({device.kind})" for device in devices)
+    allowed = [name for name in allowed_devices() if name.split(":")[0] in {device.name for device in devices}]
+    served = f"{nics}: NIXL's {BACKEND} serves it with EPEE_LINK=nixl (not tried on a NIC yet)"
+    served = served if nics else "no RDMA device"
+    value = f"EPEE_LINK={chosen}; {served}{f', on {chr(44).join(allowed)} only' if allowed else ''}; {extra}"
+    if chosen == "nixl" and missing:
+        return [Finding("hosts", "links", Verdict.NO, value, "pip install 'epee[nixl]', or unset EPEE_LINK")]
+    if chosen == "nixl" and any(device.is_efa for device in devices) and str(env.get("UCX_MODULES")) == "^efa":
+        return [Finding("hosts", "links", Verdict.WARN, value, "unset UCX_MODULES: ^efa leaves out what serves EFA")]
+    return [Finding("hosts", "links", Verdict.OK, value)]
 
 
 def token() -> list[Finding]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
 
 from tests.harness import run_ranks
+from tests.ports import free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "backend.md"
 PAGES = PAGE, PAGE.with_name("fault-tolerance.md")
@@ -25,10 +25,7 @@ def program(rank: int, num_ranks: int, text: str, port: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_every_program_of_the_page_runs_on_two_ranks(number: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run_ranks(program, 2, PROGRAMS[number], port, backend=None)
+    run_ranks(program, 2, PROGRAMS[number], free_port(), backend=None)
 
 
 def test_the_page_has_programs_and_rows() -> None:

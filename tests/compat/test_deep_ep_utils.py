@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import epee.compat.deep_ep as deep_ep
 from epee.compat.deep_ep.utils import envs, gate, math, refs, testing
 from epee.errors import InvalidArgument, InvalidState
 from tests.harness import run_ranks
+from tests.ports import free_port
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_MAX = 8, 3, 128, 7
 
@@ -68,10 +68,7 @@ def _script(rank: int, num_ranks: int, port: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_script_of_deep_ep_agrees_with_its_references(num_ranks: int) -> None:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port = place.getsockname()[1]
-    run_ranks(_script, num_ranks, port, backend=None)
+    run_ranks(_script, num_ranks, free_port(), backend=None)
 
 
 @pytest.mark.parametrize("precise", [False, True])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import time
 from pathlib import Path
 
 from tests.forked import Script
+from tests.ports import free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "backend.md"
 
@@ -19,9 +19,7 @@ def test_the_program_about_growth_runs(tmp_path: Path) -> None:
     assert found is not None
     script = tmp_path / "grow.py"
     script.write_text(found[1])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
 
     def launch(rank: int, world_size: int, joins: int) -> Script:
         mine = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "JOINS": str(joins)}

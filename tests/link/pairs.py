@@ -10,6 +10,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -215,3 +217,15 @@ def reset(connection: socket.socket) -> None:
 def pattern(nbytes: int, seed: int) -> bytes:
     """Return bytes that differ from seed to seed."""
     return random.Random(seed).randbytes(nbytes)
+
+
+@contextlib.contextmanager
+def reaped(process: BaseProcess, ours: Connection) -> Iterator[None]:
+    """End a process, and close this end of its pipe, whatever happens inside."""
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()

@@ -35,7 +35,20 @@ from epee.link.seam import LinkLoss
 from epee.link.stream import Instream, Outstream
 from tests.harness import server
 
-from .pairs import BOUND_S, KEY_A, KEY_B, End, Memory, link_over, links_over, num_open, pattern, socket_pair, until
+from .pairs import (
+    BOUND_S,
+    KEY_A,
+    KEY_B,
+    End,
+    Memory,
+    link_over,
+    links_over,
+    num_open,
+    pattern,
+    reaped,
+    socket_pair,
+    until,
+)
 from .test_interrupts import Interrupt
 
 NAME = "0123456789abcdef" * 2
@@ -467,18 +480,13 @@ def test_a_child_of_a_process_with_an_agent_makes_none() -> None:
     process = server.context().Process(target=_fork_after_an_agent, args=(theirs,))
     process.start()
     theirs.close()
-    try:
+    with reaped(process, ours):
         assert ours.poll(BOUND_S)
         assert "forked" in ours.recv()
         assert ours.poll(BOUND_S)
         assert ours.recv() == 0
         process.join(BOUND_S)
         assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()
 
 
 _ENDS = """

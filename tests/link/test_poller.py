@@ -35,6 +35,7 @@ from .pairs import (
     num_open,
     over_both,
     pattern,
+    reaped,
     reset,
     two_ends,
     until,
@@ -496,18 +497,13 @@ def test_a_forked_child_keeps_no_connection_alive(engine: str) -> None:
     process.start()
     theirs.close()
     told = {}
-    try:
+    with reaped(process, ours):
         for _ in range(2):
             assert ours.poll(BOUND_S)
             name, *rest = ours.recv()
             told[name] = rest
         process.join(BOUND_S)
         assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()
     assert told["child"][0] is True
     assert told["child"][2] is False
     assert told["parent"] == [LinkLoss.CLOSED]

@@ -163,6 +163,12 @@ TABLE: tuple[Variable, ...] = (
         "Address under which ranks of other hosts reach this process; by default that of the route to the rendezvous.",
     ),
     Variable(
+        "EPEE_HOST_TIMEOUT_S",
+        10.0,
+        _positive_seconds,
+        "How long all processes of a host may be silent before it is taken for lost; the same on all ranks.",
+    ),
+    Variable(
         "EPEE_HOST_KEY",
         "",
         str,

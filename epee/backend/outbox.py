@@ -58,7 +58,6 @@ CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER = 0, 8, 16, 24, 32, 40
 CONSUMED_TOO = CONSUMED + 1
 STATE_WORDS = 48
 LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED = 0, 0xF, 0xF0, 0xF00, 0xF000
-LIFE_LOST = 0xF0000  # only a gateway writes this, into a mirror (`hosts/mirror.py`): nothing more is heard of the rank
 _GONE = frozenset((LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED))
 
 NUM_LANE_SLOTS = 256

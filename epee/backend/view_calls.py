@@ -110,10 +110,9 @@ class ViewCalls:
 
     def _admission(self) -> Admission:
         if self._over_hosts:
-            ends = "and a lost rank ends it; " if self._engine.survival is None else ""
             raise UnsupportedError(
-                f"a group over several hosts takes nobody in yet ({placement(self._over_hosts)}), {ends}"
-                "nor puts members out; start all ranks anew"
+                f"a group over several hosts takes nobody in yet ({placement(self._over_hosts)}), nor puts members "
+                "out; start all ranks anew"
             )
         if self._engine.survival is None:
             raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")

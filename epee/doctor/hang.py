@@ -32,7 +32,6 @@ _MEANING_OVER_HOSTS = {
     "stopped": _MEANING["stopped"],
     "dead": _MEANING["dead"],
     "elsewhere": "it runs on another host, look there",
-    "lost": "the link between its host and this one has ended",
     "unknown": "the process of this host that hears of it has ended",
 }
 _LIMITS = "run this on each host: it sees the processes of its own, and no messages from rank to rank"
@@ -71,6 +70,8 @@ def suspects(report: JobReport) -> list[str]:
     for rank in report.ranks:
         if rank.health in _MEANING:
             lines.append(f"rank {rank.slot} is {rank.health}: {_MEANING[rank.health]}")
+        elif rank.slot in waited and rank.health == "elsewhere":
+            lines.append(f"rank {rank.slot} is waited for: {_MEANING_OVER_HOSTS[rank.health]}")
         elif rank.slot in waited:
             lines.append(f"rank {rank.slot} is waited for and runs: {_doing(rank)}")
     return lines

@@ -192,16 +192,6 @@ def with_policy(
     """
     given = {"fault_mode": fault_mode, "on_stall": on_stall}
     wrong = {name: value for name, value in given.items() if value is not None}
-    if config.num_hosts > 1 and not _lives_on_over_hosts():
-        check_policy(fault_mode, on_stall)
-        if wrong not in (
-            {},
-            {"fault_mode": "raise"},
-            {"on_stall": "error"},
-            {"fault_mode": "raise", "on_stall": "error"},
-        ):
-            raise UnsupportedError("over several hosts a lost rank ends the buffer; leave fault_mode and on_stall out")
-        return config
     if config.num_ranks == 1 or config.is_synced:
         if wrong and config.num_ranks > 1:
             raise InvalidArgument(f"{', '.join(wrong)}: only for `Buffer` on CPUs so far; leave it out")
@@ -215,9 +205,3 @@ def with_policy(
         if value != theirs[name]:
             raise InvalidArgument(f"{name} must be the group's, {theirs[name]!r}, got {value!r}; leave it out")
     return replace(config, fault_mode=theirs["fault_mode"], on_stall=theirs["on_stall"])
-
-
-def _lives_on_over_hosts() -> bool:
-    from .hosts.birth import lives_on
-
-    return lives_on()

@@ -102,15 +102,14 @@ class Links:
             self._close()
             raise ResourceError(f"no thread can be started for links between hosts: {exc}; raise ulimit -u") from exc
 
-    def attend(self, meeting: Meeting | None, on_turn: Callable[[], bool]) -> None:
+    def attend(self, meeting: Meeting, on_turn: Callable[[], bool]) -> None:
         """Have the thread do its owner's work, and look after a meeting, which is closed with the links.
 
         Args:
             on_turn: called by the thread in each round, without the lock; True: there is more to be done soon.
         """
         self._meeting, self._on_turn = meeting, on_turn
-        if meeting is not None:
-            self._poll.register(meeting.fileno(), select.EPOLLIN)
+        self._poll.register(meeting.fileno(), select.EPOLLIN)
 
     def ring(self) -> None:
         """Have the thread begin a round now, or within some milliseconds."""

@@ -1,8 +1,7 @@
 """Which ranks share a host, and who receives for whom: pure functions of the host keys that all ranks have told.
 
-A *host* is a set of ranks that share memory and see each other's processes: one boot of one kernel and one PID
-namespace. So containers of one machine are hosts of their own unless they share a PID namespace. Hosts are numbered by
-their lowest rank; the *position* of a rank is its place among the ranks of its host, ascending.
+A *host* is a set of ranks that share memory and see each other's processes (`view/process/machine.py`). Hosts are
+numbered by their lowest rank; the *position* of a rank is its place among the ranks of its host, ascending.
 
 What rank s tells the ranks of another host goes to one of them, its *gateway* there: the rank at position (position of
 s) modulo (ranks of that host). With equally many ranks on each host every rank is the gateway of one rank per host and
@@ -11,36 +10,7 @@ has it as its own gateway; together they are a *rail*. All of it is the same on 
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
-from pathlib import Path
-
-from .. import env
-from ..errors import InvalidArgument, shortage
-
-KEY_DIGITS = 16  # hexadecimal
-
-
-def own_host_key() -> str:
-    """Return the key of the host that this process runs on, `KEY_DIGITS` hexadecimal digits.
-
-    Tests may say what stands for the host (`EPEE_HOST_KEY`, with `EPEE_TEST=1`): ranks of one machine are then hosts
-    of their own, which share no memory though they could.
-
-    Raises:
-        InvalidArgument: `EPEE_HOST_KEY` is set outside a test.
-        ResourceError: the system does not say which machine this is.
-    """
-    named = str(env.get("EPEE_HOST_KEY"))
-    if named and not env.get_bool("EPEE_TEST"):
-        raise InvalidArgument("EPEE_HOST_KEY is for tests: it needs EPEE_TEST=1; unset it")
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError as exc:
-        raise shortage("cannot see which machine this is", exc) from exc
-    return hashlib.sha256(f"{boot_id} {namespace} {named}".encode()).hexdigest()[:KEY_DIGITS]
 
 
 def placement(hosts: Sequence[Sequence[int]]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import PeerError, RankFailedError
 from .process.board import LaneRow
-from .protocol.messages import DEAD, LEFT, PUT_OUT, STALLED
+from .protocol.messages import DEAD, LEFT, PUT_OUT, STALLED, UNREACHABLE
 from .runtime import Runtime
 
 logger = logging.getLogger("epee")
@@ -26,6 +26,7 @@ CAUSES = {
     DEAD: "its process has ended",
     LEFT: "has left the group (destroyed or aborted it)",
     STALLED: "was silent until the time-out and has been voted out",
+    UNREACHABLE: "ran on a host that could not be reached any more",
     PUT_OUT: "has been put out (asked to go, or it did not come to sync)",
 }
 

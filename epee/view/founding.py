@@ -44,7 +44,7 @@ class Standing(NamedTuple):
 
 
 class Presence(NamedTuple):
-    """What a rank tells in round 1: folder of a job -> its standing there; the lane that rank 0 wishes."""
+    """What a rank tells in round 1: id of a job -> its standing there; the lane that rank 0 wishes."""
 
     jobs: dict[str, Standing]
     lane: int
@@ -76,13 +76,13 @@ def find_place(rank: int, num_ranks: int, gather: Gather, lane: int = 0) -> Grou
     held = hold_jobs()
     try:
         told = [_presence(fields, peer) for peer, fields in enumerate(_tell(gather, _own_presence(held, lane)))]
-        path = next((path for path in reversed(told[0].jobs) if _is_shared(path, told)), "")
-        if not path:
+        key = next((key for key in reversed(told[0].jobs) if _is_shared(key, told)), "")
+        if not key:
             return GroupSeat(_found(rank, gather, told[0].lane), [1] * num_ranks)
-        job = next(job for job in held if job.path == path)
+        job = next(job for job in held if job.key == key)
         held.remove(job)
-        slots = [each.jobs[path].slot for each in told]
-        return GroupSeat(Seat(job, slots, told[0].lane, False, False), [each.jobs[path].incarnation for each in told])
+        slots = [each.jobs[key].slot for each in told]
+        return GroupSeat(Seat(job, slots, told[0].lane, False, False), [each.jobs[key].incarnation for each in told])
     finally:
         for job in held:
             job.release()
@@ -95,17 +95,17 @@ def _own_presence(held: Sequence[Job], lane: int) -> dict[str, Any]:
     for job in reversed(held):
         view, me = job.runtime.view(), job.runtime.member
         standing = [me.slot, me.incarnation, view.epoch, [[m.slot, m.incarnation] for m in view.members]]
-        room -= len(json.dumps([job.path, standing])) + 8
+        room -= len(json.dumps([job.key, standing])) + 8
         if room > 0:
-            jobs = {job.path: standing, **jobs}
+            jobs = {job.key: standing, **jobs}
     return {"jobs": jobs, "lane": lane or 1 + secrets.randbelow(LANE_LIMIT - 1)}
 
 
-def _is_shared(path: str, told: Sequence[Presence]) -> bool:
+def _is_shared(key: str, told: Sequence[Presence]) -> bool:
     """Return whether all ranks are in a job, by the newest of the views that they tell."""
-    if not all(path in each.jobs for each in told):
+    if not all(key in each.jobs for each in told):
         return False
-    standings = [each.jobs[path] for each in told]
+    standings = [each.jobs[key] for each in told]
     newest = max(standings, key=lambda standing: standing.epoch)
     return all(newest.members.get(one.slot) == one.incarnation for one in standings)
 
@@ -175,7 +175,7 @@ def _presence(fields: dict[str, Any], peer: int) -> Presence:
     try:
         if type(lane) is not int or not 0 < lane < LANE_LIMIT:
             raise ValueError("lane")
-        return Presence({path: _standing(*standing) for path, standing in jobs.items()}, lane)
+        return Presence({key: _standing(*standing) for key, standing in jobs.items()}, lane)
     except (ValueError, TypeError, AttributeError) as exc:
         told = str(fields)[:200]
         raise ProtocolError(f"rank {peer} tells of its jobs what cannot be right ({exc}): {told}") from exc

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 from .. import env
 from ..errors import EpeeError, ProtocolError, shortage
 from .process.endpoint import parse_endpoint
+from .process.machine import KEY_DIGITS
 from .protocol.events import AgentSettings
 from .protocol.messages import Member
 from .runtime import Runtime
@@ -43,7 +45,7 @@ class Hello:
 
     Attributes:
         num_ranks: how many ranks the group has, as this one was told.
-        jobs: folder of each job that this process is in -> its slot there.
+        jobs: id of each job that this process is in -> its slot there.
         lane: rank 0's choice for the group; -1 on the others.
         folder: of a new job, made by rank 0; "" when it may not be needed.
         nonce: random, so that what was told in another attempt does not fit this one (`proof.py`).
@@ -88,17 +90,18 @@ class Job:
     store: Any = None
     name_later: weakref.WeakMethod[Callable[[Sequence[int]], str]] | None = None
 
-    def __init__(self, directory: JobDirectory, slot: int, extra: bytes) -> None:
-        self.path = str(directory.path)
+    def __init__(self, directory: JobDirectory, slot: int, extra: bytes, listener: socket.socket | None = None) -> None:
+        """Make this process's part in a job, which owns `listener` (for agents of other hosts) from now on."""
+        self.key = directory.job_id.hex()
         self.directory = directory
         self.has_home = bool(extra)
-        self.runtime = Runtime(directory, slot, SETTINGS, extra)
+        self.runtime = Runtime(directory, slot, SETTINGS, extra, listener)
         self.num_groups = 1
 
     def enlist(self) -> None:
         """Let later groups of this process find the job."""
         with _lock:
-            _jobs[self.path] = self
+            _jobs[self.key] = self
 
     @property
     def slot(self) -> int:
@@ -116,7 +119,7 @@ class Job:
             self.num_groups -= 1
             is_last = self.num_groups <= 0
             if is_last:
-                _jobs.pop(self.path, None)
+                _jobs.pop(self.key, None)
         if is_last:
             self.runtime.close()
 
@@ -150,10 +153,10 @@ def hold_jobs() -> list[Job]:
         return found
 
 
-def retained(path: str) -> Job | None:
-    """Return the job of this process in a folder, held for one more group; None when it is in none of that name."""
+def retained(key: str) -> Job | None:
+    """Return the job of this process with an id, held for one more group; None when it is in none."""
     with _lock:
-        job = _jobs.get(path)
+        job = _jobs.get(key)
         if job is not None:
             job.num_groups += 1
         return job
@@ -177,7 +180,7 @@ def new_folder(kind: str = "") -> JobDirectory:
 def own_hello(rank: int, num_ranks: int, host: str) -> tuple[Hello, JobDirectory | None]:
     """Return what this rank, which runs on `host`, tells, and the folder that rank 0 has made when it is in no job."""
     with _lock:
-        usable = {path: job.slot for path, job in _jobs.items() if job.has_home and job.runtime.error is None}
+        usable = {key: job.slot for key, job in _jobs.items() if job.has_home and job.runtime.error is None}
     mine = dict(list(usable.items())[-MAX_JOBS_TOLD:])
     nonce = secrets.token_hex(NONCE_BYTES)
     if rank != 0:
@@ -188,10 +191,10 @@ def own_hello(rank: int, num_ranks: int, host: str) -> tuple[Hello, JobDirectory
 
 
 def common_job(hellos: Sequence[Hello]) -> str:
-    """Return the youngest job of rank 0 that all ranks are in, or ""."""
-    for path in reversed(hellos[0].jobs):
-        if all(path in hello.jobs for hello in hellos):
-            return path
+    """Return the id of the youngest job of rank 0 that all ranks are in, or ""."""
+    for key in reversed(hellos[0].jobs):
+        if all(key in hello.jobs for hello in hellos):
+            return key
     return ""
 
 
@@ -216,14 +219,16 @@ def told_fields(raw: bytes, limit: int) -> dict[str, Any]:
 
 def pack_member(member: Member) -> str:
     """Return a member as text for a record."""
-    return json.dumps([member.slot, member.nonce.hex(), member.endpoint.hex()])
+    return json.dumps([member.slot, member.nonce.hex(), member.endpoint.hex(), member.host])
 
 
 def parse_member(text: str, rank: int) -> Member:
     """Return the founder that `rank` says it is; `ProtocolError` if that cannot be."""
     try:
-        slot, nonce, endpoint = json.loads(text)
-        member = Member(slot, 0, bytes.fromhex(nonce), bytes.fromhex(endpoint))
+        slot, nonce, endpoint, host = json.loads(text)
+        member = Member(slot, 0, bytes.fromhex(nonce), bytes.fromhex(endpoint), host)
+        if not isinstance(host, str) or len(host) != KEY_DIGITS:
+            raise ValueError(f"host {host!r}")
         if type(slot) is not int or slot != rank or len(member.nonce) != NONCE_BYTES:
             raise ValueError(f"slot {slot!r}, nonce of {len(member.nonce)} bytes")
         parse_endpoint(member.endpoint)

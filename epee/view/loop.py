@@ -1,9 +1,14 @@
 """The agent thread: one loop that feeds the pure agent with what happens and does what it asks for, in its order.
 
-Data path: a `select.epoll` over the listening socket, the connections, the pidfds of the others and an eventfd for this
-process's own wishes. Each thing that is ready becomes an event; the effects of a step are carried out one after the
-other before the next event is taken, so a board is written before the message that rests on it leaves. Nothing in here
-waits for a peer, and no lock is held.
+Data path: a `select.epoll` over the listening sockets, the connections, the pidfds of the others and an eventfd for
+this process's own wishes. Each thing that is ready becomes an event; the effects of a step are carried out one after
+the other before the next event is taken, so a board is written before the message that rests on it leaves. Nothing in
+here waits for a peer, and no lock is held.
+
+In a job over several hosts each agent has a connection of its own to each of another host (`transport/reach.py` says
+when to make it again), on which it first tells what that one may have missed: the epoch it knows, as a question for a
+newer one, and what its lanes tell (inside a host that stands on the board). Ends of processes come as obituaries, which
+the agent judges; a host that cannot be reached is an event like another, repeated as long as it is so.
 
 Who writes: this thread alone touches the agent, the sockets, the board's state and `Shared`; other threads append to
 the inbox and read `Shared`, whose fields are replaced as a whole. The hooks of the lanes are called on this thread.
@@ -18,6 +23,7 @@ import contextlib
 import logging
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -47,6 +53,7 @@ from .protocol.events import (
     Evicted,
     Freeze,
     Frozen,
+    HostLost,
     JoinAsked,
     JoinPending,
     LeaveAsked,
@@ -60,10 +67,25 @@ from .protocol.events import (
     Tick,
     WriteBoard,
 )
-from .protocol.messages import DEAD, Accept, Commit, Decision, Join, LaneState, Member, Message, Report
+from .protocol.messages import (
+    DEAD,
+    LEFT,
+    Accept,
+    Ask,
+    Commit,
+    Decision,
+    Join,
+    LaneState,
+    Member,
+    Message,
+    Obituary,
+    Report,
+)
 from .transport.auth import Identity
 from .transport.directory import Door, JobDirectory, socket_name
+from .transport.reach import PING_S
 from .transport.switchboard import Switchboard
+from .transport.wire import PING, LaneTold
 
 logger = logging.getLogger("epee")
 
@@ -112,8 +134,10 @@ class Shared:
 class Loop:
     """See above. Make it, then call `run` on a thread of its own."""
 
-    def __init__(self, job: JobDirectory, door: Door, board: Board, agent: Agent) -> None:
-        """Take over `door`, which is closed at the end; raises `ResourceError`."""
+    def __init__(
+        self, job: JobDirectory, door: Door, board: Board, agent: Agent, listener: socket.socket | None = None
+    ) -> None:
+        """Take over `door`, and `listener` for other hosts, which are closed at the end; raises `ResourceError`."""
         self.shared = Shared()
         self.agent = agent
         self.board = board
@@ -139,13 +163,19 @@ class Loop:
                 self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 undo.callback(os.close, self._bell)
                 self._poll.register(self._bell, select.EPOLLIN)
-                self.switchboard = Switchboard(job, Identity(*me[:3]), door, self._poll)
+                self.switchboard = Switchboard(job, Identity(*me[:3]), door, self._poll, listener, self._greeting)
             except OSError as exc:
                 if isinstance(exc, EpeeError):
                     raise
                 raise shortage(f"the agent of slot {me.slot} cannot listen", exc) from exc
             undo.pop_all()
-        self.peers = Peers(me.nonce, self._poll)
+        self.peers = Peers(me.nonce, self._poll, job.host, self.switchboard.abroad.is_up)
+        self._spans = listener is not None
+        self._ping_at = 0.0
+        self._looked_at = time.monotonic()
+        self._told: dict[int, bytes] = {}  # what the lanes tell, for those on other hosts
+        self._lost_at: dict[str, float] = {}  # per host that is lost, when the agent was told last
+        self.contacts: tuple[Member, ...] = ()  # members on other hosts that may be asked to be let in
         self._bell_lock = threading.Lock()  # so that nobody rings a descriptor that was closed
         self._effects: dict[type, Callable[..., None]] = {
             Send: lambda effect: self.switchboard.send(effect.to, effect.message, time.monotonic()),
@@ -204,7 +234,8 @@ class Loop:
             self._later.append(lambda: self.register(lane, hooks, answer))
             return
         self._lanes[lane] = hooks
-        answer(self.board.row(lane))
+        on_tell = (lambda data: self.post(lambda: self._tell(lane, data))) if self._spans else None
+        answer(self.board.row(lane, on_tell))
         self.owes_lane = False
         if self._owed is not None:
             self._freeze(self._owed)
@@ -214,6 +245,7 @@ class Loop:
         """Forget a lane."""
         if self._lanes.pop(lane, None) is not None:
             row.clear()
+            self._tell(lane, b"")
 
     def look_at(self, slot: int) -> None:
         """Look closely at a member that somebody takes for dead, and bury it if it is."""
@@ -228,7 +260,7 @@ class Loop:
         Their boards are mapped before: once this process is a member, one of them may die at once, and its board must
         be readable here then.
         """
-        contacts = {}
+        contacts = {member.nonce: member for member in self.contacts}
         try:
             found = self._job.sockets()
         except OSError as exc:  # `_look_around` asks again
@@ -236,7 +268,7 @@ class Loop:
             return
         for slot, nonce, _ in found:
             if nonce != self.agent.me.nonce:
-                contacts[nonce] = Member(slot, 0, nonce, b"")
+                contacts[nonce] = Member(slot, 0, nonce, b"", self._job.host)
                 self._meet_members_of(contacts[nonce])
         self.step(JoinAsked(tuple({**contacts, **self._known}.values())))
 
@@ -263,6 +295,7 @@ class Loop:
     # ---- the loop
 
     def _begin(self) -> None:
+        self._looked_at = time.monotonic()
         decided = self.agent.decided
         if decided.members:
             self._decide(decided)
@@ -287,6 +320,43 @@ class Loop:
         if now >= self.agent.next_tick and self._is_running:
             self.step(Tick())
         self._deadline = self.switchboard.expire(now)
+        if self._spans and self._is_running:
+            self._look_abroad(now)
+
+    def _look_abroad(self, now: float) -> None:
+        """Call whom there is no connection to, and say which hosts are lost."""
+        abroad, pause_s = self.switchboard.abroad, self.agent.settings.patience_s / 3
+        abroad.skip(max(0.0, now - self._looked_at - 2 * self._idle_s))  # a turn takes no longer: it was stopped
+        self._looked_at = now
+        self.switchboard.keep_up(now)
+        if now >= self._ping_at:
+            self._ping_at = now + PING_S
+            for member in abroad.up():
+                self.switchboard.send(member, PING, now)
+        lost = abroad.lost(now)
+        self._lost_at = {host: at for host, at in self._lost_at.items() if host in lost}
+        for host in lost:
+            if now - self._lost_at.get(host, -pause_s) >= pause_s:
+                self._lost_at[host] = now
+                self.step(HostLost(host))
+        again = (at + pause_s for at in self._lost_at.values())
+        self._deadline = min([self._deadline, self._ping_at, abroad.next(now), *again])
+
+    def _greeting(self, to: Member) -> list[Message | LaneTold]:
+        """Return what to tell a process of another host on a new connection."""
+        if not self.agent.epoch:
+            return []
+        return [Ask(self.agent.epoch), *(LaneTold(lane, data) for lane, data in self._told.items())]
+
+    def _tell(self, lane: int, data: bytes) -> None:
+        """Tell those on other hosts what a lane says; what is lost on the way comes with the next connection."""
+        if not data and self._told.pop(lane, None) is None:
+            return
+        if data:
+            self._told[lane] = data
+        for member in self.agent.decided.members:
+            if member.host != self._job.host:
+                self.switchboard.send(member, LaneTold(lane, data), time.monotonic())
 
     def _handle(self, fd: int) -> None:
         dead = self.peers.died(fd)
@@ -304,8 +374,13 @@ class Loop:
         self._set_waiting(member.nonce, None)
         self.step(Died(member.nonce))
 
-    def _receive(self, sender: bytes, message: Message) -> None:
+    def _receive(self, sender: bytes, message: Message | LaneTold) -> None:
         """Map the boards of those whom a message brings, then let the agent answer it."""
+        if isinstance(message, LaneTold):
+            self.peers.note_told(sender, message.lane, message.data)
+            if self.agent.epoch and sender not in self.agent.slot_of:  # voted out, it may not have noticed anything
+                self.step(MessageReceived(sender, Ask(self.agent.epoch - 1)))
+            return
         members: tuple[Member, ...] = ()
         if isinstance(message, Accept):
             members = message.decision.members
@@ -313,7 +388,7 @@ class Loop:
             members = message.decisions[-1].members if message.decisions else ()
         elif isinstance(message, Join):
             pid = self.switchboard.pid_of(sender) if sender == message.member.nonce else 0
-            if not self._meet(message.member, pid) or not self.peers.is_mapped(message.member.nonce):
+            if not self._may_join(message.member, pid, sender == message.member.nonce):
                 return
         elif isinstance(message, Report):
             for cause in message.causes:
@@ -322,6 +397,29 @@ class Loop:
         for member in members:
             self._meet(member)
         self.step(MessageReceived(sender, message))
+        if isinstance(message, Obituary):
+            self._note_ends()
+
+    def _may_join(self, member: Member, pid: int, asks_itself: bool) -> bool:
+        """Watch a process that asks to join; False if it is not to be heard (yet)."""
+        is_here = member.host == self._job.host
+        if not is_here and (not self._spans or pid):
+            self.switchboard.dropped["malformed"] += 1
+            logger.warning("slot %d says that it runs on another host; it was not heard", member.slot)
+            return False
+        if is_here and asks_itself and not pid:
+            self.switchboard.dropped["malformed"] += 1
+            logger.warning("slot %d calls from another host and says that it runs on this one", member.slot)
+            return False
+        return self._meet(member, pid) and (not is_here or self.peers.is_mapped(member.nonce))
+
+    def _note_ends(self) -> None:
+        """Have the peers on other hosts of whom the agent was told that they write no more."""
+        for slot, cause in self.agent.gone.items():
+            nonce = self.agent.members[slot].nonce
+            if self.peers.note_end(nonce, cause == LEFT):
+                self.switchboard.forget(nonce)
+                self._set_waiting(nonce, None)
 
     def _meet(self, member: Member, pid: int = 0) -> bool:
         """Watch a process from now on; False if its endpoint is no good."""
@@ -398,6 +496,14 @@ class Loop:
             hooks.decided(decision)
         self.board.decide(decision.epoch)
         self.peers.retire(decision)
+        if self._spans:
+            self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
+        """Keep connections to the members on other hosts, from now on."""
+        peers = ((member, self.peers.get(member.nonce)) for member in decision.members)
+        self.switchboard.abroad.follow([m for m, peer in peers if peer is None or not peer.is_dead], time.monotonic())
+        self._deadline = 0.0  # in this turn
 
     def _evicted(self, effect: Evicted) -> None:
         me, epoch = self.agent.me.slot, effect.epoch
@@ -409,7 +515,7 @@ class Loop:
         now, me = time.monotonic(), self.agent.me
         others = {m.slot: self.peers.get(m.nonce) for m in self.agent.decided.members if m.nonce != me.nonce}
         health = {slot: "unknown" if peer is None else peer.health(now) for slot, peer in sorted(others.items())}
-        silent = [slot for slot, seen in health.items() if seen != "running"] or list(health)
+        silent = [slot for slot, seen in health.items() if seen not in ("running", "reachable")] or list(health)
         told = ", ".join(f"{slot} ({health[slot]})" for slot in silent)
         text = (
             f"slot {me.slot} cannot reach enough members to agree on what follows epoch {effect.epoch}: no answer from "

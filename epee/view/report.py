@@ -13,11 +13,12 @@ import contextlib
 import time
 from typing import NamedTuple
 
-from ..errors import EpeeError
+from ..errors import EpeeError, ResourceError
 from ..memory.claim import has_ended
 from .process.beat import PERIOD_S, BeatView
 from .process.board import BoardView, Row, read_board_of
 from .process.endpoint import parse_endpoint
+from .process.machine import own_host_key
 from .process.peers import process_state
 from .protocol.messages import Decision, Member
 
@@ -28,8 +29,8 @@ class RankReport(NamedTuple):
     Attributes:
         slot: its rank number.
         incarnation: of the process in it.
-        pid: its process, 0 if its endpoint cannot be read.
-        health: "running", "busy", "stopped", "frozen", "dead" or "unknown".
+        pid: its process, 0 if its endpoint cannot be read, or it runs on another host than who was asked.
+        health: "running", "busy", "stopped", "frozen", "dead" or "unknown"; "elsewhere" on another host.
         epoch: the view that it knows; 0 if its board cannot be read.
         rows: its lanes; `op` is empty between calls.
     """
@@ -65,22 +66,34 @@ def look_at_job(pid: int, look_s: float = 2.5) -> JobReport:
     """
     state = read_board_of(pid)
     decision = state.decided if state is not None else Decision(0, ())
-    watches = [_Watch(member) for member in decision.members]
+    host = next((member.host for member in decision.members if _pid_of(member) == pid), own_host_key())
+    watches = [_Watch(member, member.host == host) for member in decision.members]
     if watches:
         time.sleep(max(look_s, 3 * PERIOD_S))
     now = time.monotonic()
     return JobReport(decision, tuple(watch.finish() for watch in watches), now)
 
 
+def _pid_of(member: Member) -> int:
+    """Return the process of a member, 0 if its endpoint cannot be read."""
+    with contextlib.suppress(EpeeError):
+        return parse_endpoint(member.endpoint).pid
+    return 0
+
+
 class _Watch:
     """One rank between two looks."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, is_here: bool) -> None:
+        """`is_here`: it runs on the host of who looks; of the others nothing is seen."""
         self._member = member
         self._board: BoardView | None = None
         self._beat: BeatView | None = None
         self._pid = self._start_time = 0
+        self._is_here = is_here
         with contextlib.suppress(EpeeError):  # it is dead, or its words make no sense: the report says so
+            if not is_here:
+                raise ResourceError("its board is on another host")
             endpoint = parse_endpoint(member.endpoint)
             self._pid, self._start_time = endpoint.pid, endpoint.start_time
             self._board = BoardView.attach(endpoint.board)
@@ -105,7 +118,7 @@ class _Watch:
 
     def _health(self) -> str:
         if not self._pid:
-            return "unknown"
+            return "unknown" if self._is_here else "elsewhere"
         state = process_state(self._pid)
         if has_ended(self._pid, self._start_time) or state in "XZ":
             return "dead"

@@ -1,9 +1,9 @@
 """The control plane of one process: what engines and users call. The work is done by the agent thread (`loop.py`).
 
 Data path: `Runtime(job, slot)` makes the process's board, heartbeat and socket; its `member` is told to the others by
-any means (the store, once). `start(members)` begins with the first view, `join()` asks those in the job's folder to be
-taken in. From then on the view changes by agreement only (`protocol/PROTOCOL.md`): engines register their lanes, say
-whom they wait for in vain, and learn decisions.
+any means (the store, once). `start(members)` begins with the first view, `join()` asks those in the job's folder, and
+members of other hosts that it was told of, to be taken in. From then on the view changes by agreement only
+(`protocol/PROTOCOL.md`): engines register their lanes, say whom they wait for in vain, and learn decisions.
 
 Who calls: any thread. Reads (`view`, `error`) take no lock and cost an attribute. Everything else is a wish that the
 agent thread fulfils; where the caller waits for the answer the wait is bounded.
@@ -19,6 +19,7 @@ import contextlib
 import multiprocessing.util
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -64,7 +65,14 @@ class Runtime:
         settings: how patient it is; the same for all members.
     """
 
-    def __init__(self, job: JobDirectory, slot: int, settings: AgentSettings | None = None, extra: bytes = b"") -> None:
+    def __init__(
+        self,
+        job: JobDirectory,
+        slot: int,
+        settings: AgentSettings | None = None,
+        extra: bytes = b"",
+        listener: socket.socket | None = None,
+    ) -> None:
         """Make board, heartbeat, socket and identity; nothing runs yet, so nobody who connects is answered.
 
         Args:
@@ -72,6 +80,8 @@ class Runtime:
             slot: this process's rank number in the job.
             settings: the same for all members.
             extra: what other members' engines want to know of this process, at most 640 bytes.
+            listener: a non-blocking TCP socket that listens at the address under which other hosts reach this process;
+                the runtime owns it from now on. None where the job keeps to one host.
         Raises:
             InvalidArgument: `slot`, `settings` or `extra` break a rule.
             ResourceError, UnsupportedError: the system gives no memory, timer or descriptor, or the folder is gone.
@@ -81,9 +91,12 @@ class Runtime:
         self.settings = _checked(settings or AgentSettings())
         self._pid = os.getpid()
         self._job = job
+        self._listener = listener
         self._beat = beat.acquire()
         with contextlib.ExitStack() as undo:
             undo.callback(beat.release, self._beat)
+            if listener is not None:
+                undo.callback(listener.close)
             self._board = Board(slot)
             undo.callback(self._board.close)
             nonce = secrets.token_bytes(NONCE_BYTES)
@@ -91,8 +104,9 @@ class Runtime:
             undo.callback(job.remove, self._door.name)
             undo.callback(self._door.close)
             start_time = process_start_time(self._pid)
-            endpoint = Endpoint(self._pid, start_time, self._door.fd, self._board.blob, self._beat.blob, extra)
-            self._me = Member(slot, 0, nonce, pack_endpoint(endpoint))
+            where = ("", 0) if listener is None else listener.getsockname()[:2]
+            endpoint = Endpoint(self._pid, start_time, self._door.fd, self._board.blob, self._beat.blob, extra, *where)
+            self._me = Member(slot, 0, nonce, pack_endpoint(endpoint), job.host)
             undo.pop_all()
         self._loop: Loop | None = None
         self._thread: threading.Thread | None = None
@@ -116,7 +130,8 @@ class Runtime:
         """
         self._require_usable()
         if self._loop is None:
-            self._loop = Loop(self._job, self._door, self._board, Agent(self._me, self.settings))
+            agent = Agent(self._me, self.settings)
+            self._loop = Loop(self._job, self._door, self._board, agent, self._listener)
 
     def start(self, members: Sequence[Member]) -> Decision:
         """Begin with the first view, which is made of all founders' `member` and the same for all; return it.
@@ -136,13 +151,16 @@ class Runtime:
         self._run()
         return first
 
-    def join(self, timeout_s: float, has_lane: bool = False) -> Decision:
+    def join(self, timeout_s: float, has_lane: bool = False, contacts: Sequence[Member] = ()) -> Decision:
         """Ask to be taken in as a new member; return the first view that has this process.
+
+        Members of this host are found in the job's folder.
 
         Args:
             timeout_s: how long to wait for it.
             has_lane: a lane is registered as soon as this returns; until then this process promises nothing, because
                 it may soon be the only one that knows how far the lane is.
+            contacts: members on other hosts, as a store tells them; those who are none any more do no harm.
         Raises:
             SlotTakenError: another process holds the slot, or was faster.
             InvalidState: the members have refused it for another reason.
@@ -151,6 +169,7 @@ class Runtime:
         self.listen()
         assert self._loop is not None
         self._loop.owes_lane = has_lane
+        self._loop.contacts = tuple(member for member in contacts if member.host != self._job.host)
         self._run()
         self._loop.post(self._loop.ask_to_join)
         try:
@@ -318,7 +337,8 @@ class Runtime:
     def health(self, slot: int) -> str:
         """Return "running", "busy" (it holds the GIL), "stopped", "frozen" or "dead"; "unknown" for no member.
 
-        It is for messages: only "dead" is a proof.
+        Of a member on another host it is "reachable", "unreachable" or "dead". It is for messages: only "dead" is a
+        proof.
         """
         if slot == self._me.slot:
             return "running"
@@ -329,8 +349,15 @@ class Runtime:
                 return peer.health(time.monotonic())
         return "unknown"
 
+    def host_of(self, slot: int) -> str:
+        """Return the key of the host on which a member runs; "" for no member."""
+        return next((member.host for member in self.view().members if member.slot == slot), "")
+
     def epoch_of(self, slot: int) -> int:
-        """Return the epoch that another member knew at least when it was asked; `FOREVER` where that cannot be read."""
+        """Return the epoch that another member knew at least when it was asked; `FOREVER` where that cannot be read.
+
+        It cannot on other hosts.
+        """
         loop = self._running()
         for member in self.view().members:
             peer = loop.peers.get(member.nonce)
@@ -341,13 +368,16 @@ class Runtime:
         return FOREVER
 
     def told(self, lane: int) -> dict[int, bytes]:
-        """Return what the boards of the other members tell of a lane: slot -> bytes, of those who tell anything."""
+        """Return what the other members tell of a lane: slot -> bytes, of those who tell anything.
+
+        Inside a host it stands on their boards at once; from other hosts it comes a moment later.
+        """
         loop, found = self._running(), {}
         for member in self.view().members:
             peer = loop.peers.get(member.nonce)
-            if peer is not None and peer.board is not None:
+            if peer is not None:
                 with contextlib.suppress(ValueError):  # closed meanwhile
-                    found[member.slot] = peer.board.told(lane)
+                    found[member.slot] = peer.told(lane)
         return {slot: data for slot, data in found.items() if data}
 
     def dropped(self) -> dict[str, int]:
@@ -374,7 +404,7 @@ class Runtime:
         elif loop is not None:
             loop.close()
         else:
-            self._door.close()
+            self._close_doors()
             self._job.leave()
         self._board.close()
         beat.release(self._beat)
@@ -425,9 +455,14 @@ class Runtime:
         if self._loop is not None:
             self._loop.forked()
         elif not self._is_closed:
-            self._door.close()
+            self._close_doors()
             self._job.forget()
         self._board.close()
+
+    def _close_doors(self) -> None:
+        self._door.close()
+        if self._listener is not None:
+            self._listener.close()
 
 
 def _checked(settings: AgentSettings) -> AgentSettings:

@@ -78,7 +78,7 @@ def test_a_transcript_stands_for_the_attempt_and_for_each_thing_told() -> None:
 def test_a_member_with_an_endpoint_that_cannot_be_is_refused_at_birth() -> None:
     for endpoint in ("ab" * 1500, "", "00" * 200):
         with pytest.raises(ProtocolError, match="rank 1's record names a member that cannot be right"):
-            parse_member(json.dumps([1, NONCE.hex(), endpoint]), 1)
+            parse_member(json.dumps([1, NONCE.hex(), endpoint, "0" * 16]), 1)
 
 
 # ---- outboxes

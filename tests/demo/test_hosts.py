@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from epee.demo import rank, run
+from epee.demo import run
 from epee.demo.settings import Settings
-from epee.ep.hosts import birth
 from epee.errors import InvalidArgument
-
-from . import invented_hosts
 
 
 def _trained(out: Path, num_hosts: int) -> dict[str, Any]:
@@ -42,30 +39,21 @@ def test_two_hosts_learn_what_one_learns_and_less_crosses_than_once_per_rank(
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"--hosts must be 1 \.\.\. 4"):
         Settings(num_ranks=4, num_hosts=5).check()
-    with pytest.raises(InvalidArgument, match="--kill needs one host"):
-        Settings(num_ranks=4, num_hosts=2, victim=1).check()
     with pytest.raises(InvalidArgument, match=r"--kill-host must be a host from 1 to 2 of --hosts, got 3"):
         Settings(num_ranks=4, num_hosts=3, killed_host=3).check()
-    with pytest.raises(InvalidArgument, match="--kill-host needs one host"):
-        Settings(num_ranks=4, num_hosts=3, killed_host=1).check()
-
-
-def test_a_killed_host_is_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(birth, "lives_on", lambda: True)
-    settings = Settings(num_ranks=8, num_hosts=3, killed_host=1)
-    settings.check()
-    assert settings.victims == (3, 4, 5)
-    assert settings.loss == "host 1"
     with pytest.raises(InvalidArgument, match="--stall needs one host"):
         Settings(num_ranks=4, num_hosts=3, victim=1, fault="stall").check()
 
 
+def test_a_killed_host_is_all_its_ranks() -> None:
+    settings = Settings(num_ranks=8, num_hosts=3, killed_host=1)
+    settings.check()
+    assert settings.victims == (3, 4, 5)
+    assert settings.loss == "host 1"
+
+
 @pytest.mark.timeout(170)
-def test_the_others_train_on_when_a_host_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(birth, "lives_on", lambda: True)
-    monkeypatch.setattr(rank, "run_rank", invented_hosts.run_rank)
+def test_the_others_train_on_when_a_host_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(num_ranks=4, num_hosts=3, killed_host=1, num_steps=8, out=str(tmp_path))
     assert settings.victims == (2,)
     assert run.run(settings) == run.OK

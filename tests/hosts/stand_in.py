@@ -26,7 +26,6 @@ def invent_hosts(placement: Sequence[int], length: int = 2) -> None:
     keys = [str(host) for host in placement]
     base.topology_of = lambda group, num_ranks: Topology(group.rank(), keys)  # type: ignore[assignment]
     birth.judge = lambda records, num_hosts: judge(records)  # type: ignore[assignment]
-    birth.lives_on = lambda: True
     base._exchange_over_hosts = _exchange_over_hosts  # a worker may have had a `LatencyBuffer` before
     layout.CHUNK_TOKENS = layout.MIN_SUMMED = length
     layout.CHUNK_BYTES = layout.SUM_BYTES = 1

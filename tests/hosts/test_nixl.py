@@ -26,7 +26,7 @@ from . import Hosts, campaign, run_on_hosts, run_on_loopbacks
 from .calls import everything, full
 from .campaign import HostsRound, play
 from .test_ends import left_over
-from .test_faults import after_a_fault, check
+from .test_faults import after_a_fault, check, check_cut
 from .test_survival import KILLS, among_resets
 
 NIXL = UCX | {"EPEE_LINK": "nixl"}
@@ -97,7 +97,7 @@ def test_nothing_is_left_of_groups_that_have_ended() -> None:
 
 @pytest.mark.hosts
 @pytest.mark.parametrize("seed", range(NUM_KILLS))
-def test_a_killed_rank_is_an_error_on_all(seed: int) -> None:
+def test_a_killed_rank_is_an_error_on_all_once(seed: int) -> None:
     choose = random.Random(seed)
     victim, count, delay_s = choose.randrange(4), (1, 1_500_000)[seed % 2], choose.uniform(0.0, 0.3)
 
@@ -105,23 +105,22 @@ def test_a_killed_rank_is_an_error_on_all(seed: int) -> None:
         time.sleep(delay_s)
         workers[victim].process.kill()
 
-    kinds = ("RankFailedError", "PeerError", "CommTimeoutError")
-    check(after_a_fault(kill, count, (victim,), env=NIXL), (victim,), kinds)
+    check(after_a_fault(kill, count, (victim,), env=NIXL), {victim})
 
 
 @pytest.mark.hosts
 @pytest.mark.parametrize("seed", range(NUM_CUTS))
-def test_a_cut_network_is_an_error_on_all(seed: int) -> None:
+def test_a_host_that_is_cut_off_goes(seed: int) -> None:
     choose = random.Random(seed)
 
     def cut(hosts: Hosts, _: list[Worker]) -> None:
         time.sleep(choose.uniform(0.0, 0.3))
         hosts.cut(1)
 
-    check(after_a_fault(cut, (1, 1_500_000)[seed % 2], env=NIXL), (), ("CommTimeoutError", "RankFailedError"))
+    check_cut(after_a_fault(cut, (1, 1_500_000)[seed % 2], env=NIXL))
 
 
-# ---- with a view, as in `test_survival.py`; EPEE_LINK=nixl python -m tests.hosts.campaign is the campaign
+# ---- as in `test_survival.py`; EPEE_LINK=nixl python -m tests.hosts.campaign is the campaign
 
 
 def round_over_nixl(rank: int, folder: str, spec: Any, placement: tuple[int, ...]) -> Any:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epee.errors import InvalidArgument
-from epee.link.topology import KEY_DIGITS, Topology, own_host_key
+from epee.link.topology import Topology
+from epee.view.process.machine import KEY_DIGITS, own_host_key
 
 placements = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=24)
 

@@ -44,8 +44,8 @@ def inject(world: World, fault: Fault) -> None:
     if world.trace is not None:
         world.trace(f"{world.now:.6f} FAULT {FAULT_NAMES[fault.kind]} {fault}")
     if fault.kind == PART:
-        world.cuts.append(fault.number)
-        _until(world, fault.for_s, world.cuts.remove, fault.number)
+        world.cut(fault.number)
+        _until(world, fault.for_s, world.heal, fault.number)
         return
     if fault.kind == JOIN:
         _join(world, fault.slot)
@@ -99,7 +99,7 @@ def crash(world: World, process: Process) -> None:
     world.note(process, DIED)
     scale = 0.3 if world.random() < 0.05 and not world.calm else 0.004
     for other in world.all:
-        if other is not process and not other.dead:
+        if other is not process and not other.dead and other.me.host == me.host:
             world.at(world.now + world.random() * scale, world.agent, other, Died(me.nonce))
 
 
@@ -145,7 +145,7 @@ def _leave(world: World, process: Process) -> None:
     world.agent(process, LeaveAsked())
     world.finish(process)
     for other in world.all:
-        if not other.dead:
+        if not other.dead and other.me.host == process.me.host:
             world.at(world.now + world.random() * 0.004, world.agent, other, Died(process.me.nonce))
 
 
@@ -175,7 +175,7 @@ def _find_group(world: World, joiner: Process, again: bool = False) -> None:
         return
     world.agent(joiner, JoinAsked(tuple(others)))
     for member in others:
-        if not _is_up(world, member.nonce):
+        if not _is_up(world, member.nonce) and member.host == joiner.me.host:
             world.agent(joiner, Died(member.nonce))
     world.at(world.now + 0.2, _find_group, world, joiner, True)
 

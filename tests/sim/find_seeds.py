@@ -1,4 +1,4 @@
-"""`python -m tests.sim.find_seeds [MUTANT ...]`: write the first seeds that show mistakes to seeds.json."""
+"""`python -m tests.sim.find_seeds [MUTANT ...]`: write early seeds that show mistakes to seeds.json."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from pathlib import Path
 
 from tests.sim.lane import PULL_SEEDS
 from tests.sim.mutants import MUTANTS
+from tests.sim.plan import HOST_SEEDS
 from tests.sim.run import first_bad
 
 SAVED = Path(__file__).parent / "seeds.json"
-LIMIT = 25_000
+LIMIT, CHUNK = 25_000, 500
+STARTS = (0, PULL_SEEDS, HOST_SEEDS)
 
 
 def find(names: list[str]) -> None:
     """Search for the first seed of every mutant named and keep it."""
     for name in names:
-        bad = first_bad(range(LIMIT), name) or first_bad(range(PULL_SEEDS, PULL_SEEDS + LIMIT), name)
+        chunks = (range(start + at, start + at + CHUNK) for at in range(0, LIMIT, CHUNK) for start in STARTS)
+        bad = next((bad for chunk in chunks if (bad := first_bad(chunk, name))), None)
         saved = json.loads(SAVED.read_text())
         saved["mutants"][name] = bad.seed if bad is not None else None
         SAVED.write_text(json.dumps(saved, indent=2) + "\n")

@@ -43,6 +43,7 @@ from epee.view.protocol.outcome import CallState, Course, is_whole, loss_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
 from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, OK, TIMEOUT, Record
+from .plan import HOST_SEEDS
 
 LANE = 7
 NUM_CELLS = 3
@@ -87,7 +88,7 @@ def kind_of(seed: int, seq: int) -> Kind:
 
 def is_pull(seed: int, seq: int) -> bool:
     """Return whether a call can do without who is lost."""
-    return seed >= PULL_SEEDS and (seed + seq) % 3 < 2
+    return PULL_SEEDS <= seed < HOST_SEEDS and (seed + seq) % 3 < 2
 
 
 def value(slot: int, incarnation: int, seq: int, k: int, dst: int) -> int:
@@ -211,7 +212,13 @@ class Call:
 
 
 class Shared:
-    """Memory of the host: every outbox of every process, and the knobs of the run."""
+    """Memory of the host: every outbox of every process, and the knobs of the run; `hosts.py` makes it that of several.
+
+    Attributes:
+        hosts: host of each slot, in a run over several.
+        copy_of: makes a reader's copy of an outbox, of a slot that takes part since an epoch.
+        settle: lets a process have all that it will ever see of one that was removed.
+    """
 
     def __init__(self, seed: int, rng: Random, raises: bool, max_lag: float) -> None:
         self.seed = seed
@@ -219,6 +226,9 @@ class Shared:
         self.raises = raises
         self.max_lag = max_lag
         self.boxes: dict[tuple[int, int, int], Outbox] = {}
+        self.hosts: dict[int, int] = {}
+        self.copy_of: Callable[[Outbox, float, int, int, int], Mirror] = lambda box, lag, *_: Mirror(box, lag)
+        self.settle: Callable[[Engine, int, int], None] = lambda engine, slot, since: None
         self.epoch_of: Callable[[int, int], int] = lambda slot, incarnation: 0  # what a process's board says
 
     def key(self, slot: int, incarnation: int, epoch: int) -> tuple[int, int, int]:
@@ -256,7 +266,7 @@ class Engine:
         self.incarnation = incarnation
         self.is_out = False
         self.records: list[Record] = []
-        self.course = self.course_type(LANE, view, shared.raises, None, joined)
+        self.course = self.course_type(LANE, view, shared.raises, None, joined, shared.hosts)
         self.incarnations = {(view.epoch, slot): since for slot, since in parts_of(view, LANE).items()}
         self.epoch = view.epoch
         self.completed = self.issued = self.ended = self.course.first_seq - 1
@@ -289,7 +299,10 @@ class Engine:
             lag = self.shared.rng.random() * self.shared.max_lag
             if (slot, incarnation) in self.dead:
                 lag = -1e9
-            mirror = self.mirrors[slot, epoch] = Mirror(self.shared.box(slot, incarnation, epoch), lag)
+            box = self.shared.box(slot, incarnation, epoch)
+            mirror = self.mirrors[slot, epoch] = self.shared.copy_of(box, lag, slot, incarnation, self.slot)
+            if (slot, incarnation) in self.removed:
+                self.shared.settle(self, slot, incarnation)
         return mirror
 
     def tag(self, seq: int, epoch: int) -> int:
@@ -373,6 +386,7 @@ class Engine:
                 self.removed.add((slot, since))
                 if loss_of(decision, slot) in (DEAD, LEFT):
                     self._is_dead(slot, since)
+                self.shared.settle(self, slot, since)
         yield
         concerned = self.course.add(decision)
         self.epoch = decision.epoch

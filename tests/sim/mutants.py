@@ -10,11 +10,27 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from epee.memory.signals import SEQ_BITS
-from epee.view.protocol.agent import Agent
+from epee.view.protocol.agent import BLANK_BOARD, Agent
 from epee.view.protocol.coordinator import Campaign, Facts
-from epee.view.protocol.events import BoardRead, Effect, Event, MessageReceived, Send, Wanted
-from epee.view.protocol.messages import FOREVER, Accept, Accepted, Decision, LaneState, Nack, Prepare, Promise
+from epee.view.protocol.events import BoardRead, Effect, Event, HostLost, MessageReceived, Send, Wanted
+from epee.view.protocol.messages import (
+    DEAD,
+    FOREVER,
+    NO_BALLOT,
+    UNREACHABLE,
+    Accept,
+    Accepted,
+    BoardState,
+    Cut,
+    Decision,
+    LaneState,
+    Nack,
+    Obituary,
+    Prepare,
+    Promise,
+)
 from epee.view.protocol.outcome import Course, EpochChange, Whole
+from epee.view.protocol.proposer import obituary_of
 from epee.view.protocol.quorum import has_quorum
 
 from .history import TIMEOUT
@@ -195,6 +211,96 @@ class BackCompleted(Agent):
 
     def _first_seq(self, lane: int) -> int:
         return 0
+
+
+# ---- several hosts
+
+
+class DeathsByHearsay(Agent):
+    """Takes the word that a member on another host has died for all that its board could say."""
+
+    def _obituary(self, sender: bytes, message: Obituary) -> None:
+        super()._obituary(sender, message._replace(board=BLANK_BOARD))
+
+
+class LostIsDead(Agent):
+    """Takes a host that cannot be reached for dead, and its members for ones that have promised nothing."""
+
+    def _host_lost(self, event: HostLost) -> None:
+        for member in list(self.members.values()):
+            if member.host == event.host:
+                self._wills[member.nonce] = BLANK_BOARD
+                self._proof(member.nonce, DEAD)
+
+
+class LastWordTooEarly(Agent):
+    """Tells of a member's end what its board showed when the epoch began."""
+
+    def _enter(self, decision: Decision) -> None:
+        super()._enter(decision)
+        self._early = BoardState(decision, NO_BALLOT, NO_BALLOT, None)
+
+    def _obituaries(self) -> list[Obituary]:
+        return [obituary_of(self.members[slot], self.gone[slot], self._early) for slot in self._read & self.gone.keys()]
+
+
+class _NobodyHeard(Campaign):
+    def _has_cuts(self, facts: Facts) -> bool:
+        return False
+
+
+class NobodyHeard(Agent):
+    """Removes the dead in a job over several hosts with a quorum alone, so cuts can still move."""
+
+    campaign_type = _NobodyHeard
+
+
+class _OwnCut(Campaign):
+    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        decision = super()._compose(facts, answer_s, patience_s)
+        if decision is None:
+            return None
+        own = {state.lane: state.completed for state in self.promises.get(self.ballot.slot, ())}
+        cuts = (Cut(c.lane, own.get(c.lane, 0), self.ballot.slot) for c in decision.cuts)
+        return decision._replace(cuts=tuple(cuts))
+
+
+class OwnCut(Agent):
+    """Takes its own last completed call for that of all."""
+
+    campaign_type = _OwnCut
+
+
+class _AnyHolder(Campaign):
+    def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
+        decision = super()._compose(facts, answer_s, patience_s)
+        if decision is None or not decision.members:
+            return decision
+        last = decision.members[-1].slot
+        return decision._replace(cuts=tuple(cut._replace(holder=last) for cut in decision.cuts))
+
+
+class AnyHolder(Agent):
+    """Names as the holder of a cut somebody who may not have completed that call."""
+
+    campaign_type = _AnyHolder
+
+
+class _LostAreWhole(Course):
+    def turn_of(self, decision: Decision) -> EpochChange | None:
+        turn = super().turn_of(decision)
+        if turn is not None:
+            causes = {removal.slot: removal.cause for removal in decision.removed}
+            turn.removed = tuple(
+                (slot, since, FOREVER if causes.get(slot) == UNREACHABLE else cut) for slot, since, cut in turn.removed
+            )
+        return turn
+
+
+class LostAreWhole(Engine):
+    """Judges who was lost with its host by what it has seen of it."""
+
+    course_type = _LostAreWhole
 
 
 # ---- the lanes
@@ -420,6 +526,13 @@ MUTANTS: dict[str, type] = {
         BackCompleted,
         OutIsDead,
         BackFromTheStart,
+        DeathsByHearsay,
+        LostIsDead,
+        LastWordTooEarly,
+        NobodyHeard,
+        OwnCut,
+        AnyHolder,
+        LostAreWhole,
         CutIgnored,
         Intersection,
         AmongWhoeverPromised,

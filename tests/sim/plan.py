@@ -26,6 +26,7 @@ FAULT_NAMES = (
 
 
 AFTER_SEND = 100
+HOST_SEEDS = 1 << 31  # seeds from here on are about several hosts
 
 
 class Fault(NamedTuple):
@@ -68,6 +69,7 @@ class Plan(NamedTuple):
     max_lag_s: float
     is_patient: bool
     faults: tuple[Fault, ...]
+    hosts: tuple[int, ...] = ()  # of each slot, also of those that join; none: all on one
 
     def is_calm(self) -> bool:
         """Return whether nothing happens that may make a live process look stalled (V-7)."""
@@ -102,6 +104,10 @@ def make_plan(seed: int) -> Plan:
         is_patient=seed % 3 > 0,
         faults=_faults(rng, num_members, span),
     )
+    if seed >= HOST_SEEDS:
+        from .hosts import with_hosts  # it is built of the faults here
+
+        return with_hosts(plan, rng)
     if seed % 8 == 7 and num_members < 7:
         plan = _with_newcomer(plan, rng)
     if seed % 16 == 10 and num_members > 2:

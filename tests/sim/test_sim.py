@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.sim.__main__ import main
+from tests.sim.history import DIED, EVICTED, NO_QUORUM
 from tests.sim.lane import PULL_SEEDS
 from tests.sim.mutants import MUTANTS
+from tests.sim.plan import HOST_SEEDS
 from tests.sim.run import first_bad, run_seed
 
 SAVED = json.loads((Path(__file__).parent / "seeds.json").read_text())
@@ -26,10 +28,14 @@ PULL_STARTS = [
     PULL_SEEDS,
     *(pytest.param(PULL_SEEDS + at, marks=pytest.mark.slow) for at in range(CHUNK, 5 * CHUNK, CHUNK)),
 ]
+HOST_STARTS = [
+    HOST_SEEDS,
+    *(pytest.param(HOST_SEEDS + at, marks=pytest.mark.slow) for at in range(CHUNK, NUM_SEEDS // 2, CHUNK)),
+]
 SLOW_STARTS = [pytest.param(start, marks=pytest.mark.slow) for start in range(QUICK, NUM_SEEDS, CHUNK)]
 
 
-@pytest.mark.parametrize("start", [*range(0, QUICK, CHUNK), *PULL_STARTS, *SLOW_STARTS])
+@pytest.mark.parametrize("start", [*range(0, QUICK, CHUNK), *PULL_STARTS, *HOST_STARTS, *SLOW_STARTS])
 def test_no_rule_is_broken(start: int) -> None:
     bad = first_bad(range(start, start + CHUNK))
     assert bad is None, f"python -m tests.sim --replay {bad.seed}: {bad.violations[0]}"
@@ -67,6 +73,14 @@ def test_runs_do_what_they_are_for() -> None:
     statuses = {record.status for outcome in outcomes for record in outcome.records}
     assert statuses >= {1, 2, 3, 4, 5}
     assert any(record.incarnation > 1 for outcome in outcomes for record in outcome.records)
+
+
+def test_runs_over_hosts_do_what_they_are_for() -> None:
+    """Hosts are lost, zombies voted out, deaths told, and what the dead have left is cut."""
+    outcomes = [run_seed(seed) for seed in range(HOST_SEEDS, HOST_SEEDS + 100)]
+    assert sum(outcome.num_decisions for outcome in outcomes) > 50
+    kinds = {record.kind for outcome in outcomes for record in outcome.records}
+    assert {EVICTED, NO_QUORUM, DIED} <= kinds
 
 
 def test_the_command_line_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

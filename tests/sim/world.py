@@ -37,16 +37,19 @@ from epee.view.protocol.events import (
     Tick,
     WriteBoard,
 )
-from epee.view.protocol.messages import STALLED, BoardState, Commit, Decision, Member, Message, Want
+from epee.view.protocol.messages import LEFT, MAY_LIVE, UNREACHABLE, BoardState, Commit, Decision, Member, Message, Want
+from epee.view.protocol.outcome import MAX_WITNESSED_HOSTS, loss_of
 from epee.view.protocol.quorum import has_quorum
 
 from .faults import crash, inject, interrupt
 from .history import EVICTED, NO_QUORUM, VIEW, History, Record, Violation, check
-from .lane import LANE, Engine, Shared, expected_result, is_pull
+from .hosts import RemoteMirror, Settlement, Watch
+from .lane import LANE, Engine, Mirror, Outbox, Shared, expected_result, is_pull
 from .plan import AFTER_SEND, Plan
 
 PATIENCE_S = 12.0  # after the last fault every call must have ended by then
 TICK = Tick()
+NEVER = float("inf")
 
 
 class Process:
@@ -108,19 +111,46 @@ class World:
         self.all: list[Process] = []
         self.decisions: dict[int, Decision] = {}
         self.violations: list[Violation] = []
-        self.cuts: list[int] = []
+        self.cuts: list[tuple[int, float]] = []  # mask of directions, and since when
         self.joiners = 0
         self.faults_left = len(plan.faults)
         self.last_fault = 0.0
         first = Decision(1, tuple(self.member(slot, 1, 0) for slot in range(plan.num_members)))
         self.decisions[1] = first
+        self.settlement = Settlement(self)
+        if plan.hosts:
+            self.shared.hosts = dict(enumerate(plan.hosts))
+            self.shared.copy_of, self.shared.settle = self._copy_of, self.settlement.settle
+            Watch(self)
         for member in first.members:
             self.spawn(member, first)
         for fault in plan.faults:
             self.at(fault.time_s, inject, self, fault)
 
     def member(self, slot: int, incarnation: int, number: int) -> Member:
-        return Member(slot, incarnation, bytes((slot, number, 0, 0)), b"")
+        return Member(slot, incarnation, bytes((slot, number, 0, 0)), b"", str(self.host_of(slot)))
+
+    def host_of(self, slot: int) -> int:
+        """Return the host on which processes of a slot run."""
+        return self.plan.hosts[slot] if self.plan.hosts else 0
+
+    def cut(self, mask: int) -> None:
+        """Let nothing get through in some directions."""
+        self.cuts.append((mask, self.now))
+
+    def heal(self, mask: int) -> None:
+        """End the oldest cut of these directions."""
+        self.cuts.remove(next(cut for cut in self.cuts if cut[0] == mask))
+
+    def cut_since(self, sender: int, to: int) -> float:
+        """Return since when nothing gets from one slot to another; `NEVER` where it does."""
+        bit = sender * 12 + to if sender < 12 and to < 12 else 999
+        return min((since for mask, since in self.cuts if mask >> bit & 1), default=NEVER)
+
+    def _copy_of(self, box: Outbox, lag: float, writer: int, since: int, reader: int) -> Mirror:
+        if self.host_of(writer) == self.host_of(reader):
+            return Mirror(box, lag)
+        return RemoteMirror(box, lag, self, writer, since, reader)
 
     def _epoch_of(self, slot: int, incarnation: int) -> int:
         """Return the epoch that the board of a process shows."""
@@ -223,9 +253,8 @@ class World:
         sender, to, message = process.me, effect.to, effect.message
         if isinstance(message, Commit) and self._is_buried(to, message):
             return  # before chance comes in: seeds stay what they are
-        for mask in self.cuts:
-            if sender.slot < 12 and to.slot < 12 and mask >> (sender.slot * 12 + to.slot) & 1:
-                return
+        if self.cut_since(sender.slot, to.slot) < NEVER:
+            return
         if self.plan.loss and self.random() < self.plan.loss:
             return
         self._deliver_later(sender.nonce, to.nonce, message)
@@ -235,7 +264,7 @@ class World:
     def _is_buried(self, to: Member, message: Commit) -> bool:
         """Return whether a process is dead or has left, and is told of the decision that says so."""
         owner = self.processes.get(to.nonce)
-        removed = {r[:2] for decision in message.decisions for r in decision.removed if r.cause != STALLED}
+        removed = {r[:2] for decision in message.decisions for r in decision.removed if r.cause not in MAY_LIVE}
         return owner is not None and (owner.dead or owner.ended) and to[:2] in removed
 
     def _deliver_later(self, sender: bytes, to: bytes, message: Message) -> None:
@@ -250,6 +279,8 @@ class World:
 
     def _read_board(self, process: Process, effect: ReadBoard) -> None:
         owner = self.processes[effect.member.nonce]
+        if owner.me.host != process.me.host:
+            self.violations.append(Violation("proof", f"{process.name()} reads a board of another host"))
         if not (owner.dead or owner.ended):
             self.violations.append(Violation("proof", f"{process.name()} reads the board of a live {owner.name()}"))
         self.at(self.now, self.agent, process, BoardRead(effect.member.nonce, owner.board))
@@ -295,12 +326,14 @@ class World:
         if known is None:
             self.decisions[decision.epoch] = decision
             self._count_votes(decision)
+            before = self.decisions.get(decision.epoch - 1, decision)
+            self.settlement.note(decision, parts_of(before, LANE), parts_of(decision, LANE))
             self._look_who_wanted(decision)
         process.me = process.agent.me
         self._view(process, decision)
         for member in decision.members:  # the watch for who is new begins now
             other = self.processes[member.nonce]
-            if other.dead or other.ended:
+            if (other.dead or other.ended) and member.host == process.me.host:
                 self.at(self.now + self.random() * 0.01, self.agent, process, Died(member.nonce))
         self._to_engine(process, effect)
 
@@ -461,8 +494,10 @@ class World:
                 text = f"{process.name()} has not come to an end {PATIENCE_S} s after the last fault"
                 self.violations.append(Violation("C-1", text))
         members = {epoch: parts_of(decision, LANE) for epoch, decision in self.decisions.items()}
-        stalled = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause == STALLED}
-        if stalled and self.calm:
+        stalled = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause in MAY_LIVE}
+        lost = {(r.slot, r.incarnation) for d in self.decisions.values() for r in d.removed if r.cause == UNREACHABLE}
+        ended = {process.me[:2] for process in self.all if process.dead or process.ended}
+        if self.calm and stalled - (lost & ended):
             self.violations.append(Violation("V-7", f"voted out without a cause: {stalled}"))
         seed = self.plan.seed
 
@@ -472,7 +507,23 @@ class World:
         def may_shrink(lane: int, seq: int) -> bool:
             return is_pull(seed, seq)
 
-        self.violations += check(History(self.records(), members), expected, stalled | self._put_out(), may_shrink)
+        cut = stalled | self._put_out() | self._unwitnessed()
+        self.violations += check(History(self.records(), members), expected, cut, may_shrink)
+
+    def _unwitnessed(self) -> set[tuple[int, int]]:
+        """Return who has gone with no witness that counts: what it alone had completed is lost with it."""
+        found: set[tuple[int, int]] = set()
+        for epoch, decision in self.decisions.items():
+            before, now = parts_of(self.decisions.get(epoch - 1, decision), LANE), parts_of(decision, LANE)
+            gone = {(slot, since) for slot, since in before.items() if now.get(slot) != since}
+            has_cut = len({self.host_of(slot) for slot in before}) > MAX_WITNESSED_HOSTS
+            stay = {self.host_of(slot) for slot, since in now.items() if before.get(slot) == since}
+            found |= {
+                (slot, since)
+                for slot, since in gone
+                if loss_of(decision, slot) != LEFT and (has_cut or self.host_of(slot) not in stay)
+            }
+        return found
 
     def _put_out(self) -> set[tuple[int, int]]:
         """Return who was put out of the lane and stayed in the job, as slot and since when it had taken part."""

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from epee.link.address import listen
 from epee.view.protocol.events import AgentSettings
 from epee.view.protocol.messages import Decision, LaneState, Member
 from epee.view.runtime import Runtime
+from epee.view.transport.auth import JOB_ID_BYTES, TOKEN_BYTES
 from epee.view.transport.directory import JobDirectory
 from tests.harness import server
 
 PATIENT = AgentSettings(policy="error")
 EVICT = AgentSettings(policy="evict", answer_s=0.1, patience_s=0.6)
 LANE = 7
+HOST_TIMEOUT_S = 2.0
 
 
 class Lane:
@@ -50,8 +54,11 @@ class Lane:
 class Process:
     """What runs in a child."""
 
-    def __init__(self, slot: int, folder: str, settings: AgentSettings) -> None:
-        os.environ["EPEE_RUNTIME_DIR"] = folder
+    def __init__(self, slot: int, folder: str, settings: AgentSettings, host: str = "") -> None:
+        if folder:
+            os.environ["EPEE_RUNTIME_DIR"] = folder
+        if host:
+            os.environ.update(EPEE_TEST="1", EPEE_HOST_KEY=host, EPEE_HOST_TIMEOUT_S=str(HOST_TIMEOUT_S))
         self.slot, self.settings = slot, settings
         self.runtime: Runtime | None = None
         self.lane = Lane(slot)
@@ -66,15 +73,22 @@ class Process:
         self.runtime.listen()
         return self.runtime.member
 
+    def enter(self, job_id: bytes, address: str = "127.0.0.1") -> Member:
+        """As `prepare`, in a job over several hosts."""
+        job = JobDirectory.enter("test", job_id, b"t" * TOKEN_BYTES)
+        self.runtime = Runtime(job, self.slot, self.settings, listener=listen(address))
+        self.runtime.listen()
+        return self.runtime.member
+
     def start(self, members: list[Member]) -> Decision:
         assert self.runtime is not None
         first = self.runtime.start(members)
         self._register()
         return first
 
-    def join(self, timeout_s: float) -> Decision:
+    def join(self, timeout_s: float, contacts: Sequence[Member] = ()) -> Decision:
         assert self.runtime is not None
-        decision = self.runtime.join(timeout_s)
+        decision = self.runtime.join(timeout_s, contacts=contacts)
         self._register()
         return decision
 
@@ -82,10 +96,18 @@ class Process:
         assert self.runtime is not None
         lane = self.lane
         lane.decisions.append((self.runtime.view(), time.monotonic()))
-        self.runtime.register(LANE, lane.freeze, lane.thaw, lane.decided, lane.trouble)
+        self.row = self.runtime.register(LANE, lane.freeze, lane.thaw, lane.decided, lane.trouble)
+
+    def tell(self, data: bytes) -> None:
+        self.row.tell(data)
 
     def call(self, name: str, *args: Any) -> Any:
         return getattr(self.runtime, name)(*args)
+
+    def healths(self, num_ranks: int) -> list[bool]:
+        """Return of each rank whether it can be reached."""
+        assert self.runtime is not None
+        return [self.runtime.health(slot) in ("running", "reachable") for slot in range(num_ranks)]
 
     def error(self) -> str:
         assert self.runtime is not None
@@ -127,8 +149,8 @@ class Process:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def _main(connection: Any, slot: int, folder: str, settings: AgentSettings) -> None:
-    process = Process(slot, folder, settings)
+def _main(connection: Any, slot: int, folder: str, settings: AgentSettings, host: str) -> None:
+    process = Process(slot, folder, settings, host)
     while True:
         try:
             name, args = connection.recv()
@@ -153,9 +175,9 @@ class Refusal(AssertionError):
 class Rank:
     """The test's hold on a child. `tell` and `answer` may be apart, so that several children work at once."""
 
-    def __init__(self, slot: int, folder: str, settings: AgentSettings) -> None:
-        self.slot = slot
-        self.process, self._connection = server.fork(_main, slot, folder, settings)
+    def __init__(self, slot: int, folder: str, settings: AgentSettings, host: str = "") -> None:
+        self.slot, self.host = slot, host
+        self.process, self._connection = server.fork(_main, slot, folder, settings, host)
         self.pid = self.process.pid or 0
 
     def tell(self, name: str, *args: Any) -> None:
@@ -203,8 +225,8 @@ class Group:
         self.ranks: list[Rank] = []
         self.path = ""
 
-    def spawn(self, slot: int) -> Rank:
-        rank = Rank(slot, self.folder, self.settings)
+    def spawn(self, slot: int, host: str = "") -> Rank:
+        rank = Rank(slot, self.folder, self.settings, host)
         self.ranks.append(rank)
         return rank
 
@@ -220,6 +242,24 @@ class Group:
         firsts = [rank.answer() for rank in ranks]
         assert all(first == firsts[0] for first in firsts)
         return ranks
+
+    def born_over(self, hosts: str) -> list[Rank]:
+        """Start founders on several hosts that are one machine: a letter each says which."""
+        self.job_id = secrets.token_bytes(JOB_ID_BYTES)
+        ranks = [self.spawn(slot, host) for slot, host in enumerate(hosts)]
+        for rank in ranks:
+            rank.tell("enter", self.job_id)
+        members = [rank.answer() for rank in ranks]
+        for rank in ranks:
+            rank.tell("start", members)
+        assert len({rank.answer() for rank in ranks}) == 1
+        return ranks
+
+    def joiner_on(self, host: str, slot: int) -> Rank:
+        """Start a process on a host that may ask to join as `slot`."""
+        rank = self.spawn(slot, host)
+        rank.ask("enter", self.job_id)
+        return rank
 
     def joiner(self, slot: int) -> Rank:
         """Start a process that may ask to join as `slot`."""

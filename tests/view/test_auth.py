@@ -126,7 +126,7 @@ def test_another_version_is_named_on_both_sides() -> None:
     initiator = auth.Initiator(token(), JOB, A, B)
     hello = bytearray(initiator.hello())
     hello[8] = 9
-    with pytest.raises(ProtocolError, match="version 9 of the control plane, this process 2"):
+    with pytest.raises(ProtocolError, match=f"version 9 of the control plane, this process {auth.PROTOCOL}"):
         auth.Responder(token(), JOB, B).challenge(bytes(hello))
     answer = bytearray(auth.refusal())
     answer[8] = 7

@@ -58,7 +58,7 @@ def test_quorums_with_different_deaths_meet_or_one_sees_the_others_board(num_mem
 
 def test_a_decision_says_who_goes_and_why_and_what_counts() -> None:
     lanes = {0: (LaneState(7, 3, 5), LaneState(9, 1, 1)), 1: (LaneState(7, 4, 4),), 2: (LaneState(7, 90, 91),)}
-    decision = compose(first(5), lanes, {3: DEAD, 4: LEFT}, {2})
+    decision = compose(first(5), lanes, {3: DEAD, 4: LEFT}, {2: STALLED})
     assert [m.slot for m in decision.members] == [0, 1]
     assert decision.removed == (Removal(2, 1, STALLED), Removal(3, 1, DEAD), Removal(4, 1, LEFT))
     assert decision.cuts == (Cut(7, 4), Cut(9, 1))
@@ -67,14 +67,14 @@ def test_a_decision_says_who_goes_and_why_and_what_counts() -> None:
 
 def test_of_joiners_for_one_slot_the_first_comes_in_and_an_occupied_slot_stays() -> None:
     joiners = [member(2, 0, 5), member(2, 0, 6), member(1, 0, 7), member(4, 0, 8)]
-    decision = compose(first(3), {}, {2: DEAD}, (), joiners)
+    decision = compose(first(3), {}, {2: DEAD}, None, joiners)
     got = [(m.slot, m.incarnation, m.nonce[1]) for m in decision.members]
     assert got == [(0, 1, 0), (1, 1, 0), (2, 2, 5), (4, 2, 8)]
 
 
 def test_an_incarnation_is_higher_than_any_before_it_in_its_slot() -> None:
     current = Decision(8, (member(0),))
-    assert compose(current, {}, {}, (), [member(1, 0, 5)]).members[1].incarnation == 9
+    assert compose(current, {}, {}, None, [member(1, 0, 5)]).members[1].incarnation == 9
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from epee.errors import AuthError, InvalidArgument, InvalidState, ProtocolError, ResourceError
+from epee.view.process.machine import own_host_key
 from epee.view.transport import directory as d
 from tests.forked import Program
 from tests.harness import server
@@ -343,3 +344,21 @@ def test_a_folder_that_took_the_place_of_another_is_not_taken_for_it() -> None:
     assert not job.is_there()
     job.leave()
     shutil.rmtree(moved)
+
+
+def test_processes_of_another_host_make_its_folder_once_and_share_it() -> None:
+    job_id, secret = bytes(range(16)), b"s" * 32
+    first = d.JobDirectory.enter("name", job_id, secret)
+    second = d.JobDirectory.enter("name", job_id, secret)
+    assert first.path == second.path
+    assert first.host == own_host_key()
+    assert first.host in first.path.name
+    assert first.job_id == job_id
+    with pytest.raises(AuthError, match="another secret"):
+        d.JobDirectory.enter("name", job_id, b"o" * 32)
+    with pytest.raises(InvalidArgument, match="id has 16 bytes"):
+        d.JobDirectory.enter("name", b"short", secret)
+    first.leave()
+    assert second.is_there()
+    second.leave()
+    assert not second.path.exists()

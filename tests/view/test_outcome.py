@@ -9,6 +9,7 @@ from epee.view.protocol.messages import (
     FOREVER,
     LEFT,
     STALLED,
+    UNREACHABLE,
     Cut,
     Decision,
     Member,
@@ -278,3 +279,12 @@ def test_of_three_hosts_the_dead_count_up_to_the_cut_though_one_of_their_host_st
     one = Course(LANE, FIRST, False, hosts={0: "a", 1: "b", 2: "c", 3: "c"})
     one.add(with_cut(after(FIRST, {3: DEAD}, issued=6), 2))
     assert one.turns[0].removed == ((3, 1, 2),)
+
+
+def test_of_three_hosts_of_which_one_is_left_the_dead_count_for_what_they_left() -> None:
+    hosts = {0: "a", 1: "a", 2: "b", 3: "c"}
+    one = Course(LANE, FIRST, False, hosts=hosts)
+    second = with_cut(after(FIRST, {2: UNREACHABLE, 3: UNREACHABLE}, issued=6), 2)
+    one.add(second)
+    one.add(after(second, {1: DEAD}, issued=9))  # no cut: the job has one host
+    assert one.turns[1].removed == ((1, 1, FOREVER),)

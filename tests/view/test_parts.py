@@ -253,7 +253,7 @@ def test_who_is_back_promises_no_calls_that_it_missed() -> None:
 
 
 def test_a_decision_may_remove_the_one_that_was_to_go_in_one_lane_only() -> None:
-    decision = compose(first(3), told((3, 5), (3, 5), (3, 5)), {}, {2}, wants=(OUT,))
+    decision = compose(first(3), told((3, 5), (3, 5), (3, 5)), {}, {2: STALLED}, wants=(OUT,))
     assert decision.removed == (Removal(2, 1, STALLED),)
     assert decision.parts == ()
     assert [m.slot for m in decision.members] == [0, 1]

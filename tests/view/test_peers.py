@@ -13,6 +13,7 @@ import pytest
 
 from epee.memory.host import process_start_time
 from epee.view.process.endpoint import pack_endpoint, parse_endpoint
+from epee.view.process.machine import own_host_key
 from epee.view.process.peers import Peers, process_state
 from epee.view.protocol.messages import Decision, Member
 from epee.view.runtime import Runtime
@@ -30,7 +31,7 @@ def poll() -> Iterator[select.epoll]:
 
 @pytest.fixture
 def peers(poll: select.epoll) -> Iterator[Peers]:
-    made = Peers(ME, poll)
+    made = Peers(ME, poll, own_host_key())
     yield made
     made.close()
 
@@ -78,8 +79,9 @@ def test_who_died_before_it_could_be_watched_is_found_dead(
 ) -> None:
     endpoint = parse_endpoint(rank.member.endpoint)
     endpoint = endpoint._replace(pid=sleeper.pid, start_time=process_start_time(sleeper.pid))
+    other = Member(1, 1, OTHER, pack_endpoint(endpoint), rank.member.host)
     with shortage.descriptors(0):
-        assert peers.add(Member(1, 1, OTHER, pack_endpoint(endpoint)))
+        assert peers.add(other)
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert [peer.member.nonce for peer in peers.retry()] == [OTHER]

@@ -448,10 +448,12 @@ def test_a_joiner_that_lies_about_its_process_is_not_heard(quiet: Runtime) -> No
     client = Client(quiet).hello()
     good = parse_endpoint(quiet.member.endpoint)
     for endpoint in (pack_endpoint(good._replace(pid=1)), b"nonsense", bytes(1024)):
-        client.send(client.sealer.seal(encode(Join(Member(5, 0, client.me.nonce, endpoint)))))
+        client.send(client.sealer.seal(encode(Join(Member(5, 0, client.me.nonce, endpoint, quiet.member.host)))))
     dropped(quiet, "malformed", 3)
+    client.send(client.sealer.seal(encode(Join(Member(5, 0, client.me.nonce, quiet.member.endpoint, "elsewhere")))))
+    dropped(quiet, "malformed", 4)
     unreadable = pack_endpoint(good._replace(board=bytes(len(good.board))))
-    client.send(client.sealer.seal(encode(Join(Member(5, 0, client.me.nonce, unreadable)))))
+    client.send(client.sealer.seal(encode(Join(Member(5, 0, client.me.nonce, unreadable, quiet.member.host)))))
     until(lambda: quiet._running().peers.get(client.me.nonce) is not None)
     client.close()
 
@@ -597,7 +599,7 @@ def test_an_event_of_an_older_descriptor_is_no_proof_of_death(alone: Runtime) ->
         good = parse_endpoint(alone.member.endpoint)
         endpoint = good._replace(pid=process.pid, start_time=process_start_time(process.pid))
         poll = select.epoll()
-        others = Peers(NONCE, poll)
+        others = Peers(NONCE, poll, "")
         with pytest.raises(ProtocolError, match="not believed"):
             others.add(Member(1, 1, b"p" * 16, pack_endpoint(endpoint)), os.getpid())
         assert others.add(Member(1, 1, b"p" * 16, pack_endpoint(endpoint))) is True
@@ -618,7 +620,7 @@ def test_an_event_of_an_older_descriptor_is_no_proof_of_death(alone: Runtime) ->
 def test_a_pid_that_changed_hands_is_not_taken_for_the_process_that_is_meant(alone: Runtime) -> None:
     endpoint = parse_endpoint(alone.member.endpoint)._replace(pid=1)
     poll = select.epoll()
-    others = Peers(NONCE, poll)
+    others = Peers(NONCE, poll, "")
     assert others.add(Member(1, 1, b"p" * 16, pack_endpoint(endpoint))) is False
     with pytest.raises(ResourceError, match="no witness"):
         others.read_board(b"p" * 16)

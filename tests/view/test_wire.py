@@ -22,9 +22,10 @@ SEQ = st.integers(0, m.FOREVER)
 LANE = st.integers(0, wire.LANE_LIMIT)
 INCARNATION = st.integers(1, wire.INCARNATION_LIMIT)
 NONCE = st.binary(min_size=16, max_size=16)
+HOST = st.text(max_size=8)
 BALLOT = st.builds(m.Ballot, st.integers(1, wire.ROUND_LIMIT), SLOT)
-MEMBER = st.builds(m.Member, SLOT, INCARNATION, NONCE, st.binary(max_size=wire.MAX_ENDPOINT_BYTES))
-REMOVAL = st.builds(m.Removal, SLOT, INCARNATION, st.sampled_from([m.DEAD, m.STALLED, m.LEFT]))
+MEMBER = st.builds(m.Member, SLOT, INCARNATION, NONCE, st.binary(max_size=wire.MAX_ENDPOINT_BYTES), HOST)
+REMOVAL = st.builds(m.Removal, SLOT, INCARNATION, st.sampled_from([m.DEAD, m.STALLED, m.LEFT, m.UNREACHABLE]), HOST)
 
 
 def ordered(item: st.SearchStrategy[Any], key: Any, max_size: int = 6) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -66,7 +67,7 @@ def decisions(draw: Any, epoch: int | None = None) -> m.Decision:
         number,
         members,
         removed,
-        draw(ordered(st.builds(m.Cut, LANE, SEQ), lambda cut: cut.lane)),
+        draw(ordered(st.builds(m.Cut, LANE, SEQ, SLOT | st.just(-1)), lambda cut: cut.lane)),
         draw(ordered(st.builds(m.Start, LANE, SEQ, st.booleans()), lambda start: start.lane)),
         draw(parts(number, [*there, *(removal[:2] for removal in removed)])),
         draw(ordered(LANE, lambda lane: lane)),
@@ -103,6 +104,8 @@ MESSAGES = st.one_of(
     st.builds(m.Join, MEMBER.map(lambda member: member._replace(incarnation=0))),
     st.builds(m.JoinRefused, SLOT, NONCE, st.text(max_size=200)),
     st.builds(m.Ask, EPOCH),
+    st.builds(m.Obituary, NONCE, st.sampled_from([m.DEAD, m.LEFT]), st.none() | states()),
+    st.builds(wire.LaneTold, LANE, st.binary(max_size=wire.MAX_TOLD_BYTES)),
 )
 
 
@@ -127,13 +130,13 @@ def member(slot: int, endpoint: bytes = b"") -> m.Member:
 DECISION = m.Decision(
     7,
     tuple(member(slot, b"e" * 100) for slot in range(4)),
-    (m.Removal(4, 1, m.DEAD), m.Removal(5, 2, m.STALLED)),
-    (m.Cut(1, 20), m.Cut(9, 3)),
+    (m.Removal(4, 1, m.DEAD), m.Removal(5, 2, m.STALLED), m.Removal(6, 2, m.UNREACHABLE, "other")),
+    (m.Cut(1, 20), m.Cut(9, 3, 2)),
     (m.Start(1, 30), m.Start(9, 4, True)),
     (m.Part(1, 2, 1, -7), m.Part(1, 5, 2, -3), m.Part(9, 2, 1, 7)),
     (1, 9),
 )
-SAMPLES: tuple[m.Message, ...] = (
+SAMPLES: tuple[m.Message | wire.LaneTold, ...] = (
     m.Prepare(m.Ballot(3, 1), 6),
     m.Promise(m.Ballot(3, 1), 6, m.Ballot(2, 0), DECISION, (m.LaneState(1, 3, 4, True),)),
     m.Promise(m.Ballot(3, 1), 6, m.NO_BALLOT, None, ()),
@@ -145,6 +148,9 @@ SAMPLES: tuple[m.Message, ...] = (
     m.Join(member(3)._replace(incarnation=0)),
     m.JoinRefused(3, bytes(16), "slot 3 is taken"),
     m.Ask(6),
+    m.Obituary(bytes(16), m.DEAD, m.BoardState(m.Decision(6, ()), m.Ballot(3, 1), m.Ballot(2, 0), DECISION)),
+    m.Obituary(bytes(16), m.LEFT, None),
+    wire.LaneTold(7, b"where its outbox is"),
 )
 
 
@@ -159,7 +165,7 @@ def decode_or_refuse(data: bytes) -> m.Message | None:
 
 
 def test_every_type_is_among_the_samples() -> None:
-    assert {type(sample) for sample in SAMPLES} == set(m.Message.__args__)  # type: ignore[attr-defined]
+    assert {type(sample) for sample in SAMPLES} == {*m.Message.__args__, wire.LaneTold}  # type: ignore[attr-defined]
 
 
 def test_random_bytes_are_a_valid_message_or_refused() -> None:
@@ -242,7 +248,7 @@ def largest_decision() -> m.Decision:
     }
     current = m.Decision(7, tuple(member(slot, bytes(wire.MAX_ENDPOINT_BYTES)) for slot in range(wire.MAX_MEMBERS)))
     parts = tuple(m.Part(lane, slot, 1, -3) for lane in range(m.MAX_PARTS // 64) for slot in range(64))
-    return compose(current._replace(parts=parts), lanes, {}, {wire.MAX_MEMBERS - 1})
+    return compose(current._replace(parts=parts), lanes, {}, {wire.MAX_MEMBERS - 1: m.STALLED})
 
 
 @functools.cache
@@ -278,7 +284,7 @@ def test_many_lanes_and_many_evicted_do_not_end_the_agent() -> None:
     """600 groups and 55 ranks voted out at once, as after a switch has failed."""
     current = m.Decision(7, tuple(member(slot) for slot in range(64)))
     lanes = {slot: [m.LaneState(lane, 3, 4) for lane in range(600)] for slot in range(9)}
-    decision = compose(current, lanes, {}, set(range(9, 64)))
+    decision = compose(current, lanes, {}, dict.fromkeys(range(9, 64), m.STALLED))
     assert len(decision.removed) == 55
     state = m.BoardState(decision, m.NO_BALLOT, m.NO_BALLOT, None)
     assert wire.decode_state(wire.encode_state(state)) == state

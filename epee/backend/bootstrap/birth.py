@@ -20,20 +20,23 @@ import contextlib
 import functools
 import json
 import os
+import socket
 import time
 import weakref
 from dataclasses import asdict, replace
 
 from ...errors import ProtocolError
 from ...link.address import listen, own_address
-from ...link.topology import Topology, own_host_key
+from ...link.topology import Topology
 from ...memory.host import HostRegion
 from ...view.job import Seat, common_job, new_folder, own_hello, parse_hello, parse_member, start_job
 from ...view.process.detector import DeathWatch
+from ...view.process.machine import own_host_key
+from ...view.protocol.messages import LEFT, Member
+from ...view.transport.directory import JobDirectory
 from ..engine.engine import Engine
-from ..hosts.birth import StoreLook, await_told, group_token, in_words, link, make_mirrors, map_mirror, spans_hosts
+from ..hosts.birth import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
 from ..hosts.waiting import LinkedWaiting
-from ..hosts.watch import HostsWatch
 from ..hosts.ways import Ways
 from ..membership.epochs import Survival
 from ..options import MODES
@@ -52,12 +55,10 @@ def create_engine(
     staging_bytes: int,
     mode: str = MODES[0],
     extra_bytes: int = 0,
-    in_view: bool = True,
 ) -> Engine:
     """Make this rank's part of a group; returns when all ranks have made theirs. Belongs inside `attempt`.
 
-    Where the ranks run on several hosts: `extra_bytes`, equal on all ranks, are laid out beside (`Outboxes.extra`), and
-    without `in_view` the group ends with the first rank that is lost.
+    Where the ranks run on several hosts: `extra_bytes`, equal on all ranks, are laid out beside (`Outboxes.extra`).
 
     Raises:
         AuthError: a record was written by somebody else, or the ranks run as different users.
@@ -75,7 +76,7 @@ def create_engine(
     if this.num_ranks > 1:
         greeting = _greeted(this, deadline)
         topology = Topology(this.rank, [hello.host for hello in greeting.hellos])
-    birth = _Birth(this, greeting, topology, deadline, staging_bytes, mode, extra_bytes, in_view)
+    birth = _Birth(this, greeting, topology, deadline, staging_bytes, mode, extra_bytes)
     engine = birth.run(timeout_s)
     keep(engine)
     return engine
@@ -93,17 +94,16 @@ class _Birth:
         staging_bytes: int,
         mode: str,
         extra_bytes: int,
-        in_view: bool,
     ) -> None:
         self._this, self._greeting, self._deadline = this, greeting, deadline
         self._topology = topology if topology is not None and topology.num_hosts > 1 else None
-        self._in_view = greeting is not None and (self._topology is None or (in_view and spans_hosts()))
         self._staging_bytes, self._mode = staging_bytes, mode
         self._extra_bytes = extra_bytes if self._topology is not None else 0
-        self._watch = DeathWatch() if self._in_view or self._topology is None else HostsWatch()
+        self._watch = DeathWatch()
         self._seat: Seat | None = None
         self._survival: Survival | None = None
         self._ways: Ways | None = None
+        self._left: set[int] = set()  # slots
         self._leave = greeting.withdraw if greeting is not None else int
 
     def run(self, timeout_s: float) -> Engine:
@@ -134,15 +134,14 @@ class _Birth:
 
     def _make(self, undo: contextlib.ExitStack, half_made: contextlib.ExitStack) -> Outboxes:
         this, greeting = self._this, self._greeting
-        has_room = greeting is not None and self._in_view
-        capacity = greeting.capacity if greeting is not None and has_room else this.num_ranks
+        capacity = greeting.capacity if greeting is not None else this.num_ranks
         nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
         this.region = region = HostRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
         undo.callback(region.close)
         if greeting is not None:
             self._sit_down(greeting, region, half_made)
         records, owners = [], []
-        listener, token = None, None
+        listener = None
         mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._seat, self._survival)
         if greeting is not None:
             if self._topology is not None:
@@ -150,14 +149,14 @@ class _Birth:
                 undo.callback(listener.close)
                 address, port = listener.getsockname()[:2]
                 mine = replace(mine, address=address, port=port)
-            token = self._seat.job.directory.token if self._seat is not None else group_token(this, self._deadline)
-            records = exchange(this, mine, Proof(token, greeting.told), self._deadline)
-            owners = [self._owner(greeting, peer, record) for peer, record in enumerate(records)]
+            assert self._seat is not None
+            records = exchange(this, mine, Proof(self._seat.job.directory.token, greeting.told), self._deadline)
+            owners = [self._owner(self._seat, peer, record) for peer, record in enumerate(records)]
         regions = self._map(region, records, owners, undo)
         if self._seat is not None:
             self._begin(self._seat, records)
         mirrors: dict[int, HostRegion] = {}
-        check = StoreLook(this, self._watch)
+        check = StoreLook(this, self._watch, self._lost)
         if self._topology is not None:
             own = Outboxes(0, [region], self._staging_bytes, 1, capacity, self._extra_bytes)
             mirrors = make_mirrors(self._topology, owners, own, undo)
@@ -169,31 +168,43 @@ class _Birth:
                 undo.callback(regions[peer].close)
         box = Outboxes(this.rank, regions, self._staging_bytes, 1, capacity, self._extra_bytes)
         undo.callback(box.close)
-        if self._topology is not None and listener is not None and token is not None:
+        if self._topology is not None and listener is not None and self._seat is not None:
+            assert self._survival is not None
             box.place(self._topology.host_of)
-            args = records, owners, mirrors, token, listener, self._in_view, self._deadline, check, undo
+            token = self._seat.job.directory.token
+            args = records, owners, mirrors, token, listener, self._deadline, check, undo
             self._ways = ways = link(self._topology, box, *args)
-            if self._survival is not None:
-                ways.begin(self._survival.epoch)
-                self._survival.use(ways)
-            if isinstance(self._watch, HostsWatch):
-                self._watch.attach(box, ways.exports)
-        await_all(this, box, self._watch, self._deadline)
+            ways.begin(self._survival.epoch)
+            self._survival.use(ways)
+        await_all(this, box, self._watch, self._deadline, check if self._topology is not None else _no_more)
         if self._ways is not None:
-            await_told(self._ways, box, self._watch, self._deadline)
+            await_told(self._ways, box, self._watch, self._lost, self._deadline)
         return box
 
+    def _lost(self) -> tuple[int, ...]:
+        """Return the ranks that are in the view no more, and have not left it: who fails leaves, and says why."""
+        assert self._seat is not None
+        view = self._seat.job.runtime.view()
+        self._left |= {removal.slot for removal in view.removed if removal.cause == LEFT}
+        here = self._left | {member.slot for member in view.members}
+        return tuple(rank for rank, slot in enumerate(self._seat.slots) if slot not in here)
+
     def _sit_down(self, greeting: Greeting, region: HostRegion, half_made: contextlib.ExitStack) -> None:
-        """Take the seat in the job, if there is one, and write into this rank's outbox whose it is."""
-        rank = self._this.rank
-        if not self._in_view:
-            greeting.withdraw()
-            self._leave = int
-            if rank == 0:
-                self._tell_hosts()
-            OutboxOwner(bytes.fromhex(greeting.hellos[rank].nonce), greeting.hellos[0].lane, rank).sign(region)
-            return
-        self._seat = seat = take_seat(greeting, rank, region.blob, half_made)
+        """Take the seat in the job, and write into this rank's outbox whose it is."""
+        this, topology = self._this, self._topology
+        rank = this.rank
+
+        def enter() -> JobDirectory:
+            """Return this host's folder of the new job."""
+            if topology is not None:
+                return enter_job(this, greeting, topology.is_here(0), self._deadline)
+            return greeting.directory or JobDirectory.open(greeting.folder)
+
+        def listen_to_hosts() -> socket.socket | None:
+            """Return what listens for the agents of other hosts."""
+            return None if topology is None else listen(own_address(this.store))
+
+        self._seat = seat = take_seat(greeting, rank, region.blob, enter, listen_to_hosts, half_made)
         self._leave = seat.job.release
         OutboxOwner(seat.job.runtime.member.nonce, seat.lane, seat.slots[rank]).sign(region)
         if not seat.is_founder:
@@ -207,10 +218,8 @@ class _Birth:
         self._survival = Survival(seat, self._mode)
         self._leave = self._survival.close
 
-    def _owner(self, greeting: Greeting, peer: int, record: RankRecord) -> OutboxOwner:
-        if self._seat is None:
-            return OutboxOwner(bytes.fromhex(greeting.hellos[peer].nonce), greeting.hellos[0].lane, peer)
-        return OutboxOwner(bytes.fromhex(record.nonce), self._seat.lane, self._seat.slots[peer])
+    def _owner(self, seat: Seat, peer: int, record: RankRecord) -> OutboxOwner:
+        return OutboxOwner(bytes.fromhex(record.nonce), seat.lane, seat.slots[peer])
 
     def _map(
         self, region: HostRegion, records: list[RankRecord], owners: list[OutboxOwner], undo: contextlib.ExitStack
@@ -224,15 +233,22 @@ class _Birth:
                 undo.callback(regions[peer].close)
         return regions
 
+    def _founder(self, peer: int, record: RankRecord) -> Member:
+        member = parse_member(record.member, peer)
+        assert self._greeting is not None
+        if member.host != self._greeting.hellos[peer].host:
+            raise ProtocolError(f"rank {peer} greets from host {self._greeting.hellos[peer].host}, not {member.host}")
+        return member
+
     def _begin(self, seat: Seat, records: list[RankRecord]) -> None:
         """Found the job, if this group does, and begin with its view."""
         if seat.is_founder:
-            start_job(seat, [parse_member(record.member, peer) for peer, record in enumerate(records)])
+            start_job(seat, [self._founder(peer, record) for peer, record in enumerate(records)])
             self._follow(seat)
             if self._this.rank == 0 and self._topology is None:
                 home = Home(seat.lane, self._this.num_ranks, self._staging_bytes, self._mode)
                 seat.job.directory.write_home(pack_home(home))
-                place = pack_place(seat.job.path, own_host_key())
+                place = pack_place(str(seat.job.directory.path), own_host_key())
                 self._this.store.set(FOLDER_KEY, prove(seat.job.directory.token, place, FOLDER_KEY.encode()))
             elif self._this.rank == 0:
                 self._tell_hosts()
@@ -310,3 +326,7 @@ def _mark_forked() -> None:
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_mark_forked)
+
+
+def _no_more() -> None:
+    """Nothing is heard but what the outboxes say."""

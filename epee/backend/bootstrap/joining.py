@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from ... import env
 from ...errors import AuthError, EpeeError, InvalidArgument, InvalidState, ProtocolError, UnsupportedError
-from ...link.topology import own_host_key
 from ...memory.host import HostRegion
 from ...view.job import Job, Seat, job_name, retained
 from ...view.process.detector import DeathWatch
+from ...view.process.machine import own_host_key
 from ...view.protocol.messages import Decision
 from ...view.transport.directory import JobDirectory, find_jobs
 from ..engine.engine import Engine
@@ -233,7 +233,7 @@ def come_in(place: Place, num_ranks: int, timeout_s: float, mode: str, before: E
     """
     _check(place.home, place.rank, num_ranks, mode)
     own = own_job()
-    job = None if own is None else retained(own.path)
+    job = None if own is None else retained(own.key)
     if job is None:
         raise InvalidState("this process is in no job any more; start it again with is_extension=True")
     home, rank = place.home, place.rank

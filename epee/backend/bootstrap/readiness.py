@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ...errors import CommTimeoutError
 from ...view.process.detector import DeathWatch
-from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_LOST, LIFE_READY, Outboxes
+from ..outbox import LIFE, LIFE_BORN, LIFE_FAILED, LIFE_READY, Outboxes
 from ..wake import publish_word
 from .attempt import BootstrapAttempt, died
 
 
-def await_all(this: BootstrapAttempt, box: Outboxes, watch: DeathWatch, deadline: float) -> None:
-    """Say that this rank has mapped all outboxes; wait until all have."""
+def await_all(
+    this: BootstrapAttempt, box: Outboxes, watch: DeathWatch, deadline: float, check: Callable[[], None]
+) -> None:
+    """Say that this rank has mapped all outboxes; wait until all have. `check` raises what is heard otherwise."""
     publish_word(box, LIFE, LIFE_READY)
     pause = 0.0001
     for peer in box.peers:
-        while box.words[peer][LIFE] in (LIFE_BORN, LIFE_LOST):  # of the latter the watch tells
+        while box.words[peer][LIFE] == LIFE_BORN:
             dead = watch.dead()
             if dead:
                 raise died(this.rank, dead)
             _raise_if_failed(this, box, watch)
+            check()
             if time.monotonic() > deadline:
                 raise CommTimeoutError(f"init (rank={box.rank}): rank {peer} did not get ready in time", [peer])
             time.sleep(pause)

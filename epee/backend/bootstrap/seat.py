@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -42,25 +43,33 @@ class Greeting(NamedTuple):
             self.directory.leave()
 
 
-def take_seat(greeting: Greeting, rank: int, blob: bytes, undo: contextlib.ExitStack) -> Seat:
+def take_seat(
+    greeting: Greeting,
+    rank: int,
+    blob: bytes,
+    enter: Callable[[], JobDirectory],
+    listen: Callable[[], socket.socket | None],
+    undo: contextlib.ExitStack,
+) -> Seat:
     """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox.
 
     Args:
+        enter: returns the folder of a new job.
+        listen: returns what listens for agents of other hosts of a new job; None on one host.
         undo: gets what to do when a new job cannot be made here, once the peers have been told why.
     Raises:
         ResourceError: the system gives no memory or descriptor.
     """
-    hellos, directory, folder, _ = greeting
-    path = common_job(hellos)
+    hellos = greeting.hellos
+    key = common_job(hellos)
     lane = hellos[0].lane
-    job = retained(path)
+    job = retained(key)
     if job is not None:
-        return Seat(job, [hello.jobs[path] for hello in hellos], lane, False, False)
+        return Seat(job, [hello.jobs[key] for hello in hellos], lane, False, False)
     extra = pack_extra(lane, len(hellos), blob)
-    if directory is None:
-        directory = JobDirectory.open(folder)
+    directory = enter()
     undo.callback(directory.leave)
-    job = Job(directory, rank, extra)
+    job = Job(directory, rank, extra, listen())
     undo.callback(job.release)
     job.runtime.listen()
     undo.pop_all()

@@ -1,7 +1,7 @@
 """What a birth over several hosts has beside that on one (`bootstrap/birth.py`): mirrors of remote ranks, and links.
 
-    token      the job's, where there is a view; else that of EPEE_TOKEN_FILE on every host, or rank 0 makes one and
-               puts it into the store
+    job        a folder on each host with the same id and secret: that of EPEE_TOKEN_FILE on every host, or rank 0's,
+               which it puts into the store; and a listener of each process for the agents of other hosts
     record     address and port of this rank beside the rest
     mirrors    a gateway makes them and says so in its outbox (field "mirrors"), which the ranks of its host have mapped
     links      one connection per pair of partners (`link/meeting.py`), then everybody asks its sources (`ways.py`), and
@@ -11,11 +11,8 @@ A token in the store is as safe as the store: whoever reads it there can speak f
 EPEE_REQUIRE_TOKEN_FILE=1 refuses. Everything else is as safe as on one host: a record that fits no token is refused.
 
 A rank that fails on the way tells the others through the store (`bootstrap/attempt.py`); they look there while they
-wait for mirrors and links. One that dies closes its sockets; its partners' wait ends with it, the others' with the
-time-out.
-
-A group whose ranks are in one job (`spans_hosts`) has a view and lives on without those that are lost. Any other has
-none: a lost rank ends it (`watch.py`), and a new one is made without the rank.
+wait for mirrors, links and each other. One that dies closes its sockets, which ends its partners' wait; the others see
+that it is in the view no more.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ import contextlib
 import functools
 import json
 import logging
-import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -37,11 +33,13 @@ from ...link.poller import Links
 from ...link.topology import Topology
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...memory.signals import fence
+from ...view.job import job_name
 from ...view.process.detector import DeathWatch
 from ...view.transport.auth import JOB_ID_BYTES, TOKEN_BYTES, Identity, Token
-from ...view.transport.directory import token_of_file
-from ..bootstrap.attempt import BootstrapAttempt, read_fields
+from ...view.transport.directory import JobDirectory, job_id_of, token_of_file
+from ..bootstrap.attempt import BootstrapAttempt, died, read_fields
 from ..bootstrap.record import RankRecord
+from ..bootstrap.seat import Greeting
 from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
 from .ways import Ways
 
@@ -52,16 +50,11 @@ _LOOK_S = 0.5  # how often a rank that waits for others looks whether somebody h
 _PAUSE_S = 0.0005
 
 
-def spans_hosts() -> bool:
-    """Return whether the ranks of a group over several hosts have one view: so far where one machine stands for all."""
-    return bool(env.get("EPEE_HOST_KEY"))
-
-
 class StoreLook:
-    """Notices, while this rank waits, that another one has failed or died."""
+    """Notices, while this rank waits, that another one has failed or died, or is in the view no more (`lost`)."""
 
-    def __init__(self, this: BootstrapAttempt, watch: DeathWatch) -> None:
-        self._this, self._watch = this, watch
+    def __init__(self, this: BootstrapAttempt, watch: DeathWatch, lost: Callable[[], tuple[int, ...]]) -> None:
+        self._this, self._watch, self._lost = this, watch, lost
         self._next = 0.0
 
     def __call__(self) -> None:
@@ -72,6 +65,9 @@ class StoreLook:
             error = self._this.heard(self._watch)
             if error is not None:
                 raise error
+            lost = self._lost()
+            if lost:
+                raise died(self._this.rank, lost)
 
 
 def in_words(exc: BaseException) -> BaseException:
@@ -81,10 +77,15 @@ def in_words(exc: BaseException) -> BaseException:
     return exc
 
 
-def group_token(this: BootstrapAttempt, deadline: float) -> Token:
-    """Return the token of a group without a job: this user's file, or what rank 0 tells through the store.
+def enter_job(this: BootstrapAttempt, greeting: Greeting, is_at_rank_0: bool, deadline: float) -> JobDirectory:
+    """Return this host's folder of the job that a group over several hosts founds.
 
+    Its id is in the path that rank 0 has told. Its secret is that of EPEE_TOKEN_FILE, or goes through the store.
+
+    Args:
+        is_at_rank_0: this process runs on rank 0's host.
     Raises:
+        AuthError: EPEE_TOKEN_FILE is set on some hosts alone, or the folder that is there holds another secret.
         InvalidArgument: EPEE_REQUIRE_TOKEN_FILE=1 and no file.
     """
     token = token_of_file()
@@ -93,25 +94,27 @@ def group_token(this: BootstrapAttempt, deadline: float) -> Token:
             "a group over several hosts needs a secret: EPEE_REQUIRE_TOKEN_FILE=1 demands EPEE_TOKEN_FILE on every "
             "host, a file of 32 random bytes, the same everywhere and readable by this user alone"
         )
-    if this.rank == 0:
-        secret = secrets.token_bytes(TOKEN_BYTES)
-        told = "" if token is not None else secret.hex()
-        this.store.set(this.key(0) + "/token", json.dumps({"token": told}))
+    if greeting.directory is not None:
+        secret = b"" if token is not None else greeting.directory.token.reveal()
+        this.store.set(this.key(0) + "/token", json.dumps({"token": secret.hex()}))
         if token is None:
             _warn()
-        return token or Token(secret)
+        return greeting.directory
     told = str(read_fields(this.read(0, "/token", deadline), 0).get("token", ""))
     if bool(told) == (token is not None):
         raise AuthError(
             "EPEE_TOKEN_FILE must be set on all hosts or on none: rank 0 has "
             f"{'none' if told else 'one'}, this rank has {'one' if told else 'none'}"
         )
-    if token is not None:
-        return token
+    if is_at_rank_0:
+        return JobDirectory.open(greeting.folder)
     try:
-        return Token(bytes.fromhex(told))
+        secret = bytes.fromhex(told)
+        if token is None and len(secret) != TOKEN_BYTES:
+            raise ValueError(f"{len(secret)} bytes")
     except ValueError as exc:
         raise ProtocolError(f"rank 0's token in the store cannot be read ({exc}); is the store ours?") from exc
+    return JobDirectory.enter(job_name(), job_id_of(greeting.folder), secret)
 
 
 @functools.cache
@@ -180,7 +183,6 @@ def link(
     mirrors: dict[int, HostRegion],
     token: Token,
     listener: socket.socket,
-    in_view: bool,
     deadline: float,
     check: Callable[[], None],
     undo: contextlib.ExitStack,
@@ -193,7 +195,7 @@ def link(
     }
     lane = token.derive(b"links", owners[rank].lane.to_bytes(8, "little"))[:JOB_ID_BYTES]
     partners = {peer: others[peer] for peer in topology.partners()}
-    meeting = Meeting(token, lane, Identity(rank, 0, owners[rank].nonce), partners, listener, stays=in_view)
+    meeting = Meeting(token, lane, Identity(rank, 0, owners[rank].nonce), partners, listener, stays=True)
     undo.callback(meeting.close)
     maker = LinkMaker(records[rank].link_mac, records[rank].link)
     undo.callback(maker.close)
@@ -202,14 +204,16 @@ def link(
         undo.callback(connected.connection.close)
     for peer, partner in others.items():
         meeting.admit(peer, partner)
-    ways = Ways(topology, box, Links([]), meeting if in_view else None, owners, maker)
+    ways = Ways(topology, box, Links([]), meeting, owners, maker)
     undo.callback(ways.exports.abandon)
     box.exports = ways.exports
     ways.start(met, mirrors)
     return ways
 
 
-def await_told(ways: Ways, box: Outboxes, watch: DeathWatch, deadline: float) -> None:
+def await_told(
+    ways: Ways, box: Outboxes, watch: DeathWatch, lost: Callable[[], tuple[int, ...]], deadline: float
+) -> None:
     """Wait until every other host has asked for what this rank says; all ranks are ready by now.
 
     So the group is made. Who has died or left since may not have asked, and is not waited for: what that means is told
@@ -219,6 +223,8 @@ def await_told(ways: Ways, box: Outboxes, watch: DeathWatch, deadline: float) ->
         CommTimeoutError: one has not in time.
     """
     while not ways.is_told and not watch.dead() and all(box.words[peer][LIFE] == LIFE_READY for peer in box.peers):
+        if lost():
+            return
         if time.monotonic() > deadline:
             raise CommTimeoutError(f"init (rank={box.rank}): a gateway of another host has not asked for our words")
         time.sleep(_PAUSE_S)

@@ -37,8 +37,6 @@ from ..outbox import (
     FINAL,
     GAVE_UP,
     LANE_WORDS,
-    LIFE,
-    LIFE_LOST,
     MERGED,
     NUM_CELLS,
     SOURCE_WORDS,
@@ -68,7 +66,6 @@ class Exports:
     Attributes:
         routes: per host the gateway that is told there; replaced as a whole when it changes.
         looks: what other hosts are asked.
-        lost: partners whose link has ended.
     """
 
     def __init__(self, topology: Topology, box: Outboxes, links: Links, ears: dict[int, Ear]) -> None:
@@ -76,7 +73,6 @@ class Exports:
         self.links = links
         self.routes: dict[int, int] = {}
         self.looks = Looks(self, ears)
-        self.lost: set[int] = set()
         self._box = box
         self._ears = ears
         self._bytes = memoryview(box.regions[box.rank].mapping)[HEADER_BYTES:]
@@ -312,9 +308,4 @@ class Exports:
         """Return whether ranks of this host may still hear something through this one."""
         box = self._box
         others = [rank for rank in self.topology.here if rank != box.rank and not has_left(box.words[rank])]
-        return bool(others) and any(not _is_over(words) for words in self.kept_words())
-
-
-def _is_over(words: memoryview) -> bool:
-    """Return whether a remote rank has left, or nothing more is heard of it."""
-    return has_left(words) or words[LIFE] == LIFE_LOST
+        return bool(others) and any(not has_left(words) for words in self.kept_words())

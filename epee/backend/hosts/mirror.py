@@ -40,7 +40,7 @@ from ...link.frames import (
 from ...link.poller import Links
 from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import fence, futex_wake
-from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, LIFE_LOST, SLEEPERS, Outboxes, has_left
+from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, Outboxes
 
 
 class Mirror:
@@ -171,12 +171,6 @@ class Ear:
         """Let go of all memory; no frame comes any more."""
         self._local_words = []
         self._mirror = None
-
-    def lose(self, mirror: Mirror | None) -> None:
-        """Note in a group without a view that nothing more is heard of the rank, unless it has said goodbye."""
-        if mirror is not None and not has_left(mirror.words):
-            mirror.words[LIFE] = LIFE_LOST
-            self._wake(mirror, LIFE)
 
     def _wake(self, mirror: Mirror, word: int) -> None:
         """Wake the ranks of this host that sleep on a word of the mirror, or on their BELL where a message came."""

@@ -28,8 +28,6 @@ from ..outbox import (
     ALIGN_BYTES,
     CELL_BYTES,
     CELL_WORDS,
-    LIFE,
-    LIFE_LOST,
     NUM_CELLS,
     OWNER,
     SIGNATURE,
@@ -52,7 +50,7 @@ class Progress(NamedTuple):
     Attributes:
         rank: its number in the group.
         pid: its process; 0 for one of another host, or one that has ended.
-        health: "running", "stopped" or "dead"; of another host "elsewhere" or "lost"; "left" for who has left in order;
+        health: "running", "stopped" or "dead"; of another host "elsewhere"; "left" for who has left in order;
             "unknown" where the gateway that hears of it is dead.
         num_ended: calls that have ended there; -1, as the next, where nobody is left to read that from.
         num_made: calls that the rank has made, those included; they may be several beyond.
@@ -166,8 +164,6 @@ def _progress(memory: _Memory, state: bytes) -> Progress:
 
 
 def _health(memory: _Memory, words: memoryview) -> str:
-    if words[LIFE] == LIFE_LOST:
-        return "lost"
     if has_left(words):
         return "left"
     if memory.is_mirror:

@@ -92,7 +92,7 @@ class Ways:
         topology: who is where.
         box: the outboxes of all ranks; this rank's own, and those of its host, are mapped.
         links: without a link so far.
-        meeting: makes connections; None in a group without a view, where none are made any more.
+        meeting: makes connections.
         owners: per rank what its outbox, and mirrors of it, say.
         maker: makes a link of each connection.
 
@@ -108,7 +108,7 @@ class Ways:
         topology: Topology,
         box: Outboxes,
         links: Links,
-        meeting: Meeting | None,
+        meeting: Meeting,
         owners: list[OutboxOwner],
         maker: LinkMaker,
     ) -> None:
@@ -122,7 +122,7 @@ class Ways:
         self._questions: dict[int, _Question] = {}  # by source
         self._fetches: list[tuple[int, int, int]] = []  # (peer, source, epoch) that wait for an answer
         self._news: deque[Turn] = deque()
-        self._alone: set[int] = set()  # who was lost with all of its host: the cut of that view says what counts
+        self._alone: set[int] = set()  # of lost ranks those of which the cut of that view says what counts
         self._own = box.own
         self._retry_at = 0.0
         self.exports = exports = Exports(topology, box, links, self._ears)
@@ -208,9 +208,6 @@ class Ways:
     def _lost(self, peer: int) -> None:
         """Hear that the link to a peer has ended."""
         self._unlink(peer)
-        if self._meeting is None:
-            self.exports.lost.add(peer)
-            self._ears[peer].lose(self.mirrors.get(peer))
         self._links.ring()
 
     def _unlink(self, peer: int) -> None:
@@ -240,7 +237,7 @@ class Ways:
             logger.warning("rank %d cannot do its part between hosts now, and tries again: %s", self.topology.rank, exc)
             self._retry_at = time.monotonic() + _RETRY_S
             return True
-        return self._meeting is not None and self._meeting.is_busy
+        return self._meeting.is_busy
 
     def _take_over(self, turn: Turn) -> None:
         """Play the roles of a view from now on; may be run again where it was broken off."""
@@ -248,12 +245,13 @@ class Ways:
         lost = before.present - roles.present
         with self._links.lock:
             for rank in lost:
-                if self._meeting is not None:
-                    self._meeting.forget(rank)
+                self._meeting.forget(rank)
                 if rank not in turn.left:
                     self._unlink(rank)
                     self._links.drop(rank)
-        self._alone.update(rank for rank in lost if not roles.is_witnessed(rank))
+        num_hosts = len({self.topology.host_of[rank] for rank in before.present})
+        has_cut = num_hosts > MAX_WITNESSED_HOSTS  # as `Course` has it
+        self._alone.update(rank for rank in lost if has_cut or not roles.is_witnessed(rank))
         for source in self.topology.elsewhere:
             if not roles.is_kept_here(source):
                 continue
@@ -294,8 +292,7 @@ class Ways:
                     self._settle(source, epoch)
                     return
                 # what counts is said by the view that lost it, else by this one: nobody here has been told all
-                is_cut = source in self._alone or self.topology.num_hosts > MAX_WITNESSED_HOSTS
-                self._own[row + MIRROR_CUT] = 0 if is_cut else epoch
+                self._own[row + MIRROR_CUT] = 0 if source in self._alone else epoch
                 self._settle(source, epoch)
             return
         question = _Question(teller, epoch, None)
@@ -322,8 +319,6 @@ class Ways:
 
     def _meet(self) -> None:
         """Have links with all who are needed."""
-        if self._meeting is None:
-            return
         if self.topology.rank in self._roles.present:
             partners = self._roles.partners()
             tellers = {question.teller for question in self._questions.values() if question.ear is None}

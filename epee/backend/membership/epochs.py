@@ -44,7 +44,7 @@ from ...view.group import GroupInView
 from ...view.job import Seat
 from ...view.process.board import LaneRow
 from ...view.protocol.decision import parts_of
-from ...view.protocol.messages import FOREVER, LEFT, PUT_OUT, STALLED, Decision, Removal
+from ...view.protocol.messages import FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal
 from ...view.protocol.outcome import Course, cut_of
 from ...view.transport.auth import Token
 from ..bootstrap.home import FOUNDER, IN, Offer, OutboxEndpoint, parse_offers, takes_part
@@ -333,7 +333,7 @@ class Survival:
         """End the messages of a rank that is not in the view."""
         epoch, cause = self._occupants.removed[rank]
         kind, words = kind_of_loss([cause])
-        absence = Absence(epoch, words, kind, cause not in (STALLED, PUT_OUT))
+        absence = Absence(epoch, words, kind, cause not in (*MAY_LIVE, PUT_OUT))
         self._engine.leave_out(rank, absence, self._raises and cause != LEFT)
 
     # ---- single calls

@@ -16,7 +16,7 @@ from ...link.engine import chosen_engine
 from ...link.nixl.agent import BACKEND
 from ...link.nixl.devices import RdmaDevice, rdma_devices
 from ...link.nixl.library import why_missing
-from ...link.topology import own_host_key
+from ...view.process.machine import own_host_key
 from ...view.transport.directory import token_of_file
 from ..finding import Finding, Verdict
 

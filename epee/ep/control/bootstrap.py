@@ -23,9 +23,10 @@ from ...errors import (
     ProtocolError,
     UnsupportedError,
 )
-from ...link.topology import KEY_DIGITS, Topology, own_host_key, placement
+from ...link.topology import Topology, placement
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...view.process.detector import DeathWatch
+from ...view.process.machine import KEY_DIGITS, own_host_key
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from .words import inbox_layout
 
@@ -35,7 +36,7 @@ _RECORD = struct.Struct(f"<II{len(CONFIG_NAMES)}q{KEY_DIGITS}s{BLOB_BYTES}s{TEXT
 
 
 def host_id() -> bytes:
-    """Return `KEY_DIGITS` bytes that are equal for two processes exactly when they share a host (`link/topology.py`).
+    """Return `KEY_DIGITS` bytes that are equal for two processes exactly when they share a host.
 
     Raises:
         InvalidArgument, ResourceError: as `own_host_key`.

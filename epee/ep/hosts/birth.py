@@ -22,7 +22,6 @@ import torch.distributed as dist
 from ...backend.bootstrap.attempt import attempt
 from ...backend.bootstrap.birth import create_engine
 from ...backend.engine.engine import Engine
-from ...backend.hosts.birth import spans_hosts
 from ...errors import EpeeError, UnsupportedError
 from ..config import BufferConfig
 from ..control.bootstrap import BufferRecord, gather_present, host_id, judge, pack
@@ -59,11 +58,6 @@ def create_over_hosts(group: dist.ProcessGroup, config: BufferConfig, timeout_s:
         extra = latency_layout(config).nbytes if config.is_latency else 0
         mode = "mask/error" if config.is_latency else f"{config.fault_mode}/{config.on_stall}"
         return create_engine(this, timeout_s, staging_bytes(config), mode, extra)
-
-
-def lives_on() -> bool:
-    """Return whether buffers over several hosts go on when they lose ranks: where groups over hosts have a view."""
-    return spans_hosts()
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

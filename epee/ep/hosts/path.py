@@ -155,10 +155,6 @@ class HostsPath:
         alone. Raises as `Buffer.barrier`, but for losses.
         """
         assert active_ranks is not None
-        if not self._lives_on and not bool(active_ranks[: self.config.num_ranks].all()):
-            error = UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
-            self.control.refuse(OP_GATHER, error, deadline)
-            raise error
         while True:
             try:
                 self.barrier(deadline)
@@ -166,16 +162,10 @@ class HostsPath:
             except (EvictedError, NoQuorumError):
                 raise
             except PeerError:  # once for each loss; of the ranks that are in `sync` all get it, and meet again
-                if not self._lives_on:
-                    raise
+                continue
         mask = mask_of(self.exchange.members, self.config.num_ranks)
         active_ranks[: self.config.num_ranks].copy_(mask)
         return mask
-
-    @property
-    def _lives_on(self) -> bool:
-        """Whether the buffer goes on when it loses ranks."""
-        return self._engine.survival is not None
 
     def check(self) -> None:
         """Nothing fails behind the host's back here."""

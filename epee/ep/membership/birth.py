@@ -45,12 +45,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ...errors import CommTimeoutError, EpeeError, MismatchError, RankFailedError, ResourceError, UnsupportedError
-from ...link.topology import KEY_DIGITS
 from ...memory.claim import has_ended
 from ...view.founding import GroupSeat, find_place
 from ...view.group import GroupInView
 from ...view.process.detector import is_leaving, is_torn_down
 from ...view.process.endpoint import parse_endpoint
+from ...view.process.machine import KEY_DIGITS
 from ...view.protocol.messages import DEAD
 from ..config import CONFIG_NAMES, BufferConfig, describe_word
 from ..control.bootstrap import TEXT_BYTES, BufferRecord, all_gather_bytes, gather_present, host_id, judge, pack

@@ -22,6 +22,7 @@ import hashlib
 import os
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,12 +85,20 @@ class Row(NamedTuple):
 class LaneRow:
     """How an engine says what it is doing; one thread at a time. A call costs a fraction of a microsecond."""
 
-    def __init__(self, line: memoryview, lane: int, told: memoryview | None = None) -> None:
-        """`told`: the lane's place for what it tells; None: nobody reads it."""
+    def __init__(
+        self,
+        line: memoryview,
+        lane: int,
+        told: memoryview | None = None,
+        on_tell: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """`told`: the lane's place for what it tells; None: nobody reads it. `on_tell` has it told to other hosts."""
         self._line, self._lane = line, lane
+        self._on_tell: Callable[[bytes], None] | None = None  # an empty place is no news
         self._told = memoryview(bytearray(8 * _TOLD_WORDS)) if told is None else told
         self._progress = 0
         self.tell(b"")
+        self._on_tell = on_tell
         self.idle()
 
     def show(self, op: bytes, seq: int, epoch: int, waits_for: int = 0) -> None:
@@ -107,6 +116,8 @@ class LaneRow:
         self._told[:8] = bytes(8)
         self._told[8 : 8 + len(data)] = data
         self._told[:8] = len(data).to_bytes(8, "little")
+        if self._on_tell is not None:
+            self._on_tell(data)
 
     def clear(self) -> None:
         """Give the row back."""
@@ -159,14 +170,14 @@ class Board:
         """Say that this process has left and writes nothing any more."""
         self._words[_LEFT] = 1
 
-    def row(self, lane: int) -> LaneRow:
-        """Return a free row for `lane`; one that nobody sees when all are taken."""
+    def row(self, lane: int, on_tell: Callable[[bytes], None] | None = None) -> LaneRow:
+        """Return a free row for `lane`; one that nobody sees here when all are taken."""
         for number in range(MAX_ROWS):
             at = _ROWS + number * _WORDS_PER_LINE
             if self._words[at] == 0:
                 line, place = self._words[at : at + _WORDS_PER_LINE], _TOLD + number * _TOLD_WORDS
-                return LaneRow(line.cast("B"), lane, self._words[place : place + _TOLD_WORDS].cast("B"))
-        return LaneRow(memoryview(bytearray(_ROW.size)), lane)
+                return LaneRow(line.cast("B"), lane, self._words[place : place + _TOLD_WORDS].cast("B"), on_tell)
+        return LaneRow(memoryview(bytearray(_ROW.size)), lane, None, on_tell)
 
     def close(self) -> None:
         """Drop this process's hold; idempotent. Others keep what they attached."""

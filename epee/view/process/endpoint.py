@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from ...errors import InvalidArgument, ProtocolError
 from ...memory.host import BLOB_BYTES
-from ..transport.codec import Bytes, Cursor, Number, TupleCodec, Wrong
+from ..transport.codec import Bytes, Cursor, Number, Text, TupleCodec, Wrong
 from ..transport.wire import MAX_ENDPOINT_BYTES
 
 MAX_EXTRA_BYTES = 640
+MAX_ADDRESS_BYTES = 64  # an IPv6 address with its zone
 
 
 class Endpoint(NamedTuple):
@@ -28,6 +29,7 @@ class Endpoint(NamedTuple):
         board: blob of its board (`board.py`).
         beat: blob of its heartbeat (`beat.py`).
         extra: what the engines above want to know of it, at most `MAX_EXTRA_BYTES`.
+        address, port: where agents of other hosts reach it; "" and 0 where the job keeps to one host.
     """
 
     pid: int
@@ -36,6 +38,8 @@ class Endpoint(NamedTuple):
     board: bytes
     beat: bytes
     extra: bytes
+    address: str = ""
+    port: int = 0
 
 
 _CODEC = TupleCodec(
@@ -46,6 +50,8 @@ _CODEC = TupleCodec(
     Bytes(BLOB_BYTES, BLOB_BYTES),
     Bytes(BLOB_BYTES, BLOB_BYTES),
     Bytes(0, MAX_EXTRA_BYTES),
+    Text(MAX_ADDRESS_BYTES),
+    Number(0, (1 << 16) - 1),
 )
 
 

@@ -10,6 +10,9 @@ messages to people and for reports. A process that cannot be watched, because de
 is not dead: `retry` tries again. A member that cannot be mapped has no board here: it is then no witness, and nothing
 worse.
 
+A process of another host has neither pidfd nor board here (`RemotePeer`): agents of its host tell of its end
+(`protocol/messages.Obituary`), itself of its part in lanes (`wire.LaneTold`).
+
 A forked child closes its copies of the descriptors; a crash leaves nothing.
 """
 
@@ -19,10 +22,12 @@ import logging
 import os
 import select
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import AuthError, ProtocolError, ResourceError, shortage
 from ..protocol.messages import BoardState, Decision, Member
+from ..transport.wire import MAX_LANES
 from .beat import PERIOD_S, BeatView
 from .board import BoardView
 from .detector import is_readable, is_torn_down, open_process
@@ -98,6 +103,15 @@ class Peer:
             return "frozen"
         return "busy" if now - self._seen.get("turns", (0, now))[1] > BUSY_S else "running"
 
+    def told(self, lane: int) -> bytes:
+        """Return what it tells of its part in a lane; `ValueError` if its board was dropped meanwhile."""
+        return b"" if self.board is None else self.board.told(lane)
+
+    @property
+    def has_left(self) -> bool:
+        """True when it has said that it has left."""
+        return self.board is not None and self.board.has_left
+
     def close(self) -> None:
         """Drop descriptor and mappings; idempotent."""
         if self.pidfd >= 0:
@@ -108,11 +122,52 @@ class Peer:
                 view.close()
 
 
+class RemotePeer(Peer):
+    """A process of another host, as it is told here.
+
+    Attributes:
+        has_left: its end was that it left.
+    """
+
+    has_left = False
+
+    def __init__(self, member: Member, endpoint: Endpoint, is_up: Callable[[bytes], bool]) -> None:
+        super().__init__(member, endpoint)
+        self.is_mappable = False
+        self._is_up = is_up
+        self._told: dict[int, bytes] = {}
+
+    @property
+    def is_wanting(self) -> bool:
+        """False: it cannot be watched from here."""
+        return False
+
+    def note_told(self, lane: int, data: bytes) -> None:
+        """Keep what it tells of its part in a lane in place of what it told before."""
+        if data and (lane in self._told or len(self._told) < MAX_LANES):
+            self._told[lane] = data
+        elif not data:
+            self._told.pop(lane, None)
+
+    def told(self, lane: int) -> bytes:
+        """Return what it has told of its part in a lane."""
+        return self._told.get(lane, b"")
+
+    def health(self, now: float) -> str:
+        """Return "dead", "reachable" (its kernel answers; more is not seen from here) or "unreachable"."""
+        if self.is_dead:
+            return "dead"
+        return "reachable" if self._is_up(self.member.nonce) else "unreachable"
+
+
 class Peers:
     """Everybody whom this process has to watch, by nonce."""
 
-    def __init__(self, me: bytes, poll: select.epoll) -> None:
-        self._me, self._poll = me, poll
+    def __init__(
+        self, me: bytes, poll: select.epoll, host: str, is_up: Callable[[bytes], bool] = lambda nonce: False
+    ) -> None:
+        """`host`: on which this process runs; `is_up` says whether there is a connection to one of another host."""
+        self._me, self._poll, self._host, self._is_up = me, poll, host, is_up
         self._peers: dict[bytes, Peer] = {}
         self._nonce_of: dict[int, bytes] = {}  # of pidfds
         self._ending: list[int] = []  # pidfds of processes that are dead but not gone
@@ -139,8 +194,24 @@ class Peers:
         endpoint = parse_endpoint(member.endpoint)
         if pid not in (0, endpoint.pid):
             raise ProtocolError(f"process {pid} says that it is process {endpoint.pid}; it was not believed")
-        peer = self._peers[member.nonce] = Peer(member, endpoint)
+        is_here = member.host == self._host
+        peer = Peer(member, endpoint) if is_here else RemotePeer(member, endpoint, self._is_up)
+        self._peers[member.nonce] = peer
         return self._attend(peer)
+
+    def note_end(self, nonce: bytes, has_left: bool) -> bool:
+        """Note that a process of another host writes no more, as it was told; True when that is new."""
+        peer = self._peers.get(nonce)
+        if not isinstance(peer, RemotePeer) or peer.is_dead:
+            return False
+        peer.is_dead, peer.has_left = True, has_left
+        return True
+
+    def note_told(self, nonce: bytes, lane: int, data: bytes) -> None:
+        """Note what a process of another host tells of its part in a lane."""
+        peer = self._peers.get(nonce)
+        if isinstance(peer, RemotePeer):
+            peer.note_told(lane, data)
 
     def retry(self) -> list[Peer]:
         """Try again to watch and map those with whom it has not worked; return who is found dead."""
@@ -201,7 +272,12 @@ class Peers:
     def look_at(self, nonce: bytes) -> Peer | None:
         """Look closely at a peer that others take for dead; return it if it is, and was not known to be."""
         peer = self._peers.get(nonce)
-        if peer is None or peer.is_dead or not is_torn_down(peer.endpoint.pid, peer.endpoint.start_time):
+        if (
+            peer is None
+            or isinstance(peer, RemotePeer)
+            or peer.is_dead
+            or not is_torn_down(peer.endpoint.pid, peer.endpoint.start_time)
+        ):
             return None
         self.reap()
         if peer.pidfd >= 0:
@@ -251,7 +327,7 @@ class Peers:
         found = []
         for nonce, peer in self._peers.items():
             peer.look(now)
-            if _has_left(peer):
+            if peer.has_left and not isinstance(peer, RemotePeer):
                 found.append(nonce)
         return found
 
@@ -261,7 +337,7 @@ class Peers:
         for nonce, peer in list(self._peers.items()):
             if nonce in there:
                 peer.was_member = True
-            elif peer.is_dead or _has_left(peer):
+            elif peer.is_dead or peer.has_left:
                 self._drop(nonce)
 
     def retire_former(self, decision: Decision) -> None:
@@ -271,7 +347,7 @@ class Peers:
         """
         there = {member.nonce for member in decision.members}
         for nonce, peer in list(self._peers.items()):
-            if peer.was_member and nonce not in there and (peer.is_dead or _has_left(peer)):
+            if peer.was_member and nonce not in there and (peer.is_dead or peer.has_left):
                 self._drop(nonce)
 
     def _drop(self, nonce: bytes) -> None:
@@ -290,10 +366,6 @@ class Peers:
         self._ending.clear()
         self._peers.clear()
         self._nonce_of.clear()
-
-
-def _has_left(peer: Peer) -> bool:
-    return peer.board is not None and peer.board.has_left
 
 
 def process_state(pid: int) -> str:

@@ -32,6 +32,7 @@ from .events import (
     Evicted,
     Freeze,
     Frozen,
+    HostLost,
     JoinAsked,
     JoinPending,
     LeaveAsked,
@@ -49,6 +50,7 @@ from .messages import (
     LEFT,
     NO_BALLOT,
     STALLED,
+    UNREACHABLE,
     Accept,
     Accepted,
     Ask,
@@ -62,13 +64,14 @@ from .messages import (
     Member,
     Message,
     Nack,
+    Obituary,
     Prepare,
     Promise,
     Removal,
     Report,
 )
 from .outcome import first_seq
-from .proposer import Proposer
+from .proposer import Proposer, obituary_of
 
 BLANK_BOARD = BoardState(BLANK, NO_BALLOT, NO_BALLOT, None)
 HISTORY = 64  # decisions kept for those who lag by more than one: who was voted out, or is out of a lane
@@ -95,12 +98,14 @@ class Agent(Proposer):
         self.history: deque[Decision] = deque()
         self._past: dict[bytes, Member] = {}
         self._proofs: dict[bytes, str] = {}
+        self._wills: dict[bytes, BoardState] = {}  # what the boards of those showed that have died on other hosts
         self._joined: Decision | None = None
         self._came_back: dict[int, Decision] = {}  # per lane, where that was later than this process joined
         self._handlers: dict[type, Callable[[Any], None]] = {
             MessageReceived: self._received,
             Died: lambda event: self._proof(event.nonce, DEAD),
             Left: lambda event: self._proof(event.nonce, LEFT),
+            HostLost: self._host_lost,
             BoardRead: self._board_read,
             Accused: self._accused,
             Wanted: self._wanted,
@@ -121,6 +126,7 @@ class Agent(Proposer):
             Join: self._join,
             JoinRefused: self._join_refused,
             Ask: self._ask,
+            Obituary: self._obituary,
         }
         if first is not None:
             self._enter(first)
@@ -270,6 +276,8 @@ class Agent(Proposer):
                 self._proof(sender, LEFT)
             elif cause.cause == STALLED:
                 self._note_accusation(cause.slot, by)
+            elif cause.cause == UNREACHABLE:
+                self._note_lost(member.host, by)
         for want in message.wants:
             self._note_want(want)
 
@@ -323,9 +331,11 @@ class Agent(Proposer):
         self._fresh_epoch()
         self.gone = {}
         self.boards = {}
+        self._read = set()
         for nonce, cause in list(self._proofs.items()):
             if nonce in self._past and nonce not in self.slot_of:
                 del self._proofs[nonce]
+                self._wills.pop(nonce, None)
             elif nonce in self.slot_of:
                 self._mark_gone(nonce, cause)
 
@@ -341,7 +351,7 @@ class Agent(Proposer):
         self.joins.drop(nonce)
         if nonce in self._past and nonce not in self.slot_of:
             return
-        if not self.epoch and nonce in self._contacts:
+        if not self.epoch and nonce in self._contacts and self._contacts[nonce].host == self.me.host:
             self._out.append(ReadBoard(self._contacts[nonce]))  # it may have taken us in before it died
         self._proofs[nonce] = cause
         while len(self._proofs) > MAX_SLOTS:
@@ -352,19 +362,50 @@ class Agent(Proposer):
     def _mark_gone(self, nonce: bytes, cause: str) -> None:
         slot = self.slot_of[nonce]
         self.gone[slot] = cause
-        self._out.append(ReadBoard(self.members[slot]))
+        if self.members[slot].host == self.me.host:
+            self._out.append(ReadBoard(self.members[slot]))
+        elif nonce in self._wills:
+            self._note_board(slot, self._wills[nonce])
         self._hurry(slot)
 
     def _board_read(self, event: BoardRead) -> None:
         slot = self.slot_of.get(event.nonce)
         if not self.epoch and event.state is not None:
             self._begin_with(event.nonce, event.state.decided)
-        if slot is None or slot not in self.gone or event.state is None:
+        if slot is None or slot not in self.gone:
             return
-        if event.state.decided.epoch <= self.epoch:
-            self.boards[slot] = event.state
-        elif event.state.decided.epoch == self.epoch + 1:
+        if event.state is not None and event.state.decided.epoch == self.epoch + 1:
             self._learn(event.state.decided)
+            return
+        self._read.add(slot)
+        self._mourned_at = self._t - self.settings.patience_s  # at once
+        if event.state is not None:
+            self._note_board(slot, event.state)
+
+    def _obituary(self, sender: bytes, message: Obituary) -> None:
+        """Take it from an agent of the host of the dead, or from who leaves; it is as good as a look at the board."""
+        owner, by = self._known(message.nonce), self._known(sender)
+        if owner is None or by is None or owner.host != by.host or owner.host == self.me.host:
+            return
+        if sender == message.nonce and message.cause != LEFT:
+            return
+        if message.board is not None:
+            self._wills[message.nonce] = message.board
+            while len(self._wills) > MAX_SLOTS:
+                del self._wills[next(iter(self._wills))]
+        self._proof(message.nonce, message.cause)
+        slot = self.slot_of.get(message.nonce)
+        if slot is not None and message.board is not None and slot not in self.boards:
+            self._note_board(slot, message.board)
+
+    def _known(self, nonce: bytes) -> Member | None:
+        slot = self.slot_of.get(nonce)
+        return self.members[slot] if slot is not None else self._past.get(nonce)
+
+    def _note_board(self, slot: int, state: BoardState) -> None:
+        """Keep what stands on the board of one that is gone, if it can witness for this epoch."""
+        if state.decided.epoch <= self.epoch:
+            self.boards[slot] = state
         else:  # what it had promised in our epoch is no longer on its board, so it is no witness: we lag behind
             self._ask_everybody()
 
@@ -431,7 +472,10 @@ class Agent(Proposer):
 
     def _leave_asked(self, event: LeaveAsked) -> None:
         me = self.me
+        will = obituary_of(me, LEFT, BoardState(self.decided, self.promised, self.accepted_ballot, self.accepted))
         for member in self.decided.members:
-            if member.slot != me.slot:
+            if member.host != me.host:
+                self._out.append(Send(member, will))
+            elif member.slot != me.slot:
                 self._out.append(Send(member, Report(self.epoch, (Removal(me.slot, me.incarnation, LEFT),))))
         self.ended = True

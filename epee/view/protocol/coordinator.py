@@ -11,10 +11,12 @@ finds both, or the boards of those that died with it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from .decision import choose_evicted, compose, without
-from .messages import Ballot, BoardState, Decision, LaneState, Member, Promise, Want
+from .decision import choose_evicted, choose_lost, compose, spans_hosts, without
+from .messages import STALLED, UNREACHABLE, Ballot, BoardState, Decision, LaneState, Member, Promise, Want
 from .quorum import has_quorum, highest_accepted, highest_promise
 
 
@@ -30,6 +32,8 @@ class Facts(NamedTuple):
         wants: who is to go or to come back in single lanes, one per lane.
         waited_s: how long this ballot runs.
         join_wait_s: how long it may wait for everybody's promise where only joiners or wants need it.
+        lost: per host that somebody cannot reach the slots that cannot.
+        may_evict: who is silent for long may be left out (the policy is to evict).
     """
 
     gone: dict[int, str]
@@ -40,6 +44,8 @@ class Facts(NamedTuple):
     wants: tuple[Want, ...]
     waited_s: float
     join_wait_s: float
+    lost: Mapping[str, frozenset[int]] = MappingProxyType({})
+    may_evict: bool = True
 
 
 class Campaign:
@@ -90,36 +96,56 @@ class Campaign:
     def _compose(self, facts: Facts, answer_s: float, patience_s: float) -> Decision | None:
         """Compose a decision.
 
-        Removing a live member and joins need the promise of everybody who stays; a change in one lane that of everybody
-        who has a part in it afterwards. Who is put out need not answer, and who does not answer in time is put out
-        where the want allows it.
+        Removing a live member and joins need the promise of everybody who stays, and so does, in a job over several
+        hosts, removing a dead one (nobody of its host may be left in a lane, whose cut then counts); a change in one
+        lane that of everybody who has a part in it afterwards. Who is put out need not answer, and who does not answer
+        in time is put out where the want allows it.
         """
         has_pull = any(state.is_pull for states in self.promises.values() for state in states)
         if has_pull and facts.waited_s < answer_s and not self.slots - facts.gone.keys() <= self.promises.keys():
             return None  # it goes on among those who stay if all of them have begun it
-        evicted = choose_evicted(self.slots - facts.gone.keys(), facts.accusers)
-        wanted = evicted | {slot for slot in facts.replaced if slot not in self.promises}
+        if facts.lost and facts.waited_s < answer_s and self._within_reach(facts) - self.promises.keys():
+            return None  # who answers has a better claim to stay
+        evicted = self._evicted(facts)
+        wanted = evicted | dict.fromkeys((slot for slot in facts.replaced if slot not in self.promises), STALLED)
         joiners = facts.joiners
+        has_cuts = self._has_cuts(facts)
         silent = {s for s in self.slots if s not in facts.gone and s not in self.promises and s not in wanted}
         if any(silent.intersection(want.members) for want in facts.wants):
             may_wait_s = answer_s if facts.gone else max(answer_s, facts.join_wait_s)
             if facts.waited_s < may_wait_s:
                 return None
-        if silent and (wanted or joiners):
+        if silent and (wanted or joiners or has_cuts):
             if facts.waited_s < answer_s:
                 return None
-            if evicted and not facts.gone:
-                if facts.waited_s < patience_s:
+            if evicted and (has_cuts or not facts.gone):
+                if facts.waited_s < patience_s or not facts.may_evict:
                     return None
-                wanted |= silent
-            elif not facts.gone and facts.waited_s < facts.join_wait_s:
+                wanted |= dict.fromkeys(silent, STALLED)
+            elif has_cuts or (not facts.gone and facts.waited_s < facts.join_wait_s):
                 return None
             else:
-                wanted, joiners = set(), ()  # what the dead leave cannot wait; the rest is for a later epoch
-        unheard = self.slots - facts.gone.keys() - self.promises.keys() - wanted
+                wanted, joiners = {}, ()  # what the dead leave cannot wait; the rest is for a later epoch
+        unheard = self.slots - facts.gone.keys() - self.promises.keys() - wanted.keys()
         silent = (
             set(unheard) if facts.waited_s >= patience_s else set()
         )  # a slow machine is no reason to put anybody out
-        left = (without(want, silent, facts.gone.keys() | wanted, self.current) for want in facts.wants)
+        left = (without(want, silent, facts.gone.keys() | wanted.keys(), self.current) for want in facts.wants)
         wants = tuple(want for want in left if want is not None and not unheard.intersection(want.members))
         return compose(self.current, self.promises, facts.gone, wanted, joiners, wants)
+
+    def _has_cuts(self, facts: Facts) -> bool:
+        """Return whether the dead may count up to a cut, which nobody who stays may move then."""
+        return bool(facts.gone) and spans_hosts(self.current)
+
+    def _within_reach(self, facts: Facts) -> set[int]:
+        """Return the slots that are not gone and on hosts that the coordinator itself can reach."""
+        away = {host for host, by in facts.lost.items() if self.ballot.slot in by}
+        return {m.slot for m in self.current.members if m.slot not in facts.gone and m.host not in away}
+
+    def _evicted(self, facts: Facts) -> dict[int, str]:
+        """Return whom to remove alive, and why: all members of hosts that are lost, and who is worst connected else."""
+        hosts = {member.slot: member.host for member in self.current.members if member.slot not in facts.gone}
+        lost = choose_lost(hosts, facts.lost, self.promises)
+        evicted = {slot: UNREACHABLE for slot, host in hosts.items() if host in lost}
+        return evicted | dict.fromkeys(choose_evicted(hosts.keys() - evicted.keys(), facts.accusers), STALLED)

@@ -3,9 +3,10 @@
 Pure functions of what the coordinator was told. The numbers in a decision come from promises of agents that are frozen,
 so they cannot move until the decision is known:
 
-    cuts    where slots are removed, per lane the last call that a member of the new view has completed. It counts for
-            slots that may still live (STALLED), and for those of whose host nobody is left in the lane; others that
-            write no more need none (see `outcome.cut_of`).
+    cuts    for removed slots that may still live (`MAY_LIVE`), per lane the last call that a member of the new view
+            has completed, and who has. Slots that write no more need none (see `outcome.cut_of`), unless nobody of
+            their host is left in the lane: then what others have seen of their words may differ. So in a job over
+            several hosts every removal has cuts, and needs the promises of all who stay.
     starts  per lane 1 + the last call that a member of the new view had issued, or that a want speaks of which is met.
             Those who join take part from there, and a call before it that cannot complete fails in mode "raise". Where
             all who stay have promised, and all who told of the lane have begun one and the same call that can do
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
-from .messages import MAX_PARTS, STALLED, Cut, Decision, LaneState, Member, Part, Removal, Start, Want
+from .messages import MAX_PARTS, MAY_LIVE, STALLED, Cut, Decision, LaneState, Member, Part, Removal, Start, Want
 
 BLANK = Decision(0, ())
 
@@ -33,7 +34,7 @@ def compose(
     current: Decision,
     lanes: Mapping[int, Sequence[LaneState]],
     gone: Mapping[int, str],
-    evicted: Collection[int] = (),
+    evicted: Mapping[int, str] | None = None,
     joiners: Sequence[Member] = (),
     wants: Sequence[Want] = (),
 ) -> Decision:
@@ -42,24 +43,21 @@ def compose(
     Args:
         lanes: per slot that promised, where its lanes are.
         gone: slots that are dead or have left, with the cause.
-        evicted: slots to remove that may still live.
+        evicted: slots to remove that may still live, with the cause.
         joiners: who comes in; of several for one slot the first does, of one whose slot stays occupied none.
         wants: who takes part in single lanes, one per lane; none is met that would make too many parts.
     """
-    removed = []
-    staying: dict[int, Member] = {}
-    for member in current.members:
-        cause = gone.get(member.slot) or (STALLED if member.slot in evicted else None)
-        if cause is None:
-            staying[member.slot] = member
-        else:
-            removed.append(Removal(member.slot, member.incarnation, cause))
-    used = {state.lane for states in lanes.values() for state in states} if staying.keys() <= lanes.keys() else None
+    causes = {**(evicted or {}), **gone}
+    staying = {member.slot: member for member in current.members if member.slot not in causes}
+    removed = [Removal(*m[:2], causes[m.slot], m.host) for m in current.members if m.slot in causes]
+    has_all = staying.keys() <= lanes.keys()
+    used = {state.lane for states in lanes.values() for state in states} if has_all else None
     parts, met = _parts(current, staying, wants, used)
     told = _told((*current.parts, *parts), staying, lanes)
-    has_all = staying.keys() <= lanes.keys()
     asked = [LaneState(want.lane, 0, want.seq) for want in wants if want.lane in met]
-    has_losses = bool(removed) or any(part.since == -current.epoch - 1 for part in parts)
+    spans = spans_hosts(current)
+    is_cut = any(r.cause in MAY_LIVE for r in removed) or any(p.since == -current.epoch - 1 for p in parts)
+    is_cut |= spans and has_all and bool(removed)
     for joiner in joiners:
         if joiner.slot not in staying:
             staying[joiner.slot] = joiner.as_incarnation(current.epoch + 1)
@@ -67,8 +65,8 @@ def compose(
         current.epoch + 1,
         tuple(staying[slot] for slot in sorted(staying)),
         tuple(sorted(removed)),
-        _cuts(told) if has_losses else (),
-        _starts([*told, *asked], has_all),
+        _cuts(told, spans) if is_cut else (),
+        _starts([*(state for _, state in told), *asked], has_all),
         parts,
         met,
     )
@@ -76,11 +74,11 @@ def compose(
 
 def _told(
     parts: Iterable[Part], staying: Mapping[int, Member], lanes: Mapping[int, Sequence[LaneState]]
-) -> list[LaneState]:
-    """Return what those tell of lanes who are in them before and after; `parts`: of both, be it of former members."""
+) -> list[tuple[int, LaneState]]:
+    """Return what slots tell of lanes that they are in before and after; `parts`: of both, be it of former members."""
     out = {(part.lane, *part[1:3]) for part in parts if part.since < 0}
     return [
-        state
+        (slot, state)
         for slot, states in lanes.items()
         if slot in staying
         for state in states
@@ -134,11 +132,12 @@ def without(want: Want, silent: Container[int], gone: Container[int], current: D
     return Want(want.lane, members, out, want.least, want.seq)
 
 
-def _cuts(told: Iterable[LaneState]) -> tuple[Cut, ...]:
-    completed: dict[int, int] = {}
-    for state in told:
-        completed[state.lane] = max(completed.get(state.lane, 0), state.completed)
-    return tuple(Cut(lane, completed[lane]) for lane in sorted(completed))
+def _cuts(told: Iterable[tuple[int, LaneState]], spans: bool) -> tuple[Cut, ...]:
+    """Return the cuts; with their holders where the job `spans` hosts."""
+    furthest: dict[int, tuple[int, int]] = {}
+    for slot, state in told:
+        furthest[state.lane] = max(furthest.get(state.lane, (-1, 0)), (state.completed, -slot))
+    return tuple(Cut(lane, seq, -slot if spans else -1) for lane, (seq, slot) in sorted(furthest.items()))
 
 
 def _starts(told: Iterable[LaneState], has_all: bool) -> tuple[Start, ...]:
@@ -171,6 +170,37 @@ def choose_evicted(live: Collection[int], accusers: Mapping[int, Collection[int]
         removed.add(worst)
         waiting = {by for by, slot in edges if slot == worst}
         edges = {(by, slot) for by, slot in edges if worst not in (by, slot) and slot not in waiting}
+    return removed
+
+
+def spans_hosts(decision: Decision) -> bool:
+    """Return whether the members run on several hosts."""
+    return len({member.host for member in decision.members}) > 1
+
+
+def choose_lost(
+    hosts: Mapping[int, str], accusers: Mapping[str, Collection[int]], answered: Collection[int]
+) -> set[str]:
+    """Return which hosts to remove of those that others cannot reach: the worst connected first, as a whole.
+
+    A host that cannot be reached cannot reach the other one either, so of each such pair one goes, whoever says it.
+    First those of whom nobody has answered whoever decides now; then who is in most pairs; of equal ones the smaller.
+
+    Args:
+        hosts: of each member that is not dead.
+        accusers: per host who cannot reach it.
+        answered: slots that have promised.
+    """
+    present, near = set(hosts.values()), {hosts[slot] for slot in answered if slot in hosts}
+    named = {(hosts[by], host) for host, those in accusers.items() for by in those if by in hosts and host in present}
+    pairs = {(min(pair), max(pair)) for pair in named if pair[0] != pair[1]}
+    removed: set[str] = set()
+    while pairs:
+        ends = [host for pair in pairs for host in pair]
+        slots = {host: [slot for slot, there in hosts.items() if there == host] for host in ends}
+        worst = max(slots, key=lambda h: (h not in near, ends.count(h), -len(slots[h]), min(slots[h])))
+        removed.add(worst)
+        pairs = {pair for pair in pairs if worst not in pair}
     return removed
 
 

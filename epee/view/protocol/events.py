@@ -17,7 +17,8 @@ class AgentSettings(NamedTuple):
     """The patience of an agent; the same for all members.
 
     Attributes:
-        policy: what an accusation does: "evict" removes the accused, "error" and "wait" leave the view alone.
+        policy: what an accusation does: "evict" removes the accused, "error" and "wait" leave the view alone. A host
+            that is lost goes whatever it says.
         answer_s: how long a live process takes to answer at most, when nothing is wrong.
         patience_s: how long a coordinator waits for a silent member before "evict" leaves it out, and how long an
             accusation or the word of a joiner stays valid without being repeated.
@@ -43,7 +44,7 @@ class MessageReceived(NamedTuple):
 
 
 class Died(NamedTuple):
-    """Proof of death of the process with this nonce (its pidfd is readable). May be repeated."""
+    """Proof of death of the process with this nonce, which runs on this host (its pidfd is readable). May repeat."""
 
     nonce: bytes
 
@@ -52,6 +53,16 @@ class Left(NamedTuple):
     """The process with this nonce has left for good: it has said so, and writes nothing any more."""
 
     nonce: bytes
+
+
+class HostLost(NamedTuple):
+    """No agent of a host can be reached: all connections were reset and cannot be made again, or are silent.
+
+    Its members may live, so this is an accusation, of all of them at once; repeated, like `Accused`, while it is so (at
+    least twice in `patience_s`). It counts whatever the policy is.
+    """
+
+    host: str
 
 
 class BoardRead(NamedTuple):
@@ -123,7 +134,20 @@ class Tick(NamedTuple):
     """Time has passed; due at `Agent.next_tick`, harmless at any time."""
 
 
-Event = MessageReceived | Died | Left | BoardRead | Accused | Wanted | Frozen | JoinAsked | Admit | LeaveAsked | Tick
+Event = (
+    MessageReceived
+    | Died
+    | Left
+    | HostLost
+    | BoardRead
+    | Accused
+    | Wanted
+    | Frozen
+    | JoinAsked
+    | Admit
+    | LeaveAsked
+    | Tick
+)
 
 
 # ---- effects
@@ -143,7 +167,7 @@ class WriteBoard(NamedTuple):
 
 
 class ReadBoard(NamedTuple):
-    """Read the board of a process that is dead or has left; answered by `BoardRead`."""
+    """Read the board of a process of this host that is dead or has left; answered by `BoardRead`."""
 
     member: Member
 

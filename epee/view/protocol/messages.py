@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 FOREVER = (1 << 40) - 1  # a cut above every seq: what the removed slot has left complete counts
 
-DEAD, STALLED, LEFT = "dead", "stalled", "left"  # causes of a removal; only STALLED may still be alive
+DEAD, STALLED, LEFT = "dead", "stalled", "left"  # causes of a removal
+UNREACHABLE = "unreachable"  # another: its whole host gave no sign any more
+MAY_LIVE = (STALLED, UNREACHABLE)  # who was removed for these may still be alive, and write
 PUT_OUT = "put out"  # as a cause in one lane: the process stays in the job
 SLOT_TAKEN = "slot taken"  # why most joiners that are refused are
 MAX_PARTS = 4096  # in one decision
@@ -34,31 +36,41 @@ class Member(NamedTuple):
         incarnation: 1 for the first process of a slot, +1 for each that follows.
         nonce: 128 random bits that tell this process from any other.
         endpoint: what others need to reach it, opaque here: path of its socket, blob of its board, pid, start time.
+        host: key of the host that it runs on. Members of one host see each other's boards and deaths; of the others
+            they are told (`Obituary`).
     """
 
     slot: int
     incarnation: int
     nonce: bytes
     endpoint: bytes
+    host: str = ""
 
     def as_incarnation(self, incarnation: int) -> Member:
         """Return the same process with another incarnation: it is known only when a decision has taken it in."""
-        return Member(self.slot, incarnation, self.nonce, self.endpoint)
+        return self._replace(incarnation=incarnation)
 
 
 class Removal(NamedTuple):
-    """A member of the previous epoch that is not in this one; `cause` is DEAD, STALLED or LEFT."""
+    """A member of the previous epoch that is not in this one; `cause` is DEAD, STALLED, LEFT or UNREACHABLE."""
 
     slot: int
     incarnation: int
     cause: str
+    host: str = ""
 
 
 class Cut(NamedTuple):
-    """The last seq of `lane` to which the contributions of slots count that were removed, or put out, alive."""
+    """The last seq of `lane` to which the contributions count of slots that were removed, or put out, alive.
+
+    It holds for the dead as well of whose host nobody is left in the lane: nobody can tell what they have left.
+    `holder`: the lowest slot that had completed this call; what it has of the removed goes as far as the cut. -1: a
+    host's own business, nobody needs to ask.
+    """
 
     lane: int
     seq: int
+    holder: int = -1
 
 
 class Start(NamedTuple):
@@ -185,7 +197,8 @@ class Commit(NamedTuple):
 class Report(NamedTuple):
     """Causes for a change, told to the coordinator: slots and causes as in `Removal`, seen in `epoch`.
 
-    A report of DEAD or LEFT is a hint to look; the coordinator acts on proofs of its own only. `wants` are sorted.
+    A report of DEAD or LEFT is a hint to look; the coordinator acts on proofs only, its own and obituaries. Of a host
+    that is UNREACHABLE all members are named. `wants` are sorted.
     """
 
     epoch: int
@@ -213,9 +226,6 @@ class Ask(NamedTuple):
     epoch: int
 
 
-Message = Prepare | Promise | Nack | Accept | Accepted | Commit | Report | Join | JoinRefused | Ask
-
-
 class BoardState(NamedTuple):
     """What an agent keeps on its board: written before it answers, readable after its death.
 
@@ -226,3 +236,22 @@ class BoardState(NamedTuple):
     promised: Ballot
     accepted_ballot: Ballot
     accepted: Decision | None
+
+
+class Obituary(NamedTuple):
+    """The process `nonce` writes no more, and this is what stands on its board. Told to members on other hosts.
+
+    Who tells it: each agent of its host that has the proof and has read the board afterwards; or the process itself, as
+    its last word, if it leaves. Of the `decided` of the board the epoch is told alone, its members are left out.
+
+    Attributes:
+        cause: DEAD or LEFT.
+        board: None when it cannot be read: the process is then no witness.
+    """
+
+    nonce: bytes
+    cause: str
+    board: BoardState | None
+
+
+Message = Prepare | Promise | Nack | Accept | Accepted | Commit | Report | Join | JoinRefused | Ask | Obituary

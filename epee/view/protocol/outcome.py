@@ -36,13 +36,13 @@ has not issued the call yet, finds the same: survivors agree without another mes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import NamedTuple
 
 from .decision import parts_of
-from .messages import FOREVER, LEFT, PUT_OUT, STALLED, Decision, Removal, Start
+from .messages import FOREVER, LEFT, MAY_LIVE, PUT_OUT, Decision, Removal, Start
 
-MAX_WITNESSED_HOSTS = 2  # of a lane in which what the dead have left counts
+MAX_WITNESSED_HOSTS = 2  # of those in a lane in which what the dead have left counts
 Whole = Callable[[int, int, int], bool]  # (slot, epoch, seq): is the contribution of a slot all there?
 
 
@@ -188,7 +188,7 @@ class Course:
         removed = tuple(Removal(slot, since, loss_of(decision, slot)) for slot, since in gone)
         joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
         stay = {slot for slot in after if before.get(slot, (0, 0))[0] == after[slot][0]}
-        alone = [removal.slot for removal in removed if not self._is_witnessed(removal.slot, stay)]
+        alone = [removal.slot for removal in removed if not self._is_witnessed(removal.slot, before, stay)]
         turn = EpochChange(decision, self.lane, removed, [start for _, start in after.values()], self._last, alone)
         if joins:
             turn.cap = turn.limit or 0  # everybody was asked: where nobody told of the lane, nobody had issued anything
@@ -198,12 +198,12 @@ class Course:
         self._members[decision.epoch] = after
         return turn
 
-    def _is_witnessed(self, slot: int, stay: Container[int]) -> bool:
+    def _is_witnessed(self, slot: int, before: Collection[int], stay: Container[int]) -> bool:
         """Return whether one of those who stay runs on a slot's host, and so has what the slot has left."""
         if not self._hosts:
             return True
         host = self._hosts.get(slot)
-        if len(set(self._hosts.values())) > MAX_WITNESSED_HOSTS:
+        if len({self._hosts.get(other) for other in before}) > MAX_WITNESSED_HOSTS:
             return False
         return any(where == host and other in stay for other, where in self._hosts.items())
 
@@ -330,12 +330,17 @@ class Course:
 
 def cut_of(decision: Decision, lane: int, removal: Removal, is_witnessed: bool = True) -> int:
     """Return the last seq to which the contribution of a removed slot counts; `FOREVER`: what it has left whole."""
-    if removal.cause == LEFT or (removal.cause not in (STALLED, PUT_OUT) and is_witnessed):
+    if removal.cause == LEFT or (removal.cause not in (*MAY_LIVE, PUT_OUT) and is_witnessed):
         return FOREVER
     for cut in decision.cuts:
         if cut.lane == lane:
             return cut.seq
     return 0
+
+
+def holder_of(decision: Decision, lane: int) -> int:
+    """Return the slot that has all of the removed that counts in a lane, up to its cut; -1 where nobody need ask."""
+    return next((cut.holder for cut in decision.cuts if cut.lane == lane), -1)
 
 
 def loss_of(decision: Decision, slot: int) -> str:

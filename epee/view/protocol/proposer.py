@@ -9,14 +9,17 @@ which this process did not run is no time in which others were silent.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .coordinator import Campaign, Facts
 from .decision import BLANK
-from .events import Accused, AgentSettings, Effect, NoQuorum, Refused, Send, Wanted
+from .events import Accused, AgentSettings, Effect, HostLost, NoQuorum, Refused, Send, Wanted
 from .joins import Joins
 from .messages import (
     NO_BALLOT,
     SLOT_TAKEN,
     STALLED,
+    UNREACHABLE,
     Accept,
     Accepted,
     Ask,
@@ -30,6 +33,7 @@ from .messages import (
     Member,
     Message,
     Nack,
+    Obituary,
     Prepare,
     Promise,
     Removal,
@@ -38,6 +42,19 @@ from .messages import (
 )
 
 NEVER = float("inf")
+
+
+def obituary_of(member: Member, cause: str, board: BoardState | None) -> Obituary:
+    """Return what to tell elsewhere of a member that writes no more; `board` is what was read after that."""
+    return Obituary(member.nonce, cause, board and board._replace(decided=Decision(board.decided.epoch, ())))
+
+
+def _expire(accusers: dict[Any, dict[int, float]], before: float) -> None:
+    """Drop accusations from `before`."""
+    for accused in list(accusers):
+        accusers[accused] = {by: t for by, t in accusers[accused].items() if t >= before}
+        if not accusers[accused]:
+            del accusers[accused]
 
 
 class Proposer:
@@ -62,6 +79,7 @@ class Proposer:
         self.accepted: Decision | None = None
         self.gone: dict[int, str] = {}
         self.boards: dict[int, BoardState] = {}
+        self._read: set[int] = set()  # of `gone`, those whose boards this process has looked at itself
         self.joins = Joins()
         self._out: list[Effect] = []
         self._t = 0.0
@@ -81,6 +99,8 @@ class Proposer:
         self._campaign_began = self._resend_at = 0.0
         self._highest = NO_BALLOT
         self._accusers: dict[int, dict[int, float]] = {}
+        self._lost: dict[str, dict[int, float]] = {}  # per host who cannot reach it, and when that was heard last
+        self._mourned_at = 0.0
         self._wants: dict[int, tuple[Want, float]] = {}  # per lane the first that is valid, and when it was heard last
         self._start_at: float | None = None
         self._report_at = 0.0
@@ -116,6 +136,8 @@ class Proposer:
                 times += [self._start_at, max(self._report_at, self._t)]
             if self._trouble_since is not None and not self._told_no_quorum:
                 times.append(self._trouble_since + self.settings.no_quorum_s)
+        if self._obituaries():
+            times.append(self._mourned_at + patience_s / 2)
         for _, heard in self._wants.values():
             times += [t for t in (heard + patience_s, self._no_wants_before) if t > self._t]
         for request in self.joins.requests.values():
@@ -137,6 +159,14 @@ class Proposer:
         if self.settings.policy == "evict" and slot != by:
             self._accusers.setdefault(slot, {})[by] = self._t
 
+    def _host_lost(self, event: HostLost) -> None:
+        self._note_lost(event.host, self.me.slot)
+
+    def _note_lost(self, host: str, by: int) -> None:
+        is_there = any(member.host == host for member in self.members.values())
+        if is_there and by in self.members and host != self.members[by].host:
+            self._lost.setdefault(host, {})[by] = self._t
+
     def _wanted(self, event: Wanted) -> None:
         if event.epoch >= self.epoch:
             self._note_want(event.want)
@@ -148,12 +178,8 @@ class Proposer:
 
     def _expire(self) -> None:
         before = self._t - self.settings.patience_s
-        for slot in list(self._accusers):
-            fresh = {by: t for by, t in self._accusers[slot].items() if t >= before}
-            if fresh:
-                self._accusers[slot] = fresh
-            else:
-                del self._accusers[slot]
+        for accusers in (self._accusers, self._lost):
+            _expire(accusers, before)
         self._wants = {lane: (want, t) for lane, (want, t) in self._wants.items() if t >= before}
         if self.joins.requests:
             self.joins.expire(before)
@@ -163,11 +189,33 @@ class Proposer:
         joiners: list[Member] = []
         replaced: set[int] = set()
         if self.joins.requests:
-            leaving = {*self.gone, *accusers}
+            leaving = {*self.gone, *self._suspected()}
             joiners, replaced = self.joins.ready(self._t, self.members, leaving, self.settings.patience_s)
         wants = tuple(want for want, _ in self._wants.values()) if self._t >= self._no_wants_before else ()
         waited, patience = self._t - self._campaign_began, self._join_wait()
-        return Facts(self.gone, self.boards, accusers, tuple(joiners), frozenset(replaced), wants, waited, patience)
+        lost = {host: frozenset(by) for host, by in self._lost.items()}
+        return Facts(
+            self.gone,
+            self.boards,
+            accusers,
+            tuple(joiners),
+            frozenset(replaced),
+            wants,
+            waited,
+            patience,
+            lost,
+            self.settings.policy == "evict",
+        )
+
+    def _suspected(self) -> set[int]:
+        """Return the slots that somebody accuses, or whose host somebody cannot reach."""
+        lost = {slot for slot, member in self.members.items() if member.host in self._lost} if self._lost else set()
+        return lost | self._accusers.keys()
+
+    def _believed(self) -> list[int]:
+        """Return the slots that are able to answer, as far as is known, ascending."""
+        suspected = self._suspected()
+        return [slot for slot in sorted(self.members) if slot not in self.gone and slot not in suspected]
 
     def _join_wait(self) -> float:
         """Return how long calls may be held up for a joiner or a want: longer when it did not work out before."""
@@ -179,8 +227,7 @@ class Proposer:
 
     def _position(self) -> int:
         """Return how many members come before this one as coordinator: those believed alive in lower slots."""
-        before = [slot for slot in self.members if slot not in self.gone and slot not in self._accusers]
-        return sum(slot < self.me.slot for slot in before)
+        return sum(slot < self.me.slot for slot in self._believed())
 
     def _hurry(self, slot: int) -> None:
         """A member is gone: if it was the one that is waited for, its successor need not wait."""
@@ -206,11 +253,12 @@ class Proposer:
         if not self.epoch:
             self._drive_join()
             return
-        if self._accusers or self._wants or self.joins.requests:
+        if self._accusers or self._lost or self._wants or self.joins.requests:
             self._expire()
             self._probe()
         facts = self._facts()
-        trouble = bool(facts.gone or facts.accusers or self.promised != NO_BALLOT or self._freezing)
+        self._mourn()
+        trouble = bool(facts.gone or facts.accusers or facts.lost or self.promised != NO_BALLOT or self._freezing)
         if not (trouble or facts.joiners or facts.wants or self.campaign is not None):
             self._start_at = self._trouble_since = None
             return
@@ -245,7 +293,7 @@ class Proposer:
 
     def _probe(self) -> None:
         """Ask the occupants of slots that somebody else wants; refuse the joiner when they answer."""
-        leaving = {*self.gone, *self._accusers}
+        leaving = {*self.gone, *self._suspected()}
         for request in self.joins.unprobed(self.members, leaving):
             request.probed = self._t if request.probed is None else request.probed
             request.probe_again = False
@@ -279,19 +327,42 @@ class Proposer:
             self._out.append(Send(self.members[slot], message))
 
     def _coordinator(self) -> int:
-        believed = [slot for slot in self.members if slot not in self.gone and slot not in self._accusers]
-        return min(believed, default=self.me.slot)
+        return min(self._believed(), default=self.me.slot)
 
     def _tell_coordinator(self, facts: Facts) -> None:
         slot = self._coordinator()
         accused = [slot for slot, by in facts.accusers.items() if self.me.slot in by]
         causes = [Removal(s, self.members[s].incarnation, cause) for s, cause in facts.gone.items()]
         causes += [Removal(s, self.members[s].incarnation, STALLED) for s in accused]
+        lost = {host for host, by in facts.lost.items() if self.me.slot in by}
+        causes += [
+            Removal(*m[:2], UNREACHABLE) for s, m in self.members.items() if m.host in lost and s not in self.gone
+        ]
         self._report_at = self._t + self.settings.answer_s
         if (causes or facts.wants) and slot != self.me.slot:
             self._out.append(
                 Send(self.members[slot], Report(self.epoch, tuple(sorted(causes)), tuple(sorted(facts.wants))))
             )
+
+    # ---- who has died here, for those elsewhere
+
+    def _elsewhere(self) -> list[Member]:
+        return [m for slot, m in self.members.items() if m.host != self.me.host and slot not in self.gone]
+
+    def _obituaries(self) -> list[Obituary]:
+        """Return what this agent can say of members of its host that are gone, to those on others."""
+        if not self.gone or not self._elsewhere():
+            return []
+        ours = [(self.members[slot], cause) for slot, cause in self.gone.items() if slot in self._read]
+        return [obituary_of(member, cause, self.boards.get(member.slot)) for member, cause in ours]
+
+    def _mourn(self) -> None:
+        """Tell those on other hosts who is gone here, again and again: a message may be lost."""
+        obituaries = self._obituaries()
+        if obituaries and self._t >= self._mourned_at + self.settings.patience_s / 2:
+            self._mourned_at = self._t
+            for member in self._elsewhere():
+                self._out += [Send(member, obituary) for obituary in obituaries]
 
     def _ask_everybody(self) -> None:
         self._to_others(Ask(self.epoch))

@@ -1,5 +1,8 @@
 """One connection between two agents, as a machine over a non-blocking stream socket: handshake, then frames one way.
 
+It is a Unix socket inside a host, whose kernel says which process of which user is at the other end, and TCP between
+hosts, where the handshake alone says who it is. The handshake, the frames and their MACs are the same.
+
 Data path: `Outgoing` takes payloads, sends the hello, then the proof, then sealed frames as the socket takes them.
 `Incoming` reads the hello, then the proof, then frames, and hands out payloads. Neither waits for the other, ever: what
 the socket does not take stays in a queue with a limit, and what comes is read when it is there.
@@ -11,6 +14,7 @@ that dies, stops or stays silent leaves a queue that its owner drops.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -31,16 +35,42 @@ from .auth import (
 from .wire import MAX_FRAME_BYTES
 
 HANDSHAKE_S = 5.0
+CALL_S = 0.5  # how long a call to another host may go unanswered before it is made again
 MAX_QUEUED_BYTES = 2 * MAX_FRAME_BYTES
 _READ_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return (pid, uid) of the process that made the other end, as the kernel knows it."""
+    """Return (pid, uid) of the process that made the other end, as the kernel knows it; over TCP (0, our own uid)."""
+    if connection.family != socket.AF_UNIX:
+        return 0, os.geteuid()
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
+
+
+def call(address: str, port: int, timeout_s: float) -> socket.socket:
+    """Return a non-blocking socket that connects to an agent of another host; raises `OSError`."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        watch_silence(connection, timeout_s)
+        with contextlib.suppress(BlockingIOError):  # it is under way
+            connection.connect((address, port))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def watch_silence(connection: socket.socket, timeout_s: float) -> None:
+    """Let the kernel give up a TCP connection when the other kernel has been silent for so long, used or not."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(timeout_s * 1e3)))
 
 
 class Outgoing:
@@ -49,7 +79,9 @@ class Outgoing:
     Attributes:
         fd: of the socket.
         pid: of the process that listens there.
-        deadline: `time.monotonic()` value by which the handshake must be over; infinite afterwards.
+        deadline: `time.monotonic()` value by which the handshake must be over; infinite afterwards. Over TCP the
+            connection must be there by then, its process may take its time: it may be stopped.
+        is_up: the other kernel has taken the connection.
     """
 
     def __init__(self, connection: socket.socket, initiator: Initiator, now: float) -> None:
@@ -64,8 +96,15 @@ class Outgoing:
         self.pid, uid = peer_of(connection)
         if uid != os.geteuid():
             raise AuthError(f"process {self.pid} of user {uid} listens there; only user {os.geteuid()} may")
-        self.deadline = now + HANDSHAKE_S
+        self.is_remote = connection.family != socket.AF_UNIX
+        self.is_up = False
+        self.deadline = now + (CALL_S if self.is_remote else HANDSHAKE_S)
         self.flush()
+
+    @property
+    def is_proved(self) -> bool:
+        """True once the other side has proved who it is."""
+        return self._sealer is not None
 
     @property
     def wants_to_write(self) -> bool:
@@ -100,6 +139,9 @@ class Outgoing:
                 count = self._socket.send(self._out, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
+            if not self.is_up:
+                self.is_up = True
+                self.deadline = float("inf") if self.is_remote else self.deadline
             del self._out[:count]
 
     def readable(self) -> None:

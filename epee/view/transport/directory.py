@@ -1,9 +1,12 @@
 """The folder of a job: where a new process finds the others and the job's secret, and nobody else does.
 
-    <runtime folder>/job-2-<key>-<job id>/   0700, ours; every process of the job holds a shared `flock` on it
+    <runtime folder>/job-3-<key>-<host>-<job id>/   0700, ours; every process of the job holds a shared `flock` on it
         token                                0600, 32 random bytes, made by rank 0 (unless EPEE_TOKEN_FILE names one)
         home                                 0600, what a joiner must know of the first group, written by rank 0
         <slot>-<nonce>                       0600, the socket of one process
+
+A job over several hosts has a folder on each of them, with the key of the host in its name and the same job id and
+token: whichever process comes first there makes it (`enter`), though the hosts may even share a file system.
 
 Who writes: rank 0 makes the folder, each process its own socket; others only connect. Nothing is trusted for its name:
 the folder and the runtime folder must belong to this user, be closed to all others and be no links, and so must the
@@ -49,14 +52,16 @@ from ...errors import (
     ResourceError,
     shortage,
 )
+from ..process.machine import KEY_DIGITS, own_host_key
 from .auth import JOB_ID_BYTES, TOKEN_BYTES, Token
 from .wire import MAX_MEMBERS, NONCE_BYTES
 
-_JOB = re.compile(rf"job-2-([0-9a-f]{{16}})-([0-9a-f]{{{2 * JOB_ID_BYTES}}})")
+_JOB = re.compile(rf"job-3-([0-9a-f]{{16}})-([0-9a-f]{{{KEY_DIGITS}}})-([0-9a-f]{{{2 * JOB_ID_BYTES}}})")
 _SOCKET = re.compile(rf"(\d{{1,3}})-([0-9a-f]{{{2 * NONCE_BYTES}}})")
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _UNFINISHED_S = 60.0  # a folder that is older and not whole was left by a process that died while it made it
 MAX_HOME_BYTES = 1024
+_NUM_TRIES = 20  # to open or make a folder that others make and remove
 _LOOK_S = 1.0  # how long somebody may hold the lock alone to see whether the job lives
 
 
@@ -91,12 +96,20 @@ def socket_name(slot: int, nonce: bytes) -> str:
     return f"{slot}-{nonce.hex()}"
 
 
+def job_id_of(path: str) -> bytes:
+    """Return the id of the job whose folder, on whichever host, has a path; `ProtocolError` if it is no such path."""
+    match = _JOB.fullmatch(Path(path).name)
+    if match is None:
+        raise ProtocolError(f"{path!r} is not the folder of a job; is the store ours?")
+    return bytes.fromhex(match[3])
+
+
 def find_jobs(name: str | None = None) -> list[Path]:
-    """Return the folders of this user's living jobs that were made as `name` (any, if None), the youngest first."""
-    found = []
+    """Return the folders on this host of this user's living jobs made as `name` (any, if None), the youngest first."""
+    found, host = [], own_host_key()
     for path in runtime_folder().iterdir():
         match = _JOB.fullmatch(path.name)
-        if match is None or (name is not None and match[1] != job_key(name)):
+        if match is None or match[2] != host or (name is not None and match[1] != job_key(name)):
             continue
         with contextlib.suppress(OSError):  # it goes just now, or is not ours
             if not _visit(path, is_removed=False):
@@ -139,7 +152,8 @@ class JobDirectory:
 
     Attributes:
         path: of the folder, to be told to other processes; it is no secret.
-        job_id: `JOB_ID_BYTES` random bytes.
+        host: key of the host that the folder is for.
+        job_id: `JOB_ID_BYTES` random bytes, the same on all hosts of the job.
         token: the job's secret.
     """
 
@@ -148,7 +162,8 @@ class JobDirectory:
         if match is None:
             raise ProtocolError(f"{path} is not the folder of a job")
         self.path = path
-        self.job_id = bytes.fromhex(match[2])
+        self.host = match[2]
+        self.job_id = bytes.fromhex(match[3])
         self.token = _read_token(folder_fd)
         self._folder_fd = folder_fd  # holds the lock
         self._sockets: set[str] = set()
@@ -163,11 +178,44 @@ class JobDirectory:
             AuthError: the runtime folder is not ours alone.
             ResourceError: it cannot be written.
         """
+        return cls._make(name, secrets.token_bytes(JOB_ID_BYTES), secrets.token_bytes(TOKEN_BYTES))
+
+    @classmethod
+    def enter(cls, name: str, job_id: bytes, secret: bytes) -> JobDirectory:
+        """Open this host's folder of a job that was made on another host; make it if nobody has.
+
+        Args:
+            name: as for `create`.
+            job_id, secret: of the job, `JOB_ID_BYTES` and `TOKEN_BYTES` bytes; EPEE_TOKEN_FILE comes before `secret`.
+        Raises:
+            AuthError: as `create`; or the folder that is there holds another secret.
+            InvalidArgument: one of them is of another size.
+            ResourceError: as `create`.
+        """
+        if len(job_id) != JOB_ID_BYTES:
+            raise InvalidArgument(f"a job's id has {JOB_ID_BYTES} bytes, got {len(job_id)}")
+        token = token_of_file() or Token(secret)
+        path = runtime_folder() / _folder_name(name, job_id)
+        for _ in range(_NUM_TRIES):
+            with contextlib.suppress(ResourceError):  # nobody has made it, or the last one has just left it
+                return cls.open(path)._checked(token)
+            with contextlib.suppress(FileExistsError):  # somebody was faster
+                return cls._make(name, job_id, secret)._checked(token)
+        raise ResourceError(f"the folder {path} comes and goes; do the processes of its job end all the time?")
+
+    def _checked(self, token: Token) -> JobDirectory:
+        if self.token.derive(b"same", b"") != token.derive(b"same", b""):
+            self.forget()
+            raise AuthError(f"{self.path} holds another secret than this job's; remove it or set EPEE_RUNTIME_DIR")
+        return self
+
+    @classmethod
+    def _make(cls, name: str, job_id: bytes, secret: bytes) -> JobDirectory:
+        """Make a folder; `FileExistsError` where it is there already."""
         parent = runtime_folder()
         remove_stale(parent)
-        job = secrets.token_hex(JOB_ID_BYTES)
-        path = parent / f"job-2-{job_key(name)}-{job}"
-        unfinished = parent / f"new-{job}"
+        path = parent / _folder_name(name, job_id)
+        unfinished = parent / f"new-{secrets.token_hex(JOB_ID_BYTES)}"
         try:
             unfinished.mkdir(mode=0o700)
             with contextlib.ExitStack() as undo:
@@ -175,13 +223,20 @@ class JobDirectory:
                 undo.callback(os.close, folder_fd)
                 _lock_shared(folder_fd)
                 if not env.get("EPEE_TOKEN_FILE"):
-                    os.close(_make(folder_fd, "token", secrets.token_bytes(TOKEN_BYTES)))
-                unfinished.rename(path)
+                    os.close(_make(folder_fd, "token", secret))
+                try:
+                    unfinished.rename(path)
+                except OSError as exc:
+                    _empty(folder_fd)
+                    unfinished.rmdir()
+                    if exc.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise FileExistsError(exc.errno, "another process has made it") from exc
+                    raise
                 made = cls(path, folder_fd)
                 undo.pop_all()
                 return made
         except OSError as exc:
-            if isinstance(exc, EpeeError):
+            if isinstance(exc, EpeeError | FileExistsError):
                 raise
             raise ResourceError(f"cannot make {path}: {exc}; let EPEE_RUNTIME_DIR name another folder") from exc
 
@@ -321,6 +376,10 @@ class JobDirectory:
 
     def _address(self, name: str) -> str:
         return f"/proc/self/fd/{self._fd()}/{name}"  # short enough for a socket, however long the path is
+
+
+def _folder_name(name: str, job_id: bytes) -> str:
+    return f"job-3-{job_key(name)}-{own_host_key()}-{job_id.hex()}"
 
 
 def remove_stale(parent: Path) -> int:

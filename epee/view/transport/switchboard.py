@@ -1,7 +1,8 @@
 """All connections of one agent: it listens, connects when there is something to send, and never waits for anybody.
 
 A process whose endpoint is known is reached through it, whatever has become of the job's folder (`directory.py`); one
-that was only found in the folder is reached by its name there.
+that was only found in the folder is reached by its name there. One of another host is reached by TCP, at the address of
+its endpoint; what comes of the attempts is noted in `reach.py`, which says when to call again.
 
 Data path: `send` puts a message on the connection to a process, which is opened at first use. `handle` is called for a
 descriptor that is ready and returns what came: messages with the nonce of the process that has proved to be their
@@ -21,19 +22,23 @@ import errno
 import select
 import socket
 from collections import Counter
+from collections.abc import Callable
 
+from ... import env
 from ...errors import AuthError, EpeeError, ProtocolError
 from ...memory.host import process_start_time
 from ..process.endpoint import parse_endpoint
 from ..protocol.messages import Commit, Member, Message
 from .auth import Identity, Initiator
-from .connection import Incoming, Outgoing
+from .connection import Incoming, Outgoing, call, watch_silence
 from .directory import Door, JobDirectory, connect_door, socket_name
-from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, decode, encode
+from .reach import ENDED, ESTABLISHED, NO_ANSWER, PROVED, REFUSED, SILENT, UNKNOWN, Reach
+from .wire import MAX_FRAME_BYTES, MAX_MEMBERS, LaneTold, decode, encode
 
 MAX_CONNECTIONS = 4 * MAX_MEMBERS  # to this process
 MAX_STRANGERS = MAX_MEMBERS  # of them, before they have proved anything
 BACKLOG = 256
+_AWAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _PAUSE_S = 0.1  # how long nobody is let in when descriptors have run out
 
 
@@ -44,57 +49,90 @@ class Switchboard:
         dropped: how often a connection or message was dropped, by reason.
     """
 
-    def __init__(self, job: JobDirectory, me: Identity, door: Door, poll: select.epoll) -> None:
-        """Take over `door`, which others connect to."""
-        self._job, self._me, self._poll = job, me, poll
-        self._door, self._listener = door, door.listener
+    def __init__(
+        self,
+        job: JobDirectory,
+        me: Identity,
+        door: Door,
+        poll: select.epoll,
+        listener: socket.socket | None = None,
+        greet: Callable[[Member], list[Message | LaneTold]] = lambda to: [],
+    ) -> None:
+        """Take over `door`, which others connect to, and `listener`, where those on other hosts do.
+
+        `greet` says what a process of another host is told first on each new connection.
+        """
+        self._job, self._me, self._poll, self._greet = job, me, poll, greet
+        self._door = door
+        self._listeners = [door.listener] if listener is None else [door.listener, listener]
+        self._timeout_s = env.get_float("EPEE_HOST_TIMEOUT_S")
+        self.abroad = Reach(job.host, self._timeout_s)
         self._outgoing: dict[bytes, Outgoing] = {}
         self._nonce_of: dict[int, bytes] = {}  # of outgoing descriptors
         self._incoming: dict[int, Incoming] = {}
         self._listen_again = float("inf")
         self.dropped: Counter[str] = Counter()
-        poll.register(self._listener, select.EPOLLIN)
+        self._listen()
 
     @property
     def is_idle(self) -> bool:
         """True when everything that was sent has left this process, or was dropped."""
         return all(connection.is_idle for connection in self._outgoing.values())
 
-    def send(self, to: Member, message: Message, now: float) -> None:
+    def send(self, to: Member, message: Message | LaneTold, now: float) -> None:
         """Send a message, or drop it if it cannot be sent."""
         for part in _parts(message):
-            payload = encode(part)
             connection = self._outgoing.get(to.nonce) or self._connect(to, now)
-            if connection is None:
+            if connection is None or not self._put(connection, part, now):
                 return
-            try:
-                if not connection.send(payload):
-                    self.dropped["queue full"] += 1
-            except OSError:
-                self._close_outgoing(connection.fd, "broken")
-                return
-            self._watch(connection)
+            self._watch(connection, now)
+
+    def _put(self, connection: Outgoing, message: Message | LaneTold, now: float) -> bool:
+        """Give a message to a connection; False when that has ended."""
+        try:
+            if not connection.send(encode(message)):
+                self.dropped["queue full"] += 1
+        except OSError as exc:
+            self._note(connection, exc, now)
+            self._close_outgoing(connection.fd, "broken")
+            return False
+        return True
+
+    def keep_up(self, now: float) -> None:
+        """Call those on other hosts with whom there is no connection and should be one."""
+        for member in self.abroad.due(now):
+            if member.nonce in self._outgoing:
+                self.abroad.called(member.nonce)
+            elif (connection := self._connect(member, now)) is not None:
+                self._watch(connection, now)
 
     def reach(self, to: Member, now: float) -> int:
         """Connect to a process if that has not happened yet; return its pid as the kernel knows it, 0 if it is gone."""
         connection = self._outgoing.get(to.nonce) or self._connect(to, now)
         if connection is None:
             return 0
-        self._watch(connection)
+        self._watch(connection, now)
         return connection.pid
 
     def owns(self, fd: int) -> bool:
         """Return whether `handle` is to be called for this descriptor."""
-        return fd == self._listener.fileno() or fd in self._incoming or fd in self._nonce_of
+        return fd in self._incoming or fd in self._nonce_of or self._listener(fd) is not None
 
-    def handle(self, fd: int, now: float) -> list[tuple[bytes, Message]]:
+    def _listener(self, fd: int) -> socket.socket | None:
+        return next((listener for listener in self._listeners if listener.fileno() == fd), None)
+
+    def _listen(self) -> None:
+        for listener in self._listeners:
+            self._poll.register(listener, select.EPOLLIN)
+
+    def handle(self, fd: int, now: float) -> list[tuple[bytes, Message | LaneTold]]:
         """Do what a ready descriptor calls for; return (sender's nonce, message) pairs."""
         if fd in self._incoming:
             return self._receive(self._incoming[fd])
         if fd in self._nonce_of:
-            self._progress(self._outgoing[self._nonce_of[fd]])
-        elif fd == self._listener.fileno():
-            self._accept(now)
+            self._progress(self._outgoing[self._nonce_of[fd]], now)
+        elif (listener := self._listener(fd)) is not None:
+            self._accept(listener, now)
         return []
 
     def expire(self, now: float) -> float:
@@ -104,10 +142,11 @@ class Switchboard:
                 self._close_incoming(fd, "late")
         for nonce, outgoing in list(self._outgoing.items()):
             if now >= outgoing.deadline:
+                self.abroad.note(nonce, NO_ANSWER, now)
                 self._close_outgoing(self._outgoing[nonce].fd, "late")
         if now >= self._listen_again:
             self._listen_again = float("inf")
-            self._poll.register(self._listener, select.EPOLLIN)
+            self._listen()
         deadlines = [incoming.deadline for incoming in self._incoming.values()]
         deadlines += [outgoing.deadline for outgoing in self._outgoing.values()]
         return min([self._listen_again, *deadlines])
@@ -119,6 +158,7 @@ class Switchboard:
 
     def forget(self, nonce: bytes) -> None:
         """Drop the connections with a process that is dead."""
+        self.abroad.forget(nonce)
         if nonce in self._outgoing:
             self._close_outgoing(self._outgoing[nonce].fd, "")
         for fd, connection in list(self._incoming.items()):
@@ -135,6 +175,8 @@ class Switchboard:
         self._outgoing.clear()
         self._nonce_of.clear()
         self._door.close()
+        for listener in self._listeners:
+            listener.close()
 
     # ---- outgoing
 
@@ -142,38 +184,58 @@ class Switchboard:
         initiator = Initiator(self._job.token, self._job.job_id, self._me, Identity(*to[:3]))
         try:
             connection = self._call(to)
-        except (OSError, EpeeError):  # it has gone, or its queue is full of others; the message is lost
+        except (OSError, EpeeError) as exc:  # it has gone, or its queue is full of others; the message is lost
+            self.abroad.note(to.nonce, _seen(exc), now)
             self.dropped["unreachable"] += 1
             return None
         try:
             outgoing = Outgoing(connection, initiator, now)
-        except OSError:
+        except (OSError, AuthError) as exc:
             connection.close()
+            self.abroad.note(to.nonce, _seen(exc), now)
             self.dropped["unreachable"] += 1
             return None
         self._outgoing[to.nonce] = outgoing
         self._nonce_of[outgoing.fd] = to.nonce
-        self._poll.register(outgoing.fd, select.EPOLLIN)
+        self._poll.register(outgoing.fd, select.EPOLLIN | select.EPOLLOUT)
+        self.abroad.called(to.nonce)
+        for message in self._greet(to) if outgoing.is_remote else ():
+            if not self._put(outgoing, message, now):
+                return None
         return outgoing
 
     def _call(self, to: Member) -> socket.socket:
         if not to.endpoint:
             return self._job.connect(socket_name(to.slot, to.nonce))
         endpoint = parse_endpoint(to.endpoint)
+        if to.host != self._job.host:
+            if not endpoint.address:
+                raise ProtocolError(f"slot {to.slot} of another host says no address; was its job made for one host?")
+            return call(endpoint.address, endpoint.port, self._timeout_s)
         if process_start_time(endpoint.pid) != endpoint.start_time:
             raise ProcessLookupError(errno.ESRCH, "it has ended")
         return connect_door(endpoint.pid, endpoint.door)
 
-    def _progress(self, connection: Outgoing) -> None:
+    def _progress(self, connection: Outgoing, now: float) -> None:
         try:
             connection.flush()
             connection.readable()
         except (OSError, EpeeError) as exc:
+            self._note(connection, exc, now)
             self._close_outgoing(connection.fd, _reason(exc))
             return
-        self._watch(connection)
+        self._watch(connection, now)
 
-    def _watch(self, connection: Outgoing) -> None:
+    def _note(self, connection: Outgoing, exc: Exception, now: float) -> None:
+        """Note how a connection has ended, or was not made."""
+        what = _seen(exc)
+        if what == ENDED and not connection.is_up:
+            what = REFUSED
+        self.abroad.note(self._nonce_of[connection.fd], what, now)
+
+    def _watch(self, connection: Outgoing, now: float) -> None:
+        if connection.is_up:  # on a fast way at once, and a stopped process says nothing that would be an event
+            self.abroad.note(self._nonce_of[connection.fd], PROVED if connection.is_proved else ESTABLISHED, now)
         mask = select.EPOLLIN | (select.EPOLLOUT if connection.wants_to_write else 0)
         self._poll.modify(connection.fd, mask)
 
@@ -186,15 +248,18 @@ class Switchboard:
 
     # ---- incoming
 
-    def _accept(self, now: float) -> None:
+    def _accept(self, listener: socket.socket, now: float) -> None:
         for _ in range(BACKLOG):
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
+                if listener is not self._door.listener:
+                    watch_silence(connection, self._timeout_s)
             except BlockingIOError:
                 return
             except OSError as exc:
                 if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                    self._poll.unregister(self._listener)  # it would stay ready, and the loop would spin
+                    for waiting in self._listeners:
+                        self._poll.unregister(waiting)  # it would stay ready, and the loop would spin
                     self._listen_again = now + _PAUSE_S
                 self.dropped["no descriptor"] += 1
                 return
@@ -218,7 +283,7 @@ class Switchboard:
         self._incoming[incoming.fd] = incoming
         self._poll.register(incoming.fd, select.EPOLLIN)
 
-    def _receive(self, connection: Incoming) -> list[tuple[bytes, Message]]:
+    def _receive(self, connection: Incoming) -> list[tuple[bytes, Message | LaneTold]]:
         was_known = connection.peer is not None
         try:
             payloads = connection.readable()
@@ -253,7 +318,21 @@ def _reason(exc: Exception) -> str:
     return "" if isinstance(exc, OSError) else "broken"  # a peer that hangs up is no trouble
 
 
-def _parts(message: Message) -> list[Message]:
+def _seen(exc: Exception) -> int:
+    """Return what an error says of the way to a process on another host (`reach.py`)."""
+    if isinstance(exc, AuthError | ProtocolError):
+        return REFUSED
+    if isinstance(exc, ConnectionRefusedError):
+        return REFUSED
+    if isinstance(exc, TimeoutError):
+        return SILENT
+    if isinstance(exc, ConnectionError):
+        return ENDED
+    is_away = isinstance(exc, OSError) and exc.errno in _AWAY
+    return NO_ANSWER if is_away else UNKNOWN
+
+
+def _parts(message: Message | LaneTold) -> list[Message | LaneTold]:
     """Cut a Commit that could be longer than a frame; its receiver takes decisions one by one anyway."""
     if not isinstance(message, Commit) or len(message.decisions) < 2:
         return [message]
@@ -266,6 +345,6 @@ def _size(message: Commit) -> int:
     """Return an upper bound of the bytes of a Commit's frame."""
     total = 64
     for decision in message.decisions:
-        total += 64 + sum(48 + len(member.endpoint) for member in decision.members)
-        total += 24 * (len(decision.removed) + len(decision.cuts) + len(decision.starts))
+        total += 64 + sum(88 + len(member.endpoint) for member in decision.members)
+        total += 64 * len(decision.removed) + 24 * (len(decision.cuts) + len(decision.starts))
     return total

@@ -23,6 +23,7 @@ from ..protocol.messages import (
     MAX_PARTS,
     NO_BALLOT,
     STALLED,
+    UNREACHABLE,
     Accept,
     Accepted,
     Ask,
@@ -37,6 +38,7 @@ from ..protocol.messages import (
     Member,
     Message,
     Nack,
+    Obituary,
     Part,
     Prepare,
     Promise,
@@ -54,11 +56,13 @@ MAX_DECISIONS = 1024  # in one Commit; the runtime cuts longer ones
 MAX_ENDPOINT_BYTES = 1 << 10
 MAX_REASON_BYTES = 1 << 10
 MAX_DECISION_BYTES = (
-    33 * MAX_ALL_LANES + 40 * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 128)
+    41 * MAX_ALL_LANES + 40 * MAX_PARTS + MAX_MEMBERS * (MAX_ENDPOINT_BYTES + 256)
 )  # a cut, a start per lane
 MAX_FRAME_BYTES = 3 << 20  # one decision, and what a Promise tells of the lanes of one process
 MAX_STATE_BYTES = 2 * MAX_DECISION_BYTES + 128  # a board holds two decisions
 NONCE_BYTES = 16
+MAX_HOST_BYTES = 32
+MAX_TOLD_BYTES = 256  # by a process of its part in a lane, to those on other hosts
 EPOCH_LIMIT = ROUND_LIMIT = INCARNATION_LIMIT = 1 << 48  # a joiner's incarnation is the epoch that it joins in
 LANE_LIMIT = (1 << 63) - 1
 
@@ -110,9 +114,10 @@ _LANE = Number(0, LANE_LIMIT)
 _SEQ = Number(0, FOREVER)
 _NONCE = Bytes(NONCE_BYTES, NONCE_BYTES)
 _BALLOT = TupleCodec(Ballot, Number(0, ROUND_LIMIT), Number(-1, MAX_MEMBERS - 1))
-_MEMBER = TupleCodec(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES))
-_REMOVAL = TupleCodec(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT))
-_CUT = TupleCodec(Cut, _LANE, _SEQ)
+_HOST = Text(MAX_HOST_BYTES)
+_MEMBER = TupleCodec(Member, _SLOT, _INCARNATION, _NONCE, Bytes(0, MAX_ENDPOINT_BYTES), _HOST)
+_REMOVAL = TupleCodec(Removal, _SLOT, _INCARNATION, Choice(DEAD, STALLED, LEFT, UNREACHABLE), _HOST)
+_CUT = TupleCodec(Cut, _LANE, _SEQ, Number(-1, MAX_MEMBERS - 1))
 _START = TupleCodec(Start, _LANE, _SEQ, Flag())
 _PART = TupleCodec(Part, _LANE, _SLOT, _INCARNATION, Number(-EPOCH_LIMIT, EPOCH_LIMIT))
 _SLOTS = Many(_SLOT, MAX_MEMBERS, key=lambda slot: slot)
@@ -131,6 +136,16 @@ _DECISION = TupleCodec(
 )
 _LANES = Many(_LANE_STATE, MAX_LANES, key=lambda state: state.lane)
 _STATE = TupleCodec(BoardState, _DECISION, _BALLOT, _BALLOT, Maybe(_DECISION), rule=_rule_of_accepted)
+
+
+class LaneTold(NamedTuple):
+    """What a process tells of its part in a lane; inside its host it stands on its board. Not for the agent."""
+
+    lane: int
+    data: bytes
+
+
+PING = LaneTold(LANE_LIMIT, b"")  # of a lane that nobody has
 
 
 class _Type(NamedTuple):
@@ -152,6 +167,8 @@ _TYPES: dict[type, _Type] = {
             TupleCodec(Join, _MEMBER),
             TupleCodec(JoinRefused, _SLOT, _NONCE, Text(MAX_REASON_BYTES)),
             TupleCodec(Ask, _EPOCH),
+            TupleCodec(Obituary, _NONCE, Choice(DEAD, LEFT), Maybe(_STATE)),
+            TupleCodec(LaneTold, _LANE, Bytes(0, MAX_TOLD_BYTES)),
         ),
         start=1,
     )
@@ -159,7 +176,7 @@ _TYPES: dict[type, _Type] = {
 _BY_NUMBER = {entry.number: entry.codec for entry in _TYPES.values()}
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | LaneTold) -> bytes:
     """Return the frame of a message, at most `MAX_FRAME_BYTES` long.
 
     Raises:
@@ -171,7 +188,7 @@ def encode(message: Message) -> bytes:
     return _written(entry.codec, message, bytes([entry.number]), MAX_FRAME_BYTES)
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes) -> Message | LaneTold:
     """Return the message that a frame holds.
 
     Raises:
@@ -180,7 +197,7 @@ def decode(data: bytes) -> Message:
     codec = _BY_NUMBER.get(data[0]) if data else None
     if codec is None:
         raise ProtocolError(f"a frame of {len(data)} bytes of no known type; do the ranks run one version of epee?")
-    message: Message = _read(codec, data, 1, MAX_FRAME_BYTES)
+    message: Message | LaneTold = _read(codec, data, 1, MAX_FRAME_BYTES)
     return message
 
 

@@ -25,9 +25,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ....backend.hosts.exports import Exports
 from ....backend.outbox import STATE_WORDS, has_left
-from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError, UnsupportedError
+from ....errors import EpeeError, InvalidState, PeerError, ProtocolError, RankFailedError
 from ....link.roles import Roles
 from ....link.topology import Topology
 from ...config import BufferConfig
@@ -80,7 +79,6 @@ class LatencyHostsPath(LatencyCalls):
     ) -> None:
         self._topology, self._exchange = topology, exchange
         self._engine = engine = exchange.engine
-        self._exports: Exports = engine.box.exports
         self._life = self._life_words()
         self._roles = Roles(topology, range(control.config.num_ranks))  # of the epoch
         self._layout = latency_layout(control.config)
@@ -106,12 +104,10 @@ class LatencyHostsPath(LatencyCalls):
         ended = {rank for rank, words in enumerate(self._life) if has_left(words)}
         ended.update(self._engine.watch.dead())
         survival = self._engine.survival
-        if survival is None:
-            cut = self._exports.lost
-        else:
-            cut = set(range(self.config.num_ranks)).difference(survival.admission.present())
-            ended |= cut
-            ended.update(rank for rank in self._topology.elsewhere if self._roles.keeper(rank) in cut)
+        assert survival is not None
+        cut = set(range(self.config.num_ranks)).difference(survival.admission.present())
+        ended |= cut
+        ended.update(rank for rank in self._topology.elsewhere if self._roles.keeper(rank) in cut)
         for host in range(self._topology.num_hosts):
             if host != self._topology.host and self.wire.gateways.get(host) in (None, *cut):
                 ended.update(self._topology.hosts[host])
@@ -150,8 +146,6 @@ class LatencyHostsPath(LatencyCalls):
     def sync(self, active_ranks: torch.Tensor | None, deadline: float) -> torch.Tensor:
         """Meet, and begin an epoch with all ranks that live, whatever the masks say; the mask shows who they are.
 
-        Where the group has no view they are all, and a mask that leaves one out is refused.
-
         Raises:
             As `LatencyBuffer.all_gather_bytes`.
         """
@@ -159,8 +153,6 @@ class LatencyHostsPath(LatencyCalls):
         error: EpeeError | None = None
         if self.wire.num_open:
             error = InvalidState(f"{self.wire.num_open} calls have been sent and not received; call their hooks first")
-        elif self._engine.survival is None and active_ranks is not None and not bool(active_ranks[:num_ranks].all()):
-            error = UnsupportedError("a buffer over several hosts goes on with all its ranks or not at all; sync() it")
         if error is not None:
             self._control.refuse(OP_GATHER, error, deadline)  # the others are in it
             raise error

@@ -1,0 +1,268 @@
+"""Hosts in the simulator: who runs where, what goes wrong between them, and what their processes see of each other.
+
+Between hosts nobody sees boards or deaths: agents tell them (`Obituary`). A host that is cut off, in one direction or
+both, is silent, and one whose processes have all ended resets every connection; the control connections of the others
+find out (`Watch`, the simulator's `transport/reach.py`).
+
+An outbox of another host is seen through a copy that a connection fills (`RemoteMirror`): late, and not at all while
+the hosts are cut. Once its owner was removed nothing more comes, except from who tells: a member of the lane on the
+owner's host, who sees the memory itself, or else the holder of the decision's cut, who has all up to there. The telling
+itself is the lane's affair (`backend/hosts`); here it takes no time and is never lost.
+
+Runs of seeds from HOST_SEEDS on have hosts. Their calls are not given up, because how one is withdrawn between hosts is
+no rule of the view's either.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from epee.view.protocol.events import HostLost
+from epee.view.protocol.messages import LEFT, Decision
+from epee.view.protocol.outcome import holder_of
+
+from .lane import LANE, Engine, Mirror, Outbox
+from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, PART, STOP, Fault, Plan
+
+if TYPE_CHECKING:
+    from .world import Process, World
+
+NUM_SLOTS = 12
+LOOK_S = 0.02
+RESET_S = 0.05  # how long a connection that was reset is tried again
+SILENT_S = 0.4  # how long the kernel waits for a host that is silent
+
+
+def with_hosts(plan: Plan, rng: Random) -> Plan:
+    """Return a plan over hosts in place of one on a single host."""
+    num_hosts = rng.choice((2, 2, 2, 3, 3, 4))
+    num_members = plan.num_members
+    shape = rng.random()
+    if shape < 0.5:
+        hosts = tuple(slot * num_hosts // num_members for slot in range(num_members))
+    elif shape < 0.8:
+        hosts = tuple(slot % num_hosts for slot in range(num_members))
+    else:
+        hosts = tuple(rng.randrange(num_hosts) for _ in range(num_members))
+    num_places = num_hosts + (rng.random() < 0.3)  # of those that join; with more than two hosts other rules hold
+    hosts += tuple(rng.randrange(num_places) for _ in range(NUM_SLOTS - num_members))
+    is_untold = rng.random() < 0.12
+    if is_untold:
+        num_members = max(5, num_members)
+        hosts = (2, *(0,) * (num_members - 4), 1, 0, *(1,) * (NUM_SLOTS + 1 - num_members))
+    settings = plan.settings._replace(policy=rng.choice(("evict", "evict", "wait")))
+    plan = plan._replace(
+        num_members=num_members, hosts=hosts, settings=settings, is_patient=False, num_calls=plan.num_calls * 2
+    )
+    return plan._replace(faults=_untold(plan, rng) if is_untold else _faults(plan, rng))
+
+
+def _untold(plan: Plan, rng: Random) -> tuple[Fault, ...]:
+    """The lowest, alone on its host, is cut off when all have promised; it decides by those who die as they accept.
+
+    What they have accepted stands on their boards, and one of their host is left to tell it to another.
+    """
+    n = plan.num_members
+    start = rng.random() * 0.6 * plan.num_calls * (plan.think_s + 0.006)
+    cut = start + rng.choice((0.004, 0.01, 0.02)) * rng.random()
+    mask = sum(1 << slot | 1 << slot * NUM_SLOTS for slot in (n - 3, n - 2))
+    faults = [Fault(start, CRASH, n - 1), Fault(cut, PART, 0, 1.5, mask)]
+    faults += [
+        Fault(cut, CRASH_IN_STEP, slot, 0.0, AFTER_SEND + rng.choice((1, 1, 1, 2, 3))) for slot in range(1, n - 3)
+    ]
+    return tuple(sorted(faults))
+
+
+def _faults(plan: Plan, rng: Random) -> tuple[Fault, ...]:
+    """Draw faults of whole hosts and between hosts, and others near them."""
+    span = plan.num_calls * (plan.think_s + 0.006)
+    faults = list(plan.faults) if rng.random() < 0.5 else []
+    for _ in range(rng.choice((0, 1)) if faults else rng.choice((1, 1, 2))):
+        start = rng.random() * span
+        faults += rng.choice((_death, _host_dies, _host_dies_unheard, _host_stops, _cut, _cut, _heir_dies))(
+            plan, rng, start
+        )
+        if rng.random() < 0.3:
+            then = max(0.0, start + rng.choice((0.005, 0.05, 0.5)) * (rng.random() - 0.3))
+            faults += rng.choice((_death, _cut, _newcomer))(plan, rng, then)
+    return tuple(sorted(faults))
+
+
+def _slots_of(plan: Plan, host: int) -> list[int]:
+    return [slot for slot in range(plan.num_members) if plan.hosts[slot] == host]
+
+
+def _any_host(plan: Plan, rng: Random) -> int:
+    return plan.hosts[rng.randrange(plan.num_members)]
+
+
+def _step(rng: Random) -> int:
+    return rng.choice((0, 1, 2, 3, AFTER_SEND, AFTER_SEND, AFTER_SEND + 1))
+
+
+def _death(plan: Plan, rng: Random, start: float) -> list[Fault]:
+    return [Fault(start, rng.choice((CRASH, CRASH_IN_STEP, LEAVE)), rng.randrange(plan.num_members), 0.0, _step(rng))]
+
+
+def _heir_dies(plan: Plan, rng: Random, start: float) -> list[Fault]:
+    """One dies, and those of its host while they tell of it."""
+    slots = _slots_of(plan, _any_host(plan, rng))
+    rng.shuffle(slots)
+    later = [start + rng.choice((0.001, 0.01, 0.1)) * rng.random() for _ in slots[1:]]
+    kinds = [rng.choice((CRASH, CRASH_IN_STEP)) for _ in later]
+    rest = zip(later, kinds, slots[1:], strict=True)
+    return [Fault(start, CRASH, slots[0]), *(Fault(when, kind, slot, 0.0, _step(rng)) for when, kind, slot in rest)]
+
+
+def _host_dies(plan: Plan, rng: Random, start: float) -> list[Fault]:
+    """All processes of a host are killed, one very soon after the other."""
+    host = _any_host(plan, rng)
+    return [Fault(start + 0.004 * rng.random(), CRASH, slot) for slot in _slots_of(plan, host)]
+
+
+def _host_dies_unheard(plan: Plan, rng: Random, start: float) -> list[Fault]:
+    """A death is told, then all of its host die while one elsewhere does not look: others have seen more of them."""
+    host = _any_host(plan, rng)
+    first, *rest = _slots_of(plan, host)
+    others = [slot for slot in range(plan.num_members) if plan.hosts[slot] != host]
+    then = start + 0.003
+    faults = [Fault(start, HOLD, slot, 0.15 * (0.5 + rng.random())) for slot in others[:1]]
+    later = [Fault(then + rng.choice((0.001, 0.02, 0.04)) * rng.random(), CRASH, slot) for slot in rest]
+    return [*faults, Fault(then, CRASH, first), *later]
+
+
+def _host_stops(plan: Plan, rng: Random, start: float) -> list[Fault]:
+    """All processes of a host stand still for a while; its kernel answers."""
+    for_s = rng.choice((0.1, 0.6, 1.0)) * (0.5 + rng.random())
+    return [Fault(start, STOP, slot, for_s) for slot in _slots_of(plan, _any_host(plan, rng))]
+
+
+def _cut(plan: Plan, rng: Random, start: float) -> list[Fault]:
+    """One host is cut from the others, or from one of them, both ways or one; it heals before anybody minds, or not."""
+    one = _any_host(plan, rng)
+    others = {plan.hosts[slot] for slot in range(NUM_SLOTS)} - {one}
+    if others and rng.random() < 0.3:
+        others = {rng.choice(sorted(others))}
+    ways = rng.choice((3, 3, 1, 2))
+    mask = 0
+    for a in range(NUM_SLOTS):
+        for b in range(NUM_SLOTS):
+            out, back = (plan.hosts[a], plan.hosts[b]), (plan.hosts[b], plan.hosts[a])
+            if (ways & 1 and out[0] == one and out[1] in others) or (ways & 2 and back[0] == one and back[1] in others):
+                mask |= 1 << a * NUM_SLOTS + b
+    return [Fault(start, PART, 0, rng.choice((0.1, 0.3, 0.6, 1.5)) * (0.5 + rng.random()), mask)]
+
+
+def _newcomer(plan: Plan, rng: Random, start: float) -> list[Fault]:
+    return [Fault(start, JOIN, rng.randrange(plan.num_members + 1))]
+
+
+class RemoteMirror(Mirror):
+    """A copy of an outbox of another host, as a connection fills it.
+
+    Attributes:
+        limit: so many stores are all that will ever be seen; None while its owner takes part.
+    """
+
+    __slots__ = ("limit", "reader", "since", "world", "writer")
+
+    def __init__(self, box: Outbox, lag: float, world: World, writer: int, since: int, reader: int) -> None:
+        super().__init__(box, lag + world.random() * world.plan.max_delay_s)
+        self.world, self.writer, self.since, self.reader = world, writer, since, reader
+        self.limit: int | None = None
+
+    def sync(self, until: float) -> list[int]:
+        """Take in what has come."""
+        if self.limit is None:
+            until = min(until, self.world.cut_since(self.writer, self.reader)) - self.lag
+        log, end = self.log, len(self.log) if self.limit is None else self.limit
+        while self.seen < end and (self.limit is not None or log[self.seen][0] <= until):
+            _, word, what = log[self.seen]
+            self.words[word] = what
+            self.seen += 1
+        return self.words
+
+    def coherent(self, until: float) -> list[int]:
+        """Like `sync`: nobody withdraws a call in these runs."""
+        return self.sync(until)
+
+    def settle(self, limit: int) -> None:
+        """Have told all there is, up to a place in the log; what has come already stays."""
+        self.limit = max(self.seen, min(limit, len(self.log)))
+
+
+class Watch:
+    """What the control connections of the processes show of other hosts."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._since: dict[tuple[bytes, str], tuple[bool, float]] = {}
+        self._told: dict[tuple[bytes, str], float] = {}
+        world.at(LOOK_S, self.look)
+
+    def look(self) -> None:
+        """Look at all connections, again and again."""
+        world = self.world
+        for process in world.all:
+            if process.agent.epoch and not (process.dead or process.ended or process.stopped):
+                self._look_from(process)
+        world.at(world.now + LOOK_S, self.look)
+
+    def _look_from(self, process: Process) -> None:
+        world, agent = self.world, process.agent
+        theirs: dict[str, list[Process]] = {}
+        for slot, member in agent.members.items():
+            if member.host != process.me.host and slot not in agent.gone:
+                theirs.setdefault(member.host, []).append(world.processes[member.nonce])
+        for host, others in theirs.items():
+            key = (process.me.nonce, host)
+            if not all(_is_silent(world, process, other) for other in others):
+                self._since.pop(key, None)
+                continue
+            is_reset = all(other.dead or other.ended for other in others)
+            known = self._since.get(key)
+            if known is None or known[0] != is_reset:
+                known = self._since[key] = (is_reset, world.now)
+            is_due = world.now - known[1] >= (RESET_S if is_reset else SILENT_S)
+            if is_due and world.now - self._told.get(key, -1.0) >= world.plan.settings.patience_s / 3:
+                self._told[key] = world.now
+                world.agent(process, HostLost(host))
+
+
+def _is_silent(world: World, one: Process, other: Process) -> bool:
+    """Return whether a connection is of no use: its end is gone, or nothing gets through, in whatever direction."""
+    if other.dead or other.ended:
+        return True
+    return min(world.cut_since(one.me.slot, other.me.slot), world.cut_since(other.me.slot, one.me.slot)) < world.now
+
+
+class Settlement:
+    """Who tells of those who were removed, and how much that is: per outbox how many stores."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._limits: dict[int, int] = {}  # by `id` of the outbox, which lives as long as the run
+
+    def note(self, decision: Decision, before: dict[int, int], now: dict[int, int]) -> None:
+        """A decision is known: those in the lane `before` who are not in it `now` are told of from what is there."""
+        world, holder = self.world, holder_of(decision, LANE)
+        has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}  # it has told all before
+        stay = [slot for slot, since in before.items() if now.get(slot) == since]
+        for slot, since in before.items():
+            if slot in stay:
+                continue
+            has_witness = slot in has_left or any(world.host_of(other) == world.host_of(slot) for other in stay)
+            for box in world.shared.boxes_of(slot, since):
+                self._limits[id(box)] = len(box.log) if has_witness else self._seen(box, holder, now)
+
+    def _seen(self, box: Outbox, holder: int, now: dict[int, int]) -> int:
+        process = self.world.in_lane.get((holder, now.get(holder, 0)))
+        mirrors = process.engine.mirrors.values() if process is not None and process.engine is not None else ()
+        return max((mirror.seen for mirror in mirrors if mirror.box is box), default=0)
+
+    def settle(self, engine: Engine, slot: int, since: int) -> None:
+        """Let a process have what is told of one that was removed."""
+        for mirror in engine.mirrors.values():
+            if isinstance(mirror, RemoteMirror) and (mirror.writer, mirror.since) == (slot, since):
+                mirror.settle(self._limits.get(id(mirror.box), 0))

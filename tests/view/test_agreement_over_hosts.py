@@ -1,0 +1,189 @@
+"""Agents of several hosts: obituaries, lost hosts, cuts and their holders. No processes."""
+
+from __future__ import annotations
+
+from epee.view.protocol.agent import BLANK_BOARD, Agent
+from epee.view.protocol.coordinator import Campaign, Facts
+from epee.view.protocol.decision import choose_lost, compose
+from epee.view.protocol.events import (
+    AgentSettings,
+    BoardRead,
+    Decide,
+    Died,
+    HostLost,
+    LeaveAsked,
+    MessageReceived,
+    ReadBoard,
+    Send,
+    Tick,
+)
+from epee.view.protocol.messages import (
+    DEAD,
+    LEFT,
+    NO_BALLOT,
+    STALLED,
+    UNREACHABLE,
+    Ballot,
+    BoardState,
+    Cut,
+    Decision,
+    LaneState,
+    Member,
+    Obituary,
+    Prepare,
+    Promise,
+    Removal,
+    Report,
+)
+from epee.view.protocol.outcome import holder_of
+
+LANE = 7
+WAIT = AgentSettings(policy="wait")
+
+
+def over(hosts: str) -> Decision:
+    members = (Member(slot, 1, bytes([slot]) * 16, b"", host) for slot, host in enumerate(hosts))
+    return Decision(1, tuple(members))
+
+
+def told(*completed: int) -> dict[int, tuple[LaneState, ...]]:
+    return {slot: (LaneState(LANE, seq, seq),) for slot, seq in enumerate(completed)}
+
+
+def agent(slot: int, hosts: str) -> Agent:
+    made = Agent(over(hosts).members[slot], WAIT, over(hosts))
+    made.step(Tick(), 0.0)
+    return made
+
+
+def board(promised: Ballot = NO_BALLOT) -> BoardState:
+    return BoardState(Decision(1, ()), promised, NO_BALLOT, None)
+
+
+def sent(effects: list[object], kind: type) -> list[tuple[int, object]]:
+    return [(e.to.slot, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def campaign(hosts: str, promised: tuple[int, ...]) -> Campaign:
+    made = Campaign(Ballot(3, 0), over(hosts))
+    for slot in promised:
+        made.note_promise(slot, Promise(Ballot(3, 0), 1, NO_BALLOT, None, (LaneState(LANE, 4, 5),)))
+    return made
+
+
+CALM = Facts({}, {}, {}, (), frozenset(), (), 0.0, 0.0)
+
+
+def test_who_has_read_the_board_of_a_dead_one_tells_other_hosts_and_no_others() -> None:
+    one = agent(1, "aaabb")
+    dead = over("aaabb").members[2]
+    effects = one.step(Died(dead.nonce), 0.0)
+    assert [e.member for e in effects if isinstance(e, ReadBoard)] == [dead]
+    assert sent(effects, Obituary) == []
+    effects = one.step(BoardRead(dead.nonce, BLANK_BOARD._replace(decided=over("aaabb"))), 0.0)
+    will = Obituary(dead.nonce, DEAD, board())
+    assert sent(effects, Obituary) == [(3, will), (4, will)]
+    assert sent(one.step(Tick(), 0.0), Obituary) == []
+    again = [sent(one.step(Tick(), 0.1 * turn), Obituary) for turn in range(1, 6)]
+    assert [each for each in again if each] == [[(3, will), (4, will)]]
+
+
+def test_an_obituary_counts_as_a_look_at_the_board() -> None:
+    one = agent(0, "abb")
+    members = over("abb").members
+    effects = one.step(MessageReceived(members[1].nonce, Obituary(members[2].nonce, DEAD, board(Ballot(9, 2)))), 0.0)
+    assert one.gone == {2: DEAD}
+    assert one.boards[2].promised == Ballot(9, 2)
+    assert not any(isinstance(e, ReadBoard) for e in effects)
+
+
+def test_nobody_speaks_for_the_dead_of_another_host_nor_for_those_of_ours() -> None:
+    members = over("abbc").members
+    for sender, victim in ((3, 2), (1, 0), (2, 2)):
+        one = agent(0, "abbc")
+        one.step(MessageReceived(members[sender].nonce, Obituary(members[victim].nonce, DEAD, board())), 0.0)
+        assert one.gone == {}, (sender, victim)
+
+
+def test_who_leaves_is_its_own_witness() -> None:
+    last = agent(1, "ab")
+    words = sent(last.step(LeaveAsked(), 0.0), Obituary)
+    assert words == [(0, Obituary(last.me.nonce, LEFT, board()))]
+    one = agent(0, "ab")
+    effects = one.step(MessageReceived(last.me.nonce, words[0][1]), 0.0)  # type: ignore[arg-type]
+    assert one.gone == {1: LEFT}
+    assert set(one.boards) == {1}
+    assert sent(effects, Prepare) == []  # nobody is left to be asked
+
+
+def test_a_death_without_a_board_is_no_witness() -> None:
+    one = agent(0, "abb")
+    members = over("abb").members
+    one.step(MessageReceived(members[1].nonce, Obituary(members[2].nonce, DEAD, None)), 0.0)
+    assert one.gone == {2: DEAD}
+    assert one.boards == {}
+
+
+def test_a_lost_host_is_reported_with_all_its_members_whatever_the_policy() -> None:
+    one = agent(1, "aabb")
+    effects = one.step(HostLost("b"), 0.0)
+    ((to, report),) = sent(effects, Report)
+    assert to == 0
+    assert report == Report(1, (Removal(2, 1, UNREACHABLE), Removal(3, 1, UNREACHABLE)))
+    zero = agent(0, "aabb")
+    effects = zero.step(MessageReceived(one.me.nonce, report), 0.0)  # type: ignore[arg-type]
+    assert sorted(to for to, _ in sent(effects, Prepare)) == [1, 2, 3]
+    assert not any(isinstance(e, Decide) for e in effects)
+
+
+def test_a_lost_host_goes_as_a_whole_with_the_promises_of_those_who_stay() -> None:
+    facts = CALM._replace(lost={"b": frozenset({0})}, may_evict=False)
+    assert campaign("aabb", (0,)).choose(facts, 1.0, 2.0) is None
+    decision = campaign("aabb", (0, 1)).choose(facts, 1.0, 2.0)
+    assert decision is not None
+    assert decision.removed == (Removal(2, 1, UNREACHABLE, "b"), Removal(3, 1, UNREACHABLE, "b"))
+    assert decision.cuts == (Cut(LANE, 4, 0),)
+
+
+def test_silent_members_of_other_hosts_stay_unless_the_policy_is_to_evict() -> None:
+    facts = CALM._replace(lost={"c": frozenset({0})}, may_evict=False, waited_s=9.0)
+    assert campaign("aabbc", (0, 1, 2)).choose(facts, 1.0, 2.0) is None
+    decision = campaign("aabbc", (0, 1, 2)).choose(facts._replace(may_evict=True), 1.0, 2.0)
+    assert decision is not None
+    assert [(r.slot, r.cause) for r in decision.removed] == [(3, STALLED), (4, UNREACHABLE)]
+
+
+def test_over_hosts_the_dead_go_with_the_promises_of_all_who_stay() -> None:
+    facts = CALM._replace(gone={3: DEAD}, boards={3: board()}, waited_s=9.0)
+    assert campaign("aabb", (0, 1)).choose(facts, 1.0, 2.0) is None
+    assert campaign("aaaa", (0, 1)).choose(facts, 1.0, 2.0) is not None
+    assert campaign("aabb", (0, 1, 2)).choose(facts, 1.0, 2.0) is not None
+
+
+def test_who_may_answer_is_waited_for_before_a_host_is_chosen() -> None:
+    """Slots 1 and 2 say that they cannot reach 3, which has answered first."""
+    facts = CALM._replace(lost={"c": frozenset({1, 2})})
+    assert campaign("abbc", (0, 3)).choose(facts, 1.0, 2.0) is None
+    decision = campaign("abbc", (0, 1, 2, 3)).choose(facts, 1.0, 2.0)
+    assert decision is not None
+    assert [removal.slot for removal in decision.removed] == [3]
+
+
+def test_which_host_goes() -> None:
+    def lost(hosts: str, accusers: dict[str, list[int]], answered: tuple[int, ...]) -> set[str]:
+        return choose_lost(dict(enumerate(hosts)), accusers, answered)
+
+    assert lost("aabb", {"b": [0], "a": [2]}, (0, 1)) == {"b"}
+    assert lost("abbb", {"b": [0]}, (0,)) == {"b"}, "whoever answers stays, be it the smaller"
+    assert lost("aaabc", {"b": [0], "c": [1]}, (0, 1, 2)) == {"b", "c"}, "a switch has failed"
+    assert lost("abbc", {"b": [3]}, (0, 1, 2, 3)) == {"c"}, "the smaller, whoever says it"
+    assert lost("ab", {"c": [0], "a": [9]}, ()) == set()
+
+
+def test_cuts_name_the_lowest_who_has_completed_that_call() -> None:
+    decision = compose(over("aabb"), told(4, 6, 6, 5), {3: DEAD})
+    assert decision.cuts == (Cut(LANE, 6, 1),)
+    assert holder_of(decision, LANE) == 1
+    assert holder_of(decision, LANE + 1) == -1
+    assert compose(over("aaaa"), told(4, 6, 6), {3: DEAD}).cuts == ()
+    assert compose(over("aaaa"), told(4, 6, 6), {}, {3: STALLED}).cuts == (Cut(LANE, 6, -1),)

@@ -17,7 +17,7 @@ MAX_MODULES = 12
 # Parts import from rows above their own, never from their own or from below (docs/design.md, "Parts").
 LAYERS = (
     {"errors"},
-    {"env", "profiling"},
+    {"env", "profiling", "untraced"},
     {"memory", "jit", "log"},
     {"view"},
     {"link"},
@@ -32,7 +32,7 @@ NEIGHBOURS = {frozenset({"memory", "jit"})}  # kernels are loaded for memory, an
 ALONE = {"reference"}  # the oracle imports nothing of what it checks
 FRONT = {"__init__", "__main__"}  # the public names
 # What drop-in layers import of other parts: front rooms, nothing behind them (`epee.ep.__all__` has the names).
-FRONT_ROOMS_FOR_COMPAT = {"errors", "env", "ep", "backend"}
+FRONT_ROOMS_FOR_COMPAT = {"errors", "env", "untraced", "ep", "backend"}
 
 
 def module_of(path: Path) -> str:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidArgument, PeerError, UnsupportedError
 from ..profiling import ranged
+from ..untraced import untraced_methods
 from ..view.group import GroupInView
 from .bootstrap.attempt import attempt
 from .bootstrap.birth import create_engine
@@ -66,6 +67,7 @@ _alive: set[ProcessGroup] = set()
 _Base: Any = dist.ProcessGroup  # its annotations differ from version to version of torch
 
 
+@untraced_methods
 class ProcessGroup(_Base):  # type: ignore[misc]
     """A group of the backend "epee". Made by `init_process_group("epee")` and `new_group`, not by users.
 

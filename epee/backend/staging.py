@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..errors import AbortedError, CommTimeoutError, EpeeError, PeerError, UnsupportedError, context
+from ..untraced import untraced_methods
 from .engine.engine import Engine
 from .engine.entry import CLOSED
 from .engine.overlap import batch_mates
@@ -247,6 +248,7 @@ class Staged:
         return _device.future(list(self._twins.values()))
 
 
+@untraced_methods
 class StagedWork(Work):
     """An asynchronous call on twins. Its results go back when it ends, also when nobody asks for them.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EpeeError, PeerError, RankFailedError
+from ..untraced import untraced_methods
 from .engine.operation import Driven, Operation
 from .engine_face import Background
 from .outbox import Outboxes
@@ -44,6 +45,7 @@ class EngineOfWork(Protocol):
         """Call `listener(op)` when the call has ended."""
 
 
+@untraced_methods
 class Done(_WorkBase):  # type: ignore[misc]
     """Stands for a call that has completed before it returned."""
 
@@ -77,6 +79,7 @@ class Done(_WorkBase):  # type: ignore[misc]
         return future
 
 
+@untraced_methods
 class Ended(Done):
     """Stands for a call that a loss has ended before it was issued, where losses are reported, not raised.
 
@@ -117,6 +120,7 @@ def is_loss(error: object) -> bool:
     return type(error) in (PeerError, RankFailedError)
 
 
+@untraced_methods
 class Work(_WorkBase):  # type: ignore[misc]
     """A call on its way (several for a coalesced call with several dtypes).
 

@@ -14,6 +14,7 @@ from ..backend.work import _WorkBase
 from ..ep.event import Event
 from ..ep.gpu.platform import Platform
 from ..errors import CommTimeoutError, EpeeError
+from ..untraced import untraced_methods
 
 NAP_S = 50e-6
 
@@ -56,6 +57,7 @@ def note_use(tensors: Any, stream: torch.cuda.Stream) -> None:
             note_use(item, stream)
 
 
+@untraced_methods
 class DeviceWork(_WorkBase):  # type: ignore[misc]
     """A call whose kernels are queued on a stream.
 

@@ -21,6 +21,7 @@ from .. import env
 from ..errors import EpeeError, InvalidArgument, UnsupportedError
 from ..link.topology import Topology
 from ..profiling import ranged
+from ..untraced import untraced_methods
 from ..view.process.detector import DeathWatch
 from .attempt import CallAttempt, refuse
 from .checks import check_mask, check_timeout
@@ -45,6 +46,7 @@ _buffer_ids = itertools.count(1)
 _Self = TypeVar("_Self", bound="SharedBuffer")
 
 
+@untraced_methods
 class SharedBuffer:
     """Memory that the ranks of a group share, one call at a time; `Buffer` and `LatencyBuffer` move rows through it.
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..errors import InvalidArgument, UnsupportedError
 from ..link.topology import Topology
 from ..profiling import ranged
+from ..untraced import untraced_methods
 from .attempt import CallsAgain
 from .base import SharedBuffer
 from .checks import GivenRouting, check_handle, check_run
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 DispatchLike: TypeAlias = "Callable[[Payload, torch.Tensor, torch.Tensor], Dispatched | None]"
 
 
+@untraced_methods
 class Buffer(SharedBuffer):
     """Shared memory of the ranks of a group, through which tokens travel to experts and back.
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import InvalidArgument
+from ..untraced import untraced
 
 if TYPE_CHECKING:
     from ..ep.buffer import Buffer
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Bias = Tensor | tuple[Tensor, Tensor] | None
 
 
+@untraced
 def dispatch(
     buffer: Buffer,
     x: Tensor,
@@ -67,6 +69,7 @@ def dispatch(
     return dispatched.with_values(x_out, weights_out)
 
 
+@untraced
 def combine(
     buffer: Buffer,
     y: Tensor,

@@ -10,9 +10,11 @@ from typing import Any
 from ...backend.engine.engine import Engine
 from ...backend.work import is_loss
 from ...errors import CommTimeoutError, PeerError
+from ...untraced import untraced_methods
 from ..work import NAP_S, DeviceWork
 
 
+@untraced_methods
 class MaskedWork(DeviceWork):
     """See there.
 

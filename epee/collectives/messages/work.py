@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ...ep.event import Event
+from ...untraced import untraced_methods
 from ..work import DeviceWork
 from .machine import Queued
 
@@ -26,6 +27,7 @@ class Owner(Protocol):
         """Let the host wait for a message's end, and raise what became of it."""
 
 
+@untraced_methods
 class MessageWork(DeviceWork):
     """A send or a receive, or several, queued on a stream, or collected for a batch that is queued with its last.
 

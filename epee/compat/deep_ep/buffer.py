@@ -46,6 +46,7 @@ from epee.ep import (
     load_counter,
 )
 from epee.errors import InvalidArgument
+from epee.untraced import untraced_methods
 
 _ORDER = CombineOrder(by="rank", bias_first=True)  # DeepEP V1: the biases, then the ranks ascending, one rounding
 V1Tuple: TypeAlias = tuple[torch.Tensor, ...]
@@ -72,6 +73,7 @@ def _to_length(
     return payload_filled_up(rows, num_rows), filled_up(recv_idx, num_rows, -1), filled_up(recv_weights, num_rows, 0)
 
 
+@untraced_methods
 class Buffer(LowLatency, PoolOwner):
     """DeepEP V1's buffer, normal and low-latency calls; normal ones on CPU tensors over several hosts as well.
 

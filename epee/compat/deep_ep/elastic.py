@@ -44,6 +44,7 @@ from epee.ep import (
     topk_facts,
 )
 from epee.errors import InvalidArgument, InvalidState
+from epee.untraced import untraced_methods
 
 _DEFAULT_SMS = 24
 _SIZES = {int, type(None)}  # what types they have
@@ -66,6 +67,7 @@ class _Options:
     do_expand: bool
 
 
+@untraced_methods
 class ElasticBuffer(PoolOwner):
     """DeepEP V2's buffer; with CPU tensors over several hosts as well, of equally many ranks numbered in a row.
 

@@ -18,6 +18,7 @@ from epee.compat.padded import Hook, PaddedCalls, PaddedHandle, Ways, size_hint
 from epee.ep import BufferPool, Payload, Quantisation, group_of
 
 from ...errors import InvalidArgument, UnsupportedError
+from ...untraced import untraced_methods
 from . import pg
 from .pg import *  # noqa: F403
 
@@ -50,6 +51,7 @@ class MooncakeBackendOptions(pg.MooncakeBackendOptions):  # type: ignore[no-rede
 _NATIVE = {"rank", "num_ranks", "buffer_size", "device_name"}
 
 
+@untraced_methods
 class Buffer:
     """Mooncake's buffer for expert-parallel calls, on the ranks of one host.
 

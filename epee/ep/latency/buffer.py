@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ...link.topology import Topology
 from ...profiling import ranged
+from ...untraced import untraced_methods
 from ..attempt import CallsAgain
 from ..base import SharedBuffer
 from ..config import BufferConfig
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _Latent = TypeVar("_Latent", LatencyDispatched, LatencyCombined)
 
 
+@untraced_methods
 class LatencyBuffer(SharedBuffer):
     """Shared memory of the ranks of a group for small batches (docs/low-latency.md).
 

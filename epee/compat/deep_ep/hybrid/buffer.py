@@ -31,6 +31,7 @@ from epee.ep import (
     topk_of_map,
 )
 from epee.errors import InvalidArgument, InvalidState
+from epee.untraced import untraced_methods
 
 
 def indices_to_map(
@@ -67,6 +68,7 @@ class HybridEPHandle(NamedTuple):
         return self is not other
 
 
+@untraced_methods
 class HybridEPBuffer:
     """HybridEP's buffer on the ranks of one host.
 

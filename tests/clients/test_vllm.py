@@ -59,7 +59,7 @@ class Contiguous:
 
 def _quantised(x: torch.Tensor, scale: Any, quant_dtype: Any, *others: Any, **more: Any) -> Any:
     if quant_dtype == "mxfp8":  # a power of two for 32 channels, as a byte: here always one, so values are what is sent
-        return x.to(torch.float8_e4m3fn), torch.full((len(x), HIDDEN // 32), 127, dtype=torch.uint8)
+        return x.to(torch.float8_e4m3fn), torch.full((len(x), HIDDEN // 32), 127, dtype=torch.uint8, device=x.device)
     return per_token_cast_to_fp8(x) if quant_dtype is not None else (x, None)
 
 
@@ -105,14 +105,14 @@ class Client:
 class Case:
     """A batch, and how rows are sent."""
 
-    def __init__(self, rank: int, num_ranks: int, seed: int, kind: str) -> None:
+    def __init__(self, rank: int, num_ranks: int, seed: int, kind: str, device: str) -> None:
         self.rank, self.num_local = rank, 3
         sizes = dense.Sizes(TOKENS[num_ranks], hidden=HIDDEN)
         self.num_experts = sizes.num_experts
         mine = dense.batch(sizes, rank, seed)
-        self.x = mine.x.to(torch.bfloat16)
-        self.idx, self.weights = mine.idx, mine.probs
-        self.wanted = self.x.float() * (2.0 ** (mine.idx % 3) * mine.probs).sum(1, keepdim=True)
+        self.x = mine.x.to(device, torch.bfloat16)
+        self.idx, self.weights = mine.idx.to(device), mine.probs.to(device)
+        self.wanted = self.x.float() * (2.0 ** (self.idx % 3) * self.weights).sum(1, keepdim=True)
         self.kind = kind
         self.quant = SimpleNamespace(
             is_block_quantized=kind == "fp8",
@@ -160,7 +160,7 @@ def _globalized(idx: torch.Tensor, psum: torch.Tensor, offset: int, num_experts:
     return idx
 
 
-def _high_throughput(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
+def _high_throughput(rank: int, num_ranks: int, folder: Path, kind: str, device: str = "cpu") -> None:
     client = Client(folder).module("deepep_ht")
     buffer = deep_ep.Buffer(
         group=dist.group.WORLD, num_nvl_bytes=1 << 20, num_rdma_bytes=0, low_latency_mode=False,
@@ -168,14 +168,14 @@ def _high_throughput(rank: int, num_ranks: int, folder: Path, kind: str) -> None
     )  # fmt: skip
     made = client.DeepEPHTPrepareAndFinalize(buffer, num_ranks, num_ranks, rank * 3)
     for seed in range(3):
-        case = Case(rank, num_ranks, seed, kind)
+        case = Case(rank, num_ranks, seed, kind, device)
         x, scales, meta, idx, weights = case.prepared(made)
         assert len(meta.expert_num_tokens) == 3
         case.finished(made, case.weighted(case.values(x, scales), idx, weights))
     buffer.destroy()
 
 
-def _low_latency(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
+def _low_latency(rank: int, num_ranks: int, folder: Path, kind: str, device: str = "cpu") -> None:
     vllm = Client(folder)
     client = vllm.module("deepep_ll")
     bytes_needed = deep_ep.Buffer.get_low_latency_rdma_size_hint(
@@ -188,12 +188,13 @@ def _low_latency(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
     )  # fmt: skip
     made = client.DeepEPLLPrepareAndFinalize(buffer, MAX_TOKENS, num_ranks, use_fp8_dispatch=kind == "fp8")
     manager = vllm.module("all2all").DeepEPLLAll2AllManager
-    manager._buffer, manager._mask = buffer, torch.zeros(num_ranks, dtype=torch.int32)
-    torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
+    manager._buffer, manager._mask = buffer, torch.zeros(num_ranks, dtype=torch.int32, device=device)
+    if device == "cpu":
+        torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
     for seed in range(3):
-        case = Case(rank, num_ranks, seed, kind)
+        case = Case(rank, num_ranks, seed, kind, device)
         x, scales, meta, _, _ = case.prepared(made)
-        y = torch.full(x.shape, float("nan"), dtype=torch.bfloat16)
+        y = torch.full(x.shape, float("nan"), dtype=torch.bfloat16, device=device)
         values = case.values(x, scales)
         for at, count in enumerate(meta.expert_num_tokens.tolist()):
             y[at, :count] = (values[at, :count] * 2.0 ** ((rank * 3 + at) % 3)).to(torch.bfloat16)
@@ -257,7 +258,7 @@ def test_a_rank_killed_before_the_first_call_and_clean_buffers_after_it(num_rank
     assert found == [DEAD if rank == 1 else mask for rank in range(num_ranks)]
 
 
-def _v2(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
+def _v2(rank: int, num_ranks: int, folder: Path, kind: str, device: str = "cpu") -> None:
     client = Client(folder).module("deepep_v2")
     client._globalize_recv_topk_idx = _globalized
     buffer = deep_ep.ElasticBuffer(
@@ -270,7 +271,7 @@ def _v2(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
             buffer, num_ranks, num_ranks, rank * 3, 3 * num_ranks, 2, kind != "bf16", use_graph
         )
         for seed in range(3):
-            case = Case(rank, num_ranks, seed, kind)
+            case = Case(rank, num_ranks, seed, kind, device)
             x, scales, _, idx, weights = case.prepared(made)
             case.finished(made, case.weighted(case.values(x, scales), idx, weights))
     buffer.destroy()

@@ -84,6 +84,13 @@ def test_sglangs_dispatchers(function: Callable[..., Any], args: tuple[Any, ...]
     run(function, fetch.files_of(fetch.SGLANG), *args)
 
 
+@pytest.mark.parametrize(
+    ("function", "kind"), [(function, kind) for function, kinds in test_vllm.CASES for kind in kinds]
+)
+def test_vllms_classes(function: Callable[..., Any], kind: str) -> None:
+    run(function, fetch.files_of(fetch.VLLM), kind)
+
+
 class Step:
     """A decode step of SGLang on this rank: what it reads stays where it is, so it can be recorded in a graph."""
 

@@ -45,8 +45,7 @@ def test_deepspeeds_exchange() -> None:
 def test_torchtitans_dispatchers() -> None:
     folder = fetch.files_of(fetch.TORCHTITAN)
     run(test_training._titan_v2, folder)
-    if test_training.has_opaque_objects():
-        run(test_training._titan_hybrid, folder)
+    run(test_training._titan_hybrid, folder)
 
 
 @pytest.mark.parametrize(

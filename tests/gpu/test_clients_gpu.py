@@ -55,8 +55,6 @@ def test_torchtitans_dispatcher() -> None:
 
 
 def test_torchtitans_hybrid_dispatcher() -> None:
-    if not test_training.has_opaque_objects():
-        pytest.skip(f"torchtitan 0.3.0's hybridep.py needs operators that return objects; torch {torch.__version__}")
     run(test_training._titan_hybrid, fetch.files_of(fetch.TORCHTITAN))
 
 

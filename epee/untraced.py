@@ -42,7 +42,9 @@ def untraced(function: _Function) -> _Function:
 
 def untraced_methods(cls: _Class) -> _Class:
     """Let all public methods that a class itself defines be `untraced`; returns the class."""
+    made: dict[FunctionType, FunctionType] = {}  # a method with two names stays one
     for name, member in list(vars(cls).items()):
         if isinstance(member, FunctionType) and not name.startswith("_"):
-            setattr(cls, name, untraced(member))
+            made[member] = made.get(member) or untraced(member)
+            setattr(cls, name, made[member])
     return cls

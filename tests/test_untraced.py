@@ -33,6 +33,8 @@ class _Doubler:
         """Return x * 2."""
         return self._double(x)
 
+    twice = double
+
     def _double(self, x: torch.Tensor) -> torch.Tensor:
         return _untraceable(x)
 
@@ -60,6 +62,7 @@ def test_compiled_functions_call_what_is_not_traced() -> None:
 def test_names_and_private_methods_stay() -> None:
     assert _Doubler.double.__name__ == "double"
     assert _Doubler.double.__doc__ == "Return x * 2."
+    assert _Doubler.twice is _Doubler.double
     assert not hasattr(_Doubler._double, "__wrapped__")
 
 

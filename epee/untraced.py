@@ -42,9 +42,9 @@ def untraced(function: _Function) -> _Function:
 
 def untraced_methods(cls: _Class) -> _Class:
     """Let all public methods that a class itself defines be `untraced`; returns the class."""
-    made: dict[FunctionType, FunctionType] = {}  # a method with two names stays one
-    for name, member in list(vars(cls).items()):
-        if isinstance(member, FunctionType) and not name.startswith("_"):
-            made[member] = made.get(member) or untraced(member)
+    members = [(name, member) for name, member in vars(cls).items() if isinstance(member, FunctionType)]
+    made = {member: untraced(member) for name, member in members if not name.startswith("_")}
+    for name, member in members:
+        if member in made:  # under all its names, torch's old ones with an underscore as well
             setattr(cls, name, made[member])
     return cls

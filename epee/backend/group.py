@@ -518,10 +518,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return sum(self.get_peer_state(range(MAX_RANKS)))
 
     def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job, for what is built on it.
-
-        None for a group of one rank, and for one over several hosts.
-        """
+        """Return the group's part in the view of its job, for what is built on it; None for a group of one rank."""
         return self._view.in_view(num_ranks)
 
     def waiting_ranks(self) -> tuple[int, ...]:

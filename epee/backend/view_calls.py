@@ -49,9 +49,9 @@ class ViewCalls:
         return [bool(state[rank]) for rank in ranks]
 
     def in_view(self, num_ranks: int) -> GroupInView | None:
-        """Return the group's part in the view of its job; None for a group of one rank or over several hosts."""
+        """Return the group's part in the view of its job; None for a group of one rank."""
         survival = self._engine.survival
-        return None if survival is None or self._over_hosts else survival.in_view(num_ranks)
+        return None if survival is None else survival.in_view(num_ranks)
 
     def waiting(self) -> tuple[int, ...]:
         """Return the ranks, lost or new, for which a process waits, as far as this rank has heard."""

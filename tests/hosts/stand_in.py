@@ -19,6 +19,12 @@ from epee.link.topology import Topology
 _exchange_over_hosts = base._exchange_over_hosts
 CALLS = ("dispatch rows", "records", "combine rows", "sums")  # the engine's calls of a step
 MOMENTS = ("before", "put", "second put", "merged", "before take", "taken")
+POINTS = [
+    f"{call}: {moment}"
+    for call in CALLS
+    for moment in MOMENTS
+    if not (moment == "merged" and call != "sums") and not (moment == "second put" and call.endswith("rows"))
+]
 
 
 def invent_hosts(placement: Sequence[int], length: int = 2) -> None:
@@ -27,6 +33,11 @@ def invent_hosts(placement: Sequence[int], length: int = 2) -> None:
     base.topology_of = lambda group, num_ranks: Topology(group.rank(), keys)  # type: ignore[assignment]
     birth.judge = lambda records, num_hosts: judge(records)  # type: ignore[assignment]
     base._exchange_over_hosts = _exchange_over_hosts  # a worker may have had a `LatencyBuffer` before
+    shorten_rounds(length)
+
+
+def shorten_rounds(length: int = 2) -> None:
+    """Let the few tokens of a test travel in several rounds, of `length` each."""
     layout.CHUNK_TOKENS = layout.MIN_SUMMED = length
     layout.CHUNK_BYTES = layout.SUM_BYTES = 1
 
@@ -35,11 +46,11 @@ def arm(engine: Any, point: str, act: Callable[[], None]) -> None:
     """Let this process act at a point ("records: taken") of the step that it begins now.
 
     put, merged: behind it, before anybody hears of it; before take: everything has come and is told; taken: behind the
-    first round that this rank takes. What a call does not have is passed over.
+    first round that this rank takes. Where a call does not have it, the next one is as good.
     """
     call, moment = point.split(": ")
     number = engine.seq + 1 + CALLS.index(call)
-    made = Operation.__init__
+    made, renewed = Operation.__init__, Operation.renew
 
     def init(self: Operation, plan: Plan, seq: int, *args: Any, **kwargs: Any) -> None:
         made(self, plan, seq, *args, **kwargs)
@@ -47,8 +58,15 @@ def arm(engine: Any, point: str, act: Callable[[], None]) -> None:
             if moment == "before":
                 act()
             _arm_plan(plan, moment, act)
+        elif seq > number:  # another death has put more calls into the step: the point is not on the way
+            act()
 
-    Operation.__init__ = init  # type: ignore[method-assign]
+    def renew(self: Operation, box: Any, plan: Plan) -> None:  # another one has died before
+        renewed(self, box, plan)
+        if self.seq == number:
+            _arm_plan(plan, moment, act)
+
+    Operation.__init__, Operation.renew = init, renew  # type: ignore[method-assign]
 
 
 def _arm_plan(plan: Plan, moment: str, act: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from tests.harness import DEAD, Pool, collect, run_mortal
 from tests.survive import buffer_kills
 from tests.survive.buffer_kills import KINDS, LONG_S, NUM_SYNCS, ROUND_S, Spec, kill_round, routing, sums, value
 
-from .stand_in import CALLS, MOMENTS, invent_hosts
+from .stand_in import POINTS, invent_hosts
 from .stand_in_latency import invent_hosts_for_latency
 from .survival_steps import BETWEEN, check, program
 
@@ -94,10 +94,8 @@ def play_at_a_point(seed: int, is_host: bool) -> int:
     """Kill at a drawn point of a step; return how many have died."""
     dice = random.Random(seed)
     spec, placement = draw(seed, is_host)
-    points = [f"{call}: {moment}" for call in CALLS for moment in MOMENTS if moment != "merged" or call == "sums"]
-    points = [point for point in points if not (point.endswith("second put") and "rows" in point)] + [BETWEEN]
     step = dice.randrange(1, NUM_STEPS)
-    victims = {rank: (step, dice.choice(points)) for rank in spec.victims}
+    victims = {rank: (step, dice.choice([*POINTS, BETWEEN])) for rank in spec.victims}
     mode = dice.choice(("raise", "mask"))
     told = run_mortal(program, 4, mode, placement, victims, "both", NUM_STEPS, dead=set(victims))
     check(told, mode, NUM_STEPS, set(victims), len(victims))

@@ -83,8 +83,22 @@ def program(
     layout: str,
     num_steps: int,
 ) -> Any:
-    """One rank's program: steps with deaths, an agreement, and a step whose bits are looked at."""
+    """One rank's program over invented hosts."""
     invent_hosts(placement)
+    return whole_program(rank, num_ranks, folder, mode, placement, victims, layout, num_steps)
+
+
+def whole_program(
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    mode: str,
+    placement: tuple[int, ...],
+    victims: dict[int, tuple[int, str]],
+    layout: str,
+    num_steps: int,
+) -> Any:
+    """Make steps with deaths, an agreement, and a step whose bits are looked at."""
     group = start(rank, num_ranks, folder, mode)
     with make_buffer(group) as buffer:
         done, errors = go_on(buffer, 0, num_steps, victims, layout)
@@ -109,13 +123,13 @@ def check(told: list[Any], mode: str, num_steps: int, dead: set[int], num_losses
     want = [int(rank not in dead) for rank in range(len(told))]
     for answer in left:
         done, errors, agreed, there, epoch = answer
-        assert done == left[0][0], "survivors differ in what a step ended with"
-        assert agreed == there == want
-        assert epoch == left[0][4]
-        assert [step for step, _, _ in done] == list(range(num_steps))
+        assert done == left[0][0], f"survivors differ in what a step ended with: {done} {left[0][0]}"
+        assert agreed == there == want, (agreed, there, want)
+        assert epoch == left[0][4], [answer[4] for answer in left]
+        assert [step for step, _, _ in done] == list(range(num_steps)), done
         if mode == "mask":
-            assert errors == []
+            assert errors == [], errors
         else:
-            assert errors == left[0][1] == ["RankFailedError"] * len(errors)
-            assert bool(dead) <= len(errors) <= num_losses
+            assert errors == left[0][1] == ["RankFailedError"] * len(errors), (errors, left[0][1])
+            assert bool(dead) <= len(errors) <= num_losses, errors
     assert list(left[0][0][-1][2]) == want

@@ -60,12 +60,17 @@ KILLS = [
     # rank 0 is rank 1's heir and rank 4 keeps its mirror: until then the two have no connection
     HostsRound(KillRound("all_reduce", {1: ("after_tag", 3)}, 6, "raise", 1), (0, 0, 0, 1, 1, 1)),
     HostsRound(KillRound("all_gather", {4: ("mid_copyout", 3), 1: ("after_tag", 4)}, 6, "mask", 1), (0, 0, 0, 1, 1, 1)),
+    # a gateway of two ranks, and half of three hosts' ranks
+    HostsRound(KillRound("all_to_all", {4: ("after_payload", 3)}, 6, "raise", 100), (0, 0, 0, 0, 1, 1)),
+    HostsRound(
+        KillRound("reduce_scatter", {1: ("mid_send", 3), 4: ("after_tag", 3)}, 6, "mask", 1), (0, 0, 1, 1, 2, 2)
+    ),
 ]
 
 
 @pytest.mark.parametrize("what", KILLS, ids=lambda what: f"{what.spec.op}-{what.spec.victims}-{what.spec.mode}")
 def test_survivors_of_a_kill_agree_and_go_on(pool: Pool, what: HostsRound) -> None:
-    play(pool, what)
+    assert play(pool, what)["kills"] == len(what.spec.victims)
 
 
 def reset_links(group: Any) -> int:

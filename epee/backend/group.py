@@ -545,7 +545,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         Raises:
             CommTimeoutError: a process does not come, or the view did not change in time.
             InvalidState: a group that takes nobody in: of one rank.
-            UnsupportedError: a group over several hosts.
         """
         self._view.recover(ranks, timeout_s, self._counts_present)
 
@@ -576,7 +575,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             timeout_s: how long to wait until a member calls `recover_ranks`; None: that of `init_process_group`.
         Raises:
             CommTimeoutError: nobody has taken it in; it may call again.
-            InvalidState: there is no such group to come into. UnsupportedError: it is over several hosts.
+            InvalidState: there is no such group to come into.
             SlotTakenError: another process has this rank.
         """
         limit_s = self._birth_timeout_s if timeout_s is None else timeout_s
@@ -626,7 +625,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         Raises:
             CommTimeoutError: the members do not agree in time.
             InvalidState: nobody would be left, or a group of one rank.
-            UnsupportedError: a group over several hosts, or one with `fault_mode="raise"`.
+            UnsupportedError: a group with `fault_mode="raise"`.
         """
         if self.options.fault_mode != "mask":
             raise UnsupportedError('put_out needs fault_mode="mask"; with "raise" have the rank leave the group')

@@ -53,8 +53,9 @@ PREAMBLE = 8  # first word of the payload, where some calls put lists that must 
 # damaged word never frees what somebody still reads; the values of LIFE are four bits apart.
 # CORE: 1 + where a waiter last ran; a hint, nothing depends on it.
 # OWNER: whose outbox this is, packed (`OutboxOwner`).
+# GENERATION: the epoch of the newest join by which this rank plays its roles between hosts; for the ranks of its host.
 # BELL: 1 while a receive from any source sleeps on this very word, which never changes: senders ring it (`wake.py`).
-CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER = 0, 8, 16, 24, 32, 40
+CONSUMED, SLEEPERS, LIFE, CORE, BELL, OWNER, GENERATION = 0, 8, 16, 24, 32, 40, 46
 CONSUMED_TOO = CONSUMED + 1
 STATE_WORDS = 48
 LIFE_BORN, LIFE_READY, LIFE_LEFT, LIFE_ABORTED, LIFE_FAILED = 0, 0xF, 0xF0, 0xF00, 0xF000
@@ -246,12 +247,14 @@ class Outboxes:
         zeroes: what absent ranks would fill of the results is filled with zeros; else it stays as it is.
         exports: tells ranks of other hosts what is stored here; None in a group on one host.
         host_of: per rank of the group the number of its host; nothing in a group on one host.
-        sites: per host its positions, hosts ascending; nothing in a group on one host.
+        here: the ranks of this rank's host, itself among them; nothing in a group on one host.
+        sites: per host its positions, hosts by their lowest; nothing in a group on one host.
         mirror_base: per rank the index of its row in the field "mirrors".
     """
 
     exports: Any = None
     host_of: Sequence[int] = ()
+    here: Sequence[int] = ()
     zeroes = False
     num_roots = 0
 
@@ -301,6 +304,7 @@ class Outboxes:
     def place(self, host_of: Sequence[int]) -> None:
         """Take on which hosts the ranks are; these outboxes have all ranks."""
         self.host_of = host_of
+        self.here = [rank for rank, host in enumerate(host_of) if host == host_of[self.members[self.rank]]]
         self.sites = sites_of(self.members, host_of)
 
     def forget_views(self) -> None:
@@ -334,11 +338,15 @@ class Outboxes:
 
 
 def sites_of(members: Sequence[int], host_of: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return per host the positions of its ranks among `members`, hosts ascending; nothing where no hosts are known."""
+    """Return per host the positions of its ranks among `members`, hosts by the lowest; nothing if no hosts are known.
+
+    Sums over hosts run in this order, so it is the same on all ranks, whatever numbers they give to hosts.
+    """
     found: dict[int, list[int]] = {}
     for position, rank in enumerate(members) if host_of else ():
-        found.setdefault(host_of[rank], []).append(position)
-    return {host: tuple(found[host]) for host in sorted(found)}
+        if rank < len(host_of) and host_of[rank] >= 0:
+            found.setdefault(host_of[rank], []).append(position)
+    return {host: tuple(positions) for host, positions in found.items()}
 
 
 class StagingRing:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, InvalidState, RankFailedError, UnsupportedError
-from ..link.topology import placement
+from ..errors import InvalidArgument, InvalidState, RankFailedError
 from ..view.group import GroupInView
 from .engine.ending import leavers
 from .engine.engine import Engine
@@ -30,12 +29,14 @@ class ViewCalls:
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
         self._rank = rank
-        exports = engine.box.exports
-        self._over_hosts: Hosts = () if exports is None else exports.topology.hosts
+        self._exports = engine.box.exports
 
     def hosts(self) -> Hosts:
         """Return per host its ranks; all in one where the group shares memory."""
-        return self._over_hosts or (tuple(range(self._engine.members.group_size)),)
+        if self._exports is None:
+            return (tuple(range(self._engine.members.group_size)),)
+        placement: Hosts = self._exports.topology.placement
+        return placement
 
     def peer_state(self, ranks: Sequence[int], all_reduce: Callable[[list[torch.Tensor], Any], Any]) -> list[bool]:
         """Return for each rank whether it takes part, or every member has heard that it is ready to; `all_reduce`s."""
@@ -96,7 +97,7 @@ class ViewCalls:
                 f"extend_group_size_to({size}): rank(s) {', '.join(map(str, beyond))} take part; they must leave first"
             )
         present = self._engine.members.group_size
-        if size == present and (self._engine.survival is None or self._over_hosts):
+        if size == present and self._engine.survival is None:
             return
         admission = self._admission()
         admission.recover(range(present, size), self._engine.timeout_s if timeout_s is None else timeout_s)
@@ -109,11 +110,6 @@ class ViewCalls:
         return [rank for rank in self._engine.members.members if rank >= size]
 
     def _admission(self) -> Admission:
-        if self._over_hosts:
-            raise UnsupportedError(
-                f"a group over several hosts takes nobody in yet ({placement(self._over_hosts)}), nor puts members "
-                "out; start all ranks anew"
-            )
         if self._engine.survival is None:
             raise InvalidState("a group that was born with one rank takes nobody in; start with two ranks or more")
         return self._engine.survival.admission

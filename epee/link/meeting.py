@@ -173,6 +173,11 @@ class Meeting:
         """Begin to look at who calls."""
         self._select.register(self._listener, selectors.EVENT_READ)
 
+    @property
+    def port(self) -> int:
+        """Where others call."""
+        return int(self._listener.getsockname()[1])
+
     def fileno(self) -> int:
         """Return a descriptor that is readable when a step has something to do, besides calling."""
         return self._select.fileno()  # Linux has an epoll there
@@ -209,7 +214,7 @@ class Meeting:
             alone: the partner does not know that it is needed, so this process calls whichever is the lower. Should a
                 lower one call at the same time, its call counts: it refuses ours meanwhile.
         """
-        if (alone or rank > self._me.slot) and rank not in self._again:
+        if rank in self._partners and (alone or rank > self._me.slot) and rank not in self._again:
             self._again[rank] = 0.0
 
     def forget(self, rank: int) -> None:

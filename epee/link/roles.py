@@ -6,8 +6,8 @@ A rank of a view that shares a host with a lost one has seen all that this one h
               rank of that host, cyclically. It keeps the mirror of the source for its host.
     keeper    the same of a lost source: who answers for its mirror on a host.
     teller    who tells a source's words to gateways and keepers: the source itself while it is in, else its *heir*, the
-              lowest living rank of its host. Where its whole host is lost nobody is: it is *unwitnessed*, and what
-              counts of it is said by the decision (`view/protocol/outcome.py`, cuts).
+              lowest living rank of its host that has not come after it. Where nobody of them is left it is
+              *unwitnessed*, and what counts of it is said by the decision (`view/protocol/outcome.py`, cuts).
 
 All ranks that know the same view come to the same roles. A rank plays its roles from the moment that it learns of a
 view, whether or not it is in a call.
@@ -15,7 +15,7 @@ view, whether or not it is in a call.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from .topology import Topology
 
@@ -26,18 +26,26 @@ class Roles:
     Args:
         topology: who is where, lost ranks included.
         present: the ranks of the view.
+        since: rank -> the epoch since which it takes part; of the lost ones, when they came. None: all from the birth.
 
     Attributes:
         present: the same, as a set.
     """
 
-    def __init__(self, topology: Topology, present: Collection[int]) -> None:
+    def __init__(self, topology: Topology, present: Collection[int], since: Mapping[int, int] | None = None) -> None:
         self.topology = topology
         self.present = frozenset(present)
+        self.since = {} if since is None else since
+
+    def without(self, lost: Collection[int]) -> Roles:
+        """Return the roles when ranks have been lost."""
+        return Roles(self.topology, self.present.difference(lost), self.since)
 
     def gateway(self, source: int, host: int) -> int | None:
         """Return who receives on `host` what is told of `source`, a rank of another host; None: nobody lives there."""
         there = self.topology.hosts[host]
+        if not there:
+            return None
         first = there.index(self.topology.gateway(source, host))
         turned = there[first:] + there[:first]
         return next((rank for rank in turned if rank in self.present), None)
@@ -59,7 +67,8 @@ class Roles:
         """Return who tells what there is of `source`; None: it is unwitnessed."""
         if source in self.present:
             return source
-        return next((rank for rank in self.living(self.topology.host_of[source])), None)
+        heirs = self.living(self.topology.host_of[source])
+        return next((rank for rank in heirs if self.since.get(rank, 0) <= self.since.get(source, 0)), None)
 
     def is_witnessed(self, source: int) -> bool:
         """Return whether somebody lives who has seen all that `source` had said."""

@@ -6,11 +6,14 @@ numbered by their lowest rank; the *position* of a rank is its place among the r
 What rank s tells the ranks of another host goes to one of them, its *gateway* there: the rank at position (position of
 s) modulo (ranks of that host). With equally many ranks on each host every rank is the gateway of one rank per host and
 has it as its own gateway; together they are a *rail*. All of it is the same on all ranks, as they hold the same keys.
+
+A view that takes somebody in begins a new placement, of those who are in it (`moved`): who comes knows of no others.
+The numbers of the hosts are each rank's own then; what ranks must agree on rests on ranks alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def placement(hosts: Sequence[Sequence[int]]) -> str:
@@ -34,21 +37,37 @@ class Topology:
 
     Attributes:
         rank: this one.
-        hosts: per host its ranks, ascending; hosts by their lowest rank.
-        host_of: per rank the index of its host.
+        hosts: per host its ranks, ascending; at birth hosts by their lowest rank. Nobody may be left of one.
+        host_of: per rank the index of its host; -1 of ranks that have no place.
         host: the index of this rank's own.
     """
 
-    def __init__(self, rank: int, keys: Sequence[str]) -> None:
-        """Take the host key of every rank, in rank order."""
-        ranks_of: dict[str, list[int]] = {}
+    def __init__(self, rank: int, keys: Sequence[str], known: Sequence[str] = ()) -> None:
+        """Take the host key of every rank, in rank order, "" for none; `known`: of hosts that have numbers already."""
+        ranks_of: dict[str, list[int]] = {key: [] for key in known}
         for peer, key in enumerate(keys):
-            ranks_of.setdefault(key, []).append(peer)
+            if key:
+                ranks_of.setdefault(key, []).append(peer)
         self.rank = rank
+        self._keys = tuple(ranks_of)
         self.hosts = tuple(tuple(ranks) for ranks in ranks_of.values())
         number = {key: host for host, key in enumerate(ranks_of)}
-        self.host_of = tuple(number[key] for key in keys)
+        self.host_of = tuple(number.get(key, -1) for key in keys)
         self.host = self.host_of[rank]
+
+    def moved(self, key_of: Mapping[int, str]) -> Topology:
+        """Return the placement of other ranks, by their host keys; hosts that have numbers here keep them."""
+        keys = [key_of.get(rank, "") for rank in range(max([len(self.host_of), *(1 + rank for rank in key_of)]))]
+        return Topology(self.rank, keys, self._keys)
+
+    def key_of(self, rank: int) -> str:
+        """Return the key of a rank's host."""
+        return self._keys[self.host_of[rank]]
+
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """Per host that has ranks these, ascending; hosts by their lowest rank."""
+        return tuple(sorted(ranks for ranks in self.hosts if ranks))
 
     @property
     def num_hosts(self) -> int:
@@ -63,7 +82,7 @@ class Topology:
     @property
     def elsewhere(self) -> tuple[int, ...]:
         """The ranks of other hosts, ascending."""
-        return tuple(peer for peer, host in enumerate(self.host_of) if host != self.host)
+        return tuple(peer for peer, host in enumerate(self.host_of) if host not in (self.host, -1))
 
     def is_here(self, peer: int) -> bool:
         """Return whether a rank shares this rank's host."""

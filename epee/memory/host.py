@@ -212,6 +212,12 @@ class HostRegion:
         self._check_range(offset, nbytes)
         return (ctypes.c_ubyte * nbytes).from_buffer(self.mapping, HEADER_BYTES + offset)
 
+    def hide(self) -> None:
+        """Let nobody attach it any more; who has it mapped keeps it, this process too. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
     def close(self) -> None:
         """Drop this object's descriptor and reference to the mapping; idempotent."""
         if self._fd >= 0:

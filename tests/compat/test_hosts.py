@@ -142,14 +142,14 @@ def membership(group: Any) -> Any:
     return seen, applied, growth, response
 
 
-def test_mooncakes_membership_calls_say_that_nobody_is_taken_in() -> None:
+def test_mooncakes_membership_calls_say_that_nobody_waits() -> None:
     for seen, applied, growth, response in run_hosts(membership, (0, 1), backend="mooncake"):
         assert seen == ([True, True, False], 2, [1, 1])
         assert applied is pg.ProposalStatus.Applied
-        assert growth[0] == "UnsupportedError"
-        assert "takes nobody in" in growth[1]
+        assert growth[0] == "InvalidArgument"
+        assert "no process waits for rank 2" in growth[1]
         assert response.status is pg.ProposalStatus.Rejected
-        assert "a group over several hosts takes nobody in yet" in response.reject_reason
+        assert "rank 2 is not there and no process waits in its place" in response.reject_reason
 
 
 # ---- the network's settings

@@ -29,7 +29,7 @@ from tests.survive.campaign import first_without
 from tests.survive.histories import ALL_OPS, Entry
 from tests.survive.rounds import LONG, KillRound, kill_round
 
-from . import bars, cuts, ep_kills, soak
+from . import bars, cuts, ep_kills, replacements, soak
 from .losses import check_leftovers, check_survivors, is_outvoted, is_whole_host, ranks_of
 
 ROUND_S = 60.0
@@ -191,6 +191,7 @@ def main() -> int:
         part("ep host kills", args.ep_host_kills, "rounds", ep_kills.rounds(args.seed, True), ep_kill)
     for name, number in (("cut", args.cuts), ("one way", args.one_way), ("zombie", args.zombies)):
         part(cuts.NAMES[name], number, "rounds", cuts.rounds(args.seed, name), cuts.play)
+    part("replacements", args.replacements, "replacements", replacements.rounds(args.seed), replacements.play)
     part("soak", args.soak, "soak_s", soak.rounds(args.seed, args.soak), soak.play)
     bars.show(parts, machine)
     if args.json:
@@ -208,6 +209,7 @@ def _parse() -> argparse.Namespace:
         ("cuts", "hosts that are cut off from all others"),
         ("one-way", "cuts in one direction"),
         ("zombies", "hosts that are cut or stopped, voted out, and come back"),
+        ("replacements", "deaths and replacements, on any host"),
         ("soak", "seconds over a network that loses and delays"),
         ("seed", "of all choices"),
     ):

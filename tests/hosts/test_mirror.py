@@ -58,7 +58,7 @@ def heard(
 ) -> Asked:
     """Hear an answer that begins, about a rank and an epoch, and a frame of it."""
     keeper: Any = Asked(box)
-    ear = Ear(1, box, (0,), keeper, keeper)
+    ear = Ear(1, box, keeper, keeper)
     try:
         ear.apply(Frame(BEGIN, 0, about[0], NO_WORD, about[1]), memoryview(b""))
         ear.apply(*frame_of(pieces, word, value, note))
@@ -97,7 +97,7 @@ def test_an_answer_that_is_not_wanted_goes_nowhere(box: Outboxes) -> None:
 
 def test_what_was_not_asked_for_ends_the_connection(box: Outboxes) -> None:
     keeper: Any = Asked(box)
-    ear = Ear(1, box, (0,), keeper, keeper)
+    ear = Ear(1, box, keeper, keeper)
     for frame, payload in (frame_of([(8 * box.first_cell, b"8 bytes!")], NO_WORD, 0), (Frame(WRITE, 0, 0, 0, 1), b"")):
         with pytest.raises(ProtocolError):
             ear.apply(frame, memoryview(payload))

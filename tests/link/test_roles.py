@@ -67,3 +67,12 @@ def test_links_are_wanted_by_both_ends(view: tuple[list[str], set[int]]) -> None
     for rank, others in partners.items():
         assert all(rank in partners[other] for other in others)
         assert all(keys[rank] != keys[other] for other in others)
+
+
+def test_who_has_come_after_a_lost_rank_does_not_tell_of_it() -> None:
+    keys = ["a", "a", "b", "b"]
+    roles = Roles(Topology(0, keys), {0, 1, 2}, {0: 1, 1: 1, 2: 7, 3: 1})
+    assert roles.teller(3) is None
+    assert not roles.is_witnessed(3)
+    assert Roles(Topology(0, keys), {0, 1, 3}, {0: 1, 1: 1, 2: 7, 3: 1}).teller(2) == 3
+    assert roles.without({2}).present == {0, 1}

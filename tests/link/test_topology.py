@@ -133,3 +133,23 @@ def test_a_host_key_outside_of_a_test_is_refused(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("EPEE_TEST", value)
     with pytest.raises(InvalidArgument, match=r"EPEE_HOST_KEY is for tests.*EPEE_TEST=1.*unset"):
         own_host_key()
+
+
+@given(placements, st.integers(0, 7), st.sampled_from("abcx"))
+def test_a_placement_with_newcomers_gives_all_the_same_gateways_whatever_they_know(
+    keys: list[str], new: int, key: str
+) -> None:
+    gone = {1} if len(keys) > 2 and new != 1 else set()
+    places = {rank: host for rank, host in enumerate(keys) if rank not in gone} | {new: key}
+    there = [places.get(rank, "") for rank in range(max(places) + 1)]
+    for rank in places:
+        fresh = Topology(rank, there)
+        old = fresh if rank == new else Topology(rank, keys).moved(places)
+        assert old.placement == fresh.placement
+        assert old.here == fresh.here
+        assert old.elsewhere == fresh.elsewhere
+        assert old.sources() == fresh.sources()
+        assert all(old.key_of(peer) == places[peer] for peer in places)
+        assert [old.host_of[peer] for peer in gone] == [-1] * len(gone)
+        for source in old.elsewhere:
+            assert old.gateway(source, old.host) == fresh.gateway(source, fresh.host)

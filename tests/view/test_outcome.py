@@ -288,3 +288,13 @@ def test_of_three_hosts_of_which_one_is_left_the_dead_count_for_what_they_left()
     one.add(second)
     one.add(after(second, {1: DEAD}, issued=9))  # no cut: the job has one host
     assert one.turns[1].removed == ((1, 1, FOREVER),)
+
+
+def test_who_came_after_a_dead_rank_is_no_witness_and_one_that_came_before_is() -> None:
+    second = after(FIRST, {2: DEAD}, issued=3)
+    third = after(second, {}, issued=5, joins=(2,))
+    for victim, cut in ((3, 7), (2, FOREVER)):  # of their host slot 2 has come in the third epoch, slot 3 was there
+        one = Course(LANE, FIRST, False, hosts=HOSTS)
+        for decision in (second, third, with_cut(after(third, {victim: DEAD}, issued=9), 7)):
+            one.add(decision)
+        assert one.turns[-1].removed[0][2] == cut

@@ -36,13 +36,14 @@ from ...view.protocol.messages import LEFT, Member
 from ...view.transport.directory import JobDirectory
 from ..engine.engine import Engine
 from ..hosts.birth import StoreLook, await_told, enter_job, in_words, link, make_mirrors, map_mirror
+from ..hosts.coming import leave_notes
 from ..hosts.waiting import LinkedWaiting
 from ..hosts.ways import Ways
 from ..membership.epochs import Survival
 from ..options import MODES
 from ..outbox import Outboxes, OutboxOwner, open_outbox, outbox_layout
 from .attempt import BootstrapAttempt, read_fields, time_left
-from .home import FOLDER_KEY, HOSTS, Home, pack_home, pack_place
+from .home import FOLDER_KEY, Home, pack_home, pack_place
 from .proof import prove, transcript
 from .readiness import await_all
 from .record import Proof, RankRecord, exchange, own_record
@@ -138,15 +139,16 @@ class _Birth:
         nbytes = outbox_layout(capacity, self._staging_bytes, self._extra_bytes).nbytes
         this.region = region = HostRegion.create(nbytes, f"outbox{this.rank}", only_owner_writes=True)
         undo.callback(region.close)
-        if greeting is not None:
-            self._sit_down(greeting, region, half_made)
-        records, owners = [], []
         listener = None
+        if self._topology is not None:
+            listener = listen(own_address(this.store))
+            undo.callback(listener.close)
+        if greeting is not None:
+            self._sit_down(greeting, region, 0 if listener is None else listener.getsockname()[1], half_made)
+        records, owners = [], []
         mine = own_record(this.num_ranks, self._staging_bytes, region, self._mode, self._seat, self._survival)
         if greeting is not None:
-            if self._topology is not None:
-                listener = listen(own_address(this.store))
-                undo.callback(listener.close)
+            if listener is not None:
                 address, port = listener.getsockname()[:2]
                 mine = replace(mine, address=address, port=port)
             assert self._seat is not None
@@ -174,7 +176,7 @@ class _Birth:
             token = self._seat.job.directory.token
             args = records, owners, mirrors, token, listener, self._deadline, check, undo
             self._ways = ways = link(self._topology, box, *args)
-            ways.begin(self._survival.epoch)
+            ways.begin(self._survival.epoch, self._survival.since())
             self._survival.use(ways)
         await_all(this, box, self._watch, self._deadline, check if self._topology is not None else _no_more)
         if self._ways is not None:
@@ -189,7 +191,7 @@ class _Birth:
         here = self._left | {member.slot for member in view.members}
         return tuple(rank for rank, slot in enumerate(self._seat.slots) if slot not in here)
 
-    def _sit_down(self, greeting: Greeting, region: HostRegion, half_made: contextlib.ExitStack) -> None:
+    def _sit_down(self, greeting: Greeting, region: HostRegion, port: int, half_made: contextlib.ExitStack) -> None:
         """Take the seat in the job, and write into this rank's outbox whose it is."""
         this, topology = self._this, self._topology
         rank = this.rank
@@ -204,15 +206,11 @@ class _Birth:
             """Return what listens for the agents of other hosts."""
             return None if topology is None else listen(own_address(this.store))
 
-        self._seat = seat = take_seat(greeting, rank, region.blob, enter, listen_to_hosts, half_made)
+        self._seat = seat = take_seat(greeting, rank, region.blob, port, enter, listen_to_hosts, half_made)
         self._leave = seat.job.release
         OutboxOwner(seat.job.runtime.member.nonce, seat.lane, seat.slots[rank]).sign(region)
         if not seat.is_founder:
             self._follow(seat)
-
-    def _tell_hosts(self) -> None:
-        assert self._topology is not None
-        self._this.store.set(FOLDER_KEY, json.dumps({HOSTS: self._topology.num_hosts}))
 
     def _follow(self, seat: Seat) -> None:
         self._survival = Survival(seat, self._mode)
@@ -245,13 +243,14 @@ class _Birth:
         if seat.is_founder:
             start_job(seat, [self._founder(peer, record) for peer, record in enumerate(records)])
             self._follow(seat)
-            if self._this.rank == 0 and self._topology is None:
-                home = Home(seat.lane, self._this.num_ranks, self._staging_bytes, self._mode)
+            home = Home(seat.lane, self._this.num_ranks, self._staging_bytes, self._mode)
+            if self._topology is not None:
+                spanning = home._replace(spans=True, link=records[0].link, link_mac=records[0].link_mac)
+                leave_notes(self._this.store, seat.job, self._topology, spanning)
+            elif self._this.rank == 0:
                 seat.job.directory.write_home(pack_home(home))
                 place = pack_place(str(seat.job.directory.path), own_host_key())
                 self._this.store.set(FOLDER_KEY, prove(seat.job.directory.token, place, FOLDER_KEY.encode()))
-            elif self._this.rank == 0:
-                self._tell_hosts()
         assert self._survival is not None
         self._survival.begin(max(record.epoch for record in records), time_left(self._deadline).total_seconds())
 

@@ -26,23 +26,33 @@ from ...view.protocol.messages import Member
 from ..options import MAX_RANKS, MAX_STAGING_BYTES, MIN_STAGING_BYTES, MODES
 from ..outbox import OutboxOwner
 
-VERSION = 2
+VERSION = 3
 FOLDER_KEY = "epee/job"
-HOSTS = "hosts"  # what rank 0 writes there instead, of a group that nobody can join: on how many hosts it runs
+HOSTS = "hosts"  # in that record, of a group over several: on how many it began
 LANE_KEY = "epee/lane"  # the note about a group that is not the first of its job
-_HOME = struct.Struct("<IQIQI")
-_OFFER = struct.Struct(f"<III{BLOB_BYTES}s")
+_HOME = struct.Struct("<IQIQII")
+_SPANS, _MAC, _NIXL = 1, 2, 4  # in the last word of a note
+_OFFER = struct.Struct(f"<III{BLOB_BYTES}sIQ")
 FOUNDER, ASKS, IN = 1, 2, 3  # of those who offer an outbox: there since the group began, wants to come in, has come in
-_EXTRA = struct.Struct(f"<QI{BLOB_BYTES}s")
+_EXTRA = struct.Struct(f"<QI{BLOB_BYTES}sI")
+_MAX_PORT = (1 << 16) - 1
 
 
 class Home(NamedTuple):
-    """The first group of a job: id of its lane, number of ranks at birth, bytes of a staging buffer, mode."""
+    """The first group of a job: id of its lane, number of ranks at birth, bytes of a staging buffer, mode.
+
+    Attributes:
+        spans: it runs over several hosts.
+        link, link_mac: then EPEE_LINK and EPEE_LINK_MAC of its ranks.
+    """
 
     lane: int
     num_ranks: int
     staging_bytes: int
     mode: str
+    spans: bool = False
+    link: str = "tcp"
+    link_mac: bool = False
 
 
 class OutboxEndpoint(NamedTuple):
@@ -53,6 +63,8 @@ class OutboxEndpoint(NamedTuple):
         pid: with `start_time` the process.
         num_ranks: the world size that it was started with.
         owner: what the outbox must say.
+        host: key of the process's host.
+        address, port: where its links with other hosts are made; port 0 where it has none.
     """
 
     blob: bytes
@@ -60,6 +72,9 @@ class OutboxEndpoint(NamedTuple):
     start_time: int
     num_ranks: int
     owner: OutboxOwner
+    host: str = ""
+    address: str = ""
+    port: int = 0
 
 
 def pack_place(folder: str, host: str) -> str:
@@ -75,7 +90,8 @@ def parse_place(text: str) -> tuple[str, str]:
 
 def pack_home(home: Home) -> bytes:
     """Return the note for joiners."""
-    return _HOME.pack(VERSION, home.lane, home.num_ranks, home.staging_bytes, MODES.index(home.mode))
+    flags = _SPANS * home.spans | _MAC * home.link_mac | _NIXL * (home.link == "nixl")
+    return _HOME.pack(VERSION, home.lane, home.num_ranks, home.staging_bytes, MODES.index(home.mode), flags)
 
 
 def parse_home(raw: bytes) -> Home:
@@ -89,16 +105,17 @@ def parse_home(raw: bytes) -> Home:
         raise InvalidState("the job has no group that could be joined yet; start its ranks first")
     if len(raw) != _HOME.size:
         raise ProtocolError(f"the note for joiners has {len(raw)} bytes, {_HOME.size} expected; another version?")
-    version, lane, num_ranks, staging_bytes, mode = _HOME.unpack(raw)
+    version, lane, num_ranks, staging_bytes, mode, flags = _HOME.unpack(raw)
     sizes_ok = 2 <= num_ranks <= MAX_RANKS and MIN_STAGING_BYTES <= staging_bytes <= MAX_STAGING_BYTES
     if version != VERSION or not sizes_ok or staging_bytes % 4096 or mode >= len(MODES):
         raise ProtocolError("the note for joiners cannot be right; is the job of another version?")
-    return Home(lane, num_ranks, staging_bytes, MODES[mode])
+    link = "nixl" if flags & _NIXL else "tcp"
+    return Home(lane, num_ranks, staging_bytes, MODES[mode], bool(flags & _SPANS), link, bool(flags & _MAC))
 
 
-def pack_extra(lane: int, num_ranks: int, blob: bytes) -> bytes:
+def pack_extra(lane: int, num_ranks: int, blob: bytes, port: int = 0) -> bytes:
     """Return what a process tells in its endpoint: the outbox with `blob` is its own in `lane` (`OutboxEndpoint`)."""
-    return _EXTRA.pack(lane, num_ranks, blob)
+    return _EXTRA.pack(lane, num_ranks, blob, port)
 
 
 def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
@@ -109,12 +126,12 @@ def outbox_of(member: Member, lane: int) -> OutboxEndpoint | None:
         return None  # an endpoint that cannot be right is nobody's outbox
     if len(endpoint.extra) != _EXTRA.size:
         return None
-    told, num_ranks, blob = _EXTRA.unpack(endpoint.extra)
-    if told != lane or not member.slot < num_ranks <= MAX_RANKS:
+    told, num_ranks, blob, port = _EXTRA.unpack(endpoint.extra)
+    if told != lane or not member.slot < num_ranks <= MAX_RANKS or port > _MAX_PORT:
         return None
-    return OutboxEndpoint(
-        blob, endpoint.pid, endpoint.start_time, num_ranks, OutboxOwner(member.nonce, lane, member.slot)
-    )
+    owner = OutboxOwner(member.nonce, lane, member.slot)
+    where = member.host, endpoint.address, port
+    return OutboxEndpoint(blob, endpoint.pid, endpoint.start_time, num_ranks, owner, *where)
 
 
 def takes_part(lane: int, member: Member) -> bool:
@@ -130,12 +147,16 @@ class Offer(NamedTuple):
         rank: in the group.
         num_ranks: how many ranks the group has, as this process was told.
         blob: of its outbox.
+        port: where its links with other hosts are made; 0 where it has none.
+        turned: over several hosts, up to which view it needs nothing more of lost ranks (`hosts/gate.py`).
     """
 
     state: int
     rank: int
     num_ranks: int
     blob: bytes
+    port: int = 0
+    turned: int = 0
 
     def pack(self) -> bytes:
         """Return the bytes for the board."""
@@ -145,7 +166,8 @@ class Offer(NamedTuple):
         """Return the outbox of `member`, which offers it."""
         process = parse_endpoint(member.endpoint)
         owner = OutboxOwner(member.nonce, lane, member.slot)
-        return OutboxEndpoint(self.blob, process.pid, process.start_time, self.num_ranks, owner)
+        where = member.host, process.address, self.port
+        return OutboxEndpoint(self.blob, process.pid, process.start_time, self.num_ranks, owner, *where)
 
 
 def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:
@@ -154,5 +176,5 @@ def parse_offers(told: Mapping[int, bytes]) -> dict[int, Offer]:
     return {
         slot: offer
         for slot, offer in found.items()
-        if offer.state in (FOUNDER, ASKS, IN) and offer.rank < offer.num_ranks <= MAX_RANKS
+        if offer.state in (FOUNDER, ASKS, IN) and offer.rank < offer.num_ranks <= MAX_RANKS and offer.port <= _MAX_PORT
     }

@@ -17,10 +17,20 @@ import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 from ... import env
-from ...errors import AuthError, EpeeError, InvalidArgument, InvalidState, ProtocolError, UnsupportedError
+from ...errors import (
+    AuthError,
+    EpeeError,
+    InvalidArgument,
+    InvalidState,
+    MismatchError,
+    ProtocolError,
+    UnsupportedError,
+)
+from ...link.engine import chosen_engine
 from ...memory.host import HostRegion
 from ...view.job import Job, Seat, job_name, retained
 from ...view.process.detector import DeathWatch
@@ -28,6 +38,8 @@ from ...view.process.machine import own_host_key
 from ...view.protocol.messages import Decision
 from ...view.transport.directory import JobDirectory, find_jobs
 from ..engine.engine import Engine
+from ..hosts.coming import Entrance, Found, find_over_hosts, tell_contact
+from ..hosts.waiting import LinkedWaiting
 from ..membership.epochs import Survival
 from ..membership.members import attach_outbox, make_blank, narrow
 from ..options import MAX_RANKS
@@ -54,17 +66,18 @@ from .seat import own_job
 STORE_WAIT_S = 2.0
 
 
-def find_folder(store: Any) -> JobDirectory:
-    """Return the folder of the running job.
+def find_job(store: Any) -> Found:
+    """Return the running job.
 
     Raises:
         InvalidState: there is no running job, or there are several and the store does not say which.
-        UnsupportedError: the ranks run on several hosts, or on another one than this process.
+        UnsupportedError: the ranks run on another host than this process, and on one alone.
+        AuthError: the job's secret is in a file (EPEE_TOKEN_FILE), and this process has none or another one.
     """
     try:
         store.wait([FOLDER_KEY], timedelta(seconds=STORE_WAIT_S))
-        return _open_told(bytes(store.get(FOLDER_KEY)))
-    except (AuthError, UnsupportedError):
+        return _open_told(bytes(store.get(FOLDER_KEY)), store)
+    except (AuthError, InvalidArgument, InvalidState, MismatchError, UnsupportedError):
         raise
     except RuntimeError as exc:  # the store has died or is another one: the folder itself can be found
         jobs = find_jobs(job_name()) if env.get("MASTER_PORT") else []  # else any job could be taken for ours
@@ -72,32 +85,34 @@ def find_folder(store: Any) -> JobDirectory:
             raise InvalidState(
                 f"is_extension=True: the store names no running job ({str(exc).splitlines()[0]}) and {len(jobs)} jobs "
                 f"of {job_name()} run here; use the store of the running ranks, and start it on "
-                "their host: who joins shares their memory"
+                "a host of theirs"
             ) from exc
-        return JobDirectory.open(jobs[0])
+        directory = JobDirectory.open(jobs[0])
+        with contextlib.ExitStack() as undo:
+            undo.callback(directory.leave)
+            found = Found(directory, parse_home(directory.read_home()))
+            undo.pop_all()
+            return found
 
 
-def _open_told(raw: bytes) -> JobDirectory:
-    """Open the folder that rank 0 has named in the store; `AuthError` unless the job's own token proves it."""
+def _open_told(raw: bytes, store: Any) -> Found:
+    """Open the job that rank 0 has named in the store; `AuthError` unless the job's own token proves it."""
     fields = read_fields(raw, 0)
     if HOSTS in fields:
-        raise UnsupportedError(
-            f"is_extension=True: the group runs on {str(fields[HOSTS])[:4]} hosts, and groups over several hosts "
-            "take nobody in yet; start all ranks anew"
-        )
+        return find_over_hosts(store, fields)
     folder, host = parse_place(str(fields.get("record", "")))
     if host not in ("", own_host_key()):
         raise UnsupportedError(
-            "is_extension=True: the running ranks are on another host, and who joins shares their memory; start this "
-            "process on their host (a container: in their PID namespace, --pid=host)"
+            "is_extension=True: the running ranks are on another host, and a job that began on one host stays there; "
+            "start this process on it (a container: in their PID namespace, --pid=host), or begin on two hosts"
         )
     directory = JobDirectory.open(folder)
     try:
         proved(directory.token, fields, FOLDER_KEY.encode(), "the job's")
+        return Found(directory, parse_home(directory.read_home()))
     except BaseException:
         directory.leave()
         raise
-    return directory
 
 
 def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: str) -> Engine:
@@ -106,7 +121,7 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
     Args:
         num_ranks: the world size that this process was started with; the group has at least so many ranks then.
     Raises:
-        InvalidState: no group can be joined. UnsupportedError: its ranks run on other hosts.
+        InvalidState: no group can be joined. UnsupportedError: its ranks run on one host, which is another one.
         SlotTakenError: another process has this rank.
         InvalidArgument: the group has another mode.
         CommTimeoutError: no member has called `recover_ranks` or `extend_group_size_to` within `timeout_s`.
@@ -114,23 +129,27 @@ def join_engine(store: Any, rank: int, num_ranks: int, timeout_s: float, mode: s
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as undo:
-        directory = find_folder(store)
+        directory, home, contacts = find_job(store)
         undo.callback(directory.leave)
-        home = parse_home(directory.read_home())
         _check(home, rank, num_ranks, mode)
+        door = Entrance.open(store, undo) if home.spans else None
         layout = outbox_layout(MAX_RANKS, home.staging_bytes)
         region = HostRegion.create(layout.nbytes, f"outbox{rank}", only_owner_writes=True)
         undo.callback(region.close)
-        job = Job(directory, rank, pack_extra(home.lane, num_ranks, region.blob))
+        extra = pack_extra(home.lane, num_ranks, region.blob, 0 if door is None else door.port)
+        job = Job(directory, rank, extra, None if door is None else door.for_agents(store))
         OutboxOwner(job.runtime.member.nonce, home.lane, rank).sign(region)
         leave = job.release
         undo.callback(lambda: leave())
-        decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True)
+        decision = job.runtime.join(max(0.1, deadline - time.monotonic()), has_lane=True, contacts=contacts)
         job.enlist()
         survival = Survival(Seat(job, list(range(num_ranks)), home.lane, False, True), mode, decision)
         leave = survival.close
+        if door is not None:
+            survival.span(decision)
+            tell_contact(store, job)
         survival.join(decision)
-        engine = _start(survival, decision, home, rank, region)
+        engine = _start(survival, decision, home, rank, region, door)
         undo.pop_all()
         return engine
 
@@ -156,16 +175,11 @@ def is_newcomer(store: Any, rank: int, num_ranks: int) -> bool:
     if rank == 0 or not store.check([FOLDER_KEY]):
         return False
     try:
-        directory = _open_told(bytes(store.get(FOLDER_KEY)))
+        directory, home, _ = _open_told(bytes(store.get(FOLDER_KEY)), store)
     except (EpeeError, OSError):
         return False  # what is there is over, or not ours to read: who begins a group needs none of it
-    try:
-        num_founders = parse_home(directory.read_home()).num_ranks
-    except EpeeError:
-        return False
-    finally:
-        directory.leave()  # and with it the folder, if nobody is there any more
-    return num_founders <= min(rank, num_ranks - 1) and directory.path.exists()
+    directory.leave()  # and with it the folder, if nobody is there any more
+    return home.num_ranks <= min(rank, num_ranks - 1) and (home.spans or directory.path.exists())
 
 
 def names_job(store: Any) -> bool:
@@ -178,7 +192,8 @@ def place_of(engine: Engine, mode: str) -> Place | None:
     if engine.survival is None:
         return None
     box, (lane, slots, is_home) = engine.box, engine.survival.place
-    return Place(Home(lane, box.num_ranks, box.staging_bytes, mode), slots, box.rank, is_home)
+    link = (True, chosen_engine(), env.get_bool("EPEE_LINK_MAC")) if box.exports is not None else ()
+    return Place(Home(lane, box.num_ranks, box.staging_bytes, mode, *link), slots, box.rank, is_home)
 
 
 def leave_note(store: Any, place: Place | None) -> None:
@@ -247,10 +262,13 @@ def come_in(place: Place, num_ranks: int, timeout_s: float, mode: str, before: E
         )
         undo.callback(region.close)
         OutboxOwner(job.runtime.member.nonce, home.lane, job.slot).sign(region)
+        door = Entrance.open(job.store, undo) if home.spans else None
         survival = Survival(Seat(job, place.slots, home.lane, False, place.is_home), mode, asks=True)
         release = survival.close
-        decision = survival.ask(Offer(ASKS, rank, num_ranks, region.blob), timeout_s)
-        engine = _start(survival, decision, home, rank, region)
+        decision = survival.ask(Offer(ASKS, rank, num_ranks, region.blob, 0 if door is None else door.port), timeout_s)
+        if door is not None:
+            survival.span(decision)
+        engine = _start(survival, decision, home, rank, region, door)
         undo.pop_all()
         return engine
 
@@ -260,17 +278,26 @@ def _check(home: Home, rank: int, num_ranks: int, mode: str) -> None:
         raise InvalidArgument(
             f"fault_mode and on_stall must be those of the running group, {home.mode!r}, got {mode!r}"
         )
+    own = chosen_engine(), env.get_bool("EPEE_LINK_MAC")
+    if home.spans and own != (home.link, home.link_mac):
+        raise MismatchError(
+            f"EPEE_LINK and EPEE_LINK_MAC must be those of the running group, {home.link} and {int(home.link_mac)}, "
+            f"got {own[0]} and {int(own[1])}"
+        )
     if not 0 <= rank < num_ranks <= MAX_RANKS:
         raise InvalidArgument(
             f"rank must be below world_size, and that at most {MAX_RANKS}, got rank {rank} of {num_ranks}"
         )
 
 
-def _start(survival: Survival, decision: Decision, home: Home, rank: int, region: HostRegion) -> Engine:
+def _start(
+    survival: Survival, decision: Decision, home: Home, rank: int, region: HostRegion, door: Entrance | None
+) -> Engine:
     """Map everybody's outbox and make the engine. Absent ranks get a blank one that nobody writes.
 
     The group counts as many ranks as its newcomers were told, and has room for all who are there. The others may count
-    more, if it has lost ranks beyond: lists are a rank's own affair.
+    more, if it has lost ranks beyond: lists are a rank's own affair. Over several hosts those of others are blank for
+    the time being, too, and this rank is ready when it reads their mirrors (`hosts/coming.py`).
     """
     nbytes = region.nbytes
     parts = survival.parts(decision)
@@ -280,21 +307,29 @@ def _start(survival: Survival, decision: Decision, home: Home, rank: int, region
     blank = make_blank(nbytes)
     for peer in range(size):
         part = parts.get(peer)
-        if peer != rank:
+        if peer != rank and door is not None and part is not None and not door.is_here(part):
+            regions[peer] = make_blank(nbytes)  # one of its own: its mirror will be read in its place
+        elif peer != rank:
             regions[peer] = (part and attach_outbox(part, nbytes)) or blank
     box = Outboxes(rank, regions, home.staging_bytes, 1, MAX_RANKS)
     box.blanks.update(peer for peer in range(size) if regions[peer] is blank)
     watch = DeathWatch()
     try:
         for peer, part in parts.items():
-            if peer != rank:
+            if peer != rank and (door is None or door.is_here(part)):
                 watch.watch(peer, part.pid, part.start_time)
+        ways = None if door is None else door.enter(survival, decision, parts, box, home)
     except BaseException:
         watch.close()
         raise
-    engine = Engine(box, watch, 300.0, first_number(decision.epoch))
+    if ways is None:
+        engine = Engine(box, watch, 300.0, first_number(decision.epoch))
+    else:
+        waiting = partial(LinkedWaiting, exports=ways.exports)
+        engine = Engine(box, watch, 300.0, first_number(decision.epoch), waiting=waiting)
     survival.attach(engine)
-    publish_word(box, LIFE, LIFE_READY)
+    if ways is None:
+        publish_word(box, LIFE, LIFE_READY)
     keep(engine)
     return engine
 

@@ -47,6 +47,7 @@ def take_seat(
     greeting: Greeting,
     rank: int,
     blob: bytes,
+    port: int,
     enter: Callable[[], JobDirectory],
     listen: Callable[[], socket.socket | None],
     undo: contextlib.ExitStack,
@@ -54,6 +55,7 @@ def take_seat(
     """Return this rank's seat, in the common job or in a new one; `blob` is that of its outbox.
 
     Args:
+        port: where its links with other hosts are made; 0 on one host.
         enter: returns the folder of a new job.
         listen: returns what listens for agents of other hosts of a new job; None on one host.
         undo: gets what to do when a new job cannot be made here, once the peers have been told why.
@@ -66,7 +68,7 @@ def take_seat(
     job = retained(key)
     if job is not None:
         return Seat(job, [hello.jobs[key] for hello in hellos], lane, False, False)
-    extra = pack_extra(lane, len(hellos), blob)
+    extra = pack_extra(lane, len(hellos), blob, port)
     directory = enter()
     undo.callback(directory.leave)
     job = Job(directory, rank, extra, listen())

@@ -204,7 +204,7 @@ def link(
         undo.callback(connected.connection.close)
     for peer, partner in others.items():
         meeting.admit(peer, partner)
-    ways = Ways(topology, box, Links([]), meeting, owners, maker)
+    ways = Ways(topology, box, Links([]), meeting, dict(enumerate(owners)), maker)
     undo.callback(ways.exports.abandon)
     box.exports = ways.exports
     ways.start(met, mirrors)

@@ -91,6 +91,11 @@ class Exports:
 
     # ---- to whom
 
+    def move(self, topology: Topology) -> None:
+        """Take on where ranks are from now on. The engine's lock is held."""
+        with self.links.lock:
+            self.topology = topology
+
     def route(self, host: int, gateway: int) -> None:
         """Tell a host from now on through this gateway, which is told now what there is. The links' lock is held."""
         self._told[gateway] = 0

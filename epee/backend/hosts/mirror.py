@@ -19,7 +19,6 @@ whatever somebody has found in the old one is in the new one, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from ...errors import ProtocolError
@@ -101,7 +100,6 @@ class Ear:
     Args:
         peer: the rank at its other end.
         box: the outboxes of the group.
-        here: the ranks of this host.
         links: through which questions are answered.
         keeper: has the mirrors.
 
@@ -110,12 +108,11 @@ class Ear:
         told: answers (number -> values), until somebody takes them.
     """
 
-    def __init__(self, peer: int, box: Outboxes, here: Sequence[int], links: Links, keeper: Keeper) -> None:
+    def __init__(self, peer: int, box: Outboxes, links: Links, keeper: Keeper) -> None:
         self.peer = peer
         self.asked: set[int] = set()
         self.told: dict[int, tuple[int, ...]] = {}
-        self._box, self._here = box, frozenset(here)
-        self._local_words = [box.words[rank] for rank in here]
+        self._box = box
         self._lanes = box.lane_base[0]
         self._links, self._keeper = links, keeper
         self._mirror: Mirror | None = None  # of what comes
@@ -167,27 +164,34 @@ class Ear:
             self._mirror = self._keeper.ended(self, offset, value)
             self._is_void = False
 
+    def forget(self, mirror: Mirror) -> None:
+        """Write a mirror no more: what comes for it goes nowhere."""
+        if self._mirror is mirror:
+            self._mirror, self._is_void = None, True
+
     def close(self) -> None:
         """Let go of all memory; no frame comes any more."""
-        self._local_words = []
         self._mirror = None
 
     def _wake(self, mirror: Mirror, word: int) -> None:
         """Wake the ranks of this host that sleep on a word of the mirror, or on their BELL where a message came."""
         fence()
-        for words in self._local_words:
-            if words[SLEEPERS]:
+        box = self._box
+        for rank in box.here:
+            if box.words[rank][SLEEPERS]:
                 futex_wake(mirror.region.address + 8 * word)
                 break
         if word >= self._lanes:
             rank = (word - self._lanes) // LANE_WORDS
-            if rank in self._here and self._box.words[rank][BELL]:
-                futex_wake(self._box.address[rank] + 8 * BELL)
+            if rank in box.here and box.words[rank][BELL]:
+                futex_wake(box.address[rank] + 8 * BELL)
 
     def _answer(self, number: int, payload: bytes) -> None:
         asked, box = parse_asked(payload), self._box
         for rank, word in asked:
-            if rank not in self._here or word >= len(box.words[rank]):
+            is_elsewhere = rank >= box.capacity or (rank < len(box.host_of) and rank not in box.here)
+            if is_elsewhere or word >= len(box.own):
                 raise ProtocolError(f"rank {self.peer} asks for word {word} of rank {rank}; it must not")
         fence()  # what came before the question is stored, and seen, before these are loaded
-        self._links.tell(self.peer, number, [box.words[rank][word] for rank, word in asked])
+        # of who has just come here, and is not known to this rank yet, there is nothing
+        self._links.tell(self.peer, number, [box.words[rank][word] if rank in box.here else 0 for rank, word in asked])

@@ -8,19 +8,24 @@ The keepers of the host's mirrors say in their outboxes which mirrors they have 
     unsettled  a lost source of another host. Until its keeper has told that all of it is there, no call of the group is
                judged or completed here: ranks of other hosts may have found more of it, or less.
 
+A view that takes somebody in begins new roles (`bring_in`), once nobody needs anything of those who were lost by then
+(`gate.py`). Decisions that come behind it meanwhile change who tells of these, and nothing else (`hear`). What a keeper
+says counts only if it plays the newest roles, too (GENERATION).
+
 Nothing here is shared with other processes; a view that comes meanwhile only changes who is waited for.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ...errors import AuthError, ProtocolError, ResourceError
 from ...link.roles import Roles
 from ...memory.host import BLOB_BYTES, HostRegion
 from ...view.process.detector import is_leaving
 from ..outbox import (
+    GENERATION,
     MIRROR_BLOB,
     MIRROR_CUT,
     MIRROR_MADE,
@@ -48,18 +53,53 @@ class Settling:
     """
 
     def __init__(
-        self, box: Outboxes, roles: Roles, owners: list[OutboxOwner], boxes: Callable[[], Iterable[Outboxes]]
+        self, box: Outboxes, roles: Roles, owners: Mapping[int, OutboxOwner], boxes: Callable[[], Iterable[Outboxes]]
     ) -> None:
         self.roles = roles
         self._newest = 0  # epoch of the last decision that was taken over
         self.unsettled: dict[int, int] = {}
         self._box, self._owners, self._boxes = box, owners, boxes
         self._moves: dict[int, int] = {}  # source -> the view since which it has another keeper
+        self._ahead: Roles | None = None  # in which the lost ones are told of, while a view with newcomers waits
+        self._generation = 0
+
+    def begin(self, epoch: int) -> None:
+        """Come in by the view of an epoch: everything that ranks of other hosts say is still to be had."""
+        self._generation = epoch
+        self._moves = dict.fromkeys(self.roles.topology.elsewhere, epoch)
+
+    @property
+    def has_moves(self) -> bool:
+        """True while mirrors are to be had."""
+        return bool(self._moves)
+
+    def hear(self, epoch: int, lost: Collection[int]) -> None:
+        """Take note of a later loss while a view with newcomers waits; may be run again."""
+        self._newest = epoch
+        before = self._ahead or self.roles
+        self._ahead = before.without(lost)
+        for source in self.unsettled:
+            if self._ahead.keeper(source) != before.keeper(source):
+                self._moves[source] = epoch
+
+    def bring_in(self, epoch: int, roles: Roles, newcomers: Collection[int]) -> None:
+        """Take over a view with newcomers; nothing is unsettled. May be run again."""
+        before = self.roles if epoch > self._generation else None
+        self._newest = self._generation = epoch
+        self._moves = {source: since for source, since in self._moves.items() if source in roles.present}
+        for source in roles.topology.elsewhere:
+            is_moved = before is not None and (
+                source not in before.present or before.keeper(source) != roles.keeper(source)
+            )
+            if source in newcomers or is_moved:
+                self._moves[source] = epoch
+        self.roles, self._ahead = roles, None
+        self._box.exports.looks.gone = frozenset(range(len(roles.topology.host_of))) - roles.present
 
     def change(self, epoch: int, present: Iterable[int]) -> None:
         """Take over a view; may be run again."""
         self._newest = epoch
-        before, after = self.roles, Roles(self.roles.topology, frozenset(present))
+        before, after = self.roles, Roles(self.roles.topology, frozenset(present), self.roles.since)
         for source in after.topology.elsewhere:
             if source in before.present and source not in after.present:
                 self.unsettled[source] = epoch
@@ -76,8 +116,9 @@ class Settling:
 
     def awaited(self) -> list[int]:
         """Return the living ranks on whose word this one waits: keepers, and whoever tells them."""
-        keepers = {self.roles.keeper(source) for source in self.unsettled}
-        tellers = {self.roles.teller(source) for source in self.unsettled}
+        roles = self._ahead or self.roles
+        keepers = {roles.keeper(source) for source in self.unsettled}
+        tellers = {roles.teller(source) for source in self.unsettled}
         return sorted(rank for rank in keepers | tellers if rank is not None and rank != self.roles.topology.rank)
 
     def look(self) -> list[tuple[int, int]]:
@@ -92,9 +133,11 @@ class Settling:
         settled = []
         for source, epoch in list(self.unsettled.items()):
             words, row = self._row(source)
+            if words[GENERATION] < self._generation:
+                continue
             if words[row + MIRROR_SETTLED] < epoch or words[row + MIRROR_CUT] > self._newest:
                 continue  # of the latter the keeper knows the decision, and this rank does not yet
-            if words[row + MIRROR_MADE] and source in self._moves:
+            if source in self._moves and words[row + MIRROR_MADE] >= self._moves[source]:
                 continue  # all of it is there, but this rank does not read it yet
             self._moves.pop(source, None)  # nobody has a better mirror than this rank
             del self.unsettled[source]
@@ -102,21 +145,25 @@ class Settling:
         return settled
 
     def _row(self, source: int) -> tuple[memoryview, int]:
-        keeper = self.roles.keeper(source)
+        keeper = self._keeper(source)
         assert keeper is not None, "this rank is in the view"
         return self._box.words[keeper], self._box.mirror_base[source]
+
+    def _keeper(self, source: int) -> int | None:
+        roles = self._ahead if self._ahead is not None and source in self.unsettled else self.roles
+        return roles.keeper(source)
 
     def _move(self, source: int, epoch: int) -> bool:
         """Read a source in its new keeper's mirror, if there is one."""
         words, row = self._row(source)
-        if words[row + MIRROR_MADE] < epoch:
+        if words[row + MIRROR_MADE] < epoch or words[GENERATION] < self._generation:
             return False
         first = row + MIRROR_BLOB
         blob = bytes(words[first : first + BLOB_BYTES // 8])
         try:
             region = open_outbox(blob, self._owners[source])
         except (AuthError, ProtocolError) as exc:
-            logger.info("rank %s's mirror of rank %d is not to be had: %s", self.roles.keeper(source), source, exc)
+            logger.info("rank %s's mirror of rank %d is not to be had: %s", self._keeper(source), source, exc)
             return False  # its keeper is dying: the next view has another
         except ResourceError:
             if self._is_leaving(source):
@@ -127,7 +174,7 @@ class Settling:
 
     def _is_leaving(self, source: int) -> bool:
         """Return whether the keeper of a source is on its way out: its death will be noticed."""
-        region = self._box.regions[self.roles.keeper(source) or 0]
+        region = self._box.regions[self._keeper(source) or 0]
         return is_leaving(region.owner_pid, region.owner_start_time)
 
     def _use(self, source: int, region: HostRegion) -> None:

@@ -16,7 +16,7 @@ Who calls: the thread of the links.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...link.frames import NO_WORD
@@ -41,6 +41,7 @@ from ..outbox import (
     consumed_of,
     unsealed,
 )
+from ..p2p.channel import first_number
 
 Write = Callable[[int, Any, int, int, int], object]  # (offset, data, word, value, note), as `Links.write`
 _SEQ = (1 << SEQ_BITS) - 1
@@ -56,12 +57,20 @@ class _Slot(NamedTuple):
     nbytes: int
 
 
-def tell_all(write: Write, box: Outboxes, source: int, region: HostRegion, readers: Sequence[int]) -> None:
+def tell_all(
+    write: Write,
+    box: Outboxes,
+    source: int,
+    region: HostRegion,
+    readers: Sequence[int],
+    joined: Mapping[int, int] | None = None,
+) -> None:
     """Tell all of `source`'s outbox, mapped as `region`, that ranks of one host may need.
 
     Args:
         box: outboxes of all ranks, for the layout and for how far the readers are.
         readers: the ranks of that host.
+        joined: of the ranks that came later than the group, in which epoch.
     """
     words = region.words(0, len(box.own))
     data = memoryview(region.mapping)[HEADER_BYTES:]
@@ -69,7 +78,7 @@ def tell_all(write: Write, box: Outboxes, source: int, region: HostRegion, reade
         consumed = consumed_of(words)
         least = min(consumed_of(box.words[reader]) for reader in readers)
         cells = list(_cells(words, box.first_cell, least))
-        slots = [slot for reader in readers for slot in _slots(words, box, source, reader)]
+        slots = [slot for reader in readers for slot in _slots(words, box, source, reader, joined or {})]
         small = [bytes(data[8 * (cell + _HEADER_WORDS) : 8 * (cell + CELL_WORDS)]) for cell, _ in cells]
         starts = [unsealed(header[OFFSET]) for _, header in cells]
         end = box.ring.start + box.ring.nbytes
@@ -106,9 +115,10 @@ def _cells(words: memoryview, first: int, least: int) -> Iterator[tuple[int, lis
             yield cell, header
 
 
-def _slots(words: memoryview, box: Outboxes, source: int, reader: int) -> Iterator[_Slot]:
+def _slots(words: memoryview, box: Outboxes, source: int, reader: int, joined: Mapping[int, int]) -> Iterator[_Slot]:
     """Yield the fragments for `reader` that it has not freed, as far as is known, in order."""
-    number = box.words[reader][box.verdict_base[source]] + 1
+    came = max(joined.get(source, 0), joined.get(reader, 0))
+    number = max(box.words[reader][box.verdict_base[source]] + 1, first_number(came) if came else 1)
     while True:
         slot = (number - 1) % NUM_LANE_SLOTS
         index = box.lane_base[reader] + slot * LANE_SLOT_WORDS

@@ -14,10 +14,17 @@ it. News come from the agent thread (`decided`); what comes over links is noted 
     answers    FETCH of this rank's own outbox: all of it, then END, then `Exports` tells that gateway what follows. Of
                a lost rank of this host: all, and END. A question of a view that is not known here yet waits for it.
 
+    newcomers  A view that takes somebody in waits until the engine has taken it over (`adopted`), which waits until all
+               who stay need nothing of those who were lost by then (`gate.py`). Then there is a new placement, of its
+               members, with roles of its own; rows of newcomers are blank again, and on their hosts keepers ask for
+               everything once more, as words for them have not come there. A loss that is behind it in the meantime
+               changes who tells of the older losses, no more (`_hear_ahead`).
+
 What the ranks of this host must know of a mirror stands in the keeper's own outbox, which they map (field "mirrors"):
 there is one (MADE), its blob, and up to which view it says all that counts (SETTLED). MADE is stored when the first
-answer is complete, SETTLED with the END of a lost source; each behind what it speaks of. A keeper without a whole
-mirror of a source that nobody can tell of any more stores SETTLED alone: what the others have mapped stands still.
+answer is complete (again where all was asked for again), SETTLED with the END of a lost source; each behind what it
+speaks of. A keeper without a whole mirror of a source that nobody can tell of any more stores SETTLED alone: what the
+others have mapped stands still.
 
 Who writes: the thread of the links and, holding the lock of the links, whoever applies an END. A crash between two
 steps is the death of a keeper or teller: the next view has another, who begins with the question. A connection that is
@@ -37,7 +44,7 @@ from typing import NamedTuple
 from ...errors import EpeeError
 from ...link.engine import LinkMaker
 from ...link.frames import BEGIN, END, FETCH
-from ...link.meeting import Connected, Meeting
+from ...link.meeting import Connected, Meeting, Partner
 from ...link.poller import Links
 from ...link.roles import Roles
 from ...link.topology import Topology
@@ -46,6 +53,7 @@ from ...memory.signals import fence
 from ...view.protocol.outcome import MAX_WITNESSED_HOSTS
 from ..outbox import (
     FINAL,
+    GENERATION,
     MIRROR_BLOB,
     MIRROR_CUT,
     MIRROR_MADE,
@@ -63,6 +71,15 @@ logger = logging.getLogger("epee")
 _RETRY_S = 0.2  # after a shortage
 
 
+class Newcomer(NamedTuple):
+    """Who comes into a lane: its rank, the key of its host, where its links are made (None: it is gone again)."""
+
+    rank: int
+    host: str
+    partner: Partner | None
+    owner: OutboxOwner
+
+
 class Turn(NamedTuple):
     """A view as it concerns one lane.
 
@@ -70,11 +87,13 @@ class Turn(NamedTuple):
         epoch: that it began.
         present: the ranks that take part.
         left: those of the ones that it removed which had left in order.
+        newcomers: that it takes in; a view that removes others as well is told as two.
     """
 
     epoch: int
     present: frozenset[int]
     left: frozenset[int] = frozenset()
+    newcomers: tuple[Newcomer, ...] = ()
 
 
 class _Question(NamedTuple):
@@ -101,6 +120,7 @@ class Ways:
         exports: tells the others.
         mirrors: that this rank keeps, by source.
         epoch: of the newest view whose roles are played.
+        port: where links with this rank are made.
     """
 
     def __init__(
@@ -109,15 +129,19 @@ class Ways:
         box: Outboxes,
         links: Links,
         meeting: Meeting,
-        owners: list[OutboxOwner],
+        owners: dict[int, OutboxOwner],
         maker: LinkMaker,
     ) -> None:
-        self.topology = topology
+        self.port = meeting.port
         self.mirrors: dict[int, Mirror] = {}
         self.epoch = 1
         self.box, self.owners = box, owners
         self._links, self._meeting, self._maker = links, meeting, maker
-        self._roles = Roles(topology, range(len(topology.host_of)))
+        self._roles = Roles(topology, [rank for rank, host in enumerate(topology.host_of) if host >= 0])
+        self._ahead: Roles | None = None  # in which the lost are told of, while a view with newcomers waits
+        self._heard = 0  # epoch of the last view that was heard ahead
+        self._adopted = 0  # of the newest view with newcomers that the engine has taken over
+        self._joined: dict[int, int] = {}  # rank -> epoch, of those who came while this rank was there, and itself
         self._ears: dict[int, Ear] = {}
         self._questions: dict[int, _Question] = {}  # by source
         self._fetches: list[tuple[int, int, int]] = []  # (peer, source, epoch) that wait for an answer
@@ -142,9 +166,22 @@ class Ways:
         self._links.attend(self._meeting, self.serve)
         self._links.start(self._lost, self.exports.tell_progress)
 
-    def begin(self, epoch: int) -> None:
-        """Take the epoch in which the group begins, with all ranks."""
+    @property
+    def topology(self) -> Topology:
+        """Who is where, in the view whose roles are played."""
+        return self._roles.topology
+
+    def begin(self, epoch: int, since: Mapping[int, int], joined: bool = False) -> None:
+        """Take the epoch in which the group begins, or this rank comes in, and since when its ranks take part."""
         self.epoch = epoch
+        self._roles = Roles(self._roles.topology, self._roles.present, since)
+        if joined:
+            self._joined[self._roles.topology.rank] = self._own[GENERATION] = epoch
+
+    def adopted(self, epoch: int) -> None:
+        """Hear that the engine has taken over a view with newcomers; the engine's lock is held."""
+        self._adopted = epoch
+        self._links.ring()
 
     def decided(self, turn: Turn) -> None:
         """Hear of a view, from the agent thread, in order."""
@@ -160,7 +197,7 @@ class Ways:
 
     def fetched(self, peer: int, source: int, epoch: int) -> None:
         """As `Keeper.fetched`."""
-        if len(self._fetches) < 4 * len(self.topology.host_of) and 0 <= source < len(self.topology.host_of):
+        if len(self._fetches) < 4 * self.box.capacity and 0 <= source < self.box.capacity:
             self._fetches.append((peer, source, epoch))
             self._links.ring()
 
@@ -189,10 +226,10 @@ class Ways:
 
     def _complete(self, mirror: Mirror) -> None:
         """Tell the ranks of this host where the mirror of a source is."""
-        if mirror.is_whole:
-            return
-        mirror.is_whole = True
         base, blob = self.box.mirror_base[mirror.source], mirror.region.blob
+        if mirror.is_whole and self._own[base + MIRROR_MADE] >= self._own[GENERATION]:
+            return  # else all was asked for again as somebody has come here
+        mirror.is_whole = True
         first = base + MIRROR_BLOB
         self._own[first : first + len(blob) // 8] = memoryview(blob).cast("Q")
         fence()
@@ -225,9 +262,11 @@ class Ways:
         if time.monotonic() < self._retry_at:
             return True
         try:
-            while self._news:
+            while self._news and (not self._news[0].newcomers or self._adopted >= self._news[0].epoch):
                 self._take_over(self._news[0])
                 self._news.popleft()
+            if self._news:
+                self._hear_ahead()
             self._meet()
             self._mourn()
             self._ask()
@@ -241,7 +280,10 @@ class Ways:
 
     def _take_over(self, turn: Turn) -> None:
         """Play the roles of a view from now on; may be run again where it was broken off."""
-        before, roles = self._roles, Roles(self.topology, turn.present)
+        if turn.newcomers:
+            self._bring_in(turn)
+            return
+        before, roles = self._roles, Roles(self.topology, turn.present, self._roles.since)
         lost = before.present - roles.present
         with self._links.lock:
             for rank in lost:
@@ -264,8 +306,77 @@ class Ways:
         with self._links.lock:
             self._roles, self.epoch = roles, turn.epoch
 
+    def _hear_ahead(self) -> None:
+        """While a view with newcomers waits: find others who tell of the lost, where those of before are lost, too."""
+        if self._ahead is None:
+            self._ahead, self._heard = self._roles, self._news[0].epoch
+        for turn in list(self._news):
+            if turn.epoch <= self._heard:
+                continue
+            before = self._ahead
+            after = before.without(before.present - turn.present)
+            for source in self.topology.elsewhere:
+                is_lost = source not in self._roles.present and not self._says_goodbye(source)
+                if is_lost and after.is_kept_here(source):
+                    self._inherit(source, turn.epoch, after, False, before)
+            with self._links.lock:
+                self._ahead, self._heard = after, turn.epoch
+
+    def _judging(self, source: int) -> Roles:
+        """Return the roles in which a source is told of."""
+        return self._ahead if self._ahead is not None and source not in self._roles.present else self._roles
+
+    def _bring_in(self, turn: Turn) -> None:
+        """Begin a new placement, with newcomers; may be run again where it was broken off."""
+        before, new = self._roles, {one.rank: one for one in turn.newcomers}
+        keys = {rank: new[rank].host if rank in new else before.topology.key_of(rank) for rank in turn.present}
+        since = {**before.since, **dict.fromkeys(new, turn.epoch)}
+        roles = Roles(before.topology.moved(keys), turn.present, since)
+        with self._links.lock:
+            for rank, one in new.items():
+                self._welcome(rank, one, turn.epoch)
+            for source in list(self.mirrors):
+                if source in new or source not in turn.present or not roles.is_kept_here(source):
+                    self._discard(source)
+        has_come_here = any(roles.topology.is_here(rank) for rank in new)
+        for source in roles.topology.elsewhere:
+            question = _Question(source, turn.epoch, None)
+            if not roles.is_kept_here(source):
+                continue
+            if source not in self.mirrors:
+                self._make(source, question)
+            elif has_come_here and self._questions[source].epoch < turn.epoch:
+                with self._links.lock:
+                    self._questions[source] = question
+        with self._links.lock:
+            self._roles, self.epoch, self._ahead = roles, turn.epoch, None
+            fence()
+            self._own[GENERATION] = turn.epoch
+
+    def _welcome(self, rank: int, one: Newcomer, epoch: int) -> None:
+        """Let a newcomer call; nothing is left of who had its rank. The lock of the links is held."""
+        self._meeting.forget(rank)
+        self._unlink(rank)
+        self._links.drop(rank)
+        self._ears.pop(rank, None)
+        self._alone.discard(rank)
+        self.owners[rank], self._joined[rank] = one.owner, epoch
+        if one.partner is not None:
+            self._meeting.admit(rank, one.partner)
+        row = self.box.mirror_base[rank]
+        self._own[row + MIRROR_MADE] = self._own[row + MIRROR_SETTLED] = self._own[row + MIRROR_CUT] = 0
+
+    def _discard(self, source: int) -> None:
+        """Keep a mirror no more; those who read it may go on. The lock of the links is held."""
+        mirror = self.mirrors.pop(source)
+        self._questions.pop(source, None)
+        for ear in self._ears.values():
+            ear.forget(mirror)
+        mirror.close()
+        mirror.region.hide()
+
     def _make(self, source: int, question: _Question) -> None:
-        region = HostRegion.create(self.box.regions[source].nbytes, f"mirror{source}", only_owner_writes=True)
+        region = HostRegion.create(self.box.payload_bytes, f"mirror{source}", only_owner_writes=True)
         self.owners[source].sign(region)
         with self._links.lock:
             self.mirrors[source] = Mirror(source, region, self.box)
@@ -276,7 +387,7 @@ class Ways:
         question = self._questions.get(source)
         return question is not None and question.teller == source and question.ear is not None
 
-    def _inherit(self, source: int, epoch: int, roles: Roles, is_new: bool) -> None:
+    def _inherit(self, source: int, epoch: int, roles: Roles, is_new: bool, before: Roles | None = None) -> None:
         """See to it that the mirror of a lost source comes to say all that counts; `is_new`: it is lost in `epoch`."""
         row, question = self.box.mirror_base[source], self._questions.get(source)
         teller = roles.teller(source)
@@ -288,7 +399,7 @@ class Ways:
         if teller is None:
             with self._links.lock:
                 self._questions.pop(source, None)
-                if self._was_settled(source):
+                if self._was_settled(source, before or self._roles):
                     self._settle(source, epoch)
                     return
                 # what counts is said by the view that lost it, else by this one: nobody here has been told all
@@ -302,20 +413,20 @@ class Ways:
         else:
             self._make(source, question)
 
-    def _was_settled(self, source: int) -> bool:
+    def _was_settled(self, source: int, before: Roles) -> bool:
         """Return whether the keeper of before had all of a source in the mirror that the ranks here have from birth."""
-        before = self._roles.keeper(source)
-        row = self.box.mirror_base[source]
-        if before is None:
+        keeper, row = before.keeper(source), self.box.mirror_base[source]
+        if keeper is None:
             return False
-        words = self.box.words[before]
+        words = self.box.words[keeper]
         return bool(words[row + MIRROR_SETTLED]) and words[row + MIRROR_MADE] == 1 and not words[row + MIRROR_CUT]
 
     def _mourn(self) -> None:
         """Have an heir tell of those that have left in order, where their links have ended before their goodbye."""
         for source, question in list(self._questions.items()):
             if question.teller == source and question.ear is None and source not in self._roles.present:
-                self._inherit(source, self.epoch, self._roles, True)
+                epoch = self.epoch if self._ahead is None else self._heard
+                self._inherit(source, epoch, self._ahead or self._roles, True)
 
     def _meet(self) -> None:
         """Have links with all who are needed."""
@@ -332,7 +443,7 @@ class Ways:
     def _take(self, peer: int, connected: Connected) -> None:
         """Use a connection with a peer, in the place of the one that there was."""
         with self._links.lock:
-            ear = Ear(peer, self.box, self.topology.here, self._links, self)
+            ear = Ear(peer, self.box, self._links, self)
             link = self._maker.make(peer, connected, ear)
             if peer in self._ears:
                 self._unlink(peer)
@@ -351,16 +462,20 @@ class Ways:
 
     def _answer(self) -> None:
         with self._links.lock:
-            for fetch in [fetch for fetch in self._fetches if fetch[2] <= self.epoch]:
+            for fetch in [fetch for fetch in self._fetches if fetch[2] <= self._newest(fetch[1])]:
                 peer, source, epoch = fetch
                 if peer in self._roles.present and self._tells(source, peer):
                     self._tell(peer, source, epoch)
                 self._fetches = [other for other in self._fetches if other != fetch]
 
+    def _newest(self, source: int) -> int:
+        """Return the newest view by which this rank knows who tells of a source."""
+        return self.epoch if self._judging(source) is self._roles else self._heard
+
     def _tells(self, source: int, peer: int) -> bool:
         """Return whether this rank tells a peer of `source`, by the newest view."""
-        host, roles = self.topology.host_of[peer], self._roles
-        if host == self.topology.host or not self.topology.is_here(source):
+        host, roles = self.topology.host_of[peer], self._judging(source)
+        if source >= len(self.topology.host_of) or host == self.topology.host or not self.topology.is_here(source):
             return False
         return roles.teller(source) == self.topology.rank and roles.gateway(source, host) == peer
 
@@ -371,7 +486,7 @@ class Ways:
         for again.
         """
         host = self.topology.host_of[peer]
-        readers = self._roles.living(host)
+        readers = self._judging(source).living(host)
 
         def write(offset: int, data: object, word: int, value: int, note: int) -> None:
             """Write to the peer."""
@@ -381,7 +496,7 @@ class Ways:
             self.exports.route(host, peer)  # first: what is stored from here on is told behind the answer
         self._links.say(peer, BEGIN, source, epoch)
         try:
-            tell_all(write, self.box, source, self.box.regions[source], readers)
+            tell_all(write, self.box, source, self.box.regions[source], readers, self._joined)
         except BaseException:
             self._links.drop(peer)
             self._lost(peer)

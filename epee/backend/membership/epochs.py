@@ -19,6 +19,7 @@ says, call by call, what they mean. So nothing of this is on the path of a call 
     Intake     reads the outboxes of newcomers; Arrival: says when all can read each other's
     Admission  what users ask for: who waits to come in, take them in
     Settling   over several hosts: whether all is here that lost ranks of other hosts had said (`hosts/settling.py`)
+    Gate       over several hosts: when a view with newcomers may be taken over (`hosts/gate.py`)
 
 In a group over several hosts the agent thread also tells the links' thread of each view (`hosts/ways.py`). A decision
 that removes a rank of another host is taken over at once, but no call is judged, begun or completed and no message of
@@ -33,11 +34,11 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CommTimeoutError, EpeeError, EvictedError, NoQuorumError, RankFailedError
+from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, RankFailedError
 from ...link.roles import Roles
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
@@ -50,10 +51,12 @@ from ...view.transport.auth import Token
 from ..bootstrap.home import FOUNDER, IN, Offer, OutboxEndpoint, parse_offers, takes_part
 from ..engine.entry import CHANGING, ENDED, NEWS
 from ..engine.operation import Operation
+from ..hosts.gate import Gate
 from ..hosts.settling import Settling
 from ..hosts.ways import Ways
-from ..outbox import CONSUMED, CONSUMED_TOO, Outboxes, consumed_of
+from ..outbox import CONSUMED, CONSUMED_TOO, LIFE, LIFE_READY, Outboxes, consumed_of
 from ..p2p.message import Absence, Message
+from ..wake import publish_word
 from .admission import Admission
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
@@ -90,6 +93,10 @@ class Survival:
         self._own_offer: Offers = {}
         self._ways: Ways | None = None
         self._settling: Settling | None = None
+        self._gate: Gate | None = None
+        self._limits: list[tuple[int, int]] = []  # slot, cut: settled before the decision that says so was taken over
+        self._is_ready = True  # over several hosts, of a joiner: all others' mirrors are here
+        self._offer: Offer | None = None
         self._cuts: dict[int, int] = {}  # by epoch, of decisions that came while ranks were not settled
         self._is_joiner = asks or joined_by is not None
         self._occupants = Occupants(seat, joined_by or self.runtime.view())
@@ -196,12 +203,17 @@ class Survival:
             engine.seq = course.first_seq - 1
             box.own[CONSUMED] = box.own[CONSUMED_TOO] = engine.seq
         self._boxes = Boxes(engine, occupants, course, members, joined_in)
-        topology = None if self._ways is None else self._ways.topology
-        self._judge = Judge(engine, occupants, course, self._boxes, topology)
+        self._judge = Judge(engine, occupants, course, self._boxes)
         if self._ways is not None:
-            roles = Roles(self._ways.topology, [occupants.rank_of[slot] for slot in occupants.since])
-            self._settling = Settling(box, roles, self._ways.owners, self._all_boxes)
-        self._intake = Intake(engine, occupants, self._boxes)
+            since = self._since_of_ranks(occupants.since)
+            roles = Roles(self._ways.topology, [*since], since)
+            self._settling = settling = Settling(box, roles, self._ways.owners, self._all_boxes)
+            self._gate = Gate(occupants, settling, self._tell_turned)
+            if joined_in:
+                settling.begin(joined_in)
+                self._is_ready = False
+        host = "" if self._ways is None else self._job.directory.host
+        self._intake = Intake(engine, occupants, self._boxes, host)
         if joined_in:
             self._intake.begin(joined_in, course.first_seq)
         look = partial(engine.look, self.take_news)
@@ -210,10 +222,25 @@ class Survival:
         engine.survival = self
         own = box.regions[box.rank].blob
         assert self._row is not None, "`close` comes later"
-        self._row.tell(Offer(IN if self._is_joiner else FOUNDER, box.rank, box.group_size, own).pack())
+        port = 0 if self._ways is None else self._ways.port
+        state = IN if self._is_joiner else FOUNDER
+        self._offer = Offer(state, box.rank, box.group_size, own, port, occupants.epoch)
+        self._row.tell(self._offer.pack())
         for rank in occupants.removed:
             self._leave_out(rank)
         self.hooks.attach(engine, course, self._ways)
+
+    def _since_of_ranks(self, since: Mapping[int, int]) -> dict[int, int]:
+        rank_of = self._occupants.rank_of
+        return {rank_of[slot]: when for slot, when in since.items() if slot in rank_of}
+
+    def since(self) -> dict[int, int]:
+        """Return since which epoch each rank takes part, in the view in which the lane begins here."""
+        return self._since_of_ranks(parts_of(self._occupants.known, self._occupants.lane))
+
+    def span(self, decision: Decision) -> None:
+        """Say that the lane runs over several hosts; `decision` has taken this process in."""
+        self.hooks.hosts = {member.slot: member.host for member in decision.members}
 
     def use(self, ways: Ways) -> None:
         """Have this rank's part between hosts follow the view; before `attach`."""
@@ -277,9 +304,75 @@ class Survival:
         while self.hooks.decisions:
             decision = self.hooks.decisions[0]
             if decision.epoch > self._occupants.epoch:
+                if not self._may_take(decision):
+                    self._engine.raise_flag(CHANGING)  # who drives the group comes back here by `settle`
+                    self._engine.lower_flag(NEWS)
+                    return
                 self._take_over(decision)
             self.hooks.decisions.popleft()
         self._engine.lower_flag(NEWS, unless=self.hooks.decisions)
+
+    def _may_take(self, decision: Decision) -> bool:
+        """Return whether a view may be taken over; over several hosts those with newcomers wait for the gate."""
+        gate, settling, occupants = self._gate, self._settling, self._occupants
+        if gate is None or settling is None:
+            return True
+        parts = parts_of(decision, occupants.lane)
+        own = occupants.slot_of[self._boxes.full.rank]
+        offers = self.hooks.offers.get(decision.epoch, {})
+        if parts.get(own) != occupants.since[own] or not any(True for _ in occupants.newcomers(decision, offers)):
+            return True
+        if gate.begin(decision.epoch):
+            lost = [rank for rank in occupants.remove(decision) if settling.roles.topology.is_here(rank)]
+            self._change_hosts(decision)
+            for rank in lost:
+                self._leave_out(rank)
+            gate.begun(decision)
+        for later in list(self.hooks.decisions)[1:]:
+            self._cuts[later.epoch] = cut_of(later, occupants.lane, Removal(0, 0, PUT_OUT))
+            gate.hear(later)
+        self._look_settled()
+        return gate.is_open(self._told)
+
+    def _told(self) -> Offers:
+        """Return what members of the lane tell; nothing once this process has no agent, which its calls will raise."""
+        with contextlib.suppress(InvalidState):
+            return parse_offers(self.runtime.told(self._occupants.lane))
+        return {}
+
+    def _tell_turned(self, epoch: int) -> None:
+        """Tell that this rank needs nothing of those who were lost by the view of an epoch."""
+        if self._offer is not None and self._row is not None:
+            self._offer = self._offer._replace(turned=epoch)
+            self._row.tell(self._offer.pack())
+
+    def _change_hosts(self, decision: Decision) -> None:
+        """Have the mirrors of lost ranks settled."""
+        assert self._settling is not None
+        self._cuts[decision.epoch] = cut_of(decision, self._occupants.lane, Removal(0, 0, PUT_OUT))
+        parts = parts_of(decision, self._occupants.lane)
+        present = [slot for slot, when in self._occupants.since.items() if parts.get(slot) == when]
+        self._settling.change(decision.epoch, [self._occupants.rank_of[slot] for slot in present])
+        self._engine.raise_flag(CHANGING)
+
+    def _bring_in(self, decision: Decision, newcomers: set[int]) -> None:
+        """Begin a new placement with newcomers, in a group over several hosts."""
+        settling, ways = self._settling, self._ways
+        if settling is None or ways is None:
+            return
+        before, full = settling.roles, self._boxes.full
+        parts = parts_of(decision, self._occupants.lane)
+        staying = {slot: when for slot, when in self._occupants.since.items() if parts.get(slot) == when}
+        since = self._since_of_ranks(staying)
+        rank_of = self._occupants.rank_of
+        keys = {rank_of[member.slot]: member.host for member in decision.members if member.slot in staying}
+        roles = Roles(before.topology.moved(keys), [*since], {**before.since, **since})
+        full.place(roles.topology.host_of)
+        ways.exports.move(roles.topology)
+        ways.owners.update((rank_of[one.slot], one) for one in self._occupants.owners(decision, newcomers))
+        settling.bring_in(decision.epoch, roles, newcomers)
+        ways.adopted(decision.epoch)
+        self._engine.raise_flag(CHANGING)
 
     def _take_over(self, decision: Decision) -> None:
         """Do what a decision calls for; the occupants' `epoch` is last and says that it is done."""
@@ -289,19 +382,24 @@ class Survival:
                 return
             if self._settling is None or self._settling.roles.topology.is_here(rank):
                 self._leave_out(rank)
-        self._intake.adopt(decision, self.hooks.offers.get(decision.epoch, {}))
+        offers = self.hooks.offers.get(decision.epoch, {})
+        self._intake.adopt(decision, offers)
+        new = {slot for slot, when in self._occupants.since.items() if when == decision.epoch}
+        if new:
+            self._bring_in(decision, {self._occupants.rank_of[slot] for slot in new})
         turn = self._course.turn_of(self._occupants.ours(decision))
         if turn is not None:
             self._boxes.add(decision.epoch)  # whoever finds the turn needs them
             self._engine.raise_flag(CHANGING)
             self._course.note(turn)
+            for slot, cut in self._limits:
+                turn.limit_to(slot, cut)
+        self._limits.clear()
         self.hooks.offers.pop(decision.epoch, None)
-        if self._settling is not None:
-            self._cuts[decision.epoch] = cut_of(decision, self._occupants.lane, Removal(0, 0, PUT_OUT))
-            parts = parts_of(decision, self._occupants.lane)
-            present = [slot for slot, when in self._occupants.since.items() if parts.get(slot) == when]
-            self._settling.change(decision.epoch, [self._occupants.rank_of[slot] for slot in present])
-            self._engine.raise_flag(CHANGING)
+        if self._settling is not None and not new:
+            self._change_hosts(decision)
+        if self._gate is not None:
+            self._gate.end()
         self._occupants.is_over(decision)
 
     def _end_here(self, decision: Decision) -> None:
@@ -349,23 +447,41 @@ class Survival:
         Raises:
             ResourceError: no memory or descriptor is left for a new mirror.
         """
-        settling = self._settling
-        if settling is None or settling.is_over:
+        settling, gate = self._settling, self._gate
+        if settling is None or gate is None:
             return True
+        if gate.epoch:
+            self.take_news()
+        if not settling.is_over or not self._is_ready:
+            self._look_settled()
+        return not settling.unsettled and not gate.epoch
+
+    def _look_settled(self) -> None:
+        settling = self._settling
+        assert settling is not None
         for rank, epoch in settling.look():
+            slot = self._occupants.slot_of[rank]
             if epoch:
                 for turn in self._course.turns:
-                    turn.limit_to(self._occupants.slot_of[rank], self._cuts[epoch])
+                    turn.limit_to(slot, self._cuts[epoch])
+                if self._gate is not None and self._gate.epoch:
+                    self._limits.append((slot, self._cuts[epoch]))
             self._leave_out(rank)
-        return not settling.unsettled
+        if not self._is_ready and not settling.has_moves:
+            publish_word(self._boxes.full, LIFE, LIFE_READY)
+            self._is_ready = True
 
     def unsettled(self) -> list[int]:
-        """Return the lost ranks of which this host may not have been told all yet."""
-        return [] if self._settling is None else sorted(self._settling.unsettled)
+        """Return the lost ranks of which this host, or one that stays, may not have been told all yet."""
+        if self._settling is None or self._gate is None:
+            return []
+        return sorted({*self._settling.unsettled, *self._gate.late})
 
     def tellers(self) -> list[int]:
         """Return the ranks on whose word about those this one waits."""
-        return [] if self._settling is None else self._settling.awaited()
+        if self._settling is None or self._gate is None:
+            return []
+        return sorted({*self._settling.awaited(), *self._gate.late})
 
     def raise_untold(self) -> None:
         """Raise the loss that would fail a call which has ended here already, before a call takes its number."""
@@ -373,7 +489,9 @@ class Survival:
 
     def may_publish(self, op: Operation) -> bool:
         """True when this rank may put its part of `op`: all who take part in it can read each other's outboxes."""
-        return not self.unsettled() and self._arrival.may_publish(op)
+        if self._gate is not None and (self._gate.epoch or self.unsettled() or not self._is_ready):
+            return False
+        return self._arrival.may_publish(op)
 
     def unready(self, box: Outboxes) -> list[int]:
         """Return the newcomers among the members of `box` that have not mapped all others' outboxes yet."""
@@ -422,7 +540,8 @@ class Survival:
         ranks = self.tellers() if self.unsettled() else ranks
         slots = {rank: self._occupants.slot_of[rank] for rank in ranks}
         told = partial(op.describe, self._boxes.full, elapsed=now - op.started)
-        return self._awaited.insist(slots, told, op.seq, self._occupants.epoch, op.deadline, op.deadline - op.started)
+        epoch = max(self._occupants.epoch, 0 if self._gate is None else self._gate.newest)
+        return self._awaited.insist(slots, told, op.seq, epoch, op.deadline, op.deadline - op.started)
 
     def found_dead(self, ranks: Iterable[int]) -> None:
         """Pass on that a wait has found ranks dead; the agent's own sources may be later."""

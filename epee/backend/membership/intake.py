@@ -11,6 +11,9 @@ would have a part in the eyes of those who had mapped its outbox and none in tho
 mapped all others' is ready (LIFE). Who has mapped a newcomer's says so where it counts the message slots that it has
 freed (`Receiver.renew`).
 
+Over several hosts a newcomer of another host has a blank outbox here until its mirror is whole (`hosts/settling.py`),
+and the gateways of its own host ask for everything anew; it is ready when it reads all others' mirrors.
+
 Who writes, who reads: decisions come from the agent thread as news and are taken over under the engine's lock; all else
 is this process's own. A newcomer that dies on the way is lost like any other.
 """
@@ -38,7 +41,8 @@ class Intake:
         first_call: rank -> call with which the process that last took it begins.
     """
 
-    def __init__(self, engine: EngineOfLane, occupants: Occupants, boxes: Boxes) -> None:
+    def __init__(self, engine: EngineOfLane, occupants: Occupants, boxes: Boxes, host: str) -> None:
+        self._host = host
         self._engine = engine
         self._occupants = occupants
         self._boxes = boxes
@@ -70,10 +74,13 @@ class Intake:
     def _adopt(self, rank: int, part: OutboxEndpoint | None, epoch: int) -> None:
         """Read the outbox of a process that has taken `rank`: what may fail first. None: it is gone again."""
         engine, nbytes = self._engine, self._boxes.full.payload_bytes
+        is_here = part is not None and (not self._boxes.full.host_of or part.host == self._host)
         try:
-            region = (part and attach_outbox(part, nbytes)) or make_blank(nbytes)
-            if part is not None:
+            region = (is_here and part and attach_outbox(part, nbytes)) or make_blank(nbytes)
+            if is_here and part is not None:
                 engine.watch.watch(rank, part.pid, part.start_time)
+            else:
+                engine.watch.forget(rank)  # who had it before may have been of this host
         except ResourceError as exc:
             raise ResourceError(
                 f"rank {rank} (process {part.pid if part else 'gone'}) has joined in epoch {epoch}, but cannot be "

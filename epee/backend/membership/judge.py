@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ...errors import InvalidArgument, MismatchError, PeerError, RankFailedError, context
-from ...link.topology import Topology
 from ...view.protocol.outcome import CallState, Course
 from ..engine.operation import Operation
 from ..outbox import Outboxes
@@ -29,10 +28,7 @@ LOSS = "view"  # in the place of an operation's name: the error of a loss that f
 class Judge:
     """Judges the calls of one lane."""
 
-    def __init__(
-        self, engine: EngineOfLane, occupants: Occupants, course: Course, boxes: Boxes, topology: Topology | None = None
-    ) -> None:
-        self._topology = topology  # of a group over several hosts
+    def __init__(self, engine: EngineOfLane, occupants: Occupants, course: Course, boxes: Boxes) -> None:
         self._engine = engine
         self._occupants = occupants
         self._course = course
@@ -61,10 +57,10 @@ class Judge:
             self._mark_lost(op)
         else:
             self._move(op, box)
-        if self._topology is not None and not op.done and op.lost:
-            self._end_if_unheard(op, self._topology)
+        if op.box.host_of and not op.done and op.lost:
+            self._end_if_unheard(op)
 
-    def _end_if_unheard(self, op: Operation, topology: Topology) -> None:
+    def _end_if_unheard(self, op: Operation) -> None:
         """Fail a call that others have completed with a rank whose host is lost, and whose part has not come here.
 
         On the host of those who completed it all of it had come; nobody lives who could tell this one.
@@ -73,7 +69,7 @@ class Judge:
         unheard = [
             rank
             for rank, words in zip(op.box.members, op.box.words, strict=True)
-            if rank in op.lost and not topology.is_here(rank) and not past.counts_as_settled(words)
+            if rank in op.lost and rank not in op.box.here and not past.counts_as_settled(words)
         ]
         if not unheard:
             return

@@ -16,13 +16,16 @@ from collections import deque
 from collections.abc import Mapping
 
 from ...errors import EvictedError, NoQuorumError, PeerError
+from ...link.meeting import Partner
 from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import FOREVER, LEFT, Decision, LaneState
 from ...view.protocol.outcome import Course
 from ...view.runtime import Runtime
+from ...view.transport.auth import Identity
 from ..bootstrap.home import parse_offers
 from ..engine.entry import CHANGING, ENDED, FROZEN, NEWS, TROUBLED
-from ..hosts.ways import Turn, Ways
+from ..hosts.ways import Newcomer, Turn, Ways
+from ..outbox import OutboxOwner
 from .engine_of_lane import EngineOfLane
 from .occupants import Occupants, Offers
 
@@ -185,6 +188,18 @@ class LaneHooks:
             self._since = {slot: when for slot, when in self._since.items() if slot not in lost}
             present = frozenset(rank_of[slot] for slot in self._since)
             self._ways.decided(Turn(decision.epoch, present, frozenset(rank_of[slot] for slot in lost & has_left)))
+        new = []
+        offers = self.offers.get(decision.epoch, {})
+        for member, when, part in self._occupants.newcomers(decision, offers, self._since):
+            rank = self._occupants.rank_of[member.slot]
+            who = Identity(rank, 0, member.nonce)
+            partner = Partner(part.address, part.port, who) if part is not None and part.port else None
+            owner = OutboxOwner(member.nonce, self._occupants.lane, member.slot)
+            new.append((member.slot, when, Newcomer(rank, member.host, partner, owner)))
+        if new:
+            self._since.update((slot, when) for slot, when, _ in new)
+            present = frozenset(self._occupants.rank_of[slot] for slot in self._since)
+            self._ways.decided(Turn(decision.epoch, present, frozenset(), tuple(one for _, _, one in new)))
 
     def trouble(self, error: Exception) -> None:
         """Calls cannot end well any more, or for the time being."""

@@ -34,6 +34,7 @@ _SHARED = (
     "mirror_base",
     "exports",
     "host_of",
+    "here",
     "payload_bytes",
     "staging_bytes",
     "ring",

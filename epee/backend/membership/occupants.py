@@ -14,7 +14,7 @@ step of that may run twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ...errors import PeerError
 from ...view.awaited import kind_of_loss
@@ -23,6 +23,7 @@ from ...view.protocol.decision import parts_of
 from ...view.protocol.messages import DEAD, PUT_OUT, Decision, Member
 from ..bootstrap.home import FOUNDER, Offer, OutboxEndpoint, outbox_of
 from ..options import MAX_RANKS
+from ..outbox import OutboxOwner
 
 Offers = Mapping[int, Offer]  # by slot
 
@@ -111,12 +112,17 @@ class Occupants:
             return True
         return self.is_home and outbox_of(member, self.lane) is not None
 
-    def newcomers(self, decision: Decision, offers: Offers) -> Iterator[tuple[Member, int, OutboxEndpoint | None]]:
-        """Yield who comes into this lane by `decision`: the member, since when, its outbox; None: it is gone again."""
-        parts = parts_of(decision, self.lane)
+    def newcomers(
+        self, decision: Decision, offers: Offers, since: Mapping[int, int] | None = None
+    ) -> Iterator[tuple[Member, int, OutboxEndpoint | None]]:
+        """Yield who comes into this lane by `decision`: the member, since when, its outbox; None: it is gone again.
+
+        `since`: of those who take part before it; None: as far as decisions have been taken over.
+        """
+        parts, known = parts_of(decision, self.lane), self.since if since is None else since
         for member in decision.members:
             when = parts.get(member.slot)
-            if when is None or self.since.get(member.slot) == when:
+            if when is None or known.get(member.slot) == when:
                 continue
             if when == member.incarnation:  # else it came to the job without a part in this group
                 if self.is_home and member.slot in self.rank_of:
@@ -125,6 +131,12 @@ class Occupants:
                         yield member, when, part
             elif self._knows_rank(member.slot, offers):
                 yield member, when, self._part(member, when, offers)
+
+    def owners(self, decision: Decision, ranks: Container[int]) -> Iterator[OutboxOwner]:
+        """Yield whose the outboxes of these ranks are in a view."""
+        for member in decision.members:
+            if self.rank_of.get(member.slot) in ranks:
+                yield OutboxOwner(member.nonce, self.lane, member.slot)
 
     def take_in(self, member: Member, when: int) -> None:
         """Note that a member takes part since epoch `when`."""

@@ -168,10 +168,6 @@ def get_current_epoch(backend: Any) -> int:
     return int(backend.epoch)
 
 
-def _is_over_hosts(backend: Any) -> bool:
-    return len(backend.hosts) > 1
-
-
 def _reject(backend: Any, reason: str) -> ProposeViewUpdateResponse:
     return ProposeViewUpdateResponse(ProposalStatus.Rejected, backend.epoch, reject_reason=reason)
 
@@ -184,8 +180,6 @@ def activate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRespo
     """
     active = _active(backend)
     lost = [rank for rank in _checked(ranks) if rank not in active]
-    if lost and _is_over_hosts(backend):
-        return _reject(backend, f"rank {lost[0]} is lost, and a group over several hosts takes nobody in yet")
     if lost:
         absent = sorted(set(lost) - backend.ready_ranks())
         if absent:
@@ -205,8 +199,6 @@ def deactivate_ranks(backend: Any, ranks: Sequence[int]) -> ProposeViewUpdateRes
     """
     active = _active(backend)
     going = [rank for rank in _checked(ranks) if rank in active]
-    if going and _is_over_hosts(backend):
-        return _reject(backend, f"rank {going[0]} is active, and a group over several hosts puts nobody out yet")
     if going:
         try:
             backend.put_out(going)
@@ -237,11 +229,10 @@ def extend_group_size_to(backend: Any, size: int) -> None:
 
     Raises:
         InvalidArgument: nobody waits for one of the new ranks, or ranks beyond `size` take part.
-        UnsupportedError: a group over several hosts.
     """
     ready = backend.ready_ranks()
     absent = [rank for rank in range(backend.num_slots, size) if rank not in ready]
-    if absent and not _is_over_hosts(backend):
+    if absent:
         raise InvalidArgument(
             f"extend_group_size_to({size}): no process waits for rank {absent[0]} (the group has {backend.num_slots} "
             "ranks); start it with is_extension=True"

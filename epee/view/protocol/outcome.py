@@ -26,9 +26,10 @@ lane of which no member is left is over: nobody knows any more how far it was.
 
 In a lane over several hosts a rank's memory is there for those of its own host; others have what was told them. A dead
 slot is *witnessed* if a member that was there before and stays runs on its host: that one tells the other host all that
-there is, so it is as above. Where its whole host is lost, what the others have of it may differ, so it counts up to the
-cut, like one that was voted out. So does each dead slot of a lane over three hosts and more: its witness may be lost,
-too, when it has told one of the others and not yet another. A slot that has left in order has told all before.
+there is, so it is as above. A member that has come after the dead one may not have seen its memory, so it is none.
+Where nobody tells, what the others have of it may differ, so it counts up to the cut, like one that was voted out. So
+does each dead slot of a lane over three hosts and more: its witness may be lost, too, when it has told one of the
+others and not yet another. A slot that has left in order has told all before.
 
 All of this is a function of decisions and of words that no longer change. Whoever asks later, because it was slow or
 has not issued the call yet, finds the same: survivors agree without another message. Calls are asked about in order.
@@ -36,7 +37,7 @@ has not issued the call yet, finds the same: survivors agree without another mes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
 from .decision import parts_of
@@ -123,7 +124,7 @@ class Course:
         raises: mode "raise"; else "mask".
         slots: the slots that belong to the lane, which may become more; None for all.
         joined: this process came in with `view`.
-        hosts: slot -> its host, in a lane over several.
+        hosts: slot -> its host, in a lane over several, of members that do not say theirs; None: it is on one host.
     """
 
     def __init__(
@@ -136,7 +137,8 @@ class Course:
         hosts: Mapping[int, object] | None = None,
     ) -> None:
         self.lane = lane
-        self._hosts = hosts or {}
+        self._hosts = hosts or None
+        self._host_of: dict[tuple[int, int], object] = {}  # of (slot, since)
         self.raises = raises
         self.slots = slots
         self.base = view.epoch
@@ -151,6 +153,7 @@ class Course:
                 if self._ours(slot)
             }
         }
+        self._note_hosts(view)
         if joined:
             turn = EpochChange(view, lane, self._gone_at(view), [self.first_seq], 0)
             turn.hit = self.first_seq
@@ -184,6 +187,7 @@ class Course:
                 after[slot] = old if old is not None and old[0] == since else (since, start)
         if after == before:
             return None
+        self._note_hosts(decision)
         gone = [(slot, since) for slot, (since, _) in sorted(before.items()) if after.get(slot, (0, 0))[0] != since]
         removed = tuple(Removal(slot, since, loss_of(decision, slot)) for slot, since in gone)
         joins = any(before.get(slot, (0, 0))[0] != incarnation for slot, (incarnation, _) in after.items())
@@ -198,14 +202,24 @@ class Course:
         self._members[decision.epoch] = after
         return turn
 
-    def _is_witnessed(self, slot: int, before: Collection[int], stay: Container[int]) -> bool:
+    def _note_hosts(self, view: Decision) -> None:
+        """Note where the members of a view run."""
+        since = parts_of(view, self.lane)
+        for member in view.members if self._hosts is not None else ():
+            if member.slot in since:
+                self._host_of[member.slot, since[member.slot]] = member.host or (self._hosts or {}).get(member.slot)
+
+    def _is_witnessed(self, slot: int, before: Mapping[int, tuple[int, int]], stay: Container[int]) -> bool:
         """Return whether one of those who stay runs on a slot's host, and so has what the slot has left."""
-        if not self._hosts:
+        if self._hosts is None:
             return True
-        host = self._hosts.get(slot)
-        if len({self._hosts.get(other) for other in before}) > MAX_WITNESSED_HOSTS:
+        host_of = {other: self._host_of.get((other, since)) for other, (since, _) in before.items()}
+        if len({*host_of.values()}) > MAX_WITNESSED_HOSTS:
             return False
-        return any(where == host and other in stay for other, where in self._hosts.items())
+        came = before[slot][0]
+        return any(
+            where == host_of[slot] and other in stay and before[other][0] <= came for other, where in host_of.items()
+        )
 
     def _gone_at(self, view: Decision) -> tuple[Removal, ...]:
         """Return who left the lane by `view`, as a process sees it that knows no earlier one."""
@@ -320,6 +334,8 @@ class Course:
                 break
         kept = {self.base, self._latest, *(turn.epoch for turn in self.turns)}
         self._members = {epoch: members for epoch, members in self._members.items() if epoch in kept}
+        known = {(slot, since) for members in self._members.values() for slot, (since, _) in members.items()}
+        self._host_of = {who: host for who, host in self._host_of.items() if who in known}
 
     def _is_passed(self, turn: EpochChange, seq: int) -> bool:
         """Return whether `seq` and all calls after it just move on to the epoch of `turn`."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import logging
 import os
 import selectors
 import socket
@@ -37,6 +38,8 @@ from ..view.transport.auth import (
     Token,
     refusal,
 )
+
+logger = logging.getLogger("epee")
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64
@@ -143,6 +146,7 @@ class Meeting:
         self._select = selectors.DefaultSelector()
         self._talks: set[_Talk] = set()
         self._again = {rank: 0.0 for rank in partners if rank > me.slot}  # whom to call, and when
+        self._short: OSError | None = None  # why a partner could not be called
 
     def run(self, deadline: float, check: Callable[[], None]) -> dict[int, Connected]:
         """Return the connections with all partners.
@@ -152,7 +156,7 @@ class Meeting:
             check: called now and then; raises to end the wait.
 
         Raises:
-            CommTimeoutError: somebody did not come in time.
+            CommTimeoutError: somebody did not come in time. OSError: this process has no descriptor left to call with.
         """
         try:
             self.listen()
@@ -161,6 +165,8 @@ class Meeting:
                     raise self._late()
                 check()
                 self.step(_SLICE_S)
+                if self._short is not None:
+                    raise self._short
             met = self.take()
         except BaseException:
             self.close()
@@ -251,7 +257,14 @@ class Meeting:
             partner = self._partners[rank]
             self._again[rank] = now + HANDSHAKE_S + _AGAIN_S
             family = socket.AF_INET6 if ":" in partner.address else socket.AF_INET
-            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            try:
+                connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            except OSError as exc:  # no descriptor is left here: what is under way goes on, and this is tried again
+                if self._short is None:
+                    logger.warning("rank %d cannot call rank %d now, and tries again: %s", self._me.slot, rank, exc)
+                self._again[rank], self._why[rank], self._short = now + _AGAIN_S, _reason(exc), exc
+                continue
+            self._short = None
             try:
                 connection.connect((partner.address, partner.port))
             except BlockingIOError:

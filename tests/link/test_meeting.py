@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -544,6 +545,60 @@ def test_no_descriptor_left_delays_a_meeting_and_does_not_spin(monkeypatch: pyte
         start_all(members)
         check_met(members)
         assert len(naps) >= 3
+
+
+class NoSockets:
+    """The module `socket` as a meeting sees it that has no descriptor left, for so many calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self.left = times
+        monkeypatch.setattr(meeting, "socket", self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(socket, name)
+
+    def socket(self, *args: Any) -> socket.socket:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return socket.socket(*args)
+
+
+def test_no_descriptor_left_to_call_with_ends_a_birth(monkeypatch: pytest.MonkeyPatch) -> None:
+    with group(2) as members:
+        NoSockets(monkeypatch, 1)
+        members[0].start([members[1].partner])
+        error = members[0].join().error
+        assert isinstance(error, OSError)
+        assert error.errno == errno.EMFILE
+        assert members[0].listener.fileno() == -1
+
+
+def test_no_descriptor_left_to_call_with_delays_a_meeting_that_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The partner is called again soon, and the user is told once."""
+    with group(2) as members:
+        left, right = stay(members)
+        NoSockets(monkeypatch, 3)
+        left.want(1)
+        before = time.monotonic()
+        left.step()
+        assert left.is_busy
+        assert left._again[1] < before + meeting.HANDSHAKE_S
+        met: list[dict[int, Connected]] = [{}, {}]
+        end = time.monotonic() + BOUND_S
+        while not all(met):
+            assert time.monotonic() < end
+            for each, found in zip((left, right), met, strict=True):
+                each.step(0.01)
+                found.update(each.take())
+        told = [record.getMessage() for record in caplog.records]
+        assert told == ["rank 0 cannot call rank 1 now, and tries again: [Errno 24] Too many open files"]
+        for each, found in zip((left, right), met, strict=True):
+            for connected in found.values():
+                connected.connection.close()
+            each.close()
 
 
 def test_a_responder_that_is_not_a_partner_is_refused_by_who_connects() -> None:

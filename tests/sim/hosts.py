@@ -6,8 +6,9 @@ find out (`Watch`, the simulator's `transport/reach.py`).
 
 An outbox of another host is seen through a copy that a connection fills (`RemoteMirror`): late, and not at all while
 the hosts are cut. Once its owner was removed nothing more comes, except from who tells: a member of the lane on the
-owner's host, who sees the memory itself, or else the holder of the decision's cut, who has all up to there. The telling
-itself is the lane's affair (`backend/hosts`); here it takes no time and is never lost.
+owner's host, who sees the memory itself (`Settlement`). That one may be lost before it has told, or when it has told
+one host and not another. Where nobody is left to tell, a call that counts for all, because somebody has completed it,
+ends as LOST on a host that lacks a part of it.
 
 Runs of seeds from HOST_SEEDS on have hosts. Their calls are not given up, because how one is withdrawn between hosts is
 no rule of the view's either.
@@ -18,9 +19,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from epee.view.protocol.decision import parts_of
 from epee.view.protocol.events import HostLost
 from epee.view.protocol.messages import LEFT, Decision
-from epee.view.protocol.outcome import holder_of
 
 from .lane import LANE, Engine, Mirror, Outbox
 from .plan import AFTER_SEND, CRASH, CRASH_IN_STEP, HOLD, JOIN, LEAVE, PART, STOP, Fault, Plan
@@ -55,6 +56,7 @@ def with_hosts(plan: Plan, rng: Random) -> Plan:
     plan = plan._replace(
         num_members=num_members, hosts=hosts, settings=settings, is_patient=False, num_calls=plan.num_calls * 2
     )
+    plan = plan._replace(telling_s=rng.choice((0.0, 0.01, 0.1, 0.1)))
     return plan._replace(faults=_untold(plan, rng) if is_untold else _faults(plan, rng))
 
 
@@ -80,9 +82,8 @@ def _faults(plan: Plan, rng: Random) -> tuple[Fault, ...]:
     faults = list(plan.faults) if rng.random() < 0.5 else []
     for _ in range(rng.choice((0, 1)) if faults else rng.choice((1, 1, 2))):
         start = rng.random() * span
-        faults += rng.choice((_death, _host_dies, _host_dies_unheard, _host_stops, _cut, _cut, _heir_dies))(
-            plan, rng, start
-        )
+        draw = (_death, _host_dies, _host_dies_unheard, _host_stops, _cut, _cut, _heir_dies, _tellers_go, _tellers_go)
+        faults += rng.choice(draw)(plan, rng, start)
         if rng.random() < 0.3:
             then = max(0.0, start + rng.choice((0.005, 0.05, 0.5)) * (rng.random() - 0.3))
             faults += rng.choice((_death, _cut, _newcomer))(plan, rng, then)
@@ -113,6 +114,26 @@ def _heir_dies(plan: Plan, rng: Random, start: float) -> list[Fault]:
     kinds = [rng.choice((CRASH, CRASH_IN_STEP)) for _ in later]
     rest = zip(later, kinds, slots[1:], strict=True)
     return [Fault(start, CRASH, slots[0]), *(Fault(when, kind, slot, 0.0, _step(rng)) for when, kind, slot in rest)]
+
+
+def _tellers_go(plan: Plan, rng: Random, start: float) -> list[Fault]:
+    """One dies, and when the view has said so the rest of its host, before it has told all others; then one of these.
+
+    They die or leave in order. Where a host is told later than another, this one has seen more.
+    """
+    first, *rest = _slots_of(plan, rng.choice(plan.hosts[: plan.num_members]))
+    others = [slot for slot in range(plan.num_members) if plan.hosts[slot] != plan.hosts[first]]
+    then = start + 0.004 + rng.choice((0.002, 0.01, 0.03)) * rng.random()
+    faults = [Fault(start, rng.choice((CRASH, CRASH, CRASH_IN_STEP)), first, 0.0, _step(rng))]
+    for slot in rest:
+        faults.append(Fault(then, rng.choice((CRASH, CRASH, CRASH_IN_STEP, LEAVE)), slot, 0.0, _step(rng)))
+        then += rng.choice((0.0, 0.002, 0.02)) * rng.random()
+    if others and rng.random() < 0.5:
+        then += rng.choice((0.001, 0.02)) * rng.random()
+        faults.append(Fault(then, rng.choice((CRASH, CRASH_IN_STEP, LEAVE)), rng.choice(others), 0.0, _step(rng)))
+    if others and rng.random() < 0.5:
+        faults.append(Fault(start - 0.002 * rng.random(), HOLD, rng.choice(others), 0.02 + 0.1 * rng.random()))
+    return [fault._replace(time_s=max(0.0, fault.time_s)) for fault in faults]
 
 
 def _host_dies(plan: Plan, rng: Random, start: float) -> list[Fault]:
@@ -159,25 +180,21 @@ def _newcomer(plan: Plan, rng: Random, start: float) -> list[Fault]:
 
 
 class RemoteMirror(Mirror):
-    """A copy of an outbox of another host, as a connection fills it.
+    """A copy of an outbox of another host, as a connection fills it."""
 
-    Attributes:
-        limit: so many stores are all that will ever be seen; None while its owner takes part.
-    """
-
-    __slots__ = ("limit", "reader", "since", "world", "writer")
+    __slots__ = ("reader", "since", "world", "writer")
 
     def __init__(self, box: Outbox, lag: float, world: World, writer: int, since: int, reader: int) -> None:
         super().__init__(box, lag + world.random() * world.plan.max_delay_s)
         self.world, self.writer, self.since, self.reader = world, writer, since, reader
-        self.limit: int | None = None
 
     def sync(self, until: float) -> list[int]:
-        """Take in what has come."""
-        if self.limit is None:
+        """Take in what has come; once the owner was removed, what this host has of it, all at once."""
+        limit = self.world.settlement.limit(self)
+        if limit is None:
             until = min(until, self.world.cut_since(self.writer, self.reader)) - self.lag
-        log, end = self.log, len(self.log) if self.limit is None else self.limit
-        while self.seen < end and (self.limit is not None or log[self.seen][0] <= until):
+        log, end = self.log, len(self.log) if limit is None else limit
+        while self.seen < end and (limit is not None or log[self.seen][0] <= until):
             _, word, what = log[self.seen]
             self.words[word] = what
             self.seen += 1
@@ -187,9 +204,8 @@ class RemoteMirror(Mirror):
         """Like `sync`: nobody withdraws a call in these runs."""
         return self.sync(until)
 
-    def settle(self, limit: int) -> None:
-        """Have told all there is, up to a place in the log; what has come already stays."""
-        self.limit = max(self.seen, min(limit, len(self.log)))
+    def see_all(self) -> None:
+        """Wait, as before: who is dead is told of."""
 
 
 class Watch:
@@ -238,31 +254,108 @@ def _is_silent(world: World, one: Process, other: Process) -> bool:
 
 
 class Settlement:
-    """Who tells of those who were removed, and how much that is: per outbox how many stores."""
+    """Who tells of those who were removed, to which host, and when.
+
+    All of a host read one mirror of a rank elsewhere. It stands still once somebody there knows that the rank was
+    removed, until the rank's heir has told the rest, which takes its time; no call is judged there before. An heir that
+    is dead, stands still or is out of reach tells nothing. Where a decision says that none is left, the mirror stays as
+    it is, or as a part of an answer has made it.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._limits: dict[int, int] = {}  # by `id` of the outbox, which lives as long as the run
+        self._lost: dict[tuple[int, int], tuple[int, bool]] = {}  # in which epoch, and whether it has left in order
+        self._limits: dict[tuple[int, int, int], dict[int, int]] = {}  # per lost rank and host, by `id` of the outbox
+        self._settled: set[tuple[int, int, int]] = set()
+        self.untold: set[tuple[int, int]] = set()  # lost ranks of which nobody was left to tell all
 
     def note(self, decision: Decision, before: dict[int, int], now: dict[int, int]) -> None:
         """A decision is known: those in the lane `before` who are not in it `now` are told of from what is there."""
-        world, holder = self.world, holder_of(decision, LANE)
-        has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}  # it has told all before
-        stay = [slot for slot, since in before.items() if now.get(slot) == since]
+        has_left = {removal.slot for removal in decision.removed if removal.cause == LEFT}
         for slot, since in before.items():
-            if slot in stay:
+            if now.get(slot) != since:
+                self._lost[slot, since] = decision.epoch, slot in has_left
+
+    def _loss(self, slot: int, since: int) -> tuple[int, bool]:
+        """Return in which epoch one was removed, and whether it had left; with mistakes not all decide the same."""
+        return self._lost.get((slot, since), (max(self.world.decisions), False))
+
+    def limit(self, mirror: RemoteMirror) -> int | None:
+        """Return how many stores of an outbox its reader's host has; None: they still come."""
+        limits = self._limits.get((mirror.writer, mirror.since, self.world.host_of(mirror.reader)))
+        return None if limits is None else limits.get(id(mirror.box), 0)
+
+    def settle(self, engine: Engine, slot: int, since: int) -> bool:
+        """A process knows that one was removed; return whether its host has all that it will ever have of it."""
+        host = self.world.host_of(engine.slot)
+        key = (slot, since, host)
+        if host == self.world.host_of(slot):
+            return True
+        if key not in self._limits:
+            boxes = self.world.shared.boxes_of(slot, since)
+            self._limits[key] = {id(box): self._seen(box, host) for box in boxes}
+            if self._loss(slot, since)[1]:  # it has told all before
+                self._end(key, True)
+            else:
+                self._later(key, self.world.random() * self.world.random() * self.world.plan.telling_s)
+        return key in self._settled
+
+    def _seen(self, box: Outbox, host: int) -> int:
+        engines = [p.engine for p in self.world.all if p.engine is not None and self.world.host_of(p.me.slot) == host]
+        return max((m.seen for engine in engines for m in engine.mirrors.values() if m.box is box), default=0)
+
+    def _later(self, key: tuple[int, int, int], seconds: float) -> None:
+        self.world.at(self.world.now + seconds, self._tell, key)
+
+    def heir(self, slot: int, since: int, epoch: int) -> int:
+        """Return the lowest slot of the host of a removed one that is in the lane of an epoch and was before; else -1.
+
+        Who came later has never seen the memory.
+        """
+        world = self.world
+        parts = parts_of(world.decisions[epoch], LANE)
+        host, lost_in = world.host_of(slot), self._loss(slot, since)[0]
+        there = [other for other, when in parts.items() if world.host_of(other) == host and when < lost_in]
+        return min(there, default=-1)
+
+    def _tell(self, key: tuple[int, int, int]) -> None:
+        slot, since, host = key
+        world = self.world
+        askers = [p for p in self._engines(host) if not (p.dead or p.ended)]
+        known = [p.engine.epoch for p in askers if p.engine is not None and (slot, since) in p.engine.unheard]
+        if not known:  # those who knew of the loss are lost themselves, others of their host hear of it later
+            if askers:
+                self._later(key, 0.005)
+            return
+        heir = self.heir(slot, since, max(known))
+        if heir < 0:
+            self._end(key, False)
+            return
+        process = world.in_lane[heir, parts_of(world.decisions[max(known)], LANE)[heir]]
+        is_up = not (process.dead or process.ended or process.stopped) and process.engine is not None
+        is_up = is_up and process.agent.epoch >= self._loss(slot, since)[0]
+        if is_up and max(world.cut_since(heir, p.me.slot) for p in askers) > world.now:
+            self._end(key, True)
+        else:
+            self._later(key, 0.002 + 0.005 * world.random())
+
+    def _engines(self, host: int) -> list[Process]:
+        return [p for p in self.world.all if p.engine is not None and self.world.host_of(p.me.slot) == host]
+
+    def _end(self, key: tuple[int, int, int], has_all: bool) -> None:
+        """A host has all that there is, or will never have more than a part."""
+        slot, since, host = key
+        limits = self._limits[key]
+        for box in self.world.shared.boxes_of(slot, since):
+            had = limits.get(id(box), 0)
+            if has_all:
+                limits[id(box)] = len(box.log)
                 continue
-            has_witness = slot in has_left or any(world.host_of(other) == world.host_of(slot) for other in stay)
-            for box in world.shared.boxes_of(slot, since):
-                self._limits[id(box)] = len(box.log) if has_witness else self._seen(box, holder, now)
-
-    def _seen(self, box: Outbox, holder: int, now: dict[int, int]) -> int:
-        process = self.world.in_lane.get((holder, now.get(holder, 0)))
-        mirrors = process.engine.mirrors.values() if process is not None and process.engine is not None else ()
-        return max((mirror.seen for mirror in mirrors if mirror.box is box), default=0)
-
-    def settle(self, engine: Engine, slot: int, since: int) -> None:
-        """Let a process have what is told of one that was removed."""
-        for mirror in engine.mirrors.values():
-            if isinstance(mirror, RemoteMirror) and (mirror.writer, mirror.since) == (slot, since):
-                mirror.settle(self._limits.get(id(mirror.box), 0))
+            self.untold.add((slot, since))
+            if self.world.random() < 0.5:
+                limits[id(box)] = had + int((len(box.log) - had) * self.world.random())
+        self._settled.add(key)
+        for process in self._engines(host):
+            assert process.engine is not None
+            process.engine.unheard.discard((slot, since))
+            self.world.wake(process, 0.0)

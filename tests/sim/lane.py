@@ -42,7 +42,7 @@ from epee.view.protocol.messages import DEAD, LEFT, Decision, LaneState
 from epee.view.protocol.outcome import CallState, Course, is_whole, loss_of
 from epee.view.protocol.withdrawal import End, Stance, end_of
 
-from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, OK, TIMEOUT, Record
+from .history import DONE, FAILED, GAVE_UP, GONE, ISSUED, LOST, OK, TIMEOUT, Record
 from .plan import HOST_SEEDS
 
 LANE = 7
@@ -166,6 +166,10 @@ class Mirror:
             self.box.shown = seen
         return words
 
+    def see_all(self) -> None:
+        """The writer is dead: all of its stores are seen."""
+        self.lag = -1e9
+
     def coherent(self, until: float) -> list[int]:
         """Like `sync`, for loads behind a fence of the reader: what others have seen is seen here."""
         self.box.fenced = max(self.box.fenced, self.box.shown)
@@ -217,7 +221,8 @@ class Shared:
     Attributes:
         hosts: host of each slot, in a run over several.
         copy_of: makes a reader's copy of an outbox, of a slot that takes part since an epoch.
-        settle: lets a process have all that it will ever see of one that was removed.
+        settle: a process knows that one was removed; returns whether all is there that it will ever see of it.
+        heir: of one that was removed in the lane of an epoch; -1: there is none.
     """
 
     def __init__(self, seed: int, rng: Random, raises: bool, max_lag: float) -> None:
@@ -228,7 +233,8 @@ class Shared:
         self.boxes: dict[tuple[int, int, int], Outbox] = {}
         self.hosts: dict[int, int] = {}
         self.copy_of: Callable[[Outbox, float, int, int, int], Mirror] = lambda box, lag, *_: Mirror(box, lag)
-        self.settle: Callable[[Engine, int, int], None] = lambda engine, slot, since: None
+        self.settle: Callable[[Engine, int, int], bool] = lambda engine, slot, since: True
+        self.heir: Callable[[int, int, int], int] = lambda slot, since, epoch: -1
         self.epoch_of: Callable[[int, int], int] = lambda slot, incarnation: 0  # what a process's board says
 
     def key(self, slot: int, incarnation: int, epoch: int) -> tuple[int, int, int]:
@@ -256,6 +262,7 @@ class Engine:
         is_out: it takes part no more.
         completed: the last call that ended with a result; `issued` the last that was issued.
         ended: the last call that ended, in whatever way.
+        unheard: who was removed, and may have said more than is here; no call is judged or moves before it is told.
     """
 
     course_type: type[Course] = Course
@@ -275,6 +282,8 @@ class Engine:
         self.mirrors: dict[tuple[int, int], Mirror] = {}
         self.dead: set[tuple[int, int]] = set()
         self.removed: set[tuple[int, int]] = set()
+        self.unheard: set[tuple[int, int]] = set()
+        self.must_judge = False
         self.news: deque[Decision] = deque()
         self.raise_after = -1  # steps of taking a decision over before an exception comes out of it; below 0: none
         self.now = 0.0
@@ -297,12 +306,10 @@ class Engine:
         if mirror is None:
             incarnation = self.incarnations[epoch, slot]
             lag = self.shared.rng.random() * self.shared.max_lag
-            if (slot, incarnation) in self.dead:
-                lag = -1e9
             box = self.shared.box(slot, incarnation, epoch)
             mirror = self.mirrors[slot, epoch] = self.shared.copy_of(box, lag, slot, incarnation, self.slot)
-            if (slot, incarnation) in self.removed:
-                self.shared.settle(self, slot, incarnation)
+            if (slot, incarnation) in self.dead:
+                mirror.see_all()
         return mirror
 
     def tag(self, seq: int, epoch: int) -> int:
@@ -334,7 +341,10 @@ class Engine:
         call = Call(self.issued, kind_of(self.shared.seed, self.issued), now)
         self.records.append(Record(now, self.slot, self.incarnation, ISSUED, 0, LANE, call.seq, self.epoch))
         self.calls.append(call)
-        self._settle(call)
+        if self.unheard or self.must_judge:
+            self.must_judge = True  # in order: those before it are to be judged first
+        else:
+            self._settle(call)
 
     def state(self) -> tuple[LaneState, ...]:
         """Return what a promise says of the lane; decisions that were not taken over yet speak for calls as well."""
@@ -386,18 +396,25 @@ class Engine:
                 self.removed.add((slot, since))
                 if loss_of(decision, slot) in (DEAD, LEFT):
                     self._is_dead(slot, since)
-                self.shared.settle(self, slot, since)
+                if not self.shared.settle(self, slot, since):
+                    self.unheard.add((slot, since))
         yield
-        concerned = self.course.add(decision)
+        self.must_judge |= self.course.add(decision)
         self.epoch = decision.epoch
-        if concerned:
-            for call in sorted([*self.unsettled, *self.calls], key=lambda call: call.seq):
-                if call in self.unsettled:
-                    call.place = self._place(call)
-                else:
-                    self._settle(call)
+        self.heed()
         self.own(self.epoch)
         self._say_through()
+
+    def heed(self) -> None:
+        """Find out where the pending calls stand, if there is news of that and all is here that was said before."""
+        if self.unheard or not self.must_judge:
+            return
+        self.must_judge = False
+        for call in sorted([*self.unsettled, *self.calls], key=lambda call: call.seq):
+            if call in self.unsettled:
+                call.place = self._place(call)
+            else:
+                self._settle(call)
 
     def put_out(self, now: float) -> None:
         """Take no part any more: what is pending ends with an error."""
@@ -414,7 +431,7 @@ class Engine:
         self.dead.add((dead, incarnation))
         for (slot, epoch), mirror in self.mirrors.items():
             if slot == dead and self.incarnations[epoch, slot] == incarnation:
-                mirror.lag = -1e9
+                mirror.see_all()
 
     def _place(self, call: Call) -> CallState:
         return self.course.place(call.seq, self.whole, call.place.epoch or None)
@@ -445,6 +462,24 @@ class Engine:
         elif place.without != call.place.without:  # it goes on among those who remain
             call.place, call.undecided, call.moved_at = place, [], self.now
             call.steps = self._go_on(call, self.own(place.epoch))
+        if call in self.calls and self._is_lost_here(call):
+            self._lose(call)
+
+    def _is_lost_here(self, call: Call) -> bool:
+        """Return whether a part of a call that counts, because somebody has completed it, has not come to this host."""
+        epoch, where = call.place.epoch, self.shared.hosts
+        return any(
+            (slot, self.incarnations[epoch, slot]) in self.removed
+            and where.get(slot) != where.get(self.slot)
+            and not self.whole(slot, epoch, call.seq)
+            for slot in self.parties(call)
+        )
+
+    def _lose(self, call: Call) -> None:
+        """End a call that others may complete: what this process has put into it stays for them."""
+        if call.is_published:
+            self.own(call.place.epoch).store(self.now, self.cell(call.seq) + GAVE, COMPLETES)
+        self._end(call, LOST, call.place.epoch)
 
     def _clear(self, call: Call) -> None:
         """A call that a change of the view has ended: who has not heard of that must not complete it."""
@@ -459,7 +494,7 @@ class Engine:
         if status == OK:
             self.completed = call.seq
             self.unsettled = deque((past for past in self.unsettled if past.seq > call.seq), NUM_CELLS)
-        elif status != FAILED:
+        elif status not in (FAILED, LOST):
             self.unsettled.append(call)
         self._say_through()
         record = Record(
@@ -487,6 +522,9 @@ class Engine:
         self.now = now
         moved = False
         position = 0
+        if self.unheard:
+            return False
+        self.heed()
         while budget > 0 and position < len(self.calls):
             call = self.calls[position]
             assert call.steps is not None
@@ -531,6 +569,9 @@ class Engine:
 
     def behind(self, call: Call) -> list[int]:
         """Return the members for which a blocked call waits."""
+        if self.unheard:
+            heirs = {self.shared.heir(*lost, self.epoch) for lost in self.unheard}
+            return sorted(slot for slot in heirs - {self.slot} if (self.epoch, slot) in self.incarnations)
         if call.undecided:
             return call.undecided
         word, least = call.need

@@ -6,7 +6,7 @@ simulator found; the seeds that found them are kept in tests/sim/seeds.json.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Container, Generator, Iterator
 from typing import Any
 
 from epee.memory.signals import SEQ_BITS
@@ -303,6 +303,34 @@ class LostAreWhole(Engine):
     course_type = _LostAreWhole
 
 
+class _WitnessedAnyway(Course):
+    def _is_witnessed(self, slot: int, before: Collection[int], stay: Container[int]) -> bool:
+        stayed = {self._hosts.get(other) for other in before if other in stay}
+        return not self._hosts or self._hosts.get(slot) in stayed
+
+
+class WitnessedAnyway(Engine):
+    """Counts, of three hosts, all that a witness could tell, who may be lost when it has told one and not the other."""
+
+    course_type = _WitnessedAnyway
+
+
+class JudgesUntold(Engine):
+    """Judges calls before its host has been told all that lost ranks of others had said."""
+
+    def heed(self) -> None:
+        self.unheard.clear()
+        super().heed()
+
+
+class TakesLostBack(Engine):
+    """Takes back what it has put into a call that others complete, where a part has not come here (our mistake)."""
+
+    def _lose(self, call: Call) -> None:
+        self._clear(call)
+        super()._lose(call)
+
+
 # ---- the lanes
 
 
@@ -533,6 +561,9 @@ MUTANTS: dict[str, type] = {
         OwnCut,
         AnyHolder,
         LostAreWhole,
+        WitnessedAnyway,
+        JudgesUntold,
+        TakesLostBack,
         CutIgnored,
         Intersection,
         AmongWhoeverPromised,

@@ -70,6 +70,7 @@ class Plan(NamedTuple):
     is_patient: bool
     faults: tuple[Fault, ...]
     hosts: tuple[int, ...] = ()  # of each slot, also of those that join; none: all on one
+    telling_s: float = 0.0  # so long it takes at most to tell another host of a lost rank
 
     def is_calm(self) -> bool:
         """Return whether nothing happens that may make a live process look stalled (V-7)."""

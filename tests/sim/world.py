@@ -38,7 +38,7 @@ from epee.view.protocol.events import (
     WriteBoard,
 )
 from epee.view.protocol.messages import LEFT, MAY_LIVE, UNREACHABLE, BoardState, Commit, Decision, Member, Message, Want
-from epee.view.protocol.outcome import MAX_WITNESSED_HOSTS, loss_of
+from epee.view.protocol.outcome import MAX_WITNESSED_HOSTS, holder_of, loss_of
 from epee.view.protocol.quorum import has_quorum
 
 from .faults import crash, inject, interrupt
@@ -121,6 +121,7 @@ class World:
         if plan.hosts:
             self.shared.hosts = dict(enumerate(plan.hosts))
             self.shared.copy_of, self.shared.settle = self._copy_of, self.settlement.settle
+            self.shared.heir = self.settlement.heir
             Watch(self)
         for member in first.members:
             self.spawn(member, first)
@@ -329,6 +330,7 @@ class World:
             before = self.decisions.get(decision.epoch - 1, decision)
             self.settlement.note(decision, parts_of(before, LANE), parts_of(decision, LANE))
             self._look_who_wanted(decision)
+            self._look_who_holds(decision)
         process.me = process.agent.me
         self._view(process, decision)
         for member in decision.members:  # the watch for who is new begins now
@@ -366,6 +368,14 @@ class World:
         met = LANE in decision.met and any(_is_met(w, out, back, then.keys() & there, there, now.keys()) for w in wants)
         if (out or back or decision.met) and not met:
             self.violations.append(Violation("L-1", f"out {out} and back {back}, but {wants} was wanted: {decision}"))
+
+    def _look_who_holds(self, decision: Decision) -> None:
+        """L-2: who is named as the holder of a cut is in the lane, and has completed the call of the cut."""
+        holder = holder_of(decision, LANE)
+        cut = next((cut.seq for cut in decision.cuts if cut.lane == LANE), 0)
+        process = self.in_lane.get((holder, parts_of(decision, LANE).get(holder, 0)))
+        if holder >= 0 and (process is None or process.engine is None or process.engine.state()[0].completed < cut):
+            self.violations.append(Violation("L-2", f"slot {holder} has not completed call {cut}: {decision}"))
 
     def _count_votes(self, decision: Decision) -> None:
         """V-2: those who have accepted a decision that somebody knows must be a quorum of those not dead."""
@@ -478,8 +488,9 @@ class World:
             return
         process.accuse_at = self.now + self.plan.settings.patience_s / 2
         behind = engine.behind(call)
+        epoch = engine.epoch if engine.unheard else call.place.epoch
         for slot in behind:
-            self.at(self.now, self.agent, process, self._accusation(engine, slot, call.place.epoch, call.seq))
+            self.at(self.now, self.agent, process, self._accusation(engine, slot, epoch, call.seq))
         if self.plan.settings.policy == "error":
             engine.give_up(call)
 
@@ -507,11 +518,14 @@ class World:
         def may_shrink(lane: int, seq: int) -> bool:
             return is_pull(seed, seq)
 
-        cut = stalled | self._put_out() | self._unwitnessed()
+        cut = stalled | self._put_out() | self._unwitnessed() | self.settlement.untold
         self.violations += check(History(self.records(), members), expected, cut, may_shrink)
 
     def _unwitnessed(self) -> set[tuple[int, int]]:
-        """Return who has gone with no witness that counts: what it alone had completed is lost with it."""
+        """Return who has gone with no witness that counts: what it alone had completed is lost with it.
+
+        So it is where the last witness goes before it has told (`Settlement.untold`).
+        """
         found: set[tuple[int, int]] = set()
         for epoch, decision in self.decisions.items():
             before, now = parts_of(self.decisions.get(epoch - 1, decision), LANE), parts_of(decision, LANE)

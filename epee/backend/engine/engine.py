@@ -43,7 +43,7 @@ from ..collectives.plan import NOTHING, Make, RefusedPlan, Tensors, refused
 from ..membership.epochs import Survival
 from ..membership.sizes import Mask
 from ..membership.unsettled import UnsettledCalls
-from ..outbox import BELL, CONSUMED, CONSUMED_TOO, GAVE_UP, Outboxes, consumed_of, failed_by_view
+from ..outbox import BELL, COMPLETES, CONSUMED, CONSUMED_TOO, GAVE_UP, Outboxes, consumed_of, failed_by_view
 from ..p2p.channel import Mailroom
 from ..p2p.message import Absence, Message
 from ..ranges import Written
@@ -56,6 +56,7 @@ from .progress import Helper
 from .waiting import NAP_ROUNDS, Waiting
 
 FROZEN_LOOK_S = 0.005
+SETTLING_LOOK_S = 0.001
 
 
 class Engine:
@@ -187,8 +188,21 @@ class Engine:
             raise
 
     def _tell(self) -> None:
-        if self.survival is not None:
-            self.survival.raise_untold()
+        """Raise a loss that no call could tell, once all is here that says whether it is one. The lock is held.
+
+        Raises:
+            CommTimeoutError: this host was not told in time what ranks of others had said; no number was used up.
+        """
+        survival, until = self.survival, time.monotonic() + self.timeout_s
+        if survival is None:
+            return
+        while not survival.settle():
+            if time.monotonic() > until and not survival.insist_on_tellers(until):
+                raise survival.not_told(self.timeout_s)
+            self.entry.leave()
+            time.sleep(SETTLING_LOOK_S)
+            self.entry.enter()  # news meanwhile is taken over there
+        survival.raise_untold()
 
     def look(self, step: Callable[[], None]) -> None:
         """Run `step` with the lock held, when all news is taken over and the lane is not frozen."""
@@ -371,10 +385,12 @@ class Engine:
         while queue and queue[0].done:
             op = queue[0]
             if op.error is not None and op.published:
-                own[op.cell + GAVE_UP] = gave_up = failed_by_view(op.tag) if op.by_view else op.tag
+                stays = op.is_counted and own[op.cell] == op.tag
+                gave_up = COMPLETES if stays else failed_by_view(op.tag) if op.by_view else op.tag
+                own[op.cell + GAVE_UP] = gave_up
                 if self.box.exports is not None:
                     self.box.exports.word(op.cell + GAVE_UP, gave_up)
-                if op.by_view:  # who was voted out and has not heard of it yet must not complete it
+                if op.by_view and not stays:  # who was voted out and has not heard of it yet must not complete it
                     own[op.cell] = 0
             elif op.error is not None and not op.by_view and not self._publish_failed(op):
                 break  # its number stays open until there is room for a header

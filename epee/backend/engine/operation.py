@@ -91,6 +91,7 @@ class Operation:
     filled = merged = drained = 0
     agreed = False
     by_view = False  # it failed because of a change of the view, on all ranks alike: nobody waits for its header
+    is_counted = False  # it failed on this host only: others have completed it, or may, and what is here of it stays
     make: Make | None = None  # plans the call again for other outboxes; None for refusals
     lost: Collection[int] = ()  # ranks that read nothing any more
     lost_here: tuple[int, ...] = ()  # the ranks that it has lost on its way to a later epoch

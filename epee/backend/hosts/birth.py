@@ -41,6 +41,7 @@ from ..bootstrap.attempt import BootstrapAttempt, died, read_fields
 from ..bootstrap.record import RankRecord
 from ..bootstrap.seat import Greeting
 from ..outbox import LIFE, LIFE_READY, MIRROR_BLOB, MIRROR_MADE, Outboxes, OutboxOwner, open_outbox
+from .mirror import FROM_BIRTH
 from .ways import Ways
 
 logger = logging.getLogger("epee")
@@ -142,7 +143,7 @@ def make_mirrors(
         layout.own[first : first + BLOB_BYTES // 8] = memoryview(region.blob).cast("Q")
     fence()
     for peer in topology.sources():
-        layout.own[layout.mirror_base[peer] + MIRROR_MADE] = 1
+        layout.own[layout.mirror_base[peer] + MIRROR_MADE] = FROM_BIRTH
     return made
 
 

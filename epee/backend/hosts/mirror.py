@@ -41,6 +41,8 @@ from ...memory.host import HEADER_BYTES, HostRegion
 from ...memory.signals import fence, futex_wake
 from ..outbox import BELL, CONSUMED, CONSUMED_TOO, LANE_WORDS, LIFE, SLEEPERS, Outboxes
 
+FROM_BIRTH = 1  # MADE of a mirror that all ranks of the host have mapped at birth, in whatever epoch that was
+
 
 class Mirror:
     """The memory that this rank keeps of a rank of another host.
@@ -49,12 +51,15 @@ class Mirror:
         source: the rank.
         region: the memory, signed as the source's.
         box: the outboxes of the group, for their layout.
+        is_from_birth: all ranks of this host have mapped it when the group was made.
 
     Attributes:
         is_whole: an answer has come to its end once.
+        is_from_birth: see above.
     """
 
-    def __init__(self, source: int, region: HostRegion, box: Outboxes) -> None:
+    def __init__(self, source: int, region: HostRegion, box: Outboxes, is_from_birth: bool = False) -> None:
+        self.is_from_birth = is_from_birth
         self.source = source
         self.region = region
         self.is_whole = False

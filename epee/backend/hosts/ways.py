@@ -41,7 +41,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...errors import EpeeError
+from ...errors import EpeeError, ProtocolError
 from ...link.engine import LinkMaker
 from ...link.frames import BEGIN, END, FETCH
 from ...link.meeting import Connected, Meeting, Partner
@@ -63,7 +63,7 @@ from ..outbox import (
     has_left,
 )
 from .exports import Exports
-from .mirror import Ear, Mirror
+from .mirror import FROM_BIRTH, Ear, Mirror
 from .telling import tell_all
 
 logger = logging.getLogger("epee")
@@ -144,7 +144,7 @@ class Ways:
         self._joined: dict[int, int] = {}  # rank -> epoch, of those who came while this rank was there, and itself
         self._ears: dict[int, Ear] = {}
         self._questions: dict[int, _Question] = {}  # by source
-        self._fetches: list[tuple[int, int, int]] = []  # (peer, source, epoch) that wait for an answer
+        self._fetches: dict[tuple[int, int], int] = {}  # (peer, source) -> epoch, of questions that wait for an answer
         self._news: deque[Turn] = deque()
         self._alone: set[int] = set()  # of lost ranks those of which the cut of that view says what counts
         self._own = box.own
@@ -159,7 +159,7 @@ class Ways:
             ResourceError: the system has no thread left.
         """
         for source, region in mirrors.items():
-            self.mirrors[source] = Mirror(source, region, self.box)
+            self.mirrors[source] = Mirror(source, region, self.box, is_from_birth=True)
             self._questions[source] = _Question(source, self.epoch, None)
         for peer, connected in met.items():
             self._take(peer, connected)
@@ -197,9 +197,10 @@ class Ways:
 
     def fetched(self, peer: int, source: int, epoch: int) -> None:
         """As `Keeper.fetched`."""
-        if len(self._fetches) < 4 * self.box.capacity and 0 <= source < self.box.capacity:
-            self._fetches.append((peer, source, epoch))
-            self._links.ring()
+        if not 0 <= source < self.box.capacity:
+            raise ProtocolError(f"rank {peer} asks for rank {source} of {self.box.capacity}; the connection ends")
+        self._fetches[peer, source] = epoch  # a newer question about the same is asked because the older is void
+        self._links.ring()
 
     def opened(self, ear: Ear, source: int, epoch: int) -> Mirror | None:
         """As `Keeper.opened`."""
@@ -233,7 +234,8 @@ class Ways:
         first = base + MIRROR_BLOB
         self._own[first : first + len(blob) // 8] = memoryview(blob).cast("Q")
         fence()
-        self._own[base + MIRROR_MADE] = self.epoch
+        is_had_by_all = mirror.is_from_birth and not self._own[GENERATION]  # who came here since has not mapped it
+        self._own[base + MIRROR_MADE] = FROM_BIRTH if is_had_by_all else self.epoch
 
     def _settle(self, source: int, epoch: int) -> None:
         """Tell the ranks of this host that the mirror of a source has all that counts of it in a view."""
@@ -250,7 +252,7 @@ class Ways:
     def _unlink(self, peer: int) -> None:
         self.exports.unroute(peer)
         ear = self._ears.get(peer)
-        self._fetches = [fetch for fetch in self._fetches if fetch[0] != peer]
+        self._fetches = {fetch: epoch for fetch, epoch in self._fetches.items() if fetch[0] != peer}
         for source, question in self._questions.items():
             if question.ear is ear:
                 self._questions[source] = question._replace(ear=None)
@@ -419,7 +421,8 @@ class Ways:
         if keeper is None:
             return False
         words = self.box.words[keeper]
-        return bool(words[row + MIRROR_SETTLED]) and words[row + MIRROR_MADE] == 1 and not words[row + MIRROR_CUT]
+        is_had_by_all = words[row + MIRROR_MADE] == FROM_BIRTH
+        return bool(words[row + MIRROR_SETTLED]) and is_had_by_all and not words[row + MIRROR_CUT]
 
     def _mourn(self) -> None:
         """Have an heir tell of those that have left in order, where their links have ended before their goodbye."""
@@ -462,11 +465,12 @@ class Ways:
 
     def _answer(self) -> None:
         with self._links.lock:
-            for fetch in [fetch for fetch in self._fetches if fetch[2] <= self._newest(fetch[1])]:
-                peer, source, epoch = fetch
+            for (peer, source), epoch in list(self._fetches.items()):
+                if epoch > self._newest(source):
+                    continue
                 if peer in self._roles.present and self._tells(source, peer):
                     self._tell(peer, source, epoch)
-                self._fetches = [other for other in self._fetches if other != fetch]
+                self._fetches.pop((peer, source), None)
 
     def _newest(self, source: int) -> int:
         """Return the newest view by which this rank knows who tells of a source."""

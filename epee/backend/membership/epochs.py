@@ -38,7 +38,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, RankFailedError
+from ...errors import CommTimeoutError, EpeeError, EvictedError, InvalidState, NoQuorumError, RankFailedError, context
 from ...link.roles import Roles
 from ...view.awaited import Awaited, kind_of_loss
 from ...view.group import GroupInView
@@ -61,7 +61,7 @@ from .admission import Admission
 from .boxes import Boxes
 from .engine_of_lane import EngineOfLane
 from .intake import Arrival, Intake, unready
-from .judge import Judge
+from .judge import LOSS, Judge
 from .lane_hooks import LaneHooks
 from .occupants import Occupants, Offers
 
@@ -483,8 +483,27 @@ class Survival:
             return []
         return sorted({*self._settling.awaited(), *self._gate.late})
 
+    def insist_on_tellers(self, deadline: float) -> bool:
+        """At the time-out of a wait for `settle`: do what the policy is with who tells; True while that may help."""
+        slots = {rank: self._occupants.slot_of[rank] for rank in self.tellers()}
+        told, seq = partial(context, LOSS, rank=self._boxes.full.rank), self._engine.num_retired
+        return self._awaited.insist(slots, told, seq, self._occupants.epoch, deadline)
+
+    def not_told(self, elapsed: float) -> CommTimeoutError:
+        """Return the error of a wait for `settle` that has lasted too long."""
+        told = context(LOSS, rank=self._boxes.full.rank, epoch=self._occupants.epoch, elapsed=elapsed)
+        lost, tellers = self.unsettled(), self.tellers()
+        return CommTimeoutError(
+            f"{told}: what rank(s) {', '.join(map(str, lost))} had said before the view changed is not all here, "
+            f"rank(s) {', '.join(map(str, tellers)) or 'none'} could tell; no call was made, it may be tried again",
+            tellers or lost,
+        )
+
     def raise_untold(self) -> None:
-        """Raise the loss that would fail a call which has ended here already, before a call takes its number."""
+        """Raise the loss that would fail a call which has ended here already, before a call takes its number.
+
+        To be called when `settle` has said that calls can be judged.
+        """
         self._judge.raise_untold()
 
     def may_publish(self, op: Operation) -> bool:

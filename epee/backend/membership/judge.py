@@ -63,7 +63,8 @@ class Judge:
     def _end_if_unheard(self, op: Operation) -> None:
         """Fail a call that others have completed with a rank whose host is lost, and whose part has not come here.
 
-        On the host of those who completed it all of it had come; nobody lives who could tell this one.
+        On the host of those who completed it all of it had come; nobody lives who could tell this one. What this rank
+        has put into it stays: others who have the rest wait for nothing else.
         """
         past = past_of(op)
         unheard = [
@@ -85,7 +86,7 @@ class Judge:
                 "lost with its host",
             )
         )
-        op.by_view = True
+        op.by_view = op.is_counted = True
 
     def _ask_again(self, calls: Iterable[Past]) -> Iterator[Past]:
         """Ask about calls that have ended here, before any later one, and say where they would run now."""

@@ -192,7 +192,7 @@ class Pairs:
             if self._board.owner_of(peer) != owner and self.machine is not None:
                 self._drain(peer, "message")
                 self.machine.disconnect(peer)
-                del self.met[peer]
+                del self.met[peer], self._gpus[peer]
                 self.lost.discard(peer)
                 self._meetings.pop(peer, None)
         self.off = {peer: owner for peer, owner in self.off.items() if self._board.owner_of(peer) == owner}

@@ -31,6 +31,14 @@ Where nobody tells, what the others have of it may differ, so it counts up to th
 does each dead slot of a lane over three hosts and more: its witness may be lost, too, when it has told one of the
 others and not yet another. A slot that has left in order has told all before.
 
+*Settled up to.* No call is completed on a host that has not been told all of a lost slot. So the last call completed,
+which each promise tells, says how far a rank had settled whoever was lost before, too, and the next decision needs no
+other word: its cut, the highest of these, is what all count the next lost ones up to. With three hosts and more what
+counts is so a function of decisions alone, however many witnesses go after each other; what a host may still lack is a
+part of a call at or below all cuts. Others have that part, but only as much of it as calls read on their hosts, so it
+cannot be had from them: the call ends there with an error of its own (LOST in the simulator), what this rank has put
+into it stays, and the next call runs on all. With two hosts, all who are left read one and the same memory.
+
 All of this is a function of decisions and of words that no longer change. Whoever asks later, because it was slow or
 has not issued the call yet, finds the same: survivors agree without another message. Calls are asked about in order.
 """

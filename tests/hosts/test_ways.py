@@ -1,0 +1,115 @@
+"""What a rank does for the hosts of its group between views, on one side alone: nothing is sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from epee.backend.hosts.mirror import Ear
+from epee.backend.hosts.ways import Turn, Ways
+from epee.backend.outbox import MIRROR_CUT, MIRROR_MADE, MIRROR_SETTLED, Outboxes, OutboxOwner, outbox_layout
+from epee.errors import ProtocolError
+from epee.link.frames import BEGIN, END, FETCH, NO_WORD, Frame
+from epee.link.topology import Topology
+from epee.memory.host import HostRegion
+
+STAGING_BYTES = 1 << 16
+KEYS = ["a", "a", "b", "b"]  # rank 2 keeps the mirror of rank 0, and rank 3 that of rank 1
+
+
+class NoLinks:
+    """Links and a meeting that carry nothing; what is said is kept."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.said: list[tuple[int, int, int, int]] = []
+
+    def say(self, *what: int) -> None:
+        self.said.append(what)  # type: ignore[arg-type]
+
+    def has(self, peer: int) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def regions() -> Iterator[list[HostRegion]]:
+    """What the ranks of host b have mapped from birth on."""
+    nbytes = outbox_layout(4, STAGING_BYTES).nbytes
+    names = ("mirror0", "mirror1", "outbox2", "outbox3")
+    made = [HostRegion.create(nbytes, name, only_owner_writes=True) for name in names]
+    yield made
+    for region in made:
+        region.close()
+
+
+def ways_of(rank: int, regions: list[HostRegion]) -> tuple[Ways, Outboxes, NoLinks]:
+    links: Any = NoLinks()
+    box = Outboxes(rank, regions, STAGING_BYTES, 1, 4)
+    owners = [OutboxOwner(bytes(16), 1, slot) for slot in range(4)]
+    ways = Ways(Topology(rank, KEYS), box, links, links, owners, links)
+    ways.start({}, {rank - 2: regions[rank - 2]})
+    return ways, box, links
+
+
+def hear(ways: Ways, peer: int, *frames: Frame, source: int | None = None) -> None:
+    """Have frames of a peer come, on a link on which it has been asked for `source`, itself if none is named."""
+    ear = Ear(peer, ways.box, ways.topology.here, ways._links, ways)
+    source = peer if source is None else source
+    if source in ways._questions:
+        ways._questions[source] = ways._questions[source]._replace(ear=ear)
+    for frame in frames:
+        ear.apply(frame, memoryview(b""))
+
+
+def word(kind: int, source: int, epoch: int) -> Frame:
+    return Frame(kind, 0, source, NO_WORD, epoch, 0)
+
+
+def test_questions_are_kept_once_per_peer_and_source_however_many_come(regions: list[HostRegion]) -> None:
+    """A peer that asks again and again, of views that are to come, keeps nobody else's question out."""
+    ways, _, links = ways_of(2, regions)
+    for epoch in range(2, 100):
+        hear(ways, 0, word(FETCH, 2, epoch))
+    hear(ways, 1, word(FETCH, 3, 100))
+    assert ways._fetches == {(0, 2): 99, (1, 3): 100}
+    ways._take_over(Turn(99, frozenset({0, 1, 2})))
+    ways._answer()
+    assert [what for what in links.said if what[1] in (BEGIN, END)] == [(0, BEGIN, 2, 99), (0, END, 2, 99)]
+    ways._take_over(Turn(100, frozenset({0, 1, 2})))
+    ways._answer()
+    assert links.said[-1] == (1, END, 3, 100), "of the lost rank its heir tells"
+
+
+@pytest.mark.parametrize("source", [4, 1 << 40])
+def test_a_question_for_a_rank_that_is_none_ends_the_link(regions: list[HostRegion], source: int) -> None:
+    ways, _, _ = ways_of(2, regions)
+    with pytest.raises(ProtocolError, match=f"rank 0 asks for rank {source} of 4"):
+        hear(ways, 0, word(FETCH, source, 1))
+    assert not ways._fetches
+
+
+@pytest.mark.parametrize("born", [1, 5])
+def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(regions: list[HostRegion], born: int) -> None:
+    """Rank 2 has been told all of rank 0, which is lost, and is lost with the rest of rank 0's host.
+
+    Rank 3 reads the mirror that rank 2 made at birth, as whoever has judged calls by it, in whatever epoch that was.
+    """
+    (second, box2, _), (third, box3, _) = ways_of(2, regions), ways_of(3, regions)
+    row = box2.mirror_base[0]
+    for ways in (second, third):
+        ways.begin(born)
+    hear(second, 0, word(BEGIN, 0, 1), word(END, 0, 1))
+    for ways in (second, third):
+        ways._take_over(Turn(born + 1, frozenset({1, 2, 3})))
+    hear(second, 1, word(BEGIN, 0, born + 1), word(END, 0, born + 1), source=0)
+    assert box3.words[2][row + MIRROR_SETTLED] == born + 1
+    third._take_over(Turn(born + 2, frozenset({3})))
+    assert box3.own[row + MIRROR_SETTLED] == born + 2
+    assert box3.own[row + MIRROR_CUT] == 0, "what counts of rank 0 stays what it was"
+    assert not box3.own[row + MIRROR_MADE]

@@ -20,6 +20,7 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
+_BETWEEN = (__name__, "torch._dynamo.eval_frame")
 
 
 def untraced(function: _Function) -> _Function:
@@ -38,6 +39,17 @@ def untraced(function: _Function) -> _Function:
     # The compiler counts how often it has compiled a code object, and warns and stops at 8: one for each function.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return functools.update_wrapper(call, function)  # type: ignore[return-value]
+
+
+def caller() -> str:
+    """Return the module that called the untraced method which the function asking here belongs to.
+
+    The frames of a call: the one that asks, its method, what is between (this module, torch's compiler), who called.
+    """
+    frame = sys._getframe(2).f_back  # behind the method
+    while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def untraced_methods(cls: _Class) -> _Class:

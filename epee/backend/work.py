@@ -7,7 +7,6 @@ value whatever the future holds and crashes on an empty one, so an error is rais
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EpeeError, PeerError, RankFailedError
-from ..untraced import untraced_methods
+from ..untraced import caller, untraced_methods
 from .engine.operation import Driven, Operation
 from .engine_face import Background
 from .outbox import Outboxes
@@ -169,7 +168,7 @@ class Work(_WorkBase):  # type: ignore[misc]
                 if not op.done or op.error is not None:
                     self.engine.wait(op, seconds if seconds > 0 else None)
         except BaseException as exc:
-            if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+            if caller() == "torch.distributed.distributed_c10d":
                 for op in self.ops:
                     is_open = op.error is None and isinstance(op, Message)  # no quorum, say: not the message's own end
                     if is_open or not isinstance(exc, EpeeError):

@@ -59,7 +59,7 @@ def ways_of(rank: int, regions: list[HostRegion]) -> tuple[Ways, Outboxes, NoLin
 
 def hear(ways: Ways, peer: int, *frames: Frame, source: int | None = None) -> None:
     """Have frames of a peer come, on a link on which it has been asked for `source`, itself if none is named."""
-    ear = Ear(peer, ways.box, ways.topology.here, ways._links, ways)
+    ear = Ear(peer, ways.box, ways._links, ways)
     source = peer if source is None else source
     if source in ways._questions:
         ways._questions[source] = ways._questions[source]._replace(ear=ear)
@@ -103,7 +103,7 @@ def test_what_a_lost_keeper_had_from_birth_counts_for_its_heir(regions: list[Hos
     (second, box2, _), (third, box3, _) = ways_of(2, regions), ways_of(3, regions)
     row = box2.mirror_base[0]
     for ways in (second, third):
-        ways.begin(born)
+        ways.begin(born, dict.fromkeys(range(4), born))
     hear(second, 0, word(BEGIN, 0, 1), word(END, 0, 1))
     for ways in (second, third):
         ways._take_over(Turn(born + 1, frozenset({1, 2, 3})))
